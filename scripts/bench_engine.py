@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
-"""Plain decoding through the engine against a bare loop over llama_decode, interleaved, as ratios.
+"""Compare plain decoding through the engine with a bare loop over llama_decode, in interleaved runs.
 
     scripts/bench_engine.py                                   # the demo model
     scripts/bench_engine.py --target big-target.gguf          # see scripts/inflate_gguf.py
 
-Both sides decode the same tokens of the same file with the same threads, and their outputs are compared. The
-engine's own time is all of a round but draft and verify: sampling, rollback and bookkeeping.
+Both sides decode the same tokens of the same file with the same number of threads, and their outputs must be
+equal. The engine's own time is everything in a round except drafting and verifying: sampling, rollback and
+bookkeeping.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ PROMPT = "Show me examples of `git commit`."
 
 
 class BareLoop:
-    """llama_decode, argmax, again: nothing else."""
+    """A loop of llama_decode and argmax, without anything else."""
 
     def __init__(self, path: str, context_tokens: int, threads: int) -> None:
         model_params = llama_cpp.llama_model_default_params()
@@ -43,7 +44,7 @@ class BareLoop:
         self.batch = llama_cpp.llama_batch_init(512, 0, 1)
 
     def run(self, prompt: Sequence[int], count: int) -> tuple[list[int], float]:
-        """`count` greedy tokens after the prompt, and the seconds they took."""
+        """Return `count` greedy tokens after the prompt, and the seconds for generating them."""
         llama_cpp.llama_memory_clear(self.memory, True)
         self._decode(prompt[:-1], 0)
         token, tokens = prompt[-1], []
@@ -70,8 +71,8 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--target", default="demo")
-    parser.add_argument("--tokens", type=int, default=64, help="tokens a run")
-    parser.add_argument("--runs", type=int, default=9, help="runs of each side")
+    parser.add_argument("--tokens", type=int, default=64, help="tokens per run")
+    parser.add_argument("--runs", type=int, default=9, help="runs per side")
     args = parser.parse_args()
 
     with edgespec.load(args.target, draft="none", context=1024, method="none") as runtime:
@@ -82,7 +83,7 @@ def main() -> None:
         )
         ratios, own_shares = [], []
         for run in range(args.runs + 1):
-            # The sides take turns at going first, so that drift favours neither.
+            # Sides alternate in going first, so that a drift of the machine affects both alike.
             if run % 2:
                 tokens, bare_seconds = bare.run(prompt, args.tokens)
             stream = runtime.stream_tokens(prompt, max_tokens=args.tokens, temperature=0.0)
@@ -92,9 +93,9 @@ def main() -> None:
                 tokens, bare_seconds = bare.run(prompt, args.tokens)
             stats = stream.reply.stats
             if list(stream.reply.tokens) != tokens[: len(stream.reply.tokens)]:
-                raise SystemExit("error: the engine and the bare loop said different tokens")
+                raise SystemExit("error: the engine and the bare loop produced different tokens")
             if run == 0:
-                continue  # the first run of each side warms the memory up
+                continue  # the first run of each side is a warm-up
             step = bare_seconds / args.tokens
             own = stats.sampling_seconds + stats.rollback_seconds + stats.overhead_seconds
             ratios.append(step / (stats.decode_seconds / stats.generated_tokens))
@@ -106,7 +107,7 @@ def main() -> None:
         print(
             f"{runtime.target.description}, {args.runs} interleaved runs of {args.tokens} tokens: "
             f"engine / bare loop, median {statistics.median(ratios):.3f}; "
-            f"engine's own time per round {statistics.median(own_shares):.2%} of a plain step"
+            f"engine's own time per round {statistics.median(own_shares):.2%} of a target step"
         )
 
 

@@ -1,11 +1,15 @@
 #!/usr/bin/env python3
-"""What a quantised cache does to a model's answers: how far its predictions move on held-out prompts.
+"""Measure how much a quantised KV cache changes a model's predictions on held-out prompts.
 
     scripts/bench_kv_types.py --target demo
 
-Replies are written with an f32 cache; each type then predicts the same replies token by token. nats: the mean
-of the Kullback-Leibler divergence from f32's predictions. same: how often the likeliest token is the same.
-perplexity: of the replies, which f32 wrote itself. f32 runs without flash attention, which reads it as f16.
+Replies are generated with an f32 cache. Each cache type then predicts the same replies token by token.
+
+nats         mean Kullback-Leibler divergence from the predictions with f32
+same         share of positions with the same most likely token
+perplexity   perplexity of the replies, which f32 generated itself
+
+f32 runs without flash attention, which would read the cache as f16.
 """
 
 from __future__ import annotations
@@ -24,7 +28,7 @@ from edgespec.chat.message import Message
 from edgespec.chat.prompt import PromptBuilder
 from edgespec.engine.tree import TokenTree
 
-_MOST_ROWS = 64
+_MAX_ROWS = 64  # length of the replies, which are scored in a single pass
 
 
 def main() -> None:
@@ -34,7 +38,7 @@ def main() -> None:
     parser.add_argument("--target", default="demo")
     parser.add_argument("--types", default="f16,f16/bf16,q8_0,q5_0,q4_0")
     parser.add_argument("--prompts", type=Path, default=models_folder() / "eval_prompts.jsonl")
-    parser.add_argument("--max-tokens", type=int, default=_MOST_ROWS)
+    parser.add_argument("--max-tokens", type=int, default=_MAX_ROWS)
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     lines = args.prompts.read_text(encoding="utf-8").splitlines()
@@ -45,7 +49,7 @@ def main() -> None:
         for prompt in prompts:
             written = builder.build([Message("user", prompt)]).tokens
             stream = runtime.stream_tokens(
-                written, max_tokens=min(args.max_tokens, _MOST_ROWS), temperature=0.0
+                written, max_tokens=min(args.max_tokens, _MAX_ROWS), temperature=0.0
             )
             for _ in stream:
                 pass
@@ -76,14 +80,14 @@ def main() -> None:
 
 
 def _loaded(target: str, kv_type: str) -> Any:
-    how = "off" if kv_type == "f32" else "auto"
+    flash_attention = "off" if kv_type == "f32" else "auto"
     return edgespec.load(
-        target, "none", kv_type=kv_type, method="none", prefix_cache="none", flash_attention=how
+        target, "none", kv_type=kv_type, method="none", prefix_cache="none", flash_attention=flash_attention
     )
 
 
 def _predictions(runtime: Any, texts: list[tuple[list[int], list[int]]]) -> list[NDArray[np.float64]]:
-    """For each text the logarithms of what is predicted along the reply: float64 [tokens, vocab]."""
+    """Return the log-probabilities along each reply: float64 [tokens, vocab]."""
     found = []
     with runtime.borrowed_target() as model:
         for prompt, reply in texts:

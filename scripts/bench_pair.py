@@ -1,15 +1,18 @@
 #!/usr/bin/env python3
-"""Methods against plain decoding of one target, interleaved prompt by prompt, as ratios.
+"""Compare methods with plain decoding of one target, interleaved prompt by prompt.
 
     scripts/bench_pair.py --target big-target.gguf --draft big-draft.gguf --draft-lengths 3,4,6
     scripts/bench_pair.py --target demo --methods model,ngram,model+ngram --skills copy,edit
 
-Every prompt is decoded plainly and in each way right after one another; a ratio compares times per token of
-the same prompt, prefill not counted. The tokens of all sides are compared as well.
+Every prompt is answered by plain decoding and then by each method. A ratio compares the time per token on the
+same prompt, without prefill. The tokens are compared as well.
 
-v: a verify pass in plain steps; c: a drafted token in plain steps. predicted: what the tokens per pass cost
-at those prices, tokens / (drafted * c + v), without sampling, rollback and the engine; share: how much of
-that was reached. limit: the same if every guess of the chains had been right.
+v           cost of a verify pass, in target steps
+c           cost of a drafted token, in target steps
+predicted   tokens per pass / (drafted tokens per pass * c + v): the speed-up without sampling, rollback and
+            the engine's own time
+share       measured speed-up / predicted
+limit       predicted speed-up if every drafted token had been accepted
 """
 
 from __future__ import annotations
@@ -49,49 +52,49 @@ def main() -> None:
     prompts = [json.loads(line) for line in args.prompts.read_text(encoding="utf-8").splitlines()]
     prompts = [prompt for prompt in prompts if not skills or prompt["skill"] in skills][:: args.every]
     methods = args.methods.split(",")
-    ways = [(method, int(k)) for method in methods for k in args.draft_lengths.split(",")]
+    configs = [(method, int(k)) for method in methods for k in args.draft_lengths.split(",")]
     with edgespec.load(
         args.target, args.draft, context=1024, methods=tuple(methods), **args.options
     ) as runtime:
         print(
-            f"{_named(runtime.target)}, draft {_named(runtime.draft) if runtime.draft else 'none'},"
+            f"{_describe(runtime.target)}, draft {_describe(runtime.draft) if runtime.draft else 'none'},"
             f" {len(prompts)} prompts"
         )
         for temperature in map(float, args.temperatures.split(",")):
-            how = {"max_tokens": args.max_tokens, "temperature": temperature, "seed": 1}
-            _compare(runtime, prompts, ways, how, args.acceptance)
+            options = {"max_tokens": args.max_tokens, "temperature": temperature, "seed": 1}
+            _compare(runtime, prompts, configs, options, args.acceptance)
 
 
-def _named(facts: edgespec.ModelFacts) -> str:
+def _describe(facts: edgespec.ModelFacts) -> str:
     return f"{facts.name} ({facts.parameters / 1e6:,.0f} M parameters, {facts.quantisation})"
 
 
 def _compare(
     runtime: edgespec.Runtime,
     prompts: Sequence[dict[str, Any]],
-    ways: Sequence[tuple[str, int]],
-    how: dict[str, Any],
+    configs: Sequence[tuple[str, int]],
+    options: dict[str, Any],
     acceptance: str,
 ) -> None:
     plain: list[edgespec.Reply] = []
     replies: dict[tuple[str, int], list[edgespec.Reply]] = defaultdict(list)
     for prompt in prompts:
-        plain.append(_ask(runtime, prompt, method="none", **how))
-        for way in ways:
-            method, length = way
-            replies[way].append(
-                _ask(runtime, prompt, method=method, draft_length=length, acceptance=acceptance, **how)
+        plain.append(_ask(runtime, prompt, method="none", **options))
+        for config in configs:
+            method, length = config
+            replies[config].append(
+                _ask(runtime, prompt, method=method, draft_length=length, acceptance=acceptance, **options)
             )
     speed = statistics.geometric_mean(reply.stats.tokens_per_second or 0.0 for reply in plain)
-    print(f"T {how['temperature']:g}: plain {speed:.1f} tokens/s")
+    print(f"T {options['temperature']:g}: plain {speed:.1f} tokens/s")
     skills = [prompt["skill"] for prompt in prompts]
     for (method, length), got in replies.items():
         print(f"  {method}, draft length {length}: {_line(skills, plain, got)}")
 
 
-def _ask(runtime: edgespec.Runtime, prompt: dict[str, Any], **how: Any) -> edgespec.Reply:
+def _ask(runtime: edgespec.Runtime, prompt: dict[str, Any], **options: Any) -> edgespec.Reply:
     *before, last = [edgespec.Message(**message) for message in prompt["messages"]]
-    return runtime.chat(messages=before).ask(last.content, **how)
+    return runtime.chat(messages=before).ask(last.content, **options)
 
 
 def _line(skills: Sequence[str], plain: Sequence[edgespec.Reply], got: Sequence[edgespec.Reply]) -> str:
@@ -110,14 +113,14 @@ def _line(skills: Sequence[str], plain: Sequence[edgespec.Reply], got: Sequence[
     differ = sum(one.tokens != other.tokens for one, other in zip(plain, got, strict=True))
     stats = got[0].stats
     return (
-        f"{mean:.2f}x plain (geometric mean of {len(means)} skills; worst reply {worst:.2f}x)\n"
+        f"{mean:.2f}x plain decoding (geometric mean of {len(means)} skills; worst reply {worst:.2f}x)\n"
         f"    drafted {drafted}, accepted {accepted} ({accepted / max(1, drafted):.3f}),"
         f" {emitted / passes:.2f} tokens per pass, v {v:.2f}, c {c:.3f},"
         f" predicted {emitted / passes / cost:.2f}x, share {mean * cost * passes / emitted:.2f},"
         f" limit {(drafted / passes + 1) / cost:.2f}x\n"
         f"    extra weights {stats.draft_weight_bytes:,} bytes, extra cache {stats.draft_kv_bytes:,} bytes,"
-        f" rollback {_sum(got, 'rollback_seconds') / passes * 1e3:.2f} ms a pass,"
-        f" replies that differ from plain: {differ}\n"
+        f" rollback {_sum(got, 'rollback_seconds') / passes * 1e3:.2f} ms per pass,"
+        f" replies that differ from plain decoding: {differ}\n"
         "    " + ", ".join(f"{skill} {ratio:.2f}x" for skill, ratio in sorted(means.items()))
     )
 

@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""How soon a saved chat answers again: what the model read of it is on disk, against reading it all again.
+"""Measure the time to the first token of a resumed chat, with and without the prefix cache on disk.
 
     scripts/bench_resume.py                                           # the demo, 1,000 and 10,000 tokens
     scripts/bench_resume.py --target big-target.gguf --lengths 4000   # see scripts/inflate_gguf.py
 
-A chat of some length is answered and left; other runtimes go on with it, one that finds what was kept, and
-one that keeps nothing. seconds: to the first token of the answer, loading the model left out.
+One runtime answers a chat and is closed. Other runtimes then continue the chat, with the prefix cache and
+without it. Loading the model is not counted.
 """
 
 from __future__ import annotations
@@ -22,50 +22,50 @@ import numpy as np
 import edgespec
 from edgespec import Reply
 
-_SAID_NEXT = 20
+_NEXT_TURN_TOKENS = 20
 
 
 def main() -> None:
-    """Print a row for each length, or all as JSON."""
+    """Print one row per chat length, or all rows as JSON."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--target", default="demo")
-    parser.add_argument("--lengths", default="1000,10000", help="tokens of the chats")
+    parser.add_argument("--lengths", default="1000,10000", help="lengths of the chats in tokens")
     parser.add_argument("--kv-type", default="auto")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--json", action="store_true")
-    asked = parser.parse_args()
-    rows = [_row(asked, int(length)) for length in asked.lengths.split(",")]
-    if asked.json:
+    args = parser.parse_args()
+    rows = [_row(args, int(length)) for length in args.lengths.split(",")]
+    if args.json:
         print(json.dumps({"rows": rows}))
         return
     for row in rows:
         print(
-            "{tokens:,} tokens, {disk_mib:.1f} MiB on disk: {restored_seconds:.3f} s with what was kept"
-            " ({restored_tokens:,} tokens), {read_seconds:.3f} s reading it again: {times:.0f} times".format(
+            "{tokens:,} tokens, {disk_mib:.1f} MiB on disk: {restored_seconds:.3f} s with the prefix cache"
+            " ({restored_tokens:,} tokens), {read_seconds:.3f} s without it: {times:.0f} times faster".format(
                 **row
             )
         )
 
 
-def _row(asked: argparse.Namespace, length: int) -> dict[str, Any]:
-    options: dict[str, Any] = {"draft": "none", "method": "none", "kv_type": asked.kv_type}
+def _row(args: argparse.Namespace, length: int) -> dict[str, Any]:
+    options: dict[str, Any] = {"draft": "none", "method": "none", "kv_type": args.kv_type}
     options["context"] = length + 100
     with tempfile.TemporaryDirectory() as folder:
         os.environ["EDGESPEC_DATA_DIR"] = folder
-        with edgespec.load(asked.target, prefix_cache="disk", **options) as runtime:
+        with edgespec.load(args.target, prefix_cache="disk", **options) as runtime:
             chat = np.random.default_rng(length).integers(300, runtime.target.vocab_size, length).tolist()
-            chat += _asked(runtime, chat).tokens
+            chat += _answer(runtime, chat).tokens
             runtime.save_prefix_cache()
             disk_bytes = runtime.memory().prefix_cache.disk_bytes
-        chat += chat[:_SAID_NEXT]
+        chat += chat[:_NEXT_TURN_TOKENS]
         restored: list[Reply] = []
         read: list[Reply] = []
-        for _ in range(asked.repeats):  # one after another, so that a machine that slows down is fair to both
+        for _ in range(args.repeats):  # interleaved, so that a drift of the machine affects both alike
             for found, keep in ((restored, "disk"), (read, "none")):
-                with edgespec.load(asked.target, prefix_cache=keep, **options) as runtime:
-                    found.append(_asked(runtime, chat))
+                with edgespec.load(args.target, prefix_cache=keep, **options) as runtime:
+                    found.append(_answer(runtime, chat))
     kept, again = (float(np.median([r.stats.ttft_seconds for r in found])) for found in (restored, read))
     return {
         "tokens": length,
@@ -77,7 +77,7 @@ def _row(asked: argparse.Namespace, length: int) -> dict[str, Any]:
     }
 
 
-def _asked(runtime: edgespec.Runtime, tokens: Sequence[int]) -> Reply:
+def _answer(runtime: edgespec.Runtime, tokens: Sequence[int]) -> Reply:
     stream = runtime.stream_tokens(tokens, max_tokens=8, seed=1)
     for _ in stream:
         pass

@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""What the policy of `auto` does on machines that are not here: the tables of docs/policy.md.
+"""Simulate `--method auto` on other machines and write the tables of docs/policy.md.
 
-    scripts/simulate_policy.py                      # all machines and texts, about a minute
+    scripts/simulate_policy.py                      # all machines, about a minute
     scripts/simulate_policy.py --machine "M4 Pro"   # one
     scripts/simulate_policy.py --write              # into docs/policy.md
 
-The decode loop and the policy are the real ones, the clock is simulated, and what is drawn has fixed seeds.
+The decode loop and the controller are the real ones. The clock is simulated and all seeds are fixed.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from scripts.simulation.cases import in_markdown
+from scripts.simulation.cases import markdown_table
 from scripts.simulation.machines import MACHINES
 
 PAGE = Path(__file__).parent.parent / "docs" / "policy.md"
@@ -28,7 +28,7 @@ def main() -> None:
     parser.add_argument("--write", action="store_true", help="write the tables into docs/policy.md")
     args = parser.parse_args()
     machines = [machine for machine in MACHINES if args.machine in (None, machine.name)]
-    tables = "\n".join(in_markdown(machine) for machine in machines)
+    tables = "\n".join(markdown_table(machine) for machine in machines)
     if not args.write:
         print(tables)
     elif args.machine:

@@ -84,7 +84,7 @@ def _adapter_folder(adapter: str) -> str:
     folder = Path(adapter).expanduser()
     if not folder.is_dir():
         raise OptionError(
-            f"there is no folder of an adapter at {folder}",
+            f"the adapter folder {folder} does not exist",
             "give the folder that `mlx_lm.lora --adapter-path` wrote",
         )
     return str(folder)

@@ -68,7 +68,9 @@ def load(
         EdgespecError: The reason, and what to do.
     """
     if progress is not None and not callable(progress):
-        raise OptionError(f"progress is {progress!r}", "give a function of a text and a fraction")
+        raise OptionError(
+            f"progress is {progress!r}", "give a function that takes a text and a number from 0 to 1"
+        )
     request = LoadRequest.read(target, draft, options)
     check_room_to_plan()
     pair = find_pair(request.target, request.draft, request.drafting, progress, request.options)
@@ -128,7 +130,7 @@ def _mapped_files(pair: ModelPair, options: LoadOptions, *, has_copy: bool) -> M
     paths: list[Path] = []
     for found in (pair.target, pair.draft):
         if found and found.file_format.mapped and options.mmap:
-            # A file deleted meanwhile needs no watching: its mapped pages stay valid.
+            # A deleted file needs no check: its mapped pages stay valid.
             with suppress(OSError, ModelFileError):
                 paths += found.file_format.files(found.path)
     if has_copy and pair.target.file_format.low_bit_copy_format and options.mmap:

@@ -47,7 +47,7 @@ def _snapshot_models(snapshot: Path, repository: str, seen: set[str]) -> Iterato
     models = [
         m
         for m in group_gguf_files([HubFile(path.relative_to(snapshot).as_posix()) for path in paths])
-        if m.whole
+        if m.is_complete
     ]
     for model in models:
         first = model.files[0]

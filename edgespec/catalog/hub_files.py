@@ -57,20 +57,20 @@ class HubFile:
     @property
     def quantisation(self) -> str:
         """The quantisation at the end of the name in upper case, such as `Q4_K_M`; empty if there is none."""
-        found = _LABEL.search(self.stem.rsplit("/", 1)[-1])
-        return found.group(1).upper() if found else ""
+        match = _LABEL.search(self.stem.rsplit("/", 1)[-1])
+        return match.group(1).upper() if match else ""
 
     @property
     def part_count(self) -> int:
         """Number of files that the model is split into."""
-        found = _PART.search(self.name[: -len(".gguf")])
-        return int(found.group(2)) if found else 1
+        match = _PART.search(self.name[: -len(".gguf")])
+        return int(match.group(2)) if match else 1
 
 
 def is_quantisation(text: str) -> bool:
     """Return whether `text` is a quantisation label, such as `q4_k_m`."""
-    found = _LABEL.match(text)
-    return found is not None and found.group(1) == text
+    match = _LABEL.match(text)
+    return match is not None and match.group(1) == text
 
 
 def join_names(names: Sequence[str]) -> str:

@@ -92,7 +92,7 @@ def lmstudio_models() -> Iterator[StoredModel]:
                 continue  # Another symbolic link has led to the same file.
             seen.add(file)
             names = _names(name, model.files, models, labels)
-            if model.whole:
+            if model.is_complete:
                 yield StoredModel("lmstudio", names, folder / model.files[0].name)
             else:
                 missing = model.files[0].part_count - len(model.files)
@@ -154,25 +154,25 @@ def _repository(name: str) -> Iterator[_Repository]:
     """Yield the folders of publisher/repository in all of LM Studio's model folders."""
     publisher, _, repository = name.partition("/")
     for root in _folders():
-        found = find_child(root, publisher)
-        folder = find_child(found, repository) if found else None
-        if found and folder and folder.is_dir() and not is_parent(folder, root):
+        publisher_folder = find_child(root, publisher)
+        folder = find_child(publisher_folder, repository) if publisher_folder else None
+        if publisher_folder and folder and folder.is_dir() and not is_parent(folder, root):
             files = [path.relative_to(folder).as_posix() for path in files_below(folder, _MAX_DEPTH)]
-            yield _read(folder, f"{found.name}/{folder.name}", files)
+            yield _read(folder, f"{publisher_folder.name}/{folder.name}", files)
 
 
 def _repositories() -> Iterator[_Repository]:
     """Yield all repository folders of LM Studio."""
     for root in _folders():
-        found: dict[str, list[str]] = {}
+        files_by_name: dict[str, list[str]] = {}
         # A single search, so that its limit applies to the whole model folder.
         for path in files_below(root, _MAX_DEPTH + 2):
             if _is_model_file(path.name):
                 publisher, _, rest = path.relative_to(root).as_posix().partition("/")
                 repository, _, file = rest.partition("/")
                 if file:
-                    found.setdefault(f"{publisher}/{repository}", []).append(file)
-        for name, files in sorted(found.items()):
+                    files_by_name.setdefault(f"{publisher}/{repository}", []).append(file)
+        for name, files in sorted(files_by_name.items()):
             yield _read(root / name, name, files)
 
 

@@ -33,10 +33,10 @@ def ollama_model(name: str, tag: str | None = None) -> StoredModel | None:
     for folder in _folders():
         root = at = folder / "manifests"
         for part in (*_manifest_path(name), tag or "latest"):
-            found = find_child(at, part)
-            if found is None:
+            child = find_child(at, part)
+            if child is None:
                 break
-            at = found
+            at = child
         else:
             if at.is_file():
                 return _stored(folder, at, at.relative_to(root).as_posix())

@@ -30,9 +30,9 @@ def find_in_store(store: Literal["ollama", "lmstudio"], name: str) -> StoredMode
     Raises:
         ModelNotFoundError: There is no such model. The hint names similar ones.
     """
-    found = _in_ollama(name) if store == "ollama" else lmstudio_file(name) or lmstudio_model(*_split(name))
-    if found:
-        return found
+    model = _in_ollama(name) if store == "ollama" else lmstudio_file(name) or lmstudio_model(*_split(name))
+    if model:
+        return model
     stored = ollama_models() if store == "ollama" else lmstudio_models()
     names = [one.names[0] for one in stored if one.path]
     near = difflib.get_close_matches(name, names, n=2, cutoff=0.4) or names[:2]
@@ -52,8 +52,8 @@ def find_by_missing_path(path: Path) -> StoredModel | None:
     with suppress(OSError, ValueError):
         if path.exists() or path.is_symlink():
             return None
-    found = lmstudio_file(text)
-    return found or (_in_ollama(text) if not text.lower().endswith(".gguf") else None)
+    model = lmstudio_file(text)
+    return model or (_in_ollama(text) if not text.lower().endswith(".gguf") else None)
 
 
 def find_in_other_programs(

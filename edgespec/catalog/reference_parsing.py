@@ -108,13 +108,13 @@ def _parse_hub(text: str, rest: str) -> HubReference:
     """Parse what follows `hf:` or the address of Hugging Face. Raises ModelNotFoundError."""
     if rest:
         _reject_near_misses(text)
-    found = _REPOSITORY.match(rest) or _WEB_PAGE.match(rest)
-    if not found:
+    match = _REPOSITORY.match(rest) or _WEB_PAGE.match(rest)
+    if not match:
         raise ModelNotFoundError(
             f"{_cut(text)} is not a Hugging Face repository",
             "write it as hf:user/repo or hf:user/repo:Q4_K_M",
         )
-    return HubReference(_short(found.group(1)), found.group(2), explicit=True)
+    return HubReference(_short(match.group(1)), match.group(2), explicit=True)
 
 
 def _reject_near_misses(text: str) -> None:

@@ -47,7 +47,7 @@ class GgufModel:
     files: tuple[HubFile, ...]
 
     @property
-    def whole(self) -> bool:
+    def is_complete(self) -> bool:
         """Whether all parts are present."""
         return len(self.files) == self.files[0].part_count
 
@@ -67,8 +67,8 @@ def find_child(folder: Path, name: str) -> Path | None:
     try:
         if (folder / name).exists():
             return folder / name
-        with os.scandir(folder) as found:
-            near = sorted(entry.name for entry in found if entry.name.lower() == name.lower())
+        with os.scandir(folder) as entries:
+            near = sorted(entry.name for entry in entries if entry.name.lower() == name.lower())
     except (OSError, ValueError):
         return None
     return folder / near[0] if near else None
@@ -95,8 +95,8 @@ def files_below(folder: Path, depth: int) -> Iterator[Path]:
             if (identity := _identity(here.stat())) in seen:
                 continue
             seen.add(identity)
-            with os.scandir(here) as found:
-                entries = sorted(found, key=lambda entry: entry.name)
+            with os.scandir(here) as iterator:
+                entries = sorted(iterator, key=lambda entry: entry.name)
         except OSError:
             continue
         for one in {total, budget}:

@@ -1,4 +1,4 @@
-"""`edgespec completion`: the script that teaches a shell to complete edgespec's commands."""
+"""`edgespec completion`: a script that lets a shell complete edgespec's commands, options and models."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`edgespec config`: what is set for all runs, where each value comes from, and how it is changed."""
+"""`edgespec config`: show and change the settings for all runs."""
 
 from __future__ import annotations
 
@@ -42,7 +42,14 @@ _LOCK_SECONDS = 10
 
 @dataclass(frozen=True, slots=True)
 class _Row:
-    """One value as it is shown: what it is, in words where nothing is set, and where it comes from."""
+    """One line of the list of settings.
+
+    Attributes:
+        value: The value, for JSON.
+        shown: The value as text; the default in words where nothing is set.
+        source: `environment`, `file` or `default`.
+        where: The name of the variable or the path of the file; empty for a default.
+    """
 
     value: Any
     shown: str
@@ -54,7 +61,7 @@ class _Row:
     "config",
     cls=HelpfulGroup,
     invoke_without_command=True,
-    short_help="Show what is set for all runs, or set it.",
+    short_help="Show or change the settings for all runs.",
     examples=(
         "edgespec config",
         "edgespec config get target",
@@ -66,11 +73,11 @@ class _Row:
 @json_option
 @click.pass_context
 def command(ctx: click.Context, as_json: bool) -> int:
-    """Show each setting, its value and where that comes from.
+    """Show every setting with its value and where the value was set.
 
-    An option on the command line wins over the environment variable of that name (EDGESPEC_TARGET), that over
-    the line in the file (target = "8b-q4"), and that over the default. A section of the file, such as [chat],
-    is for that command only. The exit status is 1 when something that is set cannot be used.
+    An option on the command line overrides its environment variable (EDGESPEC_TARGET), the variable overrides
+    the line in the file (target = "8b-q4"), and the line overrides the default. A section of the file, such
+    as [chat], is for that command only. The exit status is 1 if a setting cannot be used.
     """
     if ctx.invoked_subcommand is not None:
         return DONE
@@ -98,18 +105,18 @@ def command(ctx: click.Context, as_json: bool) -> int:
         _print("VARIABLE", _variables())
         there = "" if settings.path.is_file() else " (not there yet)"
         click.echo(printable(f"file: {settings.path}{there}"))
-    return _tell_problems(settings)
+    return _print_problems(settings)
 
 
-def _tell_problems(settings: Settings) -> int:
-    """Say what is set and cannot be used. Gives the exit status for that."""
+def _print_problems(settings: Settings) -> int:
+    """Print an error for each setting that cannot be used, and return the exit status."""
     for problem in settings.problems:
         click.echo(printable(describe(problem)), err=True)
     return FAILED if settings.problems else DONE
 
 
 def _own_rows(settings: Settings, name: str, rows: dict[str, _Row]) -> dict[str, _Row]:
-    """What is otherwise for one command than for all."""
+    """Return the rows in which one command differs from the settings for all commands."""
     own = {key: _row(option, settings.find(name, key)) for key, option in settings_of(name).items()}
     return {
         key: row for key, row in own.items() if (row.value, row.source) != (rows[key].value, rows[key].source)
@@ -142,7 +149,7 @@ def _json(row: _Row) -> dict[str, object]:
 
 
 def _variables() -> dict[str, _Row]:
-    """The variables that are no settings."""
+    """Return a row for each environment variable that is not a setting."""
     folders = {
         "EDGESPEC_CONFIG_DIR": config_folder,
         "EDGESPEC_DATA_DIR": data_folder,
@@ -165,12 +172,12 @@ def _print(head: str, rows: dict[str, _Row]) -> None:
 @command.command(
     "path",
     cls=HelpfulCommand,
-    short_help="Print where the file is.",
+    short_help="Print the path of the settings file.",
     examples=("edgespec config path", "edgespec config path --json"),
 )
 @json_option
 def show_path(as_json: bool) -> int:
-    """Print where the file of settings is, whether it is there or not."""
+    """Print the path of the settings file, even if the file does not exist."""
     path = settings_path()
     if as_json:
         print_json({"path": str(path), "exists": path.is_file()})
@@ -191,14 +198,14 @@ def _complete_value(ctx: click.Context, _param: click.Parameter, typed: str) -> 
 @command.command(
     "get",
     cls=HelpfulCommand,
-    short_help="Print one value.",
+    short_help="Print one setting.",
     examples=("edgespec config get target", "edgespec config get chat.prefix-cache --json"),
 )
 @click.argument("key", shell_complete=_complete_key)
 @json_option
 @click.pass_context
 def get_value(ctx: click.Context, key: str, as_json: bool) -> int:
-    """Print the value of KEY, from wherever it is set, or the default in words."""
+    """Print the value of KEY: the setting, or else the default."""
     path = _key_path(key)
     option = _option_at(path, ctx)
     settings = Settings.read()
@@ -207,15 +214,15 @@ def get_value(ctx: click.Context, key: str, as_json: bool) -> int:
         print_json({"key": ".".join(path), **_json(row)})
     else:
         click.echo(line_of(row.shown))
-    return _tell_problems(settings)
+    return _print_problems(settings)
 
 
 @command.command(
     "set",
     cls=HelpfulCommand,
-    # A value may begin with a dash: -0.5.
+    # A value may begin with a dash, such as -0.5.
     context_settings={"ignore_unknown_options": True},
-    short_help="Set a value for all runs.",
+    short_help="Change a setting for all runs.",
     examples=(
         "edgespec config set target 8b-q4",
         "edgespec config set chat.remember false",
@@ -227,7 +234,7 @@ def get_value(ctx: click.Context, key: str, as_json: bool) -> int:
 @json_option
 @click.pass_context
 def set_value(ctx: click.Context, key: str, values: tuple[str, ...], as_json: bool) -> int:
-    """Write a value into the file, which keeps your comments.
+    """Write a setting to the file. Comments in the file stay.
 
     KEY is the name of an option, such as gpu_layers; chat.gpu_layers is for `edgespec chat` only. An option
     that may be repeated takes several values. Write paths from / or ~ on: commands run in any folder.
@@ -235,7 +242,7 @@ def set_value(ctx: click.Context, key: str, values: tuple[str, ...], as_json: bo
     path = _key_path(key)
     option = _option_at(path, ctx)
     if len(values) > 1 and not option.multiple:
-        raise click.UsageError(f"{key} takes one value, and these are {len(values)}; put it in quotes", ctx)
+        raise click.UsageError(f"{key} takes one value, not {len(values)}; put it in quotes", ctx)
     try:
         value = setting_value(path[-1], values if option.multiple else values[0])
         literal = _literal(option, values, value)
@@ -249,7 +256,7 @@ def set_value(ctx: click.Context, key: str, values: tuple[str, ...], as_json: bo
     variable = variable_of(path[-1])
     if os.environ.get(variable):
         note(f"{variable} is in the environment, and wins")
-    _tell_problems(Settings.read())
+    _print_problems(Settings.read())
     return DONE
 
 
@@ -260,16 +267,16 @@ def _row_value(option: SettingOption, values: tuple[str, ...], value: Any) -> An
 @command.command(
     "unset",
     cls=HelpfulCommand,
-    short_help="Take a value out of the file.",
+    short_help="Remove a setting from the file.",
     examples=("edgespec config unset target", "edgespec config unset chat.remember"),
 )
 @click.argument("key", shell_complete=_complete_key)
 @json_option
 @click.pass_context
 def unset_value(ctx: click.Context, key: str, as_json: bool) -> int:
-    """Take a line out of the file, known or not, so that the default holds again."""
+    """Remove a setting from the file, so that the default applies again. Unknown names are removed too."""
     path = _key_path(key)
-    # As it is written first: what somebody mistyped must be had out, too.
+    # The key as typed comes first, so that a misspelt line can be removed.
     file = _change(tuple(key.split(".")), None) or _change(path, None)
     if file is None:
         _option_at(path, ctx)
@@ -277,7 +284,7 @@ def unset_value(ctx: click.Context, key: str, as_json: bool) -> int:
         print_json({"key": ".".join(path), "removed": file is not None, "path": str(settings_path())})
     else:
         click.echo(printable(f"{'.'.join(path)} is {'no longer' if file else 'not'} in {settings_path()}"))
-    _tell_problems(Settings.read())
+    _print_problems(Settings.read())
     return DONE
 
 
@@ -286,21 +293,21 @@ def _key_path(key: str) -> KeyPath:
 
 
 def _option_at(path: KeyPath, ctx: click.Context) -> SettingOption:
-    """The option that a key means. Raises click.UsageError."""
+    """Return the option that a key names. Raises click.UsageError."""
     options = every_setting()
     if len(path) == 2:
         if not (options := settings_of(path[0])):
             step = suggestion(path[0], [name for name in COMMANDS if settings_of(name)])
             raise click.UsageError(f"there is no command {path[0]!r} with settings; {step}", ctx)
     elif len(path) > 2:
-        raise click.UsageError(f"{'.'.join(path)!r} is no key; write one such as chat.temperature", ctx)
+        raise click.UsageError(f"{'.'.join(path)!r} is not a key; write one such as chat.temperature", ctx)
     if path[-1] not in options:
         raise click.UsageError(f"there is no setting {path[-1]!r}; {suggestion(path[-1], options)}", ctx)
     return options[path[-1]]
 
 
 def _literal(option: SettingOption, values: tuple[str, ...], value: Any) -> str:
-    """A value as TOML."""
+    """Return a value as TOML."""
     if option.multiple:
         return f"[{', '.join(_quoted(each) for each in values)}]"
     if option.is_flag:
@@ -335,11 +342,12 @@ def _change(path: KeyPath, literal: str | None) -> Path | None:
             after = changed(before, path, literal)
             if after == before:
                 return file if literal is not None else None
-            # A file that is kept elsewhere, with a link here, stays there.
+            # Write through a symbolic link, as people link settings to another folder.
             write_private_file(file.resolve(), after.encode())
     except NotEditableError:
         raise ConfigurationError(
-            f"{'.'.join(path)} is written in {file} in a form that is left to you", "change it in an editor"
+            f"{'.'.join(path)} cannot be changed in {file}, because of how it is written there",
+            "change it in an editor",
         ) from None
     except Timeout as error:
         raise ConfigurationError(f"another program is writing {file}", "try again when it is done") from error

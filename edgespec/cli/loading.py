@@ -1,4 +1,4 @@
-"""Loading for a command: with progress and notes on stderr, and stopped by Ctrl-C."""
+"""Loads models for a command, with progress and notes on stderr. Ctrl-C stops it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["check_sampling", "loaded"]
 
 
 def check_sampling(settings: dict[str, Any]) -> None:
-    """Refuse settings that make no sense before the model is loaded. Raises OptionError."""
+    """Raise OptionError for invalid sampling settings, before a model is loaded."""
     import edgespec
 
     edgespec.SamplingParams(**settings)
@@ -24,7 +24,7 @@ def check_sampling(settings: dict[str, Any]) -> None:
 
 @contextmanager
 def loaded(stop: Stop, **options: Any) -> Iterator[Runtime]:
-    """The runtime of these options of `edgespec.load`, closed at the end; what was loaded is noted."""
+    """Load a runtime, print which files were loaded, and close the runtime at the end of the `with` block."""
     import edgespec
     from edgespec.errors import CancelledError
 
@@ -38,12 +38,13 @@ def loaded(stop: Stop, **options: Any) -> Iterator[Runtime]:
             raise CancelledError(f"loading {runtime.target.name} was cancelled")
         note(_resolution("target", options["target"], runtime.target.path))
         if runtime.draft is not None:
-            wanted = options.get("draft") or "none"
-            note(_resolution("draft", runtime.draft.name if wanted == "auto" else wanted, runtime.draft.path))
+            reference = options.get("draft") or "none"
+            reference = runtime.draft.name if reference == "auto" else reference
+            note(_resolution("draft", reference, runtime.draft.path))
         note(runtime.target.notice)
         yield runtime
 
 
 def _resolution(role: str, reference: str, path: str) -> str:
-    """Which file a reference came to."""
+    """Return the line that states which file a reference stands for."""
     return f"{role}: {path}" if reference == path else f"{role}: {reference} -> {path}"

@@ -1,4 +1,4 @@
-"""The file of a user's own names and pairs, changed line by line; the rest of it stays as it was written."""
+"""Changes single lines of the file with a user's aliases and preferred draft models."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ _LOCK_SECONDS = 10
 
 
 def is_named(table: Table, name: str) -> bool:
-    """Whether the user's file has that name, in any case."""
+    """Return whether the user's file has that name, ignoring case."""
     return name.lower() in _names(table)
 
 
 def write_name(table: Table, name: str, reference: str | None) -> None:
-    """Let a name stand for a reference, or for None, forget it.
+    """Set the reference that a name stands for, or remove the name if `reference` is None.
 
-    Raises ModelNotFoundError where there is nothing to forget, naming the nearest, and where the file cannot
-    be changed.
+    Raises:
+        ModelNotFoundError: There is no such name to remove, or the file cannot be changed.
     """
     from filelock import FileLock, Timeout
 
@@ -49,13 +49,14 @@ def write_name(table: Table, name: str, reference: str | None) -> None:
                 (one for one in tomllib.loads(text).get(table, {}) if one.lower() == name.lower()), name
             )
             literal = None if reference is None else json.dumps(reference, ensure_ascii=False)
-            # A link stays one, and leads to the new text.
+            # Write through a symbolic link, as people link settings to another folder.
             write_private_file(path.resolve(), changed(text, (table, spelled), literal).encode())
     except Timeout as error:
         raise ModelNotFoundError(f"another program is writing {path}", "try again when it is done") from error
     except (NotEditableError, ValueError) as error:
         raise ModelNotFoundError(
-            f"{path} is written in a form that is left to you", f"change {name} under [{table}] there"
+            f"{name} cannot be changed in {path}, because of how it is written there",
+            f"change it under [{table}] in an editor",
         ) from error
     except OSError as error:
         raise ModelNotFoundError(

@@ -1,7 +1,7 @@
-"""The text of a settings file: where a setting stands in it, and the same text with one setting changed.
+"""Finds and changes single settings in the text of a TOML file.
 
-The rest of the text, comments included, stays as the person wrote it. What was changed is read again and
-compared with what it should be, so that a file in a form this module does not know is refused, never spoilt.
+The rest of the text, comments included, stays as the user wrote it. The changed text is parsed again and
+compared with the intended result, so that a file in a form that is not supported is refused, never damaged.
 """
 
 from __future__ import annotations
@@ -21,12 +21,19 @@ KeyPath: TypeAlias = tuple[str, ...]
 
 
 class NotEditableError(Exception):
-    """The file says this setting in a form that is left to its author."""
+    """The setting is written in a form that cannot be changed automatically."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Statement:
-    """Lines `first` to before `after` give the value at `path`, or open the table at `path`."""
+    """One statement of a TOML file.
+
+    Attributes:
+        first: Its first line, counted from 0.
+        after: The line after its last one.
+        path: The key whose value it gives, or the table that it opens.
+        opens: Whether it opens a table.
+    """
 
     first: int
     after: int
@@ -35,7 +42,7 @@ class _Statement:
 
 
 def line_number(text: str, path: KeyPath) -> int | None:
-    """The line, counted from 1, where a value or table of a sound file begins; None where it is not found."""
+    """Return the line, counted from 1, where a value or table of a valid file begins, or None."""
     for statement in _statements(text.replace("\r\n", "\n").split("\n")):
         if statement.path[: len(path)] == path:
             return statement.first + 1
@@ -43,9 +50,10 @@ def line_number(text: str, path: KeyPath) -> int | None:
 
 
 def changed(text: str, path: KeyPath, literal: str | None) -> str:
-    """The text of a sound file with this literal at `path`; None takes it out.
+    """Return the text of a valid file with the value at `path` set to a TOML literal; None removes it.
 
-    Raises NotEditableError where the result would not be just that.
+    Raises:
+        NotEditableError: The result would differ from the file in more than this value.
     """
     lines = text.replace("\r\n", "\n").split("\n")
     statements = list(_statements(lines))
@@ -60,7 +68,7 @@ def changed(text: str, path: KeyPath, literal: str | None) -> str:
 
 
 def _statements(lines: list[str]) -> Iterator[_Statement]:
-    """Each statement of a sound file. A value may go over several lines: it ends where it can be read."""
+    """Yield the statements of a valid file. A value of several lines ends where the text first parses."""
     table: KeyPath = ()
     at = 0
     while at < len(lines):
@@ -84,7 +92,7 @@ def _read(text: str) -> dict[str, Any] | None:
 
 
 def _path(table: Any) -> KeyPath:
-    """The names that lead into nested tables of one entry each."""
+    """Return the keys that lead into nested tables of one entry each."""
     names = []
     while isinstance(table, dict) and len(table) == 1:
         ((name, table),) = table.items()
@@ -93,7 +101,7 @@ def _path(table: Any) -> KeyPath:
 
 
 def _replaced(lines: list[str], here: _Statement, literal: str) -> str:
-    """The statement with another value; what is said behind the old one stays."""
+    """Return a statement with another value. A comment after the old value stays."""
     old = "\n".join(lines[here.first : here.after])
     name, _, _ = old.partition("=")
     value = _read(old)
@@ -106,7 +114,7 @@ def _replaced(lines: list[str], here: _Statement, literal: str) -> str:
 
 
 def _insert(lines: list[str], statements: list[_Statement], path: KeyPath, literal: str) -> None:
-    """Put a new line behind the last of its table, which is begun where it is not there."""
+    """Add a line at the end of its table, which is added if there is none."""
     *table, name = path
     new = f"{_spelled(name)} = {literal}"
     of_table = [each for each in statements if each.path[:-1] == tuple(table) and not each.opens]
@@ -130,12 +138,12 @@ def _insert(lines: list[str], statements: list[_Statement], path: KeyPath, liter
 
 
 def _spelled(name: str) -> str:
-    """A name as TOML has it: in quotes where it holds dots, colons and the like."""
+    """Return a TOML key, in quotes if it has characters such as dots or colons."""
     return name if re.fullmatch(r"[\w-]+", name, re.ASCII) else json.dumps(name, ensure_ascii=False)
 
 
 def _wanted(table: dict[str, Any], path: KeyPath, literal: str | None) -> dict[str, Any]:
-    """What the file is to say."""
+    """Return the contents that the changed file must have. Raises NotEditableError."""
     wanted = copy.deepcopy(table)
     *inside, name = path
     part: Any = wanted
@@ -153,6 +161,7 @@ def _wanted(table: dict[str, Any], path: KeyPath, literal: str | None) -> dict[s
 def _compare(text: str, wanted: dict[str, Any], path: KeyPath) -> None:
     found = _read(text)
     if found is not None and len(path) > 1 and path[0] not in found:
-        found = {**found, path[0]: {}}  # a table of one dotted line is gone with that line
+        # Removing the only line of a dotted table removes the table as well.
+        found = {**found, path[0]: {}}
     if found != wanted:
         raise NotEditableError

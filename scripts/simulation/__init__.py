@@ -1,9 +1,9 @@
-"""The policy on machines and texts that are not here: a simulated clock, the real loop, the real policy."""
+"""Simulation of `--method auto` on other machines, with the real decode loop and controller."""
 
 from scripts.simulation.controller import make_controller
 from scripts.simulation.machines import MACHINES, SimulatedMachine
 from scripts.simulation.oracle import PLAIN, Fixed, best_fixed, fixed_seconds
-from scripts.simulation.report import Case, Outcome, judged, recovery_tokens
+from scripts.simulation.report import Case, Outcome, evaluate, recovery_tokens
 from scripts.simulation.traces import Text, Trace, flips, passages, recorded, replies, stationary, stretches
 from scripts.simulation.world import World
 
@@ -18,9 +18,9 @@ __all__ = [
     "Trace",
     "World",
     "best_fixed",
+    "evaluate",
     "fixed_seconds",
     "flips",
-    "judged",
     "make_controller",
     "passages",
     "recorded",

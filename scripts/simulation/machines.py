@@ -1,4 +1,4 @@
-"""What passes cost on machines that others measured."""
+"""Cost curves of machines, measured by others or here."""
 
 from __future__ import annotations
 
@@ -11,17 +11,21 @@ __all__ = ["MACHINES", "SimulatedMachine"]
 
 @dataclass(frozen=True, slots=True)
 class SimulatedMachine:
-    """A machine with a target and a draft. Costs are in plain steps of the target.
+    """A machine with a target and a draft model. Costs are in target steps.
 
-    curve: v(m), whose plain step takes one second. draft_cost: of a drafted token. reading_cost: of a token
-    of the prompt that the draft runs. source: who measured v.
+    Attributes:
+        name: Name of the machine.
+        curve: v(m), with target steps of one second.
+        draft_cost: Cost of drafting a token.
+        source: Who measured v.
+        prefill_cost: Cost of prefilling a token of the prompt in the draft model.
     """
 
     name: str
     curve: CostCurve
     draft_cost: float
     source: str
-    reading_cost: float = 0.02
+    prefill_cost: float = 0.02
 
 
 def _curve(*points: tuple[int, float]) -> CostCurve:
@@ -29,9 +33,8 @@ def _curve(*points: tuple[int, float]) -> CostCurve:
     return CostCurve(widths, costs)
 
 
-# v beyond the last width goes on as steeply as before it. The sources from elsewhere do not tell what a draft
-# costs there: it is taken to be of an eighth of the target's size, and to read fifty tokens while the target
-# makes one.
+# Published measurements do not include a draft model. An eighth of the target's size is assumed for it, and a
+# prefill of fifty tokens per target step. Beyond the last width v continues with its last slope.
 _APPLE, _SMALL = 0.12, 0.08
 
 MACHINES = (
@@ -49,27 +52,27 @@ MACHINES = (
         _curve((2, 1.47), (3, 1.63), (4, 1.41), (5, 1.48), (6, 1.52), (8, 1.79), (12, 2.13), (16, 2.47)),
         0.076,
         "measured, 1.1 B parameters",
-        reading_cost=0.0125,
+        prefill_cost=0.0125,
     ),
     SimulatedMachine(
         "2 CPU cores, Q8_0",
         _curve((2, 1.96), (3, 2.35), (4, 2.47), (5, 3.51), (6, 3.73), (8, 3.36), (12, 4.27), (16, 5.26)),
         0.13,
         "measured, 1.1 B parameters",
-        reading_cost=0.03,
+        prefill_cost=0.03,
     ),
     SimulatedMachine(
         "2 CPU cores, Q4_0",
         _curve((2, 1.70), (3, 2.43), (4, 1.72), (5, 2.47), (6, 3.17), (8, 3.05), (12, 4.37), (16, 4.52)),
         0.18,
         "measured, 1.1 B parameters",
-        reading_cost=0.057,
+        prefill_cost=0.057,
     ),
     SimulatedMachine(
         "2 CPU cores, Q4_K_M",
         _curve((2, 1.66), (3, 2.22), (4, 2.71), (5, 3.42), (6, 4.04), (8, 4.63), (12, 5.83), (16, 5.70)),
         0.2,
         "measured, 1.1 B parameters",
-        reading_cost=0.06,
+        prefill_cost=0.06,
     ),
 )

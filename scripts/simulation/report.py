@@ -1,4 +1,4 @@
-"""How the policy does on a machine and a text: against plain decoding, the best fixed choice, its bound."""
+"""Evaluation of the controller against plain decoding, the best fixed draft length and the loss limit."""
 
 from __future__ import annotations
 
@@ -15,63 +15,70 @@ from scripts.simulation.oracle import PLAIN, best_fixed, fixed_seconds
 from scripts.simulation.traces import Text
 from scripts.simulation.world import World
 
-__all__ = ["Case", "Outcome", "judged", "recovery_tokens"]
+__all__ = ["Case", "Outcome", "evaluate", "recovery_tokens"]
 
 
 def steady(_: float) -> float:
-    """A machine that always takes the same time."""
+    """Return the slowdown of an undisturbed machine."""
     return 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """Texts of one kind, each said after `warm` others to one policy.
+    """Replies of one kind.
 
-    told: what v(m) the policy believes in, given the true one. slowness: as in World, from the moment on in
-    which the reply that is judged begins.
+    Attributes:
+        name: Name of the case.
+        texts: The replies.
+        warm: Other replies that a controller generates before each evaluated one.
+        distort: Returns the curve that the controller starts from, given the true one.
+        slowness: Factor by which everything takes longer, by the seconds since the evaluated reply began.
     """
 
     name: str
     texts: Sequence[Text]
     warm: int = 0
-    told: Callable[[CostCurve], CostCurve] = lambda curve: curve
+    distort: Callable[[CostCurve], CostCurve] = lambda curve: curve
     slowness: Callable[[float], float] = steady
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Geometric means over the replies of a case, as speeds over plain decoding.
+    """Results of a case. Speeds are over plain decoding.
 
-    share: auto over best, the best fixed choice of each reply in hindsight. worst: the slowest reply. slower:
-    the share of replies more than 1 % slower than plain. left_steps: by how many plain steps the bound was
-    kept, at the token and in the reply where it was nearest; below zero it was broken. Where a machine slows
-    down: at the ends of replies.
+    Attributes:
+        auto: Geometric mean of the controller's speeds.
+        best: Geometric mean of the speeds of each reply's best fixed draft length.
+        worst: Speed of the slowest reply.
+        slower: Share of replies more than 1 % slower than plain decoding.
+        limit_left_steps: Least distance to the loss limit over all tokens, in target steps; negative if the
+            limit was exceeded. On machines that slow down, the least distance at the end of a reply.
     """
 
     auto: float
     best: float
     worst: float
     slower: float
-    left_steps: float
+    limit_left_steps: float
 
     @property
     def share(self) -> float:
-        """Of the speed of the best fixed choice."""
+        """Speed as a share of the speed of the best fixed draft lengths."""
         return self.auto / self.best
 
 
-def judged(machine: SimulatedMachine, case: Case, limits: LossLimits | None = None) -> Outcome:
-    """The policy on all texts of a case, each with a policy of its own."""
+def evaluate(machine: SimulatedMachine, case: Case, limits: LossLimits | None = None) -> Outcome:
+    """Return the results of a case, with a new controller for each reply."""
     limits = limits or LossLimits()
     autos, bests, left = [], [], []
     for at, text in enumerate(case.texts):
         world = _Delayed(machine, case.slowness)
         drafter = make_controller(
-            world, initial_curve=case.told(machine.curve), limits=limits, lookup=text.lookup is not None
+            world, initial_curve=case.distort(machine.curve), limits=limits, lookup=text.lookup is not None
         )
         for before in range(case.warm):
             world.reply(drafter, case.texts[(at + 1 + before) % len(case.texts)])
-        world.begins()
+        world.start_slowing()
         seconds = world.reply(drafter, text)
         plain = fixed_seconds(machine, text, PLAIN, case.slowness)
         autos.append(plain / seconds)
@@ -91,14 +98,14 @@ def judged(machine: SimulatedMachine, case: Case, limits: LossLimits | None = No
 
 
 class _Delayed(World):
-    """A world whose slowness begins with the reply that is judged."""
+    """A world that slows down only during the evaluated reply."""
 
     def __init__(self, machine: SimulatedMachine, slowness: Callable[[float], float]) -> None:
         super().__init__(machine, lambda now: slowness(now - self._from) if self._from >= 0.0 else 1.0)
         self._from = -1.0
 
-    def begins(self) -> None:
-        """The reply that is judged begins."""
+    def start_slowing(self) -> None:
+        """Begin the evaluated reply."""
         self._from = self.seconds
 
 
@@ -111,16 +118,24 @@ def _mean(speeds: Sequence[float]) -> float:
     return float(np.exp(np.log(speeds).mean()))
 
 
-# Speeds are looked at over so many tokens, and are as good as the best from this share of it on.
+# Tokens over which a speed is averaged, and the share of the best speed that counts as recovered.
 _WINDOW = 20
-_GOOD = 0.9
+_RECOVERED_SHARE = 0.9
 
 
 def recovery_tokens(machine: SimulatedMachine, texts: Sequence[Text], at: int) -> int:
-    """How many tokens after `at`, where rates flip, the policy is nearly as fast as the best fixed choice.
+    """Return how many tokens after a change of the acceptance rate the controller has recovered.
 
-    Within 10 %, in the mean over all texts and the next 20 tokens; the best choice is that for all that comes
-    after the flip. As many as there are where it never is.
+    It has recovered when its mean speed over the next 20 tokens and all replies is within 10 % of the best
+    fixed draft length for the tokens after the change.
+
+    Args:
+        machine: The machine.
+        texts: Replies whose acceptance rate changes.
+        at: Token at which it changes.
+
+    Returns:
+        The number of tokens; all remaining ones if it does not recover.
     """
     paces = []
     for text in texts:
@@ -136,11 +151,11 @@ def recovery_tokens(machine: SimulatedMachine, texts: Sequence[Text], at: int) -
     )
     sums = np.concatenate([[0.0], np.cumsum(mean)])
     for start in range(length - _WINDOW):
-        if best >= _GOOD * (sums[start + _WINDOW] - sums[start]) / _WINDOW:
+        if best >= _RECOVERED_SHARE * (sums[start + _WINDOW] - sums[start]) / _WINDOW:
             return start
     return length
 
 
 def _rest(text: Text, at: int) -> Text:
     model = text.model
-    return Text(text.name, type(model)(model.right[at:], model.sure[at:]))
+    return Text(text.name, type(model)(model.is_right[at:], model.confidence[at:]))

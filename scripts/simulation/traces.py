@@ -1,4 +1,4 @@
-"""What drafters would say of a text: where they are right, how sure they are, and where they say nothing."""
+"""Simulated replies: where each drafter is right, how confident it is, and where it drafts nothing."""
 
 from __future__ import annotations
 
@@ -16,20 +16,29 @@ __all__ = ["Text", "Trace", "flips", "passages", "recorded", "replies", "station
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """What one drafter says of a reply of so many tokens.
+    """One drafter's predictions for a reply of n tokens.
 
-    right: bool [n], its best guess for each is the target's token. sure: float64 [n], in [0, 1], the
-    probability that it gives to that guess. speaks: bool [n], it guesses there; None: everywhere.
+    Attributes:
+        is_right: Whether its most likely token is the target's, bool [n].
+        confidence: The probability that it gives to that token, float64 [n].
+        has_draft: Whether it drafts at this position, bool [n]; None for everywhere.
     """
 
-    right: NDArray[np.bool_]
-    sure: NDArray[np.float64]
-    speaks: NDArray[np.bool_] | None = None
+    is_right: NDArray[np.bool_]
+    confidence: NDArray[np.float64]
+    has_draft: NDArray[np.bool_] | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """A reply to a prompt of so many tokens, and what a draft model and a lookup say of it."""
+    """A reply, with the predictions of a draft model and of a lookup.
+
+    Attributes:
+        name: Description of the reply.
+        model: Predictions of the draft model.
+        lookup: Predictions of the lookup, if there is one.
+        prompt_tokens: Tokens of the prompt.
+    """
 
     name: str
     model: Trace
@@ -38,46 +47,54 @@ class Text:
 
     @property
     def length(self) -> int:
-        """Tokens of the reply."""
-        return len(self.model.right)
+        """Number of tokens of the reply."""
+        return len(self.model.is_right)
 
     def after(self, prompt_tokens: int) -> Text:
-        """The same reply to a longer prompt."""
+        """Return the same reply to a prompt of another length."""
         return replace(self, prompt_tokens=prompt_tokens)
 
 
 def stationary(rate: float, length: int, seed: int, *, informed: bool = True) -> Text:
-    """A draft that is right at one rate. informed: it is surer where it is right."""
+    """Return a reply with a constant acceptance rate; see `stretches`."""
     return stretches([rate], length, seed, informed=informed)
 
 
 def flips(first: float, then: float, every: int, length: int, seed: int) -> Text:
-    """Rates that change after every so many tokens."""
+    """Return a reply whose acceptance rate alternates between two values every `every` tokens."""
     return stretches([(first, then)[at % 2] for at in range(-(-length // every))], length, seed)
 
 
 def stretches(rates: Sequence[float], length: int, seed: int, *, informed: bool = True) -> Text:
-    """Stretches of equal length, each with a rate of its own.
+    """Return a reply in stretches of equal length, each with its own acceptance rate.
 
-    How sure it is, is drawn from a Beta law around the rate; where it is informed, right and wrong are then
-    drawn with that very chance, as by a draft whose probabilities are true.
+    Args:
+        rates: Acceptance rate of each stretch. The confidence is drawn from a Beta distribution around it.
+        length: Tokens of the reply.
+        seed: Seed of the random numbers.
+        informed: The draft model's probabilities are true: it is right with the probability that it states.
     """
     random = np.random.default_rng(seed)
-    at = np.array([rates[i * len(rates) // length] for i in range(length)])
+    rate = np.array([rates[i * len(rates) // length] for i in range(length)])
     weight = 2.0 if informed else 400.0
-    sure = random.beta(weight * at + 1e-3, weight * (1.0 - at) + 1e-3)
-    chance = sure if informed else at
-    name = " then ".join(f"{rate:g}" for rate in dict.fromkeys(rates))
-    return Text(name, Trace(random.random(length) < chance, sure))
+    confidence = random.beta(weight * rate + 1e-3, weight * (1.0 - rate) + 1e-3)
+    chance = confidence if informed else rate
+    name = " then ".join(f"{each:g}" for each in dict.fromkeys(rates))
+    return Text(name, Trace(random.random(length) < chance, confidence))
 
 
 def passages(
     text: Text, share: float, passage_tokens: int, seed: int, *, right: float = 0.97, stray: float = 0.05
 ) -> Text:
-    """The same reply, of which a share is copied in passages that a lookup finds.
+    """Return the same reply with copied passages, which a lookup predicts.
 
-    There it is right at a rate of `right`; elsewhere it finds something, mostly wrong, at the share `stray`
-    of places.
+    Args:
+        text: The reply.
+        share: Share of the reply that is copied.
+        passage_tokens: Tokens of a passage.
+        seed: Seed of the random numbers.
+        right: Acceptance rate of the lookup within passages.
+        stray: Share of other positions where the lookup drafts as well, mostly wrongly.
     """
     random = np.random.default_rng(seed)
     length = text.length
@@ -85,17 +102,17 @@ def passages(
     while copied.mean() < share:
         start = int(random.integers(0, length))
         copied[start : start + passage_tokens] = True
-    speaks = copied | (random.random(length) < stray)
+    has_draft = copied | (random.random(length) < stray)
     hits = random.random(length) < np.where(copied, right, 0.2)
-    lookup = Trace(hits, np.where(copied, right, 0.2), speaks)
+    lookup = Trace(hits, np.where(copied, right, 0.2), has_draft)
     return replace(text, name=f"{text.name}, {share:.0%} copied", lookup=lookup)
 
 
 @cache
 def replies(temperature: float) -> tuple[Text, ...]:
-    """What the demo draft said of the demo target's replies to held-out prompts, at temperature 0 or 0.8.
+    """Return the demo target's replies to held-out prompts, with the demo draft model's predictions.
 
-    Each by itself, after its own prompt. `scripts/record_traces.py` made the file.
+    `scripts/record_traces.py` recorded them at temperature 0 and 0.8.
     """
     recordings = json.loads((Path(__file__).parent / "recorded.json").read_text(encoding="utf-8"))
     return tuple(
@@ -111,14 +128,17 @@ def replies(temperature: float) -> tuple[Text, ...]:
 
 @cache
 def recorded(temperature: float) -> tuple[Text, ...]:
-    """The same replies, as one text for each skill, such as code: they are short."""
+    """Return these replies joined to one long reply per skill, such as code."""
     skills: dict[str, list[Trace]] = {}
     for reply in replies(temperature):
         skills.setdefault(reply.name, []).append(reply.model)
     return tuple(
         Text(
             f"{name}, T {temperature:g}",
-            Trace(np.concatenate([one.right for one in said]), np.concatenate([one.sure for one in said])),
+            Trace(
+                np.concatenate([trace.is_right for trace in traces]),
+                np.concatenate([trace.confidence for trace in traces]),
+            ),
         )
-        for name, said in skills.items()
+        for name, traces in skills.items()
     )

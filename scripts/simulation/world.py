@@ -1,4 +1,4 @@
-"""A target and drafters that take simulated time and say what a text has them say."""
+"""A target and drafters on a simulated clock, which generate given replies."""
 
 from __future__ import annotations
 
@@ -22,15 +22,22 @@ from scripts.simulation.traces import Text, Trace
 __all__ = ["World"]
 
 WORDS = 16
-# A draft that saw only the end of a prompt is right at this share of the places where it would have been.
-_RIGHT_FROM_THE_END = 0.8
+# Share of its correct predictions that a draft model keeps if it has seen only the end of the prompt.
+_TRUNCATED_SHARE = 0.8
 
 
 class World:
-    """One machine, its clock, and the reply that is being made.
+    """One machine, its clock and the running reply. It is the target of the decode loop.
 
-    slowness: how many times longer everything takes, by the seconds gone by: another program, heat.
-    moments: of the running reply, when each token came out; seconds since it began.
+    Args:
+        machine: The machine.
+        slowness: Factor by which everything takes longer, by the seconds elapsed.
+
+    Attributes:
+        seconds: Time elapsed.
+        replies: Replies generated.
+        stats: Statistics of the running reply.
+        moments: When each token of the running reply was emitted, in seconds since it began.
     """
 
     free_tokens = 1 << 20
@@ -47,27 +54,27 @@ class World:
         self._length = 0
 
     def clock(self) -> float:
-        """Seconds since the world began."""
+        """Return the time elapsed."""
         return self.seconds
 
-    def spend(self, plain_steps: float) -> None:
-        """Time goes by."""
-        self.seconds += plain_steps * self._slowness(self.seconds)
+    def spend(self, target_steps: float) -> None:
+        """Let the time of `target_steps` target steps pass."""
+        self.seconds += target_steps * self._slowness(self.seconds)
 
     def pass_cost(self, rows: int) -> float:
-        """What the target's next pass costs, in plain steps."""
+        """Return the cost of the target's next pass, in target steps."""
         return self.machine.curve.v(rows)
 
     def draft_cost(self) -> float:
-        """What drafting the next token costs, in plain steps."""
+        """Return the cost of drafting the next token, in target steps."""
         return self.machine.draft_cost
 
-    def reading_cost(self) -> float:
-        """What a token that a draft model reads costs, in plain steps."""
-        return self.machine.reading_cost
+    def prefill_cost(self) -> float:
+        """Return the cost of prefilling a token in the draft model, in target steps."""
+        return self.machine.prefill_cost
 
     def verify(self, tree: TokenTree) -> Logits:
-        """A pass of the target: it says the text."""
+        """Run a pass of the target, whose most likely tokens are those of the reply."""
         self.spend(self.pass_cost(tree.width))
         rows = np.zeros((tree.width, WORDS), np.float32)
         for node, depth in enumerate(tree.depths):
@@ -75,21 +82,22 @@ class World:
         return HostLogits(rows)
 
     def commit(self, path: tuple[int, ...]) -> None:
-        """So many tokens are kept."""
+        """Move on by the root and the accepted path."""
         self._length += 1 + len(path)
 
     def model(self, growth: TreeGrowth) -> BudgetedDrafter:
-        """A draft model whose drafts grow so."""
+        """Return the draft model with a growth rule."""
         return _Model(self, growth)
 
     def lookup(self) -> Drafter:
-        """A lookup: it takes no time, and is silent at many places."""
+        """Return the lookup, which takes no time."""
         return _Lookup(self)
 
     def reply(self, drafter: Drafter | None, text: Text, draft_length: int = 16) -> float:
-        """Say a text; the seconds that took, what the drafter read included.
+        """Generate a reply and return how long it took.
 
-        Raises AssertionError where the tokens are not those of the text.
+        Raises:
+            AssertionError: The emitted tokens are not those of the reply.
         """
         random = np.random.default_rng(self.replies)
         self.replies += 1
@@ -115,31 +123,35 @@ class World:
         ):
             emitted += step.tokens
             self.moments += [self.seconds - started] * len(step.tokens)
-        assert emitted == self._tokens[text.prompt_tokens :], "the reply is not the text"
+        assert emitted == self._tokens[text.prompt_tokens :], "the emitted tokens differ from the reply"
         return self.seconds - started
 
-    def last(self, at: int) -> int:
-        """The token before a place of the text."""
+    def token_before(self, at: int) -> int:
+        """Return the token before a position."""
         return self._tokens[at - 1]
 
     @property
     def end(self) -> int:
-        """Where the text ends."""
+        """Position after the last token of the reply."""
         return len(self._tokens)
 
-    def guess(self, trace: Trace, at: int, *, wrong: int, whole: bool = True) -> int:
-        """What a drafter guesses for the token at a place; its mistakes are so far from what is right.
+    def predict(self, trace: Trace, at: int, *, wrong: int, whole: bool = True) -> int:
+        """Return a drafter's most likely token at a position.
 
-        whole: it has seen all of the prompt.
+        Args:
+            trace: The drafter's predictions.
+            at: The position.
+            wrong: Difference between the drafter's wrong tokens and the right ones.
+            whole: Whether the drafter has seen the whole prompt.
         """
         token, place = self._tokens[at], at - self.text.prompt_tokens
-        # Multiples of the golden ratio, modulo 1, are spread evenly, and the same in every run.
-        right = trace.right[place] and (whole or place * 0.618034 % 1.0 < _RIGHT_FROM_THE_END)
+        # Multiples of the golden ratio modulo 1 are spread evenly, and the same in every run.
+        right = trace.is_right[place] and (whole or place * 0.618034 % 1.0 < _TRUNCATED_SHARE)
         return token if right else (token + wrong) % WORDS
 
 
 class _Model(BudgetedDrafter):
-    """Chains that a TreeGrowth decides on."""
+    """The draft model: chains whose length a growth rule decides."""
 
     name = "model"
 
@@ -148,15 +160,15 @@ class _Model(BudgetedDrafter):
         self._growth = growth
         self.chooses_length = growth.chooses_length
         self._reply = self._length = self._run = 0
-        # It has seen all of the text, not only its end.
+        # Whether it has seen the whole sequence, not only its end.
         self._whole = True
-        self._guessed: list[int] = []
+        self._drafted: list[int] = []
 
     def begin(self, tokens: Sequence[int]) -> None:
         if self._reply != self._world.replies:
             self._reply, self._run, self._whole = self._world.replies, 0, True
         self._length = len(tokens)
-        self._guessed = []
+        self._drafted = []
 
     @property
     def pending_tokens(self) -> int:
@@ -171,7 +183,7 @@ class _Model(BudgetedDrafter):
             self._run, self._whole = 0, True
         if self.pending_tokens > max_tokens:
             self._whole = False
-        self._world.spend(min(self.pending_tokens, max_tokens) * self._world.reading_cost())
+        self._world.spend(min(self.pending_tokens, max_tokens) * self._world.prefill_cost())
         self._run = self._length - 1
 
     def force_draft(self) -> None:
@@ -180,43 +192,43 @@ class _Model(BudgetedDrafter):
     def propose(self, sampler: Sampler, acceptance: Acceptance, draft_length: int) -> TokenTree:
         if self.pending_tokens:
             self.prefill(self._length)
-        self._guessed = []
-        root = self._world.last(self._length)
+        self._drafted = []
+        root = self._world.token_before(self._length)
         if not self._growth.begin_round(draft_length):
             self._growth.record_skipped_round()
             return TokenTree.chain(root)
         value = 1.0
         for at in range(self._length, min(self._length + draft_length, self._world.end)):
             self._world.spend(self._world.draft_cost())
-            children = self._growth.grow_level([value], lambda _, at=at: self._sure(at))[0]  # type: ignore[misc]
+            children = self._growth.grow_level([value], lambda _, at=at: self._confidence(at))[0]  # type: ignore[misc]
             if not children.path_probs:
                 break
-            self._guessed.append(self._world.guess(self._world.text.model, at, wrong=1, whole=self._whole))
+            self._drafted.append(self._world.predict(self._world.text.model, at, wrong=1, whole=self._whole))
             value = children.path_probs[0]
             if not children.expand_count:
                 break
         self._growth.finish_draft()
-        return TokenTree.chain(root, self._guessed)
+        return TokenTree.chain(root, self._drafted)
 
-    def _sure(self, at: int) -> NDArray[np.float64]:
-        return self._world.text.model.sure[at - self._world.text.prompt_tokens :][:1]
+    def _confidence(self, at: int) -> NDArray[np.float64]:
+        return self._world.text.model.confidence[at - self._world.text.prompt_tokens :][:1]
 
     def observe(self, tree: TokenTree, logits: Logits, sampler: Sampler) -> None:
         self._growth.record_verify_pass(tree.width)
 
     def commit(self, tokens: tuple[int, ...]) -> None:
-        for i, (guess, token) in enumerate(zip(self._guessed, tokens, strict=False)):
-            self._growth.record_outcome(self._sure(self._length + i), 0 if guess == token else None)
+        for i, (guess, token) in enumerate(zip(self._drafted, tokens, strict=False)):
+            self._growth.record_outcome(self._confidence(self._length + i), 0 if guess == token else None)
             if guess != token:
                 break
-        if self._guessed:
-            self._run = self._length + min(len(self._guessed), len(tokens)) - 1
-        self._guessed = []
+        if self._drafted:
+            self._run = self._length + min(len(self._drafted), len(tokens)) - 1
+        self._drafted = []
         self._length += len(tokens)
 
 
 class _Lookup(Drafter):
-    """Chains as long as the text speaks."""
+    """The lookup: chains up to the next position without a prediction."""
 
     name = "lookup"
     is_lookup = True
@@ -229,13 +241,13 @@ class _Lookup(Drafter):
         self._length = len(tokens)
 
     def propose(self, sampler: Sampler, acceptance: Acceptance, draft_length: int) -> TokenTree:
-        world, trace, guessed = self._world, self._world.text.lookup, list[int]()
-        if trace is not None and trace.speaks is not None:
+        world, trace, drafted = self._world, self._world.text.lookup, list[int]()
+        if trace is not None and trace.has_draft is not None:
             for at in range(self._length, min(self._length + draft_length, world.end)):
-                if not trace.speaks[at - world.text.prompt_tokens]:
+                if not trace.has_draft[at - world.text.prompt_tokens]:
                     break
-                guessed.append(world.guess(trace, at, wrong=2))
-        return TokenTree.chain(world.last(self._length), guessed)
+                drafted.append(world.predict(trace, at, wrong=2))
+        return TokenTree.chain(world.token_before(self._length), drafted)
 
     def commit(self, tokens: tuple[int, ...]) -> None:
         self._length += len(tokens)

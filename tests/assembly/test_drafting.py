@@ -81,7 +81,7 @@ class TestAsked:
             assert drafters.choose("model+ngram")[0] is drafters.choose("ngram+model")[0]
 
     def test_two_self_drafts_are_refused(self) -> None:
-        with pytest.raises(OptionError, match="one memory in 2 ways; name one of layerskip, lowbit"):
+        with pytest.raises(OptionError, match="KV cache in 2 ways; name one of layerskip, lowbit"):
             edgespec.load("demo", method="layerskip+lowbit")
 
     def test_lookahead_tells_what_it_does(self) -> None:

@@ -94,7 +94,7 @@ def test_an_adapter_for_a_gguf_is_refused(loaded: list[tuple[str, Any]], tmp_pat
 
 
 def test_an_adapter_that_is_not_there_is_refused(loaded: list[tuple[str, Any]], tmp_path: Path) -> None:
-    with pytest.raises(OptionError, match="there is no folder of an adapter at .*none"):
+    with pytest.raises(OptionError, match="the adapter folder .*none does not exist"):
         edgespec.load("demo-mlx", adapter=str(tmp_path / "none"))
     assert not loaded
 

@@ -63,8 +63,8 @@ class Adversary(World):
     def draft_cost(self) -> float:
         return super().draft_cost() * self._factor("draft")
 
-    def reading_cost(self) -> float:
-        return super().reading_cost() * self._factor("reading")
+    def prefill_cost(self) -> float:
+        return super().prefill_cost() * self._factor("reading")
 
     def commit(self, path: tuple[int, ...]) -> None:
         super().commit(path)

@@ -1,4 +1,4 @@
-"""Every test here has its own home, its own cache and its own hub; none reaches the network."""
+"""Fixtures: each test has its own home, cache and stand-in hub, and none uses the network."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.catalog.stand_in_hub import StandInHub
 
 
 def use_endpoint(monkeypatch: pytest.MonkeyPatch, url: str) -> None:
-    """Do what setting HF_ENDPOINT before the start does: the library reads it at import, once."""
+    """Set the endpoint of huggingface_hub, which reads HF_ENDPOINT only at import."""
     monkeypatch.setattr(constants, "ENDPOINT", url)
     monkeypatch.setattr(
         constants, "HUGGINGFACE_CO_URL_TEMPLATE", url + "/{repo_id}/resolve/{revision}/{filename}"
@@ -22,7 +22,7 @@ def use_endpoint(monkeypatch: pytest.MonkeyPatch, url: str) -> None:
 
 @pytest.fixture(autouse=True)
 def own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A home folder with nothing in it."""
+    """Set an empty home folder."""
     for name in ("HF_TOKEN", "OLLAMA_MODELS", "XDG_CONFIG_HOME", "HUGGING_FACE_HUB_TOKEN"):
         monkeypatch.delenv(name, raising=False)
     home = tmp_path / "home"
@@ -38,13 +38,13 @@ def own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def cache(tmp_path: Path) -> Path:
-    """The shared Hugging Face cache, empty."""
+    """Set an empty Hugging Face cache."""
     return tmp_path / "cache"
 
 
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[StandInHub]:
-    """A hub with one repository: a Q4_K_M file, a Q8_0 in two parts, a projector and a readme."""
+    """Start a hub with one repository: a Q4_K_M file, a Q8_0 file in two parts, a projector and a readme."""
     hub = StandInHub(
         files={
             "README.md": b"# tiny",

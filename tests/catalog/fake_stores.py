@@ -1,4 +1,4 @@
-"""Stores as Ollama, LM Studio and the Hugging Face cache lay them out, holding whatever a test puts there."""
+"""Stores in the layout of Ollama, LM Studio and the Hugging Face cache, filled by tests."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ REGISTRY = "registry.ollama.ai"
 
 
 def snapshot_of(folder: Path) -> dict[str, tuple[int, int, str]]:
-    """Every file and link below a folder: its size, when it was written, and what is in it."""
+    """Return the size, time and content of every file and link below a folder."""
     found = {}
     for path in sorted(folder.rglob("*")):
         status = path.lstat()
@@ -21,20 +21,20 @@ def snapshot_of(folder: Path) -> dict[str, tuple[int, int, str]]:
 
 
 class OllamaStore:
-    """A store of Ollama's: manifests of layers, and blobs by their SHA-256."""
+    """A store in Ollama's layout: manifests, and blobs named by SHA-256."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         (folder / "blobs").mkdir(parents=True)
 
     def blob(self, content: bytes) -> str:
-        """Keep some bytes; their digest."""
+        """Store bytes as a blob and return their digest."""
         digest = hashlib.sha256(content).hexdigest()
         (self.folder / "blobs" / f"sha256-{digest}").write_bytes(content)
         return f"sha256:{digest}"
 
     def add(self, name: str, tag: str, content: bytes, *others: tuple[str, bytes]) -> Path:
-        """A model under registry/owner/name (or owner/name, or name), and other layers. Its blob."""
+        """Add a model as registry/owner/name, owner/name or name, and return its blob."""
         parts = name.split("/")
         place = {1: [REGISTRY, "library", *parts], 2: [REGISTRY, *parts]}.get(len(parts), parts)
         digest = self.blob(content)
@@ -48,7 +48,7 @@ class OllamaStore:
 
 
 def add_to_lmstudio(root: Path, name: str, source: Path) -> Path:
-    """Put a file, or a folder's files, where LM Studio has publisher/repository[/file]."""
+    """Add a file or a folder to LM Studio as publisher/repository[/file]."""
     target = root / name
     target.parent.mkdir(parents=True, exist_ok=True)
     if source.is_dir():
@@ -59,7 +59,7 @@ def add_to_lmstudio(root: Path, name: str, source: Path) -> Path:
 
 
 def add_to_hub(cache: Path, repository: str, *sources: Path, commit: str = "1" * 40) -> Path:
-    """Put files into a snapshot of the Hugging Face cache, as links to blobs. The snapshot."""
+    """Add files to a snapshot of the Hugging Face cache, and return the snapshot."""
     folder = cache / f"models--{repository.replace('/', '--')}"
     snapshot = folder / "snapshots" / commit
     snapshot.mkdir(parents=True, exist_ok=True)

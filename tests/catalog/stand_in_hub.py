@@ -1,4 +1,4 @@
-"""A stand-in for the model hub on 127.0.0.1, with the faults a real network has."""
+"""A stand-in for Hugging Face on 127.0.0.1 that simulates network faults."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ COMMIT = "c" * 40
 
 
 def _etag(data: bytes) -> str:
-    """Large files are called by their SHA-256, small ones as git calls them."""
+    """Return the ETag of a file: its SHA-256 if it is large, else its git hash."""
     if len(data) > 1000:
         return hashlib.sha256(data).hexdigest()
     return hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
@@ -23,26 +23,26 @@ def _etag(data: bytes) -> str:
 
 @dataclass
 class StandInHub:
-    """What the server serves and what goes wrong; `requests` is what it was asked for."""
+    """The files and the simulated faults of the server. `requests` lists the requested paths."""
 
     files: dict[str, bytes] = field(default_factory=dict)
     status: int = 200
     error_code: str = ""
     token: str = ""
     cut_after_bytes: list[int] = field(default_factory=list)
-    """The next downloads break off after so many bytes, one entry each."""
+    """Bytes after which each of the next downloads loses its connection."""
     stall_after_bytes: list[int] = field(default_factory=list)
-    """The next downloads go silent after so many bytes, one entry each, until the server stops."""
+    """Bytes after which each of the next downloads stalls until the server stops."""
     damaged: bool = False
     takes_ranges: bool = True
     elsewhere: str = ""
-    """Where the bytes are: another host that a download is sent on to, as the real hub does."""
+    """Another host that downloads are redirected to, as by Hugging Face."""
     gone: set[str] = field(default_factory=set)
-    """Files that are listed and cannot be had."""
+    """Files that are listed but cannot be downloaded."""
     requests: list[str] = field(default_factory=list)
     ranges: list[str] = field(default_factory=list)
     tokens: dict[str, set[str]] = field(default_factory=dict)
-    """What was sent as Authorization, by the name of the host that was asked."""
+    """The Authorization header of the requests, by host name."""
     stopped: threading.Event = field(default_factory=threading.Event)
     url: str = ""
     _server: ThreadingHTTPServer | None = None

@@ -1,4 +1,4 @@
-"""How often a draft's guesses came true is counted, kept, and chosen by; and forgotten when asked."""
+"""Tests of measured acceptance rates: counting, saving, use by `auto`, and deletion."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_the_history_is_bounded_and_favours_recent_replies(
         kept.add(one, one, 10_000, 9_000)
     assert kept.rate(one, one) == pytest.approx(0.9, abs=0.01)
     record = AcceptanceRecorder(one, other)
-    record.count(2000, 500)  # so much is written before the end
+    record.count(2000, 500)  # This count is saved before the run ends.
     assert kept.rate(one, other) == 0.25
     one[0].unlink()
     record.count(500, 5)
@@ -116,7 +116,7 @@ def test_auto_uses_measured_acceptance_rates(own_home: Path, data: Path) -> None
     assert option.acceptance_rate == true / guesses
     why = choose_draft(target).reason
     assert f"(measured: {true / guesses:.0%} of its drafted tokens are accepted)" in why
-    # One that hardly ever guesses right is no longer taken.
+    # A draft model with a very low acceptance rate is no longer taken.
     path = folder / "Small-GGUF" / "Small.gguf"
     AcceptanceHistory().add((target.path, "gguf"), (path, "gguf"), 15_000, 0)
     choice = choose_draft(target)

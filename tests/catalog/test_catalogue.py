@@ -1,4 +1,4 @@
-"""The catalogue file is whole, and what it embeds is shipped and described."""
+"""Tests that the catalogue is complete, and that its embedded models are shipped and documented."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_every_entry_is_complete(entry: ModelEntry) -> None:
         assert entry.embedded_path.exists()
         assert entry.notice
     else:
-        # Between 1.5 bits a parameter and 16: catches a slipped digit in either figure.
+        # Between 1.5 and 16 bits per weight, which catches a typing error in either number.
         assert 0.19 < entry.approximate_file_bytes / entry.parameters < 2.0
 
 

@@ -1,4 +1,4 @@
-"""The embedded MLX models are the embedded GGUF models: numbers, tokens and template."""
+"""Tests that the embedded MLX and GGUF models have the same weights, tokens and template."""
 
 from __future__ import annotations
 
@@ -45,11 +45,11 @@ def safetensors(path: Path) -> dict[str, NDArray[Any]]:
 
 
 def of_mlx(tensors: dict[str, NDArray[Any]], module: str) -> NDArray[np.float64]:
-    """The numbers of a module, in double precision, where scale * code + bias is exact."""
+    """Return the weights of a module in double precision, where scale * code + bias is exact."""
     weight = tensors[f"{module}.weight"]
     if f"{module}.scales" not in tensors:
         return weight.astype(np.float64)
-    # The first of a group's codes is in the lowest eight bits of its first word.
+    # The lowest eight bits of the first word hold the first code of a group.
     codes = np.stack([weight >> shift & 0xFF for shift in (0, 8, 16, 24)], axis=-1).reshape(len(weight), -1)
     scales, biases = (
         np.repeat(tensors[f"{module}.{name}"].astype(np.float64), GROUP, axis=1)
@@ -59,7 +59,7 @@ def of_mlx(tensors: dict[str, NDArray[Any]], module: str) -> NDArray[np.float64]
 
 
 def unpermuted(rows: NDArray[Any], heads: int) -> NDArray[Any]:
-    """Rows in the order of Hugging Face's files: llama.cpp puts the two of each rotated pair side by side."""
+    """Return rows in the order of Hugging Face files. llama.cpp interleaves the rows of rotated pairs."""
     halves = rows.reshape(heads, -1, 2, rows.shape[1])
     return np.concatenate([halves[:, :, 0], halves[:, :, 1]], axis=1).reshape(rows.shape)
 

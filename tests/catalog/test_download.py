@@ -1,4 +1,4 @@
-"""Downloads against a hub that misbehaves in every way a real one does."""
+"""Tests of downloads from a hub with all faults of a real network."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Q4 = "tiny-Q4_K_M.gguf"
 
 
 class Seen:
-    """A Progress that never cancels."""
+    """Record progress without cancelling."""
 
     def __init__(self) -> None:
         self.fractions: list[float] = []
@@ -103,7 +103,7 @@ def test_a_stalled_connection_is_resumed(hub: StandInHub, monkeypatch: pytest.Mo
 
 
 def test_a_redirect_does_not_forward_the_token(hub: StandInHub, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The hub answers with the address of a server for large files, which may be anybody's."""
+    """The hub redirects to a server for large files, which must not get the token."""
     monkeypatch.setenv("HF_TOKEN", "secret")
     hub.elsewhere = hub.url.replace("127.0.0.1", "localhost")
     hub.cut_after_bytes = [600_000]
@@ -251,7 +251,7 @@ def test_disk_space_is_checked_before_the_download(hub: StandInHub, monkeypatch:
 def test_a_full_disk_keeps_the_partial_file(
     hub: StandInHub, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A quota on the size of files is the one way to fill a disk without one."""
+    """A limit on file sizes simulates a full disk."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (600_000, before[1]))

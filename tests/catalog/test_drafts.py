@@ -1,4 +1,4 @@
-"""Which models can draft for a target, and which of them `auto` takes: by tokens, sizes and memory."""
+"""Tests of draft models: which can draft for a target, and which one `auto` takes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ TARGET, DRAFT = (models_folder() / f"demo-{name}-q8_0.gguf" for name in ("target
 
 @pytest.fixture
 def lmstudio(own_home: Path) -> Path:
-    """LM Studio has the demo pair under other names, a model of other tokens, and one that is too large."""
+    """Fill LM Studio with the demo pair under other names, a model with other tokens, and a too large one."""
     folder = own_home / ".lmstudio" / "models"
     add_to_lmstudio(folder, "maker/Large-GGUF/large-Q8_0.gguf", TARGET)
     add_to_lmstudio(folder, "maker/Small-GGUF/small-Q8_0.gguf", DRAFT)
@@ -50,7 +50,7 @@ def names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def write_large(path: Path, parameters: int) -> None:
-    """A model with the demo's tokens and so many parameters, of which the disk holds only the header."""
+    """Write the header of a model with the demo's tokens and a given number of parameters."""
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_block_count(1)
     tokens = list(read_header(TARGET).metadata["tokenizer.ggml.tokens"])
@@ -77,7 +77,7 @@ def test_drafts_are_matched_by_tokens(lmstudio: Path) -> None:
     (option,) = drafts_of("maker/Large-GGUF")
     assert option.reference == "maker/Small-GGUF"
     assert (option.shared_token_fraction, option.tokens, option.source) == (1.0, "the same tokens", "tokens")
-    assert drafts_of("maker/Small-GGUF") == []  # a larger one never drafts
+    assert drafts_of("maker/Small-GGUF") == []  # A larger model never drafts.
     assert drafts_of("maker/Small-Like-GGUF") == []
 
 
@@ -134,13 +134,13 @@ def test_auto_skips_drafts_of_unknown_architecture(own_home: Path) -> None:
 
 
 def test_auto_takes_the_highest_expected_speedup(lmstudio: Path, own_home: Path) -> None:
-    """A copy of the target at less than half its size is a draft, too; a dearer one is not taken."""
+    """A copy of the target below half its size is also a draft; a larger one is not taken."""
     OllamaStore(own_home / ".ollama" / "models").add("small", "again", DRAFT.read_bytes())
     options = drafts_of("maker/Large-GGUF")
     assert {option.reference for option in options} == {"maker/Small-GGUF", "small:again"}
     choice = chosen("maker/Large-GGUF")
     assert choice.draft is not None
-    assert choice.draft.name == "maker/Small-GGUF"  # alike: by name
+    assert choice.draft.name == "maker/Small-GGUF"  # Equal estimates are ordered by name.
     assert choice.reason.endswith("the best of 2 draft models")
 
 
@@ -165,7 +165,7 @@ def test_a_draft_that_shares_most_of_the_tokens(own_home: Path) -> None:
 
 
 class TestCatalogueDrafts:
-    """Repositories of the catalogue in the cache: the demo's files stand for the real ones."""
+    """Fill the cache with catalogue repositories that hold the demo's files."""
 
     @pytest.fixture
     def llamas(self, cache: Path, tmp_path: Path) -> None:
@@ -188,7 +188,7 @@ class TestCatalogueDrafts:
         assert all(option.shared_token_fraction == 1.0 for option in options.values())
 
     def test_a_model_with_known_tokens_gets_drafts_of_its_family(self, llamas: None, lmstudio: Path) -> None:
-        """A large model that nobody lists has the tokens of one that is listed."""
+        """A large model outside the catalogue has the tokens of a listed one."""
         large = lmstudio / "me" / "Mine-GGUF" / "mine-F16.gguf"
         large.parent.mkdir(parents=True)
         write_large(large, parameters=8_000_000_000)

@@ -1,4 +1,4 @@
-"""What other programs keep on this machine: found, named, and left alone; what is broken is passed over."""
+"""Tests of models in the stores of other programs: found, resolvable by name, and never modified."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def lmstudio(own_home: Path) -> Path:
 
 
 def references() -> list[str]:
-    return [shelved.reference for shelved in find_installed().models]
+    return [installed.reference for installed in find_installed().models]
 
 
 def why_skipped() -> dict[str, str]:
@@ -122,7 +122,7 @@ class TestLmStudio:
         two = [add_to_lmstudio(lmstudio, f"maker/Two-GGUF/two-{q}.gguf", DRAFT) for q in ("Q4_0", "Q8_0")]
         twins = [add_to_lmstudio(lmstudio, f"maker/Twins/{x}-Q8_0.gguf", DRAFT) for x in "ab"]
         folder = add_to_lmstudio(lmstudio, "mlx-community/Three-8bit", MLX)
-        found = {shelved.reference: shelved.path for shelved in find_installed().models}
+        found = {installed.reference: installed.path for installed in find_installed().models}
         assert found == {
             "maker/One-GGUF": one,
             "maker/Two-GGUF:Q4_0": two[0],
@@ -136,8 +136,8 @@ class TestLmStudio:
                 there = resolve(f"{prefix}{reference}", allow_download=False)
                 assert (there.path, there.source) == (path, "lmstudio")
             assert there.note.startswith(f"lmstudio:{reference} -> LM Studio's ")
-        assert [shelved.format for shelved in find_installed().models].count("mlx") == 1
-        # The hub's way of writing it means the same model: it is not downloaded again.
+        assert [installed.format for installed in find_installed().models].count("mlx") == 1
+        # The Hugging Face reference leads to the same model, so it is not downloaded again.
         assert resolve("hf:maker/Two-GGUF:q4_0", allow_download=False).path == two[0]
 
     def test_an_ambiguous_reference_lists_the_matches(self, lmstudio: Path) -> None:
@@ -149,7 +149,7 @@ class TestLmStudio:
             resolve("maker/Twins", allow_download=False)
 
     def test_many_models_are_scanned_once(self, lmstudio: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Ten thousand files of one folder took minutes, for each was compared with all."""
+        """Regression: ten thousand files in a folder took minutes, because all pairs were compared."""
         for number in range(30):
             add_to_lmstudio(lmstudio, f"maker/Many/m{number:02}-Q8_0.gguf", DRAFT)
         looks: list[int] = []
@@ -170,9 +170,9 @@ class TestLmStudio:
         model = write_llama(tmp_path / "tiny.gguf")
         for name in ("tiny-Q8_0-00001-of-00002", "tiny-Q8_0-00002-of-00002"):
             path = add_to_lmstudio(lmstudio, f"maker/Split/{name}.gguf", model)
-        (shelved,) = find_installed().models
-        assert shelved.path.name == "tiny-Q8_0-00001-of-00002.gguf"
-        assert shelved.info.size_bytes == 2 * model.stat().st_size
+        (installed,) = find_installed().models
+        assert installed.path.name == "tiny-Q8_0-00001-of-00002.gguf"
+        assert installed.info.size_bytes == 2 * model.stat().st_size
         path.unlink()
         assert why_skipped() == {"maker/Split": "1 of its 2 parts are missing"}
 
@@ -205,7 +205,7 @@ class TestLmStudio:
         (lmstudio / "self").symlink_to("self")
         (lmstudio / "maker" / "One" / "gone-Q8_0.gguf").symlink_to("nowhere")
         os.mkfifo(lmstudio / "maker" / "One" / "pipe-Q4_0.gguf")
-        assert [(shelved.reference, shelved.path) for shelved in find_installed().models] == [
+        assert [(installed.reference, installed.path) for installed in find_installed().models] == [
             ("maker/One", one)
         ]
 
@@ -215,7 +215,7 @@ class TestLmStudio:
         (lmstudio / "all").symlink_to("/")
         for name, around in (("a", Path("/")), ("b", tmp_path), ("c", lmstudio.parent)):
             (lmstudio / "maker" / name).symlink_to(around)
-        assert [shelved.path for shelved in find_installed().models] == [one]
+        assert [installed.path for installed in find_installed().models] == [one]
         with pytest.raises(ModelNotFoundError):
             resolve("lmstudio:maker/b", allow_download=False)
 
@@ -229,7 +229,7 @@ class TestLmStudio:
         (lmstudio / "a").mkdir()
         (lmstudio / "a" / "much").symlink_to(much)
         one = add_to_lmstudio(lmstudio, "maker/One/one.gguf", DRAFT)
-        assert [shelved.path for shelved in find_installed().models] == [one]
+        assert [installed.path for installed in find_installed().models] == [one]
 
     def test_a_link_to_a_model_is_followed(self, lmstudio: Path, tmp_path: Path) -> None:
         (lmstudio / "me" / "mine").mkdir(parents=True)
@@ -245,7 +245,9 @@ class TestHubCache:
     def test_gguf_and_mlx_snapshots(self, cache: Path) -> None:
         file = add_to_hub(cache, "maker/One-GGUF", DRAFT) / DRAFT.name
         folder = add_to_hub(cache, "mlx-community/Two", *MLX.iterdir())
-        found = {shelved.reference: (shelved.path, shelved.format) for shelved in find_installed().models}
+        found = {
+            installed.reference: (installed.path, installed.format) for installed in find_installed().models
+        }
         assert found == {"maker/One-GGUF:Q8_0": (file, "gguf"), "mlx-community/Two": (folder, "mlx")}
         for reference, (path, _) in found.items():
             assert resolve(reference, allow_download=False).path == path
@@ -272,11 +274,11 @@ def test_an_ambiguous_name_lists_both_models(
         resolve("maker/tiny", allow_download=False)
     assert "lmstudio:maker/tiny" in caught.value.what
     assert "ollama:maker/tiny:latest" in caught.value.what
-    found = {shelved.path: shelved.reference for shelved in find_installed().models}
+    found = {installed.path: installed.reference for installed in find_installed().models}
     assert set(found) == {mine, blob}
     for path, reference in found.items():
         assert resolve(reference, allow_download=False).path == path
-    # The same file twice is no question.
+    # Two copies of the same file are not ambiguous.
     add_to_hub(cache, "maker/copy", DRAFT)
     add_to_lmstudio(lmstudio, "maker/copy/copy-Q8_0.gguf", DRAFT)
     assert resolve("maker/copy", allow_download=False).source == "hub"
@@ -319,7 +321,7 @@ def test_stores_are_never_written_to(ollama: OllamaStore, lmstudio: Path, own_ho
 
 
 def test_names_cannot_escape_a_store(ollama: OllamaStore, lmstudio: Path, own_home: Path) -> None:
-    """Somebody else's manifest or model beside the store is not in it."""
+    """A manifest or a model outside the store is not part of it."""
     outside = OllamaStore(own_home / "other")
     outside.add("tiny", "latest", DRAFT.read_bytes())
     add_to_lmstudio(own_home, "maker/tiny/tiny-Q8_0.gguf", DRAFT)
@@ -364,5 +366,5 @@ def test_empty_or_unreadable_homes_are_no_error(own_home: Path) -> None:
     assert find_installed().models == ()
     (own_home / ".lmstudio").write_text("a file")
     (own_home / ".ollama").write_text("a file")
-    shelf = find_installed()
-    assert (shelf.models, shelf.unusable) == ((), ())
+    installed = find_installed()
+    assert (installed.models, installed.unusable) == ((), ())

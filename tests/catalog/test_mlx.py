@@ -1,4 +1,4 @@
-"""Models in MLX's form: folders, repositories without a GGUF, and what is missing of either."""
+"""Tests of MLX models: folders, repositories without GGUF files, and incomplete ones."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def mlx_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def mlx_hub(hub: StandInHub) -> StandInHub:
-    """The stand-in hub, with an MLX model in two parts and everything else that repositories hold."""
+    """Return the stand-in hub with an MLX model in two parts and other files of a repository."""
     index = {"weight_map": {"a": FIRST, "b": SECOND, "c": SECOND}}
     hub.files = {
         "README.md": b"# tiny",
@@ -67,7 +67,7 @@ def folder_of(tmp_path: Path, *names: str) -> Path:
 
 
 class TestFolders:
-    """Paths that are folders."""
+    """Tests of paths that are folders."""
 
     def test_a_complete_folder_is_a_model(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         folder = folder_of(tmp_path, "config.json", "tokenizer.json", "model.safetensors")
@@ -127,7 +127,7 @@ class TestFolders:
 
 
 class TestEmbedded:
-    """The demo pair in MLX's form."""
+    """Tests of the embedded MLX models."""
 
     def test_the_embedded_model_resolves_by_name_and_path(self) -> None:
         target = resolve("demo-mlx", allow_download=False)
@@ -148,7 +148,7 @@ class TestEmbedded:
 
 
 class TestDownload:
-    """Repositories with an MLX model and no GGUF."""
+    """Tests of repositories with an MLX model and no GGUF files."""
 
     def test_an_mlx_model_is_stored_in_the_shared_cache(self, mlx_hub: StandInHub, cache: Path) -> None:
         seen: list[float] = []
@@ -234,7 +234,7 @@ class TestDownload:
 
     @pytest.mark.parametrize("name", [FIRST, "config.json"])
     def test_damaged_files_are_rejected(self, mlx_hub: StandInHub, cache: Path, name: str) -> None:
-        # Small files are checked by the checksum git gives them, large ones by theirs.
+        # Small files are verified by git hash, large ones by SHA-256.
         mlx_hub.files = {key: data for key, data in mlx_hub.files.items() if data}
         ready = fetch(REPOSITORY, None)
         blob = (ready / name).resolve()

@@ -1,4 +1,4 @@
-"""What a person types, and the file or the one line it leads to."""
+"""Tests of model references: the model or the error of one line that each leads to."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def test_an_unknown_name_suggests_the_most_similar(text: str, line: str) -> None
 
 
 class TestFiles:
-    """Paths that are no readable model file."""
+    """Tests of paths that are not readable model files."""
 
     def test_a_missing_file_suggests_a_similar_one(self, tmp_path: Path) -> None:
         (tmp_path / "llama-8b.gguf").touch()
@@ -152,7 +152,7 @@ class TestFiles:
         def refuse(*_: object) -> None:
             raise PermissionError
 
-        monkeypatch.setattr(Path, "open", refuse)  # chmod does not keep root out
+        monkeypatch.setattr(Path, "open", refuse)  # chmod has no effect on root.
         with pytest.raises(ModelFileError, match="you have no permission to read .*; change its permissions"):
             resolve(str(model))
 
@@ -170,7 +170,7 @@ class TestFiles:
 
 
 class TestUserAliases:
-    """`aliases.toml` in the user's configuration folder."""
+    """Tests of `aliases.toml` in the user's configuration folder."""
 
     @pytest.fixture
     def write(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
@@ -205,7 +205,7 @@ class TestUserAliases:
 
 
 class TestOllamaStore:
-    """Models another runtime keeps, used where they lie."""
+    """Tests of models that Ollama stores."""
 
     @pytest.fixture
     def blob(self, own_home: Path) -> Path:

@@ -100,9 +100,9 @@ def test_what_is_set_holds_and_comments_stay(run: Run, file: Path) -> None:
         (["set", "temprature", "1"], "there is no setting 'temprature'; did you mean temperature?"),
         (["set", "chta.seed", "1"], "there is no command 'chta' with settings; did you mean chat?"),
         (["set", "doctor.seed", "1"], "there is no command 'doctor' with settings"),
-        (["set", "chat.seed.x", "1"], "'chat.seed.x' is no key"),
+        (["set", "chat.seed.x", "1"], "'chat.seed.x' is not a key"),
         (["set", "seed"], "missing argument"),
-        (["set", "seed", "1", "2"], "seed takes one value, and these are 2"),
+        (["set", "seed", "1", "2"], "seed takes one value, not 2"),
         (["set", "seed", "x"], "seed: 'x' is not a whole number from 0"),
         (["set", "mmap", "x"], "mmap: 'x' is neither true nor false"),
         (["set", "temperature", "-1"], "temperature is -1.0; give a number from 0"),
@@ -136,7 +136,7 @@ def test_what_else_the_next_command_will_refuse_is_told(run: Run, file: Path) ->
 
 def test_a_file_that_cannot_be_changed_stays(run: Run, file: Path) -> None:
     for text, error in (
-        ("chat = { seed = 1 }", "chat.seed is written in .* change it in an editor"),
+        ("chat = { seed = 1 }", "chat.seed cannot be changed in .* change it in an editor"),
         ("seed = [", "config.toml, line 1"),
     ):
         file.write_text(text)

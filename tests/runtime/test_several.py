@@ -64,7 +64,7 @@ def test_auto_knows_of_the_others_and_says_so(several: list[Runtime]) -> None:
     with_others = several[0].stream(HOWTO, max_tokens=4, **OPTIONS)
     next(with_others)
     said = several[1].generate(HOWTO, max_tokens=4, method="auto", **OPTIONS).method.reason
-    assert said.endswith(", among 2 replies at once")
+    assert said.endswith("(with 2 replies at once)")
     with_others.close()
     assert "at once" not in several[1].generate(HOWTO, max_tokens=4, method="auto", **OPTIONS).method.reason
 

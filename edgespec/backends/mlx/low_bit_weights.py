@@ -194,19 +194,19 @@ class _CopiedTable(_CopiedWeight):
 
 
 class CopiedLinear(_CopiedLinear, Linear):
-    pass
+    """A linear layer with a low-bit copy."""
 
 
 class CopiedQuantizedLinear(_CopiedLinear, QuantizedLinear):
-    pass
+    """A quantised linear layer with a low-bit copy."""
 
 
 class CopiedEmbedding(_CopiedTable, Embedding):
-    pass
+    """An embedding table, also the output head, with a low-bit copy."""
 
 
 class CopiedQuantizedEmbedding(_CopiedTable, QuantizedEmbedding):
-    pass
+    """A quantised embedding table, also the output head, with a low-bit copy."""
 
 
 _COPIES: dict[type, Any] = {

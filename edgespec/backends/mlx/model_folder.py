@@ -128,7 +128,7 @@ def _stored(files: list[Path]) -> StoredWeights:
 
 def _weight_files(folder: Path) -> list[Path]:
     """Return the files that mlx-lm reads. Raises ModelFileError if one that the index names is missing."""
-    found = sorted(folder.glob(WEIGHTS))
+    files = sorted(folder.glob(WEIGHTS))
     index = folder / WEIGHTS_INDEX
     if index.exists():
         shards = read_json(folder, index.name).get("weight_map")
@@ -139,8 +139,8 @@ def _weight_files(folder: Path) -> list[Path]:
                 f"{len(missing)} of {len(named)} weight files of {folder} are missing, such as {missing[0]}",
                 "download them again",
             )
-    if found:
-        return found
+    if files:
+        return files
     if any(folder.glob("*.safetensors")):
         raise ModelFileError(
             f"{folder} has safetensors files, but none is named model*.safetensors",

@@ -21,7 +21,7 @@ from edgespec.errors import BackendError, CapabilityError
 
 __all__ = ["PassRunner"]
 
-# New tokens after which MLX's freed buffers are released. Chosen: the step in which the caches grow.
+# Tokens after which MLX's freed buffers are released. Chosen: the step size in which caches grow.
 _CLEAR_EVERY_TOKENS = 256
 
 

@@ -1,4 +1,4 @@
-"""A tiny llama for all tests of a file, and the folder its checkpoint lies in."""
+"""Fixtures: a tiny Llama model that the tests of a file share, and its folder."""
 
 from __future__ import annotations
 

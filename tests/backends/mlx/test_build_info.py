@@ -1,4 +1,4 @@
-"""What is said of the libraries and the device."""
+"""Tests of the reported MLX versions and device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From a folder to a Runtime: what of a user's options the probe must not get in the way of."""
+"""Tests of load options that the probe must not change."""
 
 from __future__ import annotations
 

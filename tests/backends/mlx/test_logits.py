@@ -1,4 +1,4 @@
-"""Logits on the device answer as logits on the host do."""
+"""Tests that logits on the device give the same results as logits on the host."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ VOCAB = 500
 
 
 def some_rows(seed: int, scale: float, coarse: bool, vocab: int = VOCAB) -> NDArray[np.float32]:
-    """Three rows; coarse ones are full of ties."""
+    """Generate three rows of logits. Coarse ones have many ties."""
     rows = np.random.default_rng(seed).normal(size=(3, vocab)) * scale
     return (np.round(rows * 2) / 2 if coarse else rows).astype(np.float32)
 
@@ -56,7 +56,7 @@ class TestBest:
     def test_device_and_host_choose_the_same_tokens(
         self, rows: NDArray[np.float32], params: SamplingParams, seed: int, count: int
     ) -> None:
-        # What stands right at the edge of a nucleus may fall to either side of it in single precision.
+        # In single precision, a token at the edge of the nucleus may fall on either side of it.
         host, device = HostLogits(rows), DeviceLogits(mx.array(rows), [0, 1, 1])
         for row, depth in enumerate((0, 1, 1)):
             wanted, peak = best(host, row, count, params, seed, 10 + depth)
@@ -111,7 +111,7 @@ def close(
     got: list[int],
     wanted: list[int],
 ) -> bool:
-    """Whether two rankings differ by rounding only."""
+    """Return whether two rankings differ by rounding only."""
     if params.temperature == 0.0 or len(got) != len(wanted):
         return False
     logits = row.astype(np.float64) / params.temperature
@@ -158,7 +158,7 @@ class TestCandidates:
 
 
 class TestDeviceChain:
-    """Which sampling chains run on the device. Every other chain runs on the host, in double precision."""
+    """Sampling chains that run on the device. All others run on the host in double precision."""
 
     def test_common_chains_run_on_the_device(self) -> None:
         noise = Noise(1, 2)
@@ -177,7 +177,14 @@ class TestDeviceChain:
             build_processors(SamplingParams(presence_penalty=1.0), [1]),
             build_processors(SamplingParams(logit_bias={3: 1.0}), [1]),
         ],
-        ids=str,
+        ids=[
+            "typical-p",
+            "top-p before top-k",
+            "top-k twice",
+            "without temperature",
+            "penalties",
+            "logit bias",
+        ],
     )
     def test_other_chains_run_on_the_host(self, chain: tuple[LogitsProcessor, ...]) -> None:
         assert _device_chain(chain, Noise(1, 2)) is None

@@ -1,4 +1,4 @@
-"""A draft that learns between replies: the same tokens, more of them guessed, and nothing that stays."""
+"""Tests of online training: replies keep their tokens, acceptance improves, and nothing leaks."""
 
 from __future__ import annotations
 
@@ -300,7 +300,7 @@ class TestInTheBackground:
     def test_a_reply_interrupts_idle_training(
         self, demo: tuple[MlxModel, MlxModel], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """Learning and searching go on in threads of their own, wherever the next reply stops them."""
+        """Training and layer search run in background threads, and the next reply stops them anywhere."""
         monkeypatch.setattr(idle, "QUIET_SECONDS", 0.0)
         with paired(*demo) as runtime:
             expected = {

@@ -1,4 +1,4 @@
-"""Weights at fewer bits: what they take, that all bits are still there, and what a draft looks at."""
+"""Tests of low-bit weights: their memory, that no bits are lost, and what draft passes read."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def load(path: Path, **options: Any) -> Any:
 
 
 def logits(model: Any) -> Any:
-    """Of every node of a tree after some tokens: float64 [nodes, vocab]."""
+    """Return the logits of every node of a tree after some tokens, float64 [nodes, vocab]."""
     model.truncate(0)
     model.prefill([9, 10, 11, 12])
     rows = model.verify(TREE)
@@ -55,10 +55,12 @@ class TestSplit:
                 assert mx.array_equal(module.scales, whole[name].scales).item()
                 assert mx.array_equal(module.biases, whole[name].biases).item()
                 found += 1
-        assert found == 12 * 7 + 1  # the linear weights of the layers, and the table that is the head
+        assert (
+            found == 12 * 7 + 1
+        )  # The linear weights of the layers, and the embedding table that is also the head.
 
     def test_logits_equal_the_8_bit_model_up_to_rounding(self, pair: tuple[Any, Any]) -> None:
-        """Two sums instead of one: the order of additions differs, in float32."""
+        """The split product adds two sums, so float32 rounding differs."""
         whole, split = (logits(model) for model in pair)
         np.testing.assert_allclose(split, whole, rtol=0, atol=2e-5 * np.abs(whole).max())
 
@@ -149,7 +151,7 @@ def test_an_adapter_still_applies(folder: Path, quantisation: Any) -> None:
 
 
 class TestWindowedDrafts:
-    """MagicDec: the draft looks at the first and the last cached tokens only."""
+    """Drafts that attend to the first and the last cached tokens only (MagicDec)."""
 
     @pytest.mark.parametrize("kv_type", ["auto", "q8_0"])
     def test_a_windowed_draft_attends_to_a_constant_number_of_tokens(

@@ -1,4 +1,4 @@
-"""The MLX model: what its probe finds out, and what it is loaded with."""
+"""Tests of the MLX model: probe, load options, snapshots and memory."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class TestProbe:
         np.testing.assert_array_equal(row(model, TokenTree.chain(5)), first)
         model.commit(())
         expected = row(model, TokenTree.chain(6))
-        # A step given up cannot be taken back, so all is forgotten; and none is begun in vain.
+        # The cache cannot roll back, so an abandoned step clears it, and no step is prelaunched.
         model.truncate(1)
         assert model.length == 0
         model.run_ahead(True)
@@ -97,7 +97,7 @@ class TestProbe:
             expected = row(model, TokenTree.chain(5, [6, 7]), 2)
         assert list(taps.outputs) == [1]
         assert taps.outputs[1].shape == (1, 3, 64)
-        # What the last layer says is all that the end of the model needs.
+        # The norm and the head need only the output of the last layer.
         end = model._net.lm_head(model._net.model.norm(taps.outputs[1]))
         np.testing.assert_array_equal(np.array(end[0, 2]), expected.astype(np.float32))
         model.truncate(0)
@@ -108,7 +108,7 @@ class TestProbe:
 
 
 def lying(lie: str) -> Callable[..., Any]:
-    """load_model for models that are wrong in one way."""
+    """Return a `load_model` whose models have one defect."""
     opened = load_model
 
     def open_liar(*args: Any) -> Any:
@@ -198,7 +198,7 @@ class TestLoading:
             states = sum(cache.nbytes for cache in inner.caches.recurrent)
             held = inner.caches.nbytes + MAX_CHECKPOINTS * states
             assert held <= model.facts.kv_bytes
-            if kind != "gemma3":  # windows have not used all they may
+            if kind != "gemma3":  # The windows have not reached their full size.
                 assert held == model.facts.kv_bytes
             model.close()
 
@@ -220,7 +220,7 @@ class TestLoading:
 
     @pytest.mark.parametrize("cycles", [4, pytest.param(7, marks=pytest.mark.long)])
     def test_closing_a_model_frees_its_memory(self, cycles: int) -> None:
-        """MLX's own arrays all of them; of the process, what fragments leave and no model."""
+        """All MLX arrays are freed, and the process keeps at most fragments."""
         code = (
             "import edgespec, psutil\n"
             "import mlx.core as mx\n"
@@ -238,7 +238,7 @@ class TestLoading:
         assert sizes[-1] - sizes[1] < weights[0]
 
     def test_random_initial_weights_are_not_kept(self) -> None:
-        """Every draw is remembered by the next one until it is computed."""
+        """Each unevaluated random draw holds the draw before it."""
         mx.random.uniform()
         mlx.load(str(models_folder() / "demo-mlx"), "demo", LoadOptions(context_tokens=64)).close()
         state: Any = mx.random.state

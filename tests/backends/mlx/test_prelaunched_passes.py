@@ -1,4 +1,4 @@
-"""What an MLX model begins before it is asked, and the threads it may be called from."""
+"""Tests of passes that are launched early, and of calls from several threads."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ histories = st.lists(
 
 
 class TestRunAhead:
-    """Steps begun before they are asked for change nothing, whatever is asked for instead."""
+    """Prelaunched steps change no result, whatever call comes instead."""
 
     @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
     @given(histories)
@@ -93,12 +93,12 @@ class TestRunAhead:
 
 
 class TestPipelining:
-    """The target's pass may begin while the last guess is still being computed."""
+    """The verify pass may be launched while the last drafted token is still being computed."""
 
     @pytest.fixture
     def pair(self, folder: Path) -> Iterator[tuple[Any, Any]]:
         write_checkpoint(folder / "pair target", "llama")
-        # The same model, coarser: often right, and not always.
+        # The same model at fewer bits: its drafts are often accepted, but not always.
         write_checkpoint(folder / "pair draft", "llama", quantisation=("affine", 4, 32))
         target = mlx.load(str(folder / "pair target"), "target", LoadOptions(context_tokens=256))
         draft = mlx.load(str(folder / "pair draft"), "draft", LoadOptions(context_tokens=256))
@@ -145,7 +145,7 @@ class TestPipelining:
         assert said == plain
         assert 0 < stats.accepted_tokens < stats.drafted_tokens
         if not min_confidence:
-            assert len(runs) == 1 + stats.target_passes  # and one for the prompt
+            assert len(runs) == 1 + stats.target_passes  # One more for the prompt.
         assert min(stats.draft_seconds, stats.verify_seconds, stats.sampling_seconds) >= 0
 
     def test_a_discarded_prelaunched_pass_leaves_nothing_behind(self, pair: tuple[Any, Any]) -> None:
@@ -173,7 +173,7 @@ class TestPipelining:
 
 
 def count_forwards(model: Any) -> list[int]:
-    """A list that grows by one for each pass the model runs."""
+    """Return a list to which every pass of the model appends its width."""
     runs: list[int] = []
     passes = model._runner
     forward = passes._forward
@@ -189,7 +189,7 @@ def count_forwards(model: Any) -> list[int]:
 class TestThreads:
     @pytest.mark.parametrize("dtype", ["float32", "float16"])
     def test_load_use_and_close_in_different_threads(self, tmp_path: Path, dtype: str) -> None:
-        """MLX evaluates an array in the thread that made it only, so nothing may stay unevaluated."""
+        """MLX evaluates an array only in the thread that created it, so no array may stay lazy."""
         models: list[LanguageModel] = []
         rows: list[NDArray[np.float64]] = []
 
@@ -202,7 +202,7 @@ class TestThreads:
             plain_step()
 
         def plain_step() -> None:
-            # What this one begins is asked for in the next thread.
+            # This thread launches a pass that the next thread asks for.
             logits = models[0].verify(TokenTree.chain(last[0]))
             last[:] = logits.best(0, 1, build_processors(SamplingParams(), []), Noise(1, 1))[0]
             rows.append(logits.at(0, np.arange(models[0].vocabulary.size)))
@@ -224,7 +224,7 @@ class TestThreads:
                 raise failures[0]
 
         path = write_checkpoint(tmp_path, "llama", dtype=dtype)
-        # With so little memory halves are not widened.
+        # The memory limit prevents widening to float32.
         little = (path / "model.safetensors").stat().st_size * 3 // 2
         options = LoadOptions(context_tokens=64, memory_bytes=little)
         in_thread(lambda: models.append(mlx.load(str(path), "llama", options)))

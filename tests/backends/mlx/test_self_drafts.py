@@ -1,4 +1,4 @@
-"""An MLX model that drafts for itself: the reply does not notice, whatever the draft left out."""
+"""Tests of MLX models that draft for themselves: replies equal plain decoding for every method."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from edgespec.prepare.exit_table import exit_table
 from tests.backends.mlx.tiny_checkpoints import KINDS, write_checkpoint
 
 PROMPT = [5, 6, 7, 8, 9, 5, 6, 7]
-# Long enough for the windows of the tiny models to move.
+# Long enough for the sliding windows of the tiny models to drop rows.
 TOKENS = 20
 GREEDY = SamplingParams(temperature=0.0)
 
@@ -46,7 +46,7 @@ def reply(
     draft_length: int = 4,
     prompt: Sequence[int] = PROMPT,
 ) -> tuple[list[int], Stats]:
-    """What the model says after the prompt, and what was counted."""
+    """Return the reply to the prompt and its statistics."""
     model.truncate(0)
     model.prefill(prompt[:-1])
     if drafter:
@@ -70,7 +70,7 @@ def reply(
 
 
 def loaded(folder: Path, kind: str, **more: Any) -> Any:
-    """A tiny model that is ready for every self-draft it can do."""
+    """Load a tiny model with every self-draft method that it supports."""
     options = LoadOptions(context_tokens=512, low_bits=True, kv_type=more.pop("kv_type", "auto"))
     return mlx.load(str(write_checkpoint(folder / kind, kind, **more)), kind, options)
 
@@ -137,7 +137,7 @@ class TestArchitectures:
             with pytest.raises(CapabilityError):
                 model.self_draft(EarlyExit(1))
         else:
-            assert can == {"layerskip", "lowbit"}  # two layers leave none to skip
+            assert can == {"layerskip", "lowbit"}  # With two layers none can be skipped.
             with pytest.raises(CapabilityError, match="no layers between"):
                 model.self_draft(SkippedLayers((1,)))
             plain, _ = reply(model, None)
@@ -148,7 +148,7 @@ class TestArchitectures:
 
 
 class TestDemo:
-    """The embedded model: 8 bits, twelve layers."""
+    """Tests with the embedded model, which has 8-bit weights and twelve layers."""
 
     @pytest.fixture(scope="class", params=["auto", "q8_0"])
     def demo(self, request: pytest.FixtureRequest) -> Iterator[Any]:
@@ -200,7 +200,7 @@ class TestDemo:
 
 
 def count_rows(cache: Any, rows: dict[int, int], layer: int) -> None:
-    """Count what is appended to a cache from now on."""
+    """Count the rows appended to a cache from now on."""
     append = cache.update_and_fetch
     rows[layer] = 0
 
@@ -225,7 +225,7 @@ actions = st.lists(
 
 
 class TestHistories:
-    """Rounds of the views and of the target in any order: the target is as if it had been alone."""
+    """Runs rounds of views and of the target in any order, and checks the target's logits."""
 
     @pytest.fixture(scope="class")
     def models(self, folder: Path) -> Iterator[list[Any]]:
@@ -340,7 +340,7 @@ class TestViews:
         assert llama.length == len(PROMPT)
 
     def test_a_round_may_continue_in_another_thread(self, llama: LanguageModel) -> None:
-        """MLX evaluates an array in the thread that made it only, so nothing may stay unevaluated."""
+        """MLX evaluates an array only in the thread that created it, so no array may stay lazy."""
         llama.truncate(0)
         llama.prefill(PROMPT)
         expected = row(llama, TokenTree.chain(9, [10, 11]), 2)
@@ -380,7 +380,7 @@ class TestInterrupt:
 
 
 def interrupt_at(cache: Any) -> None:
-    """Let Ctrl-C come when rows have just been appended to a cache."""
+    """Raise KeyboardInterrupt right after rows were appended to a cache."""
     append = cache.update_and_fetch
 
     def stopped(keys: Any, values: Any) -> None:

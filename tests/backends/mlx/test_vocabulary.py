@@ -1,4 +1,4 @@
-"""The tokens of a checkpoint are those llama.cpp has for the same model: bytes, control tokens and ends."""
+"""Tests that MLX vocabularies equal llama.cpp's for the same model: bytes, control tokens and end tokens."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.backends.tiny_models import WORDS, write_llama
 
 _TYPES = {"control": gguf.TokenType.CONTROL, "user": gguf.TokenType.USER_DEFINED}
 
-# What chat templates, keyboards and careless programs put into a text.
+# Unusual text of chat templates, keyboards and faulty programs.
 _TRICKY = (
     *("<|im_start|>", "<|im_end|>", "<|endoftext|>", "<|im_", "_end|>", "</s>", "<s>", "<unk>", "<0x41>"),
     *(" ", "  ", "\n", "\r\n", "\t", "\x00", "\ufeff", "\u00a0", "\u2028", "▁", "Ġ", "\ud800", "\udfff"),
@@ -57,7 +57,7 @@ def _of(folder: Path, vocab_size: int, ends: list[int] | None = None) -> MlxVoca
 
 
 def _write_gguf(path: Path, folder: Path, size: int, types: dict[str, str]) -> Path:
-    """The vocabulary of a byte-level tokenizer.json as llama.cpp's converter writes it."""
+    """Write a byte-level tokenizer.json as GGUF metadata, as llama.cpp's converter does."""
     tokenizer = json.loads((folder / "tokenizer.json").read_text())
     texts = {token: text for text, token in tokenizer["model"]["vocab"].items()}
     texts |= {entry["id"]: entry["content"] for entry in tokenizer["added_tokens"]}
@@ -80,7 +80,7 @@ def _write_gguf(path: Path, folder: Path, size: int, types: dict[str, str]) -> P
 
 
 def _llama_vocabulary(path: Path) -> tuple[LlamaVocabulary, Any]:
-    """Of a file that holds nothing else; with what must be freed."""
+    """Return llama.cpp's vocabulary of a file without weights, and what to free afterwards."""
     lib = library()
     params = lib.llama_model_default_params()
     params.vocab_only = True
@@ -107,7 +107,7 @@ def _assert_same_reading(ours: Vocabulary, theirs: Vocabulary, text: str) -> Non
 
 @pytest.fixture(scope="module")
 def demo(demo_target: Path) -> Iterator[tuple[Vocabulary, Vocabulary]]:
-    """The embedded model, by mlx and by llama.cpp."""
+    """Return the vocabulary of the embedded model on MLX and on llama.cpp."""
     folder = models_folder() / "demo-mlx"
     theirs = llamacpp.load(str(demo_target), "demo", LoadOptions(context_tokens=256))
     yield _of(folder, 8192, [1, 2]), theirs.vocabulary
@@ -132,10 +132,10 @@ def test_the_demo_tokenizes_the_same_on_both_backends(demo: tuple[Vocabulary, Vo
 
 @pytest.fixture(scope="module")
 def byte_level(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Vocabulary, Vocabulary]]:
-    """A byte-level vocabulary with added tokens of every sort and padding after them."""
+    """Return a byte-level vocabulary with all kinds of added tokens and padding, on both backends."""
     folder = write_tokenizer(tmp_path_factory.mktemp("bpe"))
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    # Two that nobody called special: one looks it, one is for users to write; and gpt-oss's marks.
+    # Added tokens not marked as special, of which one looks like a control token, and gpt-oss's marks.
     tokenizer.add_tokens([AddedToken("<|looks|>", normalized=False), AddedToken("<think>", normalized=False)])
     tokenizer.add_tokens([AddedToken("▁▁", normalized=False)])
     tokenizer.add_special_tokens(["<|channel|>", "<|return|>", "<|call|>", "<|end|>", "<|fim_pad|>", "日"])
@@ -178,7 +178,7 @@ def test_byte_level_tokenizes_the_same(byte_level: tuple[Vocabulary, Vocabulary]
 
 
 def _write_sentencepiece(folder: Path) -> Path:
-    """The vocabulary of `write_llama`, as a tokenizer.json."""
+    """Return the vocabulary of `write_llama` as a tokenizer.json, on both backends."""
     folder.mkdir()
     texts = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *WORDS]
     vocab = {text: i for i, text in enumerate(texts)}

@@ -1,4 +1,4 @@
-"""Checkpoints: every kind loads and writes, and everything wrong with a folder is said in one line."""
+"""Tests of loading weights: every architecture loads, and damaged folders give errors of one line."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _open(path: Path, progress: Any = None, **options: Any) -> LoadedModel:
 
 
 def _in_a_thread(work: Callable[[], Any]) -> Any:
-    """What `work` returns: mlx evaluates only in the thread that made an array, so anything lazy raises."""
+    """Run `work` in another thread. MLX evaluates an array only in its own thread, so lazy arrays raise."""
     done: list[Any] = []
 
     def run() -> None:
@@ -67,7 +67,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def folder(llama: Path, tmp_path: Path) -> Path:
-    """A checkpoint to break."""
+    """Return the folder of a model that a test may damage."""
     return Path(shutil.copytree(llama, tmp_path / "broken"))
 
 
@@ -119,7 +119,7 @@ def _dense_llama(tmp_path: Path) -> dict[str, Any]:
 
 
 def test_mixed_quantisation_names_the_most_common_kind(tmp_path: Path) -> None:
-    # mlx-lm keeps the routers of experts at 8 bits.
+    # mlx-lm quantises the routers of experts to 8 bits.
     path = write_checkpoint(tmp_path, "qwen3_moe", quantisation=("affine", 4, 32))
     assert _open(path).quantisation == "4-bit affine, group 32 (mixed)"
 
@@ -217,7 +217,7 @@ def test_broken_adapters(tmp_path: Path, llama: Path) -> None:
         _open(llama, adapter=str(llama))
 
 
-# Folders that are no checkpoint. Each breaks one thing and is told so in one line.
+# Damaged model folders and the expected error messages.
 
 
 def _gguf(folder: Path) -> Path:
@@ -364,7 +364,7 @@ resource.setrlimit(resource.RLIMIT_NOFILE, (500, 3000))
 from edgespec.backends.base import LoadOptions
 from edgespec.backends.mlx.weight_loading import load_model
 load_model(sys.argv[1], "tiny", LoadOptions(), None)
-# mlx-lm would have made them 2048 and 4096, or failed where it may not.
+# mlx-lm would set these limits to 2048 and 4096, or fail without the permission.
 assert resource.getrlimit(resource.RLIMIT_NOFILE) == (2048, 3000)
 """
 

@@ -1,4 +1,4 @@
-"""MLX checkpoints of a few hundred kilobytes with random weights, of every kind of memory mlx-lm knows."""
+"""Writes tiny MLX models with random weights, for every kind of cache in mlx-lm."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ _MLA = {
 }
 _SSM = {"conv_kernel": 4, "n_groups": 1, "use_bias": False, "use_conv_bias": True, "layer_norm_epsilon": 1e-5}
 
-# What each kind sets apart from the common configuration.
+# Differences of each kind from the common configuration.
 KINDS: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama"},
     "llama_sliding": {
@@ -205,7 +205,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 def configuration(kind: str) -> dict[str, Any]:
-    """The config.json of a kind."""
+    """Return the config.json of a kind of model."""
     config = {**_COMMON, **KINDS[kind]}
     if "text_config" in config:
         config["text_config"] = {**_COMMON, **config["text_config"]}
@@ -213,7 +213,7 @@ def configuration(kind: str) -> dict[str, Any]:
 
 
 def write_tokenizer(folder: Path, *, template: str | None = CHATML) -> Path:
-    """A byte-level BPE of a dozen merges and ChatML's control tokens."""
+    """Write a byte-level BPE tokenizer with a dozen merges and ChatML's control tokens."""
     folder.mkdir(parents=True, exist_ok=True)
     merges = [(left, right) for left, right in (merge.split(" ") for merge in _MERGES)]
     tokenizer = Tokenizer(models.BPE(vocab=_WORDS, merges=merges))
@@ -242,7 +242,7 @@ def write_checkpoint(
     quantisation: tuple[str, int, int] | tuple[str] | None = None,
     config: Mapping[str, Any] | None = None,
 ) -> Path:
-    """A model with its tokenizer. `quantisation`: a mode, or a mode, bits and group size.
+    """Write a model with its tokenizer. `quantisation`: a mode, or a mode, bits and group size.
 
     `config` changes values of the kind's configuration.
     """
@@ -262,7 +262,7 @@ def write_checkpoint(
 
 
 def _lively(model: Any, seed: int) -> list[tuple[str, mx.array]]:
-    """Weights that make every layer count and the logits spread over a few units."""
+    """Return weights with which every layer matters and logits differ by a few units."""
     key = mx.random.key(seed)
     tied = sum(weight.shape[0] == ROWS for _, weight in _arrays(model)) == 1
     weights = []
@@ -270,14 +270,14 @@ def _lively(model: Any, seed: int) -> list[tuple[str, mx.array]]:
         key, here = mx.random.split(key)
         noise = mx.random.normal(weight.shape, key=here)
         if weight.ndim < 2 or name.endswith("A_log"):
-            # Where the embedding is also the head, a layer must say more than the token it was given.
+            # With a tied head, small layer outputs would always predict the input token again.
             louder = 20 if tied and "post_" in name else 0
             weights.append((name, weight + louder + 0.1 * noise))
             continue
         fan_in = weight.size // weight.shape[0] if "conv" in name else weight.shape[-1]
         scaled = noise * 2 / fan_in**0.5
         if weight.shape[0] == ROWS:
-            # Rows of zeros are never the largest logit: nothing ends early, no padding is drawn.
+            # Rows of zeros never give the largest logit, so no reply ends early or contains padding.
             drawn = [i < TOKENS and i not in (_START - 1, _END) for i in range(ROWS)]
             scaled = 2 * scaled * mx.array(drawn)[:, None]
         weights.append((name, scaled))
@@ -290,7 +290,7 @@ def _arrays(model: Any) -> list[tuple[str, Any]]:
 
 
 def write_adapter(folder: Path, checkpoint: Path, *, seed: int = 1, rank: int = 4) -> Path:
-    """A LoRA adapter for the last layer of a checkpoint."""
+    """Write a LoRA adapter for the last layer of a model."""
     folder.mkdir(parents=True, exist_ok=True)
     model, _ = load_model(checkpoint)
     parameters = {"rank": rank, "scale": 4.0, "dropout": 0.0}

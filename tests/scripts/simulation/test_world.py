@@ -79,16 +79,16 @@ def test_a_draft_that_saw_the_end_only_is_right_less_often() -> None:
 def test_texts_have_the_rates_they_are_made_with(rate: float) -> None:
     for informed in (True, False):
         text = stationary(rate, 20_000, 7, informed=informed)
-        assert text.model.right.mean() == pytest.approx(rate, abs=0.02)
-    high, low = np.split(flips(0.85, 0.05, 5_000, 10_000, 8).model.right, 2)
+        assert text.model.is_right.mean() == pytest.approx(rate, abs=0.02)
+    high, low = np.split(flips(0.85, 0.05, 5_000, 10_000, 8).model.is_right, 2)
     assert (high.mean(), low.mean()) == pytest.approx((0.85, 0.05), abs=0.03)
 
 
 def test_a_draft_that_is_surer_is_right_more_often() -> None:
     text = stationary(0.6, 20_000, 9).model
     for low, high in ((0.0, 0.3), (0.3, 0.7), (0.7, 1.0)):
-        among = (text.sure >= low) & (text.sure < high)
-        assert text.right[among].mean() == pytest.approx(text.sure[among].mean(), abs=0.03)
+        among = (text.confidence >= low) & (text.confidence < high)
+        assert text.is_right[among].mean() == pytest.approx(text.confidence[among].mean(), abs=0.03)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
@@ -96,10 +96,10 @@ def test_what_was_recorded_is_of_every_skill_and_worth_guessing(temperature: flo
     texts = recorded(temperature)
     assert len(texts) == 9
     for text in texts:
-        assert 0.4 < text.model.right.mean() < 1.0
-        assert ((text.model.sure >= 0.0) & (text.model.sure <= 1.0)).all()
-    right = np.concatenate([text.model.right for text in texts])
-    sure = np.concatenate([text.model.sure for text in texts])
+        assert 0.4 < text.model.is_right.mean() < 1.0
+        assert ((text.model.confidence >= 0.0) & (text.model.confidence <= 1.0)).all()
+    right = np.concatenate([text.model.is_right for text in texts])
+    sure = np.concatenate([text.model.confidence for text in texts])
     assert right[sure > 0.9].mean() > right[sure < 0.5].mean() + 0.2
 
 

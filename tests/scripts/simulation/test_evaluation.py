@@ -10,8 +10,8 @@ from scripts.simulation import (
     Case,
     SimulatedMachine,
     World,
+    evaluate,
     flips,
-    judged,
     make_controller,
     passages,
     recorded,
@@ -31,7 +31,7 @@ SEEDS = range(6)
 def test_no_reply_is_below_its_bound(machine: SimulatedMachine, rate: float, informed: bool) -> None:
     texts = [stationary(rate, 120, 0, informed=informed)]
     texts += [text.after(400) for text in texts]
-    assert judged(machine, Case("any", texts, warm=1)).left_steps >= -1e-6
+    assert evaluate(machine, Case("any", texts, warm=1)).limit_left_steps >= -1e-6
 
 
 # Texts on which nothing pays a great deal, or all does: mean speed is within 5 % of hindsight's. Where only a
@@ -55,16 +55,16 @@ NEAR = [
 @pytest.mark.parametrize(("name", "rate"), NEAR)
 def test_on_a_steady_text_it_is_nearly_as_fast_as_hindsight(name: str, rate: float) -> None:
     texts = [stationary(rate, 200, seed) for seed in range(8)]
-    assert judged(BY_NAME[name], Case("steady", texts)).share >= 0.945
+    assert evaluate(BY_NAME[name], Case("steady", texts)).share >= 0.945
 
 
 @EVERY
 def test_on_recorded_texts_it_is_nearly_as_fast_as_hindsight(machine: SimulatedMachine) -> None:
     for temperature in (0.0, 0.8):
-        found = judged(machine, Case("recorded", recorded(temperature)))
+        found = evaluate(machine, Case("recorded", recorded(temperature)))
         # What a reply may lose is not enough there for drafts as long as would pay.
         assert found.share >= (0.85 if machine.name.endswith("Q4_K_M") else 0.9)
-        assert found.left_steps >= -1e-6
+        assert found.limit_left_steps >= -1e-6
 
 
 @EVERY
@@ -75,22 +75,22 @@ def test_it_recovers_within_50_tokens_where_guesses_stop_to_come_true(machine: S
 @EVERY
 def test_where_a_text_is_copied_a_lookup_brings_most_of_that(machine: SimulatedMachine) -> None:
     texts = [passages(stationary(0.05, 200, seed), 0.6, 40, seed) for seed in SEEDS]
-    found = judged(machine, Case("copied", texts))
+    found = evaluate(machine, Case("copied", texts))
     assert found.auto >= 1.0 or found.best < 1.2
-    assert found.left_steps >= -1e-6
+    assert found.limit_left_steps >= -1e-6
 
 
 @pytest.mark.parametrize("name", ["2 CPU cores, Q8_0", "2 CPU cores, Q4_0", "2 CPU cores, Q4_K_M"])
 def test_a_lookup_is_verified_where_a_draft_cannot_be_afforded(name: str) -> None:
     """Most of what the loss_limit lends would go into drafting, where wide passes are dear."""
     texts = [passages(stationary(0.3, 200, seed), 0.4, 30, seed) for seed in range(8)]
-    assert judged(BY_NAME[name], Case("copied", texts)).auto >= 1.05
+    assert evaluate(BY_NAME[name], Case("copied", texts)).auto >= 1.05
 
 
 @pytest.mark.parametrize("name", ["M3 Ultra", "2 CPU cores, Q8_0"])
 def test_short_replies_are_left_alone_where_little_pays(name: str) -> None:
     """Whoever tries has to read the prompt first, which is most of the price of a try."""
-    found = judged(BY_NAME[name], Case("short", replies(0.0)[:16], warm=12))
+    found = evaluate(BY_NAME[name], Case("short", replies(0.0)[:16], warm=12))
     assert found.auto >= 0.99
     assert found.slower <= 0.3
 
@@ -98,7 +98,7 @@ def test_short_replies_are_left_alone_where_little_pays(name: str) -> None:
 def test_a_draft_that_finds_its_guesses_worthless_is_dared_to_make_some() -> None:
     """Short drafts do not pay there, long ones do: it never finds out by itself."""
     texts = [stationary(0.95, 200, seed) for seed in range(8)]
-    assert judged(BY_NAME["2 CPU cores, Q8_0"], Case("after others", texts, warm=3)).auto >= 1.25
+    assert evaluate(BY_NAME["2 CPU cores, Q8_0"], Case("after others", texts, warm=3)).auto >= 1.25
 
 
 @EVERY
@@ -108,8 +108,8 @@ def test_a_machine_that_slows_down_costs_no_more_than_a_round_beyond_the_bound(
     texts = [stationary(0.7, 200, seed) for seed in SEEDS[:3]]
     for slow in (1.5, 3.0):
         case = Case("slow", texts, slowness=lambda now, slow=slow: slow if now > 40.0 else 1.0)  # type: ignore[misc]
-        found = judged(machine, case)
-        assert found.left_steps >= -slow * (machine.curve.v(17) + 17 * machine.draft_cost)
+        found = evaluate(machine, case)
+        assert found.limit_left_steps >= -slow * (machine.curve.v(17) + 17 * machine.draft_cost)
         assert found.worst >= 0.94
 
 
