@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from edgespec.engine.stats import Stats
     from edgespec.errors import EdgespecError
     from edgespec.memory.plan import MemoryPlan
-    from edgespec.memory.prefix_cache.usage import PrefixCacheUsage
+    from edgespec.memory.prefix_cache.cache import PrefixCacheUsage
     from edgespec.options import LoadArguments, ReplyArguments
     from edgespec.reply import MethodReport, Reply, TextChunk
     from edgespec.request_queue import QueuedReply, RequestQueue
@@ -62,7 +62,7 @@ _HOMES = {
     "Capabilities": "edgespec.backends.base",
     "Chat": "edgespec.conversation",
     "EdgespecError": "edgespec.errors",
-    "PrefixCacheUsage": "edgespec.memory.prefix_cache.usage",
+    "PrefixCacheUsage": "edgespec.memory.prefix_cache.cache",
     "MemoryPlan": "edgespec.memory.plan",
     "MemoryUse": "edgespec.runtime",
     "Message": "edgespec.chat.message",

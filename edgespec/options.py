@@ -127,6 +127,24 @@ class LoadArguments(TypedDict, total=False):
             " and the program itself.",
         ),
     ]
+    headroom: Annotated[
+        str | int | None,
+        Option(
+            kind=Size(),
+            group="model",
+            default_text="5 % of the plan, at least 64 MiB",
+            help="Memory to leave for what the plan does not model.",
+        ),
+    ]
+    reserve: Annotated[
+        str | int | None,
+        Option(
+            kind=Size(),
+            group="model",
+            default_text="512 MiB, or 5 % of what is available if less",
+            help="Memory to leave to other programs.",
+        ),
+    ]
     prefer: Annotated[
         str,
         Option(
@@ -474,7 +492,7 @@ MODEL_OPTIONS: Mapping[str, Option] = MappingProxyType(
             " models list`).",
         ),
         "draft": Option(
-            kind=ModelName(),
+            kind=ModelName("REF|auto|none", "auto, none, "),
             group="model",
             default="auto",
             help="The draft model, a small model that makes the other one faster. auto: the best one on this"
