@@ -1,4 +1,4 @@
-"""Runtimes over tables: real sessions and drafters, models that cost nothing."""
+"""Runtimes over tabular models: real sessions and drafters with models that need no time."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from edgespec.reply import MethodReport
 from edgespec.runtime import Runtime
 
 VOCAB = 8
-# `abc...`: the vocabulary of a table; its last letter ends a reply.
+# The vocabulary is `abc...`. Its last letter ends a reply.
 END = VOCAB - 1
 PROMPT = "abcab"
 
@@ -26,14 +26,14 @@ PROMPT = "abcab"
 def table(
     seed: int, *, vocab: int = VOCAB, spread: float = 1.5, end: float = -2.0, **options: Any
 ) -> TabularModel:
-    """A random table of order 2; `end` is added to the logit of the end of a reply."""
+    """Return a random table of order 2. `end` is added to the logit of the end token."""
     logits = (np.random.default_rng(seed).normal(size=(vocab**2, vocab)) * spread).astype(np.float32)
     logits[:, -1] += end
     return TabularModel(logits, **options)
 
 
 def near(model: TabularModel, seed: int, noise: float = 0.7) -> TabularModel:
-    """A table much like another: a draft worth having."""
+    """Return a noisy copy of a table, as a useful draft model."""
     random = np.random.default_rng(seed)
     logits = model._table + random.normal(size=model._table.shape).astype(np.float32) * noise
     return TabularModel(logits, context_tokens=model.facts.context_tokens)
@@ -46,13 +46,13 @@ def runtime(
     branches: tuple[int, ...] = (),
     **options: Any,
 ) -> Runtime:
-    """A runtime over a target and perhaps a draft."""
+    """Return a runtime for a target and an optional draft model."""
     why = "no draft was wanted"
     return Runtime(target, draft, DrafterSet(target, draft, branches=branches, why_no_draft=why), **options)
 
 
 class Chosen(DrafterSet):
-    """Every method but `none` is this drafter."""
+    """A drafter set that uses one drafter for every method except `none`."""
 
     def __init__(self, target: LanguageModel, drafter: Drafter) -> None:
         super().__init__(target, None)
@@ -68,12 +68,12 @@ class Chosen(DrafterSet):
 
 
 def with_drafter(target: LanguageModel, drafter: Drafter) -> Runtime:
-    """A runtime whose only drafter is this one."""
+    """Return a runtime whose only drafter is the given one."""
     return Runtime(target, None, Chosen(target, drafter))
 
 
 class Saying(Drafter):
-    """A drafter that proposes what a function says: (tokens so far, draft length) -> a tree or tokens."""
+    """A drafter that proposes the result of a function of the tokens so far and the draft length."""
 
     name = "saying"
 
@@ -97,7 +97,7 @@ class Saying(Drafter):
 
 
 def knowing(text: Sequence[int]) -> Saying:
-    """A drafter that knows the whole text beforehand, and goes on after its end."""
+    """Return a drafter that proposes the tokens of a known sequence, then zeros."""
 
     def say(tokens: list[int], draft_length: int) -> Sequence[int]:
         rest = [*text[len(tokens) :], *([0] * draft_length)]

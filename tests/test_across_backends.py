@@ -1,4 +1,4 @@
-"""One set of float32 weights, run by llama.cpp and by MLX, says the same tokens but at proven near-ties."""
+"""llama.cpp and MLX generate the same tokens with the same float32 weights, except at near-ties."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ mx = pytest.importorskip("mlx.core")
 
 SEED = 7
 MAX_TOKENS = 40
-# Without filters the whole vocabulary takes part, and the slightest difference in noise shows soonest.
+# Without filters, the whole vocabulary takes part, so that any difference in the noise shows.
 SETTINGS = (
     SamplingParams(temperature=0.0),
     SamplingParams(temperature=0.8),
     SamplingParams(temperature=1.2, top_k=0, top_p=1.0, min_p=0.0),
 )
 PROMPTS = read_prompts()
-# Both add up in single precision: more than this between them is a fault, and must excuse nothing.
+# Largest error that may explain a difference. Both backends compute in single precision.
 LARGEST_ERROR = 1e-3
 
 
@@ -44,7 +44,7 @@ class Pair(NamedTuple):
 
 
 def write_gguf(source: Path, path: Path) -> Path:
-    """A GGUF file with its tensors as F32 and everything else as it was."""
+    """Write a copy of a GGUF file with all tensors as F32."""
     reader = gguf.GGUFReader(source)
     writer = gguf.GGUFWriter(path, reader.fields["general.architecture"].contents())
     for name, field in reader.fields.items():
@@ -63,7 +63,7 @@ def write_gguf(source: Path, path: Path) -> Path:
 
 
 def write_mlx(source: Path, folder: Path) -> Path:
-    """An MLX model with its weights unpacked to float32 and no mention of a quantisation."""
+    """Write a copy of an MLX model with all weights as float32."""
     shutil.copytree(source, folder)
     config = json.loads((source / "config.json").read_text(encoding="utf-8"))
     form = config.pop("quantization")
@@ -109,7 +109,7 @@ def reply_to(runtime: Runtime, tokens: list[int], params: SamplingParams, seed: 
 
 
 def row_after(runtime: Runtime, tokens: list[int]) -> NDArray[np.float32]:
-    """The logits after `tokens`."""
+    """Return the logits after `tokens`."""
     with runtime.borrowed_target() as model:
         model.prefill(tokens[:-1])
         row = model.verify(TokenTree.chain(tokens[-1])).at(0, np.arange(model.facts.vocab_size))
@@ -118,7 +118,7 @@ def row_after(runtime: Runtime, tokens: list[int]) -> NDArray[np.float32]:
 
 
 class Parting(NamedTuple):
-    """Where two replies part: the larger of both sides' gaps between the two tokens, and the error there."""
+    """The first difference of two replies: the larger score gap of both backends, and their error."""
 
     gap: float
     error: float
@@ -131,9 +131,9 @@ class Parting(NamedTuple):
 def judged(
     pair: Pair, prompt: list[int], params: SamplingParams, llama: list[int], mlx: list[int]
 ) -> Parting:
-    """Score the first token that differs again, on both sides."""
+    """Score the first different token again with both backends."""
     at = next((i for i, (a, b) in enumerate(zip(llama, mlx, strict=False)) if a != b), None)
-    assert at is not None, "one reply goes on where the other ends"
+    assert at is not None, "the replies differ in length only"
     history = [*prompt, *llama[:at]]
     rows = [row_after(runtime, history) for runtime in pair]
     gaps = [score_gap(row, params, SEED, history, llama[at], mlx[at]) for row in rows]
@@ -141,12 +141,12 @@ def judged(
 
 
 @pytest.mark.parametrize("prompt", PROMPTS, ids=[prompt.name for prompt in PROMPTS])
-def test_the_same_prompt_is_the_same_tokens(pair: Pair, prompt: Prompt) -> None:
+def test_both_backends_tokenize_a_prompt_alike(pair: Pair, prompt: Prompt) -> None:
     assert tokens_of(pair.llama, prompt) == tokens_of(pair.mlx, prompt)
 
 
 @pytest.mark.parametrize("every", [14, pytest.param(7, marks=pytest.mark.long)])
-def test_the_same_tokens_come_out(pair: Pair, every: int) -> None:
+def test_both_backends_generate_the_same_tokens(pair: Pair, every: int) -> None:
     decoded = PROMPTS[::every]
     identical, near_ties, ended = 0, 0, 0
     largest_error = 0.0
@@ -172,7 +172,7 @@ def test_the_same_tokens_come_out(pair: Pair, every: int) -> None:
     assert 0 < largest_error <= LARGEST_ERROR
 
 
-def test_the_noise_decides_and_is_shared(pair: Pair) -> None:
+def test_both_backends_use_the_same_noise(pair: Pair) -> None:
     tokens = tokens_of(pair.llama, PROMPTS[6])
     one, other = (
         [reply_to(runtime, tokens, SETTINGS[2], seed).tokens for runtime in pair] for seed in (1, 2)
@@ -181,7 +181,7 @@ def test_the_noise_decides_and_is_shared(pair: Pair) -> None:
 
 
 @pytest.mark.parametrize("params", SETTINGS, ids=lambda params: str(params.temperature))
-def test_a_wrong_token_is_no_near_tie(pair: Pair, params: SamplingParams) -> None:
+def test_a_wrong_token_is_not_counted_as_a_near_tie(pair: Pair, params: SamplingParams) -> None:
     tokens = tokens_of(pair.llama, PROMPTS[0])
     right = list(reply_to(pair.llama, tokens, params).tokens)
     order = np.argsort(row_after(pair.llama, tokens))

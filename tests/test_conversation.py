@@ -1,4 +1,4 @@
-"""One conversation: turns, second thoughts, trouble, and the end of the context."""
+"""Conversations: turns, regenerated and edited turns, failures, and a full context."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def small() -> Iterator[Runtime]:
 
 
 def fresh_answer(messages: Sequence[Message], text: str, system: str | None = None, **options: Any) -> str:
-    """What a runtime that knows nothing says next in this conversation."""
+    """Return the next reply of a fresh runtime in this conversation."""
     return _fresh_answer(tuple(messages), text, system, **options)
 
 
@@ -60,7 +60,7 @@ class TestTurns:
             assert chat.messages == said
             assert chat.context_used_tokens == reply.stats.prompt_tokens + len(reply.tokens)
 
-    def test_the_user_is_heard_at_once_and_the_answer_when_it_is_whole(self, demo: Runtime) -> None:
+    def test_messages_gain_the_question_at_once_and_the_reply_at_its_end(self, demo: Runtime) -> None:
         chat = demo.chat()
         stream = chat.stream(FIRST, **OPTIONS)
         assert chat.messages == [Message("user", FIRST)]
@@ -82,11 +82,11 @@ class TestTurns:
         assert one.ask(SECOND, **OPTIONS).text == fresh_answer(one.messages[:2], SECOND)
         assert other.ask(SECOND, **OPTIONS).text == fresh_answer(other.messages[:2], SECOND)
 
-    def test_a_loaded_conversation_goes_on(self, demo: Runtime) -> None:
+    def test_saved_conversation_continues(self, demo: Runtime) -> None:
         said = [Message("user", FIRST), Message("assistant", "Use `ls -lS`.")]
         assert demo.chat(messages=said).ask(SECOND, **OPTIONS).text == fresh_answer(said, SECOND)
 
-    def test_it_tells_its_length_before_the_first_turn(self, demo: Runtime) -> None:
+    def test_used_tokens_before_the_first_turn(self, demo: Runtime) -> None:
         first = demo.chat("Be brief.")
         first.ask(FIRST, **OPTIONS)
         held = demo.chat("Be brief.", first.messages)
@@ -103,7 +103,7 @@ class TestTurns:
         assert (chat.messages, chat.context_used_tokens, chat.dropped_messages) == ([], 0, 0)
         assert chat.ask(SECOND, **OPTIONS).text == fresh_answer([], SECOND)
 
-    def test_a_stop_string_ends_the_answer_and_the_chat_goes_on(self, demo: Runtime) -> None:
+    def test_chat_continues_after_a_stop_string(self, demo: Runtime) -> None:
         chat = demo.chat()
         whole = demo.chat().ask(FIRST, **OPTIONS).text
         first = chat.ask(FIRST, stop=[whole[10:13]], **OPTIONS)
@@ -138,7 +138,7 @@ class TestSecondThoughts:
         assert contents(chat)[2:] == [SECOND, text]
         assert text == fresh_answer(chat.messages[:2], SECOND)
 
-    def test_nothing_to_answer_again(self, demo: Runtime) -> None:
+    def test_regenerate_without_a_message_raises(self, demo: Runtime) -> None:
         chat = demo.chat()
         calls: list[Callable[[], object]] = [chat.regenerate, lambda: chat.edit_last("x")]
         for call in calls:
@@ -148,7 +148,7 @@ class TestSecondThoughts:
 
 
 class Unreliable:
-    """A model that fails when it is told to."""
+    """A model that fails on demand."""
 
     def __init__(self, model: LanguageModel) -> None:
         self._model = model
@@ -216,7 +216,7 @@ class TestTrouble:
             pass
         assert len(chat.messages) == 2
 
-    def test_a_cancelled_answer_keeps_what_was_said(self, demo: Runtime) -> None:
+    def test_cancelled_reply_keeps_its_text(self, demo: Runtime) -> None:
         chat = demo.chat()
         stream = chat.stream(FIRST, **OPTIONS)
         said = next(stream).text
@@ -226,7 +226,7 @@ class TestTrouble:
         assert chat.ask(SECOND, **OPTIONS).text == fresh_answer(chat.messages[:2], SECOND)
 
     @pytest.mark.parametrize("how", ["cancel", "close"])
-    def test_an_answer_cancelled_before_its_first_word_takes_the_question_back(
+    def test_reply_cancelled_before_its_first_word_removes_the_question(
         self, demo: Runtime, how: str
     ) -> None:
         chat = demo.chat()
@@ -235,7 +235,7 @@ class TestTrouble:
         assert list(stream) == []
         assert chat.messages == []
 
-    def test_a_cancelled_regenerate_keeps_the_answer_that_was_there(self, demo: Runtime) -> None:
+    def test_cancelled_regenerate_keeps_the_old_reply(self, demo: Runtime) -> None:
         chat = demo.chat()
         first = chat.ask(FIRST, **OPTIONS)
         stream = chat.regenerate(**OPTIONS)
@@ -243,7 +243,7 @@ class TestTrouble:
         list(stream)
         assert contents(chat) == [FIRST, first.text]
 
-    def test_cancelled_in_a_long_prefill(self, demo: Runtime) -> None:
+    def test_cancel_during_a_long_prefill(self, demo: Runtime) -> None:
         chat = demo.chat()
         long = "What does `ls -l` do? " * 35
         stream = chat.stream(long, **OPTIONS)
@@ -255,7 +255,7 @@ class TestTrouble:
 
 
 class TestTheEndOfTheContext:
-    def test_slide_leaves_out_the_oldest_turns_and_says_so(self, small: Runtime) -> None:
+    def test_slide_drops_the_oldest_turns(self, small: Runtime) -> None:
         chat = small.chat(system="Be brief.")
         for i in range(14):
             reply = chat.ask(f"Question {i}: how do I list files by size?", **OPTIONS)
@@ -267,7 +267,7 @@ class TestTheEndOfTheContext:
         assert chat.dropped_messages > 0
         assert chat.dropped_messages % 2 == 0
 
-    def test_slid_turns_equal_those_of_a_chat_that_never_had_them(self, small: Runtime) -> None:
+    def test_turns_after_a_slide_equal_those_of_a_shorter_chat(self, small: Runtime) -> None:
         chat = small.chat()
         while not chat.dropped_messages:
             before = list(chat.messages)
@@ -276,7 +276,7 @@ class TestTheEndOfTheContext:
         with edgespec.load("demo", context=256) as newborn:
             assert newborn.chat(messages=rest).ask(FIRST, **OPTIONS).text == answer.text
 
-    def test_the_cache_serves_the_turns_between_two_slides(self, small: Runtime) -> None:
+    def test_turns_between_two_slides_reuse_the_cache(self, small: Runtime) -> None:
         chat = small.chat()
         reused = []
         for _ in range(12):
@@ -286,7 +286,7 @@ class TestTheEndOfTheContext:
                 reused.append(reply.stats.cached_prompt_tokens / reply.stats.prompt_tokens)
         assert sum(share > 0.5 for share in reused) >= len(reused) - 2
 
-    def test_refuse_says_so_and_changes_nothing(self, small: Runtime) -> None:
+    def test_refuse_raises_and_changes_nothing(self, small: Runtime) -> None:
         chat = small.chat(context_full="refuse")
         before: list[Message] = []
 
@@ -312,7 +312,7 @@ class TestTheEndOfTheContext:
         assert (chat.messages, chat.dropped_messages) == (before, 0)
         assert chat.ask(SECOND, **OPTIONS).text
 
-    def test_an_unknown_rule(self, demo: Runtime) -> None:
+    def test_unknown_context_full_raises(self, demo: Runtime) -> None:
         with pytest.raises(OptionError, match="slide or refuse"):
             demo.chat(context_full="forget")  # type: ignore[arg-type]
 
@@ -334,7 +334,7 @@ class TestWhatIsTyped:
         ],
         ids=ascii,
     )
-    def test_any_text_gets_an_answer_or_one_line(self, demo: Runtime, text: str) -> None:
+    def test_any_text_gets_a_reply_or_a_one_line_error(self, demo: Runtime, text: str) -> None:
         chat = demo.chat()
         said = ""
         try:

@@ -1,4 +1,4 @@
-"""The proof of sameness must excuse rounding, excuse nothing else, and see a law that is off."""
+"""Verification accepts differences by rounding, rejects all others, and detects wrong distributions."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def prove(pair: Runtime, **options: Any) -> Report:
 
 
 class TestInvariantMode:
-    def test_a_healthy_pair(self) -> None:
+    def test_identical_replies_are_no_violation(self) -> None:
         with runtime(table(1), near(table(1), 2)) as pair:
             report = prove(pair)
         assert report.violations == 0
@@ -77,7 +77,7 @@ class TestInvariantMode:
             assert result.divergences == []
             assert result.smallest_corrected_p_value is None
 
-    def test_the_report_as_scripts_read_it(self) -> None:
+    def test_report_as_json(self) -> None:
         with runtime(table(1), near(table(1), 2)) as pair:
             report = json.loads(json.dumps(prove(pair).to_json()))
         assert set(report) == {"target", "draft", "acceptance", "methods", "nothing_drafted"}
@@ -97,7 +97,7 @@ class TestInvariantMode:
         for result in report["methods"].values():
             assert expected <= set(result)
 
-    def test_rounding_is_excused_and_measured(self) -> None:
+    def test_rounding_is_measured_and_counts_as_a_near_tie(self) -> None:
         with rounding(0.05) as pair:
             report = prove(pair, prompts=_many(12), max_tokens=60, temperatures=(0.0, 0.7, 1.2))
         found = [divergence for result in report.methods.values() for divergence in result.divergences]
@@ -110,7 +110,7 @@ class TestInvariantMode:
         for result in report.methods.values():
             assert result.identical + result.near_tie == result.prompts == 12
 
-    def test_a_target_held_to_the_bit_is_excused_nothing(self) -> None:
+    def test_with_exact_every_difference_is_a_violation(self) -> None:
         with rounding(0.05) as pair:
             with pair.borrowed_target() as target:
                 target.facts = replace(
@@ -144,7 +144,7 @@ class TestInvariantMode:
         assert all(d.cross_width_error == 0.0 for d in result.divergences)
         assert all(d.gap is not None and d.gap > 0 for d in result.divergences)
 
-    def test_a_reply_that_goes_on_or_stops_too_soon_is_a_violation(
+    def test_a_reply_that_is_too_long_or_too_short_is_a_violation(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         with runtime(table(1), near(table(1), 2)) as pair:
@@ -160,7 +160,7 @@ class TestInvariantMode:
         (first, *_) = report.methods["model"].divergences
         assert (first.position, first.other_token, first.gap, first.verdict) == (3, None, None, "violation")
 
-    def test_penalties_and_filters_take_part(self) -> None:
+    def test_penalties_and_filters_decide_near_ties(self) -> None:
         with rounding(0.05) as pair:
             report = prove(
                 pair, prompts=_many(8), temperatures=(0.9,), presence_penalty=0.5, top_p=0.8, typical_p=0.9
@@ -190,10 +190,10 @@ class TestNearTies:
         assert is_near_tie(rescored, self.GREEDY, 0, [0], 0, 1) is expected
         assert score_gap(rescored.plain, self.GREEDY, 0, [0], 0, 1) == pytest.approx(0.1)
 
-    def test_a_third_token_is_no_tie(self) -> None:
+    def test_a_third_token_is_no_near_tie(self) -> None:
         assert not is_near_tie(self.rescored([1.0, 0.99, 1.5], 0.05), self.GREEDY, 0, [0], 0, 1)
 
-    def test_the_edge_of_a_filter(self) -> None:
+    def test_a_token_at_the_bound_of_a_filter(self) -> None:
         """The second token is out by a hair of min-p, and in by a hair more; the noise prefers it."""
         row = [1.0, 1.0 + math.log(0.5) - 0.01, -5.0]
         params = SamplingParams(temperature=1.0, top_k=0, top_p=1.0, min_p=0.5)
@@ -205,13 +205,13 @@ class TestNearTies:
         assert is_near_tie(self.rescored(row, 0.01), params, seed, [0], 0, 1)
         assert not is_near_tie(self.rescored(row, 0.001), params, seed, [0], 0, 1)
 
-    def test_what_is_not_a_number_excuses_nothing(self) -> None:
+    def test_nan_is_no_near_tie(self) -> None:
         assert not is_near_tie(self.rescored([1.0, 0.9, 0.0], math.inf), self.GREEDY, 0, [0], 0, 1)
         assert not is_near_tie(self.rescored([1.0, 0.9, 0.0], math.nan), self.GREEDY, 0, [0], 0, 1)
 
 
 @pytest.mark.parametrize(("kv_type", "rounds"), [("auto", False), ("f16", True)])
-def test_a_text_read_in_parts(demo_target: Path, kv_type: str, rounds: bool) -> None:
+def test_rescore_with_other_batch_sizes(demo_target: Path, kv_type: str, rounds: bool) -> None:
     """A cache with one kernel for all widths agrees to the bit, however a text came to be read."""
     tokens = np.random.default_rng(0).integers(512, 4096, 700).tolist()
     with edgespec.load(str(demo_target), "none", kv_type=kv_type, method="none") as plain:
@@ -224,7 +224,7 @@ def test_a_text_read_in_parts(demo_target: Path, kv_type: str, rounds: bool) -> 
 
 
 class TestRejectionMode:
-    def test_a_healthy_pair(self) -> None:
+    def test_identical_replies_are_no_violation(self) -> None:
         with runtime(table(1), near(table(1), 2), branches=(2,)) as pair:
             report = prove(pair, prompts=PROMPTS[:2], acceptance="rejection", samples=150)
         assert report.violations == 0
@@ -233,7 +233,7 @@ class TestRejectionMode:
             assert result.smallest_corrected_p_value is not None
             assert result.smallest_corrected_p_value > 0.001
 
-    def test_a_wrong_law_is_a_violation(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_wrong_distribution_is_a_violation(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(acceptance, "_residual", lambda target, law, scale=1: target)
         with runtime(table(1), near(table(1), 2, noise=2.0)) as pair:
             report = prove(pair, prompts=PROMPTS[:2], acceptance="rejection", samples=300, methods=("model",))
@@ -261,7 +261,7 @@ class Learner(Saying):
         return f"it has rested {self.rested} times"
 
 
-class TestWhatWasDrafted:
+class TestDraftedTokens:
     @pytest.fixture(autouse=True)
     def no_other_rests(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(idle, "QUIET_SECONDS", 1e6)
@@ -271,26 +271,26 @@ class TestWhatWasDrafted:
             return prove(runtime, methods=("model", "none"), **options)
 
     @pytest.mark.parametrize("acceptance", ["invariant", "rejection"])
-    def test_a_rest_follows_each_reply_and_is_over_when_nothing_is_left(self, acceptance: str) -> None:
+    def test_idle_work_runs_after_each_reply_until_it_is_done(self, acceptance: str) -> None:
         report = self.prove(Learner(1), idle_seconds=1e6, acceptance=acceptance, samples=2)
         result = report.methods["model"]
         assert report.nothing_drafted == ()
         assert result.drafted_tokens > 0
         assert result.note == "it has rested 1 times"
 
-    def test_without_a_rest_nothing_is_learnt_and_nothing_proved(self) -> None:
+    def test_without_idle_time_an_untrained_drafter_drafts_nothing(self) -> None:
         report = self.prove(Learner(1), idle_seconds=0)
         assert report.nothing_drafted == ("model",)
         assert report.methods["model"].identical == 4
         assert report.methods["model"].note == "it has rested 0 times"
 
-    def test_a_rest_can_be_cancelled(self) -> None:
+    def test_idle_work_can_be_cancelled(self) -> None:
         drafter = Learner(math.inf)
         with pytest.raises(CancelledError):
             self.prove(drafter, idle_seconds=1e6, progress=lambda *_: drafter.rested < 5)
         assert drafter.rested == 5
 
-    def test_a_method_without_drafters_says_why(self) -> None:
+    def test_a_method_without_drafters_has_a_reason(self) -> None:
         with runtime(table(1)) as alone:
             report = prove(alone, methods=("auto",))
             reason = alone.method_for("auto").reason
@@ -298,29 +298,29 @@ class TestWhatWasDrafted:
         assert report.methods["auto"].note == reason
 
 
-class TestTheStatistics:
+class TestStatistics:
     LAW = Distribution(np.arange(30), np.array([0.3, 0.2, 0.1] + [0.4 / 27] * 27))
 
     def draws(self, seed: int, count: int, law: Distribution) -> Counter[int]:
         return Counter(np.random.default_rng(seed).choice(law.tokens, count, p=law.probs).tolist())
 
-    def test_p_values_of_the_law_itself_are_uniform(self) -> None:
+    def test_p_values_are_uniform_under_the_null_hypothesis(self) -> None:
         values = [p_value([(self.draws(seed, 80, self.LAW), self.LAW)]) or 0.0 for seed in range(200)]
         assert stats.kstest(values, "uniform").pvalue > 1e-3
 
-    def test_another_law_is_seen(self) -> None:
+    def test_another_distribution_is_detected(self) -> None:
         other = Distribution(self.LAW.tokens, np.roll(self.LAW.probs, 1))
         p = p_value([(self.draws(1, 80, other), self.LAW)])
         assert p is not None
         assert p < 1e-4
 
-    def test_the_impossible_is_seen(self) -> None:
+    def test_impossible_tokens_are_detected(self) -> None:
         law = Distribution(np.arange(3), np.array([0.5, 0.5, 0.0]))
         p = p_value([(Counter({0: 50, 1: 49, 2: 1}), law)])
         assert p is not None
         assert p < 1e-4
 
-    def test_no_choice_is_no_test(self) -> None:
+    def test_a_single_bin_gives_no_p_value(self) -> None:
         certain = Distribution(np.array([7]), np.array([1.0]))
         assert p_value([(Counter({7: 100}), certain)]) is None
         assert p_value([]) is None
@@ -356,11 +356,11 @@ class TestOptions:
             {"prompts": [PROMPTS[0], PROMPTS[0]]},
         ],
     )
-    def test_nonsense_is_refused(self, pair: Runtime, options: dict[str, Any]) -> None:
+    def test_invalid_options_raise_an_error(self, pair: Runtime, options: dict[str, Any]) -> None:
         with pytest.raises(OptionError):
             prove(pair, **options)
 
-    def test_progress_rises_and_may_cancel(self, pair: Runtime) -> None:
+    def test_progress_increases_and_can_cancel(self, pair: Runtime) -> None:
         seen: list[float] = []
 
         def watch(what: str, fraction: float) -> bool:
@@ -376,13 +376,13 @@ class TestOptions:
 
 
 class TestPrompts:
-    def test_those_that_come_with_edgespec(self) -> None:
+    def test_built_in_prompts(self) -> None:
         prompts = read_prompts()
         assert len(prompts) > 20
         assert len({prompt.name for prompt in prompts}) == len(prompts)
         assert all(prompt.messages[-1].role == "user" for prompt in prompts)
 
-    def test_both_ways_to_write_one(self, tmp_path: Path) -> None:
+    def test_prompt_and_messages_lines(self, tmp_path: Path) -> None:
         file = tmp_path / "prompts.jsonl"
         file.write_text(
             '{"prompt": "Hello"}\n\n{"id": "b", "messages": [{"role": "user", "content": "Grüß dich 🙂"}]}\n',
@@ -409,13 +409,13 @@ class TestPrompts:
             '{"messages": "Hi"}',
         ],
     )
-    def test_a_line_that_is_none_is_shown(self, tmp_path: Path, line: str) -> None:
+    def test_the_error_names_an_invalid_line(self, tmp_path: Path, line: str) -> None:
         file = tmp_path / "prompts.jsonl"
         file.write_text('{"prompt": "Hello"}\n' + line, encoding="utf-8")
         with pytest.raises(OptionError, match=r"line 2 of .*prompts\.jsonl"):
             read_prompts(file)
 
-    def test_files_that_hold_none(self, tmp_path: Path) -> None:
+    def test_files_without_prompts(self, tmp_path: Path) -> None:
         (tmp_path / "empty.jsonl").touch()
         (tmp_path / "binary.jsonl").write_bytes(b"\xff\xfe\x00")
         for name, says in (("empty.jsonl", "no prompts"), ("binary.jsonl", "read"), ("gone.jsonl", "read")):
@@ -424,7 +424,7 @@ class TestPrompts:
 
 
 @pytest.mark.parametrize("acceptance", ["invariant", "rejection"])
-def test_the_embedded_pair(acceptance: str) -> None:
+def test_the_demo_pair(acceptance: str) -> None:
     with edgespec.load("demo") as pair:
         report = verify(
             pair,

@@ -63,7 +63,7 @@ class BaseModel(ABC):
         """Do nothing: this model never starts a pass before the whole draft is on the host."""
 
     def self_draft(self, method: SelfDraft) -> LanguageModel:  # noqa: ARG002
-        """Raise CapabilityError."""
+        """Raise CapabilityError: by default, self-drafting is not supported."""
         reason = self.facts.capabilities.reason
         raise CapabilityError(f"{self.facts.name} cannot draft for itself{reason and f': {reason}'}")
 

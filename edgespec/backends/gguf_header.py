@@ -17,7 +17,7 @@ from edgespec.errors import ModelFileError
 
 __all__ = ["GgufHeader", "GgufTensor", "StringArray", "TruncatedHeader", "parse_header", "read_header"]
 
-# Bytes to read first, and at most. Headers contain a vocabulary of some MiB, rarely more than 32.
+# Size of the first read and limit of all reads. Headers contain the vocabulary: some MiB, rarely over 32.
 _FIRST_READ_BYTES, _MAX_READ_BYTES = 1 << 20, 1 << 29
 # Tensors with more dimensions are treated as a damaged file. ggml supports 4.
 _MAX_DIMENSIONS = 8
@@ -122,16 +122,16 @@ def read_header(path: Path) -> GgufHeader:
     """
     try:
         with path.open("rb") as file:
-            data, wanted = b"", _FIRST_READ_BYTES
+            data, size = b"", _FIRST_READ_BYTES
             while True:
-                data += file.read(wanted - len(data))
+                data += file.read(size - len(data))
                 try:
                     return parse_header(data)
                 except TruncatedHeader:
                     # Read more and parse again from the start. Few headers are long enough to need this.
-                    if len(data) < wanted or wanted >= _MAX_READ_BYTES:
+                    if len(data) < size or size >= _MAX_READ_BYTES:
                         raise
-                    wanted *= 8
+                    size *= 8
     except OSError as error:
         raise ModelFileError(f"{path} cannot be read: {error.strerror or error}", "check the path") from error
     except ValueError as error:
@@ -147,11 +147,11 @@ def parse_header(data: bytes) -> GgufHeader:
     """
     reader = _Reader(data)
     if data[:4] != b"GGUF"[: len(data)]:
-        raise ValueError(f"it begins with {data[:4]!r}")
+        raise ValueError(f"the file begins with {data[:4]!r}")
     reader.at = 4
     version = reader.scalar(4)
     if version not in (2, 3):
-        raise ValueError(f"it has version {version}; only versions 2 and 3 are supported")
+        raise ValueError(f"the file has version {version}; only versions 2 and 3 are supported")
     tensor_count, value_count = reader.scalar(10), reader.scalar(10)
     metadata = {}
     for _ in range(value_count):
@@ -160,7 +160,7 @@ def parse_header(data: bytes) -> GgufHeader:
     tensors = tuple(reader.tensor() for _ in range(tensor_count))
     alignment = metadata.get("general.alignment", 32)
     if not isinstance(alignment, int) or alignment < 1:
-        raise ValueError(f"its alignment is {alignment!r}")
+        raise ValueError(f"the alignment is {alignment!r}")
     return GgufHeader(metadata, tensors, -(-reader.at // alignment) * alignment)
 
 
@@ -174,7 +174,7 @@ class _Reader:
     def scalar(self, kind: int) -> Any:
         form = _SCALARS.get(kind)
         if form is None:
-            raise ValueError(f"it contains a value of the unknown type {kind}")
+            raise ValueError(f"the header contains a value of the unknown type {kind}")
         return form.unpack(self._take(form.size))[0]
 
     def raw_text(self) -> bytes:
@@ -200,19 +200,19 @@ class _Reader:
         if kind == _STRING:
             return self._strings(count)
         if kind not in _DTYPES:
-            raise ValueError(f"it contains an array of the unknown type {kind}")
+            raise ValueError(f"the header contains an array of the unknown type {kind}")
         dtype = np.dtype(_DTYPES[kind])
         return np.frombuffer(self._take(count * dtype.itemsize), dtype)
 
     def _strings(self, count: int) -> StringArray:
-        """Read an array of strings. The loop is written out because vocabularies have 100,000 and more."""
+        """Read an array of strings. Inlined, because vocabularies have over 100,000 strings."""
         data, begin, end = self._data, self.at + 8, len(self._data)
         length_at = _LENGTH.unpack_from
         begins = array("q", [begin])
         for _ in range(count):
             length = length_at(data, begin - 8)[0] if begin <= end else end
             if begin + length > end:
-                raise TruncatedHeader("it ends inside an array of strings")
+                raise TruncatedHeader("the header ends inside an array of strings")
             begin += length + 8
             begins.append(begin)
         self.at = begin - 8
@@ -222,5 +222,5 @@ class _Reader:
         begin = self.at
         self.at += count
         if self.at > len(self._data):
-            raise TruncatedHeader(f"it ends after {len(self._data):,} bytes")
+            raise TruncatedHeader(f"the header ends after {len(self._data):,} bytes")
         return self._data[begin : self.at]

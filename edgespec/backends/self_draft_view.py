@@ -81,7 +81,7 @@ class SelfDraftView(ABC, Generic[L]):
         self._check()
 
     def remove_range(self, start: int, end: int) -> None:  # noqa: ARG002
-        """Raise CapabilityError."""
+        """Raise CapabilityError: a view has no cache of its own."""
         self._check()
         raise CapabilityError(
             f"{self.facts.name} has no cache of its own", "remove the range from the target's cache"
@@ -93,12 +93,12 @@ class SelfDraftView(ABC, Generic[L]):
         return Snapshot(self.length, b"")
 
     def restore(self, snapshot: Snapshot) -> None:  # noqa: ARG002
-        """Raise CapabilityError."""
+        """Raise CapabilityError: a view has no cache of its own."""
         self._check()
         raise CapabilityError(f"{self.facts.name} has no cache of its own", "restore the target's snapshot")
 
     def resize(self, context_tokens: int) -> None:  # noqa: ARG002
-        """Raise CapabilityError."""
+        """Raise CapabilityError: a view has no cache of its own."""
         self._check()
         raise CapabilityError(f"{self.facts.name} has no cache of its own", "resize the target's context")
 
@@ -113,7 +113,7 @@ class SelfDraftView(ABC, Generic[L]):
         """Do nothing: views do not verify drafts."""
 
     def self_draft(self, method: SelfDraft) -> LanguageModel:  # noqa: ARG002
-        """Raise CapabilityError."""
+        """Raise CapabilityError: a self-draft cannot have a self-draft."""
         raise CapabilityError(f"{self.facts.name} is already a self-draft", "call the target's `self_draft`")
 
     @abstractmethod

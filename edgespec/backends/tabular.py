@@ -118,7 +118,9 @@ class TabularModel(BaseModel):
         self._check(tree.width)
         capabilities = self.facts.capabilities
         if (tree.width > 1 and not capabilities.rollback) or not (tree.is_chain or capabilities.tree):
-            raise CapabilityError(f"a tree of width {tree.width} cannot be verified", capabilities.reason)
+            raise CapabilityError(
+                f"this model cannot verify a tree of width {tree.width}", capabilities.reason
+            )
         self._round = known
         rows = []
         for node in range(first, tree.width):
@@ -137,8 +139,8 @@ class TabularModel(BaseModel):
 
     def commit(self, path: tuple[int, ...]) -> None:
         self._check(0)
-        kept = path[-1] if path else 0
-        self._tokens.extend(self._round[kept][1])
+        node = path[-1] if path else 0
+        self._tokens.extend(self._round[node][1])
         self._round = []
 
     def truncate(self, length: int) -> None:

@@ -7,7 +7,6 @@ from edgespec.catalog.catalogue import (
     ModelEntry,
     ModelFormat,
     load_catalogue,
-    recommended_drafts,
 )
 from edgespec.catalog.download import Progress
 from edgespec.catalog.drafts import DraftChoice, DraftOption, choose_draft, draft_options
@@ -38,7 +37,6 @@ __all__ = [
     "load_catalogue",
     "mlx_installed",
     "read_model_info",
-    "recommended_drafts",
     "resolve",
     "smaller_models",
     "smaller_quantisations",

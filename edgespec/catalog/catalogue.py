@@ -21,7 +21,6 @@ __all__ = [
     "ModelFormat",
     "load_catalogue",
     "models_folder",
-    "recommended_drafts",
     "user_aliases",
     "user_aliases_path",
     "user_pairs",
@@ -52,7 +51,7 @@ class ModelEntry:
             one has a second entry, NAME-mlx.
         embedded_file: Its file below the models folder, if it comes with edgespec.
         notice: A notice to show; empty if there is none.
-        drafts: Names of recommended draft models, the best first.
+        drafts: Names of recommended draft models, the best first. All of them have its tokens.
         aliases: Its other names, and the quantisation that each of them stands for.
         format: Name of its file format.
     """
@@ -199,11 +198,6 @@ def _entry(table: dict[str, Any]) -> ModelEntry:
         aliases=MappingProxyType(table.get("aliases", {})),
         format=table.get("format", "gguf"),
     )
-
-
-def recommended_drafts(entry: ModelEntry) -> list[str]:
-    """Return the names of draft models for a target, the best first. All of them have its tokens."""
-    return list(entry.drafts)
 
 
 def user_aliases_path() -> Path:

@@ -143,7 +143,7 @@ def list_repository(repository: str) -> RepositoryListing:
 
 
 def _missing_files(folder: Path, listing: RepositoryListing, files: list[HubFile]) -> list[HubFile]:
-    """Return the files that are not in the cache yet."""
+    """Return the files that are not in the Hugging Face cache yet."""
     snapshot = folder / "snapshots" / listing.commit
     return [file for file in files if not listing.commit or not (snapshot / file.name).exists()]
 
@@ -198,7 +198,7 @@ class _Source:
             return hashlib.sha1(b"blob %d\0" % self.size_bytes, usedforsecurity=False)
         return hashlib.sha256()
 
-    def is_digest(self, digest: Any) -> bool:
+    def matches(self, digest: Any) -> bool:
         """Return whether the checksum is correct, or not stated."""
         return (
             len(self.etag) not in (_GIT_ETAG_CHARACTERS, _SHA256_ETAG_CHARACTERS)
@@ -284,7 +284,7 @@ def _stream(source: _Source, partial: Path, report: Callable[[int], None]) -> No
             break
     if source.size_bytes and done_bytes != source.size_bytes:
         problem = f"it has {done_bytes} bytes instead of {source.size_bytes}"
-    elif not source.is_digest(digest):
+    elif not source.matches(digest):
         problem = "its checksum is wrong"
     else:
         return

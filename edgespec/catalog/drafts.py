@@ -15,7 +15,7 @@ from edgespec.backends.model_info import ModelInfo
 from edgespec.backends.registry import backend_of, same_backend
 from edgespec.catalog.acceptance_history import AcceptanceHistory
 from edgespec.catalog.aliases import preferred_draft
-from edgespec.catalog.catalogue import ModelEntry, ModelFormat, load_catalogue, recommended_drafts
+from edgespec.catalog.catalogue import ModelEntry, ModelFormat, load_catalogue
 from edgespec.catalog.installed import InstalledModel, InstalledModels, find_installed, read_model_info
 from edgespec.catalog.metadata_cache import MetadataCache
 from edgespec.catalog.reference import Resolved, resolve
@@ -116,7 +116,7 @@ def draft_options(target: Resolved, installed: InstalledModels) -> list[DraftOpt
         info: ModelInfo | None = read_model_info(target, metadata)
     except ModelFileError:
         info = None
-    recommended = recommended_drafts(target.entry) if target.entry else []
+    recommended = target.entry.drafts if target.entry else ()
     options = {
         str(option.path): option
         for model in installed.models
@@ -166,7 +166,7 @@ def choose_draft(
     ]
     faster = [option for option in fitting if option.speedup > 1.0]
     if faster:
-        best = _best(faster, recommended_drafts(target.entry) if target.entry else [])
+        best = _best(faster, target.entry.drafts if target.entry else ())
         draft = resolve(best.reference, allow_download=False)
         others = f"; the best of {len(faster)} draft models" if len(faster) > 1 else ""
         reason = f"it has {best.tokens}, and {best.reason}{others}"
@@ -189,7 +189,7 @@ def _preferred_choice(target: Resolved, draft: str) -> DraftChoice:
 
 def _first_recommended(target: Resolved) -> DraftChoice:
     assert target.entry is not None
-    for name in recommended_drafts(target.entry):
+    for name in target.entry.drafts:
         try:
             return DraftChoice(resolve(name, allow_download=False), f"it is recommended for {target.name}")
         except EdgespecError:
@@ -213,7 +213,7 @@ def _why_none(target: Resolved, usable: Sequence[DraftOption], fitting: Sequence
             f"the draft model {usable[0].reference} needs {format_bytes(usable[0].needed_bytes)}, which do"
             " not fit beside the target; give more with --memory, or use a smaller --context"
         )
-    names = recommended_drafts(target.entry) if target.entry else []
+    names = target.entry.drafts if target.entry else ()
     if names:
         return f"the recommended draft model is not on this machine; download it with --draft {names[0]}"
     return _no_draft_known(target)

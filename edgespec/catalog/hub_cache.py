@@ -26,7 +26,7 @@ def hub_cache_folder() -> Path:
 
 
 def hub_models() -> Iterator[StoredModel]:
-    """Yield every complete GGUF and MLX model in the cache."""
+    """Yield every complete GGUF and MLX model in the Hugging Face cache."""
     try:
         folders = sorted(path for path in hub_cache_folder().iterdir() if path.name.startswith(_PREFIX))
     except OSError:

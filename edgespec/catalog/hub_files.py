@@ -116,7 +116,7 @@ def choose_files(repository: str, files: Iterable[HubFile], quantisation: str | 
     parts = matching[0]
     if len(parts) != parts[0].part_count:
         raise ModelNotFoundError(
-            f"{repository} has {len(parts)} of the {parts[0].part_count} parts of {parts[0].stem}",
+            f"{repository} has only {len(parts)} of the {parts[0].part_count} parts of {parts[0].stem}",
             "choose another quantisation or repository",
         )
     return parts

@@ -85,7 +85,7 @@ class MetadataCache:
         """Write new entries to disk. If that fails, the next run reads the metadata again."""
         if not self._changed:
             return
-        # Drop deleted models. Headers read from the hub also lie in a temporary folder (remote_header.py).
+        # Skip models that no longer exist, such as the temporary headers of remote_header.py.
         existing = {path: entry for path, entry in self._models.items() if os.path.exists(path)}
         models = dict(list(existing.items())[-_MAX_MODELS:])
         value = {

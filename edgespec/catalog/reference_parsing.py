@@ -93,13 +93,13 @@ def parse_reference(reference: str) -> Reference:
     if _WRITTEN_AS_PATH.search(text) and "://" not in text:
         return PathReference(path)
     if name := _NAME.match(text):
-        return NameReference(_short(name.group(1)), name.group(2))
+        return NameReference(_check_length(name.group(1)), name.group(2))
     if os.path.exists(path):
         return PathReference(path)
     if name := _NAME.match(text.rstrip("/")):
-        return NameReference(_short(name.group(1)), name.group(2))
+        return NameReference(_check_length(name.group(1)), name.group(2))
     if repository := _REPOSITORY.match(text):
-        return HubReference(_short(repository.group(1)), repository.group(2))
+        return HubReference(_check_length(repository.group(1)), repository.group(2))
     _reject_near_misses(text)
     return PathReference(path)
 
@@ -111,41 +111,41 @@ def _parse_hub(text: str, rest: str) -> HubReference:
     match = _REPOSITORY.match(rest) or _WEB_PAGE.match(rest)
     if not match:
         raise ModelNotFoundError(
-            f"{_cut(text)} is not a Hugging Face repository",
+            f"{_shorten(text)} is not a Hugging Face repository",
             "write it as hf:user/repo or hf:user/repo:Q4_K_M",
         )
-    return HubReference(_short(match.group(1)), match.group(2), explicit=True)
+    return HubReference(_check_length(match.group(1)), match.group(2), explicit=True)
 
 
 def _reject_near_misses(text: str) -> None:
     """Raise ModelNotFoundError with a specific hint for common mistakes."""
     if "://" in text and not _HUB_PREFIX.match(text):
         raise ModelNotFoundError(
-            f"{_cut(text)} is not an address of Hugging Face",
+            f"{_shorten(text)} is not an address of Hugging Face",
             "download the file yourself and give its path, or write hf:user/repo:Q4_K_M",
         )
     if revision := _REVISION.match(text):
         requested = f"revision {revision[2]}" if revision[2] else "a revision"
         raise ModelNotFoundError(
-            f"{_cut(text)} names {requested}, and edgespec supports the newest only",
-            f"write {_cut(revision[1])}{revision[3] or ''}",
+            f"{_shorten(text)} names {requested}, and edgespec supports the newest only",
+            f"write {_shorten(revision[1])}{revision[3] or ''}",
         )
     if text.endswith(":"):
         raise ModelNotFoundError(
-            f"{_cut(text)} ends in a colon without a quantisation",
-            f"write {_cut(text)}Q4_K_M, or leave the colon out",
+            f"{_shorten(text)} ends in a colon without a quantisation",
+            f"write {_shorten(text)}Q4_K_M, or leave the colon out",
         )
 
 
-def _short(name: str) -> str:
+def _check_length(name: str) -> str:
     if len(name) > _MAX_NAME_CHARACTERS:
         raise _too_long(name)
     return name
 
 
 def _too_long(text: str) -> ModelNotFoundError:
-    return ModelNotFoundError(f"a reference of {len(text):,} characters is too long: {_cut(text)}", _HINT)
+    return ModelNotFoundError(f"a reference of {len(text):,} characters is too long: {_shorten(text)}", _HINT)
 
 
-def _cut(text: str) -> str:
+def _shorten(text: str) -> str:
     return text if len(text) <= _MAX_SHOWN_CHARACTERS else f"{text[:_MAX_SHOWN_CHARACTERS]}..."

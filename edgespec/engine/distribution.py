@@ -32,7 +32,7 @@ class Distribution:
     def point_mass(cls, token: int) -> Distribution:
         """Return the distribution with all probability on one token.
 
-        The probability is the integer 1, which stays exact in the fractions that tests compute with.
+        The probability is an integer, because tests compute with fractions, which a float would round.
         """
         return cls(np.array([token], np.int64), np.array([1]))
 

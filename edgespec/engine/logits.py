@@ -93,7 +93,8 @@ def best_on_host(
         scores = scores + gumbel(noise.seed, Stream.TOKEN, noise.position, tokens)
     if count == 1:
         return [int(tokens[scores.argmax()])], peak
-    return tokens[np.argsort(-scores, kind="stable")[:count]].tolist(), peak
+    best = np.argsort(-scores, kind="stable")[:count]
+    return tokens[best[scores[best] > -np.inf]].tolist(), peak  # Without forbidden tokens.
 
 
 def candidates(
@@ -118,7 +119,7 @@ def candidates(
             count = limit
             break
         if margin is not None and not len(touched):
-            # The margin is widened by a rounding error: `apply` decides, and must see every survivor.
+            # Allow for rounding: `apply` makes the exact decision, so it must see every possible survivor.
             found = logits.above(row, margin * scale * (1 + 1e-6) + 1e-6)
             return found, float(found[1].max(initial=-np.inf))
         more = processor.touched_tokens(logits.vocab_size)
@@ -128,7 +129,7 @@ def candidates(
         touched = np.union1d(touched, more) if len(touched) else more
         if isinstance(processor, Temperature):
             scale = processor.temperature
-    # Touched tokens may leave the best ones or join them: fetch that many more, and the touched ones.
+    # Touched tokens may drop out of the best `count` or rise into them. Fetch as many more, and all of them.
     tokens, values = logits.top(row, count + len(touched) if count else 0)
     peak = float(values.max(initial=-np.inf))
     if count and len(touched):

@@ -98,7 +98,7 @@ class Sampler:
         if not np.isfinite(peak):
             raise BackendError(
                 f"the model's logits at position {self.position} are not numbers",
-                "the file may be damaged or the cache type too coarse: try another file or --kv-type f16",
+                "try --kv-type f16, or download the model again, because its file may be damaged",
             )
         if not any_left:
             raise BackendError(

@@ -66,10 +66,12 @@ class SamplingParams:
                 _check_range(each.name, getattr(self, each.name), *each.metadata["range"])
         biases: Any = self.logit_bias
         if not isinstance(biases, Mapping):
-            raise OptionError(f"logit_bias is {biases!r}", "give a mapping of token ids to numbers")
+            raise OptionError(f"logit_bias is {biases!r}", "give a dict of token ids and numbers")
         for token, bias in biases.items():
             if isinstance(token, bool) or not isinstance(token, int) or token < 0:
-                raise OptionError(f"logit_bias names the token {token!r}", "give token ids from 0 up")
+                raise OptionError(
+                    f"logit_bias contains the token id {token!r}", "give whole numbers from 0 up"
+                )
             if isinstance(bias, bool) or not isinstance(bias, (int, float)) or not bias < math.inf:
                 raise OptionError(f"logit_bias of token {token} is {bias!r}", "give a finite number or -inf")
 

@@ -163,7 +163,7 @@ class RoundTimer:
         self._lap_start = self._now()
 
     def lap(self, phase: Phase) -> None:
-        """Count the time since the previous lap as this phase."""
+        """Add the time since the previous call to this phase."""
         end = self._now()
         self._seconds[phase] += end - self._lap_start
         self._lap_start = end

@@ -115,7 +115,7 @@ def show_rows(
             ("loss limit", f"wrong guesses cost at most {percent(stats.worst_case_loss)} of a reply's time")
         )
     rows += [
-        ("wrong guesses", runtime.target.rollback or "–"),
+        ("cache rollback", runtime.target.rollback or "–"),
         ("context", _context(runtime.context_tokens, runtime.target.context_tokens)),
         ("memory", format_bytes(runtime.memory_bytes())),
         ("system prompt", chat.system or "none"),
@@ -138,7 +138,7 @@ def memory_rows(use: MemoryUse) -> list[tuple[str, str]]:
     rows = [
         ("model files", format_bytes(use.weight_bytes)),
         ("KV caches", format_bytes(use.kv_bytes)),
-        ("all in all", format_bytes(use.resident_bytes)),
+        ("whole program", format_bytes(use.resident_bytes)),
         *_current_rows(use),
         *_plan_rows(use.plan),
         ("earlier chats", _prefix_cache(cache)),
@@ -153,7 +153,7 @@ def memory_rows(use: MemoryUse) -> list[tuple[str, str]]:
 
 def _prefix_cache(cache: PrefixCacheUsage) -> str:
     used, limit = format_bytes(cache.memory_bytes), format_bytes(cache.memory_limit_bytes)
-    return f"{count(cache.texts, 'prompt')} cached, {used} in memory, at most {limit}"
+    return f"{count(cache.sequences, 'prompt')} cached, {used} in memory, at most {limit}"
 
 
 def _current_rows(use: MemoryUse) -> list[tuple[str, str]]:
@@ -175,7 +175,7 @@ def _plan_rows(plan: MemoryPlan | None) -> list[tuple[str, str]]:
         return []
     rows = []
     for pool in plan.pools:
-        planned = plan.planned_bytes(pool) - (plan.prefix_cache_bytes if pool == "memory" else 0)
+        planned = plan.planned_bytes(pool)
         name = "planned" if pool == "memory" else "on the GPU"
         rows.append((name, f"{format_bytes(planned)} of {format_bytes(plan.budget_bytes(pool))}"))
     rows.append(("limit set by", plan.budget.source))

@@ -1,4 +1,4 @@
-"""The backends that must keep the contract. Another one is another line in BACKENDS."""
+"""The models for the contract tests. Add a new backend as an entry of BACKENDS."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def shared_model(
 
 @pytest.fixture
 def model(shared_model: LanguageModel) -> LanguageModel:
-    """A model with an empty cache."""
+    """Return a model with an empty cache, shared by the tests of a file."""
     shared_model.interrupt(False)
     shared_model.truncate(0)
     return shared_model
@@ -109,7 +109,7 @@ def model(shared_model: LanguageModel) -> LanguageModel:
 
 @pytest.fixture(params=list(BACKENDS.values()), ids=list(BACKENDS))
 def own_model(request: pytest.FixtureRequest, tmp_path: Path, demo_target: Path) -> Iterator[LanguageModel]:
-    """A model for one test, which may close it."""
+    """Return a model for one test, which may close it."""
     maker: Maker = request.param
     model = maker(tmp_path, demo_target)
     yield model

@@ -1,4 +1,4 @@
-"""What the contract tests share: plain steps, fresh prefills, and shapes of trees."""
+"""Helpers of the contract tests: single-token steps, fresh prefills and tree shapes."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from edgespec.backends.base import LanguageModel
 from edgespec.engine.tree import TokenTree
 
-# Float weights are multiplied by kernels that depend on the width. The embedded model's are not where it
-# matters most; elsewhere its quantised activations may round the other way.
+# Rounding errors between passes of different widths. Kernels for float weights depend on the width. The demo
+# model's quantised kernels are exact on x86 only.
 ROUNDING = {
     "tiny": 1e-4,
     "three layers": 5e-3,
@@ -29,39 +29,39 @@ Rows = NDArray[np.float64]
 
 
 def row_of(model: LanguageModel, logits: object, row: int) -> Rows:
-    """A copy of one row of logits."""
+    """Return a copy of one row of logits."""
     everything = np.arange(model.facts.vocab_size)
     return logits.at(row, everything).copy()  # type: ignore[attr-defined,no-any-return]
 
 
 def tokens_for(model: LanguageModel, count: int, seed: int = 0) -> list[int]:
-    """Some tokens of the vocabulary."""
+    """Return random tokens of the vocabulary."""
     return np.random.default_rng(seed).integers(3, model.facts.vocab_size, count).tolist()  # type: ignore[no-any-return]
 
 
 def step(model: LanguageModel, token: int) -> Rows:
-    """One plain step."""
+    """Run one target step and return its logits."""
     row = row_of(model, model.verify(TokenTree.chain(token)), 0)
     model.commit(())
     return row
 
 
 def fresh(model: LanguageModel, tokens: Sequence[int]) -> Rows:
-    """The logits after `tokens` by a fresh prefill; what was cached is forgotten."""
+    """Return the logits after `tokens`, computed with an empty cache."""
     model.truncate(0)
     model.prefill(tokens[:-1])
     return step(model, tokens[-1])
 
 
 def cut(model: LanguageModel, tokens: Sequence[int]) -> None:
-    """Bring the cache back to `tokens`, which it begins with: not every memory keeps all it is told."""
+    """Truncate the cache to `tokens`, its prefix. Runs again what a recurrent model lost by that."""
     model.truncate(len(tokens))
     assert model.length <= len(tokens)
     model.prefill(tokens[model.length :])
 
 
 def same(model: LanguageModel, a: Rows, b: Rows) -> None:
-    """Equal to the last bit, unless the kernels of this model round differently at different widths."""
+    """Assert equal logits, within the rounding error of this model's kernels at other widths."""
     np.testing.assert_allclose(a, b, rtol=0, atol=ROUNDING.get(model.facts.name, 0.0))
 
 
@@ -77,7 +77,7 @@ TREES = {
 
 
 def tree_of(model: LanguageModel, parents: tuple[int, ...], seed: int = 5) -> TokenTree:
-    """A tree of that shape whose siblings differ."""
+    """Return a tree of a given shape whose siblings differ."""
     tokens = tokens_for(model, len(parents), seed)
     for node, parent in enumerate(parents):
         siblings = [tokens[i] for i in range(node) if parents[i] == parent]
@@ -87,7 +87,7 @@ def tree_of(model: LanguageModel, parents: tuple[int, ...], seed: int = 5) -> To
 
 
 def path_to(tree: TokenTree, node: int) -> tuple[int, ...]:
-    """The nodes from the root's child down to `node`."""
+    """Return the nodes from the root to `node`, without the root."""
     path: list[int] = []
     while node > 0:
         path.append(node)
@@ -100,6 +100,6 @@ def tokens_to(tree: TokenTree, node: int) -> list[int]:
 
 
 def needs(model: LanguageModel, shape: tuple[int, ...]) -> None:
-    """Skip a shape of branches where the model takes chains only."""
+    """Skip the test if the model does not support branches and the shape has some."""
     if not model.facts.capabilities.tree and shape != tuple(range(-1, len(shape) - 1)):
-        pytest.skip("this memory takes chains only")
+        pytest.skip("this model takes chains only")

@@ -1,4 +1,4 @@
-"""A table whose memory is like a recurrent state: no token can be dropped, but earlier moments come back."""
+"""A table with the cache of a recurrent model: it can only return to checkpoints."""
 
 from __future__ import annotations
 

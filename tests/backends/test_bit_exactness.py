@@ -1,4 +1,4 @@
-"""Which passes agree to the bit is found out by trying, and a model is held to it."""
+"""Finding bit-exact passes by trial, and restricting a model to them."""
 
 from __future__ import annotations
 
@@ -22,9 +22,12 @@ _LAST_PLACE = np.float32(1e-6)
 
 
 class _RoundingModel(TabularModel):
-    """A table whose kernels round: passes wider than `width`, branches, and texts read in many passes.
+    """A table that rounds differently in passes wider than `width`, with branches, or after many prefills.
 
-    reads: whether a text comes out the same whatever passes it was read in.
+    Args:
+        width: Widest exact pass.
+        branches: Trees are exact.
+        reads: The batches of a prefill make no difference.
     """
 
     def __init__(self, *, width: int = 99, branches: bool = True, reads: bool = True) -> None:
@@ -51,26 +54,26 @@ class _RoundingModel(TabularModel):
 
 
 @pytest.mark.parametrize("width", [1, 2, 5, 16])
-def test_the_widest_pass_that_agrees_is_found(width: int) -> None:
+def test_the_widest_exact_pass_is_found(width: int) -> None:
     found = find_bit_exact_passes(_RoundingModel(width=width))
     assert (found.max_width, found.trees) == (width, width > 3)
     # Where every wider pass rounds otherwise, what is cached may hide it from a trial.
     assert found.prefill == (width > 1)
 
 
-def test_what_agrees_everywhere_is_found_to_agree() -> None:
+def test_an_exact_model_is_found_exact() -> None:
     assert find_bit_exact_passes(_RoundingModel()) == BitExactPasses(17, True, True)
 
 
-def test_branches_that_round_are_found() -> None:
+def test_inexact_branches_are_found() -> None:
     assert find_bit_exact_passes(_RoundingModel(branches=False)) == BitExactPasses(17, False, True)
 
 
-def test_a_model_that_goes_by_how_a_text_was_read_is_found() -> None:
+def test_inexact_prefill_is_found() -> None:
     assert not find_bit_exact_passes(_RoundingModel(reads=False)).prefill
 
 
-def test_a_pass_that_rounds_only_after_a_long_text_is_found() -> None:
+def test_a_pass_that_is_inexact_only_in_long_contexts_is_found() -> None:
     class Late(_RoundingModel):
         def verify(self, tree: TokenTree, first: int = 0) -> HostLogits:
             self._width = 4 if self.length > 256 else 99
@@ -79,7 +82,7 @@ def test_a_pass_that_rounds_only_after_a_long_text_is_found() -> None:
     assert find_bit_exact_passes(Late()).max_width == 4
 
 
-def test_what_rounds_otherwise_once_in_fifty_tokens_is_found() -> None:
+def test_rare_rounding_differences_are_found() -> None:
     """As llama.cpp's passes of 8 rows and more do for IQ4_NL weights."""
 
     class Rare(_RoundingModel):
@@ -109,11 +112,11 @@ def test_what_rounds_otherwise_once_in_fifty_tokens_is_found() -> None:
 
 
 @pytest.mark.parametrize("context_tokens", [64, 256, 320])
-def test_a_context_smaller_than_the_text_of_the_trial_is_tried_to_its_end(context_tokens: int) -> None:
+def test_small_contexts_are_tested_to_their_end(context_tokens: int) -> None:
     assert find_bit_exact_passes(table(3, context_tokens=context_tokens)) == BitExactPasses(17, True, True)
 
 
-def test_the_cache_is_empty_afterwards_and_a_cancel_ends_it() -> None:
+def test_the_cache_is_empty_afterwards_and_progress_can_cancel() -> None:
     model = _RoundingModel()
     find_bit_exact_passes(model)
     assert model.length == 0
@@ -122,7 +125,7 @@ def test_the_cache_is_empty_afterwards_and_a_cancel_ends_it() -> None:
     assert model.length == 0
 
 
-def test_a_context_of_a_few_tokens_agrees_to_nothing() -> None:
+def test_a_tiny_context_gives_no_exact_passes() -> None:
     assert find_bit_exact_passes(table(3, context_tokens=20)) == BitExactPasses(1, False, False)
 
 
@@ -149,7 +152,7 @@ _ABLE = Capabilities(True, True, max_width=256, self_draft_methods=frozenset({"l
         ),
     ],
 )
-def test_a_model_is_held_to_what_agrees(
+def test_capabilities_are_restricted_to_exact_passes(
     able: Capabilities, found: BitExactPasses, held: tuple[bool, bool, int, bool, set[str]]
 ) -> None:
     now = restricted_to(able, found)

@@ -1,4 +1,4 @@
-"""What every backend must keep, whatever runs the model."""
+"""The contract of LanguageModel, tested on every backend."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class TestPrefillAndSteps:
     def stepped(self, shared_model: LanguageModel) -> list[Rows]:
         return rows_of_steps(shared_model)
 
-    def test_prefill_in_pieces_equals_at_once(self, model: LanguageModel) -> None:
+    def test_prefill_in_batches_equals_one_prefill(self, model: LanguageModel) -> None:
         tokens = tokens_for(model, 150)
         expected = fresh(model, tokens)
         model.truncate(0)
@@ -84,7 +84,7 @@ class TestPrefillAndSteps:
         assert model.length == 4
         same(model, step(model, tokens[4]), expected)
 
-    def test_progress_rises_to_one_and_may_stop(self, model: LanguageModel) -> None:
+    def test_progress_reaches_one_and_can_cancel(self, model: LanguageModel) -> None:
         seen: list[float] = []
         tokens = tokens_for(model, 200)
 
@@ -115,7 +115,7 @@ class TestTrees:
         for node in range(tree.width):
             same(model, rows[node], fresh(model, prompt + tokens_to(tree, node)))
 
-    def test_growing_level_by_level_equals_at_once(
+    def test_growing_level_by_level_equals_one_pass(
         self, model: LanguageModel, shape: tuple[int, ...]
     ) -> None:
         prompt, whole = tokens_for(model, 20), tree_of(model, shape)
@@ -159,7 +159,9 @@ class TestTrees:
             after = [step(model, 4), step(model, 5)]
             same(model, after[1], fresh(model, [*kept, 4, 5]))
 
-    def test_a_round_given_up_leaves_nothing(self, model: LanguageModel, shape: tuple[int, ...]) -> None:
+    def test_an_abandoned_round_leaves_the_cache_unchanged(
+        self, model: LanguageModel, shape: tuple[int, ...]
+    ) -> None:
         prompt, tree = tokens_for(model, 20), tree_of(model, shape)
         expected = fresh(model, [*prompt, 4])
         cut(model, prompt)
@@ -171,7 +173,7 @@ class TestTrees:
 
 
 class TestSnapshots:
-    def test_restored_is_as_saved(self, model: LanguageModel) -> None:
+    def test_restore_brings_back_the_saved_cache(self, model: LanguageModel) -> None:
         tokens = tokens_for(model, 40)
         model.prefill(tokens)
         snapshot = model.snapshot()
@@ -182,7 +184,7 @@ class TestSnapshots:
         assert model.length == 40
         same(model, step(model, 4), fresh(model, [*tokens, 4]))
 
-    def test_a_cache_comes_back_piece_by_piece(self, model: LanguageModel) -> None:
+    def test_partial_snapshots_restore_the_whole_cache(self, model: LanguageModel) -> None:
         tokens = tokens_for(model, 60)
         model.prefill(tokens)
         last = model.snapshot(45)
@@ -201,7 +203,7 @@ class TestSnapshots:
             cut(model, tokens[:30])
             same(model, step(model, 4), fresh(model, [*tokens[:30], 4]))
 
-    def test_pieces_of_a_cache_that_stays_whole(self, model: LanguageModel) -> None:
+    def test_snapshots_without_partial_truncate_hold_the_whole_cache(self, model: LanguageModel) -> None:
         tokens = tokens_for(model, 60)
         model.prefill(tokens)
         if not model.facts.capabilities.partial_truncate:
@@ -216,7 +218,7 @@ class TestSnapshots:
             model.restore(piece)
         same(model, step(model, 4), fresh(model, [*tokens, 4]))
 
-    def test_a_piece_goes_only_where_it_was(self, model: LanguageModel) -> None:
+    def test_a_partial_snapshot_restores_only_at_its_position(self, model: LanguageModel) -> None:
         tokens = tokens_for(model, 40)
         model.prefill(tokens)
         piece = model.snapshot(30)
@@ -236,7 +238,7 @@ class TestSnapshots:
             model.restore(Snapshot(40, b"not a snapshot", 30))
         assert model.length in (0, 30)
 
-    def test_nonsense_is_refused_and_the_model_goes_on(self, model: LanguageModel) -> None:
+    def test_invalid_snapshots_raise_and_the_model_stays_usable(self, model: LanguageModel) -> None:
         model.prefill(tokens_for(model, 10))
         with pytest.raises(BackendError):
             model.restore(Snapshot(10, b"not a snapshot"))
@@ -268,7 +270,7 @@ class TestLimits:
         cut(model, tokens)
         same(model, step(model, 4), fresh(model, [*tokens, 4]))
 
-    def test_a_tree_that_stops_fitting_while_it_grows_ends_the_round(self, model: LanguageModel) -> None:
+    def test_a_tree_that_outgrows_the_context_ends_the_round(self, model: LanguageModel) -> None:
         tokens = tokens_for(model, model.facts.context_tokens - 3)
         model.prefill(tokens)
         model.verify(TokenTree.chain(4, [5]))
@@ -277,7 +279,7 @@ class TestLimits:
         assert model.length == len(tokens)
         same(model, step(model, 4), fresh(model, [*tokens, 4]))
 
-    def test_too_many_branches_or_rows_are_refused_and_change_nothing(self, model: LanguageModel) -> None:
+    def test_too_many_branches_or_rows_raise_and_change_nothing(self, model: LanguageModel) -> None:
         capabilities = model.facts.capabilities
         tokens = tokens_for(model, 10)
         expected = fresh(model, [*tokens, 4])
@@ -297,7 +299,7 @@ class TestLimits:
 
 
 class TestInterrupt:
-    def test_nothing_runs_until_it_is_taken_back(self, model: LanguageModel) -> None:
+    def test_no_pass_runs_until_the_interrupt_is_lifted(self, model: LanguageModel) -> None:
         tokens = tokens_for(model, 30)
         expected = fresh(model, [*tokens, 4])
         model.truncate(0)
@@ -310,7 +312,7 @@ class TestInterrupt:
         model.interrupt(False)
         same(model, step(model, 4), expected)
 
-    def test_a_round_interrupted_while_it_grows_is_over(self, model: LanguageModel) -> None:
+    def test_an_interrupt_ends_a_growing_round(self, model: LanguageModel) -> None:
         tokens = tokens_for(model, 30)
         model.prefill(tokens)
         model.verify(TokenTree.chain(4, [5]))
@@ -350,7 +352,7 @@ class TestClosing:
         own_model.close()
         own_model.close()
 
-    def test_every_call_after_closing_says_so(self, own_model: LanguageModel) -> None:
+    def test_every_call_after_close_raises(self, own_model: LanguageModel) -> None:
         own_model.prefill([3, 4])
         own_model.verify(TokenTree.chain(5, [6]))
         snapshot = own_model.snapshot()
@@ -372,7 +374,7 @@ class TestClosing:
 
 
 class TestVocabulary:
-    def test_what_is_known_of_a_model_is_consistent(self, model: LanguageModel) -> None:
+    def test_model_facts_are_consistent(self, model: LanguageModel) -> None:
         facts, vocabulary = model.facts, model.vocabulary
         assert vocabulary.size == facts.vocab_size
         assert facts.chat_template == (vocabulary.chat_template is not None)
@@ -380,7 +382,7 @@ class TestVocabulary:
         assert facts.capabilities.rollback
         assert facts.capabilities.tree == (facts.capabilities.reason == "")
 
-    def test_text_survives_the_round_trip(self, model: LanguageModel) -> None:
+    def test_tokenize_round_trip(self, model: LanguageModel) -> None:
         letters = model.facts.architecture == "tabular"
         text = "abcd" if letters else "List the files 🙂 é\n\ttab"
         tokens = model.vocabulary.tokenize(text, special=False, start=False)

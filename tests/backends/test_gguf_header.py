@@ -1,4 +1,4 @@
-"""Headers read without the weights: the same as the gguf package reads, and bounded on what is no header."""
+"""Reading GGUF headers: equal to the gguf package, with errors for truncated and damaged files."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.backends.tiny_models import write_llama
 DEMO = models_folder() / "demo-draft-q8_0.gguf"
 
 
-def test_it_is_what_the_gguf_package_reads() -> None:
+def test_equals_the_gguf_package() -> None:
     header, reader = read_header(DEMO), gguf.GGUFReader(DEMO)
     assert header.size_bytes == reader.data_offset
     assert header.architecture == "llama"
@@ -54,7 +54,7 @@ def test_a_header_longer_than_the_first_read(tmp_path: Path) -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(st.data())
-def test_no_beginning_of_a_header_is_a_header(data: st.DataObject) -> None:
+def test_every_truncated_header_raises(data: st.DataObject) -> None:
     whole = DEMO.read_bytes()[: read_header(DEMO).size_bytes]
     with pytest.raises(TruncatedHeader):
         parse_header(whole[: data.draw(st.integers(0, len(whole) - 64))])
@@ -62,13 +62,13 @@ def test_no_beginning_of_a_header_is_a_header(data: st.DataObject) -> None:
 
 @settings(max_examples=200, deadline=None)
 @given(st.binary(max_size=200), st.integers(0, 2000))
-def test_damage_is_an_error_and_never_anything_else(tail: bytes, kept: int) -> None:
+def test_damaged_headers_raise_only_expected_errors(tail: bytes, kept: int) -> None:
     with pytest.raises(ValueError, match="."):
         parse_header(DEMO.read_bytes()[:kept] + tail)
 
 
 @pytest.mark.parametrize("content", [b"", b"GG", b"PK\x03\x04", b"GGUF\x01\0\0\0" + bytes(16), bytes(64)])
-def test_what_is_no_header_is_one_line(tmp_path: Path, content: bytes) -> None:
+def test_other_files_raise_a_one_line_error(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "model.gguf"
     path.write_bytes(content)
     with pytest.raises(ModelFileError, match=r"model\.gguf is not a complete GGUF file"):

@@ -1,4 +1,4 @@
-"""After any history of accepting and rejecting, the cache of every backend is that of a fresh prefill."""
+"""After any sequence of accepted and rejected drafts, every backend's cache equals a fresh prefill."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rollback by checkpoints: after any history the cache is that of a fresh prefill, at a bounded cost."""
+"""Rollback by checkpoints and replay: the cache equals a fresh prefill, at a bounded cost."""
 
 from __future__ import annotations
 
@@ -164,7 +164,7 @@ def rejecting(model: ReplayModel, rounds: int, width: int = 4) -> None:
 
 
 class TestCosts:
-    def test_plain_decoding_takes_a_checkpoint_now_and_then(self) -> None:
+    def test_plain_decoding_takes_regular_checkpoints(self) -> None:
         inner = StateModel(context_tokens=2000)
         model = replayed_table(inner)
         model.prefill(some(30, 0))
@@ -174,7 +174,7 @@ class TestCosts:
         assert inner.checkpoints <= 1 + 1000 // 128
         assert inner.rows_run == 1030
 
-    def test_a_rejection_costs_no_pass_of_its_own(self) -> None:
+    def test_a_rejection_needs_no_extra_pass(self) -> None:
         inner = StateModel()
         model = replayed_table(inner)
         model.prefill([1, 2, 3])
@@ -184,7 +184,7 @@ class TestCosts:
         model.verify(TokenTree.chain(8, [9]))
         assert inner.rows_run == 3 + 4 + (2 + 2)
 
-    def test_constant_rejection_is_paid_for_now_and_then(self) -> None:
+    def test_constant_rejection_needs_few_extra_passes(self) -> None:
         inner = StateModel()
         model = replayed_table(inner)
         model.prefill([1, 2, 3])
@@ -192,7 +192,7 @@ class TestCosts:
         assert inner.rows_run <= 3 + 90 * (4 + 8) + 90
         assert inner.checkpoints <= 1 + 90 / 8
 
-    def test_what_the_model_can_undo_needs_no_checkpoint(self) -> None:
+    def test_undo_tokens_need_no_checkpoint(self) -> None:
         inner = StateModel(undo=3)
         model = replayed_table(inner)
         model.prefill([1, 2, 3])
@@ -210,7 +210,7 @@ class TestCosts:
         model.truncate(8000)
         assert 3000 <= model.length <= 8000
 
-    def test_the_end_of_a_prompt_is_kept_through_a_long_reply(self) -> None:
+    def test_the_checkpoint_after_the_prompt_survives_a_long_reply(self) -> None:
         model = replayed_table(StateModel(context_tokens=2000))
         model.prefill(some(300, 0))
         for _ in range(400):
@@ -220,7 +220,7 @@ class TestCosts:
         assert model.length == 300
 
 
-def test_a_cancelled_prefill_keeps_what_was_passed_by_a_checkpoint() -> None:
+def test_a_cancelled_prefill_keeps_tokens_up_to_a_checkpoint() -> None:
     inner = StateModel(context_tokens=5000)
     model = replayed_table(inner)
     model.prefill([1, 2, 3])
@@ -233,7 +233,7 @@ def test_a_cancelled_prefill_keeps_what_was_passed_by_a_checkpoint() -> None:
     assert model.length == 3 + 2048
 
 
-def test_progress_rises_to_one_over_a_long_prefill() -> None:
+def test_progress_reaches_one_in_a_long_prefill() -> None:
     seen: list[float] = []
 
     def watch(what: str, fraction: float) -> bool:
@@ -246,7 +246,7 @@ def test_progress_rises_to_one_over_a_long_prefill() -> None:
     assert seen[-1] == 1.0
 
 
-def test_a_broken_snapshot_leaves_an_empty_model() -> None:
+def test_an_invalid_snapshot_leaves_an_empty_cache() -> None:
     model = replayed_table()
     model.prefill([1, 2, 3])
     snapshot = model.snapshot()
@@ -257,7 +257,7 @@ def test_a_broken_snapshot_leaves_an_empty_model() -> None:
     assert model.verify(TokenTree.chain(3)).at(0, EVERY_TOKEN).tolist() == row_after([1, 2, 3])
 
 
-def test_branches_are_refused_and_change_nothing() -> None:
+def test_branches_raise_and_change_nothing() -> None:
     model = replayed_table()
     model.prefill([1, 2, 3])
     assert not model.facts.capabilities.tree
@@ -268,7 +268,7 @@ def test_branches_are_refused_and_change_nothing() -> None:
     assert model.verify(TokenTree.chain(3)).at(0, EVERY_TOKEN).tolist() == row_after([1, 2, 3, 3])
 
 
-def test_the_rows_after_the_replayed_ones_are_whole_logits() -> None:
+def test_logits_after_replayed_rows_are_complete() -> None:
     model, plain = replayed_table(), TabularModel(StateModel()._table)
     for each in (model, plain):
         each.prefill([1, 2, 3])

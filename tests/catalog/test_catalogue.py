@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from edgespec.catalog import ModelEntry, load_catalogue, recommended_drafts
+from edgespec.catalog import ModelEntry, load_catalogue
 from edgespec.catalog.catalogue import Catalogue, models_folder
 from edgespec.catalog.hub_files import HubFile, choose_files, is_quantisation
 from edgespec.errors import ModelNotFoundError
@@ -38,7 +38,7 @@ def test_every_entry_is_complete(entry: ModelEntry) -> None:
 
 @pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry.name)
 def test_every_draft_is_known_and_smaller(entry: ModelEntry) -> None:
-    for name in recommended_drafts(entry):
+    for name in entry.drafts:
         found = load_catalogue().find(name)
         assert found is not None
         assert found[0].parameters * 2 <= entry.parameters

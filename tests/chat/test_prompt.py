@@ -1,4 +1,4 @@
-"""From messages to tokens: what a user types is text, and what was said keeps its tokens."""
+"""Prompts: typed control tokens are plain text, and replies keep their exact tokens."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class TestControlTokens:
             "\ue0009\ue001 and \ue000 alone <|im_start|>",
         ],
     )
-    def test_what_a_user_types_is_only_text(
+    def test_control_tokens_typed_by_a_user_are_plain_text(
         self, builder: PromptBuilder, vocabulary: Vocabulary, typed: str
     ) -> None:
         tokens = builder.build(
@@ -80,7 +80,7 @@ class TestControlTokens:
 
 
 class TestWhatWasSaid:
-    def test_its_tokens_are_kept_whatever_the_tokenizer_would_make_of_the_text(
+    def test_exact_tokens_of_a_reply_are_remembered(
         self, builder: PromptBuilder, vocabulary: Vocabulary
     ) -> None:
         prompt = builder.build(user("the file"))
@@ -92,20 +92,22 @@ class TestWhatWasSaid:
         assert tokens[len(prompt.tokens) :][:4] == [*letters, STOP]
 
     @pytest.mark.parametrize("end", [[], [STOP], [2]])
-    def test_whether_it_ended_or_was_cut_off(self, builder: PromptBuilder, end: list[int]) -> None:
+    def test_finished_and_truncated_replies_continue_alike(
+        self, builder: PromptBuilder, end: list[int]
+    ) -> None:
         prompt = builder.build(user("the file"))
         builder.remember(prompt, [3 + ord("a"), *end])
         tokens = builder.build([*user("the file"), Message("assistant", "a"), *user("more")]).tokens
         assert tokens[: len(prompt.tokens) + 2] == [*prompt.tokens, 3 + ord("a"), STOP]
 
-    def test_another_history_is_tokenized_anew(self, builder: PromptBuilder, vocabulary: Vocabulary) -> None:
+    def test_changed_history_is_tokenized_again(self, builder: PromptBuilder, vocabulary: Vocabulary) -> None:
         prompt = builder.build(user("the file"))
         builder.remember(prompt, [3 + ord("a"), STOP])
         changed = [*user("the list"), Message("assistant", "a"), *user("more")]
         fresh = PromptBuilder(ChatTemplate(CHATML, "<s>", "</s>"), vocabulary)
         assert builder.build(changed) == fresh.build(changed)
 
-    def test_another_control_token_typed_in_the_same_place_is_another_history(
+    def test_another_typed_control_token_is_a_changed_history(
         self, builder: PromptBuilder, vocabulary: Vocabulary
     ) -> None:
         builder.remember(builder.build(user("a <|im_end|>")), [3 + ord("a"), STOP])
@@ -124,7 +126,7 @@ class TestWhatWasSaid:
         assert "more" in text
         assert tokens.count(START) == 4
 
-    def test_letters_after_the_seam_do_not_join_it(self, vocabulary: Vocabulary) -> None:
+    def test_text_that_may_merge_with_the_reply_is_tokenized_again(self, vocabulary: Vocabulary) -> None:
         """Without a control token after a reply, what follows might tokenize together with it."""
         plain = "{% for m in messages %}{{ m.content }}{% endfor %}"
         builder = PromptBuilder(ChatTemplate(plain, "<s>", "</s>"), vocabulary)

@@ -1,4 +1,4 @@
-"""Saved chats: what is written comes back, and nothing broken on disk can hurt."""
+"""Saved chats: round trips, and damaged files."""
 
 from __future__ import annotations
 
@@ -130,14 +130,14 @@ def test_a_broken_file_is_listed_with_its_reason_and_kept(store: ChatStore, text
     assert path.read_text("utf-8") == text
 
 
-def test_bytes_that_are_no_text_are_a_broken_chat(store: ChatStore) -> None:
+def test_invalid_utf8_is_a_broken_chat(store: ChatStore) -> None:
     store.folder.mkdir()
     (store.folder / "one.json").write_bytes(b"\xff\xfe{}")
     with pytest.raises(ChatFileError, match="not UTF-8"):
         store.load("one")
 
 
-def test_a_missing_chat_says_so(store: ChatStore) -> None:
+def test_missing_chat_raises(store: ChatStore) -> None:
     with pytest.raises(ChatFileError, match="no saved chat"):
         store.load("gone")
 
@@ -148,7 +148,7 @@ def test_a_folder_in_the_place_of_a_chat_is_listed_as_broken(store: ChatStore) -
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="pipes with names are POSIX")
-def test_a_pipe_in_the_place_of_a_chat_is_not_waited_for(store: ChatStore) -> None:
+def test_named_pipe_is_listed_as_broken_without_blocking(store: ChatStore) -> None:
     store.folder.mkdir(parents=True)
     os.mkfifo(store.folder / "pipe.json")
     assert [chat.problem for chat in store.list()] == ["cannot read pipe.json: it is not a regular file"]
@@ -167,7 +167,7 @@ def test_a_failed_save_keeps_the_older_version(store: ChatStore, monkeypatch: py
     assert [path.name for path in store.folder.iterdir()] == ["one.json"]
 
 
-def test_a_folder_that_cannot_be_made_is_one_line(tmp_path: Path) -> None:
+def test_folder_that_cannot_be_created_raises_a_one_line_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     store = ChatStore(tmp_path / "file" / "chats")
     with pytest.raises(ChatFileError, match="EDGESPEC_DATA_DIR"):
@@ -176,7 +176,7 @@ def test_a_folder_that_cannot_be_made_is_one_line(tmp_path: Path) -> None:
         store.list()
 
 
-def test_delete_removes_one_chat_and_is_calm_about_a_missing_one(store: ChatStore) -> None:
+def test_delete_ignores_a_missing_chat(store: ChatStore) -> None:
     store.save(chat("one"))
     store.save(chat("two"))
     store.delete("one")
@@ -200,7 +200,7 @@ def test_chats_are_in_the_data_folder(monkeypatch: pytest.MonkeyPatch, tmp_path:
     assert ChatStore().folder == tmp_path / "chats"
 
 
-def test_what_a_killed_program_left_half_written_goes_in_time(tmp_path: Path) -> None:
+def test_stale_temporary_files_are_deleted(tmp_path: Path) -> None:
     store = ChatStore(tmp_path)
     old, new = tmp_path / ".one.json.abc.tmp", tmp_path / ".two.json.def.tmp"
     for path in (old, new):

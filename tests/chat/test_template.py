@@ -1,4 +1,4 @@
-"""The model's own template: rendered as trained, sandboxed, refused in one line when it is broken."""
+"""Chat templates: rendering, the sandbox, and errors."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class TestRendering:
         )
         assert render(source, SYSTEM, Message("user", "  Hi ")) == '<s>Hi</s>>{"ä": 1}'
 
-    def test_the_date_is_there(self) -> None:
+    def test_template_can_use_the_date(self) -> None:
         assert render("{{ strftime_now('%Y') }}", USER).isdigit()
 
     def test_a_template_without_a_system_role_gets_the_instructions_with_the_first_message(self) -> None:
@@ -47,7 +47,7 @@ class TestTrouble:
     @pytest.mark.parametrize(
         "source", ["{% for m in messages %}", "{{ ", "{% unknown %}", "{{ 1 | nofilter }}"]
     )
-    def test_one_that_does_not_compile(self, source: str) -> None:
+    def test_template_that_does_not_compile_raises(self, source: str) -> None:
         with pytest.raises(TemplateError, match="broken") as caught:
             render(source, USER)
         assert "\n" not in str(caught.value)
@@ -64,9 +64,9 @@ class TestTrouble:
             NO_SYSTEM + "{{ raise_exception('always') }}",
         ],
     )
-    def test_one_that_refuses_the_messages(self, source: str) -> None:
+    def test_template_that_rejects_the_messages_raises(self, source: str) -> None:
         for messages in ([USER], [SYSTEM, USER]):
-            with pytest.raises(TemplateError, match="refuses") as caught:
+            with pytest.raises(TemplateError, match="rejects") as caught:
                 render(source, *messages)
             assert "\n" not in str(caught.value)
 
@@ -80,6 +80,6 @@ class TestTrouble:
             "{{ raise_exception.__globals__.sys }}",
         ],
     )
-    def test_one_that_reaches_out_of_the_sandbox(self, source: str) -> None:
+    def test_template_cannot_leave_the_sandbox(self, source: str) -> None:
         with pytest.raises(TemplateError):
             render(source, USER)

@@ -1,4 +1,4 @@
-"""From tokens to text as it streams: whole characters, undecided stop strings held back."""
+"""Streaming text: whole characters, and stop strings that are held back until decided."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ class TestCharacters:
     def test_an_unfinished_character_at_the_end_is_shown_as_unreadable(self) -> None:
         assert said([b"ab", "🙂".encode()[:2]])[0] == "ab\ufffd"
 
-    def test_bytes_that_are_no_text(self) -> None:
+    def test_invalid_utf8_becomes_a_replacement_character(self) -> None:
         assert said([b"\xff", b"a", b"\xc3", b"b"])[0] == "\ufffda\ufffdb"
 
     @given(st.text(max_size=40), st.data())
-    def test_however_it_is_cut(self, whole: str, data: st.DataObject) -> None:
+    def test_stop_string_is_found_however_tokens_split_it(self, whole: str, data: st.DataObject) -> None:
         encoded = whole.encode("utf-8", "replace")
         cuts = sorted(data.draw(st.lists(st.integers(0, len(encoded)), max_size=10)))
         pieces = [encoded[a:b] for a, b in zip([0, *cuts], [*cuts, len(encoded)], strict=True)]
@@ -71,10 +71,10 @@ class TestStopStrings:
         got, _, count = said([piece.encode() for piece in pieces], stop)
         assert (got, count) == (text, taken)
 
-    def test_what_may_become_one_is_held_back_and_then_released(self) -> None:
+    def test_possible_stop_string_is_held_back_and_then_released(self) -> None:
         assert said([b"a", b"ST", b"O", b"X"], ["STOP"])[1] == ["a", "", "", "STOX"]
 
-    def test_one_split_inside_a_character(self) -> None:
+    def test_stop_string_split_inside_a_character(self) -> None:
         data = "ab→cd".encode()
         assert said([data[i : i + 1] for i in range(len(data))], ["→c"])[0] == "ab"
 
@@ -86,9 +86,7 @@ class TestStopStrings:
         st.lists(st.text("ab", min_size=1, max_size=4), min_size=1, max_size=3),
         st.data(),
     )
-    def test_letter_by_letter_the_first_to_be_complete_wins(
-        self, whole: str, stop: list[str], data: st.DataObject
-    ) -> None:
+    def test_first_complete_stop_string_wins(self, whole: str, stop: list[str], data: st.DataObject) -> None:
         text, shown, taken = said([letter.encode() for letter in whole], stop)
         ends = [i + 1 for i in range(len(whole)) if any(whole[: i + 1].endswith(s) for s in stop)]
         if not ends:

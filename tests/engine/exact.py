@@ -1,7 +1,7 @@
-"""Exact arithmetic for the rules of acceptance: every branch of chance, with its weight as a fraction.
+"""Exact tests of acceptance rules: every random outcome is enumerated with its probability as a fraction.
 
 The production code runs on Distributions whose probabilities are fractions, with a RandomSource that goes
-through all outcomes instead of throwing dice. What comes out is the law of the emitted tokens, exactly.
+through all outcomes. The result is the exact distribution of the emitted tokens.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Table = Callable[[Path], Law]
 
 
 class AllChances:
-    """A RandomSource that visits every branch, one after another."""
+    """A RandomSource that enumerates all outcomes, one per run of an experiment."""
 
     def __init__(self) -> None:
         self._choices: list[int] = []
@@ -39,12 +39,12 @@ class AllChances:
         self.weight = Fraction(1)
 
     def _choose(self, options: Sequence[tuple[Any, Any]]) -> Any:
-        # A float may say "surely" or "never"; any other has lost something.
+        # Floats are only exact for the probabilities 0 and 1.
         assert all(isinstance(weight, Rational) or weight in (0, 1) for _, weight in options), (
-            "a float got in"
+            "a probability is not exact"
         )
         options = [(value, Fraction(weight)) for value, weight in options if weight > 0]
-        assert sum(weight for _, weight in options) == 1, "a law that does not add up"
+        assert sum(weight for _, weight in options) == 1, "the probabilities do not sum to 1"
         if self._at == len(self._choices):
             self._choices.append(0)
             self._widths.append(len(options))
@@ -69,7 +69,7 @@ class AllChances:
         return drawn
 
     def outcomes(self, experiment: Callable[[], Outcome]) -> dict[Outcome, Fraction]:
-        """The law of what `experiment` returns when it takes its luck from here."""
+        """Return the exact distribution of the results of `experiment`, which must use this random source."""
         found: dict[Outcome, Fraction] = defaultdict(Fraction)
         while True:
             self._at, self.weight = 0, Fraction(1)
@@ -85,13 +85,13 @@ class AllChances:
 
 
 def exact_distribution(law: Law) -> Distribution:
-    """A Distribution of fractions."""
+    """Return a Distribution whose probabilities are fractions."""
     probs: NDArray[Any] = np.array([Fraction(prob) for prob in law], object)
     return Distribution(np.arange(len(law)), probs)
 
 
 class ExactLogits:
-    """Stands where logits stand; each row knows its path and its law."""
+    """Logits whose rows are given by an exact distribution after each path."""
 
     def __init__(self, paths: Sequence[Path], table: Table) -> None:
         self.paths = list(paths)
@@ -115,7 +115,7 @@ class ExactLogits:
 
 
 class ExactSampler:
-    """A Sampler without a chain; it insists on standing where the row stands."""
+    """A sampler without processors. It asserts that its path is that of the row."""
 
     def __init__(self, history: Sequence[int] = (), greedy: bool = False) -> None:
         self.history = list(history)
@@ -128,7 +128,7 @@ class ExactSampler:
         del self.history[len(self.history) - count :]
 
     def distribution(self, logits: ExactLogits, row: int) -> Distribution:
-        assert tuple(self.history) == logits.paths[row], "the sampler stands elsewhere than the row"
+        assert tuple(self.history) == logits.paths[row], "the sampler's path is not that of the row"
         if self.greedy:
             return Distribution.point_mass(logits.greedy(row))
         return exact_distribution(logits.table(logits.paths[row]))
@@ -139,11 +139,11 @@ class ExactSampler:
 
 
 class ExactModel:
-    """A LanguageModel whose next-token laws are fractions. The first token is a root."""
+    """A LanguageModel whose next-token probabilities are fractions."""
 
     def __init__(self, table: Table, vocab_size: int, ends: bool = False) -> None:
         self.table = table
-        # One letter more than there is: nothing ends a reply.
+        # With one more id than the model has, no token ends a reply.
         self.vocabulary = LetterVocabulary(vocab_size + (0 if ends else 1))
         self.facts = ModelFacts(
             name="exact",
@@ -204,7 +204,7 @@ class ExactModel:
 
 
 def random_table(seed: int, vocab_size: int, zeros: float = 0.2) -> Table:
-    """Laws with small denominators that depend on the whole path, some tokens impossible."""
+    """Return random distributions of small fractions that depend on the whole path. Some are 0."""
 
     def table(path: Path) -> Law:
         dice = random.Random(f"{seed} {path}")
@@ -217,7 +217,7 @@ def random_table(seed: int, vocab_size: int, zeros: float = 0.2) -> Table:
 
 
 def chance_of(path: Path, table: Table, start: Path) -> Fraction:
-    """The probability that `table` goes on from `start` with `path`."""
+    """Return the probability of `path` after `start`."""
     chance = Fraction(1)
     for i, token in enumerate(path):
         chance *= table(start + path[:i])[token]
@@ -225,7 +225,7 @@ def chance_of(path: Path, table: Table, start: Path) -> Fraction:
 
 
 def assert_law(emitted: dict[Path, Fraction], table: Table, start: Path, vocab_size: int) -> None:
-    """The emitted tokens, continued by the table to equal length, follow the table exactly."""
+    """Assert that the emitted tokens, continued by the table to equal length, follow the table exactly."""
     length = max(map(len, emitted))
     for whole in product(range(vocab_size), repeat=length):
         got = sum(

@@ -1,4 +1,4 @@
-"""Every rule of acceptance gives the target's law, token for token, in exact arithmetic."""
+"""Acceptance rules emit exactly the target distribution, proven in exact arithmetic over all outcomes."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ RULES = [pytest.param(token_wise, id="token-wise"), pytest.param(block_wise, id=
 
 
 class FixedGuess(Drafter):
-    """A drafter that is certain, as an n-gram lookup is."""
+    """A drafter without probabilities, like an n-gram lookup."""
 
     name = "fixed"
 
@@ -63,7 +63,7 @@ class FixedGuess(Drafter):
 def one_round(
     rule: Rule, target: Table, propose: Callable[[ExactSampler, Any], TokenTree], greedy: bool = False
 ) -> dict[Path, Fraction]:
-    """The law of what one round emits."""
+    """Return the exact distribution of the tokens that one round emits."""
     chance = AllChances()
     acceptance = rule(chance)
 
@@ -84,7 +84,7 @@ def model_drafter(draft: Table, **options: Any) -> ModelDrafter:
 
 
 def proposal(make: Callable[[], Any], depth: int) -> Callable[[ExactSampler, Any], TokenTree]:
-    """What a fresh drafter proposes after the root."""
+    """Return the tree that a fresh drafter proposes after the root."""
 
     def propose(sampler: ExactSampler, acceptance: Any) -> TokenTree:
         drafter = make()
@@ -96,26 +96,26 @@ def proposal(make: Callable[[], Any], depth: int) -> Callable[[ExactSampler, Any
 
 
 class TestOneRound:
-    """The production drafters, merge and rules, one round at a time."""
+    """One round with the production drafters, merging and acceptance rules."""
 
     @pytest.mark.parametrize("rule", RULES)
     @pytest.mark.parametrize("guess", [(0,), (2,), (1, 1), (2, 0, 1), (0, 0, 0, 0)])
     @pytest.mark.parametrize("seed", range(4))
-    def test_point_masses(self, rule: Rule, guess: Path, seed: int) -> None:
+    def test_drafts_without_probabilities(self, rule: Rule, guess: Path, seed: int) -> None:
         target = random_table(seed, 3)
         assert_law(one_round(rule, target, lambda *_: TokenTree.chain(0, guess)), target, ROOT, 3)
 
     @pytest.mark.parametrize("rule", RULES)
     @pytest.mark.parametrize("depth", [1, 2, 3])
     @pytest.mark.parametrize("seed", range(4))
-    def test_chain_of_a_model(self, rule: Rule, depth: int, seed: int) -> None:
+    def test_chain_of_a_draft_model(self, rule: Rule, depth: int, seed: int) -> None:
         target, draft = random_table(seed, 3), random_table(seed + 100, 3)
         emitted = one_round(rule, target, proposal(lambda: model_drafter(draft), depth))
         assert_law(emitted, target, ROOT, 3)
 
     @pytest.mark.parametrize("rule", RULES)
     @pytest.mark.parametrize("seed", [0, 1, 2, 4, 5, 6])
-    def test_stopping_by_what_was_drawn(self, rule: Rule, seed: int) -> None:
+    def test_chain_whose_length_depends_on_drawn_tokens(self, rule: Rule, seed: int) -> None:
         target, draft = random_table(seed, 3), random_table(seed + 102, 3, zeros=0)
         confidence = float(max(draft(ROOT))) - 1e-9
         lengths = set()
@@ -131,8 +131,10 @@ class TestOneRound:
     @pytest.mark.parametrize("rule", RULES)
     @pytest.mark.parametrize("branches", [(), (2, 2)])
     @pytest.mark.parametrize("seed", range(4))
-    def test_stopping_at_an_end_of_the_reply(self, rule: Rule, branches: tuple[int, ...], seed: int) -> None:
-        """Nothing is drafted after the last letter, which says that the reply is over."""
+    def test_nothing_is_drafted_after_an_end_token(
+        self, rule: Rule, branches: tuple[int, ...], seed: int
+    ) -> None:
+        """The last token id ends a reply, so drafts stop there."""
         target, draft = random_table(seed, 3), random_table(seed + 100, 3, zeros=0)
 
         def ending() -> Any:
@@ -151,7 +153,7 @@ class TestOneRound:
         assert_law(emitted, target, ROOT, 3)
 
     @pytest.mark.parametrize("seed", range(3))
-    def test_siblings_with_stopping_by_what_was_drawn(self, seed: int) -> None:
+    def test_siblings_of_a_tree_whose_depth_depends_on_drawn_tokens(self, seed: int) -> None:
         target, draft = random_table(seed, 3), random_table(seed + 100, 3, zeros=0)
         propose = proposal(lambda: model_drafter(draft, branches=(2, 2), min_confidence=0.34), 3)
         assert_law(one_round(block_wise, target, propose), target, ROOT, 3)
@@ -159,7 +161,9 @@ class TestOneRound:
     @pytest.mark.parametrize("guess", [(0,), (1, 1), (2, 0), (0, 1, 2)])
     @pytest.mark.parametrize("branches", [(), (2,), (2, 2)])
     @pytest.mark.parametrize("seed", range(3))
-    def test_merged_with_a_certain_guess(self, guess: Path, branches: tuple[int, ...], seed: int) -> None:
+    def test_draft_model_merged_with_a_deterministic_draft(
+        self, guess: Path, branches: tuple[int, ...], seed: int
+    ) -> None:
         target, draft = random_table(seed, 3), random_table(seed + 100, 3)
 
         def both() -> CombinedDrafter:
@@ -172,8 +176,10 @@ class TestOneRound:
     @pytest.mark.parametrize("limits", [(2, 9), (3, 9), (9, 2), (4, 1)])
     @pytest.mark.parametrize("guess", [(0,), (1, 1), (2, 0)])
     @pytest.mark.parametrize("seed", range(2))
-    def test_cut_down_to_what_a_pass_takes(self, limits: tuple[int, int], guess: Path, seed: int) -> None:
-        """Near the end of the context a part of the draft is cut off, and not by luck."""
+    def test_tree_pruned_to_the_limits_of_a_pass(
+        self, limits: tuple[int, int], guess: Path, seed: int
+    ) -> None:
+        """Near the end of the context, drafts are pruned independently of their tokens."""
         target, draft = random_table(seed, 3), random_table(seed + 100, 3)
 
         def propose(sampler: ExactSampler, acceptance: Any) -> TokenTree:
@@ -197,21 +203,21 @@ class TestOneRound:
 
     @pytest.mark.parametrize("rule", RULES)
     @pytest.mark.parametrize("depth", [1, 3])
-    def test_a_draft_equal_to_the_target_is_accepted_whole(self, rule: Rule, depth: int) -> None:
+    def test_a_draft_equal_to_the_target_is_fully_accepted(self, rule: Rule, depth: int) -> None:
         target = random_table(7, 3)
         emitted = one_round(rule, target, proposal(lambda: model_drafter(target), depth))
         assert {len(tokens) for tokens in emitted} == {depth + 1}
 
 
 class TestBlockVerification:
-    """Sun et al. (arXiv 2403.10444): never fewer accepted tokens than token by token."""
+    """Block verification (arXiv 2403.10444) never accepts fewer tokens than token-wise verification."""
 
     @staticmethod
     def expected(emitted: dict[Path, Fraction]) -> Fraction:
         return sum((len(tokens) * weight for tokens, weight in emitted.items()), Fraction(0))
 
     @pytest.mark.parametrize("depth", [2, 3])
-    def test_accepts_at_least_as_much(self, depth: int) -> None:
+    def test_block_verification_accepts_at_least_as_many_tokens(self, depth: int) -> None:
         better = 0
         for seed in range(12):
             target, draft = random_table(seed, 3), random_table(seed + 100, 3)
@@ -223,8 +229,8 @@ class TestBlockVerification:
         assert better >= 6, "block verification should help more often than not"
 
 
-class TestWholeLoop:
-    """Several rounds through `decode`: what one round leaves behind must not tilt the next."""
+class TestSeveralRounds:
+    """Several rounds of `decode`: the state after one round must not bias the next."""
 
     MAX_TOKENS = 3
 
@@ -260,7 +266,7 @@ class TestWholeLoop:
         assert {len(tokens) for tokens in emitted} == {self.MAX_TOKENS}
         assert_law(emitted, target, ROOT, 2)
 
-    def test_model_and_a_certain_guess(self) -> None:
+    def test_draft_model_with_a_deterministic_draft(self) -> None:
         target, draft = random_table(5, 2, zeros=0), random_table(6, 2, zeros=0)
 
         def both() -> CombinedDrafter:
@@ -269,8 +275,8 @@ class TestWholeLoop:
         assert_law(self.run(block_wise, target, both, 2), target, ROOT, 2)
 
 
-class TestTheProofCanFail:
-    """Wrong rules of the kind that are easily written; each must be caught."""
+class TestWrongRulesAreDetected:
+    """Typical mistakes in acceptance rules. Each must change the distribution."""
 
     def refuted(self, propose: Callable[[ExactSampler, Any], TokenTree], rule: Rule = block_wise) -> bool:
         for seed in range(4):
@@ -291,8 +297,8 @@ class TestTheProofCanFail:
 
         assert self.refuted(propose)
 
-    def test_a_draft_dropped_because_it_was_too_wide(self) -> None:
-        """Two drafters that agree make a narrower tree than two that do not."""
+    def test_dropping_a_draft_because_it_was_too_wide(self) -> None:
+        """Two drafters that agree give a narrower tree than two that differ."""
         draft = random_table(102, 3, zeros=0)
 
         def propose(sampler: ExactSampler, acceptance: Any) -> TokenTree:
@@ -302,7 +308,7 @@ class TestTheProofCanFail:
 
         assert self.refuted(propose)
 
-    def test_a_law_the_draft_was_not_drawn_from(self) -> None:
+    def test_draft_probs_that_the_draft_was_not_drawn_from(self) -> None:
         draft, other = random_table(100, 3, zeros=0), random_table(101, 3, zeros=0)
 
         def propose(sampler: ExactSampler, acceptance: Any) -> TokenTree:
@@ -311,7 +317,7 @@ class TestTheProofCanFail:
 
         assert self.refuted(propose)
 
-    def test_siblings_drawn_without_replacement_but_judged_as_if_with(self) -> None:
+    def test_siblings_without_replacement_accepted_as_if_with_replacement(self) -> None:
         draft = random_table(100, 3, zeros=0)
 
         def propose(sampler: ExactSampler, acceptance: Any) -> TokenTree:
@@ -321,8 +327,8 @@ class TestTheProofCanFail:
 
         assert self.refuted(propose)
 
-    def test_a_block_that_is_one_only_when_two_drafters_agree(self) -> None:
-        """Block verification spends on one draft what it saves on another: it must not be chosen by luck."""
+    def test_a_chain_that_arises_only_if_two_drafters_agree(self) -> None:
+        """Block verification is only unbiased if it is chosen before tokens are drawn."""
         draft = random_table(100, 3, zeros=0)
 
         def propose(sampler: ExactSampler, acceptance: Any) -> TokenTree:
@@ -335,8 +341,8 @@ class TestTheProofCanFail:
         assert self.refuted(propose)
 
 
-def test_zero_weight_never_reaches_the_walk() -> None:
-    """A law with fewer tokens than branches gives fewer children, not impossible ones."""
+def test_tokens_of_probability_zero_are_never_drafted() -> None:
+    """A distribution with fewer tokens than branches gives fewer children."""
     chance = AllChances()
     law = exact_distribution([Fraction(0), Fraction(1), Fraction(0)])
     assert chance.outcomes(lambda: tuple(chance.sample_distinct(law, 3))) == {(1,): 1}

@@ -1,4 +1,4 @@
-"""Invariant mode: for a seed the text does not depend on the drafter, its length, or its malice."""
+"""Invariant mode: for a given seed, no drafter and no draft length changes the text."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class TestEveryDrafter:
                         )
                         assert got.tokens == expected.tokens
 
-    def test_a_draft_equal_to_the_target_is_always_right(self, sampling: dict[str, Any]) -> None:
+    def test_a_draft_equal_to_the_target_is_always_accepted(self, sampling: dict[str, Any]) -> None:
         forever = sampling | {"logit_bias": sampling.get("logit_bias", {}) | {END: -np.inf}}
         with runtime(table(4), table(4)) as pair:
             for draft_length in (1, 4, 7):
@@ -77,13 +77,13 @@ class TestEveryDrafter:
                 assert reply.stats.acceptance_rate == 1.0
                 assert reply.stats.target_passes == -(-64 // (draft_length + 1))
 
-    def test_a_target_that_cannot_branch(self, sampling: dict[str, Any]) -> None:
+    def test_a_target_without_tree_support(self, sampling: dict[str, Any]) -> None:
         expected = plain(2, seed=1, max_tokens=60, **sampling)
         with runtime(table(2, tree=False), near(table(2), 3), branches=(3, 2)) as pair:
             got = pair.generate(PROMPT, method="model+ngram", seed=1, max_tokens=60, **sampling)
         assert got.tokens == expected.tokens
 
-    def test_a_target_that_cannot_go_back(self, sampling: dict[str, Any]) -> None:
+    def test_a_target_without_rollback(self, sampling: dict[str, Any]) -> None:
         expected = plain(2, seed=1, max_tokens=60, **sampling)
         with runtime(table(2, rollback=False)) as alone:
             got = alone.generate(PROMPT, method="ngram", seed=1, max_tokens=60, **sampling)
@@ -141,7 +141,7 @@ def test_a_hostile_drafter_changes_nothing(
 @settings(max_examples=200, deadline=None)
 @given(st.data())
 def test_any_drafter_changes_nothing(data: st.DataObject) -> None:
-    """Hypothesis plays the drafter."""
+    """Hypothesis chooses the drafts."""
     expected = plain(1, seed=5, max_tokens=12, temperature=0.9)
 
     def say(tokens: list[int], draft_length: int) -> TokenTree:
@@ -156,7 +156,7 @@ def test_any_drafter_changes_nothing(data: st.DataObject) -> None:
 
 
 class TestEndsInsideADraft:
-    """A draft that is right may go past the end of the reply; the reply may not."""
+    """A correct draft may extend beyond the end of the reply, but the reply must end there."""
 
     @staticmethod
     def both(options: dict[str, Any], draft_length: int, **table_options: Any) -> tuple[Reply, Reply]:
@@ -178,7 +178,7 @@ class TestEndsInsideADraft:
         return expected, got
 
     @pytest.mark.parametrize("draft_length", range(1, 17))
-    def test_the_end_of_the_reply(self, draft_length: int) -> None:
+    def test_end_token_inside_a_draft(self, draft_length: int) -> None:
         expected, got = self.both({"seed": 2, "temperature": 1.2}, draft_length)
         assert expected.finish_reason == "stop"
         assert expected.tokens[-1] == END
@@ -188,13 +188,13 @@ class TestEndsInsideADraft:
 
     @pytest.mark.parametrize("draft_length", range(1, 17))
     @pytest.mark.parametrize("max_tokens", [1, 2, 5, 6])
-    def test_the_most_tokens(self, draft_length: int, max_tokens: int) -> None:
+    def test_max_tokens_inside_a_draft(self, draft_length: int, max_tokens: int) -> None:
         expected, got = self.both({"seed": 2, "max_tokens": max_tokens}, draft_length)
         assert len(got.tokens) == max_tokens
         assert (got.tokens, got.text, got.finish_reason) == (expected.tokens, expected.text, "length")
 
     @pytest.mark.parametrize("draft_length", [1, 3, 8, 16])
-    def test_a_stop_string(self, draft_length: int) -> None:
+    def test_stop_string_inside_a_draft(self, draft_length: int) -> None:
         with runtime(table(3)) as alone:
             text = alone.generate(PROMPT, seed=2, max_tokens=40, temperature=1.2).text
         for length in (1, 2, 3):
@@ -204,7 +204,7 @@ class TestEndsInsideADraft:
             assert got.text == text[: text.index(stop)]
 
     @pytest.mark.parametrize("draft_length", range(1, 17))
-    def test_the_end_of_the_context(self, draft_length: int) -> None:
+    def test_end_of_the_context_inside_a_draft(self, draft_length: int) -> None:
         options = {"seed": 2, "logit_bias": {END: -np.inf}}
         expected, got = self.both(options, draft_length, context_tokens=16)
         assert (got.tokens, got.text, got.finish_reason) == (expected.tokens, expected.text, "length")
@@ -226,7 +226,7 @@ class TestEndsInsideADraft:
 
 
 class TestManyReplies:
-    """One runtime, reply after reply in any order: nothing carries over but the cache."""
+    """Several replies of one runtime in any order: only the KV cache carries over."""
 
     @settings(max_examples=60, deadline=None)
     @given(
@@ -242,7 +242,7 @@ class TestManyReplies:
             max_size=8,
         )
     )
-    def test_any_sequence(self, requests: list[tuple[str, str, int, float, str, int]]) -> None:
+    def test_any_sequence_of_requests(self, requests: list[tuple[str, str, int, float, str, int]]) -> None:
         # What a combination drafts follows what came true before, and drawn tokens what was drafted.
         requests = [
             request

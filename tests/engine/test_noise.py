@@ -1,4 +1,4 @@
-"""The counter-based noise: uniform, independent, the same whichever way it is asked for."""
+"""The counter-based noise is uniform, independent and the same for scalar and vector calls."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ COUNT = 20_000
 
 
 def _uniforms(which: str) -> NDArray[np.float64]:
-    """Numbers that differ in one word of the counter only."""
+    """Return numbers whose counters differ in one word only."""
     ask: Callable[[int], float] = {
         "token": lambda i: uniform(5, Stream.TOKEN, 17, i),
         "position": lambda i: uniform(5, Stream.TOKEN, i, 17),
@@ -29,10 +29,10 @@ def _uniforms(which: str) -> NDArray[np.float64]:
 
 @pytest.mark.parametrize("which", ["token", "position", "seed", "large seed", "stream and position"])
 class TestUniformity:
-    def test_every_word_of_the_counter_gives_uniform_numbers(self, which: str) -> None:
+    def test_numbers_are_uniform_along_every_word_of_the_counter(self, which: str) -> None:
         assert stats.kstest(_uniforms(which), "uniform").pvalue > 1e-4
 
-    def test_neighbours_are_independent(self, which: str) -> None:
+    def test_successive_numbers_are_independent(self, which: str) -> None:
         numbers = _uniforms(which)
         for lag in (1, 2, 3, 4, 64):
             grid, _, _ = np.histogram2d(numbers[:-lag], numbers[lag:], bins=8, range=[[0, 1], [0, 1]])
@@ -45,8 +45,8 @@ class TestUniformity:
             assert stats.binomtest(ones, COUNT).pvalue > 1e-5
 
 
-def test_streams_share_nothing() -> None:
-    """The same counter in two streams: independent numbers."""
+def test_streams_are_independent() -> None:
+    """The same counter gives independent numbers in two streams."""
     columns = [[uniform(3, stream, i, 0) for i in range(COUNT)] for stream in Stream]
     for a in range(4):
         for b in range(a):
@@ -62,14 +62,14 @@ def test_the_scalar_and_the_vector_version_agree() -> None:
                 np.testing.assert_array_equal(gumbel(seed, stream, position, tokens), -np.log(-np.log(units)))
 
 
-def test_no_hash_gives_zero_or_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A 0 or a 1 would be infinite Gumbel noise: a token that always or never wins."""
+def test_extreme_hashes_stay_between_zero_and_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A 0 or 1 would give infinite Gumbel noise, so that a token always or never wins."""
     for word in (0, 1, (1 << 64) - 1, (1 << 64) - 2):
         monkeypatch.setattr(noise, "_mix", lambda _, word=word: word)
         assert 0.0 < uniform(0, Stream.TOKEN, 0) < 1.0
 
 
-def test_the_noise_of_a_token_does_not_depend_on_the_others_asked_for() -> None:
+def test_the_noise_of_a_token_does_not_depend_on_other_tokens() -> None:
     whole = gumbel(9, Stream.TOKEN, 4, np.arange(1000))
     some = np.array([3, 500, 999])
     np.testing.assert_array_equal(gumbel(9, Stream.TOKEN, 4, some), whole[some])

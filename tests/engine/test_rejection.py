@@ -1,4 +1,4 @@
-"""Rejection mode with real dice on tables: what is emitted follows the target's law.
+"""Rejection mode with random draws on tables: replies follow the target distribution.
 
 A G-test for every sampler, drafter and rule, corrected for their number; and wrong rules, which it
 must catch.
@@ -81,7 +81,7 @@ DRAFTERS: dict[str, Callable[[], Drafter]] = {
 def replies(
     rule: Callable[[int], Acceptance], drafter: Drafter, sampling: dict[str, Any], count: int = REPLIES
 ) -> Iterator[tuple[int, ...]]:
-    """Many replies of LENGTH tokens, each with its own seed."""
+    """Generate many replies of LENGTH tokens, each with its own seed."""
     model = target()
     params = SamplingParams(**{"temperature": 1.0} | sampling)
     for seed in range(count):
@@ -105,7 +105,7 @@ def replies(
 
 
 def exact_law(sampling: dict[str, Any]) -> dict[tuple[int, ...], float]:
-    """The law of the first LENGTH tokens by plain passes."""
+    """Return the exact distribution of the first LENGTH tokens in plain decoding."""
     model = target()
     params = SamplingParams(**{"temperature": 1.0} | sampling)
     law: dict[tuple[int, ...], float] = {(): 1.0}
@@ -123,7 +123,7 @@ def exact_law(sampling: dict[str, Any]) -> dict[tuple[int, ...], float]:
 
 
 def g_test(drawn: Counter[tuple[int, ...]], law: dict[tuple[int, ...], float]) -> float:
-    """The p-value of the counts; impossible replies have none. Rare replies share a bin."""
+    """Return the p-value of the counts, 0 if an impossible reply occurred. Rare replies share a bin."""
     if any(law.get(reply, 0.0) == 0.0 for reply in drawn):
         return 0.0
     total = drawn.total()
@@ -150,7 +150,7 @@ QUICK = [case for case in CASES if case[2] == "rejection" or case[0] in ("open",
 
 
 @pytest.mark.parametrize(("sampler", "drafter", "rule"), QUICK, ids=[", ".join(case) for case in QUICK])
-def test_replies_follow_the_law(sampler: str, drafter: str, rule: str) -> None:
+def test_replies_follow_the_target_distribution(sampler: str, drafter: str, rule: str) -> None:
     drawn = Counter(replies(RULES[rule], DRAFTERS[drafter](), SAMPLERS[sampler]))
     # Bonferroni over all cases; the seeds are fixed, so that this passes always or never.
     assert g_test(drawn, exact_law(SAMPLERS[sampler])) > SIGNIFICANT / len(CASES)
@@ -158,13 +158,13 @@ def test_replies_follow_the_law(sampler: str, drafter: str, rule: str) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize(("sampler", "drafter", "rule"), CASES, ids=[", ".join(case) for case in CASES])
-def test_very_many_replies_follow_the_law(sampler: str, drafter: str, rule: str) -> None:
+def test_very_many_replies_follow_the_target_distribution(sampler: str, drafter: str, rule: str) -> None:
     drawn = Counter(replies(RULES[rule], DRAFTERS[drafter](), SAMPLERS[sampler], MANY_REPLIES))
     assert g_test(drawn, exact_law(SAMPLERS[sampler])) > SIGNIFICANT / len(CASES)
 
 
 class _Leaky(Rejection):
-    """Takes the token of a rejection from the target, not from the residual."""
+    """A wrong rule that samples the correction from the target instead of the residual."""
 
     def accept(self, tree: TokenTree, logits: Any, sampler: Sampler) -> Any:
         verdict = super().accept(tree, logits, sampler)
@@ -178,7 +178,7 @@ class _Leaky(Rejection):
 
 
 class _Blind(Rejection):
-    """Forgets that penalties see the tokens drafted before."""
+    """A wrong rule whose penalties ignore earlier draft tokens."""
 
     def accept(self, tree: TokenTree, logits: Any, sampler: Sampler) -> Any:
         pushed = sampler.push
@@ -189,7 +189,7 @@ class _Blind(Rejection):
 
 
 class _OneStream(RandomDraws):
-    """Uses the number that drew a draft to accept it, too."""
+    """A wrong random source that uses one number for drafting and accepting."""
 
     def bernoulli(self, probability: float) -> bool:
         self._counters = dict.fromkeys(self._counters, 0)
@@ -212,46 +212,48 @@ WRONG: dict[str, tuple[Callable[[int], Acceptance], str, str]] = {
 
 
 @pytest.mark.parametrize(("rule", "drafter", "sampler"), WRONG.values(), ids=WRONG.keys())
-def test_a_wrong_rule_is_caught(rule: Callable[[int], Acceptance], drafter: str, sampler: str) -> None:
-    """A test that cannot fail is no test; it has as few replies to see it as the test above."""
+def test_a_wrong_rule_is_detected(rule: Callable[[int], Acceptance], drafter: str, sampler: str) -> None:
+    """Each mistake must be detected with as few replies as the test above uses."""
     drawn = Counter(replies(rule, DRAFTERS[drafter](), SAMPLERS[sampler]))
     assert g_test(drawn, exact_law(SAMPLERS[sampler])) < SIGNIFICANT / len(CASES)
 
 
-class TestDice:
-    """Every decision has a number of its own."""
+class TestRandomDraws:
+    """Random draws are fair and use a new number for every decision."""
 
     LAW = Distribution(np.arange(4), np.array([0.1, 0.2, 0.3, 0.4]))
 
-    def test_coins(self) -> None:
-        dice = RandomDraws(1)
-        heads = sum(dice.bernoulli(0.3) for _ in range(20_000))
+    def test_bernoulli(self) -> None:
+        draws = RandomDraws(1)
+        heads = sum(draws.bernoulli(0.3) for _ in range(20_000))
         assert stats.binomtest(heads, 20_000, 0.3).pvalue > 1e-4
-        assert all(dice.bernoulli(1) for _ in range(1000))
-        assert not any(dice.bernoulli(0) for _ in range(1000))
+        assert all(draws.bernoulli(1) for _ in range(1000))
+        assert not any(draws.bernoulli(0) for _ in range(1000))
 
-    def test_picks(self) -> None:
-        dice = RandomDraws(2)
-        counts = Counter(dice.sample(self.LAW) for _ in range(20_000))
+    def test_sample(self) -> None:
+        draws = RandomDraws(2)
+        counts = Counter(draws.sample(self.LAW) for _ in range(20_000))
         assert stats.chisquare([counts[i] for i in range(4)], self.LAW.probs * 20_000).pvalue > 1e-4
 
-    def test_orders(self) -> None:
-        dice = RandomDraws(3)
-        counts = Counter(tuple(dice.sample_distinct(self.LAW, 2)) for _ in range(20_000))
+    def test_sample_distinct(self) -> None:
+        draws = RandomDraws(3)
+        counts = Counter(tuple(draws.sample_distinct(self.LAW, 2)) for _ in range(20_000))
         probs = self.LAW.probs
         law = {(i, j): probs[i] * probs[j] / (1 - probs[i]) for i, j in product(range(4), repeat=2) if i != j}
         assert stats.chisquare([counts[p] for p in law], [p * 20_000 for p in law.values()]).pvalue > 1e-4
 
-    def test_what_was_drawn_says_nothing_about_what_is_accepted_or_recovered(self) -> None:
+    def test_drafting_accepting_and_recovery_are_independent(self) -> None:
         grid: NDArray[np.int64] = np.zeros((4, 2, 4), np.int64)
         for seed in range(20_000):
-            dice = RandomDraws(seed)
-            grid[dice.sample_distinct(self.LAW, 1)[0], int(dice.bernoulli(0.5)), dice.sample(self.LAW)] += 1
+            draws = RandomDraws(seed)
+            grid[
+                draws.sample_distinct(self.LAW, 1)[0], int(draws.bernoulli(0.5)), draws.sample(self.LAW)
+            ] += 1
         for a, b in ((0, 1), (0, 2), (1, 2)):
             other = 3 - a - b
             assert stats.chi2_contingency(grid.sum(axis=other)).pvalue > 1e-4
 
-    def test_impossible_tokens_are_never_proposed_nor_picked(self) -> None:
+    def test_impossible_tokens_are_never_drawn(self) -> None:
         tiny = SamplingParams(temperature=0.002, top_k=0, top_p=1.0, min_p=0.0)
         logits = HostLogits(np.array([[1.0, 5.0, 4.9, -3.0]], np.float32))
         for seed in range(200):

@@ -1,4 +1,4 @@
-"""The sampler chain against a slow reference over the whole vocabulary, and what keeps it in step."""
+"""The sampler compared with a slow reference over the whole vocabulary, and its push and pop."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ quarters = st.integers(-24, 24).map(lambda n: n / 4)
 
 @st.composite
 def rows(draw: st.DrawFn) -> NDArray[np.float32]:
-    """A row of logits with ties; sometimes a few tokens the model rules out."""
+    """Draw a row of logits with ties and sometimes with tokens at -inf."""
     size = draw(st.integers(2, VOCAB))
     seed = draw(st.integers(0, 2**32 - 1))
     random = np.random.default_rng(seed)
@@ -60,7 +60,7 @@ histories = st.lists(st.integers(0, VOCAB + 20), max_size=12)
 
 
 def reference(row: NDArray[np.float32], params: SamplingParams, history: Sequence[int]) -> dict[int, float]:
-    """The law by the book: one Python number for every token, filters in their stated order."""
+    """Compute the distribution in plain Python over all tokens, filters in documented order."""
     width = len(history) if params.penalty_window < 0 else min(len(history), params.penalty_window)
     counts = Counter(history[len(history) - width :])
     logits = {}
@@ -115,7 +115,9 @@ def _held(
 class TestAgainstTheReference:
     @settings(max_examples=600, deadline=None)
     @given(rows(), settings_of(), histories)
-    def test_the_law(self, row: NDArray[np.float32], params: SamplingParams, history: list[int]) -> None:
+    def test_distribution_equals_the_reference(
+        self, row: NDArray[np.float32], params: SamplingParams, history: list[int]
+    ) -> None:
         expected = reference(row, params, history)
         law = Sampler(params, 0, history).distribution(HostLogits(row[None]), 0)
         assert np.all(np.diff(law.tokens) > 0)
@@ -126,7 +128,7 @@ class TestAgainstTheReference:
 
     @settings(max_examples=300, deadline=None)
     @given(rows(), settings_of(), histories, st.integers(0, 2**63 - 1))
-    def test_the_token(
+    def test_token_equals_the_reference(
         self, row: NDArray[np.float32], params: SamplingParams, history: list[int], seed: int
     ) -> None:
         expected = reference(row, params, history)
@@ -150,7 +152,7 @@ class TestAgainstTheReference:
 
     @pytest.mark.parametrize("size", [63, 64, 65, 1000, 8192, 50_001])
     @pytest.mark.parametrize("count", [1, 2, 40, 64, 700])
-    def test_top_holds_the_best_and_every_tie(self, size: int, count: int) -> None:
+    def test_top_returns_the_largest_logits_and_all_ties(self, size: int, count: int) -> None:
         random = np.random.default_rng(size * count)
         row = (random.integers(-200, 200, size) / 8).astype(np.float32)
         tokens, values = HostLogits(row[None]).top(0, count)
@@ -162,7 +164,9 @@ class TestAgainstTheReference:
     @settings(max_examples=200, deadline=None)
     @given(st.integers(0, 2**32 - 1), st.floats(0, 50), st.sampled_from([1.0, 40.0, 3000.0]))
     @example(seed=1, margin=0.0, scale=3000.0)
-    def test_above_loses_nothing_at_its_edge(self, seed: int, margin: float, scale: float) -> None:
+    def test_above_includes_logits_exactly_at_the_margin(
+        self, seed: int, margin: float, scale: float
+    ) -> None:
         row = (np.random.default_rng(seed).normal(size=500) * scale).astype(np.float32)
         tokens, _ = HostLogits(row[None]).above(0, margin)
         wanted = np.flatnonzero(row.astype(np.float64) >= float(row.max()) - margin)
@@ -170,7 +174,7 @@ class TestAgainstTheReference:
 
 
 class TestPushAndPop:
-    """A walk down the draft and back leaves no trace; what it sees is what a fresh sampler would see."""
+    """After any push and pop, the sampler equals a new one at the same path."""
 
     @settings(max_examples=200, deadline=None)
     @given(rows(), settings_of(), histories, st.lists(st.integers(0, VOCAB), max_size=12))
@@ -196,7 +200,7 @@ class TestPushAndPop:
         histories,
         st.lists(st.one_of(st.integers(0, VOCAB), st.just(-1)), max_size=24),
     )
-    def test_any_walk_equals_a_fresh_start_at_its_end(
+    def test_any_walk_equals_a_new_sampler_at_its_end(
         self, row: NDArray[np.float32], params: SamplingParams, history: list[int], walk: list[int]
     ) -> None:
         sampler, path = Sampler(params, 1, history), list(history)
@@ -225,7 +229,7 @@ class TestPushAndPop:
         assert sampler.token(logits, 0) == 0
 
 
-class TestBadNumbers:
+class TestInvalidNumbers:
     @pytest.mark.parametrize("bad", [math.nan, -math.inf, math.inf])
     @pytest.mark.parametrize(
         "options",
@@ -237,9 +241,7 @@ class TestBadNumbers:
             {"top_k": 0, "top_p": 0.9, "min_p": 0.0},
         ],
     )
-    def test_a_model_that_computes_nonsense_is_told_and_not_followed(
-        self, bad: float, options: dict[str, float]
-    ) -> None:
+    def test_non_finite_logits_raise_an_error(self, bad: float, options: dict[str, float]) -> None:
         logits = HostLogits(np.full((1, 300), bad, np.float32))
         sampler = Sampler(SamplingParams(**options), 0, [1])  # type: ignore[arg-type]
         with pytest.raises(BackendError, match="not numbers"):
@@ -277,7 +279,7 @@ class TestBadNumbers:
             {"logit_bias": None},
         ],
     )
-    def test_absurd_settings_are_refused_in_one_line(self, options: dict[str, object]) -> None:
+    def test_invalid_settings_raise_a_one_line_error(self, options: dict[str, object]) -> None:
         with pytest.raises(OptionError) as caught:
             SamplingParams(**options)  # type: ignore[arg-type]
         assert next(iter(options)) in str(caught.value)

@@ -1,4 +1,4 @@
-"""What is timed: every second of a round is some phase's, and what is the pass's own goes to it."""
+"""Statistics of a reply: all time of a round belongs to a phase, overlapped time to the verify pass."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LAPS: tuple[Phase, ...] = ("draft", "verify", "sampling", "draft", "overhead", "
 
 
 class Hand:
-    """A clock that stands still until it is moved."""
+    """A clock that only advances when told to."""
 
     def __init__(self) -> None:
         self.seconds = 5.0
@@ -28,7 +28,7 @@ class Hand:
 
 
 class Slow:
-    """A target that always says 1 and a drafter that guesses so; each step takes a time of its own."""
+    """A target and a drafter that always give token 1. Each step takes a different time."""
 
     free_tokens = 100
 
@@ -69,7 +69,7 @@ def phases(stats: Stats) -> tuple[float, ...]:
     )
 
 
-def test_each_step_of_a_round_is_timed_as_what_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_step_of_a_round_is_timed_as_its_phase(monkeypatch: pytest.MonkeyPatch) -> None:
     hand = Hand()
     monkeypatch.setattr(loop, "RoundTimer", lambda: RoundTimer(hand))
     slow, stats = Slow(hand), Stats()
@@ -93,10 +93,10 @@ def test_each_step_of_a_round_is_timed_as_what_it_is(monkeypatch: pytest.MonkeyP
         hand.seconds += 1000.0  # the reader's own time is nobody's
     slow.cancelled = True
     assert next(steps).finish_reason == "cancelled"
-    assert phases(stats) == tuple(2 * seconds for seconds in one), "a round cut short is not counted"
+    assert phases(stats) == tuple(2 * seconds for seconds in one), "an unfinished round is not counted"
 
 
-def test_no_second_is_lost_and_only_booked_rounds_count() -> None:
+def test_phases_sum_to_the_round_and_unfinished_rounds_are_dropped() -> None:
     hand, stats = Hand(), Stats()
     clock = RoundTimer(hand)
     hand.seconds += 50.0

@@ -1,4 +1,4 @@
-"""The token tree: shape, lookups, cutting it down, and making it."""
+"""The token tree: shape, lookups, pruning and building."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ class TestShape:
 
 
 def path(tree: TokenTree, node: int) -> list[int]:
-    """The nodes after the root down to `node`."""
+    """Return the nodes from the root to `node`, without the root."""
     return [*path(tree, tree.parents[node]), node] if node else []
 
 
 class TestWalking:
     @given(trees(), st.data())
-    def test_tokens_are_followed_as_far_as_they_are_there(self, tree: TokenTree, data: st.DataObject) -> None:
+    def test_walk_follows_tokens_as_far_as_they_match(self, tree: TokenTree, data: st.DataObject) -> None:
         tokens = data.draw(st.lists(st.integers(-2, 9), max_size=5))
         walked = tree.walk(tokens)
         assert walked[0] == 0
@@ -54,7 +54,7 @@ class TestWalking:
             assert tree.child(walked[-1], tokens[len(walked) - 1]) is None
 
     @given(trees(), st.data())
-    def test_from_any_node(self, tree: TokenTree, data: st.DataObject) -> None:
+    def test_walk_from_any_node(self, tree: TokenTree, data: st.DataObject) -> None:
         node = data.draw(st.integers(0, tree.width - 1))
         tokens = [tree.tokens[at] for at in path(tree, node)]
         whole = tree.walk(tokens)
@@ -62,7 +62,7 @@ class TestWalking:
             assert tree.walk(tokens[i:], at) == whole[i:]
 
     @given(trees())
-    def test_the_same_nodes_in_another_order(self, tree: TokenTree) -> None:
+    def test_subtree_in_another_order(self, tree: TokenTree) -> None:
         order = sorted(range(tree.width), key=lambda node: (tree.depths[node], node))
         turned = tree.subtree(order)
         assert sorted(turned.depths) == list(turned.depths)
@@ -73,7 +73,7 @@ class TestWalking:
 
 class TestBuilding:
     @given(trees(), st.data())
-    def test_what_is_added_is_there(self, tree: TokenTree, data: st.DataObject) -> None:
+    def test_added_nodes_are_found(self, tree: TokenTree, data: st.DataObject) -> None:
         first = data.draw(st.integers(0, tree.width))
         built = TreeBuilder()
         for node in range(first):
@@ -88,7 +88,7 @@ class TestBuilding:
                 assert built.child(node, token) == tree.child(node, token)
 
     @given(st.lists(st.lists(st.integers(0, 2), max_size=4), max_size=6))
-    def test_paths_share_what_they_begin_with(self, paths: list[list[int]]) -> None:
+    def test_paths_share_common_prefixes(self, paths: list[list[int]]) -> None:
         built = TreeBuilder([9])
         ends = [built.add_path(0, tokens) for tokens in paths]
         tree = built.build(block_verifiable=True)
@@ -99,18 +99,18 @@ class TestBuilding:
         beginnings = {tuple(tokens[:i]) for tokens in paths for i in range(len(tokens) + 1)}
         assert tree.width == len(beginnings | {()})
 
-    def test_it_begins_with_a_chain(self) -> None:
+    def test_builder_can_start_with_a_chain(self) -> None:
         assert TreeBuilder([7, 1, 2]).build(block_verifiable=True) == TokenTree.chain(7, [1, 2])
         assert len(TreeBuilder()) == 0
 
-    def test_a_try_of_its_own_may_have_a_siblings_token(self) -> None:
+    def test_siblings_may_hold_the_same_token(self) -> None:
         built = TreeBuilder([9])
         assert (built.add(0, 1), built.add(0, 1), built.child(0, 1)) == (1, 2, 1)
 
 
 class TestPruning:
     @given(trees(), st.integers(0, 5), st.integers(1, 15), st.integers(1, 5))
-    def test_what_stays_fits_and_is_part_of_the_tree(
+    def test_pruned_tree_fits_the_limits_and_is_part_of_the_tree(
         self, tree: TokenTree, depth: int, width: int, branches: int
     ) -> None:
         cut = tree.pruned(8, depth, width, branches)
@@ -131,16 +131,16 @@ class TestPruning:
             whole.remove(path)
 
     @given(trees())
-    def test_what_fits_is_left_alone(self, tree: TokenTree) -> None:
+    def test_a_tree_within_the_limits_is_unchanged(self, tree: TokenTree) -> None:
         kept = tree.pruned(100, 20)
         if min(tree.tokens) >= 0:
             assert kept is tree
 
     @given(trees(), st.integers(0, 5), st.integers(1, 15), st.integers(1, 5), st.data())
-    def test_a_node_never_stays_or_goes_for_its_own_token(
+    def test_pruning_does_not_depend_on_the_token_of_a_node(
         self, tree: TokenTree, depth: int, width: int, branches: int, data: st.DataObject
     ) -> None:
-        """Only the tokens outside the vocabulary do; a law never covers them."""
+        """Tokens outside the vocabulary are the exception, because no distribution contains them."""
         tokens = tuple(abs(token) % 8 for token in tree.tokens)
         tree = TokenTree(tokens, tree.parents, tree.draft_probs)
         changed = TokenTree(
@@ -152,6 +152,6 @@ class TestPruning:
         )
 
     @pytest.mark.parametrize("block", [True, False])
-    def test_a_block_stays_a_block(self, block: bool) -> None:
+    def test_pruning_keeps_block_verifiable(self, block: bool) -> None:
         tree = TokenTree((1, 2, 3, 4), (-1, 0, 1, 2), (None,) * 4, block)
         assert tree.pruned(9, 2).block_verifiable is block

@@ -1,4 +1,4 @@
-"""The embedded pair, loaded once for a file, and its plain replies."""
+"""The demo models, loaded once per test file, and their replies without drafts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def demo() -> Iterator[Runtime]:
 
 @pytest.fixture(scope="module")
 def plain(demo: Runtime) -> Callable[..., Reply]:
-    """Plain replies, each made once."""
+    """Replies without drafts, each generated once."""
     made: dict[str, Reply] = {}
 
     def reply(prompt: str, **options: Any) -> Reply:

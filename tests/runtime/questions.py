@@ -1,4 +1,4 @@
-"""What the embedded pair is asked, and what replies must agree in."""
+"""Prompts for the demo models, and the comparison of replies."""
 
 from __future__ import annotations
 
@@ -10,6 +10,6 @@ REPEATS = "Repeat this: `tar -xzf archive.tar.gz` and `tar -czf archive.tar.gz` 
 
 
 def equal(got: Reply, expected: Reply) -> None:
-    """Tokens, text and the reason for the end."""
+    """Assert equal tokens, text and finish reason."""
     assert got.tokens == expected.tokens
     assert (got.text, got.finish_reason) == (expected.text, expected.finish_reason)

@@ -1,4 +1,4 @@
-"""`auto` says what plain decoding says, however its loss_limit, its clock and its user behave."""
+"""`auto` gives the tokens of plain decoding, whatever its loss limit and clock do."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class SlowDraft(ExactModel):
 
 
 class TestTheLaw:
-    """In rejection mode too a bound on time must not choose among drafts by what was drawn."""
+    """A time limit must not select among drafts by their drawn tokens, also in rejection mode."""
 
     @pytest.mark.parametrize("block", [True, False], ids=["block", "token-wise"])
     @pytest.mark.parametrize("branches", [(), (2,)], ids=str)
@@ -54,7 +54,7 @@ class TestTheLaw:
         ids=["slow draft", "dear width"],
     )
     @pytest.mark.parametrize("seed", range(2))
-    def test_a_draft_is_not_cut_by_its_own_luck(
+    def test_draft_length_does_not_depend_on_the_drawn_tokens(
         self,
         seed: int,
         pass_seconds: float,
@@ -120,7 +120,7 @@ class Ticks:
 
 
 class TestSameness:
-    """The policy on a clock by which guessing pays, and fails to: asleep, awake, cut short, read in parts."""
+    """The controller on a clock by which drafting sometimes saves time: paused, drafting and cut short."""
 
     @pytest.fixture(params=[0.0, 0.003], ids=["steady", "jumps"])
     def hurried(
@@ -138,7 +138,7 @@ class TestSameness:
             monkeypatch.setattr(target, "verify", ticks.slowly(target.verify))
             yield runtime
 
-    def test_methods_in_turn_and_replies_given_up(self, hurried: Runtime) -> None:
+    def test_methods_in_turn_with_abandoned_replies(self, hurried: Runtime) -> None:
         """Drafters of one draft model take turns on its memory, and find it as they left it or not at all."""
         dice, drafted = random.Random(1), 0
         for turn in range(40):

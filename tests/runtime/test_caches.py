@@ -1,4 +1,4 @@
-"""What the caches of a pair hold from reply to reply, also after a backend failed."""
+"""The KV caches of target and draft from reply to reply, also after a backend error."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.tables import PROMPT, near, runtime, table
 
 
 class Recording:
-    """A model that notes how many tokens each prefill got; everything else it passes on."""
+    """A model that records the number of tokens in each prefill."""
 
     def __init__(self, model: LanguageModel) -> None:
         self._model = model
@@ -71,7 +71,7 @@ class TestCacheReuse:
         assert sum(target.prefilled) == 0
         assert sum(draft.prefilled) <= 1
 
-    def test_what_was_forgotten_is_read_again(self, pair: tuple[Runtime, Recording, Recording]) -> None:
+    def test_cleared_cache_is_read_again(self, pair: tuple[Runtime, Recording, Recording]) -> None:
         runtime, target, draft = pair
         first = runtime.generate(REPEATS, max_tokens=20, method="model+ngram", seed=1)
         runtime.clear_cache()
@@ -95,7 +95,7 @@ class TestCacheReuse:
 
 
 class Failing:
-    """A model that fails at its n-th pass from now on; 0 is never."""
+    """A model that fails at its n-th pass from now on, or never if n is 0."""
 
     def __init__(self, model: LanguageModel) -> None:
         self._model = model
@@ -120,7 +120,7 @@ class Failing:
 
 class TestFailingBackends:
     @pytest.mark.parametrize("who", ["target", "draft"])
-    def test_the_reply_after_a_failure_is_right(self, who: str) -> None:
+    def test_reply_after_a_failure_is_unchanged(self, who: str) -> None:
         target: Any = Failing(table(1))
         draft: Any = Failing(near(table(1), 2))
         with runtime(target, draft) as pair:

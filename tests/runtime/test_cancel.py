@@ -1,4 +1,4 @@
-"""A reply is cancelled at any instant, and the next one is right."""
+"""Cancelling a reply at any time does not change the next one."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from tests.runtime.questions import HOWTO, REPEATS, equal
 
 
 def take(stream: edgespec.ReplyStream, count: int) -> None:
-    """Take so many pieces, or all where there are fewer."""
+    """Take this many chunks, or all if there are fewer."""
     for _ in islice(stream, count):
         pass
 
 
 class TestCancel:
-    """After a cancel at any instant the next reply is that of a runtime that never heard of it."""
+    """The reply after a cancel equals that of a fresh runtime."""
 
     OPTIONS: ClassVar[dict[str, Any]] = {
         "seed": 4,
@@ -39,7 +39,7 @@ class TestCancel:
         equal(demo.generate(prompt, **self.OPTIONS), expected)
 
     @pytest.mark.parametrize("count", [1, 2, 3, 5, 8])
-    def test_between_rounds(self, demo: Runtime, plain: Callable[..., Reply], count: int) -> None:
+    def test_cancel_between_rounds(self, demo: Runtime, plain: Callable[..., Reply], count: int) -> None:
         stream = demo.stream(REPEATS, **self.OPTIONS)
         take(stream, count)
         stream.cancel()
@@ -49,7 +49,7 @@ class TestCancel:
         assert stream.reply.tokens == whole.tokens[: len(stream.reply.tokens)]
         self.after(demo, plain)
 
-    def test_before_it_began(self, demo: Runtime, plain: Callable[..., Reply]) -> None:
+    def test_cancel_before_the_start(self, demo: Runtime, plain: Callable[..., Reply]) -> None:
         stream = demo.stream(REPEATS, **self.OPTIONS)
         stream.cancel()
         assert list(stream) == []
@@ -57,7 +57,7 @@ class TestCancel:
         assert stream.reply.tokens == ()
         self.after(demo, plain)
 
-    def test_after_its_end(self, demo: Runtime, plain: Callable[..., Reply]) -> None:
+    def test_cancel_after_the_end(self, demo: Runtime, plain: Callable[..., Reply]) -> None:
         stream = demo.stream(REPEATS, **self.OPTIONS)
         for _ in stream:
             pass
@@ -69,7 +69,7 @@ class TestCancel:
 
     @pytest.mark.parametrize("delay", [0.0, 0.001, 0.003, 0.006, 0.01, 0.02, 0.04])
     @pytest.mark.parametrize("through", ["stream", "runtime"])
-    def test_from_another_thread(
+    def test_cancel_from_another_thread(
         self, demo: Runtime, plain: Callable[..., Reply], delay: float, through: str
     ) -> None:
         long_prompt = "What does `ls` do? " * 40
@@ -86,16 +86,14 @@ class TestCancel:
         self.after(demo, plain)
         self.after(demo, plain, long_prompt)
 
-    def test_a_cancel_of_one_reply_is_not_one_of_the_next(
-        self, demo: Runtime, plain: Callable[..., Reply]
-    ) -> None:
+    def test_cancel_does_not_affect_the_next_reply(self, demo: Runtime, plain: Callable[..., Reply]) -> None:
         first = demo.stream(HOWTO, **self.OPTIONS)
         next(first)
         first.close()
         first.cancel()
         self.after(demo, plain)
 
-    def test_a_stream_dropped_without_a_word(self, demo: Runtime, plain: Callable[..., Reply]) -> None:
+    def test_stream_that_is_garbage_collected(self, demo: Runtime, plain: Callable[..., Reply]) -> None:
         stream = demo.stream(HOWTO, **self.OPTIONS)
         next(stream)
         del stream
@@ -113,7 +111,7 @@ class TestCancel:
         self.after(demo, plain)
 
     @pytest.mark.long
-    def test_at_very_many_instants(self, demo: Runtime, plain: Callable[..., Reply]) -> None:
+    def test_cancel_at_many_random_times(self, demo: Runtime, plain: Callable[..., Reply]) -> None:
         for i in range(300):
             stream = demo.stream(REPEATS if i % 2 else "What does `ls` do? " * 30, **self.OPTIONS)
             timer = threading.Timer(0.0004 * (i % 150), stream.cancel)
@@ -124,7 +122,7 @@ class TestCancel:
             self.after(demo, plain)
 
 
-def test_a_reply_given_up_at_the_end_of_the_process_says_nothing() -> None:
+def test_abandoned_reply_at_exit_prints_nothing() -> None:
     program = (
         "import edgespec\n"
         "runtime = edgespec.load('demo', 'none', context=256)\n"

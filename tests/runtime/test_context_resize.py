@@ -1,4 +1,4 @@
-"""Contexts grow in the middle of replies and chats: the tokens are those of plain decoding in a full one."""
+"""Contexts that grow during replies give the tokens of plain decoding in a full context."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ TWICE: dict[str, Any] = {"context": 1024, "max_tokens": 300}
 
 @pytest.fixture(autouse=True)
 def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Contexts begin smaller and grow with less room left, so that a short reply makes them grow."""
+    """Make contexts start smaller, so that a short reply makes them grow."""
     monkeypatch.setattr("edgespec.assembly.loading.INITIAL_CONTEXT_TOKENS", FIRST)
     for module in ("memory.context_resize", "session"):
         monkeypatch.setattr(f"edgespec.{module}.MIN_ROOM_TOKENS", 16)
 
 
 def ended(runtime: Runtime, prompt: list[int], **options: Any) -> Reply:
-    """A reply that no end cuts short."""
+    """A reply without an end-of-sequence token."""
     vocabulary = runtime.vocabulary
     never = {token: -math.inf for token in range(vocabulary.size) if vocabulary.is_end(token)}
     stream = runtime.stream_tokens(prompt, **{"max_tokens": SHORT, "seed": 3, "logit_bias": never, **options})
@@ -61,7 +61,7 @@ def check_same(
     max_tokens: int = SHORT,
     **options: Any,
 ) -> None:
-    """What is said while contexts grow is what plain decoding says in a full one."""
+    """Compare replies during context growth with plain decoding in a full context."""
     plain = {}
     options |= {"context": context}
     with edgespec.load(target, None, reserve_full_context=True, **options) as whole:
@@ -132,7 +132,7 @@ def test_an_mlx_draft_grows_by_itself() -> None:
         assert runtime.target.context_tokens == 512
 
 
-def test_a_window_begins_as_large_as_it_is() -> None:
+def test_sliding_window_cache_starts_at_full_size() -> None:
     with edgespec.load("demo", "demo-draft", context=1024, draft_window=512) as runtime:
         assert runtime.draft is not None
         assert runtime.draft.context_tokens == 1024
@@ -140,7 +140,7 @@ def test_a_window_begins_as_large_as_it_is() -> None:
         assert runtime.target.context_tokens == 512
 
 
-def test_going_back_to_a_longer_text_finds_room() -> None:
+def test_cache_hit_of_a_longer_prompt_grows_the_context() -> None:
     other = [(5 * i + 9) % 200 + 5 for i in range(40)]
     with (
         edgespec.load("demo", None, context=1024, reserve_full_context=True) as whole,
@@ -152,8 +152,8 @@ def test_going_back_to_a_longer_text_finds_room() -> None:
             assert len({reply.stats.cached_prompt_tokens for reply in replies}) == 1
 
 
-def test_the_ledger_is_not_charged(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Growing takes seconds here: nobody takes them for rounds, nor for what reading a prompt costs."""
+def test_resizing_is_not_charged_to_the_loss_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The seconds of context growth count neither as decoding nor as prefill."""
     resize = LlamaCppModel.resize
 
     def slow(self: LlamaCppModel, context_tokens: int) -> None:
@@ -172,7 +172,7 @@ def test_the_ledger_is_not_charged(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Memory:
-    """So many tokens of context can be had, of all contexts together."""
+    """Limit the tokens of all contexts together."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, tokens: int) -> None:
         self.tokens = tokens
@@ -216,13 +216,15 @@ class TestNoMemory:
                 ended(runtime, PROMPT + PROMPT)
             assert ended(runtime, PROMPT[:200], max_tokens=50).tokens == whole.tokens[:50]
 
-    def test_a_prompt_without_memory_is_refused_and_nothing_is_lost(
+    def test_prompt_without_memory_raises_and_keeps_the_caches(
         self, runtime: Runtime, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         said = ended(runtime, PROMPT[:100], max_tokens=20)
         with monkeypatch.context() as patch:
             Memory(patch, 256)
-            with pytest.raises(ContextFullError, match="480 tokens long and there is memory for 256"):
+            with pytest.raises(
+                ContextFullError, match="480 tokens, and there is memory for a context of 256"
+            ):
                 ended(runtime, PROMPT + PROMPT)
         again = ended(runtime, PROMPT[:100], max_tokens=20)
         assert again.tokens == said.tokens
@@ -239,7 +241,7 @@ class TestNoMemory:
         assert chat.dropped_messages > 0
         assert runtime.context_tokens == 256
 
-    def test_the_draft_s_memory_is_given_up_first(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_draft_cache_is_freed_first(self, monkeypatch: pytest.MonkeyPatch) -> None:
         with edgespec.load("demo", "demo-draft", context=1024, method="model") as runtime:
             plain = ended(runtime, PROMPT + PROMPT, method="none").tokens
         memory = Memory(monkeypatch, 1 << 20)
@@ -251,16 +253,16 @@ class TestNoMemory:
             assert runtime.draft is not None
             assert runtime.draft.context_tokens == 256
             assert reply.stats.drafted_tokens > 0
-            assert "guesses no more" in reply.method.note
+            assert "is off: the context needs its memory" in reply.method.note
 
-    def test_a_draft_without_memory_falls_silent(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_draft_without_memory_stops_drafting(self, monkeypatch: pytest.MonkeyPatch) -> None:
         memory = Memory(monkeypatch, 1 << 20)
         with edgespec.load("demo", "demo-draft", context=1024, method="model") as runtime:
             plain = ended(runtime, PROMPT[:100], max_tokens=30, method="none").tokens
             assert ended(runtime, PROMPT[:100], max_tokens=30).tokens == plain
             memory.tokens = 1024 + 512
             reply = ended(runtime, PROMPT + PROMPT)
-            assert "sees 512 tokens at most" in reply.method.note
+            assert "works up to 512 tokens of context" in reply.method.note
             assert ended(runtime, PROMPT + PROMPT, method="none").tokens == reply.tokens
             again = ended(runtime, PROMPT[:100], max_tokens=30)
             assert again.tokens == plain
@@ -268,7 +270,7 @@ class TestNoMemory:
 
 
 class TestTheBudget:
-    """A cache that is made larger is copied in part: where there is no memory for that it is made whole."""
+    """Growing a cache copies part of it. Without memory for the copy it is allocated at full size."""
 
     @staticmethod
     def plan(free_bytes: int, *caches: tuple[str, int]) -> MemoryPlan:
@@ -276,18 +278,18 @@ class TestTheBudget:
         budget = Budget(free_bytes + sum(size for _, size in caches), "given")
         return MemoryPlan(budget, 4096, "f16", items)
 
-    def test_it_grows_where_a_copy_of_half_of_it_fits(self) -> None:
+    def test_context_grows_if_a_copy_of_half_of_it_fits(self) -> None:
         assert has_room_to_resize(self.plan(300, ("target", 600)))
         assert not has_room_to_resize(self.plan(299, ("target", 600)))
         assert has_room_to_resize(self.plan(300, ("target", 600), ("draft", 500)))
         assert not has_room_to_resize(self.plan(300, ("target", 300), ("target", 301)))
         assert has_room_to_resize(self.plan(0))
 
-    def test_all_is_taken_at_once_otherwise(self) -> None:
+    def test_full_context_is_allocated_if_no_copy_fits(self) -> None:
         options: dict[str, Any] = {"draft": None, "context": 1024, "method": "none"}
         with edgespec.load("demo", **options) as runtime:
             assert runtime.plan is not None
-            least = runtime.plan.total_bytes - runtime.plan.prefix_cache_bytes
+            least = runtime.plan.total_bytes
         for more, expected in ((0, 1024), (1 << 30, FIRST)):
             with edgespec.load("demo", **options, memory=least + more) as runtime:
                 assert runtime.target.context_tokens == expected
@@ -300,8 +302,8 @@ class TestTheBudget:
         context = ResizableContext(model)
         for tokens in texts:
             before = model.facts.context_tokens
-            context.hold(tokens)
+            context.grow_to(tokens)
             after = model.facts.context_tokens
             assert min(tokens, limit) <= after <= max(limit, 256)
             assert after == before or 2 * before <= after
-            context.check_holds(min(tokens, after))
+            context.check_fits(min(tokens, after))

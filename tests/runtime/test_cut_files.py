@@ -1,4 +1,4 @@
-"""A model's file that is cut short while it is used: mapped pages that are gone would end the process."""
+"""Model files that are truncated while they are mapped, which would kill the process."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ with edgespec.load("demo", "none", **options) as runtime:
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="a file that is mapped cannot be cut there")
-def test_a_copy_that_drafts_is_looked_at_as_well(
+def test_file_of_a_low_bit_copy_is_checked_too(
     demo_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("EDGESPEC_CACHE_DIR", str(tmp_path / "cache"))
@@ -64,7 +64,7 @@ def test_a_copy_that_drafts_is_looked_at_as_well(
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="a file that is mapped cannot be cut there")
-def test_the_next_reply_says_so(tmp_path: Path) -> None:
+def test_truncated_file_raises_at_the_next_reply(tmp_path: Path) -> None:
     paths = [write_llama(tmp_path / f"{name}.gguf", seed=seed) for seed, name in enumerate(("big", "small"))]
     command = [sys.executable, "-c", SCRIPT, *map(str, paths)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
@@ -76,7 +76,7 @@ def test_the_next_reply_says_so(tmp_path: Path) -> None:
         assert "load the model again" in line
 
 
-def test_what_took_its_name_is_another_file(tmp_path: Path) -> None:
+def test_replaced_file_is_a_different_file(tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     path.write_bytes(bytes(100))
     files = MappedFiles([path])
@@ -90,7 +90,7 @@ def test_what_took_its_name_is_another_file(tmp_path: Path) -> None:
     files.check()
 
 
-def test_a_file_that_was_cut_is_told(tmp_path: Path) -> None:
+def test_truncated_file_is_detected(tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     path.write_bytes(bytes(100))
     files = MappedFiles([path, tmp_path / "none"])

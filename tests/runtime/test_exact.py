@@ -1,4 +1,4 @@
-"""`--exact`: whatever was read, written or kept before, a reply is that of plain decoding from nothing."""
+"""`--exact`: replies equal plain decoding from an empty cache, whatever is in the caches."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def day(
     begin_tokens: int = 2 * PIECE + 20,
     **options: Any,
 ) -> tuple[Runtime, list[Reply]]:
-    """Turns of three chats, two of which begin alike, each answered again by a runtime that reads all."""
+    """Compare turns of three chats, two with a common prefix, with a runtime that reads every prompt."""
     options = {"context": 1024, "draft": "none", "measure_costs": False, "exact": True, **options}
     replies = []
     with (
@@ -70,7 +70,7 @@ def day(
         return runtime, replies
 
 
-def test_where_all_agrees_texts_go_on_and_drafts_are_verified() -> None:
+def test_bit_exact_model_reuses_prefixes_and_verifies_drafts() -> None:
     runtime, replies = day("demo", draft="auto", methods=("auto", "model", "suffix"))
     able = runtime.target.capabilities
     assert able.exact
@@ -82,7 +82,7 @@ def test_where_all_agrees_texts_go_on_and_drafts_are_verified() -> None:
     assert replies[3].stats.cached_prompt_tokens >= 30 + 8 + len(replies[0].tokens) - 1
 
 
-def test_where_what_was_written_rounds_otherwise_it_is_read_again() -> None:
+def test_generated_tokens_that_round_differently_are_read_again() -> None:
     """An f16 cache, which llama.cpp's attention reads by several kernels."""
     runtime, replies = day("demo", draft="auto", methods=("auto", "model"), kv_type="f16")
     assert runtime.target.capabilities.exact
@@ -91,7 +91,7 @@ def test_where_what_was_written_rounds_otherwise_it_is_read_again() -> None:
     assert went_on == [0, 0, *(2 * PIECE if turn % 3 else 0 for turn in range(2, TURNS))]
 
 
-def test_without_it_so_is_a_small_model_with_such_a_cache() -> None:
+def test_small_model_without_exact() -> None:
     """With one thread a step and a draft are read by one of those kernels."""
     methods = ("auto", "model", "suffix")
     runtime, replies = day("demo", draft="auto", methods=methods, kv_type="f16", exact=False, turns=12)
@@ -102,7 +102,7 @@ def test_without_it_so_is_a_small_model_with_such_a_cache() -> None:
     assert sum(reply.stats.drafted_tokens for reply in replies) > TURNS
 
 
-def test_the_widest_pass_of_it_says_what_single_steps_say() -> None:
+def test_widest_exact_pass_equals_single_steps() -> None:
     """Drafts may be as long: wider ones would be read by the kernel for many rows."""
     random = np.random.default_rng(1)
     with (
@@ -124,8 +124,8 @@ def test_the_widest_pass_of_it_says_what_single_steps_say() -> None:
             np.testing.assert_array_equal(widest.at(row, everything), step)
 
 
-def test_what_a_failing_commit_leaves_behind_is_in_no_later_text(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A cell that nobody knows of takes room, and others come to lie in another order around it."""
+def test_failed_commit_does_not_affect_later_replies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An unused cell in the KV cache changes the order of the others."""
 
     def no_memory(*_: Any) -> None:
         raise MemoryError
@@ -146,13 +146,13 @@ def test_what_a_failing_commit_leaves_behind_is_in_no_later_text(monkeypatch: py
 
 
 @pytest.mark.parametrize("write", [write_llama, write_jamba])
-def test_models_of_other_kinds_are_as_exact(tmp_path: Path, write: Any) -> None:
+def test_exact_with_other_architectures(tmp_path: Path, write: Any) -> None:
     path = write(tmp_path / "tiny.gguf")
     runtime, _ = day(str(path), methods=("suffix",))
     assert runtime.target.capabilities.exact
 
 
-def test_what_runs_tokens_again_to_go_back_reads_all_of_a_text_where_that_rounds_otherwise(
+def test_replaying_model_reads_the_whole_prompt_if_replay_rounds_differently(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else they would ride in the pass of a step, or be read with what comes after them."""
@@ -174,13 +174,13 @@ def test_what_runs_tokens_again_to_go_back_reads_all_of_a_text_where_that_rounds
         assert set(widths) == {1}
 
 
-def test_an_mlx_model_is_as_exact() -> None:
+def test_exact_with_mlx() -> None:
     pytest.importorskip("mlx.core")
     runtime, _ = day("demo-mlx", draft="auto", turns=4, begin_tokens=80)
     assert runtime.target.capabilities.exact
 
 
-def test_what_agrees_is_found_out_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_bit_exactness_is_probed_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("EDGESPEC_DATA_DIR", str(tmp_path))
     said: list[str] = []
 
@@ -192,10 +192,10 @@ def test_what_agrees_is_found_out_once(monkeypatch: pytest.MonkeyPatch, tmp_path
         said.clear()
         with edgespec.load("demo", "none", exact=True, context=512, progress=progress) as runtime:
             assert runtime.target.capabilities.exact
-        assert any("agree to the bit" in what for what in said) == bool(times)
+        assert any("bit-exact" in what for what in said) == bool(times)
 
 
-def test_what_was_found_of_other_ways_to_compute_is_not_believed(
+def test_probe_results_of_other_load_options_are_not_used(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """In a smaller context, with fewer threads, with weights in one piece."""
@@ -213,6 +213,6 @@ def test_what_was_found_of_other_ways_to_compute_is_not_believed(
     assert "5 tokens" in restrict_to_exact(table(3), "", None)
 
 
-def test_without_it_a_model_is_held_to_nothing() -> None:
+def test_without_exact_nothing_is_probed() -> None:
     with edgespec.load("demo", "none", context=256) as runtime:
         assert not runtime.target.capabilities.exact

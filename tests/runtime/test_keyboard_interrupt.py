@@ -1,4 +1,4 @@
-"""A KeyboardInterrupt may come between any two calls; what is said afterwards is as if it had not come."""
+"""A KeyboardInterrupt between any two calls does not change later replies."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.backends.mlx.tiny_checkpoints import write_checkpoint
 def runtimes(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[edgespec.Runtime, edgespec.Runtime]]:
-    """A pair to be interrupted, and its target left in peace."""
+    """A runtime to interrupt, and one that is not interrupted."""
     if request.param == "MLX":
         folder = tmp_path_factory.mktemp("pair")
         target = str(write_checkpoint(folder / "target", "llama"))
@@ -61,7 +61,9 @@ class Interrupted:
             raise KeyboardInterrupt
 
 
-def test_the_next_reply_is_a_fresh_one_s(runtimes: tuple[edgespec.Runtime, edgespec.Runtime]) -> None:
+def test_reply_after_an_interrupt_equals_a_fresh_one(
+    runtimes: tuple[edgespec.Runtime, edgespec.Runtime],
+) -> None:
     pair, alone = runtimes
     chance = random.Random(0)
     history = [chance.randrange(3, 200) for _ in range(40)]

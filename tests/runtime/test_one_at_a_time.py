@@ -1,4 +1,4 @@
-"""One reply at a time, from whichever thread, and none after closing."""
+"""One reply at a time from any thread, and none after closing."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.runtime.questions import HOWTO, REPEATS, equal
 
 
 class TestOneAtATime:
-    def test_a_second_reply_is_refused_and_the_first_goes_on(
+    def test_second_reply_raises_busy_and_the_first_continues(
         self, demo: Runtime, plain: Callable[..., Reply]
     ) -> None:
         options: dict[str, Any] = {"seed": 1, "max_tokens": 24}
@@ -35,7 +35,7 @@ class TestOneAtATime:
         equal(first.reply, plain(HOWTO, **options))
 
     def test_many_threads(self, demo: Runtime, plain: Callable[..., Reply]) -> None:
-        """Each gets its reply or hears that the runtime is busy; none gets another's."""
+        """Each thread gets its own reply or BusyError."""
         options: dict[str, Any] = {"seed": 1, "max_tokens": 16}
         expected = {prompt: plain(prompt, **options).tokens for prompt in (HOWTO, REPEATS)}
         wrong: list[object] = []
@@ -60,7 +60,7 @@ class TestOneAtATime:
         assert not wrong
         assert served.is_set()
 
-    def test_a_borrowed_target_comes_back_clean(self, demo: Runtime, plain: Callable[..., Reply]) -> None:
+    def test_borrowed_target_leaves_no_state(self, demo: Runtime, plain: Callable[..., Reply]) -> None:
         with demo.borrowed_target() as target:
             target.prefill([5, 6, 7])
             with pytest.raises(BusyError):
@@ -69,7 +69,7 @@ class TestOneAtATime:
 
 
 class TestClosing:
-    def test_use_after_closing(self) -> None:
+    def test_use_after_closing_raises(self) -> None:
         runtime = edgespec.load("demo")
         chat = runtime.chat()
         runtime.close()
@@ -87,7 +87,7 @@ class TestClosing:
         assert chat.messages == []
         assert runtime.target.name == "demo"
 
-    def test_while_a_stream_is_suspended(self) -> None:
+    def test_closing_during_a_suspended_stream(self) -> None:
         runtime = edgespec.load("demo")
         stream = runtime.stream(HOWTO, max_tokens=64)
         next(stream)
@@ -96,7 +96,7 @@ class TestClosing:
             list(stream)
         stream.close()
 
-    def test_while_another_thread_decodes(self) -> None:
+    def test_closing_while_another_thread_decodes(self) -> None:
         runtime = edgespec.load("demo")
         started = threading.Event()
         ended: list[str] = []
@@ -136,7 +136,7 @@ threading.excepthook = lambda _: None
         done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)
         assert (done.returncode, done.stderr) == (0, "")
 
-    def test_and_opening_again_and_again(self) -> None:
+    def test_closing_and_loading_repeatedly(self) -> None:
         for _ in range(5):
             with edgespec.load("demo") as runtime:
                 assert runtime.generate(HOWTO, max_tokens=2).tokens

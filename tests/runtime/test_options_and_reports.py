@@ -1,4 +1,4 @@
-"""What a runtime may be asked, and what it reports: options, counts, templates."""
+"""Options, stats and templates of a runtime."""
 
 from __future__ import annotations
 
@@ -50,9 +50,7 @@ class TestOptions:
             ({"logit_bias": {0: math.nan}}, "logit_bias"),
         ],
     )
-    def test_nonsense_is_refused_at_once_in_one_line(
-        self, demo: Runtime, options: dict[str, Any], says: str
-    ) -> None:
+    def test_invalid_options_raise_at_once(self, demo: Runtime, options: dict[str, Any], says: str) -> None:
         with pytest.raises(OptionError, match=says) as caught:
             demo.stream(HOWTO, **options)
         assert "\n" not in str(caught.value)
@@ -67,7 +65,7 @@ class TestOptions:
         # Each of its letters alone would have ended it earlier.
         assert any(letter in one.text for letter in stop)
 
-    def test_prompts_that_are_none(self, demo: Runtime) -> None:
+    def test_invalid_prompts_raise(self, demo: Runtime) -> None:
         with pytest.raises(OptionError, match="prompt"):
             demo.stream_tokens([])
         with pytest.raises(OptionError, match="prompt"):
@@ -105,7 +103,7 @@ class TestOptions:
         assert list(stream) == []
         assert stream.reply.finish_reason == "cancelled"
 
-    def test_nonsense_is_refused_when_loading(self) -> None:
+    def test_invalid_options_raise_when_loading(self) -> None:
         for options in (
             {"draft_length": 0},
             {"draft_length": 65},
@@ -124,7 +122,7 @@ class TestOptions:
 
 
 class TestReports:
-    def test_a_reply_as_the_contract_has_it(self, demo: Runtime) -> None:
+    def test_reply_to_json_has_the_documented_keys(self, demo: Runtime) -> None:
         reply = demo.generate(HOWTO, max_tokens=24, seed=3, method="model+ngram", draft_length=3)
         json = reply.to_json()
         assert set(json) == {
@@ -172,7 +170,7 @@ class TestReports:
 
 
 class TestTemplates:
-    def test_a_broken_template_spoils_only_what_needs_it(self, tmp_path: Path) -> None:
+    def test_broken_template_raises_only_when_it_is_needed(self, tmp_path: Path) -> None:
         path = write_llama(tmp_path / "broken.gguf", template="{% for message in messages %}")
         with edgespec.load(str(path), None) as runtime:
             assert len(runtime.generate("the file", raw=True, max_tokens=3).tokens) <= 3
@@ -180,7 +178,7 @@ class TestTemplates:
                 with pytest.raises(TemplateError, match="broken"):
                     call()
 
-    def test_a_model_without_one_takes_raw_text(self, tmp_path: Path) -> None:
+    def test_model_without_template_takes_raw_prompts(self, tmp_path: Path) -> None:
         path = write_llama(tmp_path / "base.gguf", template=None)
         with edgespec.load(str(path), None) as runtime:
             assert not runtime.target.chat_template
@@ -190,8 +188,8 @@ class TestTemplates:
             with pytest.raises(TemplateError, match="system prompt"):
                 runtime.generate("the file", system="Be brief.")
 
-    def test_characters_split_over_tokens_come_out_whole(self, tmp_path: Path) -> None:
-        """A model with random weights says random bytes: the text must be the same in pieces and at once."""
+    def test_characters_split_over_tokens_are_decoded(self, tmp_path: Path) -> None:
+        """Random weights give random bytes, whose text must be the same in chunks and at once."""
         path = write_llama(tmp_path / "bytes.gguf", template=CHATML)
         with edgespec.load(str(path), None) as runtime:
             for seed in range(20):

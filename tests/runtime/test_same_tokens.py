@@ -1,4 +1,4 @@
-"""Every method says what plain decoding says, at every draft length, temperature and penalty."""
+"""Every method gives the tokens of plain decoding, at every draft length, temperature and penalty."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class TestTheSameTokens:
                 )
 
     @pytest.mark.parametrize("temperature", [0.0, 0.8])
-    def test_beyond_the_length_where_plain_attention_changes_its_kernel(
+    def test_lengths_at_which_attention_changes_its_kernel(
         self, demo: Runtime, plain: Callable[..., Reply], temperature: float
     ) -> None:
         prompt = "Tell me about `tar`. " * 30
@@ -95,9 +95,7 @@ class TestTheSameTokens:
 
     @pytest.mark.parametrize("acceptance", ["invariant", "rejection"])
     @pytest.mark.parametrize("temperature", [0.0, 0.8, 1.2])
-    def test_a_draft_equal_to_the_target_is_accepted_always(
-        self, acceptance: str, temperature: float
-    ) -> None:
+    def test_draft_equal_to_the_target_is_always_accepted(self, acceptance: str, temperature: float) -> None:
         with edgespec.load("demo", "demo", kv_type="q8_0") as twins:
             ends = [t for t in range(twins.target.vocab_size) if twins.vocabulary.is_end(t)]
             for draft_length in (1, 4, 9):
@@ -131,7 +129,7 @@ class TestTheSameTokens:
             assert (result.identical, result.violations) == (len(read_prompts()), 0)
 
     @pytest.mark.parametrize("temperature", [0.0, 1.0])
-    def test_a_seed_repeats_and_another_does_not(self, demo: Runtime, temperature: float) -> None:
+    def test_same_seed_repeats_the_reply(self, demo: Runtime, temperature: float) -> None:
         for acceptance in ("invariant", "rejection"):
             # Which tokens rejection draws depends on what is guessed, and what auto guesses on the clock.
             method = "auto" if acceptance == "invariant" else "model"

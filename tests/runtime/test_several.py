@@ -1,4 +1,4 @@
-"""Several runtimes in one program, each in a thread of its own: every reply is as if it were alone."""
+"""Several runtimes in threads of one program do not affect each other's replies."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def several(request: pytest.FixtureRequest) -> Iterator[list[Runtime]]:
 
 
 @pytest.mark.parametrize("method", ["none", "auto", "model"])
-def test_replies_at_once_are_what_they_are_alone(several: list[Runtime], method: str) -> None:
+def test_concurrent_replies_equal_single_ones(several: list[Runtime], method: str) -> None:
     prompts, options = (HOWTO, REPEATS), {**OPTIONS, "max_tokens": 12}
     alone = [several[0].generate(prompt, method="none", **options) for prompt in prompts]
     begun = threading.Barrier(len(several))
@@ -60,7 +60,7 @@ def test_a_cancel_of_one_does_not_touch_another(several: list[Runtime]) -> None:
     assert ACTIVE_REPLIES.count == 0
 
 
-def test_auto_knows_of_the_others_and_says_so(several: list[Runtime]) -> None:
+def test_auto_reports_concurrent_replies(several: list[Runtime]) -> None:
     with_others = several[0].stream(HOWTO, max_tokens=4, **OPTIONS)
     next(with_others)
     said = several[1].generate(HOWTO, max_tokens=4, method="auto", **OPTIONS).method.reason
@@ -96,7 +96,7 @@ def test_loading_and_closing_one_while_others_decode(name: str) -> None:
     assert ACTIVE_REPLIES.count == 0
 
 
-def test_a_reply_that_is_given_up_is_counted_no_more() -> None:
+def test_abandoned_reply_is_not_counted() -> None:
     with edgespec.load("demo", "none") as runtime:
         ends: list[Callable[[edgespec.ReplyStream], None]] = [edgespec.ReplyStream.close, _cancel]
         for give_up in ends:

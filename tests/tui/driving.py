@@ -1,4 +1,4 @@
-"""Driving the chat in a test: type, wait until nothing is under way, read what is on screen."""
+"""A driver for tests of the chat: it types, waits until the app is idle, and reads the screen."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def chat_screen(app: ChatApp) -> ChatScreen:
 
 
 class Driver:
-    """The app of a test, and hands to use it with."""
+    """The app under test, with functions to use it."""
 
     def __init__(self, app: ChatApp, pilot: Pilot[None]) -> None:
         self.app = app
@@ -49,7 +49,7 @@ class Driver:
         return chat_screen(self.app)
 
     async def settled(self) -> None:
-        """Wait until the chat is there and nothing is under way in the model thread."""
+        """Wait until the chat is open and the model thread is idle."""
         await until(
             self.pilot,
             lambda: any(isinstance(screen, ChatScreen) for screen in self.app.screen_stack),

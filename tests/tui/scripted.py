@@ -1,4 +1,4 @@
-"""A runtime that does what a test tells it: words at a set pace, errors, stalls, made-up numbers."""
+"""A scripted runtime for tests: it emits words at a set pace, fails or stalls, and reports fixed numbers."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def facts(name: str, *, notice: str = "") -> ModelFacts:
 
 @dataclass
 class Script:
-    """One reply: its text, the pace, and what goes wrong after how many chunks."""
+    """The script of one reply: its text, its pace, and an error after some chunks."""
 
     text: str = MARKDOWN
     pause_seconds: float = 0.0

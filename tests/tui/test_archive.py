@@ -1,4 +1,4 @@
-"""Saved chats that two programs have open at once: neither loses what the other wrote."""
+"""Saved chats that two programs have open at the same time."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def says(chat: OpenChat, text: str) -> None:
     chat.entries += [ChatEntry("user", text), ChatEntry("assistant", f"{text}!")]
 
 
-async def test_a_chat_that_another_program_went_on_with_becomes_two(tmp_path: Path) -> None:
+async def test_chat_changed_by_another_program_is_saved_as_a_second_one(tmp_path: Path) -> None:
     store = ChatStore(tmp_path)
     one, other = Archive(store), Archive(store)
     mine = OpenChat()
@@ -41,7 +41,7 @@ async def test_a_chat_that_another_program_went_on_with_becomes_two(tmp_path: Pa
     assert store.load(theirs.id).messages == theirs.messages
 
 
-async def test_a_chat_that_another_program_deleted_is_saved_again(
+async def test_chat_deleted_by_another_program_is_saved_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("EDGESPEC_DATA_DIR", str(tmp_path))
@@ -57,7 +57,7 @@ async def test_a_chat_that_another_program_deleted_is_saved_again(
     assert store.load(chat_id).messages == chat.messages
 
 
-async def test_what_cannot_be_read_any_more_is_not_written_over(tmp_path: Path) -> None:
+async def test_unreadable_chat_file_is_not_overwritten(tmp_path: Path) -> None:
     store = ChatStore(tmp_path)
     archive = Archive(store)
     chat = OpenChat()
@@ -72,7 +72,7 @@ async def test_what_cannot_be_read_any_more_is_not_written_over(tmp_path: Path) 
     assert store.load(chat.id).messages == chat.messages
 
 
-def test_of_two_programs_that_save_at_once_neither_loses_a_turn(tmp_path: Path) -> None:
+def test_two_programs_that_save_at_once_lose_no_turn(tmp_path: Path) -> None:
     store = ChatStore(tmp_path)
     for turn in range(8):
         begun = OpenChat()

@@ -1,4 +1,4 @@
-"""The chat over the real demo model: what a person does in an hour."""
+"""The chat with the real demo model."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ async def test_details_show_acceptance_and_phases(demo: Load, tmp_path: Path) ->
         text = "\n".join(d.screen_text())
         for word in (
             "Speed",
-            "Accepted",
+            "Guesses right",
             "Tokens per pass",
             "draft",
             "verify",
@@ -198,7 +198,7 @@ async def test_settings_are_checked_where_they_are_typed(demo: Load, tmp_path: P
         assert "stopped: the reply, or the context, reached its maximum length" in d.transcript()
 
 
-async def test_an_option_the_engine_refuses_is_a_readable_panel(demo: Load, tmp_path: Path) -> None:
+async def test_invalid_option_is_shown_as_an_error_panel(demo: Load, tmp_path: Path) -> None:
     async with driving(demo, tmp_path, settings=STEADY) as d:
         d.chat.current_chat.settings["method"] = "telepathy"  # as an older chat may have it
         await d.say(ASK)
@@ -235,7 +235,7 @@ async def test_copy(demo: Load, tmp_path: Path) -> None:
         assert d.app.clipboard.startswith(f"**You:**\n\n{ASK}\n\n**Model:**")
 
 
-async def test_a_long_chat_slides_and_says_so(demo: Load, tmp_path: Path) -> None:
+async def test_long_chat_drops_old_messages_and_shows_it(demo: Load, tmp_path: Path) -> None:
     async with driving(demo, tmp_path, settings={**STEADY, "max_tokens": 20}) as d:
         words = "copy move delete list find sort " * 24
         for turn in range(5):
@@ -248,7 +248,7 @@ async def test_a_long_chat_slides_and_says_so(demo: Load, tmp_path: Path) -> Non
         assert len([w for w in column[:line] if isinstance(w, UserMessage | ReplyMessage)]) == 6
 
 
-async def test_a_message_too_long_for_the_context_is_explained_and_kept(demo: Load, tmp_path: Path) -> None:
+async def test_message_too_long_for_the_context_stays_in_the_input(demo: Load, tmp_path: Path) -> None:
     async with driving(demo, tmp_path, settings=STEADY) as d:
         long = "word " * 5000
         await d.say(long)
@@ -259,7 +259,7 @@ async def test_a_message_too_long_for_the_context_is_explained_and_kept(demo: Lo
         assert len(d.chat.current_chat.entries) == 2
 
 
-async def test_the_list_of_chats_opens_removes_and_explains_broken_files(demo: Load, tmp_path: Path) -> None:
+async def test_list_of_chats_opens_deletes_and_explains_broken_files(demo: Load, tmp_path: Path) -> None:
     async with driving(demo, tmp_path, settings=STEADY) as d:
         await d.say(ASK)
         (good,) = d.saved()
@@ -332,7 +332,7 @@ async def test_show_and_set(demo: Load, tmp_path: Path) -> None:
         assert d.chat.current_chat.settings == {}
 
 
-async def test_a_wrong_command_is_answered_with_the_nearest_name(demo: Load, tmp_path: Path) -> None:
+async def test_unknown_command_suggests_the_nearest_name(demo: Load, tmp_path: Path) -> None:
     async with driving(demo, tmp_path) as d:
         await d.say("/regne")
         assert "Did you mean /regen?" in d.transcript()

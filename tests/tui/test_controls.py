@@ -1,4 +1,4 @@
-"""What is in a saved chat is shown, and does nothing to the terminal or to the list."""
+"""Control characters in saved chats do not reach the terminal."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def drawn(d: Driver) -> str:
     return "\n".join(strip.text for strip in strips)
 
 
-async def test_a_saved_chat_does_not_steer_the_terminal(tmp_path: Path) -> None:
+async def test_control_characters_in_a_saved_chat_are_not_drawn(tmp_path: Path) -> None:
     now = datetime.now(UTC)
     messages = (Message("user", f"asked{EVIL}"), Message("assistant", f"said{EVIL}\n\n```\ncode{EVIL}\n```"))
     ChatStore(tmp_path / "chats").save(

@@ -1,4 +1,4 @@
-"""Going on with a saved chat, and what is kept of chats."""
+"""Resuming saved chats, and reuse of their prefix cache."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ async def two_chats(folder: Path) -> list[str]:
 @pytest.mark.parametrize(
     ("wanted", "shown"), [("last", "About pears"), ("apples", "About apples"), ("ID", "About apples")]
 )
-async def test_a_chat_is_gone_on_with(wanted: str, shown: str, tmp_path: Path) -> None:
+async def test_resume_opens_the_chosen_chat(wanted: str, shown: str, tmp_path: Path) -> None:
     _, oldest = await two_chats(tmp_path)
     resume = oldest if wanted == "ID" else wanted
     runtime = ScriptedRuntime(scripts=[Script(text="More.")])
@@ -39,23 +39,23 @@ async def test_a_chat_is_gone_on_with(wanted: str, shown: str, tmp_path: Path) -
 @pytest.mark.parametrize(
     ("wanted", "says"), [("last", "no saved chat yet"), ("plums", "no saved chat 'plums'")]
 )
-async def test_where_there_is_none_a_new_one_begins(wanted: str, says: str, tmp_path: Path) -> None:
+async def test_resume_without_a_match_starts_a_new_chat(wanted: str, says: str, tmp_path: Path) -> None:
     async with driving(loading(ScriptedRuntime()), tmp_path, resume=wanted) as d:
         await d.said(says)
         assert d.chat.current_chat.entries == []
 
 
-async def test_what_takes_memory_is_told(tmp_path: Path) -> None:
+async def test_memory_command_shows_the_reused_tokens(tmp_path: Path) -> None:
     async with driving(loading(ScriptedRuntime()), tmp_path) as d:
         await d.send("/memory")
         await d.said("which saved reading 12,345 tokens")
         assert "3 prompts" in d.transcript()
 
 
-async def test_a_chat_goes_on_at_once_and_what_was_read_goes_with_it(
+async def test_resumed_chat_reuses_its_cache_until_it_is_deleted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The demo, as a person has it; a chat that is removed takes with it what was read of it."""
+    """Use the demo model. Deleting the chat also deletes its cached prefix."""
     monkeypatch.setenv("EDGESPEC_DATA_DIR", str(tmp_path))
 
     def load(progress: object) -> edgespec.Runtime:

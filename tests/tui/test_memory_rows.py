@@ -1,4 +1,4 @@
-"""/memory tells the plan: what was planned of what there was, and what was given up."""
+"""The rows of /memory."""
 
 from __future__ import annotations
 
@@ -6,10 +6,7 @@ from edgespec import MemoryPlan, MemoryUse, PrefixCacheUsage
 from edgespec.memory import Budget, Decision, Item
 from edgespec.tui.texts import memory_rows
 
-_ITEMS = (
-    Item("target", "target weights", "weights", 2 * 10**9),
-    Item("shared", "kept texts, at most", "kept", 5 * 10**8),
-)
+_ITEMS = (Item("target", "target weights", "weights", 2 * 10**9),)
 
 
 def _rows(budget: Budget, *decisions: Decision) -> dict[str, str]:
@@ -17,24 +14,24 @@ def _rows(budget: Budget, *decisions: Decision) -> dict[str, str]:
     return dict(memory_rows(MemoryUse(1, 2, 3, PrefixCacheUsage(), plan)))
 
 
-def test_one_memory() -> None:
+def test_plan_of_one_memory_pool() -> None:
     rows = _rows(Budget(3 * 10**9, "--memory"), Decision("no draft model", "it is short", 5))
     assert rows["planned"] == "1.9 GiB of 2.8 GiB"
     assert rows["limit set by"] == "--memory"
     assert rows["left out"] == "no draft model: it is short"
 
 
-def test_cards_beside_it() -> None:
+def test_plan_with_gpu_memory() -> None:
     rows = _rows(Budget(3 * 10**9, "here", gpu_bytes=8 * 10**9))
     assert rows["on the GPU"] == "0 B of 7.5 GiB"
     assert "left out" not in rows
 
 
-def test_without_a_plan() -> None:
+def test_memory_rows_without_a_plan() -> None:
     assert "planned" not in dict(memory_rows(MemoryUse(1, 2, 3, PrefixCacheUsage())))
 
 
-def test_what_is_free_and_what_others_were_given() -> None:
+def test_free_and_reclaimed_memory_are_shown() -> None:
     use = MemoryUse(
         1,
         2,
@@ -54,6 +51,6 @@ def test_what_is_free_and_what_others_were_given() -> None:
     assert not {"context", "free", "freed"} & set(dict(memory_rows(MemoryUse(1, 2, 3, PrefixCacheUsage()))))
 
 
-def test_a_context_that_is_as_large_as_it_gets_says_so_once() -> None:
+def test_context_of_full_size_shows_one_number() -> None:
     use = MemoryUse(1, 2, 3, PrefixCacheUsage(), context_tokens=1024, max_context_tokens=1024)
     assert dict(memory_rows(use))["context"] == "1,024 tokens"

@@ -82,7 +82,7 @@ async def test_options_and_system_prompt_go_with_every_turn(tmp_path: Path) -> N
         assert (system, options["seed"]) == (None, 5)
 
 
-async def test_control_d_on_the_empty_input_leaves(tmp_path: Path) -> None:
+async def test_control_d_on_the_empty_input_quits(tmp_path: Path) -> None:
     async with driving(loading(ScriptedRuntime()), tmp_path) as d:
         await d.write("x")
         await d.press("ctrl+d")

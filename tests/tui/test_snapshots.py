@@ -1,4 +1,4 @@
-"""The whole screen, compared with a kept one, at the sizes people have.
+"""Snapshots of the whole screen at common terminal sizes.
 
 To accept a change: EDGESPEC_UPDATE_SNAPSHOTS=1 scripts/test tests/tui/test_snapshots.py, and read the diff.
 """

@@ -1,4 +1,4 @@
-"""What goes wrong: loading, replies, the disk, leaving. A scripted runtime fails on demand."""
+"""Failures while loading, replying, saving and quitting, with a scripted runtime that fails on demand."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ async def test_loading_can_be_cancelled(tmp_path: Path, key: str) -> None:
     assert app.model_thread.join(2)
 
 
-async def test_a_load_that_does_not_listen_can_be_left(tmp_path: Path) -> None:
+async def test_quit_during_a_load_that_ignores_cancel(tmp_path: Path) -> None:
     gate = threading.Event()
 
     def load(progress: Progress) -> RuntimeLike:
@@ -137,7 +137,7 @@ async def test_escape_stops_a_reply_and_keeps_what_was_written(tmp_path: Path) -
         assert ChatStore(tmp_path / "chats").load(d.chat.current_chat.id).messages[-1].content == kept
 
 
-async def test_a_reply_stopped_before_its_first_word_gives_the_text_back(tmp_path: Path) -> None:
+async def test_reply_stopped_before_its_first_word_restores_the_input(tmp_path: Path) -> None:
     runtime = ScriptedRuntime(scripts=[Script(gate=threading.Event())])
     async with driving(loading(runtime), tmp_path) as d:
         await d.send("never mind")
@@ -173,7 +173,7 @@ async def test_a_new_chat_during_a_reply_stops_it_first(tmp_path: Path) -> None:
         assert len(d.saved()) == 1
 
 
-async def test_leaving_during_a_reply_stops_and_saves_it(tmp_path: Path) -> None:
+async def test_quit_during_a_reply_stops_and_saves_it(tmp_path: Path) -> None:
     runtime = ScriptedRuntime(scripts=[SLOW])
     async with driving(loading(runtime), tmp_path) as d:
         await d.send("go on")
@@ -187,8 +187,8 @@ async def test_leaving_during_a_reply_stops_and_saves_it(tmp_path: Path) -> None
     assert "word word" in path.read_text()
 
 
-async def test_leaving_does_not_wait_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("edgespec.tui.app._PATIENCE_SECONDS", 0.3)
+async def test_quit_has_a_timeout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("edgespec.tui.app._QUIT_SECONDS", 0.3)
     deaf = Script(text="word " * 400, pause_seconds=0.005, ignores_cancel=True)
     async with driving(loading(ScriptedRuntime(scripts=[deaf])), tmp_path) as d:
         await d.send("go on")
@@ -197,7 +197,7 @@ async def test_leaving_does_not_wait_for_ever(tmp_path: Path, monkeypatch: pytes
         await until(d.pilot, lambda: not d.app.is_running, "the app to end", seconds=3)
 
 
-async def test_control_c_stops_then_clears_then_leaves(tmp_path: Path) -> None:
+async def test_control_c_stops_then_clears_then_quits(tmp_path: Path) -> None:
     async with driving(loading(ScriptedRuntime(scripts=[SLOW])), tmp_path) as d:
         await d.send("go on")
         await d.said("word word")
@@ -214,7 +214,7 @@ async def test_control_c_stops_then_clears_then_leaves(tmp_path: Path) -> None:
         await until(d.pilot, lambda: not d.app.is_running, "the app to end", seconds=5)
 
 
-async def test_a_save_that_fails_is_said_and_the_chat_goes_on(
+async def test_failed_save_is_shown_and_the_chat_continues(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(store: ChatStore, chat: SavedChat) -> Path:
@@ -230,7 +230,7 @@ async def test_a_save_that_fails_is_said_and_the_chat_goes_on(
         assert len(d.saved()) == 1
 
 
-async def test_a_chat_with_settings_that_make_no_sense_still_opens(tmp_path: Path) -> None:
+async def test_chat_with_invalid_settings_still_opens(tmp_path: Path) -> None:
     store = ChatStore(tmp_path / "chats")
     chat = _odd_chat(store)
     async with driving(loading(ScriptedRuntime()), tmp_path) as d:
@@ -238,7 +238,7 @@ async def test_a_chat_with_settings_that_make_no_sense_still_opens(tmp_path: Pat
         assert d.chat.current_chat.id == chat.id
         assert d.chat.current_chat.settings == {"top_k": 20}
         assert "temperature is 'hot'" in d.transcript()
-        assert "This chat was held with 8b-q4: --target 8b-q4 goes on with it." in d.transcript()
+        assert "This chat was written with 8b-q4. Start with --target 8b-q4" in d.transcript()
 
 
 def _odd_chat(store: ChatStore) -> SavedChat:

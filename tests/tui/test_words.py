@@ -1,4 +1,4 @@
-"""What needs no screen: commands, settings, history, numbers, layouts, sessions, preferences."""
+"""Parts of the chat that need no screen: commands, settings, history, numbers, layouts, preferences."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def test_settings_are_read_and_shown_again(name: str, text: str, value: Setting)
         ("acceptance", "maybe"),
     ],
 )
-def test_settings_that_make_no_sense_are_refused_in_one_line(name: str, text: str) -> None:
+def test_invalid_settings_raise_a_one_line_error(name: str, text: str) -> None:
     with pytest.raises(OptionError) as caught:
         parse(field_named(name), text)
     assert "\n" not in str(caught.value)
@@ -199,7 +199,7 @@ def test_details_fit_their_width(width: int) -> None:
     assert "92%" in text
 
 
-def test_pairs_hang_and_stack() -> None:
+def test_pairs_wrap_with_a_hanging_indent_or_stack() -> None:
     rows = [("label", "one two three four"), ("", "whole line")]
     assert pairs_content(rows, 16, label_style="").plain.splitlines()[:2] == [
         "label  one two",
@@ -210,7 +210,7 @@ def test_pairs_hang_and_stack() -> None:
     assert stacked[1].startswith("  one")
 
 
-def test_a_session_keeps_what_is_known_about_unchanged_messages() -> None:
+def test_unchanged_messages_keep_their_stats() -> None:
     chat = OpenChat(entries=[ChatEntry("user", "a"), ChatEntry("assistant", "b"), ChatEntry("user", "c")])
     first = chat.entries[0]
     chat.follow([Message("user", "a"), Message("assistant", "B")])
@@ -223,7 +223,7 @@ def test_code_blocks_are_found() -> None:
     assert code_blocks(text) == ["ls\n", "indented\n", "open"]
 
 
-def test_preferences_survive_and_broken_ones_do_not_hurt(tmp_path: Path) -> None:
+def test_preferences_are_saved_and_broken_ones_ignored(tmp_path: Path) -> None:
     path = tmp_path / "new" / "preferences.json"
     Preferences(light=True, origin=True).write(path)
     assert Preferences.read(path) == Preferences(light=True, origin=True)
@@ -234,7 +234,7 @@ def test_preferences_survive_and_broken_ones_do_not_hurt(tmp_path: Path) -> None
     Preferences().write(Path("/dev/null/preferences.json"))
 
 
-def test_a_context_that_has_not_grown_yet_is_told() -> None:
+def test_context_that_can_still_grow_shows_both_sizes() -> None:
     said = {
         most: dict(show_rows(ScriptedRuntime(context_tokens=most), OpenChat(), METHOD, None))["context"]
         for most in (1024, 8192)

@@ -178,7 +178,7 @@ class AttentionCache:
             arrays = [mx.concatenate([old, new], axis=2) for old, new in zip(cached, arrays, strict=True)]
         half = len(arrays) // 2
         keys, values = tuple(arrays[:half]), tuple(arrays[half:])
-        # One assignment, so that an interrupt cannot leave the cache half restored.
+        # A single assignment, so that an interrupt cannot leave the cache half restored.
         (self.start, self.offset), self._keys, self._values = numbers, keys, values
 
     def _spans(self, end: int) -> list[tuple[int, int]]:
@@ -211,7 +211,7 @@ class AttentionCache:
             rows += _GROWTH_ROWS  # Otherwise a full window would be copied again at the next few tokens.
         moved_keys = self._moved(self._keys, keys, drop, used, rows)
         moved_values = self._moved(self._values, values, drop, used, rows)
-        # One assignment, so that an interrupt cannot leave the cache half moved.
+        # A single assignment, so that an interrupt cannot leave the cache half moved.
         self._keys, self._values, self.start = moved_keys, moved_values, self.start + drop
 
     @staticmethod

@@ -104,7 +104,7 @@ def deserialize_caches(
 
 
 def _read_array(header: dict[str, Any] | None, data: bytes, offset: int) -> tuple[mx.array | None, int]:
-    """Return the array at `offset` and its bytes."""
+    """Return the array at byte `offset`, and its size in bytes."""
     if header is None:
         return None, 0
     dtype = _DTYPES[header["dtype"]]

@@ -62,7 +62,7 @@ class LayerCaches:
         """Replace all caches by empty ones."""
         by_kind = _CachesByKind([], [], set())
         layers = [self._replace(cache, by_kind) for cache in mlx_lm_cache.make_prompt_cache(self._model)]
-        # One assignment, so that an interrupt cannot leave the caches half cleared.
+        # A single assignment, so that an interrupt cannot leave the caches half cleared.
         self.layers, self.attention, self.recurrent, self.unknown_kinds, self.length = (
             layers,
             by_kind.attention,

@@ -20,9 +20,9 @@ from mlx.utils import tree_unflatten
 
 __all__ = ["LowBitWeights", "SplitEmbedding", "SplitLinear", "install_low_bit_weights", "merge_halves"]
 
-# Bits of the high half, and of the low half, of a split weight.
+# Bits in each half of a split weight.
 _HALF_BITS = 4
-# Mean of the 16 values of the low bits. Reading only the high bits, it stands for the low ones.
+# Mean of the 16 values of the low bits, which replaces them when only the high bits are read.
 _MEAN_LOW = 7.5
 
 

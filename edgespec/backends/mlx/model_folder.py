@@ -56,7 +56,8 @@ def read_config(folder: Path) -> dict[str, Any]:
     config = read_json(folder, "config.json")
     if not isinstance(config.get("model_type"), str):
         raise ModelFileError(
-            f"{folder / 'config.json'} names no model_type", "choose a folder that holds a language model"
+            f"{folder / 'config.json'} does not state a model_type",
+            "choose a folder that holds a language model",
         )
     if config.get("model_file") is not None:
         raise ModelFileError(

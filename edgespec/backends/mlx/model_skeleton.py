@@ -1,4 +1,4 @@
-"""Skeletons of MLX models: the configuration, and lazy weights of which nothing has been read yet."""
+"""Skeletons of MLX models: the configuration and lazy weights, before any weight data is read."""
 
 from __future__ import annotations
 

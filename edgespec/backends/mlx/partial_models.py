@@ -238,7 +238,7 @@ class PartialModelFactory:
             if method.window_tokens < 1 or method.sink_tokens < 0:
                 raise OptionError(
                     f"an attention window of the first {method.sink_tokens} and the last"
-                    f" {method.window_tokens} tokens is not possible",
+                    f" {method.window_tokens} tokens is invalid",
                     "choose a window of at least one last token",
                 )
             window = SinkWindow(method.sink_tokens, method.window_tokens)

@@ -26,9 +26,9 @@ __all__ = ["PROBE_TOKENS", "ProbeResult", "probe"]
 
 # Tokens that the probe runs.
 PROBE_TOKENS = 8
-# Largest difference of logits that counts as rounding, since passes of different widths add up in different
-# orders: this many machine epsilons, or this share of the largest logit. The share is the larger limit in
-# float32, where scans and quantised products round more coarsely than the data type. Chosen.
+# Differences of logits up to this many machine epsilons, or up to this share of the largest logit, count as
+# rounding, because the order of additions depends on the pass width. In float32 the share is the larger
+# limit: recurrent scans and quantised products round more coarsely than the data type. Chosen.
 _MAX_EPSILONS, _MAX_LOGIT_SHARE = 32, 1e-3
 
 
@@ -63,7 +63,9 @@ def probe(model: MlxModel) -> ProbeResult:
     except EdgespecError as error:
         raise ModelFileError(f"{model.facts.name} cannot be run: {error}", "choose another model") from error
     if not np.isfinite(steps).all():
-        raise ModelFileError(f"the logits of {model.facts.name} are not numbers", "download the model again")
+        raise ModelFileError(
+            f"the logits of {model.facts.name} are not finite numbers", "download the model again"
+        )
     kv_bytes_for = model.caches.bytes_by_context()
     width = model.facts.capabilities.max_width
     expected = _Expected(tokens, steps)

@@ -285,7 +285,7 @@ TROUBLES: dict[str, tuple[Callable[[Path], Path | None], str]] = {
     "config bytes": (_write("config.json", b"\xff\xfe\x00"), "config.json is not JSON"),
     "config list": (_write("config.json", b"[]"), "config.json holds no JSON object"),
     "config folder": (_write("generation_config.json", b"{"), "generation_config.json is not JSON"),
-    "no model_type": (_config(model_type=None), "names no model_type"),
+    "no model_type": (_config(model_type=None), "does not state a model_type"),
     "code": (_config(model_file="evil.py"), "needs to run its own Python file, 'evil.py'"),
     "unknown": (
         _config(model_type="gpt99"),

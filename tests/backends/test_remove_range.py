@@ -1,4 +1,4 @@
-"""Tokens out of the middle of a cache: what follows them moves down to their place."""
+"""`remove_range`: tokens removed from the middle of a cache, later tokens moved down."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def loaded(path: Path, **options: str) -> LanguageModel:
 
 
 @pytest.mark.parametrize("in_a_round", [False, True])
-def test_one_layer_knows_no_difference(tmp_path: Path, in_a_round: bool) -> None:
+def test_one_layer_equals_a_cache_without_the_range(tmp_path: Path, in_a_round: bool) -> None:
     """Keys and values of one layer depend on their own token alone: forgotten is as never been."""
     model = loaded(write_llama(tmp_path / "tiny.gguf"))
     tokens = tokens_for(model, 60)
@@ -45,7 +45,7 @@ def test_one_layer_knows_no_difference(tmp_path: Path, in_a_round: bool) -> None
     model.close()
 
 
-def test_forgetting_the_end_is_cutting_it_off(tmp_path: Path) -> None:
+def test_removing_the_end_equals_truncate(tmp_path: Path) -> None:
     model = loaded(write_gemma2(tmp_path / "tiny.gguf"))
     tokens = tokens_for(model, 40)
     expected = fresh(model, [*tokens[:20], 5])
@@ -58,17 +58,17 @@ def test_forgetting_the_end_is_cutting_it_off(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kv_type", ["q8_0", "bf16"])
-def test_keys_that_do_not_turn_stay(demo_draft: Path, kv_type: str) -> None:
+def test_unsupported_key_types_raise(demo_draft: Path, kv_type: str) -> None:
     model = loaded(demo_draft, kv_type=kv_type)
     model.prefill(tokens_for(model, 50))
-    with pytest.raises(CapabilityError, match="cannot move its keys"):
+    with pytest.raises(CapabilityError, match="cannot move cached keys"):
         model.remove_range(4, 20)
     assert model.length == 50
     assert np.isfinite(step(model, 7)).all()
     model.close()
 
 
-def test_a_table_forgets() -> None:
+def test_tabular_model() -> None:
     model = table(1)
     model.prefill([0, 1, 2, 3, 4])
     model.remove_range(1, 4)
@@ -76,7 +76,7 @@ def test_a_table_forgets() -> None:
     np.testing.assert_array_equal(step(model, 2), fresh(model, [0, 4, 2]))
 
 
-def test_who_cannot_says_so_and_changes_nothing() -> None:
+def test_unsupported_models_raise_and_change_nothing() -> None:
     model = table(1, rollback=False)
     model.prefill([0, 1, 2])
     with pytest.raises(CapabilityError, match="does not support removing"):
