@@ -43,7 +43,7 @@ class TestAcceptanceCounts:
 
 class TestAcceptanceStats:
     def test_only_siblings_on_the_emitted_path_are_counted(self) -> None:
-        """The second child of the root was wrong, and below it nothing is known."""
+        """Children of a rejected node say nothing about acceptance."""
         record, before = AcceptanceStats(is_lookup=False), AcceptanceStats(is_lookup=False).node_probs(FORK)
         record.record_outcome(FORK, [1, 4, 7])
         after = record.node_probs(FORK)

@@ -48,7 +48,7 @@ def test_a_failed_reply_is_no_longer_counted() -> None:
 
 
 class TestLiveCostsPerReplyCount:
-    """What is found out with one number of replies is not said of another."""
+    """Costs are tracked separately for each number of concurrent replies."""
 
     def costs(self) -> LiveCosts:
         return LiveCosts(CostCurve((1, 2, 4), (1.0, 1.2, 1.5)))
@@ -96,7 +96,7 @@ class TestLiveCostsPerReplyCount:
 
 @dataclass(frozen=True)
 class Round:
-    """What a plain step took when it began, and what it was taken to; what the round took; tokens; rows."""
+    """One round: its start, true and estimated duration of a target step, duration, tokens and width."""
 
     moment: float
     plain: float
@@ -107,7 +107,7 @@ class Round:
 
 
 class Shared(World):
-    """A machine that several replies share. replies: how many, from which moment on.
+    """A machine that several replies share; `replies` lists their number from given moments on.
 
     With n of them a plain step takes n times as long, and the rows of a pass are no longer nearly free.
     """
@@ -140,7 +140,7 @@ class Shared(World):
 def rounds(
     replies: list[tuple[float, int]], rate: float, length: int = 500, *, told: bool = True
 ) -> list[Round]:
-    """A reply under this load. told: it is known how many there are."""
+    """Return the rounds of a reply under a load; with `told`, the controller counts the replies."""
     world = Shared(replies)
     world.guard = make_controller(world, count_replies=world.replies_now if told else lambda: 1)
     world.reply(world.guard, stationary(rate, length, 1))
@@ -184,7 +184,7 @@ def test_counting_replies_makes_replies_faster(rate: float) -> None:
 )
 @example([(1.0, 2), (294.0, 3), (356.0, 6)], 0.05)
 def test_loss_limit_holds_under_changing_load(replies: list[tuple[float, int]], rate: float) -> None:
-    """At the dearest plain step there was. A guess that others begin beside takes longer than foreseen."""
+    """Measured in the slowest target step. A pass takes longer than expected if a reply begins during it."""
     lost, tokens, dearest = 0.0, 0, 1.0
     for each in rounds(replies, rate, 200):
         dearest = max(dearest, each.plain)

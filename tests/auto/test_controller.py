@@ -21,7 +21,7 @@ CURVES = st.sampled_from([machine.curve for machine in MACHINES]) | st.lists(
 
 @st.composite
 def texts(draw: st.DrawFn) -> Text:
-    """Stretches in which a draft is right or wrong, as sure of itself as an adversary has it be."""
+    """Return a reply in stretches with adversarial acceptance and confidence."""
     columns: list[list[float]] = [[], [], [], []]
     for _ in range(draw(st.integers(1, 6))):
         length = draw(st.integers(1, 60))
@@ -36,7 +36,7 @@ def texts(draw: st.DrawFn) -> Text:
 
 
 class Adversary(World):
-    """A world whose drafts and wide passes cost what an adversary says, in turn; plain steps cost one.
+    """A world whose drafts and wide passes have adversarial costs; target steps cost one.
 
     dearest: the most that one round cost beyond a plain step, and a draft's reading at a time.
     """
@@ -73,7 +73,7 @@ class Adversary(World):
 
 
 def beyond(world: World, limits: LossLimits) -> float:
-    """By how many plain steps the reply broke the bound, at the token where it broke it most."""
+    """Return by how many target steps a reply exceeded the loss limit at its worst token."""
     tokens = np.arange(1, len(world.moments) + 1)
     return float((np.array(world.moments) - ((1.0 + limits.rate) * tokens + limits.steps)).max())
 

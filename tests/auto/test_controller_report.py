@@ -19,7 +19,7 @@ from tests.tables import Saying
 
 
 class Reply:
-    """A reply on a clock of its own, under the policy: plain steps take a second, wider passes `wide`."""
+    """A reply under the controller on its own clock; wide passes take `wide` target steps."""
 
     def __init__(self, guesses_at: int, *, wide: float, right: bool, plain_seconds: float = 1.0) -> None:
         self.now = 0.0
@@ -35,7 +35,7 @@ class Reply:
         return self.now
 
     def goes_on(self, rounds: int) -> ControllerReport:
-        """How it stands after so many rounds more."""
+        """Return the report after further rounds."""
         nothing: Any = None
         for _ in range(rounds):
             tree = self._drafter.propose(Sampler(SamplingParams(), 0, [0]), Invariant(), 1)

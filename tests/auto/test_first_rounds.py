@@ -13,7 +13,7 @@ from scripts.simulation import MACHINES, SimulatedMachine, Text, Trace, World, m
 
 
 def widths_of_failing_rounds(machine: SimulatedMachine) -> tuple[list[int], list[float]]:
-    """A draft that was right is sure and wrong now: rows of its rounds, and what might be lost before."""
+    """Return widths and allowances of rounds in which a formerly reliable, confident draft is wrong."""
     world = World(machine)
     drafter = make_controller(world)
     sure = np.full(60, 0.99)

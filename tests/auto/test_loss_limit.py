@@ -25,7 +25,7 @@ LIMITS = st.builds(LossLimits, st.floats(0.0, 0.2), st.floats(0.0, 8.0))
 
 
 def allows(loss_limit: LossLimit, worst_seconds: float, plain_seconds: float = 1.0) -> bool:
-    """May a round begin that takes at most `worst_seconds`, and emits one token or more?"""
+    """Return whether a round may begin that takes at most `worst_seconds` and emits a token or more."""
     return worst_seconds - plain_seconds <= loss_limit.allowance_seconds(plain_seconds)
 
 
@@ -58,7 +58,7 @@ def test_limit_holds_for_any_rounds(
 def test_limit_holds_while_the_step_duration_drifts(
     rounds: list[tuple[float, float, float, int, float, bool]], limits: LossLimits
 ) -> None:
-    """Time beyond plain decoding never exceeds the allowance at the dearest step there was."""
+    """Time beyond plain decoding never exceeds the limit at the slowest target step."""
     loss_limit = LossLimit(limits)
     lost, dearest = 0.0, 0.0
     for plain_seconds, worst, share, emitted, _, wants in rounds:

@@ -19,7 +19,7 @@ LAW = Distribution(np.arange(3), np.array([0.2, 0.3, 0.5]))
 
 @st.composite
 def trees(draw: st.DrawFn, laws: tuple[Distribution | None, ...] = (None, LAW)) -> TokenTree:
-    """Any tree after the root 9; siblings differ."""
+    """Return any tree below the root 9 with distinct siblings."""
     law = draw(st.sampled_from(laws))
     tokens, parents = [9], [-1]
     for _ in range(draw(st.integers(0, 7))):
@@ -78,7 +78,7 @@ class TestMergeTrees:
 
     @given(trees((None,)), st.lists(trees((None,)), max_size=3))
     def test_nodes_of_the_first_tree_come_first(self, first: TokenTree, others: list[TokenTree]) -> None:
-        """What a self-draft has computed can then be taken over."""
+        """So the target can reuse the computation of a self-draft."""
         tree = merge_trees([first, *others]).tree
         assert tree.tokens[: first.width] == first.tokens
         assert tree.parents[: first.width] == first.parents

@@ -27,7 +27,7 @@ CHAIN = TokenTree.chain(9, [1, 2, 3])
 
 
 class Memory:
-    """Notes in memory."""
+    """An ArrayStore in memory."""
 
     notice = ""
 
@@ -42,7 +42,7 @@ class Memory:
 
 
 def make_controller(world: World, notes: Memory) -> AutoController:
-    """A guarded draft model."""
+    """Return a controller of the draft model."""
     costs, loss_limit = LiveCosts(world.machine.curve), LossLimit()
     growth = AdaptiveTreeGrowth(v=costs.v, siblings=1, clock=world.clock)
     drafter = world.model(growth)
@@ -52,7 +52,7 @@ def make_controller(world: World, notes: Memory) -> AutoController:
 
 @pytest.mark.parametrize("rate", [0.05, 0.9])
 def test_a_later_run_starts_from_the_statistics(rate: float) -> None:
-    """What pays drafts at once, and what does not is not tried for nothing again."""
+    """Useful drafters draft at once, and useless ones cost nothing again."""
     notes, trace = Memory(), stationary(rate, 120, 0)
     first, again = World(MACHINES[0]), World(MACHINES[0])
     one = make_controller(first, notes)
