@@ -66,13 +66,15 @@ class Text(Kind):
         return check_text(name, value, self.hint)
 
 
+@dataclass(frozen=True)
 class ModelName(Kind):
-    """A model reference: a path, `user/repo:quant`, or a name."""
+    """A model reference: a path, `user/repo:quant`, or a name. also: further words that may be given."""
 
-    metavar = "REF"
+    metavar: str = "REF"
+    also: str = ""
 
     def check(self, name: str, value: Any) -> str:
-        return check_text(name, value, "a path, user/repo:quant or a name such as demo")
+        return check_text(name, value, f"{self.also}a path, user/repo:quant or a name such as demo")
 
 
 class MethodName(Kind):

@@ -20,6 +20,7 @@ from edgespec.costs.target_costs import TargetCosts
 from edgespec.engine.stats import Stats
 from edgespec.errors import ClosedError, OptionError, TemplateError
 from edgespec.memory import MemoryPlan, resident_bytes
+from edgespec.memory.budget import DEFAULT_RESERVE_BYTES
 from edgespec.memory.prefix_cache import PrefixCache, PrefixCacheUsage
 from edgespec.methods import DrafterSet
 from edgespec.options import ReplyArguments
@@ -107,7 +108,8 @@ class Runtime:
         self._mapped = mapped
         self._defaults = defaults
         self._costs = costs or TargetCosts(target, LoadOptions())
-        self._session = Session(target, drafters, prefix_cache, draft)
+        reserve_bytes = plan.budget.reserve_bytes if plan else DEFAULT_RESERVE_BYTES
+        self._session = Session(target, drafters, prefix_cache, draft, reserve_bytes)
         self._prompts: PromptBuilder | None = None
 
     @property
@@ -178,19 +180,19 @@ class Runtime:
             weight_bytes=self.target.weight_bytes + (drafts.weight_bytes if drafts else 0),
             kv_bytes=self._session.target.facts.kv_bytes + (drafts.kv_bytes if drafts else 0),
             resident_bytes=resident_bytes(),
-            prefix_cache=cache.use() if cache else PrefixCacheUsage(),
+            prefix_cache=cache.usage() if cache else PrefixCacheUsage(),
             plan=self.plan,
             context_tokens=self.target.context_tokens,
             max_context_tokens=self.context_tokens,
             available_bytes=self._session.memory_pressure.available(),
-            reclaimed_bytes=self._session.memory_pressure.given_bytes,
-            last_reclaim=self._session.memory_pressure.said,
+            reclaimed_bytes=self._session.memory_pressure.reclaimed_bytes,
+            last_reclaim=self._session.memory_pressure.last_reclaim,
         )
 
     def cached_prefixes(self) -> Iterable[Sequence[int]]:
         """Return the token sequences in the prefix cache."""
         prefix_cache = self._session.prefix_cache
-        return [tokens.tolist() for tokens in prefix_cache.texts()] if prefix_cache else []
+        return [tokens.tolist() for tokens in prefix_cache.sequences()] if prefix_cache else []
 
     def generate(
         self, prompt: str, *, system: str | None = None, raw: bool = False, **options: Unpack[ReplyArguments]

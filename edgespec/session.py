@@ -23,6 +23,7 @@ from edgespec.engine.stats import Stats
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import BusyError, CancelledError, ClosedError
 from edgespec.idle import IdleWorker, drafters_with_idle_work
+from edgespec.memory.budget import DEFAULT_RESERVE_BYTES
 from edgespec.memory.context_resize import MIN_ROOM_TOKENS, ResizableContext
 from edgespec.memory.prefix_cache import PrefixCache
 from edgespec.memory.pressure import MemoryPressure
@@ -33,7 +34,7 @@ from edgespec.request import Request
 
 __all__ = ["Session"]
 
-# The controller's report goes into the stats every so many target passes, and at the end. Chosen: a report in
+# Target passes between two updates of the controller's part of the stats. Chosen: an update in
 # every pass would slow down small targets.
 _PASSES_PER_REPORT = 8
 # Weight of the newest target step in the moving average of its cost. Chosen.
@@ -60,6 +61,7 @@ class Session:
         drafters: DrafterSet,
         prefix_cache: PrefixCache | None = None,
         draft: LanguageModel | None = None,
+        reserve_bytes: int = DEFAULT_RESERVE_BYTES,
     ) -> None:
         self.target = target
         self.prefix_cache = prefix_cache
@@ -75,7 +77,8 @@ class Session:
         # Drafters of the last reply that work in idle time, on the tokens that are still in their caches.
         self._idle_drafters: Sequence[Drafter] = ()
         self.target_step_seconds = self._measure_target_step()
-        self.memory_pressure = MemoryPressure(self.context, prefix_cache.store if prefix_cache else None)
+        store = prefix_cache.store if prefix_cache else None
+        self.memory_pressure = MemoryPressure(self.context, store, reserve_bytes=reserve_bytes)
         self._target_cache = TargetCache(target, prefix_cache, self.context, self.memory_pressure)
         _open_sessions.add(self)
 
@@ -142,7 +145,7 @@ class Session:
         try:
             if not is_cancelled():
                 room = min(request.max_tokens, MIN_ROOM_TOKENS)
-                stats.cached_prompt_tokens = self._target_cache.become(tokens, room, stats, progress)
+                stats.cached_prompt_tokens = self._target_cache.prepare(tokens, room, stats, progress)
                 self.target.run_ahead(drafter is None)
                 if drafter:
                     drafter.begin(tokens)
@@ -167,9 +170,9 @@ class Session:
             if drafter:
                 _count_drafter(stats, drafter, controller, ended=step.finish_reason is not None)
             yield step
-            if self.context.short and not (step.finish_reason or is_cancelled()):
+            if self.context.needs_room and not (step.finish_reason or is_cancelled()):
                 stats.growth_seconds += self.context.make_room()
-            self.memory_pressure.within_reply()
+            self.memory_pressure.check_during_reply()
 
     def _decode(
         self,
@@ -183,7 +186,7 @@ class Session:
         """Start the decoding loop with the options that the request, the target and the drafter allow."""
         options, facts = request.method_options, self.target.facts
         capabilities = facts.capabilities
-        self.target.run_ahead(drafter is None)
+        self.target.run_ahead(drafter is None)  # Again, because `begin` of a drafter may have changed it.
         self.target.pipeline_with(self.drafters.chain_model(options.method))
         return decode(
             self.target,
@@ -215,11 +218,11 @@ class Session:
     def _end(self) -> None:
         with self._state_lock:
             if not self._closed:
-                self._target_cache.settle()
+                self._target_cache.sync_length()
                 self._interrupt(False)
             self._active_request = None
             if not self._closing and (
-                self._idle_drafters or self._target_cache.saved or self.memory_pressure.anything
+                self._idle_drafters or self._target_cache.saves_to_disk or self.memory_pressure.can_reclaim
             ):
                 self._idle_worker.start(self._use_idle_time, self._reclaim_memory)
 
@@ -257,7 +260,7 @@ class Session:
         try:
             with self._compute_lock:
                 self._idle_drafters = ()
-                self._target_cache.distrust()
+                self._target_cache.invalidate()
                 self.target.truncate(0)
                 yield self.target
         finally:
@@ -268,18 +271,18 @@ class Session:
         with self.borrowed_target():
             self.drafters.reset()
             if self.prefix_cache:
-                self.prefix_cache.store.forget()
+                self.prefix_cache.store.clear()
 
     def save_prefix_cache(self, should_continue: Callable[[], bool] = lambda: True) -> None:
         """Add the target's KV state to the prefix cache and write the cache to disk.
 
         Does nothing if the prefix cache is in memory only.
         """
-        if not self.prefix_cache or not self._target_cache.saved:
+        if not self.prefix_cache or not self._target_cache.saves_to_disk:
             return
         with self._compute_lock:
             if should_continue() and not self._closed and self._active_request is None:
-                self._target_cache.keep()
+                self._target_cache.save()
         self.prefix_cache.store.write(should_continue)
 
     def run_idle_work(self, should_continue: Callable[[], bool]) -> None:
@@ -296,9 +299,9 @@ class Session:
             if self._closed:
                 return
             if succeeded:
-                self._target_cache.settle()
+                self._target_cache.sync_length()
             else:
-                self._target_cache.distrust()
+                self._target_cache.invalidate()
 
     def _use_idle_time(self, should_continue: Callable[[], bool]) -> None:
         self.save_prefix_cache(should_continue)
@@ -307,13 +310,13 @@ class Session:
 
     def _reclaim_memory(self, should_continue: Callable[[], bool]) -> bool:
         """Free memory for other programs if they need it. Returns whether there is more to free."""
-        if self.prefix_cache and self.memory_pressure.short:
+        if self.prefix_cache and self.memory_pressure.is_low:
             # Segments that are on disk can be dropped from memory without losing them.
             self.prefix_cache.store.write(should_continue)
         with self._compute_lock:
             if should_continue() and not self._closing and self._active_request is None:
-                self._target_cache.give_way()
-        return self.memory_pressure.anything
+                self._target_cache.reclaim_idle()
+        return self.memory_pressure.can_reclaim
 
     def cancel(self, request: Request | None = None) -> None:
         """End the running reply after the current target pass.
@@ -339,9 +342,9 @@ class Session:
         with self._compute_lock, self._state_lock:
             if not self._closed:
                 self._closed = True
-                if self._target_cache.saved:
+                if self._target_cache.saves_to_disk:
                     self._interrupt(False)
-                    self._target_cache.keep()
+                    self._target_cache.save()
                 self.drafters.close()
                 self.target.close()
         self._idle_worker.join()

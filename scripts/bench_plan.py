@@ -42,8 +42,8 @@ from matrix.gguf_models import KINDS, Sizes, write_gguf
 from matrix.mlx_models import MLX_KINDS, write_mlx
 
 _MIB = 2**20
-_NEAR_SHARE, _NEAR_BYTES = 0.03, 1 * _MIB
-_BESIDE = ("process", "headroom", "kept")
+_NEAR_SHARE, _NEAR_BYTES = 0.03, 64 * _MIB
+_OTHER_KINDS = ("process", "headroom")
 _PROGRAM = Path(__file__).parent / "matrix" / "cell.py"
 # So much of what a plan says is given. What is refused may hold so much more afterwards.
 _LIMITS = (0.5, 0.9, 1.03, 1.3)
@@ -65,7 +65,7 @@ class Row:
     @property
     def planned(self) -> int:
         """What the plan says, without what is no model's."""
-        return sum(item["bytes"] for item in self.plan["items"] if item["kind"] not in _BESIDE)
+        return sum(item["bytes"] for item in self.plan["items"] if item["kind"] not in _OTHER_KINDS)
 
     @property
     def measured(self) -> int:
@@ -182,7 +182,7 @@ def _run(name: str, cell: Cell) -> Row | None:
         print(f"{label}: failed: {plan if 'items' not in plan else run}", flush=True)
         return None
     row = Row(label, cell, plan, run)
-    kinds = (("weights",), ("cache",), ("compute", "output"), ("cells", "graphs", "vocabulary", "heap"))
+    kinds = (("weights",), ("cache",), ("compute", "output"), ("vocabulary",))
     sizes = " + ".join(f"{row.of(*some):,.1f}" for some in kinds)
     of_library = f" (MLX: {run['library_peak'] / _MIB:,.1f})" if run["library_peak"] else ""
     print(

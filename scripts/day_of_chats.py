@@ -117,7 +117,7 @@ def _talked(runtime: Runtime, fresh: Runtime, asked: argparse.Namespace) -> dict
         **told,
         "hits": kept.hits,
         "disk_bytes": kept.disk_bytes,
-        "texts": kept.texts,
+        "texts": kept.sequences,
         "notice": kept.notice,
     }
 

@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""Records where a draft model's best guess was the target's next token, and how sure it was of it.
+"""Record where a draft model predicts the target's next token, and with which probability.
 
     scripts/record_traces.py --output scripts/simulation/recorded.json
 
-The target replies plainly to each prompt; before each token the draft guesses it, having seen all tokens of
-the reply so far. Nothing is timed: what guesses cost is the simulated machine's to say.
+The target replies to each prompt by plain decoding. Before each token, the draft model predicts it from all
+tokens so far. Nothing is timed, because the simulated machine defines the costs.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ def main() -> None:
 
     options = LoadOptions(context_tokens=1024)
     target, draft = (llamacpp.load(str(path), path.stem, options) for path in (args.target, args.draft))
-    watched = Watched()
-    drafter = Silent(draft, target.facts.vocab_size, branches=watched)
+    recorder = RecordingShape()
+    drafter = SilentDrafter(draft, target.facts.vocab_size, branches=recorder)
     lines = args.prompts.read_text(encoding="utf-8").splitlines()
     recorded: list[dict[str, Any]] = []
     with Runtime(target, None, DrafterSet(target, None, others={"model": drafter})) as runtime:
         for temperature in map(float, args.temperatures.split(",")):
             for prompt in map(json.loads, lines):
-                watched.seen.clear()
+                recorder.predictions.clear()
                 *before, last = [edgespec.Message(**message) for message in prompt["messages"]]
                 reply = runtime.chat(messages=before).ask(
                     last.content, method="model", temperature=temperature, max_tokens=args.max_tokens, seed=1
@@ -62,8 +62,8 @@ def main() -> None:
                         "name": prompt["skill"],
                         "temperature": temperature,
                         "prompt_tokens": reply.stats.prompt_tokens,
-                        "right": "".join("01"[right] for _, right in watched.seen),
-                        "sure_percent": [round(100.0 * sure) for sure, _ in watched.seen],
+                        "right": "".join("01"[right] for _, right in recorder.predictions),
+                        "sure_percent": [round(100.0 * confidence) for confidence, _ in recorder.predictions],
                     }
                 )
     rows = ",\n".join(json.dumps(one, separators=(",", ":")) for one in recorded)
@@ -71,27 +71,31 @@ def main() -> None:
     print(f"{len(recorded)} replies, {args.output.stat().st_size:,} bytes")
 
 
-class Watched(FixedShape):
-    """One guess at a time. seen: how sure the draft was of each, and whether it came true."""
+class RecordingShape(FixedShape):
+    """Drafts one token at a time and records the predictions.
+
+    Attributes:
+        predictions: Probability of each drafted token, and whether it was the target's.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.seen: list[tuple[float, bool]] = []
+        self.predictions: list[tuple[float, bool]] = []
 
     def grow_level(self, path_probs: Sequence[float], draft_probs: DraftProbs) -> list[Children]:
-        draft_probs(0)  # outcomes are recorded only for probabilities that were read
+        draft_probs(0)  # Outcomes are recorded only for probabilities that were read.
         return super().grow_level(path_probs, draft_probs)
 
     def record_outcome(self, probs: NDArray[np.float64], accepted: int | None) -> None:
-        self.seen.append((float(probs[0]), accepted == 0))
+        self.predictions.append((float(probs[0]), accepted == 0))
 
 
-class Silent(ModelDrafter):
-    """Guesses one token a round, and keeps it to itself: the target decodes plainly."""
+class SilentDrafter(ModelDrafter):
+    """Drafts one token per round without proposing it, so the target decodes plainly."""
 
     def propose(self, sampler: Sampler, acceptance: Acceptance, draft_length: int) -> TokenTree:
-        guess = super().propose(sampler, acceptance, min(draft_length, 1))
-        return TokenTree.chain(guess.tokens[0])
+        draft = super().propose(sampler, acceptance, min(draft_length, 1))
+        return TokenTree.chain(draft.tokens[0])
 
 
 if __name__ == "__main__":

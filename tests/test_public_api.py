@@ -36,7 +36,7 @@ def _modules() -> list[str]:
 
 
 @pytest.mark.parametrize("name", _modules())
-def test_what_a_module_says_it_offers_is_there(name: str) -> None:
+def test_every_name_in_all_exists(name: str) -> None:
     module = importlib.import_module(name)
     offered = getattr(module, "__all__", [])
     assert len(set(offered)) == len(offered)
@@ -44,7 +44,7 @@ def test_what_a_module_says_it_offers_is_there(name: str) -> None:
         assert hasattr(module, public)
 
 
-def test_public_names_come_from_where_they_live() -> None:
+def test_lazy_names_match_the_typed_imports() -> None:
     """A type checker reads the imports, Python the table: both must say where a name is made."""
     tree = ast.parse((PACKAGE / "__init__.py").read_text(encoding="utf-8"))
     typed = {

@@ -14,7 +14,7 @@ from click.testing import CliRunner
 
 import edgespec
 from edgespec.backends.base import LanguageModel, LoadOptions, Progress
-from edgespec.backends.memory_estimate import MemoryEstimate, Part
+from edgespec.backends.memory_estimate import MemoryEstimate, MemoryPart
 from edgespec.backends.registry import Backend, FileFormat, register
 from edgespec.backends.tabular import TabularModel
 from edgespec.cli.program import program
@@ -37,7 +37,9 @@ class ToyEstimator:
 
     def estimate(self, options: LoadOptions) -> MemoryEstimate:
         tokens = options.context_tokens or CONTEXT_TOKENS
-        return MemoryEstimate(tokens, "none", (Part("weights", self._weight_bytes), Part("cache", 0)))
+        return MemoryEstimate(
+            tokens, "none", (MemoryPart("weights", self._weight_bytes), MemoryPart("cache", 0))
+        )
 
     def close(self) -> None:
         pass

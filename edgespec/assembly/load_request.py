@@ -32,6 +32,7 @@ class LoadRequest:
         prefix_cache: Where earlier prompts are cached.
         plan: What the planner may and may not give up.
         memory_bytes: The memory budget; None for what is available.
+        reserve_bytes: Memory to leave to other programs; None for the default.
     """
 
     target: str
@@ -41,6 +42,7 @@ class LoadRequest:
     prefix_cache: PrefixCacheOptions
     plan: PlanRequest
     memory_bytes: int | None
+    reserve_bytes: int | None
 
     @classmethod
     def read(cls, target: str, draft: str | None, given: Mapping[str, Any]) -> LoadRequest:
@@ -50,14 +52,24 @@ class LoadRequest:
             MODEL_OPTIONS["draft"].check("draft", draft)
         drafting = DraftingOptions.of(**given)
         arguments = drafting.arguments
-        memory = arguments["memory"]
-        memory_bytes = None if memory is None else parse_size("memory", memory)
+        memory_bytes = _size("memory", arguments["memory"])
         options = _backend_options(drafting, memory_bytes)
-        prefix_cache = PrefixCacheOptions.read(
+        prefix_cache = PrefixCacheOptions.from_options(
             arguments["prefix_cache"], arguments["prefix_cache_memory"], arguments["prefix_cache_disk"]
         )
-        plan = PlanRequest.read(arguments["prefer"], options, draft, prefix_cache.wanted_bytes)
-        return cls(target, draft, drafting, options, prefix_cache, plan, memory_bytes)
+        plan = PlanRequest.from_options(
+            arguments["prefer"],
+            options,
+            draft,
+            prefix_cache.requested_bytes,
+            _size("headroom", arguments["headroom"]),
+        )
+        reserve_bytes = _size("reserve", arguments["reserve"])
+        return cls(target, draft, drafting, options, prefix_cache, plan, memory_bytes, reserve_bytes)
+
+
+def _size(name: str, value: str | int | None) -> int | None:
+    return None if value is None else parse_size(name, value)
 
 
 def _backend_options(drafting: DraftingOptions, memory_bytes: int | None) -> LoadOptions:

@@ -68,13 +68,11 @@ def load(
         EdgespecError: The reason, and what to do.
     """
     if progress is not None and not callable(progress):
-        raise OptionError(
-            f"progress is {progress!r}", "give a function that takes a text and a number from 0 to 1"
-        )
+        raise OptionError(f"progress is {progress!r}", "give a function of a text and the fraction done")
     request = LoadRequest.read(target, draft, options)
     check_room_to_plan()
     pair = find_pair(request.target, request.draft, request.drafting, progress, request.options)
-    budget = budget_for(pair, request.memory_bytes)
+    budget = budget_for(pair, request.memory_bytes, request.reserve_bytes)
     planned = plan_pair(pair, request.drafting, request.options, budget, request.plan)
     check_fits(planned)
     return _load_planned(planned, request, progress)

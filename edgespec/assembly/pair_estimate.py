@@ -1,4 +1,4 @@
-"""What a choice takes: the metadata of a target and of what drafts for it, added up."""
+"""The memory estimate of a pair: the estimates of a target and of everything that drafts for it, added up."""
 
 from __future__ import annotations
 
@@ -26,71 +26,89 @@ from edgespec.memory import (
     PairEstimate,
     PlanChoice,
     PlanOption,
+    compute_headroom_bytes,
+    create_items,
     fit_to_budget,
-    items_of,
 )
 
-__all__ = ["PairEstimator", "compute_headroom_bytes", "opened"]
+__all__ = ["PairEstimator", "open_estimator"]
 
-# Left free of what was planned, for what no plan foresees: vocabularies, texts, fragments.
-_HEADROOM_SHARE, _LEAST_HEADROOM_BYTES = 1 / 50, 8 * 2**20
-_ROOM_BYTES = 1 << 62
-# What a `Translation` takes for each token of both vocabularies: its bytes, and its number in the other.
-# Measured over pairs of real ones, the most while they are put side by side.
-_TRANSLATED_BYTES = 190
-_EVERYTHING: frozenset[PlanOption] = frozenset(get_args(PlanOption))
+# A memory limit that every model fits, for estimates that must not depend on what is left.
+_UNLIMITED_BYTES = 1 << 62
+# Bytes of a `Translation` between two vocabularies per token of both: its text and its number in the other
+# vocabulary. Measured over pairs of real vocabularies, at the peak while they are compared.
+_TRANSLATION_BYTES = 190
+_ALL_OPTIONS: frozenset[PlanOption] = frozenset(get_args(PlanOption))
 
 
 class PairEstimator:
-    """The metadata of a target and what drafts for it, opened while a plan is made."""
+    """The memory estimates of a target and of everything that drafts for it.
+
+    Args:
+        pair: the models.
+        drafting: the drafting options.
+        options: the load options.
+        undo: closes the opened metadata.
+        headroom_bytes: the headroom of each plan; None for the default.
+    """
 
     def __init__(
-        self, pair: ModelPair, drafting: DraftingOptions, options: LoadOptions, undo: ExitStack
+        self,
+        pair: ModelPair,
+        drafting: DraftingOptions,
+        options: LoadOptions,
+        undo: ExitStack,
+        headroom_bytes: int | None = None,
     ) -> None:
-        self._pair, self._drafting = pair, drafting
+        self._pair, self._drafting, self._headroom_bytes = pair, drafting, headroom_bytes
         self._options = replace(
             options, low_bits=pair.target.file_format.low_bit_weights and "lowbit" in drafting.named_drafters
         )
-        self.target = opened(pair.target, self._options)
+        self.target = open_estimator(pair.target, self._options)
         undo.callback(self.target.close)
         self._undo = undo
+        # Draft models by `PlanChoice.draft_form`.
         self._drafts: dict[str, tuple[Resolved, MemoryEstimator]] = {}
         if pair.draft:
-            self._drafts[""] = pair.draft, self._opened_draft(pair.draft)
-        self._translated: dict[str, int] = {}
+            self._drafts[""] = pair.draft, self._open_draft(pair.draft)
+        self._translation_bytes: dict[str, int] = {}
         self._copy: MemoryEstimator | None = None
-        if copy := _lowbit_copy(pair, drafting):
-            self._copy = opened(copy, options)
+        if copy := _find_low_bit_copy(pair, drafting):
+            self._copy = open_estimator(copy, options)
             undo.callback(self._copy.close)
         self._process_bytes = max(
             each.backend.process_bytes for each in (pair.target, pair.draft) if each is not None
         )
 
-    def _opened_draft(self, found: Resolved) -> MemoryEstimator:
-        drafting = replace(self._options, low_bits=False, is_draft=True, adapter=None, exact=False)
-        draft = opened(found, drafting)
-        self._undo.callback(draft.close)
-        return draft
+    def _open_draft(self, draft: Resolved) -> MemoryEstimator:
+        options = replace(self._options, low_bits=False, is_draft=True, adapter=None, exact=False)
+        estimator = open_estimator(draft, options)
+        self._undo.callback(estimator.close)
+        return estimator
 
     def plan(self, choice: PlanChoice, budget: Budget) -> MemoryPlan:
-        """The plan of a choice as it stands, which may not fit. Raises OptionError and MemoryBudgetError."""
-        return fit_to_budget(choice, self.estimate, budget, fixed=_EVERYTHING)[1]
+        """Return the plan of a choice without changing it. Raises OptionError and MemoryBudgetError."""
+        return fit_to_budget(choice, self.estimate, budget, fixed=_ALL_OPTIONS)[1]
 
     def smaller_drafts(self, start: PlanChoice, budget: Budget) -> list[str]:
-        """Files of the draft with fewer bits that are here, by name; looked for where the memory is short."""
+        """Open installed files of the draft model with fewer bits, if `start` does not fit.
+
+        Returns:
+            Their names, for `PlanChoice.draft_form`.
+        """
         if self._pair.draft is None or self.plan(start, budget).fits:
             return []
-        for found in smaller_quantisations(self._pair.draft, find_installed()):
+        for draft in smaller_quantisations(self._pair.draft, find_installed()):
             with suppress(EdgespecError):
-                self._drafts[found.name] = found, self._opened_draft(found)
+                self._drafts[draft.name] = draft, self._open_draft(draft)
         return [name for name in self._drafts if name]
 
-    def draft_of(self, choice: PlanChoice) -> Resolved:
-        """The file that drafts."""
+    def draft_file(self, choice: PlanChoice) -> Resolved:
+        """Return the draft model of a choice."""
         return self._drafts[choice.draft_form][0]
 
-    def options_of(self, choice: PlanChoice) -> LoadOptions:
-        """How the target is loaded."""
+    def load_options(self, choice: PlanChoice) -> LoadOptions:
+        """Return the target's load options for a choice."""
         return replace(
             self._options,
             context_tokens=choice.context_tokens,
@@ -99,54 +117,58 @@ class PairEstimator:
         )
 
     def estimate(self, choice: PlanChoice) -> PairEstimate:
-        """See `ladder.Measure`."""
-        options = self.options_of(choice)
+        """Return the memory of a choice. Raises OptionError and MemoryBudgetError."""
+        options = self.load_options(choice)
         pair = self._pair
         target_options = options_in_pair(pair.target, pair.draft, options)
-        # MLX takes float32 wherever there is room for it.
-        room = _ROOM_BYTES if choice.float32 else 0
+        # MLX widens weights to float32 wherever there is room.
+        room = _UNLIMITED_BYTES if choice.float32 else 0
         target = self.target.estimate(replace(target_options, memory_bytes=room))
-        items = list(items_of("target", target))
+        items = list(create_items("target", target))
         if self._drafts and choice.draft:
-            found, draft = self._drafts[choice.draft_form]
-            drafting = replace(
-                draft_load_options(options, self._drafting, target.context_tokens, None),
-                memory_bytes=_ROOM_BYTES,
-                kv_type=choice.draft_kv_type or options.kv_type,
-            )
-            drafting = replace(
-                options_in_pair(found, pair.target, drafting),
-                choose_context_tokens=lambda trained: self._draft_tokens(
-                    choice, target.context_tokens, trained
-                ),
-            )
-            items += items_of("draft", draft.estimate(drafting))
-            if translated := self._translated_bytes(found):
-                items.append(Item("draft", "draft vocabulary, translated", "vocabulary", translated))
+            items += self._draft_items(choice, options, target.context_tokens)
         if self._copy and choice.copy:
-            tokens = self._copied_tokens(choice, target.context_tokens)
-            items += items_of("low-bit copy", self._copy.estimate(replace(options, context_tokens=tokens)))
-        taken = sum(item.bytes for item in items)
+            tokens = self._copy_context_tokens(choice, target.context_tokens)
+            items += create_items(
+                "low-bit copy", self._copy.estimate(replace(options, context_tokens=tokens))
+            )
+        headroom = compute_headroom_bytes(sum(item.bytes for item in items), self._headroom_bytes)
         items.append(Item("Python", "Python and its libraries", "process", self._process_bytes))
-        items.append(Item("free", "headroom", "headroom", compute_headroom_bytes(taken)))
+        items.append(Item("free", "headroom", "headroom", headroom))
         return PairEstimate(tuple(items), target)
 
-    def _translated_bytes(self, draft: Resolved) -> int:
-        """What a `Translation` from the target to a draft takes; 0 where they have the same tokens."""
-        if draft.name not in self._translated:
+    def _draft_items(self, choice: PlanChoice, options: LoadOptions, target_tokens: int) -> list[Item]:
+        draft, estimator = self._drafts[choice.draft_form]
+        draft_options = replace(
+            draft_load_options(options, self._drafting, target_tokens, None),
+            memory_bytes=_UNLIMITED_BYTES,
+            kv_type=choice.draft_kv_type or options.kv_type,
+        )
+        draft_options = replace(
+            options_in_pair(draft, self._pair.target, draft_options),
+            choose_context_tokens=lambda trained: self._draft_tokens(choice, target_tokens, trained),
+        )
+        items = list(create_items("draft", estimator.estimate(draft_options)))
+        if translation := self._translation(draft):
+            items.append(Item("draft", "draft vocabulary, translated", "vocabulary", translation))
+        return items
+
+    def _translation(self, draft: Resolved) -> int:
+        """Return the bytes of a `Translation` to the draft's tokens; 0 if both vocabularies are the same."""
+        if draft.name not in self._translation_bytes:
             known, tokens = MetadataCache(), 0
-            with suppress(EdgespecError):  # then loading says what is wrong
+            with suppress(EdgespecError):  # Loading the model reports the error.
                 pair = (self._pair.target, draft)
-                infos = [read_model_info(found, known) for found in pair]
+                infos = [read_model_info(model, known) for model in pair]
                 known.save()
                 mine, its = (
-                    (found.path, found.format, info.vocabulary)
-                    for found, info in zip(pair, infos, strict=True)
+                    (model.path, model.format, info.vocabulary)
+                    for model, info in zip(pair, infos, strict=True)
                 )
                 if not known.same_token_ids(mine, its):
                     tokens = sum(info.vocab_size for info in infos)
-            self._translated[draft.name] = tokens * _TRANSLATED_BYTES
-        return self._translated[draft.name]
+            self._translation_bytes[draft.name] = tokens * _TRANSLATION_BYTES
+        return self._translation_bytes[draft.name]
 
     def _window(self, choice: PlanChoice, target_tokens: int, trained_tokens: int) -> AttentionWindow | None:
         return choose_draft_window(
@@ -154,21 +176,21 @@ class PairEstimator:
         )
 
     def _draft_tokens(self, choice: PlanChoice, target_tokens: int, trained_tokens: int) -> int:
-        """The context of the draft: the target's, or that of its window."""
+        """Return the draft's context size: its window's, or else the target's."""
         window = self._window(choice, target_tokens, trained_tokens)
         return window.context_tokens if window else target_tokens
 
     def draft_window(self, choice: PlanChoice, target_tokens: int) -> AttentionWindow | None:
-        """What a draft sees of the target's context; None where it sees all, or there is none."""
+        """Return the draft's attention window; None if it sees the whole context or there is no draft."""
         if not self._drafts or not choice.draft:
             return None
         trained = self._drafts[choice.draft_form][1].trained_context_tokens
         return self._window(choice, target_tokens, trained)
 
-    def draft_sees(self, choice: PlanChoice) -> int:
-        """The longest context of the target with which the draft sees the text as it does with this one.
+    def max_context_for_draft(self, choice: PlanChoice) -> int:
+        """Return the longest target context that leaves the draft's attention window as it is.
 
-        Without a window that is what it was trained for.
+        A draft without a window supports a context up to its own trained length.
         """
         if not self._drafts or not choice.draft:
             return self.target.trained_context_tokens
@@ -176,8 +198,8 @@ class PairEstimator:
         window = self._window(choice, choice.context_tokens, trained)
         return self.target.trained_context_tokens if window or not trained else trained
 
-    def _copied_tokens(self, choice: PlanChoice, target_tokens: int) -> int:
-        """The context of a low-bit copy: as large as the target's, or its window and the drafts after it."""
+    def _copy_context_tokens(self, choice: PlanChoice, target_tokens: int) -> int:
+        """Return the context size of a low-bit copy: its window and the tokens it drafts, or the target's."""
         if not choice.draft_window:
             return target_tokens
         from edgespec.backends.llamacpp.lowbit import WINDOW_EXTRA_TOKENS
@@ -187,15 +209,16 @@ class PairEstimator:
         )
 
 
-def opened(found: Resolved, options: LoadOptions) -> MemoryEstimator:
-    """The metadata of a model, opened by the backend of its format. Raises what loading it would."""
-    return found.file_format.open_estimator(str(found.path), found.name, options)
+def open_estimator(model: Resolved, options: LoadOptions) -> MemoryEstimator:
+    """Open a model's metadata with the backend of its format. Raises what loading it would."""
+    return model.file_format.open_estimator(str(model.path), model.name, options)
 
 
-def _lowbit_copy(pair: ModelPair, drafting: DraftingOptions) -> Resolved | None:
-    """The copy with fewer bits that will draft for a GGUF target: named, or `auto`'s for want of a draft.
+def _find_low_bit_copy(pair: ModelPair, drafting: DraftingOptions) -> Resolved | None:
+    """Return the low-bit copy that will draft for the target, if one was named or `auto` takes it.
 
-    Raises ModelFileError where one that was named is damaged or stale.
+    Raises:
+        ModelFileError: a copy that the user named is damaged or stale.
     """
     asked = "lowbit" in drafting.named_drafters
     form = pair.target.file_format
@@ -214,8 +237,3 @@ def _lowbit_copy(pair: ModelPair, drafting: DraftingOptions) -> Resolved | None:
         path=lowbit_file(prepared),
         format=form.low_bit_copy_format,
     )
-
-
-def compute_headroom_bytes(planned_bytes: int) -> int:
-    """What is left free beside what was counted."""
-    return max(_LEAST_HEADROOM_BYTES, int(planned_bytes * _HEADROOM_SHARE))

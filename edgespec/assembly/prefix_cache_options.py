@@ -1,4 +1,4 @@
-"""What a runtime keeps of the texts it has read: where, and how much."""
+"""The options of the prefix cache, and the cache that they describe for a loaded target."""
 
 from __future__ import annotations
 
@@ -20,109 +20,126 @@ from edgespec.saved_arrays import models_fingerprint
 __all__ = ["PLACES", "PrefixCacheOptions", "create_prefix_cache", "file_states"]
 
 PLACES = ("none", "memory", "disk")
-# Tokens that are read together cost less than single steps: so many times, until it was measured.
-_READ_FASTER = 4.0
-# A single step reads all weights, and memory gives about so much: a guess that the first real reads replace.
-_GUESSED_BYTES_PER_SECOND = 1e10
+# Prefill is this many times faster per token than a target step. Used until a prefill was timed. Chosen.
+_PREFILL_SPEEDUP = 4.0
+# Memory bandwidth that a target step is assumed to reach, until a prefill was timed. Chosen.
+_ASSUMED_BYTES_PER_SECOND = 1e10
 
 
 @dataclass(frozen=True, slots=True)
 class PrefixCacheOptions:
-    """Where cached prefixes are kept, and the size limits; None for the defaults."""
+    """Where cached prefixes are kept, and how much memory and disk they may take.
+
+    Attributes:
+        place: `none`, `memory`, or `disk`, which keeps them in memory too.
+        memory_bytes: size limit in memory; None for `default_memory_bytes`.
+        disk_bytes: size limit on disk; None for `default_disk_bytes`.
+    """
 
     place: str = "memory"
     memory_bytes: int | None = None
     disk_bytes: int | None = None
 
     @classmethod
-    def read(cls, place: str, memory: str | int | None, disk: str | int | None) -> PrefixCacheOptions:
-        """From the options of `load`. Raises OptionError."""
+    def from_options(cls, place: str, memory: str | int | None, disk: str | int | None) -> PrefixCacheOptions:
+        """Create the options from the arguments of `load`. Raises OptionError."""
         if check_text("prefix_cache", place, "none, memory or disk") not in PLACES:
             raise OptionError(f"prefix_cache is {place!r}", f"choose one of {', '.join(PLACES)}")
-        return cls(place, _size("prefix_cache_memory", memory), _size("prefix_cache_disk", disk))
+        return cls(place, _parse_size("prefix_cache_memory", memory), _parse_size("prefix_cache_disk", disk))
 
     @property
-    def wanted_bytes(self) -> int | None:
-        """See `PlanRequest.prefix_cache_bytes`."""
+    def requested_bytes(self) -> int | None:
+        """The value for `PlanRequest.prefix_cache_bytes`."""
         return 0 if self.place == "none" else self.memory_bytes
 
 
-def _size(name: str, given: str | int | None) -> int | None:
-    return None if given is None else parse_size(name, given)
+def _parse_size(name: str, value: str | int | None) -> int | None:
+    return None if value is None else parse_size(name, value)
 
 
 def file_states(target: Path, adapter: str | None) -> tuple[str, ...]:
-    """What the files of a model are like now; () where one cannot be looked at. See `create_prefix_cache`.
+    """Return the present state of a model's files, to notice a change; () if a file cannot be examined.
 
-    Of each its name, size and times, and which file it is: not every block is looked at. Who writes into one
-    changes both of its times, and only the first can be set back.
+    A state holds name, inode, size and both times. Writing to a file changes both times, and only the first
+    of them can be set back, so the content need not be read.
     """
     try:
         files = format_at(target).files(target)
         files += sorted(Path(adapter).iterdir()) if adapter is not None else []
-        return tuple(map(_state, files))
+        return tuple(map(_file_state, files))
     except (OSError, ModelFileError):
         return ()
 
 
-def _state(path: Path) -> str:
+def _file_state(path: Path) -> str:
     status = path.stat()
-    which = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
-    return f"{path.name} {' '.join(map(str, which))}"
+    numbers = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
+    return f"{path.name} {' '.join(map(str, numbers))}"
 
 
 def create_prefix_cache(
-    keeping: PrefixCacheOptions,
+    options: PrefixCacheOptions,
     target: LanguageModel,
-    options: LoadOptions,
+    load_options: LoadOptions,
     costs: PassCosts,
     plan: MemoryPlan,
-    seen: tuple[str, ...],
+    states_before: tuple[str, ...],
 ) -> PrefixCache | None:
-    """What keeps the texts of a target that was loaded with these options; None where nothing is to be kept.
+    """Create the prefix cache of a loaded target.
 
-    plan: has the bytes they may take, see `plan_pair`. seen: `file_states` before the load. Where
-    that is not how its files are now, nobody knows which were loaded, and nothing is kept on disk.
+    Args:
+        options: where prefixes are cached.
+        target: the loaded target.
+        load_options: the options that it was loaded with.
+        costs: its pass costs, which identify the machine and the kernels.
+        plan: the memory plan, with the size limit of the cache.
+        states_before: `file_states` before the load. If the files have changed since, the loaded weights are
+            unknown, and nothing is cached on disk.
+
+    Returns:
+        The cache, or None for the place `none`.
     """
-    if keeping.place == "none":
+    if options.place == "none":
         return None
     disk, notice = None, ""
-    if keeping.place == "disk":
-        identity = _identity(target, options, costs, seen)
-        if seen and file_states(Path(target.facts.path), options.adapter) == seen:
-            disk = PrefixCacheDisk(identity, keeping.disk_bytes)
+    if options.place == "disk":
+        identity = _identity(target, load_options, costs, states_before)
+        if states_before and file_states(Path(target.facts.path), load_options.adapter) == states_before:
+            disk = PrefixCacheDisk(identity, options.disk_bytes)
         else:
-            notice = "texts are not kept on disk: the model's files changed while they were loaded"
+            notice = "prefixes are not cached on disk: the model's files changed while they were loaded"
     return PrefixCache(
         target,
         plan.prefix_cache_bytes,
         disk,
-        worth=ReuseCosts(_guessed_seconds(target)),
-        max_copied_bytes=max_copy_bytes(plan.free_bytes("memory") + plan.prefix_cache_bytes),
+        reuse_costs=ReuseCosts(_assumed_prefill_seconds(target)),
+        max_copied_bytes=max_copy_bytes(plan.free_bytes("memory")),
+        reserve_bytes=plan.budget.reserve_bytes,
         notice=notice,
     )
 
 
-def _guessed_seconds(target: LanguageModel) -> float:
-    """What reading a token takes, by the bytes of the weights, until some were read."""
-    return target.facts.weight_bytes / _GUESSED_BYTES_PER_SECOND / _READ_FASTER
+def _assumed_prefill_seconds(target: LanguageModel) -> float:
+    """Return the assumed seconds per prefill token, until a prefill was timed."""
+    return target.facts.weight_bytes / _ASSUMED_BYTES_PER_SECOND / _PREFILL_SPEEDUP
 
 
-def _identity(target: LanguageModel, options: LoadOptions, costs: PassCosts, seen: tuple[str, ...]) -> str:
-    """Another one wherever the same tokens could give another state, or one that rounds otherwise."""
+def _identity(target: LanguageModel, options: LoadOptions, costs: PassCosts, states: tuple[str, ...]) -> str:
+    """Return a digest of everything that could give the same tokens another KV state, or other rounding."""
     stored = (options.kv_type, options.flash_attention, options.gpu_layers, options.low_bits)
-    told = [
+    parts = [
         models_fingerprint(target.facts),
         costs.settings_key,
         repr(stored),
         target.facts.rollback,
         target.facts.cache_variant,
-        *seen,
+        *states,
     ]
     if not target.facts.capabilities.prefix_reuse_exact:
-        told.append("read in whole pieces")  # not so where there are fewer or more cores to run on
+        # Models with and without exact reuse cache different prefixes. Which it is depends on the cores.
+        parts.append("read in whole pieces")
     if options.adapter is not None:
         for path in sorted(Path(options.adapter).iterdir()):
             with suppress(OSError):
-                told.append(sampled_sha256(path))
-    return hashlib.sha256("\0".join(told).encode()).hexdigest()
+                parts.append(sampled_sha256(path))
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()

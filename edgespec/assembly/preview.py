@@ -1,4 +1,4 @@
-"""What loading would take and decide, without loading: from what is here, or from what the hub says of it."""
+"""The plan of a load, made from metadata alone: what `edgespec plan` prints and `edgespec.plan` returns."""
 
 from __future__ import annotations
 
@@ -23,11 +23,17 @@ __all__ = ["MemoryPlan", "Pool", "Preview", "plan"]
 
 
 class Preview:
-    """The plan of a pair. notes: what the references came to. advice: where it does not fit.
+    """The plan of a load that has not happened, for `edgespec plan`.
 
-    trained_context_tokens: what the target was trained for, 0 where its files do not say.
-    first_context_tokens: what the context begins with, and grows from with the text.
-    draft_window: what the draft sees of a longer text; None where it sees all of it.
+    Attributes:
+        target, draft: names of the models; `draft` is None without a draft model.
+        notes: what is worth knowing about how the references were resolved.
+        why_no_draft: why there is no draft model; empty if there is one.
+        plan: the memory plan.
+        advice: what to do if the plan does not fit; empty if it fits.
+        trained_context_tokens: context length that the target was trained for; 0 if unknown.
+        first_context_tokens: context size at load, from which it grows on demand.
+        draft_window: the draft model's attention window; None if it sees the whole context.
     """
 
     def __init__(self, planned: LoadPlan) -> None:
@@ -74,5 +80,5 @@ def plan(
         pair = find_pair(request.target, request.draft, request.drafting, progress, request.options, find)
         if address_space_is_limited():
             import_module("edgespec.assembly.loading")  # so that the plan counts its memory, as a load would
-        budget = budget_for(pair, request.memory_bytes)
+        budget = budget_for(pair, request.memory_bytes, request.reserve_bytes)
         return Preview(plan_pair(pair, request.drafting, request.options, budget, request.plan))

@@ -122,16 +122,16 @@ def read_header(path: Path) -> GgufHeader:
     """
     try:
         with path.open("rb") as file:
-            data, wanted = b"", _FIRST_READ_BYTES
+            data, size = b"", _FIRST_READ_BYTES
             while True:
-                data += file.read(wanted - len(data))
+                data += file.read(size - len(data))
                 try:
                     return parse_header(data)
                 except TruncatedHeader:
                     # Read more and parse again from the start. Few headers are long enough to need this.
-                    if len(data) < wanted or wanted >= _MAX_READ_BYTES:
+                    if len(data) < size or size >= _MAX_READ_BYTES:
                         raise
-                    wanted *= 8
+                    size *= 8
     except OSError as error:
         raise ModelFileError(f"{path} cannot be read: {error.strerror or error}", "check the path") from error
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""What a model will take in memory, told from its metadata before anything is loaded."""
+"""Memory estimates: how much memory a model takes, computed from its metadata before it is loaded."""
 
 from __future__ import annotations
 
@@ -7,57 +7,66 @@ from typing import Literal, Protocol
 
 from edgespec.backends.base import LoadOptions
 
-__all__ = ["DEVICE", "MEMORY", "MemoryEstimate", "MemoryEstimator", "Part", "PartKind", "Pool"]
+__all__ = ["GPU", "MEMORY", "MemoryEstimate", "MemoryEstimator", "MemoryPart", "ModelMemoryKind", "Pool"]
 
-PartKind = Literal["weights", "cache", "cells", "compute", "graphs", "output", "vocabulary", "heap"]
-"""Weights; keys, values and states; what a pass computes in; the logits it leaves; tokens as text.
+ModelMemoryKind = Literal["weights", "cache", "compute", "output", "vocabulary"]
+"""What a part of a model's memory holds.
 
-cells: what is noted of each place in the cache, such as whose it is. graphs: what is noted of each step of a
-pass. heap: what malloc keeps beside all that.
+- weights: the model's tensors.
+- cache: KV caches and recurrent states, for a full context.
+- compute: buffers for intermediate results of the widest pass, and the library's data about graph and cache.
+- output: logits of the widest verify pass.
+- vocabulary: the tokens' texts and the lookup tables over them.
 """
 
 Pool = Literal["memory", "gpu"]
-"""Which memory: the system's, or that of graphics cards that have their own."""
+"""Where memory is allocated: in system memory, or in the separate memory of graphics cards."""
 
 MEMORY: Pool = "memory"
-DEVICE: Pool = "gpu"
+GPU: Pool = "gpu"
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """Some of what a model takes."""
+class MemoryPart:
+    """Memory of one kind that a model takes in one pool."""
 
-    kind: PartKind
+    kind: ModelMemoryKind
     bytes: int
     pool: Pool = MEMORY
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryEstimate:
-    """What a model takes when it is loaded with some options, and its context is full.
+    """The memory of one loaded model whose context is full.
 
-    context_tokens, kv_type: of the context that will be made; kv_type in words.
+    Attributes:
+        context_tokens: size of the context that the load options select.
+        kv_type: number format of the KV cache, for people.
+        parts: all memory of the model; kinds and pools may repeat.
     """
 
     context_tokens: int
     kv_type: str
-    parts: tuple[Part, ...]
+    parts: tuple[MemoryPart, ...]
 
-    def of(self, *kinds: PartKind) -> int:
-        """Bytes of these kinds, in whatever memory."""
+    def bytes_of(self, *kinds: ModelMemoryKind) -> int:
+        """Return the bytes of these kinds, summed over all pools."""
         return sum(part.bytes for part in self.parts if part.kind in kinds)
 
     @property
-    def bytes(self) -> int:
-        """All of it."""
+    def total_bytes(self) -> int:
+        """The bytes of all parts, summed over all pools."""
         return sum(part.bytes for part in self.parts)
 
 
 class MemoryEstimator(Protocol):
-    """A model's metadata, opened to be asked what it would take. Nothing of its weights is read.
+    """A model's metadata, opened to estimate the memory of the loaded model. Its weights are not read.
 
-    layers: 0 where they cannot be put on a graphics card one by one.
-    longrope_switch_tokens: see `initial_context`.
+    Attributes:
+        name: the model's name for messages.
+        trained_context_tokens: context length that the model was trained for; 0 if the files do not state it.
+        layers: layers that can be put on graphics cards one by one; 0 if they cannot.
+        longrope_switch_tokens: see `initial_context` in memory_check.py.
     """
 
     name: str
@@ -66,11 +75,12 @@ class MemoryEstimator(Protocol):
     longrope_switch_tokens: int
 
     def estimate(self, options: LoadOptions) -> MemoryEstimate:
-        """What the model takes when loaded like this; `memory_bytes` is taken for what is there for it.
+        """Estimate the memory of the model loaded with `options`, within `options.memory_bytes`.
 
-        Raises OptionError for options the model cannot be loaded with, and MemoryBudgetError where even the
-        metadata of a context does not fit.
+        Raises:
+            OptionError: the model cannot be loaded with these options.
+            MemoryBudgetError: there is not even enough memory to simulate the context.
         """
 
     def close(self) -> None:
-        """Let go of the metadata."""
+        """Free the metadata."""

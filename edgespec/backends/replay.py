@@ -111,19 +111,19 @@ class ReplayModel(BaseModel):
 
     def _run(self, tokens: Sequence[int], progress: Progress | None = None) -> None:
         """Run the pending tokens and then `tokens`, without logits."""
-        wanted = [*self._known, *tokens]
-        begin, end = self._inner.length, self._first_known + len(wanted)
+        all_tokens = [*self._known, *tokens]
+        begin, end = self._inner.length, self._first_known + len(all_tokens)
         for start in range(begin, end, _PREFILL_STRIDE):
             stop = min(end, start + _PREFILL_STRIDE)
             try:
                 self._inner.prefill(
-                    wanted[start - self._first_known : stop - self._first_known],
+                    all_tokens[start - self._first_known : stop - self._first_known],
                     progress
                     and scaled_progress(
                         progress, (start - begin) / (end - begin), (stop - start) / (end - begin)
                     ),
                 )
-                self._known += wanted[len(self._known) : stop - self._first_known]
+                self._known += all_tokens[len(self._known) : stop - self._first_known]
                 self._take_checkpoint()
             except BaseException:
                 self._go_back(self.length)
@@ -180,9 +180,9 @@ class ReplayModel(BaseModel):
 
     def commit(self, path: tuple[int, ...]) -> None:
         self._check(0)
-        kept = self._round[: len(path) + 1]
-        dropped = len(self._round) - len(kept)
-        self._known += kept
+        accepted = self._round[: len(path) + 1]
+        dropped = len(self._round) - len(accepted)
+        self._known += accepted
         self._round = []
         length = self.length
         if dropped <= min(self._undo_tokens, self._open - 1):

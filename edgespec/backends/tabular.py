@@ -139,8 +139,8 @@ class TabularModel(BaseModel):
 
     def commit(self, path: tuple[int, ...]) -> None:
         self._check(0)
-        kept = path[-1] if path else 0
-        self._tokens.extend(self._round[kept][1])
+        node = path[-1] if path else 0
+        self._tokens.extend(self._round[node][1])
         self._round = []
 
     def truncate(self, length: int) -> None:

@@ -1,4 +1,4 @@
-"""A plan of memory as a picture: one bar for each memory, and what its parts are."""
+"""The memory plan on a terminal: one bar for each memory pool, and a table of the items."""
 
 from __future__ import annotations
 
@@ -24,77 +24,79 @@ _COLOURS = {
     "draft cache": "bright_magenta",
     "low-bit copy weights": "green",
     "low-bit copy cache": "bright_green",
-    "kept texts, at most": "white",
 }
-_OTHERS = "yellow"
+_OTHER_COLOUR = "yellow"
 _FULL, _FREE, _OVER = "█", "░", "▒"
 _BAR_COLUMNS = 60
 _NAMES = {"memory": "memory", "gpu": "graphics cards"}
 
 
 def picture(preview: Preview) -> RenderableType:
-    """Everything about a plan, for a terminal."""
+    """Return everything that `edgespec plan` shows about a plan."""
     plan = preview.plan
     pair = f"{preview.target} with {preview.draft}" if preview.draft else preview.target
     parts: list[RenderableType] = [_line(pair)]
     if not preview.draft:
-        parts.append(_line(f"no draft: {preview.why_no_draft}", "dim"))
+        parts.append(_line(f"no draft model: {preview.why_no_draft}", "dim"))
     context = f"context: {plan.context_tokens:,} tokens{_about_context(preview)}"
-    parts.append(_line(f"{context}, its cache of type {plan.kv_type}"))
+    parts.append(_line(f"{context}; cache type {plan.kv_type}"))
     if preview.draft_window:
-        parts.append(_line(f"of a longer text the draft sees {preview.draft_window.description}"))
+        parts.append(_line(f"in longer contexts the draft model sees {preview.draft_window.description}"))
     for pool in plan.pools:
-        kept = plan.prefix_cache_bytes if pool == "memory" else 0
-        taken = f"{format_bytes(plan.planned_bytes(pool) - kept)} of {format_bytes(plan.budget_bytes(pool))}"
-        more = f", and up to {format_bytes(kept)} for kept texts" if kept else ""
+        planned = f"{format_bytes(plan.planned_bytes(pool))} of {format_bytes(plan.budget_bytes(pool))}"
+        cache_bytes = plan.prefix_cache_bytes if pool == "memory" else 0
+        more = f", and up to {format_bytes(cache_bytes)} for the prefix cache" if cache_bytes else ""
         parts += [
             Text(),
             bar(plan, pool),
-            Text(f"{taken} {_NAMES[pool]}{more}", "bold"),
+            Text(f"{planned} {_NAMES[pool]}{more}", "bold"),
         ]
     parts += [Text(f"budget: {plan.budget.source}", "dim"), Text(), _items(plan)]
     if plan.decisions:
-        parts += [Text(), Text("given up so that it fits:" if plan.fits else "even without all this:")]
-        said = [f"{each.what} (frees {format_bytes(each.bytes)}): {each.why}" for each in plan.decisions]
-        parts.append(Padding(Group(*map(_line, said)), (0, 0, 0, 2)))
+        parts += [
+            Text(),
+            Text("given up so that the rest fits:" if plan.fits else "tried, and still too large:"),
+        ]
+        lines = [f"{each.what} (frees {format_bytes(each.bytes)}): {each.why}" for each in plan.decisions]
+        parts.append(Padding(Group(*map(_line, lines)), (0, 0, 0, 2)))
     if not plan.fits:
-        parts += [Text(), _line(f"it does not fit: {preview.advice}", "bold red")]
+        parts += [Text(), _line(f"does not fit: {preview.advice}", "bold red")]
     return Group(*parts)
 
 
 def _about_context(preview: Preview) -> str:
-    """Why it is so long, and how it becomes so."""
+    """Return a remark on the context length, in parentheses, or nothing."""
     tokens, first, trained = (
         preview.plan.context_tokens,
         preview.first_context_tokens,
         preview.trained_context_tokens,
     )
-    said = ["what the model was trained for"] if tokens == trained else []
+    remarks = ["the length that the model was trained for"] if tokens == trained else []
     if 0 < trained < tokens:
-        said.append(f"beyond the {trained:,} that the model was trained for")
+        remarks.append(f"more than the {trained:,} that the model was trained for")
     if first < tokens:
-        said.append("grows on demand" + (f" from {first:,}" if first else ""))
-    return f" ({'; '.join(said)})" if said else ""
+        remarks.append("grows on demand" + (f" from {first:,}" if first else ""))
+    return f" ({'; '.join(remarks)})" if remarks else ""
 
 
 def _line(words: str, style: str = "") -> Text:
-    """Words with names in them, which may hold anything."""
+    """Return one line of text. Names in it may contain control characters, which are removed."""
     return Text(line_of(words), style)
 
 
 def bar(plan: MemoryPlan, pool: Pool) -> Text:
-    """The items of one memory side by side; what is free after them, or what is too much."""
-    taken, budget = plan.planned_bytes(pool), plan.budget_bytes(pool)
-    scale = _BAR_COLUMNS / max(taken, budget, 1)
+    """Return one bar with the items of a pool side by side, and the free or missing memory after them."""
+    planned, budget = plan.planned_bytes(pool), plan.budget_bytes(pool)
+    scale = _BAR_COLUMNS / max(planned, budget, 1)
     text = Text()
     end, columns = 0, 0
     for item in sorted(
         (item for item in plan.items if item.pool == pool), key=lambda item: item.name not in _COLOURS
     ):
         end += item.bytes
-        wide = round(end * scale) - columns
-        columns += wide
-        text.append((_FULL if end <= budget else _OVER) * wide, _COLOURS.get(item.name, _OTHERS))
+        width = round(end * scale) - columns
+        columns += width
+        text.append((_FULL if end <= budget else _OVER) * width, _COLOURS.get(item.name, _OTHER_COLOUR))
     text.append(_FREE * (_BAR_COLUMNS - columns), "dim")
     return text
 
@@ -112,12 +114,11 @@ def _items(plan: MemoryPlan) -> Table:
     table.add_column(justify="right")
     table.add_column(justify="right")
     for item in plan.items:
-        of = plan.budget_bytes(item.pool)
         where = " (on the card)" if item.pool == "gpu" else ""
         table.add_row(
-            Text(_FULL, _COLOURS.get(item.name, _OTHERS)),
+            Text(_FULL, _COLOURS.get(item.name, _OTHER_COLOUR)),
             f"{item.name}{where}",
             format_bytes(item.bytes),
-            _share(item.bytes, of),
+            _share(item.bytes, plan.budget_bytes(item.pool)),
         )
     return table

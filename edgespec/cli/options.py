@@ -174,7 +174,6 @@ def _click_option(name: str, option: Option, *, per_run: bool = False, **changes
         settings["shell_complete"] = _complete_method
     if isinstance(kind, ModelName):
         settings["shell_complete"] = _complete_model
-        settings["metavar"] = "REF" if option.default == "demo" else "REF|auto|none"
     settings |= changes
     if per_run or option.per_run:
         return click.option(*names, cls=SectionOption, **settings)

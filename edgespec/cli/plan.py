@@ -1,4 +1,4 @@
-"""`edgespec plan`: what fits, before anything is loaded."""
+"""`edgespec plan`: show the memory that a model needs, before it is loaded."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _WIDTH = 100
 @click.command(
     "plan",
     cls=HelpfulCommand,
-    short_help="What a model would take in memory, before it is loaded.",
+    short_help="Show the memory that a model needs, before it is loaded.",
     examples=(
         "edgespec plan",
         "edgespec plan --target 70b-q4 --memory 48GiB",
@@ -45,11 +45,12 @@ _WIDTH = 100
 @prefix_cache_options(default="memory")
 @planned_options
 def command(as_json: bool, **options: Any) -> int:
-    """What a model and its draft would take in memory, item by item, and what would be given up to fit.
+    """Show the memory that a model and its draft model need, item by item, and what is given up to fit.
 
-    Nothing is loaded, and nothing downloaded: of a model that is not here its metadata is read from the hub.
-    Every load goes by the same plan. What is asked for by an option is never given up. The exit status is 0
-    also when it does not fit, for that is an answer: scripts read `fits` of --json.
+    Nothing is loaded and nothing is downloaded. For a model that is not on this machine, its metadata is read
+    from the hub. Loading follows the same plan. Options that you name are never given up. The prefix cache
+    is listed beside the plan, because it is dropped when memory is low. The exit status is 0 even if the
+    model does not fit: scripts read `fits` of --json.
     """
     preview = interruptible(lambda stop: _preview(stop, options))
     if as_json:

@@ -1,4 +1,4 @@
-"""The memory that target, draft and their caches are given."""
+"""The memory budget, the plan of what is loaded within it, and the prefix cache."""
 
 from edgespec.memory.budget import (
     Budget,
@@ -11,7 +11,7 @@ from edgespec.memory.budget import (
 )
 from edgespec.memory.fitting import PairEstimate, PlanChoice, PlanOption, Preference, fit_to_budget
 from edgespec.memory.limits import Limit
-from edgespec.memory.plan import Decision, Item, MemoryPlan, items_of
+from edgespec.memory.plan import Decision, Item, MemoryPlan, compute_headroom_bytes, create_items
 
 __all__ = [
     "Budget",
@@ -25,9 +25,10 @@ __all__ = [
     "Preference",
     "available_bytes",
     "check_room_to_plan",
+    "compute_headroom_bytes",
+    "create_items",
     "find_budget",
     "fit_to_budget",
-    "items_of",
     "peak_bytes",
     "resident_bytes",
     "within_limits",

@@ -1,4 +1,4 @@
-"""How much memory there is, how much was given, how much is taken."""
+"""The memory budget: how much memory this process may use, and how much it uses now."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from edgespec.files import format_bytes
 from edgespec.memory.limits import Limit, process_limits
 
 if sys.platform != "win32":
-    import resource  # here: a reply may end while the interpreter does, when nothing can be imported
+    import resource  # At module level, because a reply may end while the interpreter shuts down.
 
 __all__ = [
-    "OWN_STEP_BYTES",
-    "STEP_BYTES",
+    "ADDRESS_STEP_BYTES",
+    "DEFAULT_RESERVE_BYTES",
+    "PROCESS_ADDRESS_STEP_BYTES",
     "Budget",
     "available_bytes",
     "check_room_to_plan",
@@ -28,101 +29,121 @@ __all__ = [
     "within_limits",
 ]
 
-# Left for other programs of what is found, and never more than the second.
-_RESERVED_SHARE, _MOST_RESERVED_BYTES = 1 / 20, 2**30
-# Where addresses are limited, what is left of them and what is Python's own are counted in whole steps.
-STEP_BYTES, OWN_STEP_BYTES = 2**20, 16 * 2**20
-# What llama.cpp may take to say how large a model and its contexts would be; without it, it aborts.
+# The default reserve for other programs: 512 MiB, or 5 % of the memory there is if that is less.
+DEFAULT_RESERVE_BYTES = 512 * 2**20
+_RESERVE_SHARE = 0.05
+# Under `ulimit -v`, a budget is rounded down to these steps, so that a plan and the load after it agree: the
+# part of the libraries that is already in memory differs a little from run to run.
+ADDRESS_STEP_BYTES, PROCESS_ADDRESS_STEP_BYTES = 2**20, 16 * 2**20
+# Memory that llama.cpp needs to report the size of a model. With less it aborts the process.
 _PLANNING_BYTES = 64 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """What may be taken. source: where the number comes from, in words.
+    """The memory that may be used.
 
-    gpu_bytes: of graphics cards with memory of their own, all together; 0 where there are none.
-    limits: everything that was found, the smallest of which counts.
+    Attributes:
+        bytes: system memory for this process.
+        source: where the number comes from, for people.
+        gpu_bytes: memory of all graphics cards that have their own; 0 without such cards.
+        limits: the limits of this process that were compared; empty for a budget that the user gave.
+        reserve_bytes: memory that stays free for other programs. Cached prefixes are dropped below it.
     """
 
     bytes: int
     source: str
     gpu_bytes: int = 0
     limits: tuple[Limit, ...] = ()
+    reserve_bytes: int = DEFAULT_RESERVE_BYTES
 
 
-def find_budget(given_bytes: int | None = None, cards: Sequence[tuple[str, int]] = ()) -> Budget:
-    """The budget that was given, or what this machine and its limits leave, less a reserve.
+def find_budget(
+    memory_bytes: int | None = None,
+    cards: Sequence[tuple[str, int]] = (),
+    reserve_bytes: int | None = None,
+) -> Budget:
+    """Return the budget that the user gave, or what this machine and its limits leave free.
 
-    cards: name and free bytes of graphics cards with memory of their own; --memory is for the system's.
+    Args:
+        memory_bytes: the value of `--memory`, for system memory; None to use what is available.
+        cards: name and free bytes of each graphics card with its own memory.
+        reserve_bytes: memory to leave to other programs; None for the default.
     """
-    gpu_bytes = sum(free - _reserve(free) for _, free in cards)
-    on_cards = "".join(f"; {format_bytes(free)} free on {name}" for name, free in cards)
-    if given_bytes is not None:
-        there = int(psutil.virtual_memory().total)
-        more = f", more than the {format_bytes(there)} of this machine" if given_bytes > there else ""
-        return Budget(given_bytes, f"--memory{more}{on_cards}", gpu_bytes)
     limits = process_limits()
-    least, source = min(map(_left_by, limits))
-    return Budget(least, f"{source}{on_cards}", gpu_bytes, limits)
+    total = int(psutil.virtual_memory().total)
+    gpu_bytes = sum(max(0, free - _reserve(free, reserve_bytes)) for _, free in cards)
+    on_cards = "".join(f"; {format_bytes(free)} free on {name}" for name, free in cards)
+    reserve = _reserve(min(limit.bytes for limit in limits), reserve_bytes)
+    if memory_bytes is not None:
+        more = f", more than the {format_bytes(total)} of this machine" if memory_bytes > total else ""
+        return Budget(memory_bytes, f"--memory{more}{on_cards}", gpu_bytes, reserve_bytes=reserve)
+    least, source = min(_usable_bytes(limit, reserve_bytes) for limit in limits)
+    return Budget(least, f"{source}{on_cards}", gpu_bytes, limits, reserve)
 
 
-def within_limits(budget: Budget) -> Budget:
-    """A budget that was named, or as much of it as this process can have at all: there is nothing beyond."""
-    hard = [_left_by(limit) for limit in process_limits() if limit.hard]
+def within_limits(budget: Budget, reserve_bytes: int | None = None) -> Budget:
+    """Return the budget, lowered to the hard limits of this process if it exceeds them."""
+    hard = [_usable_bytes(limit, reserve_bytes) for limit in process_limits() if limit.hard]
     least, source = min(hard, default=(budget.bytes, ""))
     if budget.limits or least >= budget.bytes:
         return budget
     return replace(budget, bytes=least, source=f"{source}: that is less than {budget.source}")
 
 
-def _left_by(limit: Limit) -> tuple[int, str]:
-    """What a limit leaves to Python, its libraries and models, and in words what is not theirs."""
+def _usable_bytes(limit: Limit, reserve_bytes: int | None) -> tuple[int, str]:
+    """Return what a limit leaves for Python, its libraries and models, and the calculation in words."""
     if limit.stack_bytes is None:
-        kept_free, whose = _reserve(limit.bytes), "for other programs"
+        kept_free, purpose = _reserve(limit.bytes, reserve_bytes), "for other programs"
     else:
-        kept_free, whose = limit.stack_bytes, "for stacks of threads"
-    source = f"{limit.what}, less {format_bytes(kept_free)} {whose}"
-    # Python and its libraries are planned with so much; what else this process holds is no model's.
+        kept_free, purpose = limit.stack_bytes, "for stacks of threads"
+    source = f"{limit.what}, less {format_bytes(kept_free)} {purpose}"
+    # A plan has an item for Python and its libraries. Whatever else this process holds lowers the budget.
     process = process_bytes()
     held = resident_bytes()
-    if (beside := held - process) > 0:
-        source += f" and {format_bytes(beside)} that this one holds"
+    if (other := held - process) > 0:
+        source += f" and {format_bytes(other)} that this process holds already"
     own = min(held, process)
     if limit.stack_bytes is None:
         return max(0, limit.bytes - held - kept_free + own), source
-    # Addresses are the same in every run; how much of the libraries is in memory is not.
-    left = limit.bytes - held - kept_free + own // OWN_STEP_BYTES * OWN_STEP_BYTES
-    return max(0, left // STEP_BYTES * STEP_BYTES), source
+    left = limit.bytes - held - kept_free + own // PROCESS_ADDRESS_STEP_BYTES * PROCESS_ADDRESS_STEP_BYTES
+    return max(0, left // ADDRESS_STEP_BYTES * ADDRESS_STEP_BYTES), source
 
 
-def _reserve(found_bytes: int) -> int:
-    return min(int(found_bytes * _RESERVED_SHARE), _MOST_RESERVED_BYTES)
+def _reserve(limit_bytes: int, reserve_bytes: int | None) -> int:
+    if reserve_bytes is not None:
+        return reserve_bytes
+    return min(int(limit_bytes * _RESERVE_SHARE), DEFAULT_RESERVE_BYTES)
 
 
 def check_room_to_plan() -> None:
-    """Raises MemoryBudgetError where there is no memory even to look at a model: libraries would abort."""
+    """Check that there is enough memory to open a model's metadata; llama.cpp would abort without it.
+
+    Raises:
+        MemoryBudgetError: there is not enough.
+    """
     least = min(process_limits(), key=lambda limit: limit.bytes)
     left = max(0, least.bytes - resident_bytes())
     if left < _PLANNING_BYTES:
         raise MemoryBudgetError(
-            f"this process may take {format_bytes(left)} more ({least.what}),"
-            f" and looking at a model takes {format_bytes(_PLANNING_BYTES)}",
+            f"planning needs {format_bytes(_PLANNING_BYTES)} of memory, and {least.what} leaves"
+            f" {format_bytes(left)}",
             "close other programs, or raise the limit",
         )
 
 
 def available_bytes() -> int:
-    """What a new program may take now: what the system has available, or a limit of this process if less."""
+    """Return the memory that a new program may use now, or that this process may, whichever is less."""
     return min(limit.bytes for limit in process_limits()) - resident_bytes()
 
 
 def resident_bytes() -> int:
-    """The memory this process holds now."""
+    """Return the memory that this process uses now."""
     return int(psutil.Process().memory_info().rss)
 
 
 def peak_bytes() -> int:
-    """The most memory this process has held."""
+    """Return the most memory that this process has used."""
     if sys.platform == "win32":
         return int(psutil.Process().memory_info().peak_wset)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

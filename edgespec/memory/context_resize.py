@@ -1,4 +1,4 @@
-"""The contexts of a target and its draft model: small at first, made larger when a text needs it."""
+"""Resizable contexts: the KV caches of target and draft start small and are resized on demand."""
 
 from __future__ import annotations
 
@@ -13,32 +13,36 @@ from edgespec.memory.plan import MemoryPlan
 
 __all__ = ["INITIAL_CONTEXT_TOKENS", "MIN_ROOM_TOKENS", "ResizableContext", "has_room_to_resize"]
 
-# A context begins with so many tokens, which most replies never fill.
+# Context size at load. Chosen: most replies fit it, so most chats never resize.
 INITIAL_CONTEXT_TOKENS = 2048
-# It is made larger before a round has less than this: as wide as a pass may be, so that none is cut short.
+# The context grows when a round has less room than this, which is the width of the widest verify pass.
 MIN_ROOM_TOKENS = 256
-# What is left of a draft model's context where its memory is needed for the text itself.
-_LEAST_TOKENS = 256
+# Size of the draft's context after its memory was given to the target.
+_MIN_DRAFT_TOKENS = 256
 
 
 def has_room_to_resize(plan: MemoryPlan) -> bool:
-    """Whether memory is left for the copy of a cache that is made larger: one at a time, half of it at most.
+    """Return whether a plan leaves memory for the copy that a resize makes: half of the largest cache.
 
-    Where a plan fills what was given, the context is better taken at once.
+    Where it does not, the whole context is allocated at load.
     """
     caches: Counter[str] = Counter()
     for item in plan.items:
         if item.kind == "cache":
             caches[item.role] += item.bytes
-    return max(caches.values(), default=0) / 2 <= plan.free_bytes("memory")
+    return max(caches.values(), default=0) / 2 <= plan.free_bytes("memory") - plan.prefix_cache_bytes
 
 
 class ResizableContext:
-    """Makes both contexts larger between rounds, each time twice as large at least; smaller between replies.
+    """The contexts of a target and its draft, grown between rounds and shrunk between replies.
 
-    What is copied meanwhile is no more than half of what the largest context takes.
-    limit_tokens: what the context may become; where memory ran out, what it is. notice: then says so.
-    Caches keep what is in them: nothing is read again.
+    Belongs to the thread that runs the models. No round may be open during a call. A resize keeps the
+    content of the caches. Contexts at least double when they grow, so a resize copies at most half of the
+    new cache.
+
+    Attributes:
+        limit_tokens: the largest size the context may have; lowered when there was no memory to grow.
+        notice: what the user should know about a resize that failed; empty otherwise.
     """
 
     def __init__(self, target: LanguageModel, draft: LanguageModel | None = None) -> None:
@@ -47,162 +51,130 @@ class ResizableContext:
         self._target = target
         self._draft = draft
         self._draft_follows = draft is not None
-        # A context is made no smaller than it began; one that was taken whole at once stays so.
+        # Contexts do not shrink below the size they had at load.
         self._first_tokens = {
             id(model): model.facts.context_tokens for model in (target, draft) if model is not None
         }
-        # The size that the draft's context had before its memory was given away; whether that frees any.
-        self._suspended_tokens = 0
-        self._draft_gives = True
+        self._failure = ""
 
     @property
-    def short(self) -> bool:
-        """Whether the next round might have too little room, and may have more."""
+    def needs_room(self) -> bool:
+        """Whether the next round may run out of room in a context that can still grow."""
         return (
             self._target.free_tokens < MIN_ROOM_TOKENS
             and self._target.facts.context_tokens < self.limit_tokens
         )
 
     def make_room(self) -> float:
-        """Make room for the next rounds, if there may be more. Returns the seconds that took."""
-        return self.hold(self._target.length + MIN_ROOM_TOKENS)
+        """Make room for the next rounds, if possible. Returns the seconds that this took."""
+        return self.grow_to(self._target.length + MIN_ROOM_TOKENS)
 
-    def hold(self, tokens: int) -> float:
-        """Let the context hold so many tokens, as far as it may. Returns the seconds that took.
+    def grow_to(self, tokens: int) -> float:
+        """Grow the context to at least `tokens`, as far as its limit and the memory allow.
 
-        No round is open. Where there is no memory for it, the context stays as it is, and is no longer asked
-        to grow.
+        Without enough memory the context keeps its size, and `limit_tokens` is lowered to it.
+
+        Returns:
+            The seconds that this took.
         """
         size = self._target.facts.context_tokens
-        if min(tokens, self.limit_tokens) <= size:
+        least = min(tokens, self.limit_tokens)
+        if least <= size:
             return 0.0
         started = now()
-        least = min(tokens, self.limit_tokens)
         generous = max(least, 2 * size)
         if 2 * generous > self.limit_tokens:
             generous = self.limit_tokens
-        if not self._grown(generous, least):
+        if not self._grow_target(generous, least):
+            # A failed resize may leave no cache at all. Then the limit stays, for the next prompt to retry.
             size = self._target.facts.context_tokens
-            # Where not even the former size was to be had again, the next prompt may find memory.
             self.limit_tokens = size or self.limit_tokens
-            self.notice = f"the context stays at {size} tokens: {self._why}"
-        self._let_draft_follow()
+            self.notice = f"the context stays at {size} tokens: {self._failure}"
+        self._grow_draft()
         return now() - started
 
     @property
-    def gives(self) -> bool:
-        """Whether there may be memory to give back, see `shrink` and `suspend_draft`."""
-        draft = self._draft if not self._suspended_tokens else None
-        target = self._smaller(self._target, self._target.length + MIN_ROOM_TOKENS)
-        return target is not None or (draft is not None and self._draft_gives)
+    def can_shrink(self) -> bool:
+        """Whether `shrink` would free memory."""
+        return self._smaller_size(self._target, self._target.length + MIN_ROOM_TOKENS) is not None
 
-    def shrink(self, tokens: int = 0) -> int:
-        """Make the contexts as small as holds the text, or so many tokens, where that frees half of one.
+    def shrink(self) -> int:
+        """Shrink both contexts to what their tokens need, if that at least halves them.
 
-        No round is open. Returns the bytes that are free now. The cache is as it was; of the draft's, what is
-        beyond its new size goes.
+        The target keeps all its tokens. The draft loses those beyond its new size, and reads them again.
+
+        Returns:
+            The bytes that this freed.
         """
         before = self.kv_bytes
-        self._make_smaller(self._target, max(tokens, self._target.length + MIN_ROOM_TOKENS))
-        if self._draft and self._draft_follows and not self._suspended_tokens:
-            self._make_smaller(self._draft, self._target.facts.context_tokens)
+        self._shrink_model(self._target, self._target.length + MIN_ROOM_TOKENS)
+        if self._draft and self._draft_follows:
+            self._shrink_model(self._draft, self._target.facts.context_tokens)
         return max(0, before - self.kv_bytes)
 
     @property
     def kv_bytes(self) -> int:
-        """What the caches of both take now."""
+        """The present size of both KV caches."""
         return self._target.facts.kv_bytes + (self._draft.facts.kv_bytes if self._draft else 0)
 
-    def _smaller(self, model: LanguageModel, tokens: int) -> int | None:
-        """The size to hold so many tokens; None where that is more than half of what there is.
+    def _smaller_size(self, model: LanguageModel, tokens: int) -> int | None:
+        """Return the context size for `tokens`; None if that is more than half of the present size.
 
-        So much at most is copied meanwhile, while memory is short.
+        A smaller gain is not worth it, because the copy takes memory while memory is short.
         """
         size = max(self._first_tokens[id(model)], round_up_to_block(tokens))
         return size if 2 * size <= model.facts.context_tokens else None
 
-    def _make_smaller(self, model: LanguageModel, tokens: int) -> None:
-        size = self._smaller(model, tokens)
+    def _shrink_model(self, model: LanguageModel, tokens: int) -> None:
+        size = self._smaller_size(model, tokens)
         if size is None:
             return
-        if model.length > size:  # a draft's: it may remember more of another text
+        if model.length > size:  # Only a draft may hold more, of an earlier prompt.
             model.truncate(size)
-        # Where it fails the context is what it was, or lost, and made again for the next prompt.
+        # After a failure the context has its old size, or none, and is allocated again for the next prompt.
         with suppress(MemoryBudgetError):
             model.resize(size)
 
-    def suspend_draft(self) -> int:
-        """Give the draft's cache away until `resume_draft`: it guesses no more. Returns the freed bytes."""
-        draft = self._draft
-        if draft is None or self._suspended_tokens:
-            return 0
-        size, held = draft.facts.context_tokens, draft.facts.kv_bytes
-        if size <= _LEAST_TOKENS or not self._draft_gives:
-            return 0
-        draft.truncate(0)
-        with suppress(MemoryBudgetError):
-            draft.resize(_LEAST_TOKENS)
-        self._suspended_tokens = size
-        if (freed := held - draft.facts.kv_bytes) <= 0:
-            self._draft_gives = False  # a window's cache, for one, is no larger than it must be
-            self.resume_draft()
-        return max(0, freed)
-
-    @property
-    def suspended(self) -> bool:
-        """Whether the draft waits for its cache."""
-        return self._suspended_tokens > 0
-
-    def resume_draft(self) -> None:
-        """Give the draft its context back, if there is memory for that; it reads the text again."""
-        draft, size = self._draft, self._suspended_tokens
-        if draft is None or not size:
-            return
-        with suppress(MemoryBudgetError):
-            draft.resize(size)
-            self._suspended_tokens = 0
-            self._let_draft_follow()
-
-    def check_holds(self, tokens: int) -> None:
-        """Raises ContextFullError for a prompt of so many tokens that found no memory."""
+    def check_fits(self, tokens: int) -> None:
+        """Raise ContextFullError if there was no memory for a prompt of this length."""
         size = self._target.facts.context_tokens
         if tokens > size:
             raise ContextFullError(
-                f"the prompt is {tokens} tokens long and there is memory for {size}",
+                f"the prompt has {tokens} tokens, and there is memory for a context of {size}",
                 "shorten it, close other programs, or choose a smaller model",
             )
 
-    def _grown(self, generous: int, least: int) -> bool:
+    def _grow_target(self, generous: int, least: int) -> bool:
         for size in dict.fromkeys((generous, least)):
-            if self._resized(size):
+            if self._resize_target(size):
                 return True
-        return self._gave_up_draft() and self._resized(least)
+        return self._drop_draft_cache() and self._resize_target(least)
 
-    def _resized(self, size: int) -> bool:
+    def _resize_target(self, size: int) -> bool:
         try:
             self._target.resize(size)
         except MemoryBudgetError as error:
-            self._why = error.what
+            self._failure = error.what
             return False
         return True
 
-    def _gave_up_draft(self) -> bool:
-        """Give the draft's cache up: without room it guesses no more. False where that frees nothing."""
+    def _drop_draft_cache(self) -> bool:
+        """Free the draft's KV cache for good, which ends its drafting. Returns whether that freed memory."""
         draft, self._draft, self._draft_follows = self._draft, None, False
         if draft is None:
             return False
-        held = draft.facts.kv_bytes
+        before = draft.facts.kv_bytes
         draft.truncate(0)
         with suppress(MemoryBudgetError):
-            draft.resize(_LEAST_TOKENS)
-        if freed := draft.facts.kv_bytes < held:
-            self.notice = f"{draft.facts.name} guesses no more: its memory is needed for the text"
+            draft.resize(_MIN_DRAFT_TOKENS)
+        if freed := draft.facts.kv_bytes < before:
+            self.notice = f"the draft model {draft.facts.name} is off: the context needs its memory"
         return freed
 
-    def _let_draft_follow(self) -> None:
-        """Let the draft see as much, as long as there is memory for that; it guesses no more beyond."""
+    def _grow_draft(self) -> None:
+        """Grow the draft's context to the target's. Without memory for that, it drafts no further."""
         draft = self._draft
-        if draft is None or not self._draft_follows or self._suspended_tokens:
+        if draft is None or not self._draft_follows:
             return
         size = min(self._target.facts.context_tokens, draft.facts.max_context_tokens)
         if size <= draft.facts.context_tokens:
@@ -211,4 +183,7 @@ class ResizableContext:
             draft.resize(size)
         except MemoryBudgetError as error:
             self._draft_follows = False
-            self.notice = f"{draft.facts.name} sees {draft.facts.context_tokens} tokens at most: {error.what}"
+            self.notice = (
+                f"the draft model {draft.facts.name} works up to {draft.facts.context_tokens} tokens of"
+                f" context: {error.what}"
+            )

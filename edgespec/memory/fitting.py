@@ -1,6 +1,6 @@
-"""What is given up, in what order, until target and draft fit: the smallest loss first.
+"""Fitting a pair into a budget: what is given up, in which order, until target and draft fit.
 
-Nothing that was asked for in so many words is given up.
+The smallest loss comes first. Options that the user named are never changed.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from edgespec.memory.plan import Decision, Item, MemoryPlan
 __all__ = ["PairEstimate", "PlanChoice", "PlanOption", "Preference", "fit_to_budget"]
 
 Preference = Literal["speed", "context"]
+"""What to keep where memory is short: the draft model (speed), or a long context."""
+
 PlanOption = Literal[
     "context",
     "kv_type",
@@ -29,11 +31,13 @@ PlanOption = Literal[
     "copy",
     "gpu_layers",
 ]
+"""The fields of `PlanChoice` that the planner may lower; `context` stands for `context_tokens`."""
 
-# A chat begins with so much at least, before anything else is given up for it; and at the end with so much.
-_SMALL_CONTEXT_TOKENS, _LEAST_CONTEXT_TOKENS = 2048, 512
+# The planner first lowers the context to the first number, and to the second as a last resort. Chosen: a
+# chat of a few turns fits the first, one short question and its answer the second.
+_SHORT_CONTEXT_TOKENS, _MIN_CONTEXT_TOKENS = 2048, 512
 _WINDOW_TOKENS = 1024
-# PairEstimate by scripts/bench_kv_types.py, against an f32 cache.
+# Measured by scripts/bench_kv_types.py, against an f32 cache.
 _QUALITY = {
     "q8_0": "the demo's likeliest token is then the same 99.8 % of the time",
     "q4_0": "the demo's likeliest token is then the same 97.8 % of the time",
@@ -42,13 +46,18 @@ _QUALITY = {
 
 @dataclass(frozen=True, slots=True)
 class PlanChoice:
-    """How a pair is loaded, as far as that may be given up.
+    """How to load a pair, as far as the planner may change it.
 
-    context_tokens: of the target. draft: the draft is loaded too. draft_window: None is as without a budget.
-    draft_kv_type: empty is as the target's. draft_form: another file of the draft, with fewer bits; empty is
-    the one that was chosen.
-    gpu_layers: None is all. float32: where that computes faster, 16-bit weights are widened. copy: a copy of
-    the target with fewer bits drafts, where there is one.
+    Attributes:
+        context_tokens: size of the target's context.
+        kv_type: number format of the target's KV cache.
+        draft: whether to load the draft model.
+        draft_window: tokens of the draft model's attention window; None for the default.
+        gpu_layers: layers on graphics cards; None for all.
+        float32: whether MLX widens 16-bit weights where that computes faster.
+        copy: whether to load a low-bit copy of the target as a drafter, where there is one.
+        draft_kv_type: number format of the draft's KV cache; empty for the target's.
+        draft_form: another file of the draft model, with fewer bits; empty for the chosen file.
     """
 
     context_tokens: int
@@ -64,19 +73,24 @@ class PlanChoice:
 
 @dataclass(frozen=True, slots=True)
 class PairEstimate:
-    """What a choice comes to."""
+    """The memory of one `PlanChoice`.
+
+    Attributes:
+        items: the items of the plan.
+        target: the estimate of the target alone.
+    """
 
     items: tuple[Item, ...]
     target: MemoryEstimate
 
 
-Measure = Callable[[PlanChoice], PairEstimate]
+_Estimate = Callable[[PlanChoice], PairEstimate]
 _Step = tuple[PlanOption, PlanChoice]
 
 
 def fit_to_budget(
     start: PlanChoice,
-    measure: Measure,
+    estimate: _Estimate,
     budget: Budget,
     *,
     fixed: frozenset[PlanOption] = frozenset(),
@@ -84,26 +98,38 @@ def fit_to_budget(
     gpu_layers: int = 0,
     draft_forms: Sequence[str] = (),
 ) -> tuple[PlanChoice, MemoryPlan]:
-    """The first choice down the ladder that fits, or the last one, whose plan then does not.
+    """Return the choice closest to `start` that fits the budget, and its plan.
 
-    fixed: what was asked for and is kept. prefer: give up context before the draft, or the draft before
-    context. gpu_layers: how many layers may be taken off graphics cards.
-    draft_forms: see `PlanChoice.draft_form`, the largest first.
+    Args:
+        start: the choice with nothing given up.
+        estimate: returns the memory of a choice.
+        budget: the memory that may be used.
+        fixed: options that must not change, because the user named them.
+        prefer: whether to give up context before the draft model, or the draft model before context.
+        gpu_layers: layers that may be moved off the graphics cards.
+        draft_forms: values for `PlanChoice.draft_form`, the largest file first.
+
+    Returns:
+        The choice and its plan. If nothing fits, the smallest choice and a plan whose `fits` is false.
+
+    Raises:
+        OptionError: the model cannot be loaded with the options of `start`.
+        MemoryBudgetError: there is too little memory even to estimate.
     """
-    ladder = _Ladder(measure, budget)
+    planner = _Planner(estimate, budget)
     choice = start
     passed = [start]
     for name, lower in _steps(start, prefer, gpu_layers, draft_forms):
-        if ladder.plan(choice).fits:
+        if planner.plan(choice).fits:
             break
         changed = replace(choice, **_values(name, lower))
-        if name in fixed or not ladder.frees(choice, changed):
+        if name in fixed or not planner.saves_memory(choice, changed):
             continue
         choice = changed
         passed.append(choice)
-    if ladder.plan(choice).fits:
-        choice = _given_back(choice, passed, ladder)
-        choice = _with_most_context(choice, start.context_tokens, ladder)
+    if planner.plan(choice).fits:
+        choice = _restore_options(choice, passed, planner)
+        choice = _maximise_context(choice, start.context_tokens, planner)
     if start.draft and not choice.draft:
         choice = replace(
             choice,
@@ -111,38 +137,35 @@ def fit_to_budget(
             draft_kv_type=start.draft_kv_type,
             draft_form=start.draft_form,
         )
-    return choice, replace(ladder.plan(choice), decisions=_decisions(start, choice, ladder))
+    return choice, replace(planner.plan(choice), decisions=_decisions(start, choice, planner))
 
 
-class _Ladder:
-    """Plans of choices, each made once."""
+class _Planner:
+    """Plans of choices, each computed once."""
 
-    def __init__(self, measure: Measure, budget: Budget) -> None:
-        self._measure = measure
+    def __init__(self, estimate: _Estimate, budget: Budget) -> None:
+        self._estimate = estimate
         self._budget = budget
         self._plans: dict[PlanChoice, MemoryPlan] = {}
 
     def plan(self, choice: PlanChoice) -> MemoryPlan:
-        """Raises OptionError and MemoryBudgetError for what the model cannot be loaded with."""
+        """Return the plan of a choice. Raises OptionError if the model cannot be loaded with it."""
         if choice not in self._plans:
-            measured = self._measure(choice)
+            found = self._estimate(choice)
             self._plans[choice] = MemoryPlan(
-                self._budget,
-                measured.target.context_tokens,
-                measured.target.kv_type,
-                measured.items,
+                self._budget, found.target.context_tokens, found.target.kv_type, found.items
             )
         return self._plans[choice]
 
     def fits(self, choice: PlanChoice) -> bool:
-        """False too where the model cannot be loaded like that."""
+        """Return whether a choice fits; false if the model cannot be loaded with it."""
         try:
             return self.plan(choice).fits
         except (OptionError, MemoryBudgetError):
             return False
 
-    def frees(self, before: PlanChoice, after: PlanChoice) -> bool:
-        """Whether a step takes less of some memory that is short."""
+    def saves_memory(self, before: PlanChoice, after: PlanChoice) -> bool:
+        """Return whether `after` takes less than `before` of a pool that is too small."""
         try:
             old, new = self.plan(before), self.plan(after)
         except (OptionError, MemoryBudgetError):
@@ -151,7 +174,7 @@ class _Ladder:
         return any(new.planned_bytes(pool) < old.planned_bytes(pool) for pool in short)
 
 
-_NAMES: tuple[PlanOption, ...] = get_args(PlanOption)
+_OPTIONS: tuple[PlanOption, ...] = get_args(PlanOption)
 
 
 def _values(name: PlanOption, choice: PlanChoice) -> dict[str, Any]:
@@ -160,13 +183,13 @@ def _values(name: PlanOption, choice: PlanChoice) -> dict[str, Any]:
 
 
 def _steps(start: PlanChoice, prefer: Preference, layers: int, draft_forms: Sequence[str]) -> list[_Step]:
-    """What is given up, one after the other."""
-    small = replace(start, context_tokens=min(start.context_tokens, _SMALL_CONTEXT_TOKENS))
-    least = replace(start, context_tokens=min(start.context_tokens, _LEAST_CONTEXT_TOKENS))
-    none: list[_Step] = [("draft", replace(start, draft=False)), ("copy", replace(start, copy=False))]
-    narrow: _Step = ("float32", replace(start, float32=False))
+    """Return the options to lower, in this order, with their lower values."""
+    short = replace(start, context_tokens=min(start.context_tokens, _SHORT_CONTEXT_TOKENS))
+    shortest = replace(start, context_tokens=min(start.context_tokens, _MIN_CONTEXT_TOKENS))
+    drop_drafter: list[_Step] = [("draft", replace(start, draft=False)), ("copy", replace(start, copy=False))]
+    keep_16_bit: _Step = ("float32", replace(start, float32=False))
     forms: list[_Step] = [("draft_form", replace(start, draft_form=form)) for form in draft_forms]
-    # Guesses are checked: where they come from a coarser cache, the reply is the same.
+    # The draft's cache comes first: drafts are verified, so a coarser draft cache changes no reply.
     cache: list[_Step] = [
         ("draft_kv_type", replace(start, draft_kv_type="q8_0")),
         ("draft_kv_type", replace(start, draft_kv_type="q4_0")),
@@ -181,13 +204,13 @@ def _steps(start: PlanChoice, prefer: Preference, layers: int, draft_forms: Sequ
         if layers and (fewer := (layers + 1) * eighth // 8) < now
     ]
     if prefer == "speed":
-        return [("context", small), *cache, *forms, ("context", least), *none, narrow, *cards]
-    return [narrow, *cache, *forms, *none, *cards, ("context", small), ("context", least)]
+        return [("context", short), *cache, *forms, ("context", shortest), *drop_drafter, keep_16_bit, *cards]
+    return [keep_16_bit, *cache, *forms, *drop_drafter, *cards, ("context", short), ("context", shortest)]
 
 
-def _given_back(choice: PlanChoice, passed: list[PlanChoice], ladder: _Ladder) -> PlanChoice:
-    """The choice without what a later, larger step made needless."""
-    undone: tuple[PlanOption, ...] = (
+def _restore_options(choice: PlanChoice, passed: list[PlanChoice], planner: _Planner) -> PlanChoice:
+    """Undo the steps that a later, larger step made unnecessary."""
+    undo_order: tuple[PlanOption, ...] = (
         "float32",
         "kv_type",
         "draft_form",
@@ -195,46 +218,46 @@ def _given_back(choice: PlanChoice, passed: list[PlanChoice], ladder: _Ladder) -
         "draft_kv_type",
         "context",
     )
-    for name in undone:
+    for name in undo_order:
         for earlier in passed:
-            tried = replace(choice, **_values(name, earlier))
-            if tried == choice or ladder.fits(tried):
-                choice = tried
+            restored = replace(choice, **_values(name, earlier))
+            if restored == choice or planner.fits(restored):
+                choice = restored
                 break
     return choice
 
 
-def _with_most_context(choice: PlanChoice, wanted_tokens: int, ladder: _Ladder) -> PlanChoice:
-    """The largest context that still fits, where a shorter one had to be taken."""
-    low, high = choice.context_tokens // BLOCK_TOKENS, wanted_tokens // BLOCK_TOKENS
+def _maximise_context(choice: PlanChoice, max_tokens: int, planner: _Planner) -> PlanChoice:
+    """Return the choice with the longest context that still fits, up to `max_tokens`."""
+    low, high = choice.context_tokens // BLOCK_TOKENS, max_tokens // BLOCK_TOKENS
     while low < high:
         middle = (low + high + 1) // 2
-        if ladder.fits(replace(choice, context_tokens=middle * BLOCK_TOKENS)):
+        if planner.fits(replace(choice, context_tokens=middle * BLOCK_TOKENS)):
             low = middle
         else:
             high = middle - 1
     return replace(choice, context_tokens=max(choice.context_tokens, low * BLOCK_TOKENS))
 
 
-def _decisions(start: PlanChoice, choice: PlanChoice, ladder: _Ladder) -> tuple[Decision, ...]:
-    """What was given up, each with what it frees beside the others."""
-    plan = ladder.plan(choice)
-    found = []
-    for name in _NAMES:
-        with_it = replace(choice, **_values(name, start))
-        if with_it == choice:
+def _decisions(start: PlanChoice, choice: PlanChoice, planner: _Planner) -> tuple[Decision, ...]:
+    """Return what was given up between `start` and `choice`, each with the memory that it saves."""
+    plan = planner.plan(choice)
+    decisions = []
+    for name in _OPTIONS:
+        restored = replace(choice, **_values(name, start))
+        if restored == choice:
             continue
-        before = ladder.plan(with_it)
-        freed = max(before.planned_bytes(pool) - plan.planned_bytes(pool) for pool in plan.pools)
-        if not freed:  # another step made it needless, as a target's cache does where a draft's follows it
-            continue
-        what, why = _told(name, start, choice)
-        found.append(Decision(what, why, freed))
-    return tuple(found)
+        before = planner.plan(restored)
+        saved = max(before.planned_bytes(pool) - plan.planned_bytes(pool) for pool in plan.pools)
+        # Another step may have made this one pointless: a draft's cache follows the target's, for example.
+        if saved:
+            what, why = _describe(name, start, choice)
+            decisions.append(Decision(what, why, saved))
+    return tuple(decisions)
 
 
-def _told(name: PlanOption, start: PlanChoice, choice: PlanChoice) -> tuple[str, str]:
-    """What was given up, and why that."""
+def _describe(name: PlanOption, start: PlanChoice, choice: PlanChoice) -> tuple[str, str]:
+    """Return what was given up, and why, for people."""
     if name == "context":
         return (
             f"a context of {choice.context_tokens:,} tokens, not {start.context_tokens:,}",
@@ -243,17 +266,17 @@ def _told(name: PlanOption, start: PlanChoice, choice: PlanChoice) -> tuple[str,
     if name == "kv_type":
         return f"a cache of type {choice.kv_type}", _QUALITY[choice.kv_type]
     if name == "draft_kv_type":
-        return f"a draft cache of type {choice.draft_kv_type}", "guesses are checked: replies stay the same"
+        return f"a draft cache of type {choice.draft_kv_type}", "drafts are verified: replies stay the same"
     if name == "draft_form":
-        what = f"{choice.draft_form} as the draft"
-        return what, "it is the same model with fewer bits, whose guesses come true a little less often"
+        what = f"{choice.draft_form} as the draft model"
+        return what, "it is the same model with fewer bits; a few more of its tokens are rejected"
     if name == "draft_window":
-        what = f"drafts see the last {choice.draft_window:,} tokens"
-        return what, "its cache stops growing with the text"
+        what = f"the draft model sees the last {choice.draft_window:,} tokens"
+        return what, "its cache then stops growing with the context"
     if name == "float32":
-        return "16-bit weights as they are", "float32 computes faster on a processor, and takes twice as much"
+        return "16-bit weights as they are", "float32 computes faster on a CPU, and takes twice the memory"
     if name == "draft":
-        return "no draft model", "guesses from the text itself take hardly any memory"
+        return "no draft model", "drafting from the prompt and the reply takes hardly any memory"
     if name == "copy":
-        return "no copy with fewer bits", "guesses from the text itself take hardly any memory"
-    return f"{choice.gpu_layers} layers on graphics cards", "the processor computes the others, more slowly"
+        return "no low-bit copy", "drafting from the prompt and the reply takes hardly any memory"
+    return f"{choice.gpu_layers} layers on graphics cards", "the CPU computes the others, more slowly"

@@ -1,6 +1,6 @@
-"""What limits the memory of this process: the machine, a container, the shell. Each says where it is from.
+"""The memory limits of this process: of the machine, of control groups, of the shell and of a Mac's GPU.
 
-All numbers are of the whole process: what it holds now counts as its own.
+A limit is the total that this process may use. What it uses already is part of it.
 """
 
 from __future__ import annotations
@@ -30,25 +30,30 @@ __all__ = [
     "process_limits",
 ]
 
-# What a limit counts as none from: cgroup v1 says "no limit" with a number near 2^63.
+# Higher limits count as none: cgroup v1 reports "no limit" as a number near 2^63.
 _UNLIMITED_BYTES = 1 << 60
-# The limit of a control group, what it holds, and of that what files take that nobody needs, by version.
+# The files of a control group with its limit and its usage, and the key of its inactive page cache in
+# memory.stat; by whether it is version 1.
 _NAMES = {
     False: ("memory.max", "memory.current", "inactive_file"),
     True: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
 }
-# Threads that a backend may start beside those that compute: of a reply, of a rest, one that a library makes.
+# Threads that may start beside the compute threads: for a reply, for idle work, and one of a library.
 _MORE_THREADS = 3
-# glibc gives a thread so much where there is no limit for stacks.
-_USUAL_STACK_BYTES = 2 * 2**20
+# Stack size of a thread in glibc where no stack limit is set.
+_DEFAULT_STACK_BYTES = 2 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """So many bytes this process may hold, and why, in words.
+    """A limit of the memory of this process.
 
-    hard: what is beyond is refused by the system. stack_bytes: of it that threads take which are still to be
-    started; None where memory that nobody touches counts for nothing.
+    Attributes:
+        bytes: the memory that this process may use in total.
+        what: where the limit comes from, for people.
+        hard: whether the system refuses memory beyond it, or ends the process.
+        stack_bytes: addresses for the stacks of threads that are still to start; None where only memory that
+            is written to counts.
     """
 
     bytes: int
@@ -58,14 +63,15 @@ class Limit:
 
 
 def process_limits(root: Path = Path("/")) -> tuple[Limit, ...]:
-    """Everything that limits this process now; the system's available memory is always among it.
+    """Return all limits of this process now. The first is the system's available memory.
 
-    root: the folder under which /proc and /sys are.
+    Args:
+        root: the folder that contains /proc and /sys.
     """
     process = psutil.Process()
     held = int(process.memory_info().rss)
     available = int(psutil.virtual_memory().available) + held
-    found = [Limit(available, "memory that the system has available")]
+    found = [Limit(available, "the available memory of this machine")]
     found += cgroup_limits(held, root)
     if limit := address_limit(held, int(process.memory_info().vms)):
         found.append(limit)
@@ -75,9 +81,14 @@ def process_limits(root: Path = Path("/")) -> tuple[Limit, ...]:
 
 
 def cgroup_limits(held_bytes: int, root: Path = Path("/")) -> Iterator[Limit]:
-    """Limits of the control groups that this process is in, and of those around them; version 1 and 2.
+    """Yield the limits of this process's control groups and their parents, version 1 and 2.
 
-    What other processes of a group hold is not there for this one; caches of files would be given up.
+    Memory of other processes in a group lowers the limit. Their inactive page cache does not, because the
+    kernel drops it on demand.
+
+    Args:
+        held_bytes: the resident memory of this process.
+        root: the folder that contains /proc and /sys.
     """
     for group in control_groups("memory", root):
         names = _NAMES[group.version_1]
@@ -89,7 +100,7 @@ def _limit_of(group: ControlGroup, names: tuple[str, str, str], held_bytes: int)
     limit = _number(group.read(names[0]))
     if limit is None or limit >= _UNLIMITED_BYTES:
         return None
-    used = (_number(group.read(names[1])) or 0) - _idle_files(group.read("memory.stat"), names[2])
+    used = (_number(group.read(names[1])) or 0) - _inactive_file_bytes(group.read("memory.stat"), names[2])
     return max(0, limit - max(0, used - held_bytes))
 
 
@@ -97,9 +108,9 @@ def _number(text: str) -> int | None:
     return int(text) if text.isdigit() else None
 
 
-def _idle_files(told: str, name: str) -> int:
-    """Bytes of a group that are pages of files nobody needs now."""
-    for line in told.splitlines():
+def _inactive_file_bytes(stat: str, name: str) -> int:
+    """Return the inactive page cache of a group, from its memory.stat."""
+    for line in stat.splitlines():
         key, _, value = line.partition(" ")
         if key == name:
             return _number(value) or 0
@@ -107,10 +118,13 @@ def _idle_files(told: str, name: str) -> int:
 
 
 def address_limit(held_bytes: int, mapped_bytes: int) -> Limit | None:
-    """The limit of the address space (`ulimit -v`), where one is set.
+    """Return the limit of the address space (`ulimit -v`); None if none is set.
 
-    Mapped files and stacks of threads count towards it as well, whether or not they are in memory.
-    held_bytes, mapped_bytes: what the process holds, and all it has addresses for.
+    Mapped files and thread stacks count towards it, whether they are in memory or not.
+
+    Args:
+        held_bytes: the resident memory of this process.
+        mapped_bytes: its address space in use.
     """
     if not address_space_is_limited():
         return None
@@ -120,35 +134,35 @@ def address_limit(held_bytes: int, mapped_bytes: int) -> Limit | None:
 
 
 def _stack_bytes() -> int:
-    """What the stacks of threads take that are still to be started."""
+    """Return the addresses for the stacks of threads that are still to start."""
     soft, _ = resource.getrlimit(resource.RLIMIT_STACK)
-    each = _USUAL_STACK_BYTES if soft in (resource.RLIM_INFINITY, -1) else soft
+    each = _DEFAULT_STACK_BYTES if soft in (resource.RLIM_INFINITY, -1) else soft
     return each * (usable_cores() + _MORE_THREADS)
 
 
 def apple_limit() -> Limit | None:
-    """What a Mac lets its graphics processor keep in place: `iogpu.wired_limit_mb`, or Apple's usual share.
+    """Return the memory that a Mac's GPU can keep resident: `iogpu.wired_limit_mb`, or the default share.
 
-    Beyond it weights would be paged out between passes. Up to 36 GiB that share is two thirds of the memory,
-    above three quarters.
+    Weights beyond it would be paged out between passes. The default share is two thirds of the memory up to
+    36 GiB, and three quarters above.
     """
     total = int(psutil.virtual_memory().total)
     if (wired := _wired_bytes()) > 0:
-        return Limit(wired, "the wired limit of the graphics processor (iogpu.wired_limit_mb)")
+        return Limit(wired, "the wired limit of the GPU (iogpu.wired_limit_mb)")
     share = total * 2 // 3 if total <= 36 * 2**30 else total * 3 // 4
-    return Limit(share, "the working set that Apple recommends for its graphics processor")
+    return Limit(share, "the working set that Apple recommends for the GPU")
 
 
 @functools.cache
 def _wired_bytes() -> int:
-    """The limit that was set, 0 for none. It is asked for once: memory is looked at within replies."""
+    """Return the wired limit that was set; 0 for none. Cached, because limits are checked during replies."""
     with suppress(OSError, ValueError, subprocess.SubprocessError):
-        said = subprocess.run(
+        done = subprocess.run(
             ["/usr/sbin/sysctl", "-n", "iogpu.wired_limit_mb"],
             capture_output=True,
             text=True,
             timeout=2,
             check=True,
         )
-        return int(said.stdout.strip()) * 2**20
+        return int(done.stdout.strip()) * 2**20
     return 0

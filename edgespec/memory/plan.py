@@ -1,44 +1,41 @@
-"""The plan: everything that will be in memory, by name, against the budget."""
+"""The memory plan: everything that will be in memory, item by item, compared with the budget."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from edgespec.backends.memory_estimate import MemoryEstimate, PartKind, Pool
+from edgespec.backends.memory_estimate import MemoryEstimate, ModelMemoryKind, Pool
 from edgespec.memory.budget import Budget
 
-__all__ = ["Decision", "Item", "ItemKind", "MemoryPlan", "items_of"]
+__all__ = ["Decision", "Item", "ItemKind", "MemoryPlan", "compute_headroom_bytes", "create_items"]
 
-ItemKind = Literal[
-    "weights",
-    "cache",
-    "cells",
-    "compute",
-    "graphs",
-    "output",
-    "vocabulary",
-    "heap",
-    "process",
-    "headroom",
-    "kept",
-]
+ItemKind = ModelMemoryKind | Literal["process", "headroom"]
 
-_NAMES: dict[PartKind, str] = {
+# The default headroom: what a plan adds for everything it does not model, such as llama.cpp's bookkeeping
+# and memory fragmentation. Chosen so that scripts/bench_plan.py finds no measured peak above its plan.
+_HEADROOM_SHARE, _MIN_HEADROOM_BYTES = 0.05, 64 * 2**20
+
+_NAMES: dict[ModelMemoryKind, str] = {
     "weights": "weights",
     "cache": "cache",
-    "cells": "notes on the cache",
-    "compute": "buffers to compute in",
-    "graphs": "notes on passes",
+    "compute": "compute buffers",
     "output": "logits",
     "vocabulary": "vocabulary",
-    "heap": "rest of the heap",
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """Something that takes memory. role: what it belongs to, such as `target` or `draft`."""
+    """One line of a memory plan.
+
+    Attributes:
+        role: what the memory belongs to, such as `target` or `draft`.
+        name: the item's name for people.
+        kind: what the memory holds; see `ModelMemoryKind`.
+        bytes: its size.
+        pool: where it is allocated.
+    """
 
     role: str
     name: str
@@ -49,7 +46,13 @@ class Item:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What was given up so that the rest fits. bytes: what that frees."""
+    """One thing that the planner gave up so that the rest fits.
+
+    Attributes:
+        what: what was given up, for people.
+        why: why this is the smallest loss, for people.
+        bytes: the memory that this saves.
+    """
 
     what: str
     why: str
@@ -58,9 +61,15 @@ class Decision:
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """What a target and what drafts for it take. context_tokens: of the target's context.
+    """The memory of a target, of its drafters and of this process, compared with a budget.
 
-    kv_type: of its cache, in words.
+    Attributes:
+        budget: the memory that may be used.
+        context_tokens: size of the target's context.
+        kv_type: number format of the target's KV cache, for people.
+        items: all planned memory. The prefix cache is not among them, because it is dropped on demand.
+        decisions: what the planner gave up so that the items fit.
+        prefix_cache_bytes: size limit of the prefix cache, taken from what the items leave free.
     """
 
     budget: Budget
@@ -68,53 +77,50 @@ class MemoryPlan:
     kv_type: str
     items: tuple[Item, ...]
     decisions: tuple[Decision, ...] = ()
+    prefix_cache_bytes: int = 0
 
     @property
     def fits(self) -> bool:
-        """Whether every memory holds what is to lie in it."""
+        """Whether the items fit every pool."""
         return all(self.free_bytes(pool) >= 0 for pool in self.pools)
 
     @property
     def pools(self) -> tuple[Pool, ...]:
-        """Which memories there are: one, or two where graphics cards have their own."""
+        """The memory pools of this machine: system memory, and separate memory of graphics cards."""
         return ("memory", "gpu") if self.budget.gpu_bytes else ("memory",)
 
     def budget_bytes(self, pool: Pool) -> int:
-        """What may be taken of a memory."""
+        """Return the bytes of a pool that may be used."""
         return self.budget.gpu_bytes if pool == "gpu" else self.budget.bytes
 
     def planned_bytes(self, pool: Pool) -> int:
-        """What the items take of a memory."""
+        """Return the bytes of a pool that the items take."""
         return sum(item.bytes for item in self.items if item.pool == pool)
 
     def free_bytes(self, pool: Pool) -> int:
-        """What is left of a memory; below 0 where it is too small."""
+        """Return the bytes of a pool that the items leave free; negative if they do not fit."""
         return self.budget_bytes(pool) - self.planned_bytes(pool)
 
     @property
-    def prefix_cache_bytes(self) -> int:
-        """What texts that are kept may take at most; what they do not take stays free."""
-        return sum(item.bytes for item in self.items if item.kind == "kept")
-
-    @property
     def total_bytes(self) -> int:
-        """All items."""
+        """The bytes of all items in all pools."""
         return sum(item.bytes for item in self.items)
 
     def to_json(self) -> dict[str, Any]:
-        """What `edgespec plan --json` prints."""
-        two = len(self.pools) > 1
+        """Return the object that `edgespec plan --json` prints."""
+        has_gpu = len(self.pools) > 1
         return {
             "budget_bytes": self.budget.bytes,
-            **({"gpu_budget_bytes": self.budget.gpu_bytes} if two else {}),
+            **({"gpu_budget_bytes": self.budget.gpu_bytes} if has_gpu else {}),
             "budget_from": self.budget.source,
             "fits": self.fits,
             "total_bytes": self.total_bytes,
+            "prefix_cache_bytes": self.prefix_cache_bytes,
             "context": self.context_tokens,
             "kv_type": self.kv_type,
             "items": [
                 {"name": item.name, "kind": item.kind, "bytes": item.bytes}
-                | ({"pool": item.pool} if two else {})
+                | ({"pool": item.pool} if has_gpu else {})
                 for item in self.items
             ],
             "decisions": [
@@ -123,10 +129,17 @@ class MemoryPlan:
         }
 
 
-def items_of(role: str, footprint: MemoryEstimate) -> tuple[Item, ...]:
-    """The items of one model."""
+def create_items(role: str, estimate: MemoryEstimate) -> tuple[Item, ...]:
+    """Return the plan's items for one model."""
     return tuple(
         Item(role, f"{role} {_NAMES[part.kind]}", part.kind, part.bytes, part.pool)
-        for part in footprint.parts
+        for part in estimate.parts
         if part.bytes
     )
+
+
+def compute_headroom_bytes(planned_bytes: int, headroom_bytes: int | None = None) -> int:
+    """Return the headroom for `planned_bytes`: `headroom_bytes`, or by default 5 % and at least 64 MiB."""
+    if headroom_bytes is not None:
+        return headroom_bytes
+    return max(_MIN_HEADROOM_BYTES, int(planned_bytes * _HEADROOM_SHARE))

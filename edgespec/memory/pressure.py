@@ -1,115 +1,105 @@
-"""Memory that other programs need is given back to them: what costs least first."""
+"""Memory pressure: memory that is given back while other programs need it.
+
+There are two steps. Cached prefixes are dropped first, between replies and during one. If that is not
+enough, the context is shrunk while edgespec is idle.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from time import perf_counter as now
 
 from edgespec.files import format_bytes
 from edgespec.heap import release_free_memory
-from edgespec.memory.budget import available_bytes
+from edgespec.memory.budget import DEFAULT_RESERVE_BYTES, available_bytes
 from edgespec.memory.context_resize import ResizableContext
-from edgespec.memory.prefix_cache import RESERVE_BYTES, SegmentStore
+from edgespec.memory.prefix_cache import SegmentStore
 
 __all__ = ["MemoryPressure"]
 
-# A look takes a third of a millisecond: within a reply there is one in so much time at most.
-_LOOK_SECONDS = 1.0
-# Guesses cost time when they are gone: the draft's cache goes only where less than this is free, and others
-# took as much since the load. What was planned here is no reason.
-_SEVERE_BYTES = RESERVE_BYTES // 4
+# Asking the system takes a third of a millisecond, so a reply asks at most once in this time.
+_CHECK_SECONDS = 1.0
 
 
 class MemoryPressure:
-    """Gives back while less than a reserve is free: to other programs, whatever was allowed.
+    """Gives memory back while the system has less free than the reserve.
 
-    Between replies first what no text needs of the contexts, then copies of other texts, which go to disk
-    where that was wanted, and where hardly anything is free the draft's cache. Within a reply copies only.
+    Belongs to the thread that runs the model.
 
-    available: the bytes that are free now. notice: what was given back between the last two replies, in
-    words, and in the running one. said: what was at last; given_bytes: all together.
+    Attributes:
+        available: returns the bytes that are free now.
+        notice: what was given back since the last reply and during this one, for people.
+        last_reclaim: what was given back last, for people.
+        reclaimed_bytes: everything that was given back so far.
     """
 
     def __init__(
         self,
         context: ResizableContext,
-        copies: SegmentStore | None = None,
+        store: SegmentStore | None = None,
         available: Callable[[], int] = available_bytes,
+        reserve_bytes: int = DEFAULT_RESERVE_BYTES,
     ) -> None:
-        self.notice = self.said = ""
-        self.given_bytes = 0
+        self.notice = self.last_reclaim = ""
+        self.reclaimed_bytes = 0
         self.available = available
         self._context = context
-        self._copies = copies
-        self._next_look = 0.0
-        # What was free after the load, and what the caches took then.
-        self._free_at_first, self._cache_at_first = available(), context.kv_bytes
-        self._news: list[str] = []
+        self._store = store
+        self._reserve_bytes = reserve_bytes
+        self._next_check = 0.0
+        self._unreported: list[str] = []
 
     @property
-    def short(self) -> bool:
+    def is_low(self) -> bool:
         """Whether other programs need memory now."""
-        return self.available() < RESERVE_BYTES
+        return self.available() < self._reserve_bytes
 
     @property
-    def anything(self) -> bool:
-        """Whether there is anything left to give."""
-        return self._context.gives or bool(self._copies and self._copies.held_bytes)
+    def can_reclaim(self) -> bool:
+        """Whether there is anything left to give back."""
+        return self._context.can_shrink or bool(self._store and self._store.memory_bytes)
 
     def begin_reply(self) -> None:
-        """A reply begins: it tells what was given back since the last one."""
-        self.notice = " · ".join(self._news)
-        self._news = []
+        """Put what was given back since the last reply into `notice`."""
+        self.notice = " · ".join(self._unreported)
+        self._unreported = []
 
-    def between_replies(self, tokens: int = 0) -> float:
-        """Give back what is needed elsewhere. tokens: so many are going to be in the context.
+    def drop_prefixes(self) -> float:
+        """Drop cached prefixes if memory is low, after writing them to disk where that is on.
 
-        No round is open. Belongs to the model's thread, as the next does. Returns the seconds that took, but
-        for the look.
+        Returns:
+            The seconds that this took; 0 if memory is not low.
         """
-        short, started = self.short, now()
-        if not short and not self._context.suspended:
+        if not (self._store and self.is_low):
             return 0.0
-        given: list[tuple[str, int]] = []
-        if short and (freed := _returned(self._context.shrink(tokens))):
-            given.append((f"{format_bytes(freed)} of the context that no text needs", freed))
-            short = self.short
-        if short and self._copies and (freed := _returned(self._copies.give_way())):
-            given.append((f"{format_bytes(freed)} of kept texts", freed))
-            short = self.short
-        if not short:
-            self._context.resume_draft()
-        elif self._is_severe() and (freed := _returned(self._context.suspend_draft())):
-            given.append(
-                (f"the draft's {format_bytes(freed)}: it guesses no more until there is room", freed)
-            )
-        if given:
-            self._news.append(self._given(given))
+        started = now()
+        self._report("of cached prefixes", self._store.reclaim())
         return now() - started
 
-    def _is_severe(self) -> bool:
-        free = self.available()
-        grown = self._context.kv_bytes - self._cache_at_first
-        return free < _SEVERE_BYTES <= self._free_at_first - grown - free
+    def reclaim_idle(self) -> None:
+        """Give memory back between replies, if it is low: cached prefixes, then unused context."""
+        self.drop_prefixes()
+        if self._context.can_shrink and self.is_low:
+            self._report("of unused context", self._context.shrink())
 
-    def within_reply(self) -> None:
-        """Between two rounds: look now and then, and drop copies; nothing that is in use is touched."""
-        copies, clock = self._copies, now()
-        if copies is None or clock < self._next_look:
+    def check_during_reply(self) -> None:
+        """Drop cached prefixes between two rounds if memory is low, without writing to disk.
+
+        Call it after every round: it asks the system at most once a second.
+        """
+        store, clock = self._store, now()
+        if store is None or clock < self._next_check:
             return
-        self._next_look = clock + _LOOK_SECONDS
-        if copies.held_bytes and self.short and (freed := _returned(copies.give_way(write=False))):
-            said = self._given([(f"{format_bytes(freed)} of kept texts", freed)])
-            self.notice = " · ".join(filter(None, (self.notice, said)))
+        self._next_check = clock + _CHECK_SECONDS
+        if store.memory_bytes and self.is_low:
+            self._report("of cached prefixes", store.reclaim(write=False))
+            self.notice = " · ".join(filter(None, (self.notice, *self._unreported)))
+            self._unreported = []
 
-    def _given(self, given: Sequence[tuple[str, int]]) -> str:
-        self.said = f"little memory was free: gave back {', '.join(what for what, _ in given)}"
-        self.given_bytes += sum(freed for _, freed in given)
-        return self.said
-
-
-def _returned(freed_bytes: int) -> int:
-    """So many bytes, which the system has now."""
-    if freed_bytes:
+    def _report(self, what: str, freed_bytes: int) -> None:
+        if freed_bytes <= 0:
+            return
         release_free_memory()
-    return freed_bytes
+        self.last_reclaim = f"memory was low: freed {format_bytes(freed_bytes)} {what}"
+        self.reclaimed_bytes += freed_bytes
+        self._unreported.append(self.last_reclaim)

@@ -1,4 +1,4 @@
-"""The text in a target's cache: brought to a prompt, and kept before it makes room for another."""
+"""The tokens in a target's KV cache: prepared for each prompt, saved before another prompt replaces them."""
 
 from __future__ import annotations
 
@@ -16,115 +16,124 @@ __all__ = ["TargetCache"]
 
 
 class TargetCache:
-    """The tokens that a target has read. Belongs to the thread that runs the model.
+    """The tokens of a target's KV cache. Belongs to the thread that runs the model.
 
-    At every moment the target holds a beginning of them, or more than them: an interrupt may come between any
-    two steps.
+    Invariant: the target's cache and the recorded tokens agree as far as both go. A reply may be interrupted
+    between any two steps.
     """
 
     def __init__(
         self,
         target: LanguageModel,
-        kept: PrefixCache | None,
+        prefix_cache: PrefixCache | None,
         context: ResizableContext,
-        giving: MemoryPressure,
+        memory_pressure: MemoryPressure,
     ) -> None:
         self._target = target
-        self._kept = kept
+        self._prefix_cache = prefix_cache
         self._context = context
-        self._giving = giving
+        self._memory_pressure = memory_pressure
         self._tokens: list[int] = []
-        self._continues = target.facts.capabilities.prefix_reuse_exact
-        # So many of them were read, the others written.
-        self._read_tokens = 0
+        self._reuse_is_exact = target.facts.capabilities.prefix_reuse_exact
+        # The first tokens came from prefill, the rest from decoding.
+        self._prefilled_tokens = 0
 
     @property
-    def saved(self) -> bool:
-        """Whether `keep` keeps it on disk, too."""
-        return self._kept is not None and self._kept.saves
+    def saves_to_disk(self) -> bool:
+        """Whether `save` leads to a copy on disk."""
+        return self._prefix_cache is not None and self._prefix_cache.saves_to_disk
 
-    def settle(self) -> None:
-        """Nothing runs: it is as long as what the target holds of it."""
+    def sync_length(self) -> None:
+        """Cut the recorded tokens to what the target holds. Call it while nothing runs."""
         self._tokens = self._tokens[: self._target.length]
 
-    def distrust(self) -> None:
-        """Who knows what the target holds: the next prompt is read from its beginning."""
+    def invalidate(self) -> None:
+        """Forget the recorded tokens, so that the next prompt is read from its beginning."""
         self._tokens = []
 
-    def keep(self) -> None:
-        """Keep it among the other texts, where they are kept on disk."""
-        if self._kept and self._kept.saves:
-            self.settle()
-            self._drop_unsure()
-            self._kept.keep(self._tokens)
+    def save(self) -> None:
+        """Put the tokens into the prefix cache, where that is on disk."""
+        if self._prefix_cache and self._prefix_cache.saves_to_disk:
+            self.sync_length()
+            self._truncate_to_reusable()
+            self._prefix_cache.add(self._tokens)
 
-    def give_way(self) -> None:
-        """Give back what other programs need; the text may lose its end by that."""
-        self.settle()
-        self._giving.between_replies()
-        self.settle()
+    def reclaim_idle(self) -> None:
+        """Give memory back that other programs need; the cache may lose its last tokens by that."""
+        self.sync_length()
+        self._memory_pressure.reclaim_idle()
+        self.sync_length()
 
-    def become(self, tokens: list[int], beyond: int, stats: Stats, progress: Progress | None) -> int:
-        """Bring the target's cache to all tokens but the last; how many of them it held already.
+    def prepare(self, tokens: list[int], extra_tokens: int, stats: Stats, progress: Progress | None) -> int:
+        """Bring the target's cache to all tokens of a prompt but the last.
 
-        tokens: what is appended to them later belongs to the text. beyond: so many more should find room.
+        Args:
+            tokens: the prompt. The caller appends the reply's tokens to this list.
+            extra_tokens: tokens of the reply that should find room.
+            stats: receives the time for resizing.
+            progress: called with the share that is read; returns False to cancel.
+
+        Returns:
+            How many of the tokens were in the cache before, or came from the prefix cache.
+
+        Raises:
+            ContextFullError: there is no memory for a context of this length.
         """
-        target, kept = self._target, self._kept
-        self._drop_unsure()
-        shared = self._sure(min(common_prefix_length(self._tokens, tokens), len(tokens) - 1))
-        if kept and shared < len(self._tokens):
-            kept.keep(self._tokens, shared)
+        target, cache = self._target, self._prefix_cache
+        self._truncate_to_reusable()
+        shared = self._reusable(min(common_prefix_length(self._tokens, tokens), len(tokens) - 1))
+        if cache and shared < len(self._tokens):
+            cache.add(self._tokens, shared)
         self._tokens = self._tokens[:shared]
         target.truncate(shared)
-        stats.growth_seconds += self._giving.between_replies(len(tokens) + beyond)
-        self._giving.begin_reply()
-        self.settle()
-        stats.growth_seconds += self._context.hold(len(tokens) + beyond)
-        self._context.check_holds(len(tokens))
-        if kept and (found := kept.find(tokens, target.length)):
+        stats.growth_seconds += self._memory_pressure.drop_prefixes()
+        self._memory_pressure.begin_reply()
+        stats.growth_seconds += self._context.grow_to(len(tokens) + extra_tokens)
+        self._context.check_fits(len(tokens))
+        if cache and (segment := cache.find(tokens, target.length)):
             self._tokens = []
-            kept.restore(found, tokens, target.length)
-        held = self._begun()
+            cache.restore(segment, tokens, target.length)
+        cached = self._truncate_to_blocks()
         self._tokens = tokens
-        self._read_tokens = held
+        self._prefilled_tokens = cached
         last, done = len(tokens) - 1, 0.0
-        if kept and (parting := self._sure(kept.parting(tokens, held))) > held:
-            done = (parting - held) / (last - held)
-            self._read(parting, progress and scaled_progress(progress, 0.0, done))
-            kept.keep_parting(tokens[:parting])
-        self._read(last, progress and scaled_progress(progress, done, 1.0 - done))
-        return held
+        if cache and (branch := self._reusable(cache.branch_point(tokens, cached))) > cached:
+            done = (branch - cached) / (last - cached)
+            self._prefill(branch, progress and scaled_progress(progress, 0.0, done))
+            cache.add_branch_point(tokens[:branch])
+        self._prefill(last, progress and scaled_progress(progress, done, 1.0 - done))
+        return cached
 
-    def _sure(self, length: int) -> int:
+    def _reusable(self, length: int) -> int:
         return reusable_tokens(self._target.facts.capabilities, length)
 
-    def _drop_unsure(self) -> None:
-        """Drop what a reading of all would not have left as it is: what was written, and the last piece."""
-        if not self._continues:
-            sure = self._sure(min(self._read_tokens, len(self._tokens)))
-            self._tokens = self._tokens[:sure]
-            self._target.truncate(sure)
-            self.settle()
+    def _truncate_to_reusable(self) -> None:
+        """Drop the tokens that prefill would not reproduce bit by bit: decoded ones, and the last block."""
+        if not self._reuse_is_exact:
+            reusable = self._reusable(min(self._prefilled_tokens, len(self._tokens)))
+            self._tokens = self._tokens[:reusable]
+            self._target.truncate(reusable)
+            self.sync_length()
 
-    def _begun(self) -> int:
-        """Cut the cache to whole pieces, where that matters; how many tokens are left."""
+    def _truncate_to_blocks(self) -> int:
+        """Cut the cache to whole blocks where reuse requires that. Returns the tokens that are left."""
         length = self._target.length
-        if (whole := self._sure(length)) < length:
+        if (whole := self._reusable(length)) < length:
             self._target.truncate(whole)
-            if self._target.length < whole:  # it cannot go back to there
+            if self._target.length < whole:  # Some models can only be reset.
                 self._target.truncate(0)
         return self._target.length
 
-    def _read(self, end: int, progress: Progress | None) -> None:
-        """Read on, to the first `end` tokens."""
+    def _prefill(self, end: int, progress: Progress | None) -> None:
+        """Read on until the cache holds the first `end` tokens."""
         begin, started = self._target.length, now()
-        size = end - begin if self._continues else REUSE_BLOCK_TOKENS
+        size = end - begin if self._reuse_is_exact else REUSE_BLOCK_TOKENS
         for start in range(begin, end, max(1, size)):
             stop = min(end, start + size)
-            told = progress and scaled_progress(
+            part = progress and scaled_progress(
                 progress, (start - begin) / (end - begin), (stop - start) / (end - begin)
             )
-            self._target.prefill(self._tokens[start:stop], told)
-            self._read_tokens = stop
-        if self._kept:
-            self._kept.worth.note_read(end - begin, now() - started)
+            self._target.prefill(self._tokens[start:stop], part)
+            self._prefilled_tokens = stop
+        if self._prefix_cache:
+            self._prefix_cache.reuse_costs.record_prefill(end - begin, now() - started)

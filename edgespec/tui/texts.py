@@ -153,7 +153,7 @@ def memory_rows(use: MemoryUse) -> list[tuple[str, str]]:
 
 def _prefix_cache(cache: PrefixCacheUsage) -> str:
     used, limit = format_bytes(cache.memory_bytes), format_bytes(cache.memory_limit_bytes)
-    return f"{count(cache.texts, 'prompt')} cached, {used} in memory, at most {limit}"
+    return f"{count(cache.sequences, 'prompt')} cached, {used} in memory, at most {limit}"
 
 
 def _current_rows(use: MemoryUse) -> list[tuple[str, str]]:
@@ -175,7 +175,7 @@ def _plan_rows(plan: MemoryPlan | None) -> list[tuple[str, str]]:
         return []
     rows = []
     for pool in plan.pools:
-        planned = plan.planned_bytes(pool) - (plan.prefix_cache_bytes if pool == "memory" else 0)
+        planned = plan.planned_bytes(pool)
         name = "planned" if pool == "memory" else "on the GPU"
         rows.append((name, f"{format_bytes(planned)} of {format_bytes(plan.budget_bytes(pool))}"))
     rows.append(("limit set by", plan.budget.source))

@@ -131,7 +131,7 @@ def _limit_addresses(before: dict[str, int], more_bytes: int) -> int:
     found = address_limit(0, 0)
     stacks = found.stack_bytes or 0 if found else 0
     process = process_bytes()
-    steps = min(before["VmRSS"], process) % budget.OWN_STEP_BYTES + budget.STEP_BYTES
+    steps = min(before["VmRSS"], process) % budget.PROCESS_ADDRESS_STEP_BYTES + budget.ADDRESS_STEP_BYTES
     limit = before["VmSize"] + more_bytes + stacks + steps + max(0, process - before["VmRSS"])
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     return limit

@@ -36,7 +36,7 @@ def planned(
     options = LoadOptions(context_tokens=context, initial_context_tokens=first)
     drafting = DraftingOptions.of(**how)
     pair = find_pair(str(target), str(draft) if draft else "none", drafting, None)
-    wishes = PlanRequest.read("speed", options, str(draft) if draft else None, kept_bytes)
+    wishes = PlanRequest.from_options("speed", options, str(draft) if draft else None, kept_bytes)
     return plan_pair(pair, drafting, options, Budget(budget_bytes, "here"), wishes)
 
 
@@ -79,7 +79,7 @@ def test_it_is_the_usual_one_where_all_is_taken_at_once(target: Path) -> None:
 
 def test_it_takes_nothing_from_anything_else(target: Path) -> None:
     usual, whole = planned(target, first=None), planned(target)
-    most, least = (each.plan.total_bytes - each.plan.prefix_cache_bytes for each in (whole, usual))
+    most, least = (each.plan.total_bytes for each in (whole, usual))
     seen = []
     for step in range(7):
         budget_bytes = least + (3 * most - least) * (6 - step) // 6
@@ -172,7 +172,7 @@ def test_a_draft_with_other_tokens_follows(
     words: tuple[str, ...], others: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It begins smaller than the longest text, and what is said is the same."""
-    monkeypatch.setattr("edgespec.assembly.loading.INITIAL_CONTEXT_TOKENS", 256)
+    monkeypatch.setattr("edgespec.assembly.load_request.INITIAL_CONTEXT_TOKENS", 256)
     monkeypatch.setattr("edgespec.assembly.pairing._OTHER_TOKENS", 512)
     for module in ("memory.context_resize", "session"):
         monkeypatch.setattr(f"edgespec.{module}.MIN_ROOM_TOKENS", 16)

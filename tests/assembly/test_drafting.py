@@ -32,13 +32,13 @@ def same_as_plain(runtime: edgespec.Runtime, methods: Sequence[str], **options: 
 
 
 class TestAsked:
-    def test_what_costs_nothing_is_always_there(self) -> None:
+    def test_lookup_drafters_are_always_made(self) -> None:
         with edgespec.load("demo", context=512) as runtime:
             assert runtime.drafters == ("model", "suffix", "ngram")
             same_as_plain(runtime, ["suffix", "model+suffix", "model+suffix+ngram"])
 
     @pytest.mark.parametrize("name", ["lookahead", "layerskip", "lowbit", "swift"])
-    def test_what_was_not_asked_for_says_how_to_ask(self, name: str) -> None:
+    def test_an_unnamed_drafter_says_how_to_load_it(self, name: str) -> None:
         with (
             edgespec.load("demo", "none", context=512) as runtime,
             pytest.raises(OptionError, match=f"{name} was not asked for .*; load with --method {name}"),
@@ -53,20 +53,20 @@ class TestAsked:
             ("swift", "that takes an MLX model"),
         ],
     )
-    def test_what_is_missing_says_what_helps(
+    def test_a_missing_drafter_says_what_to_do(
         self, name: str, step: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setenv("EDGESPEC_CACHE_DIR", str(tmp_path))
         with pytest.raises(OptionError, match=step):
             edgespec.load("demo", "none", context=512, method=name)
 
-    def test_no_copy_is_asked_for_where_none_would_help(self, tmp_path: Path) -> None:
+    def test_no_low_bit_copy_is_suggested_where_none_would_help(self, tmp_path: Path) -> None:
         model = str(write_lfm2(tmp_path / "model.gguf"))
-        with pytest.raises(OptionError, match="cannot draft for itself: its recurrent memory takes chains"):
+        with pytest.raises(OptionError, match="cannot draft for itself: its recurrent layers support chains"):
             edgespec.load(model, "none", context=256, method="lowbit")
 
     @pytest.mark.parametrize("name", ["layerskip", "lowbit"])
-    def test_a_file_is_named_so_that_it_is_found(
+    def test_hints_quote_the_path_of_the_target(
         self, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setenv("EDGESPEC_CACHE_DIR", str(tmp_path))
@@ -81,15 +81,17 @@ class TestAsked:
             assert drafters.choose("model+ngram")[0] is drafters.choose("ngram+model")[0]
 
     def test_two_self_drafts_are_refused(self) -> None:
-        with pytest.raises(OptionError, match="KV cache in 2 ways; name one of layerskip, lowbit"):
+        with pytest.raises(
+            OptionError, match="2 drafters that need the target's own cache; name one of layerskip, lowbit"
+        ):
             edgespec.load("demo", method="layerskip+lowbit")
 
-    def test_lookahead_tells_what_it_does(self) -> None:
+    def test_lookahead_reports_its_statistics(self) -> None:
         with edgespec.load("demo", "none", context=512, method="lookahead") as runtime:
             (reply,) = same_as_plain(runtime, ["lookahead"], draft_length=8)
         assert "lookahead" in reply.method.note
 
-    def test_trees_that_pay(self) -> None:
+    def test_adaptive_trees(self) -> None:
         with edgespec.load("demo", context=512, draft_branches="auto") as runtime:
             same_as_plain(runtime, ["model", "auto"], draft_length=8)
 
@@ -119,7 +121,7 @@ class TestPrepared:
         with edgespec.load("demo", "none", context=512, method="ngram") as runtime:
             same_as_plain(runtime, ["ngram"])
 
-    def test_fewer_bits(self, demo_target: Path) -> None:
+    def test_lowbit(self, demo_target: Path) -> None:
         prepared = prepare_lowbit(demo_target, "Q4_0")
         with edgespec.load("demo", "none", context=512, method="lowbit", draft_window=64) as runtime:
             alone, together = same_as_plain(runtime, ["lowbit", "lowbit+suffix"])
@@ -127,7 +129,7 @@ class TestPrepared:
         assert alone.stats.accepted_tokens
         assert together.stats.accepted_tokens
 
-    def test_fewer_bits_without_the_file(self, demo_target: Path, tmp_path: Path) -> None:
+    def test_lowbit_without_a_prepared_copy(self, demo_target: Path, tmp_path: Path) -> None:
         model = Path(shutil.copy(demo_target, tmp_path / "model.gguf"))
         folder = prepare_layerskip(model, 4).folder
         with edgespec.load(str(model), "none", context=512, method="none") as runtime:
@@ -143,7 +145,7 @@ class TestPrepared:
                 assert alone.tokens == plain.tokens
                 assert alone.stats.accepted_tokens
 
-    def test_another_model_of_the_same_name(self, demo_target: Path, tmp_path: Path) -> None:
+    def test_a_copy_of_another_model_is_refused(self, demo_target: Path, tmp_path: Path) -> None:
         model = tmp_path / "model.gguf"
         data = demo_target.read_bytes()
         model.write_bytes(data)
@@ -168,25 +170,25 @@ class TestMlx:
         assert early.stats.draft_weight_bytes == 0
         assert swift.method.note
 
-    def test_an_exit_that_is_not_there(self) -> None:
+    def test_a_missing_exit_layer_is_refused(self) -> None:
         pytest.importorskip("mlx.core")
         with pytest.raises(OptionError, match="12"):
             edgespec.load("demo-mlx", "none", context=256, method="layerskip", exit_layer=12)
 
     @pytest.mark.parametrize("name", ["layerskip", "lowbit", "swift"])
-    def test_a_recurrent_state_is_said_to_be_the_reason(self, name: str, tmp_path: Path) -> None:
+    def test_the_reason_for_a_recurrent_state(self, name: str, tmp_path: Path) -> None:
         checkpoints = pytest.importorskip("tests.backends.mlx.tiny_checkpoints")
         model = str(checkpoints.write_checkpoint(tmp_path / "model", "lfm2"))
         with pytest.raises(OptionError, match="cannot draft for itself: its recurrent state takes chains"):
             edgespec.load(model, "none", context=256, method=name)
 
-    def test_learning_takes_an_mlx_draft(self) -> None:
+    def test_learn_needs_an_mlx_draft(self) -> None:
         with pytest.raises(OptionError, match="demo-draft cannot learn: that takes an MLX draft"):
             edgespec.load("demo", "demo-draft", context=256, learn=True)
-        with pytest.raises(OptionError, match="no draft model that could learn"):
+        with pytest.raises(OptionError, match="learn needs a draft model"):
             edgespec.load("demo", "none", context=256, learn=True)
 
-    def test_a_draft_learns_beside_a_target_at_fewer_bits(self) -> None:
+    def test_learn_beside_a_low_bit_target(self) -> None:
         pytest.importorskip("mlx.core")
         with edgespec.load(
             "demo-mlx", "demo-mlx-draft", context=128, learn=True, method="lowbit+model"
@@ -198,10 +200,10 @@ class TestMlx:
     ) -> None:
         checkpoints = pytest.importorskip("tests.backends.mlx.tiny_checkpoints")
         draft = str(checkpoints.write_checkpoint(tmp_path / "draft", "llama"))
-        with pytest.raises(OptionError, match="cannot learn: it has other tokens than demo-mlx"):
+        with pytest.raises(OptionError, match="cannot learn: its vocabulary is not that of demo-mlx"):
             edgespec.load("demo-mlx", draft, context=128, learn=True)
         monkeypatch.setattr(comparison, "_MIN_TRANSLATED_FRACTION", 0.0)
-        with pytest.raises(OptionError, match="cannot learn: it has other tokens than demo-mlx"):
+        with pytest.raises(OptionError, match="cannot learn: its vocabulary is not that of demo-mlx"):
             edgespec.load("demo-mlx", draft, context=128, learn=True)
 
     def test_a_draft_with_a_window_does_not_learn(self) -> None:
@@ -212,7 +214,7 @@ class TestMlx:
     def test_a_recurrent_draft_does_not_learn(self, tmp_path: Path) -> None:
         checkpoints = pytest.importorskip("tests.backends.mlx.tiny_checkpoints")
         model = str(checkpoints.write_checkpoint(tmp_path / "model", "lfm2"))
-        with pytest.raises(OptionError, match="cannot learn: it remembers by a recurrent state"):
+        with pytest.raises(OptionError, match="cannot learn: it has a recurrent state"):
             edgespec.load(model, model, context=128, learn=True)
 
     def test_a_draft_that_learns(self) -> None:
@@ -222,7 +224,7 @@ class TestMlx:
 
 
 class TestTexts:
-    def test_a_corpus_is_guessed_from(self, tmp_path: Path) -> None:
+    def test_suffix_drafts_from_a_corpus(self, tmp_path: Path) -> None:
         with edgespec.load("demo", "none", context=512) as runtime:
             said = runtime.generate(PROMPT, temperature=0.0, max_tokens=60)
             (without,) = same_as_plain(runtime, ["suffix"], temperature=0.0)
@@ -232,7 +234,7 @@ class TestTexts:
         assert found.stats.target_passes < without.stats.target_passes
         assert "indexed tokens of files" in found.method.note
 
-    def test_a_corpus_that_is_not_there(self, tmp_path: Path) -> None:
+    def test_a_missing_corpus_is_refused(self, tmp_path: Path) -> None:
         with pytest.raises(OptionError, match="missing"):
             edgespec.load("demo", "none", corpus=str(tmp_path / "missing"))
 
@@ -252,23 +254,23 @@ class TestOptions:
             {"learn": True, "method": "suffix"},
         ],
     )
-    def test_nonsense_is_refused(self, options: dict[str, Any]) -> None:
+    def test_wrong_options_are_refused(self, options: dict[str, Any]) -> None:
         with pytest.raises(OptionError):
             edgespec.load("demo", **options)
 
-    def test_a_window_on_the_draft(self) -> None:
+    def test_draft_window(self) -> None:
         with edgespec.load("demo", context=512, draft_window=24, draft_sinks=2) as runtime:
             assert "sees the first 2 and the last 24 tokens" in runtime.target.notice
             same_as_plain(runtime, ["model"], max_tokens=60)
 
     @pytest.mark.parametrize("window", [24, None])
-    def test_no_more_is_made_than_the_window(self, window: int | None) -> None:
+    def test_the_draft_context_is_only_as_large_as_its_window(self, window: int | None) -> None:
         """The whole text's cache would not fit, and is never made: not even to ask what the draft is."""
         options: dict[str, Any] = {"context": 16384, "draft_window": window}
         with edgespec.load("demo", **options) as runtime:
             assert runtime.draft is not None
             assert runtime.plan is not None
-            needed = runtime.plan.total_bytes - runtime.plan.prefix_cache_bytes
+            needed = runtime.plan.total_bytes
         with edgespec.load("demo", **options, memory=needed) as runtime:
             assert "sees the first 4 and the last" in runtime.target.notice
             same_as_plain(runtime, ["model"])

@@ -63,7 +63,7 @@ def test_without_mlx_the_error_names_the_extra(
 
 
 @pytest.mark.parametrize("library", ["mlx", "mlx_lm"])
-def test_mlx_is_there_only_as_a_whole(monkeypatch: pytest.MonkeyPatch, library: str) -> None:
+def test_mlx_counts_as_installed_only_with_mlx_lm(monkeypatch: pytest.MonkeyPatch, library: str) -> None:
     monkeypatch.setitem(sys.modules, library, None)
     assert not mlx_files.mlx_installed()
 
@@ -71,7 +71,7 @@ def test_mlx_is_there_only_as_a_whole(monkeypatch: pytest.MonkeyPatch, library: 
 @pytest.mark.parametrize(
     ("reference", "unwanted"), [("demo", ("mlx", "mlx_lm", "transformers")), ("demo-mlx", ("llama_cpp",))]
 )
-def test_one_backend_does_not_bring_the_other(reference: str, unwanted: tuple[str, ...]) -> None:
+def test_loading_imports_one_backend_only(reference: str, unwanted: tuple[str, ...]) -> None:
     if reference == "demo-mlx" and not mlx_files.mlx_installed():
         pytest.skip("MLX is not installed")
     script = (
@@ -87,13 +87,13 @@ def test_one_backend_does_not_bring_the_other(reference: str, unwanted: tuple[st
 
 
 def test_an_adapter_for_a_gguf_is_refused(loaded: list[tuple[str, Any]], tmp_path: Path) -> None:
-    with pytest.raises(OptionError, match="an adapter goes on an MLX model, and demo is a GGUF") as caught:
+    with pytest.raises(OptionError, match="an adapter needs an MLX model, and demo is not one") as caught:
         edgespec.load("demo", adapter=str(tmp_path))
     assert caught.value.next_step
     assert not loaded
 
 
-def test_an_adapter_that_is_not_there_is_refused(loaded: list[tuple[str, Any]], tmp_path: Path) -> None:
+def test_a_missing_adapter_is_refused(loaded: list[tuple[str, Any]], tmp_path: Path) -> None:
     with pytest.raises(OptionError, match="the adapter folder .*none does not exist"):
         edgespec.load("demo-mlx", adapter=str(tmp_path / "none"))
     assert not loaded
@@ -102,11 +102,11 @@ def test_an_adapter_that_is_not_there_is_refused(loaded: list[tuple[str, Any]], 
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"method": ["suffix"]}, r"method is \['suffix'\]"),
-        ({"method": 3}, "method is 3"),
+        ({"method": ["suffix"]}, r"method \['suffix'\] is not a string"),
+        ({"method": 3}, "method 3 is not a string"),
         ({"methods": "suffix"}, "methods is 'suffix'"),
         ({"methods": None}, "methods is None"),
-        ({"methods": [None]}, "method is None"),
+        ({"methods": [None]}, "method None is not a string"),
         ({"draft_branches": 3}, "draft_branches is 3"),
         ({"draft_branches": None}, "draft_branches is None"),
     ],
@@ -119,7 +119,7 @@ def test_an_option_of_the_wrong_type_is_refused(
     assert loaded == []
 
 
-def test_a_draft_gets_what_memory_is_left_and_no_adapter() -> None:
+def test_load_options_of_a_draft() -> None:
     options = LoadOptions(threads=3, memory_bytes=1000, adapter="a", max_branches=9)
     expected = replace(options, context_tokens=4, memory_bytes=880, is_draft=True, adapter=None)
     assert draft_load_options(options, DraftingOptions.of(), 4, 880) == replace(expected, max_logit_rows=96)
@@ -131,7 +131,7 @@ def test_a_draft_gets_what_memory_is_left_and_no_adapter() -> None:
     )
 
 
-def test_what_is_said_about_llama_cpp_is_said_to_the_gguf_half() -> None:
+def test_options_of_llama_cpp_reach_only_the_gguf_model_of_a_pair() -> None:
     gguf, mlx = resolve("demo"), resolve("demo-mlx")
     options = LoadOptions(
         context_tokens=4, threads=3, gpu_layers=1, kv_type="q8_0", mmap=False, max_branches=9
@@ -157,7 +157,7 @@ def test_what_is_said_about_llama_cpp_is_said_to_the_gguf_half() -> None:
         ("target", b"demo", "name such as demo"),
         ("draft", 3, "auto, none"),
         ("kv_type", 3, "auto, f16"),
-        ("flash_attention", 3, "auto, on or off"),
+        ("flash_attention", 3, "auto, on, off"),
         ("corpus", 3, "one path, as a string"),
         ("corpus", b"x", "one path, as a string"),
         ("corpus", ["x"], "one path, as a string"),
@@ -178,7 +178,7 @@ def test_a_wrong_type_is_refused_in_one_line(
 ) -> None:
     with pytest.raises(OptionError) as caught:
         edgespec.load(**{"draft": "none", option: value})
-    assert str(caught.value).startswith(f"{option} is {value!r}; give ")
+    assert str(caught.value).startswith(f"{option} is {value!r}; ")
     assert advice in caught.value.next_step
     assert not loaded
 

@@ -90,8 +90,8 @@ def test_the_draft_sees_a_window_where_that_is_enough() -> None:
     options = replace(_OPTIONS, context_tokens=1 << 16)
     whole = DraftingOptions.of(method="auto", draft_window=0)
     windowed = DraftingOptions.of(method="auto", draft_window=1024)
-    assert _total(how=whole, options=options) > _total(how=windowed, options=options)
-    assert _total(options=options) < _total(how=whole, options=options)  # it was trained for 1,024
+    assert _total(drafting=whole, options=options) > _total(drafting=windowed, options=options)
+    assert _total(options=options) < _total(drafting=whole, options=options)  # it was trained for 1,024
 
 
 class TestCopies:
@@ -142,7 +142,7 @@ def test_the_draft_s_cache_alone_is_quantised_first() -> None:
     assert replies[0] == replies[1]
     (decision,) = last.decisions
     assert decision.what == "a draft cache of type q8_0"
-    assert decision.why == "guesses are checked: replies stay the same"
+    assert decision.why == "drafts are verified: replies stay the same"
     assert decision.bytes >= 2**18
     assert last.fits
     assert bytes_[1][0] == 2 * bytes_[0][0]  # made whole at once, for want of room to grow
@@ -170,7 +170,7 @@ class TestWhatIsHere:
         assert planned.pair.draft is not None
         assert planned.pair.draft.path.name == "Small-Q4_0.gguf"
         (decision,) = planned.plan.decisions
-        assert decision.what == "maker/Small-GGUF as the draft"
+        assert decision.what == "maker/Small-GGUF as the draft model"
         assert "same model with fewer bits" in decision.why
         assert decision.bytes > 2**18
         named = _planned(total - 1, fixed=PlanRequest(fixed.fixed | {"draft"}))
@@ -210,7 +210,7 @@ def test_loading_goes_by_the_plan() -> None:
         assert runtime.plan.kv_type == "q8_0"
         kept = runtime.memory().prefix_cache.memory_limit_bytes
         assert 0 < kept == runtime.plan.prefix_cache_bytes
-        total = runtime.plan.total_bytes - kept
+        total = runtime.plan.total_bytes
     with edgespec.load("demo", "none", context=4096, memory=total - 1, threads=1) as runtime:
         assert runtime.plan is not None
         assert "a cache of type q4_0" in runtime.target.notice
@@ -238,7 +238,7 @@ def test_a_plan_in_python(tmp_path: Path) -> None:
 @pytest.mark.parametrize("memory", [None, "8GiB"])
 def test_a_plan_says_what_a_load_finds_where_addresses_are_limited(memory: str | None) -> None:
     program = (
-        "import resource; resource.setrlimit(resource.RLIMIT_AS, (400 << 20, 400 << 20));"
+        "import resource; resource.setrlimit(resource.RLIMIT_AS, (480 << 20, 480 << 20));"
         "import edgespec; asked = {'draft': 'none', 'method': 'none', 'memory': %r};"
         "budget = edgespec.%s.plan.budget; print(budget.bytes, budget.source)"
     )
@@ -256,7 +256,7 @@ def test_weights_that_the_plan_leaves_as_they_are_stay_so(tmp_path: Path) -> Non
     options: dict[str, Any] = {"draft": "none", "method": "none", "context": 512}
     with edgespec.load(str(path), **options) as runtime:
         assert runtime.plan is not None
-        needed = runtime.plan.total_bytes - runtime.plan.prefix_cache_bytes
+        needed = runtime.plan.total_bytes
         widened = runtime.target.weight_bytes
     with edgespec.load(str(path), **options, memory=needed - 1) as runtime:
         assert runtime.plan is not None

@@ -34,7 +34,7 @@ OPTIONS: dict[str, Any] = {
 @pytest.fixture(autouse=True)
 def own_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("EDGESPEC_DATA_DIR", str(tmp_path / "data"))
-    monkeypatch.setattr(ReuseCosts, "pays", lambda _self, tokens, _bytes: tokens > 0)
+    monkeypatch.setattr(ReuseCosts, "saves_time", lambda _self, tokens, _bytes: tokens > 0)
 
 
 def held(target: Path, **options: Any) -> int:
@@ -207,5 +207,5 @@ def test_none_writes_nothing(demo_target: Path, tmp_path: Path) -> None:
 def test_a_place_or_size_that_makes_no_sense_is_refused() -> None:
     for wrong in (("cloud", None, None), ("disk", "much", None), ("disk", None, "-1")):
         with pytest.raises(OptionError):
-            PrefixCacheOptions.read(*wrong)
-    assert PrefixCacheOptions.read("disk", "1GiB", 5000) == PrefixCacheOptions("disk", 1 << 30, 5000)
+            PrefixCacheOptions.from_options(*wrong)
+    assert PrefixCacheOptions.from_options("disk", "1GiB", 5000) == PrefixCacheOptions("disk", 1 << 30, 5000)

@@ -1,4 +1,4 @@
-"""What a drafter's guesses have been worth: counted as they came true, forgotten in time."""
+"""AcceptanceStats and AcceptanceCounts: counting, decay and streaks."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ CHAIN = TokenTree.chain(9, [1, 2, 3])
 FORK = TokenTree((9, 1, 2, 3, 4), (-1, 0, 0, 1, 1), (None,) * 5)
 
 
-class TestTally:
+class TestAcceptanceCounts:
     @given(st.lists(st.booleans(), max_size=30))
-    def test_a_newer_try_weighs_more(self, hits: list[bool]) -> None:
+    def test_newer_tokens_weigh_more(self, hits: list[bool]) -> None:
         tally = AcceptanceCounts(np.array([2.0, 1.0]), np.array([4.0, 4.0]))
         for hit in hits:
             tally.record((0,), hit)
@@ -27,7 +27,7 @@ class TestTally:
         assert tally.accepted[0] == pytest.approx(weights[np.array(hits, bool)].sum() + 2.0 * first)
         assert (tally.accepted[1], tally.drafted[1]) == (1.0, 4.0)
 
-    def test_it_goes_back_to_how_it_began(self) -> None:
+    def test_decay_returns_to_the_prior(self) -> None:
         first = np.array([2.0])
         tally = AcceptanceCounts(first, np.array([4.0]))
         for _ in range(50):
@@ -41,9 +41,9 @@ class TestTally:
         assert first[0] == 2.0
 
 
-class TestRecord:
-    def test_only_what_stood_where_the_text_went_is_judged(self) -> None:
-        """The second child of the root was wrong, and below it nothing is known."""
+class TestAcceptanceStats:
+    def test_only_siblings_on_the_emitted_path_are_counted(self) -> None:
+        """Children of a rejected node say nothing about acceptance."""
         record, before = AcceptanceStats(is_lookup=False), AcceptanceStats(is_lookup=False).node_probs(FORK)
         record.record_outcome(FORK, [1, 4, 7])
         after = record.node_probs(FORK)
@@ -52,14 +52,14 @@ class TestRecord:
         assert after[3] < before[3]
         assert after[4] > before[4]
 
-    def test_after_an_end_of_the_reply_the_rest_is_not_judged(self) -> None:
+    def test_nodes_after_the_end_of_a_reply_are_not_counted(self) -> None:
         record, before = AcceptanceStats(is_lookup=False), AcceptanceStats(is_lookup=False).node_probs(CHAIN)
         record.record_outcome(CHAIN, [1])
         after = record.node_probs(CHAIN)
         assert after[1] > before[1]
         assert after[2:] == before[2:]
 
-    def test_a_lookup_that_goes_on_being_right_is_believed_more(self) -> None:
+    def test_a_streak_raises_a_lookups_probability(self) -> None:
         record = AcceptanceStats(is_lookup=True)
         chances = [record.node_probs(CHAIN)[2]]
         for _ in range(2):
@@ -69,7 +69,7 @@ class TestRecord:
         record.record_outcome(CHAIN, [5])
         assert record.node_probs(CHAIN)[2] < chances[2], "the streak is over"
 
-    def test_survival_never_grows_with_the_level(self) -> None:
+    def test_reach_probs_fall_with_the_level(self) -> None:
         record = AcceptanceStats(is_lookup=False)
         record.record_draft(FORK, 0.1)
         record.record_outcome(FORK, [1, 4, 7])

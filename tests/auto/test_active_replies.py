@@ -1,4 +1,4 @@
-"""Replies that are made at once: they are counted, and what passes cost among them is found out at once."""
+"""Counting of concurrent replies, and costs per number of replies."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from scripts.simulation import MACHINES, World, make_controller, stationary
 A100 = next(machine for machine in MACHINES if machine.name == "A100")
 
 
-def test_every_reply_is_counted_to_its_end() -> None:
+def test_replies_are_counted_until_they_end() -> None:
     load, inside, over = ActiveReplies(), threading.Barrier(5), threading.Event()
 
     def reply() -> None:
@@ -40,20 +40,20 @@ def test_every_reply_is_counted_to_its_end() -> None:
     assert load.count == 0
 
 
-def test_a_reply_that_fails_is_over() -> None:
+def test_a_failed_reply_is_no_longer_counted() -> None:
     load = ActiveReplies()
     with pytest.raises(ValueError, match="it fails"), load.track():
         raise ValueError("it fails")
     assert load.count == 0
 
 
-class TestCosts:
-    """What is found out with one number of replies is not said of another."""
+class TestLiveCostsPerReplyCount:
+    """Costs are tracked separately for each number of concurrent replies."""
 
     def costs(self) -> LiveCosts:
         return LiveCosts(CostCurve((1, 2, 4), (1.0, 1.2, 1.5)))
 
-    def test_a_number_that_is_new_asks_for_plain_steps_and_one_that_is_known_does_not(self) -> None:
+    def test_a_new_number_of_replies_needs_target_steps(self) -> None:
         costs = self.costs()
         costs.set_active_replies(2)
         asked = []
@@ -68,7 +68,7 @@ class TestCosts:
         assert costs.target_step_seconds == pytest.approx(2.0, rel=0.05)
         assert not costs.needs_target_step
 
-    def test_so_with_what_widths_cost(self) -> None:
+    def test_widths_have_costs_per_number_of_replies(self) -> None:
         costs = self.costs()
         costs.set_active_replies(3)
         for _ in range(40):
@@ -81,7 +81,7 @@ class TestCosts:
         costs.set_active_replies(3)
         assert costs.v(4) == pytest.approx(4.0, rel=0.05)
 
-    def test_another_run_begins_with_what_one_reply_at_a_time_costs(self) -> None:
+    def test_only_costs_of_single_replies_are_saved(self) -> None:
         costs, other = self.costs(), self.costs()
         costs.record_pass(1, 1.1)
         alone = costs.target_step_seconds
@@ -96,7 +96,7 @@ class TestCosts:
 
 @dataclass(frozen=True)
 class Round:
-    """What a plain step took when it began, and what it was taken to; what the round took; tokens; rows."""
+    """One round: its start, true and estimated duration of a target step, duration, tokens and width."""
 
     moment: float
     plain: float
@@ -107,7 +107,7 @@ class Round:
 
 
 class Shared(World):
-    """A machine that several replies share. replies: how many, from which moment on.
+    """A machine that several replies share; `replies` lists their number from given moments on.
 
     With n of them a plain step takes n times as long, and the rows of a pass are no longer nearly free.
     """
@@ -140,7 +140,7 @@ class Shared(World):
 def rounds(
     replies: list[tuple[float, int]], rate: float, length: int = 500, *, told: bool = True
 ) -> list[Round]:
-    """A reply under this load. told: it is known how many there are."""
+    """Return the rounds of a reply under a load; with `told`, the controller counts the replies."""
     world = Shared(replies)
     world.guard = make_controller(world, count_replies=world.replies_now if told else lambda: 1)
     world.reply(world.guard, stationary(rate, length, 1))
@@ -150,7 +150,7 @@ def rounds(
 BUSY_FOR_A_WHILE = [(60.0, 3), (400.0, 1)]
 
 
-def test_a_change_of_load_is_followed_within_two_rounds() -> None:
+def test_step_duration_follows_the_load_within_two_rounds() -> None:
     seen = rounds(BUSY_FOR_A_WHILE, 0.7)
     busy = [at for at, each in enumerate(seen) if each.plain == 3.0]
     assert 20 < len(busy) < len(seen) - 40
@@ -159,7 +159,7 @@ def test_a_change_of_load_is_followed_within_two_rounds() -> None:
 
 
 @pytest.mark.parametrize("rate", [0.5, 0.7])
-def test_guesses_narrow_under_load_and_are_back_after_it(rate: float) -> None:
+def test_drafts_are_narrower_under_load_only(rate: float) -> None:
     seen = rounds(BUSY_FOR_A_WHILE, rate)
     before, among, after = (
         fmean(each.rows for each in seen if since <= each.moment < until)
@@ -172,7 +172,7 @@ def test_guesses_narrow_under_load_and_are_back_after_it(rate: float) -> None:
 
 
 @pytest.mark.parametrize("rate", [0.5, 0.7, 0.85])
-def test_it_is_better_to_know_how_many_there_are(rate: float) -> None:
+def test_counting_replies_makes_replies_faster(rate: float) -> None:
     known, unknown = rounds(BUSY_FOR_A_WHILE, rate), rounds(BUSY_FOR_A_WHILE, rate, told=False)
     assert known[-1].moment < unknown[-1].moment
 
@@ -183,8 +183,8 @@ def test_it_is_better_to_know_how_many_there_are(rate: float) -> None:
     st.sampled_from([0.05, 0.5, 0.85]),
 )
 @example([(1.0, 2), (294.0, 3), (356.0, 6)], 0.05)
-def test_no_reply_loses_more_than_was_agreed(replies: list[tuple[float, int]], rate: float) -> None:
-    """At the dearest plain step there was. A guess that others begin beside takes longer than foreseen."""
+def test_loss_limit_holds_under_changing_load(replies: list[tuple[float, int]], rate: float) -> None:
+    """Measured in the slowest target step. A pass takes longer than expected if a reply begins during it."""
     lost, tokens, dearest = 0.0, 0, 1.0
     for each in rounds(replies, rate, 200):
         dearest = max(dearest, each.plain)

@@ -29,7 +29,7 @@ WORDS = 50
 
 
 class Simulation:
-    """A target that says a text and takes v(rows) seconds a pass, and drafters that know parts of it."""
+    """A target that generates a given text with passes of v(width) seconds, and drafters of parts of it."""
 
     def __init__(self, text: list[int], curve: CostFunction) -> None:
         self.text = text
@@ -55,7 +55,7 @@ class Simulation:
         self._length += 1 + len(path)
 
     def drafter(self, right: list[bool], cost: float = 0.0) -> Saying:
-        """One that is right where `right` says so; a level takes `cost` seconds. A free one is a lookup."""
+        """Return a drafter that is right where `right` is true; a `cost` of 0 seconds a level is a lookup."""
 
         def say(tokens: list[int], draft_length: int) -> list[int]:
             self.seconds += cost * draft_length
@@ -68,7 +68,7 @@ class Simulation:
         return drafter
 
     def run(self, drafter: Drafter, draft_length: int, max_tokens: int) -> float:
-        """Seconds for the text."""
+        """Return the duration of the text."""
         started, self._length = self.seconds, 0
         drafter.begin(self.text[:1])
         sampler = Sampler(SamplingParams(temperature=0.0), 0, self.text[:1])
@@ -91,7 +91,7 @@ class Simulation:
 
 
 def mixed(random: np.random.Generator, rates: list[float], length: int) -> list[bool]:
-    """Stretches of text, in each of which a drafter is right at this rate."""
+    """Return stretches of text with a drafter's acceptance rate in each."""
     return [bool(random.random() < rates[at * len(rates) // length]) for at in range(length)]
 
 
@@ -109,10 +109,10 @@ TEXTS = {
 @pytest.mark.parametrize("kind", TEXTS)
 @pytest.mark.parametrize("can_branch", [True, False])
 @pytest.mark.parametrize(("cost", "rise"), [(0.05, 0.15), (0.3, 0.05)])
-def test_it_is_hardly_ever_slower_than_the_better_half(
+def test_combination_is_about_as_fast_as_the_better_drafter(
     kind: str, can_branch: bool, cost: float, rise: float
 ) -> None:
-    """Within 3 % once it has seen a reply, whatever the text is like and whatever drafts and rows cost."""
+    """Within 3 % after one reply, for any text and any cost of drafts and rows."""
     ratios = []
     for seed in range(2):
         random = np.random.default_rng(seed)
@@ -127,7 +127,7 @@ def test_it_is_hardly_ever_slower_than_the_better_half(
     assert np.exp(np.mean(np.log(ratios))) < 1.03, ratios
 
 
-def test_what_a_lookup_is_sure_of_is_not_paid_for_twice() -> None:
+def test_model_is_not_asked_where_the_lookup_is_reliable() -> None:
     text = list(range(WORDS)) * 8
     simulation = Simulation(text, assumed_cost)
     asked: list[int] = []
@@ -145,8 +145,8 @@ def test_what_a_lookup_is_sure_of_is_not_paid_for_twice() -> None:
     assert len([at for at in asked if at > 130]) <= 2
 
 
-def test_a_guess_of_each_is_verified_in_one_pass() -> None:
-    """Where a row costs little and nothing is known of either."""
+def test_drafts_of_all_drafters_are_verified_in_one_pass() -> None:
+    """Where rows are cheap and both drafters are new."""
     drafters = [Saying(lambda tokens, length: [1, 2]), lookup_of([1, 3])]
     both = CombinedDrafter(drafters, True, v=lambda rows: 1.0 + 0.001 * rows)
     both.begin([0])
@@ -164,9 +164,7 @@ def lookup_of(guess: list[int]) -> Saying:
 class TestSameTokens:
     @pytest.mark.parametrize("temperature", [0.0, 0.8, 1.2])
     @pytest.mark.parametrize("tree", [True, False])
-    def test_whatever_is_combined_the_reply_is_that_of_plain_decoding(
-        self, temperature: float, tree: bool
-    ) -> None:
+    def test_combinations_emit_the_tokens_of_plain_decoding(self, temperature: float, tree: bool) -> None:
         for seed in range(4):
             target = table(seed, tree=tree)
             limits = PassLimits(9, 3 if tree else 1)
@@ -186,13 +184,13 @@ class TestSameTokens:
 
 
 class Lookup(FixedGuess):
-    """A certain guess of which any part may go."""
+    """A lookup, whose tokens are optional."""
 
     is_lookup = True
 
 
-class TestExactLaws:
-    """Whether a guess is asked for or dropped must not depend on the luck of its own draw."""
+class TestExactDistributions:
+    """Whether a draft is asked for or pruned must not depend on the tokens that were drawn."""
 
     @pytest.mark.parametrize("rule", RULES)
     @pytest.mark.parametrize("guess", [(0,), (1, 1), (2, 0)])
@@ -212,7 +210,7 @@ class TestExactLaws:
 
     @pytest.mark.parametrize("right", [True, False])
     @pytest.mark.parametrize("seed", range(2))
-    def test_after_it_has_learnt_whether_the_lookup_is_right(self, right: bool, seed: int) -> None:
+    def test_with_statistics_about_the_lookup(self, right: bool, seed: int) -> None:
         target, law = random_table(seed, 3), random_table(seed + 100, 3)
 
         def both() -> CombinedDrafter:

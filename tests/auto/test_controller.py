@@ -1,4 +1,4 @@
-"""The promise of `auto` on a simulated clock: the real loop and policy, an adversary for texts and costs."""
+"""The loss limit on a simulated clock, against an adversary who chooses replies and costs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CURVES = st.sampled_from([machine.curve for machine in MACHINES]) | st.lists(
 
 @st.composite
 def texts(draw: st.DrawFn) -> Text:
-    """Stretches in which a draft is right or wrong, as sure of itself as an adversary has it be."""
+    """Return a reply in stretches with adversarial acceptance and confidence."""
     columns: list[list[float]] = [[], [], [], []]
     for _ in range(draw(st.integers(1, 6))):
         length = draw(st.integers(1, 60))
@@ -36,7 +36,7 @@ def texts(draw: st.DrawFn) -> Text:
 
 
 class Adversary(World):
-    """A world whose drafts and wide passes cost what an adversary says, in turn; plain steps cost one.
+    """A world whose drafts and wide passes have adversarial costs; target steps cost one.
 
     dearest: the most that one round cost beyond a plain step, and a draft's reading at a time.
     """
@@ -73,7 +73,7 @@ class Adversary(World):
 
 
 def beyond(world: World, limits: LossLimits) -> float:
-    """By how many plain steps the reply broke the bound, at the token where it broke it most."""
+    """Return by how many target steps a reply exceeded the loss limit at its worst token."""
     tokens = np.arange(1, len(world.moments) + 1)
     return float((np.array(world.moments) - ((1.0 + limits.rate) * tokens + limits.steps)).max())
 
@@ -85,7 +85,7 @@ WILD: Any = st.lists(st.floats(0.1, 8.0), min_size=1, max_size=7)
 
 @settings(max_examples=150, deadline=None)
 @given(CURVES, st.floats(0.0, 0.3), st.floats(0.0, 0.03), st.lists(texts(), min_size=1, max_size=3), LIMITS)
-def test_every_prefix_of_a_reply_is_within_the_bound_where_costs_are_as_told(
+def test_loss_limit_holds_after_every_token_with_true_costs(
     curve: CostCurve, draft_cost: float, reading_cost: float, said: list[Text], limits: LossLimits
 ) -> None:
     world = World(SimulatedMachine("any", curve, draft_cost, "an adversary", reading_cost))
@@ -97,7 +97,7 @@ def test_every_prefix_of_a_reply_is_within_the_bound_where_costs_are_as_told(
 
 @settings(max_examples=150, deadline=None)
 @given(CURVES, CURVES, WILD, WILD, WILD, st.lists(texts(), min_size=1, max_size=3), LIMITS)
-def test_where_costs_are_an_adversarys_one_round_is_the_last_beyond_the_bound(
+def test_loss_limit_is_missed_by_one_round_at_most_with_adversarial_costs(
     curve: CostCurve,
     told: CostCurve,
     passes: list[float],

@@ -1,4 +1,4 @@
-"""How a reply under the policy stands: who guesses in it, and why, at any moment."""
+"""AutoController.report at several stages of a reply."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.tables import Saying
 
 
 class Reply:
-    """A reply on a clock of its own, under the policy: plain steps take a second, wider passes `wide`."""
+    """A reply under the controller on its own clock; wide passes take `wide` target steps."""
 
     def __init__(self, guesses_at: int, *, wide: float, right: bool, plain_seconds: float = 1.0) -> None:
         self.now = 0.0
@@ -35,7 +35,7 @@ class Reply:
         return self.now
 
     def goes_on(self, rounds: int) -> ControllerReport:
-        """How it stands after so many rounds more."""
+        """Return the report after further rounds."""
         nothing: Any = None
         for _ in range(rounds):
             tree = self._drafter.propose(Sampler(SamplingParams(), 0, [0]), Invariant(), 1)
@@ -47,20 +47,20 @@ class Reply:
         return account
 
 
-def test_a_reply_begins_plainly() -> None:
+def test_a_new_reply_reports_that_it_measures() -> None:
     account = Reply(1, wide=1.1, right=True).goes_on(0)
     assert account.drafters == ()
     assert account.reason == "measuring how long one token takes without drafting"
 
 
-def test_guesses_that_pay_are_named() -> None:
+def test_successful_drafters_are_reported() -> None:
     account = Reply(1, wide=1.1, right=True).goes_on(30)
     assert account.drafters == ("saying",)
     assert account.reason == "drafting saves time here"
     assert account.speed_up > 1.5
 
 
-def test_a_try_that_failed_leaves_a_reply_plain() -> None:
+def test_a_failed_retry_is_reported_as_plain_decoding() -> None:
     reply = Reply(20, wide=2.9, right=False)
     tried = reply.goes_on(22)
     assert tried.credit_seconds < 0.0
@@ -70,6 +70,6 @@ def test_a_try_that_failed_leaves_a_reply_plain() -> None:
 
 
 @pytest.mark.parametrize(("plain_seconds", "small"), [(0.0005, True), (0.05, False)])
-def test_a_target_that_is_too_small_is_said_to_be(plain_seconds: float, small: bool) -> None:
+def test_reason_names_targets_that_are_too_fast(plain_seconds: float, small: bool) -> None:
     account = Reply(2, wide=2.9, right=False, plain_seconds=plain_seconds).goes_on(60)
     assert ("this model needs only 0.5 ms a token" in account.reason) == small

@@ -1,4 +1,4 @@
-"""What a round's guesses are worth, held against all ways to cut them."""
+"""RoundEstimate, compared with an exhaustive search over all cuts."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ def said_of(chances: list[float], cost: float) -> RoundEstimate:
 
 
 @given(CHANCES, COSTS)
-def test_a_draft_is_worth_its_best_cut(chances: list[float], cost: float) -> None:
+def test_speed_is_that_of_the_best_cut(chances: list[float], cost: float) -> None:
     every = [
         (1.0 + sum(chances[:levels])) / (cost + CURVE.v(1 + levels)) for levels in range(len(chances) + 1)
     ]
     assert said_of(chances, cost).speed(CURVE.v) == pytest.approx(max(every))
 
 
-def test_nothing_said_is_worth_a_plain_step() -> None:
+def test_speed_without_drafts_is_one() -> None:
     assert RoundEstimate().speed(CURVE.v) == pytest.approx(1.0)
 
 
 @given(CHANCES, COSTS)
-def test_beside_nothing_a_draft_is_worth_what_it_brings_whole(chances: list[float], cost: float) -> None:
+def test_a_single_added_draft_is_verified_whole(chances: list[float], cost: float) -> None:
     whole = (1.0 + sum(chances)) / (cost + CURVE.v(1 + len(chances)))
     assert RoundEstimate().speed_with(chances, len(chances), cost, CURVE.v, 64, True) == pytest.approx(whole)
 
 
 @given(CHANCES, CHANCES, COSTS, COSTS, st.booleans())
-def test_with_another_draft_it_is_worth_the_best_of_all_cuts_of_the_first(
+def test_speed_with_an_added_draft_is_the_best_over_all_cuts(
     first: list[float], second: list[float], cost: float, more: float, joined: bool
 ) -> None:
     def either(level: int) -> float:
@@ -56,7 +56,9 @@ def test_with_another_draft_it_is_worth_the_best_of_all_cuts_of_the_first(
 
 
 @given(CHANCES, CHANCES, COSTS)
-def test_saying_more_makes_no_guess_less_likely(first: list[float], second: list[float], cost: float) -> None:
+def test_adding_a_draft_lowers_no_reach_probability(
+    first: list[float], second: list[float], cost: float
+) -> None:
     both = said_of(first, cost).with_draft(second, [1] * len(second), 0.0)
     assert len(both.reach_probs) == max(len(first), len(second))
     for level, chance in enumerate(both.reach_probs):

@@ -1,4 +1,4 @@
-"""The reason of a reply says what is so, with the numbers of it."""
+"""Reasons that are shown to the user."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ GUESSED = replace(START, is_drafting=True, has_drafted=True, asked_rounds=6, rou
         (replace(GUESSED, target_step_seconds=0.00061, is_faster=True), "drafting saves time here"),
     ],
 )
-def test_a_reason(standing: DraftingStatus, reason: str) -> None:
+def test_reason(standing: DraftingStatus, reason: str) -> None:
     assert standing.reason == reason
 
 
@@ -87,6 +87,6 @@ def test_a_reason(standing: DraftingStatus, reason: str) -> None:
         target_step_seconds=st.floats(1e-6, 10),
     )
 )
-def test_there_is_always_one_and_it_fits_a_line(standing: DraftingStatus) -> None:
+def test_reason_is_never_empty_and_fits_a_line(standing: DraftingStatus) -> None:
     assert 0 < len(standing.reason) < 100
     assert "\n" not in standing.reason

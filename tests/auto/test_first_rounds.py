@@ -1,4 +1,4 @@
-"""What a reply stakes on its first guesses, and when looking for affordable ones is given up."""
+"""Draft lengths in the first rounds of a reply, and pauses where drafts are unaffordable."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from scripts.simulation import MACHINES, SimulatedMachine, Text, Trace, World, m
 
 
 def widths_of_failing_rounds(machine: SimulatedMachine) -> tuple[list[int], list[float]]:
-    """A draft that was right is sure and wrong now: rows of its rounds, and what might be lost before."""
+    """Return widths and allowances of rounds in which a formerly reliable, confident draft is wrong."""
     world = World(machine)
     drafter = make_controller(world)
     sure = np.full(60, 0.99)
@@ -36,7 +36,7 @@ def widths_of_failing_rounds(machine: SimulatedMachine) -> tuple[list[int], list
 
 
 @pytest.mark.parametrize("name", ["A100", "2 CPU cores, F16", "M4 Pro"])
-def test_a_first_guess_that_fails_is_not_the_last(name: str) -> None:
+def test_a_rejected_first_draft_leaves_allowance_for_another(name: str) -> None:
     machine = next(machine for machine in MACHINES if machine.name == name)
     widths, might = widths_of_failing_rounds(machine)
     cost = (widths[0] - 1) * machine.draft_cost + machine.curve.v(widths[0]) - 1.0
@@ -44,14 +44,14 @@ def test_a_first_guess_that_fails_is_not_the_last(name: str) -> None:
     assert 0.0 < cost <= 0.5 * might[0] + 1e-9
 
 
-def test_looking_for_what_cannot_be_afforded_is_given_up_where_it_takes_time() -> None:
+def test_unaffordable_drafts_pause_drafting_if_looking_is_slow() -> None:
     backoff = Backoff()
     for _ in range(64):
         backoff.record_unaffordable_draft(0.1)
     assert backoff.is_paused
 
 
-def test_looking_that_is_as_good_as_free_goes_on() -> None:
+def test_unaffordable_drafts_do_not_pause_drafting_if_looking_is_fast() -> None:
     backoff = Backoff()
     for _ in range(64):
         backoff.record_unaffordable_draft(0.001)

@@ -1,4 +1,4 @@
-"""What passes cost is followed as the machine changes, and a plain step is asked for when it does."""
+"""LiveCosts follows the machine and requests target steps when they are needed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from edgespec.costs.curve import CostCurve
 CURVE = CostCurve((1, 2, 4, 8), (0.1, 0.15, 0.2, 0.4))
 
 
-def test_it_begins_with_the_curve() -> None:
+def test_initial_costs_are_those_of_the_curve() -> None:
     costs = LiveCosts(CURVE)
     assert costs.target_step_seconds == pytest.approx(0.1)
     assert [costs.v(rows) for rows in (1, 2, 4, 8)] == pytest.approx([1.0, 1.5, 2.0, 4.0])
@@ -21,14 +21,14 @@ def test_it_begins_with_the_curve() -> None:
 
 
 @given(st.floats(0.3, 3.0))
-def test_plain_steps_that_take_another_time_are_believed_within_a_few(factor: float) -> None:
+def test_step_duration_is_followed_within_a_few_steps(factor: float) -> None:
     costs = LiveCosts(CURVE)
     for _ in range(16):
         costs.record_pass(1, 0.1 * factor)
     assert costs.target_step_seconds == pytest.approx(0.1 * factor, rel=0.03)
 
 
-def test_one_step_that_took_very_long_is_not_believed_for_good() -> None:
+def test_one_slow_step_has_little_effect() -> None:
     costs = LiveCosts(CURVE)
     costs.record_pass(1, 100.0)
     assert costs.target_step_seconds < 0.2
@@ -38,7 +38,7 @@ def test_one_step_that_took_very_long_is_not_believed_for_good() -> None:
 
 
 @given(st.floats(0.5, 2.0))
-def test_a_width_that_costs_something_else_is_known_for_what_it_costs(factor: float) -> None:
+def test_costs_are_corrected_per_width(factor: float) -> None:
     costs = LiveCosts(CURVE)
     for _ in range(60):
         costs.record_pass(1, 0.1)
@@ -46,7 +46,7 @@ def test_a_width_that_costs_something_else_is_known_for_what_it_costs(factor: fl
     assert costs.v(4) == pytest.approx(2.0 * factor, rel=0.02)
 
 
-def test_wide_passes_that_slow_down_together_are_doubted_and_one_plain_step_settles_it() -> None:
+def test_slow_wide_passes_need_one_target_step() -> None:
     costs = LiveCosts(CURVE)
     costs.record_pass(1, 0.1)
     for _ in range(6):
@@ -58,7 +58,7 @@ def test_wide_passes_that_slow_down_together_are_doubted_and_one_plain_step_sett
     assert costs.v(4) == pytest.approx(2.0, rel=0.05)
 
 
-def test_noise_is_no_reason_for_doubt() -> None:
+def test_noise_needs_no_target_step() -> None:
     costs = LiveCosts(CURVE)
     for at in range(200):
         costs.record_pass(4, 0.2 * (1.1 if at % 2 else 0.9))
@@ -66,7 +66,7 @@ def test_noise_is_no_reason_for_doubt() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(1, 16), st.floats(0.0, 1e6)), max_size=60))
-def test_costs_stay_costs_whatever_was_seen(seen: list[tuple[int, float]]) -> None:
+def test_costs_stay_positive(seen: list[tuple[int, float]]) -> None:
     costs = LiveCosts(CURVE)
     for rows, seconds in seen:
         costs.record_pass(rows, seconds)
@@ -75,7 +75,7 @@ def test_costs_stay_costs_whatever_was_seen(seen: list[tuple[int, float]]) -> No
         assert costs.v(1) == 1.0
 
 
-def test_a_longer_context_has_costs_of_its_own_that_begin_with_the_nearest_known() -> None:
+def test_context_buckets_start_from_the_nearest_one() -> None:
     costs = LiveCosts(CURVE)
     for _ in range(16):
         costs.record_pass(1, 0.2)
@@ -88,7 +88,7 @@ def test_a_longer_context_has_costs_of_its_own_that_begin_with_the_nearest_known
     assert costs.target_step_seconds == pytest.approx(0.2, rel=0.03)
 
 
-def test_what_was_found_is_there_in_the_next_run() -> None:
+def test_costs_are_restored() -> None:
     costs = LiveCosts(CURVE)
     for _ in range(8):
         costs.record_pass(1, 0.15)

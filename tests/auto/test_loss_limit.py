@@ -1,4 +1,4 @@
-"""The bound holds on every path: whatever is accepted, whatever passes cost, whenever the policy asks."""
+"""The loss limit holds whatever is accepted and whatever passes cost."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ LIMITS = st.builds(LossLimits, st.floats(0.0, 0.2), st.floats(0.0, 8.0))
 
 
 def allows(loss_limit: LossLimit, worst_seconds: float, plain_seconds: float = 1.0) -> bool:
-    """May a round begin that takes at most `worst_seconds`, and emits one token or more?"""
+    """Return whether a round may begin that takes at most `worst_seconds` and emits a token or more."""
     return worst_seconds - plain_seconds <= loss_limit.allowance_seconds(plain_seconds)
 
 
 @settings(max_examples=400, deadline=None)
 @given(ROUNDS, LIMITS, st.floats(0.001, 2.0))
-def test_no_reply_costs_more_than_was_agreed(
+def test_limit_holds_for_any_rounds(
     rounds: list[tuple[float, float, float, int, float, bool]], limits: LossLimits, plain_seconds: float
 ) -> None:
     loss_limit = LossLimit(limits)
@@ -55,10 +55,10 @@ def test_no_reply_costs_more_than_was_agreed(
 
 @settings(max_examples=200, deadline=None)
 @given(ROUNDS, LIMITS)
-def test_where_the_cost_of_a_plain_step_drifts_each_round_is_held_to_its_own(
+def test_limit_holds_while_the_step_duration_drifts(
     rounds: list[tuple[float, float, float, int, float, bool]], limits: LossLimits
 ) -> None:
-    """Time beyond plain decoding never exceeds the allowance at the dearest step there was."""
+    """Time beyond plain decoding never exceeds the limit at the slowest target step."""
     loss_limit = LossLimit(limits)
     lost, dearest = 0.0, 0.0
     for plain_seconds, worst, share, emitted, _, wants in rounds:
@@ -73,7 +73,7 @@ def test_where_the_cost_of_a_plain_step_drifts_each_round_is_held_to_its_own(
         assert lost <= (limits.rate * loss_limit.tokens + limits.steps) * dearest + 1e-9
 
 
-def test_a_round_that_may_lose_more_than_is_left_is_not_begun() -> None:
+def test_allowance_follows_the_credit() -> None:
     loss_limit = LossLimit(LossLimits(rate=0.0, steps=2.0))
     assert allows(loss_limit, 3.0)
     assert not allows(loss_limit, 3.1)
@@ -86,7 +86,7 @@ def test_a_round_that_may_lose_more_than_is_left_is_not_begun() -> None:
     assert loss_limit.allowance_seconds(1.0) == 2.0
 
 
-def test_tokens_earn_what_may_be_lost() -> None:
+def test_allowance_grows_with_the_tokens() -> None:
     loss_limit = LossLimit(LossLimits(rate=0.02, steps=0.0))
     assert not allows(loss_limit, 1.5)
     for _ in range(25):
@@ -94,7 +94,7 @@ def test_tokens_earn_what_may_be_lost() -> None:
     assert allows(loss_limit, 1.5)
 
 
-def test_tries_take_a_share_of_the_tokens_and_what_was_won() -> None:
+def test_exploration_budget() -> None:
     loss_limit = LossLimit(LossLimits(rate=0.02, steps=2.0))
     assert loss_limit.exploration_seconds(1.0) == 0.0
     loss_limit.record_target_step(20)
@@ -105,12 +105,12 @@ def test_tries_take_a_share_of_the_tokens_and_what_was_won() -> None:
 
 
 @pytest.mark.parametrize("limits", [(-0.1, 2.0), (0.1, -1.0), (float("nan"), 2.0)])
-def test_terms_make_sense(limits: tuple[float, float]) -> None:
+def test_invalid_limits_raise(limits: tuple[float, float]) -> None:
     with pytest.raises(ValueError, match="must not be negative"):
         LossLimits(*limits)
 
 
-def test_rounds_that_drafted_are_counted_for_each_reply() -> None:
+def test_draft_rounds_are_counted_per_reply() -> None:
     loss_limit = LossLimit()
     loss_limit.record_target_step(1)
     loss_limit.record_draft_round(3, 1.5, 1.0)

@@ -19,7 +19,7 @@ LAW = Distribution(np.arange(3), np.array([0.2, 0.3, 0.5]))
 
 @st.composite
 def trees(draw: st.DrawFn, laws: tuple[Distribution | None, ...] = (None, LAW)) -> TokenTree:
-    """Any tree after the root 9; siblings differ."""
+    """Return any tree below the root 9 with distinct siblings."""
     law = draw(st.sampled_from(laws))
     tokens, parents = [9], [-1]
     for _ in range(draw(st.integers(0, 7))):
@@ -38,33 +38,33 @@ def path(tree: TokenTree, node: int) -> tuple[int, ...]:
     return tuple(tokens[::-1])
 
 
-class TestMerging:
-    def test_certain_guesses_share_what_they_agree_on(self) -> None:
+class TestMergeTrees:
+    def test_equal_greedy_tokens_share_a_node(self) -> None:
         tree = merge_trees([TokenTree.chain(9, [1, 2, 3]), TokenTree.chain(9, [1, 2, 4, 5])]).tree
         assert tree.tokens == (9, 1, 2, 3, 4, 5)
         assert tree.parents == (-1, 0, 1, 2, 2, 4)
         assert not tree.block_verifiable
 
-    def test_drawn_guesses_come_first_and_keep_their_laws(self) -> None:
+    def test_drawn_tokens_come_first_and_keep_their_distributions(self) -> None:
         drawn = TokenTree.chain(9, [1, 2], [LAW, LAW])
         joined = merge_trees([TokenTree.chain(9, [2, 0]), drawn])
         assert joined.tree.tokens == (9, 1, 2, 2, 0)
         assert joined.tree.draft_probs == (None, LAW, LAW, None, None)
         assert joined.node_maps == ((0, 3, 4), (0, 1, 2))
 
-    def test_one_guess_is_left_as_it_is(self) -> None:
+    def test_a_single_tree_is_unchanged(self) -> None:
         chain: Any = TokenTree.chain(9, [1, 2], [LAW, LAW])
         assert merge_trees([TokenTree.chain(9), chain]).tree is chain
         assert merge_trees([TokenTree.chain(9), TokenTree.chain(9)]).tree.drafted == 0
 
-    def test_two_that_agree_are_no_block(self) -> None:
+    def test_a_merged_chain_is_no_block(self) -> None:
         drawn = TokenTree.chain(9, [1, 2], [LAW, LAW])
         tree = merge_trees([drawn, TokenTree.chain(9, [1, 2])]).tree
         assert tree.is_chain
         assert not tree.block_verifiable
 
     @given(st.lists(trees(), min_size=1, max_size=4))
-    def test_every_path_of_every_proposal_is_there(self, proposals: list[TokenTree]) -> None:
+    def test_every_input_path_is_in_the_merged_tree(self, proposals: list[TokenTree]) -> None:
         joined = merge_trees(proposals)
         for tree, places in zip(proposals, joined.node_maps, strict=True):
             for node in range(tree.width):
@@ -77,21 +77,21 @@ class TestMerging:
         assert sum(law is not None for law in joined.tree.draft_probs) == drawn
 
     @given(trees((None,)), st.lists(trees((None,)), max_size=3))
-    def test_the_nodes_of_the_first_stand_first(self, first: TokenTree, others: list[TokenTree]) -> None:
-        """What a self-draft has computed can then be taken over."""
+    def test_nodes_of_the_first_tree_come_first(self, first: TokenTree, others: list[TokenTree]) -> None:
+        """So the target can reuse the computation of a self-draft."""
         tree = merge_trees([first, *others]).tree
         assert tree.tokens[: first.width] == first.tokens
         assert tree.parents[: first.width] == first.parents
 
 
-class TestTrimming:
+class TestPruneOptional:
     @given(
         st.lists(st.tuples(trees(), st.floats(0.0, 1.0)), min_size=1, max_size=4),
         st.integers(1, 12),
         st.integers(1, 5),
         st.lists(st.floats(0.5, 4.0), min_size=40, max_size=40),
     )
-    def test_only_certain_guesses_go_and_limits_hold(
+    def test_only_optional_nodes_are_pruned_and_limits_hold(
         self, said: list[tuple[TokenTree, float]], width: int, leaves: int, curve: list[float]
     ) -> None:
         proposals = [tree for tree, _ in said]
@@ -114,7 +114,7 @@ class TestTrimming:
         assert tree.width <= max(width, fixed.width)
         assert tree.leaf_count <= max(leaves, fixed.leaf_count)
 
-    def test_a_likely_guess_stays_and_an_unlikely_one_goes(self) -> None:
+    def test_unlikely_nodes_are_pruned(self) -> None:
         proposals = [TokenTree.chain(9, [1, 1]), TokenTree.chain(9, [2, 2])]
         for chance, width in ((0.02, 3), (0.9, 5)):
             chances = [[1.0, 0.5, 0.5], [1.0, chance, chance]]
@@ -123,7 +123,7 @@ class TestTrimming:
             )
             assert tree.width == width
 
-    def test_where_rows_cost_too_much_a_lookup_alone_is_cut_to_what_pays(self) -> None:
+    def test_a_single_lookup_is_pruned_where_rows_are_expensive(self) -> None:
         chain, chances = TokenTree.chain(9, [1] * 6), [[1.0, 0.9, 0.9, 0.9, 0.1, 0.1, 0.1]]
         assert (
             prune_optional(merge_trees([chain]), chances, [True], PassLimits(), assumed_cost, 0.0).drafted

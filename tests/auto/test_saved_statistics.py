@@ -1,4 +1,4 @@
-"""What guesses were found to be worth goes from one run to the next, and nothing damaged does."""
+"""Statistics are restored in a later run, and damaged ones are rejected."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ CHAIN = TokenTree.chain(9, [1, 2, 3])
 
 
 class Memory:
-    """Notes in memory."""
+    """An ArrayStore in memory."""
 
     notice = ""
 
@@ -42,7 +42,7 @@ class Memory:
 
 
 def make_controller(world: World, notes: Memory) -> AutoController:
-    """A guarded draft model."""
+    """Return a controller of the draft model."""
     costs, loss_limit = LiveCosts(world.machine.curve), LossLimit()
     growth = AdaptiveTreeGrowth(v=costs.v, siblings=1, clock=world.clock)
     drafter = world.model(growth)
@@ -51,8 +51,8 @@ def make_controller(world: World, notes: Memory) -> AutoController:
 
 
 @pytest.mark.parametrize("rate", [0.05, 0.9])
-def test_another_run_begins_where_the_last_one_ended(rate: float) -> None:
-    """What pays drafts at once, and what does not is not tried for nothing again."""
+def test_a_later_run_starts_from_the_statistics(rate: float) -> None:
+    """Useful drafters draft at once, and useless ones cost nothing again."""
     notes, trace = Memory(), stationary(rate, 120, 0)
     first, again = World(MACHINES[0]), World(MACHINES[0])
     one = make_controller(first, notes)
@@ -65,7 +65,7 @@ def test_another_run_begins_where_the_last_one_ended(rate: float) -> None:
 
 
 @pytest.mark.parametrize("kept", ["record", "reading", "found", "patience.rest", "plain"])
-def test_what_is_damaged_is_found_out_again(kept: str) -> None:
+def test_damaged_statistics_are_measured_again(kept: str) -> None:
     notes, trace = Memory(), stationary(0.9, 120, 0)
     world = World(MACHINES[0])
     drafter = make_controller(world, notes)
@@ -79,7 +79,7 @@ def test_what_is_damaged_is_found_out_again(kept: str) -> None:
     again.reply(drafter, trace)
 
 
-def test_records_are_what_they_were() -> None:
+def test_acceptance_stats_round_trip() -> None:
     record, other = AcceptanceStats(is_lookup=True), AcceptanceStats(is_lookup=True)
     for tokens in ([1, 2, 3, 4], [1, 5], [7]):
         record.record_draft(CHAIN, 0.25)
@@ -90,7 +90,7 @@ def test_records_are_what_they_were() -> None:
         assert np.array_equal(other.saved_statistics()[name], value)
 
 
-def test_patience_is_what_it_was() -> None:
+def test_backoff_round_trip() -> None:
     one, other = Backoff(), Backoff()
     for _ in range(20):
         one.record_empty_draft(0.3)
@@ -100,7 +100,7 @@ def test_patience_is_what_it_was() -> None:
     assert other.gain == pytest.approx(-0.3)
 
 
-def test_nonsense_is_refused() -> None:
+def test_impossible_values_raise() -> None:
     tally = AcceptanceCounts(np.ones(2), np.full(2, 2.0))
     for wrong in (np.zeros((3, 2)), np.full((4, 2), np.nan), np.array([[2.0, 2.0], [1.0, 1.0]] * 2)):
         with pytest.raises(ValueError, match="acceptance counts"):
@@ -117,7 +117,7 @@ def test_nonsense_is_refused() -> None:
             costs.restore_statistics({"found": np.array([[0.0, plain, 0.0]]), "extra": np.zeros((0, 3))})
 
 
-def test_what_pays_in_one_kind_of_text_does_not_hasten_tries_in_another() -> None:
+def test_retry_schedules_of_text_kinds_are_independent() -> None:
     member = DrafterStats(World(MACHINES[0]).lookup())
     member.select_text_kind("talk")
     for _ in range(60):

@@ -1,4 +1,4 @@
-"""Kinds of text are told apart by their end."""
+"""Classification of prompts."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SUM = "What is 17 * 23 + 4096 / 64 - 12.5?"
         ("", "talk"),
     ],
 )
-def test_kinds(text: str, kind: str) -> None:
+def test_kind_of_examples(text: str, kind: str) -> None:
     assert text_kind(text) == kind
 
 

@@ -86,7 +86,7 @@ def test_draft_lengths_are_for_those_that_take_one() -> None:
         {"max_tokens": 0},
     ],
 )
-def test_nonsense_is_refused(wrong: dict[str, Any]) -> None:
+def test_wrong_options_are_refused(wrong: dict[str, Any]) -> None:
     good: dict[str, Any] = {"prompts": prompts("a"), "configs": WAYS}
     BenchPlan(**good)
     with pytest.raises(OptionError):

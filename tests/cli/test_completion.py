@@ -52,7 +52,7 @@ def test_commands_options_names_and_methods_are_offered() -> None:
     assert offered("generate", "--target", "./mod") == ["./mod"]
 
 
-def test_what_other_programs_keep_is_offered(own_home: Path) -> None:
+def test_models_of_other_programs_are_completed(own_home: Path) -> None:
     model = (models_folder() / "demo-draft-q8_0.gguf").read_bytes()
     OllamaStore(own_home / ".ollama" / "models").add("Homemade", "latest", model)
     folder = own_home / ".lmstudio" / "models" / "maker" / "One-GGUF"
@@ -62,7 +62,7 @@ def test_what_other_programs_keep_is_offered(own_home: Path) -> None:
     assert offered("generate", "--draft", "maker/") == ["maker/One-GGUF"]
 
 
-def test_settings_are_offered_with_what_they_take() -> None:
+def test_settings_and_their_values_are_completed() -> None:
     assert offered("config", "un") == ["unset"]
     assert offered("config", "set", "temp") == ["temperature"]
     assert offered("config", "set", "method", "mod") == ["model", "model+suffix"]

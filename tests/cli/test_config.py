@@ -70,7 +70,7 @@ def test_one_value(run: Run, file: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert "seed" in done.stderr
 
 
-def test_what_is_set_holds_and_comments_stay(run: Run, file: Path) -> None:
+def test_set_changes_a_value_and_keeps_comments(run: Run, file: Path) -> None:
     file.write_text('# Mine.\ntarget = "8b-q4"  # large\n')
     assert run("config", "set", "target", "demo-draft").exit_code == 0
     assert json_of(run("config", "set", "max-tokens", "2", "--json")) == {
@@ -117,14 +117,14 @@ def test_wrong_usage(run: Run, file: Path, words: list[str], error: str) -> None
     assert not file.exists()
 
 
-def test_what_was_mistyped_can_be_taken_out(run: Run, file: Path) -> None:
+def test_unset_removes_misspelt_lines(run: Run, file: Path) -> None:
     file.write_text("gpu-layers = 1\n[chta]\nseed = 1\n")
     run("config", "unset", "gpu-layers")
     run("config", "unset", "chta.seed")
     assert tomllib.loads(file.read_text()) == {"chta": {}}
 
 
-def test_what_else_the_next_command_will_refuse_is_told(run: Run, file: Path) -> None:
+def test_set_reports_other_problems_of_the_file(run: Run, file: Path) -> None:
     file.write_text("tempreature = 1\n")
     for words in (("set", "seed", "2"), ("unset", "seed")):
         done = run("config", *words)
@@ -144,7 +144,7 @@ def test_a_file_that_cannot_be_changed_stays(run: Run, file: Path) -> None:
         assert file.read_text() == text
 
 
-def test_the_file_is_its_owners_and_a_link_stays_one(run: Run, file: Path, tmp_path: Path) -> None:
+def test_the_file_is_private_and_a_link_stays_a_link(run: Run, file: Path, tmp_path: Path) -> None:
     file.parent.rmdir()
     run("config", "set", "seed", "1")
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
@@ -157,7 +157,7 @@ def test_the_file_is_its_owners_and_a_link_stays_one(run: Run, file: Path, tmp_p
     assert sorted(path.name for path in file.parent.iterdir()) == [".config.toml.lock", "config.toml"]
 
 
-def test_a_place_that_cannot_be_written(run: Run, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unwritable_folder(run: Run, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (file.parent / "file").touch()
     monkeypatch.setenv("EDGESPEC_CONFIG_DIR", str(file.parent / "file" / "folder"))
     assert "cannot be written: not a directory; make room" in one_line_error(
@@ -176,7 +176,7 @@ def test_a_write_that_fails_leaves_the_file(run: Run, file: Path, monkeypatch: p
     assert file.read_text() == "seed = 1\n"
 
 
-def test_several_at_once_lose_nothing(start: Start, file: Path) -> None:
+def test_concurrent_changes_are_all_kept(start: Start, file: Path) -> None:
     code = (
         "import sys\nfrom edgespec.cli.config import _change\n"
         "for at in range(20): _change((sys.argv[1], 'seed'), str(at))\n"

@@ -154,7 +154,7 @@ class TestNamesOfOnesOwn:
         assert "because of how it is written there; change it under [aliases] in an editor" in line
         assert file.read_text() == 'aliases = {mine = "demo"}\n'
 
-    def test_several_at_once_lose_nothing(self, start: Start, file: Path) -> None:
+    def test_concurrent_changes_are_all_kept(self, start: Start, file: Path) -> None:
         code = (
             "import sys\nfrom edgespec.cli.own_names import write_name\n"
             "for at in range(20): write_name('aliases', f'{sys.argv[1]}{at}', 'demo')\n"

@@ -25,29 +25,41 @@ def test_the_contract(run: Run) -> None:
     assert said["decisions"] == []
     assert "why_no_draft" not in said
     kinds = {item["kind"] for item in said["items"]}
-    of_model = {"weights", "cache", "cells", "compute", "graphs", "output", "vocabulary"}
-    assert kinds == of_model | {"process", "headroom", "kept"}
+    of_model = {"weights", "cache", "compute", "output", "vocabulary"}
+    assert kinds == of_model | {"process", "headroom"}
     assert sum(item["bytes"] for item in said["items"]) == said["total_bytes"] <= 2**30
     assert all(set(item) == {"name", "kind", "bytes"} for item in said["items"])
     assert [item for item in said["items"] if item["name"] == "draft weights"]
 
 
-def test_what_texts_may_take_is_part_of_it(run: Run) -> None:
+def test_the_prefix_cache_is_reported_beside_the_total(run: Run) -> None:
     def planned(*options: str) -> tuple[int, int]:
-        """Bytes for kept texts, and of all."""
-        said = json.loads(run("plan", "--memory", "200MiB", *options, "--json").stdout)
-        assert said["total_bytes"] <= said["budget_bytes"]
-        return sum(item["bytes"] for item in said["items"] if item["kind"] == "kept"), said["total_bytes"]
+        """Return the bytes of the prefix cache, and the total."""
+        said = json.loads(run("plan", "--memory", "400MiB", *options, "--json").stdout)
+        assert said["total_bytes"] + said["prefix_cache_bytes"] <= said["budget_bytes"]
+        return said["prefix_cache_bytes"], said["total_bytes"]
 
-    none, without = planned("--prefix-cache", "none")
+    none, total = planned("--prefix-cache", "none")
     assert none == 0
-    left = 200 * 2**20 - without
-    assert planned() == (left // 4, without + left // 4)
+    left = 400 * 2**20 - total
+    assert planned() == (left // 4, total)
     assert planned("--prefix-cache", "disk") == planned()
     assert planned("--prefix-cache-memory", "1MiB")[0] == 2**20
     assert planned("--prefix-cache-memory", "1GiB")[0] == left
-    assert "kept texts, at most" in run("plan", "--memory", "200MiB").stdout
+    assert "for the prefix cache" in run("plan", "--memory", "400MiB").stdout
     assert run("plan", "--prefix-cache-memory", "lots").exit_code == 2
+
+
+def test_headroom_and_reserve_are_options(run: Run) -> None:
+    def planned(*options: str) -> dict[str, int]:
+        said = json.loads(run("plan", *options, "--json").stdout)
+        return {item["kind"]: item["bytes"] for item in said["items"]} | {"budget": said["budget_bytes"]}
+
+    assert planned()["headroom"] == 64 * 2**20
+    assert planned("--headroom", "1GiB")["headroom"] == 2**30
+    assert planned("--headroom", "0B")["headroom"] == 0
+    more = planned("--reserve", "512MiB")["budget"] - planned("--reserve", "2GiB")["budget"]
+    assert abs(more - 1.5 * 2**30) < 2**29, "what is available changes meanwhile"
 
 
 def test_how_drafts_are_made_is_part_of_it(run: Run, tmp_path: Path) -> None:
@@ -58,11 +70,11 @@ def test_how_drafts_are_made_is_part_of_it(run: Run, tmp_path: Path) -> None:
     usual = planned()
     assert planned("--draft-window", "64")["draft cache"] < usual["draft cache"]
     wide = planned("--method", "model", "--draft-branches", "8,4")
-    assert wide["target buffers to compute in"] > usual["target buffers to compute in"]
+    assert wide["target compute buffers"] > usual["target compute buffers"]
     assert run("plan", "--draft", "none", "--method", "model").exit_code == 2
     refused = run("plan", "--adapter", str(tmp_path))
     assert refused.exit_code == 2
-    assert "an adapter goes on an MLX model" in refused.output
+    assert "an adapter needs an MLX model" in refused.output
 
 
 def test_what_does_not_fit_says_what_to_do(run: Run) -> None:
@@ -70,18 +82,20 @@ def test_what_does_not_fit_says_what_to_do(run: Run) -> None:
     assert done.exit_code == 0
     said = json.loads(done.stdout)
     assert said["fits"] is False
-    assert said["why_no_draft"] == "the draft demo-draft does not fit the memory"
+    assert said["why_no_draft"] == "the draft model demo-draft does not fit the memory"
     assert "give more with --memory" in said["advice"]
     assert {tuple(each) for each in said["decisions"]} == {("what", "why", "bytes")}
 
 
 def test_what_is_given_up_is_told(run: Run) -> None:
-    done = run("plan", "--memory", "125MiB", "--draft", "none", "--prefer", "context", "--json")
+    done = run(
+        "plan", "--memory", "125MiB", "--headroom", "8MiB", "--draft", "none", "--prefer", "context", "--json"
+    )
     said = json.loads(done.stdout)
     assert said["fits"]
     assert [each["what"] for each in said["decisions"]] == ["a cache of type q8_0"]
     assert said["kv_type"] == "q8_0"
-    done = run("plan", "--memory", "125MiB", "--draft", "none")
+    done = run("plan", "--memory", "125MiB", "--headroom", "8MiB", "--draft", "none")
     assert "a cache of type q8_0 (frees 2.6 MiB)" in done.stdout
 
 
@@ -92,20 +106,20 @@ def test_a_cache_that_is_read_to_the_last_bit(run: Run) -> None:
 
 
 def test_the_picture(run: Run) -> None:
-    done = run("plan", "--memory", "200MiB")
+    done = run("plan", "--memory", "400MiB")
     assert done.exit_code == 0
     assert done.stdout.startswith(
         "demo with demo-draft\n"
-        "context: 1,024 tokens (what the model was trained for), its cache of type f16/bf16\n\n"
+        "context: 1,024 tokens (the length that the model was trained for); cache type f16/bf16\n\n"
     )
-    assert "of 200 MiB memory, and up to " in done.stdout
+    assert "of 400 MiB memory, and up to " in done.stdout
     assert "█" in done.stdout
     assert "░" in done.stdout
     over = run("plan", "--memory", "50MiB")
     assert "▒" in over.stdout
-    assert "it does not fit: choose a smaller model or quantisation, or give" in over.stdout
+    assert "does not fit: choose a smaller model or quantisation, or give" in over.stdout
     lines = over.stdout.splitlines()
-    given_up = lines[lines.index("even without all this:") + 1 : lines.index("", -4)]
+    given_up = lines[lines.index("tried, and still too large:") + 1 : lines.index("", -4)]
     assert given_up
     assert all(line.startswith("  ") for line in given_up), "what goes on in another line is seen to"
     assert all(line == line.rstrip() for line in lines)
@@ -115,10 +129,12 @@ def test_the_picture(run: Run) -> None:
 def test_how_much_of_a_longer_text_the_draft_sees_is_told(run: Run) -> None:
     asked = ("plan", "--context", "24576", "--draft-window", "700")
     assert json.loads(run(*asked, "--json").stdout)["draft_sees"] == {"first_tokens": 4, "last_tokens": 700}
-    assert "of a longer text the draft sees the first 4 and the last 700 tokens\n" in run(*asked).stdout
+    assert (
+        "in longer contexts the draft model sees the first 4 and the last 700 tokens\n" in run(*asked).stdout
+    )
     assert "draft_sees" not in json.loads(run("plan", "--json").stdout)
     alone = run("plan", "--context", "24576", "--draft", "none")
-    assert "the draft sees" not in alone.stdout
+    assert "the draft model sees" not in alone.stdout
 
 
 def test_how_long_the_context_may_become_is_told(run: Run, tmp_path: Path) -> None:
@@ -127,16 +143,21 @@ def test_how_long_the_context_may_become_is_told(run: Run, tmp_path: Path) -> No
     said = json.loads(run(*options, "--json").stdout)
     assert (said["context"], said["context_trained"], said["context_begins"]) == (1 << 17, 1 << 17, 2048)
     shown = " ".join(run(*options).stdout.split())
-    assert "131,072 tokens (what the model was trained for; grows on demand from 2,048), its cache" in shown
+    assert (
+        "131,072 tokens (the length that the model was trained for; grows on demand from 2,048); cache"
+        in shown
+    )
     asked = " ".join(run(*options, "--context", "1024").stdout.split())
-    assert "context: 1,024 tokens, its cache" in asked
+    assert "context: 1,024 tokens; cache" in asked
     beyond = " ".join(run(*options, "--context", "262144").stdout.split())
-    assert "262,144 tokens (beyond the 131,072 that the model was trained for; grows" in beyond
+    assert "262,144 tokens (more than the 131,072 that the model was trained for; grows" in beyond
 
 
 def test_options_of_no_use(run: Run) -> None:
     assert run("plan", "--prefer", "beauty").exit_code == 2
     assert run("plan", "--memory", "lots").exit_code == 2
+    assert run("plan", "--headroom", "lots").exit_code == 2
+    assert run("plan", "--reserve", "lots").exit_code == 2
 
 
 class TestNotHere:

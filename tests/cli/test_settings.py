@@ -106,13 +106,13 @@ def test_a_measuring_command_has_own_seeds_and_remembers_nothing(
     assert got.get("method", "auto") == "auto"
 
 
-def test_a_script_says_itself_what_it_wants(file: Path) -> None:
+def test_the_python_api_ignores_settings(file: Path) -> None:
     file.write_text('target = "no such model"\n')
     with edgespec.load(context=64, threads=1, draft="none") as runtime:
         assert runtime.target.name == "demo"
 
 
-def test_what_the_method_does_not_read_is_left_out(run: Run, file: Path) -> None:
+def test_settings_that_the_method_does_not_read_are_left_out(run: Run, file: Path) -> None:
     """Written, it is refused; what is set for all runs has to fit the others only."""
     file.write_text("draft_window = 100\ndraft_confidence = 0.3\n")
     assert reply(run, "--method", "suffix", "-n", "2")["method"]["requested"] == "suffix"
@@ -172,7 +172,7 @@ def test_a_size_may_be_a_number_of_bytes(run: Run, file: Path) -> None:
     assert json_of(run("plan", "--json"))["budget_bytes"] == 300_000_000
 
 
-def test_a_file_of_other_bytes(run: Run, file: Path) -> None:
+def test_a_file_that_is_not_utf8(run: Run, file: Path) -> None:
     file.write_bytes(b"seed = 1\nsystem = 'caf\xe9'\n")
     assert f"{file}, line 2: this is not UTF-8 text; save it" in one_line_error(run("generate", "hi"), 1)
     file.write_bytes("seed = 1\n".encode("utf-8-sig"))
@@ -234,7 +234,7 @@ def test_a_variable_that_is_wrong(
         ("learn = true", "(learn is set in {file}); "),
     ],
 )
-def test_what_only_loading_finds_wrong_is_told_with_its_place(
+def test_an_error_while_loading_names_the_place_of_the_setting(
     file: Path, run: Run, line: str, error: str
 ) -> None:
     file.write_text(line)
@@ -244,9 +244,7 @@ def test_what_only_loading_finds_wrong_is_told_with_its_place(
     assert str(file) not in one_line_error(run("generate", option, "hi"), 2)
 
 
-def test_an_end_that_was_asked_for_is_no_fault_of_a_setting(
-    run: Run, file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_cancelling_is_not_blamed_on_a_setting(run: Run, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def cancelled(*args: object, **options: object) -> None:
         raise CancelledError("loading demo was cancelled")
 
@@ -265,7 +263,7 @@ def test_help_and_other_commands_work_beside_a_broken_file(run: Run, file: Path)
     doctor = json_of(run("doctor", "--json"))
     check = next(check for check in doctor["checks"] if check["name"] == "settings")
     assert not check["ok"]
-    assert f"{file}, line 1" in check["says"]
+    assert f"{file}, line 1" in check["finding"]
     assert check["next_step"]
     file.write_text("")
     assert _settings().ok

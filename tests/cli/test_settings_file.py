@@ -46,7 +46,7 @@ temperature = 0.6
         (("seed",), None, "", ""),
     ],
 )
-def test_one_place_changes(path: KeyPath, literal: str | None, before: str, after: str) -> None:
+def test_one_value_changes(path: KeyPath, literal: str | None, before: str, after: str) -> None:
     assert changed(FILE, path, literal) == FILE.replace(before, after)
 
 
@@ -62,7 +62,7 @@ def test_one_place_changes(path: KeyPath, literal: str | None, before: str, afte
         ('"#" = "#" # a\nseed = 2', '"#" = "#" # a\nseed = 1'),
     ],
 )
-def test_files_of_any_shape(text: str, after: str) -> None:
+def test_a_value_is_added_to_files_of_any_shape(text: str, after: str) -> None:
     assert changed(text, ("seed",), "1") == after
 
 
@@ -77,17 +77,17 @@ def test_files_of_any_shape(text: str, after: str) -> None:
         ("'a=b' = 2", ("a=b",)),
     ],
 )
-def test_a_form_it_does_not_know_is_left_alone(text: str, path: KeyPath) -> None:
+def test_an_unsupported_form_is_refused(text: str, path: KeyPath) -> None:
     with pytest.raises(NotEditableError):
         changed(text, path, "1")
 
 
-def test_a_dotted_line_is_known() -> None:
+def test_a_dotted_key_is_supported() -> None:
     assert changed("chat.seed = 2\n", ("chat", "seed"), "1") == "chat.seed = 1\n"
     assert changed("chat.seed = 2\n", ("chat", "seed"), None) == ""
 
 
-def test_lines_are_counted() -> None:
+def test_line_numbers() -> None:
     assert [
         line_number(FILE, path) for path in (("target",), ("system",), ("chat",), ("chat", "temperature"))
     ] == [
@@ -125,7 +125,7 @@ FILES = st.builds(
     path=st.sampled_from([("a",), ("d",), ("chat", "a"), ("chat", "d"), ("tune", "a")]),
     literal=st.sampled_from(["7", "'x # y'", "[1,\n 2]", None]),
 )
-def test_the_value_is_there_and_all_else_is_as_before(
+def test_a_change_leaves_all_other_values(
     table: dict[str, Any], remarks: list[str], path: KeyPath, literal: str | None
 ) -> None:
     text = as_file(table, remarks)

@@ -1,4 +1,4 @@
-"""The cost curve: what it says between and beyond what was measured."""
+"""CostCurve and its measurement."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ curves = st.lists(st.floats(0.05, 50), min_size=1, max_size=6).flatmap(
 )
 
 
-class TestBetweenAndBeyond:
+class TestCostCurve:
     @given(curves)
-    def test_what_was_measured_is_said_again(self, curve: CostCurve) -> None:
+    def test_measured_widths_return_their_durations(self, curve: CostCurve) -> None:
         for width, seconds in zip(curve.widths, curve.seconds, strict=True):
             assert curve.v(width) == pytest.approx(seconds / curve.seconds[0])
 
     @given(curves, st.integers(1, 60))
-    def test_straight_lines_between(self, curve: CostCurve, width: int) -> None:
+    def test_linear_between_measured_widths(self, curve: CostCurve, width: int) -> None:
         if len(curve.widths) > 1 and width <= curve.widths[-1]:
             expected = np.interp(width, curve.widths, curve.seconds) / curve.seconds[0]
             assert curve.v(width) == pytest.approx(float(expected))
 
-    def test_beyond_the_last_width(self) -> None:
+    def test_last_slope_continues(self) -> None:
         assert MEASURED.v(20) == pytest.approx(2.83 + 0.54)
         assert CostCurve((1, 2, 4), (2.0, 6.0, 4.0)).v(9) == 2.0, "what falls at the end falls no further"
         assert CostCurve((1,), (0.1,)).v(5) == assumed_cost(5), "nothing is known of wider passes"
@@ -52,7 +52,7 @@ class TestBetweenAndBeyond:
         ("widths", "seconds"),
         [((), ()), ((2, 3), (1, 1)), ((1, 1), (1, 1)), ((1, 3, 2), (1, 1, 1)), ((1,), (0,)), ((1, 2), (1,))],
     )
-    def test_what_is_no_curve(self, widths: tuple[int, ...], seconds: tuple[float, ...]) -> None:
+    def test_invalid_curves_raise(self, widths: tuple[int, ...], seconds: tuple[float, ...]) -> None:
         with pytest.raises(ValueError, match="widths"):
             CostCurve(widths, seconds)
 
@@ -81,9 +81,9 @@ def rows(model: LanguageModel) -> Any:
     return read
 
 
-class TestMeasuring:
+class TestMeasureCosts:
     @pytest.mark.parametrize("prompt", [[], PROMPT], ids=["empty", "after a prompt"])
-    def test_the_memory_is_left_as_it_was(self, model: LanguageModel, prompt: list[int]) -> None:
+    def test_cache_is_unchanged(self, model: LanguageModel, prompt: list[int]) -> None:
         model.prefill(prompt)
         before = rows(model)
         curve = measure_costs(model, (1, 2, 5), repeats=2)
@@ -91,11 +91,11 @@ class TestMeasuring:
         assert model.length == len(prompt)
         assert np.array_equal(rows(model), before)
 
-    def test_no_wider_than_the_context_has_room(self, model: LanguageModel) -> None:
+    def test_widths_fit_the_context(self, model: LanguageModel) -> None:
         model.prefill([1] * (model.free_tokens - 5))
         assert measure_costs(model, repeats=1).widths == (1, 2, 3, 4, 5)
 
-    def test_an_interrupt_leaves_the_memory_as_it_was(self, model: LanguageModel) -> None:
+    def test_interrupt_leaves_the_cache_unchanged(self, model: LanguageModel) -> None:
         model.prefill(PROMPT)
         model.interrupt(True)
         with pytest.raises(CancelledError):
@@ -103,7 +103,7 @@ class TestMeasuring:
         model.interrupt(False)
         assert model.length == len(PROMPT)
 
-    def test_an_interrupt_between_passes(self) -> None:
+    def test_interrupt_between_passes(self) -> None:
         model = table(1)
         counted = iter(range(100))
         whole = model.verify
@@ -118,13 +118,13 @@ class TestMeasuring:
             measure_costs(model)
         assert next(counted) == 5
 
-    def test_a_full_context(self) -> None:
+    def test_full_context_raises(self) -> None:
         model = table(1, context_tokens=4)
         model.prefill([1] * 4)
         with pytest.raises(ContextFullError):
             measure_costs(model)
 
-    def test_a_model_that_cannot_go_back_is_timed_at_one_row(self) -> None:
+    def test_models_without_rollback_are_timed_at_width_one(self) -> None:
         assert measure_costs(table(1, rollback=False)).widths == (1,)
 
 
@@ -151,7 +151,7 @@ class Clock:
         return measure_costs(self._model, **options)
 
 
-class TestItsTime:
+class TestTimeBudget:
     def test_medians_of_interleaved_repeats(self, monkeypatch: pytest.MonkeyPatch) -> None:
         clock = Clock(monkeypatch, {1: [9.0, 2.0, 1.0, 3.0], 2: [9.0, 4.0, 6.0, 5.0]})
         curve = clock.measure(widths=(1, 2), repeats=3, budget_seconds=1e9)
@@ -173,9 +173,7 @@ class TestItsTime:
         assert curve.v(5) == pytest.approx(1.08)
         assert clock.at < (1 + 12 + 1.2) * 0.55, "a cold step, about twelve more, and what was begun last"
 
-    def test_weights_that_come_from_a_disk_take_nothing_from_the_rest(
-        self, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_a_cold_first_pass_is_not_charged_to_the_budget(self, monkeypatch: pytest.MonkeyPatch) -> None:
         clock = Clock(
             monkeypatch, {width: [40.0, 0.01] if width == 1 else [0.01] for width in MEASURED_WIDTHS}
         )
@@ -184,18 +182,18 @@ class TestItsTime:
         assert max(curve.widths) > 64
 
     @given(step=st.floats(0.001, 60.0), row=st.floats(0.0, 3.0))
-    def test_four_widths_are_known_of_any_machine(self, step: float, row: float) -> None:
+    def test_required_widths_are_always_timed(self, step: float, row: float) -> None:
         with pytest.MonkeyPatch.context() as patch:
             clock = Clock(patch, {width: [step * (1.0 + row * (width - 1))] for width in MEASURED_WIDTHS})
             curve = clock.measure(budget_seconds=0.0)
         assert set(curve.widths) >= {1, 2, 4, 8}
         assert curve.v(5) == pytest.approx(1.0 + 4 * row)
 
-    def test_widths_that_were_not_asked_for_are_not_timed(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_only_given_widths_are_timed(self, monkeypatch: pytest.MonkeyPatch) -> None:
         clock = Clock(monkeypatch, {1: [7.0, 5.0], 2: [6.0]})
         assert clock.measure(widths=(1, 2), budget_seconds=0.0, repeats=1).widths == (1, 2)
         assert set(clock.widths) == {1, 2}
 
-    def test_a_step_is_timed_when_it_is_warm(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_target_steps_are_timed_warm(self, monkeypatch: pytest.MonkeyPatch) -> None:
         clock = Clock(monkeypatch, {1: [7.0, 5.0]})
         assert clock.measure(widths=(1,), budget_seconds=0.0) == CostCurve((1,), (5.0,))

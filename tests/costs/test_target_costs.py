@@ -1,4 +1,4 @@
-"""What passes cost is measured once for each way of running a model, and again when it no longer holds."""
+"""The cost curve is measured once per way of running a model, and again when its speed has changed."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def target_curve(
     return known.curve(progress), known.notice
 
 
-def test_it_is_measured_once(clock: Clock) -> None:
+def test_a_curve_is_measured_once(clock: Clock) -> None:
     model = table(5)
     model.prefill([1, 2, 3])
     first = target_curve(model, LoadOptions())
@@ -62,14 +62,14 @@ def test_it_is_measured_once(clock: Clock) -> None:
 
 
 @pytest.mark.parametrize("options", [LoadOptions(threads=1), LoadOptions(kv_type="q8_0")])
-def test_each_way_of_running_has_its_own(clock: Clock, options: LoadOptions) -> None:
+def test_each_load_option_has_its_own_curve(clock: Clock, options: LoadOptions) -> None:
     target_curve(table(5), LoadOptions())
     target_curve(table(5), options)
     assert clock.curves == 2
 
 
 @pytest.mark.parametrize(("now_seconds", "curves"), [(0.15, 1), (0.07, 1), (0.3, 2), (0.02, 2)])
-def test_another_speed_is_measured_again(clock: Clock, now_seconds: float, curves: int) -> None:
+def test_a_changed_speed_is_measured_again(clock: Clock, now_seconds: float, curves: int) -> None:
     target_curve(table(5), LoadOptions())
     clock.step_seconds = now_seconds
     curve, _ = target_curve(table(5), LoadOptions())
@@ -77,7 +77,7 @@ def test_another_speed_is_measured_again(clock: Clock, now_seconds: float, curve
     assert curve.target_step_seconds == (now_seconds if curves == 2 else 0.1)
 
 
-def test_where_measuring_is_not_wanted_what_was_kept_serves_or_each_row_costs_a_little(clock: Clock) -> None:
+def test_without_measuring_the_saved_or_an_assumed_curve_is_used(clock: Clock) -> None:
     model = table(5)
     assumed = TargetCosts(model, LoadOptions(), is_measuring=False).curve()
     assert (clock.curves, model.length) == (0, 0)
@@ -98,7 +98,7 @@ def test_a_damaged_file_is_measured_again(clock: Clock, tmp_path: Path) -> None:
     assert clock.curves == 2
 
 
-def test_progress_is_told_before_it_is_measured(clock: Clock) -> None:
+def test_progress_is_called_before_measuring(clock: Clock) -> None:
     said: list[str] = []
 
     def progress(what: str, _fraction: float) -> bool:
@@ -110,7 +110,7 @@ def test_progress_is_told_before_it_is_measured(clock: Clock) -> None:
     assert said == ["measuring the speed of the model"]
 
 
-def test_it_can_be_measured_anew(clock: Clock) -> None:
+def test_remeasure(clock: Clock) -> None:
     target_curve(table(5), LoadOptions())
     clock.step_seconds = 0.09
     assert TargetCosts(table(5), LoadOptions()).remeasure().target_step_seconds == 0.09

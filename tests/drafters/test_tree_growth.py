@@ -62,13 +62,13 @@ def draft(growth: AdaptiveTreeGrowth, model: TabularModel | None = None, depth: 
     return drafter.propose(Sampler(GREEDY, 0, [0, 1, 2]), Invariant(), depth)
 
 
-class TestItsShape:
-    def test_a_draft_that_is_always_right_grows_deep_and_narrow(self) -> None:
+class TestShape:
+    def test_reliable_drafts_are_deep_and_narrow(self) -> None:
         tree = draft(taught(grown(), 0))
         assert max(tree.depths) == 8
         assert tree.is_chain
 
-    def test_one_that_is_right_at_its_second_guess_gets_branches(self) -> None:
+    def test_accepted_second_children_cause_branches(self) -> None:
         tree = draft(taught(grown(curve=flat), 1))
         assert len(tree.children(0)) >= 2
         deepest = max(range(tree.width), key=tree.depths.__getitem__)
@@ -80,30 +80,30 @@ class TestItsShape:
         assert path
         assert set(path[1:]) == {1}
 
-    def test_one_that_is_never_right_is_asked_no_more_until_that_is_forgotten(self) -> None:
+    def test_rejected_drafts_stop_until_the_statistics_decay(self) -> None:
         growth = taught(grown(), None)
         assert draft(growth).drafted == 0
         for _ in range(1000):
             growth.record_skipped_round()
         assert draft(growth).drafted > 0
 
-    def test_where_rows_cost_nothing_a_tree_is_wide_and_where_they_cost_a_step_there_is_none(self) -> None:
+    def test_width_follows_the_cost_of_rows(self) -> None:
         wide = draft(grown(curve=flat))
         assert wide.leaf_count > 2
         assert draft(grown(curve=steep)).drafted == 0
 
-    def test_it_goes_past_a_hump_of_the_curve_to_where_it_dips(self) -> None:
+    def test_growth_looks_beyond_a_local_maximum_of_the_curve(self) -> None:
         """Q4_0 on two cores: three rows cost more than four."""
         measured = [1.0, 1.88, 2.49, 1.57, 2.63, 3.01, 3.01, 3.01]
         for seed in range(5):
             tree = draft(taught(grown(PassLimits(8, 8), lambda rows: measured[rows - 1]), 0, 60), table(seed))
             assert tree.width == 4
 
-    def test_an_unsure_model_drafts_less(self) -> None:
+    def test_low_probabilities_give_short_drafts(self) -> None:
         sure, unsure = table(3, spread=6.0), table(3, spread=0.1)
         assert draft(grown(), sure).drafted > draft(grown(), unsure).drafted
 
-    def test_a_model_without_branches_drafts_a_block(self) -> None:
+    def test_chain_models_draft_a_block(self) -> None:
         limits = PassLimits.of(Capabilities(True, True), Capabilities(True, False))
         tree = draft(grown(limits, flat), table(3, tree=False))
         assert tree.is_chain
@@ -119,7 +119,7 @@ class TestItsShape:
         st.lists(st.sampled_from([0, 1, 2, None]), max_size=30),
         st.integers(0, 5),
     )
-    def test_it_stays_within_what_a_pass_takes(
+    def test_drafts_stay_within_the_pass_limits(
         self, width: int, leaves: int, depth: int, rises: list[float], seen: list[int | None], seed: int
     ) -> None:
         costs = np.maximum(np.cumsum([1.0, *rises]) - np.arange(21) * 1.2, 1.0)
@@ -132,7 +132,7 @@ class TestItsShape:
         assert max(tree.depths) <= depth
         assert tree.pruned(VOCAB, depth, width, leaves) is tree
 
-    def test_what_the_draft_ran_stands_first(self) -> None:
+    def test_nodes_run_by_the_draft_model_come_first(self) -> None:
         """So that a target which shares its memory with the draft can take it over."""
         model = table(3)
         passes: list[TokenTree] = []
@@ -150,8 +150,8 @@ class TestItsShape:
         assert tree.parents[: ran.width] == ran.parents
 
 
-class TestItsCosts:
-    def test_a_slow_draft_is_measured_and_asked_for_less(self) -> None:
+class TestDraftCosts:
+    def test_slow_draft_models_draft_less(self) -> None:
         depths = []
         for seconds in (0.01, 0.9):
             # When a round begins, when the draft is made, when the target has run two rows.
@@ -172,9 +172,7 @@ class TestItsCosts:
 class TestSameTokens:
     @pytest.mark.parametrize("temperature", [0.0, 0.8, 1.2])
     @pytest.mark.parametrize("curve", [assumed_cost, flat])
-    def test_whatever_grows_the_reply_is_that_of_plain_decoding(
-        self, temperature: float, curve: CostFunction
-    ) -> None:
+    def test_growth_emits_the_tokens_of_plain_decoding(self, temperature: float, curve: CostFunction) -> None:
         for seed in range(4):
             target = table(seed)
             drafter = ModelDrafter(near(target, seed, noise=0.3), VOCAB, branches=grown(curve=curve))
@@ -190,7 +188,7 @@ class TestSameTokens:
         st.lists(st.integers(0, VOCAB - 2), min_size=1, max_size=8),
         st.lists(st.tuples(st.integers(0, 5), st.integers(0, 6), st.booleans()), max_size=8),
     )
-    def test_the_drafts_cache_holds_the_text_whatever_was_accepted(
+    def test_draft_cache_holds_the_emitted_tokens(
         self, prompt: list[int], rounds: list[tuple[int, int, bool]]
     ) -> None:
         model, tokens = table(3), list(prompt)
@@ -212,7 +210,7 @@ class TestSameTokens:
             assert len(held) < len(tokens)
 
 
-class TestExactLaws:
+class TestExactDistributions:
     """In rejection mode what is drafted must not depend on the luck of its own draw."""
 
     @pytest.mark.parametrize("rule", RULES)
@@ -243,7 +241,7 @@ class TestExactLaws:
 
     @pytest.mark.parametrize("limits", [(2, 9), (3, 9), (4, 9), (9, 2)])
     @pytest.mark.parametrize("seed", range(2))
-    def test_cut_down_to_what_a_pass_takes(self, limits: tuple[int, int], seed: int) -> None:
+    def test_pruned_to_the_pass_limits(self, limits: tuple[int, int], seed: int) -> None:
         """Near the end of the context a part of the draft is cut off, and not by luck."""
         target, law = random_table(seed, 3), random_table(seed + 100, 3)
 

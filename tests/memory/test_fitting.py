@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edgespec.backends.memory_estimate import MemoryEstimate, Part
+from edgespec.backends.memory_estimate import MemoryEstimate, MemoryPart
 from edgespec.errors import OptionError
 from edgespec.memory import (
     Budget,
@@ -38,7 +38,7 @@ def measure(choice: PlanChoice) -> PairEstimate:
         seen = min(choice.context_tokens, choice.draft_window or choice.context_tokens)
         items.append(Item("draft", "draft weights", "weights", _DRAFT + seen * _DRAFT_KV))
     return PairEstimate(
-        tuple(items), MemoryEstimate(choice.context_tokens, choice.kv_type, (Part("cache", cache),))
+        tuple(items), MemoryEstimate(choice.context_tokens, choice.kv_type, (MemoryPart("cache", cache),))
     )
 
 

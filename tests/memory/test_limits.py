@@ -86,7 +86,7 @@ class TestControlGroups:
         assert min(found, key=lambda limit: limit.bytes) == Limit(
             1000, "the memory limit of the control group /a", hard=True
         )
-        assert found[0].what == "memory that the system has available"
+        assert found[0].what == "the available memory of this machine"
 
 
 def test_the_address_space(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,7 +169,7 @@ class TestBudget:
         monkeypatch.setattr("edgespec.memory.budget.resident_bytes", lambda: 500 << 20)
         budget = find_budget()
         assert budget.bytes == alone - (420 << 20)
-        assert budget.source.endswith(" and 420 MiB that this one holds")
+        assert budget.source.endswith(" and 420 MiB that this process holds already")
 
     def test_addresses_are_shared_with_nobody_but_threads(self, monkeypatch: pytest.MonkeyPatch) -> None:
         limit = Limit((2000 << 20) + HELD, "addresses", hard=True, stack_bytes=40 << 20)
@@ -199,10 +199,18 @@ class TestBudget:
         assert bounded.bytes == 1900 << 20
         assert bounded.source.endswith(": that is less than --memory")
 
+    def test_a_given_reserve_replaces_the_default(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        found = (Limit(8000, "the machine"), Limit(2000, "the group /a", hard=True))
+        monkeypatch.setattr("edgespec.memory.budget.process_limits", lambda: found)
+        budget = find_budget(reserve_bytes=700)
+        assert (budget.bytes, budget.reserve_bytes) == (1300, 700)
+        assert find_budget().reserve_bytes == 100
+        assert within_limits(find_budget(1500, reserve_bytes=700), 700).bytes == 1300
+
     def test_cards_with_memory_of_their_own_are_a_second_pool(self) -> None:
         budget = find_budget(8 * GIB, [("CUDA0", 40 * GIB), ("CUDA1", 10 * GIB)])
         assert budget.bytes == 8 * GIB
-        assert budget.gpu_bytes == 50 * GIB - GIB - GIB // 2
+        assert budget.gpu_bytes == 49 * GIB
         assert "free on CUDA1" in budget.source
 
 

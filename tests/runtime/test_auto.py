@@ -120,7 +120,7 @@ class Ticks:
 
 
 class TestSameness:
-    """The policy on a clock by which guessing pays, and fails to: asleep, awake, cut short, read in parts."""
+    """The controller on a clock by which drafting sometimes saves time: paused, drafting and cut short."""
 
     @pytest.fixture(params=[0.0, 0.003], ids=["steady", "jumps"])
     def hurried(

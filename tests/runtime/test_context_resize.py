@@ -37,7 +37,7 @@ TWICE: dict[str, Any] = {"context": 1024, "max_tokens": 300}
 @pytest.fixture(autouse=True)
 def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make contexts start smaller, so that a short reply makes them grow."""
-    monkeypatch.setattr("edgespec.assembly.loading.INITIAL_CONTEXT_TOKENS", FIRST)
+    monkeypatch.setattr("edgespec.assembly.load_request.INITIAL_CONTEXT_TOKENS", FIRST)
     for module in ("memory.context_resize", "session"):
         monkeypatch.setattr(f"edgespec.{module}.MIN_ROOM_TOKENS", 16)
 
@@ -222,7 +222,9 @@ class TestNoMemory:
         said = ended(runtime, PROMPT[:100], max_tokens=20)
         with monkeypatch.context() as patch:
             Memory(patch, 256)
-            with pytest.raises(ContextFullError, match="480 tokens long and there is memory for 256"):
+            with pytest.raises(
+                ContextFullError, match="480 tokens, and there is memory for a context of 256"
+            ):
                 ended(runtime, PROMPT + PROMPT)
         again = ended(runtime, PROMPT[:100], max_tokens=20)
         assert again.tokens == said.tokens
@@ -251,7 +253,7 @@ class TestNoMemory:
             assert runtime.draft is not None
             assert runtime.draft.context_tokens == 256
             assert reply.stats.drafted_tokens > 0
-            assert "guesses no more" in reply.method.note
+            assert "is off: the context needs its memory" in reply.method.note
 
     def test_draft_without_memory_stops_drafting(self, monkeypatch: pytest.MonkeyPatch) -> None:
         memory = Memory(monkeypatch, 1 << 20)
@@ -260,7 +262,7 @@ class TestNoMemory:
             assert ended(runtime, PROMPT[:100], max_tokens=30).tokens == plain
             memory.tokens = 1024 + 512
             reply = ended(runtime, PROMPT + PROMPT)
-            assert "sees 512 tokens at most" in reply.method.note
+            assert "works up to 512 tokens of context" in reply.method.note
             assert ended(runtime, PROMPT + PROMPT, method="none").tokens == reply.tokens
             again = ended(runtime, PROMPT[:100], max_tokens=30)
             assert again.tokens == plain
@@ -287,7 +289,7 @@ class TestTheBudget:
         options: dict[str, Any] = {"draft": None, "context": 1024, "method": "none"}
         with edgespec.load("demo", **options) as runtime:
             assert runtime.plan is not None
-            least = runtime.plan.total_bytes - runtime.plan.prefix_cache_bytes
+            least = runtime.plan.total_bytes
         for more, expected in ((0, 1024), (1 << 30, FIRST)):
             with edgespec.load("demo", **options, memory=least + more) as runtime:
                 assert runtime.target.context_tokens == expected
@@ -300,8 +302,8 @@ class TestTheBudget:
         context = ResizableContext(model)
         for tokens in texts:
             before = model.facts.context_tokens
-            context.hold(tokens)
+            context.grow_to(tokens)
             after = model.facts.context_tokens
             assert min(tokens, limit) <= after <= max(limit, 256)
             assert after == before or 2 * before <= after
-            context.check_holds(min(tokens, after))
+            context.check_fits(min(tokens, after))

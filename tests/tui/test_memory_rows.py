@@ -6,10 +6,7 @@ from edgespec import MemoryPlan, MemoryUse, PrefixCacheUsage
 from edgespec.memory import Budget, Decision, Item
 from edgespec.tui.texts import memory_rows
 
-_ITEMS = (
-    Item("target", "target weights", "weights", 2 * 10**9),
-    Item("shared", "kept texts, at most", "kept", 5 * 10**8),
-)
+_ITEMS = (Item("target", "target weights", "weights", 2 * 10**9),)
 
 
 def _rows(budget: Budget, *decisions: Decision) -> dict[str, str]:

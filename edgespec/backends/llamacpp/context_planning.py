@@ -1,4 +1,4 @@
-"""How large a context to make, of what, and what it will take."""
+"""The plan of a llama.cpp context: its size, its number formats, and the memory of its caches."""
 
 from __future__ import annotations
 
@@ -40,24 +40,28 @@ __all__ = [
     "work_bytes",
 ]
 
-# Where the library can keep the states after each of the last tokens of a pass: of so many, if all copies
-# of a state, which each come with as many, stay this small. Writing them is part of every pass.
+# llama.cpp can keep a recurrent state after each of the last tokens of a pass, for a rollback. It keeps this
+# many if all copies together stay below the second number, because every pass writes them. Chosen.
 UNDO_TOKENS = 8
 _SMALL_STATES_BYTES = 128 * 2**20
 _F16 = KvTypes("f16", "f16")
-# The library keeps room for the logits of all rows whose hidden states are read, though nobody wants those:
-# for a lower half so much at most, or as much as the fewest rows take that are worth a pass.
+# llama.cpp allocates logits for every row whose hidden state is read, though the lower part of a split model
+# has no use for them. Its passes are narrowed until they take at most this much, but not below the second
+# number of rows.
 _UNREAD_BYTES = 16 * 2**20
 _FEWEST_ROWS = 16
-# A saved cell begins with its position, and its sequence.
+# A saved cell begins with its position and its sequence.
 _CELL_BYTES = 12
 
 
 @dataclass(frozen=True, slots=True)
 class States:
-    """What one sequence remembers: a state of fixed size, and keys and values for each token.
+    """The memory of one sequence in a model with recurrent layers.
 
-    keeps_earlier: the library can keep the states after the last few tokens of a pass.
+    Attributes:
+        state_bytes: the recurrent state, whose size is fixed.
+        f16_bytes_per_token: keys and values per token, in f16.
+        keeps_earlier: whether llama.cpp can keep the states after the last few tokens of a pass.
     """
 
     state_bytes: int
@@ -66,9 +70,11 @@ class States:
 
 
 def plan_context(weights: Any, options: LoadOptions) -> ContextPlan:
-    """What context to make.
+    """Plan the context of a loaded model.
 
-    Raises MemoryBudgetError when it does not fit what is there for it, OptionError for an unknown kv_type.
+    Raises:
+        MemoryBudgetError: the context does not fit `options.memory_bytes` beside the weights.
+        OptionError: the kv_type is unknown.
     """
     states = _measured(weights, options) if remembers_by_state(weights) else None
     plan = choose_context(weights, options, states)
@@ -79,21 +85,27 @@ def plan_context(weights: Any, options: LoadOptions) -> ContextPlan:
 
 
 def remembers_by_state(weights: Any) -> bool:
-    """Whether all or some of its layers do: then `States` have to be known."""
+    """Return whether some layers are recurrent, so that `States` are needed."""
     return bool(library().llama_model_is_recurrent(weights) or library().llama_model_is_hybrid(weights))
 
 
 def choose_context(weights: Any, options: LoadOptions, states: States | None) -> ContextPlan:
-    """What context to make wherever there is room for it. states: None for a memory of keys and values only.
+    """Choose the context for the options, without checking that it fits.
 
-    Raises OptionError for an unknown kv_type.
+    Args:
+        weights: llama.cpp's model handle.
+        options: the load options.
+        states: sizes of the recurrent states; None for a model with KV caches only.
+
+    Raises:
+        OptionError: the kv_type is unknown.
     """
-    # Asked for less than whole blocks, llama.cpp would refuse passes that fit what it made, by aborting.
+    # llama.cpp rounds the context up to whole blocks, but aborts in a pass beyond what was requested.
     wanted = round_up_to_block(requested_context(options, library().llama_model_n_ctx_train(weights)))
     if states is None:
         same_type = has_latent_attention(weights)
         types = choose_kv_types(options, kv_bytes(weights, _F16, wanted), same_type=same_type)
-        # One sequence for each branch, and a spare one for moving cells.
+        # One sequence per branch of a draft tree, and a spare one for moving cells.
         plan = _with_rows(ContextPlan(wanted, types, options.max_branches + 1), options.max_logit_rows)
         if prefill_kernel_differs(types, options, threads_for(weights, options)) and not options.is_draft:
             plan = _with_rows(plan, min(SMALL_KERNEL_MAX_ROWS, plan.rows))
@@ -101,7 +113,7 @@ def choose_context(weights: Any, options: LoadOptions, states: States | None) ->
             plan, kv_bytes=kv_bytes(weights, types, wanted), token_bytes=kv_bytes_per_token(weights, types)
         )
     types = choose_kv_types(options, states.f16_bytes_per_token * wanted)
-    # The sequence that runs, and the checkpoints.
+    # One sequence that runs, and one per checkpoint.
     plan = _with_rows(ContextPlan(wanted, types, MAX_CHECKPOINTS + 1, recurrent=True), options.max_logit_rows)
     if states.keeps_earlier and _fixed_bytes(states, plan) * (1 + UNDO_TOKENS) <= _SMALL_STATES_BYTES:
         plan = replace(plan, undo_tokens=UNDO_TOKENS)
@@ -110,26 +122,37 @@ def choose_context(weights: Any, options: LoadOptions, states: States | None) ->
 
 
 def _with_rows(plan: ContextPlan, rows: int | None) -> ContextPlan:
-    """With logits for so many rows of a pass: the library wants one for each sequence."""
+    """Limit the rows with logits per pass. llama.cpp requires at least one per sequence."""
     return plan if rows is None else replace(plan, rows=max(rows, plan.sequences))
 
 
 def _fixed_bytes(states: States | None, plan: ContextPlan) -> int:
-    """What the memory takes however short the text is."""
+    """Return the bytes of the recurrent states, which do not depend on the context length."""
     return states.state_bytes * plan.sequences * (1 + plan.undo_tokens) if states else 0
 
 
 def kv_bytes(weights: Any, types: KvTypes, tokens: int) -> int:
-    """What keys and values of so many tokens take: whole blocks, sliding windows kept whole, no states."""
+    """Return the KV cache bytes of `tokens` in whole blocks, without recurrent states.
+
+    Layers with a sliding window count as if they kept all tokens.
+    """
     return round_up_to_block(tokens) * kv_bytes_per_token(weights, types)
 
 
 def plan_split_contexts(
     lower: Any, upper: Any, weight_bytes: int, options: LoadOptions
 ) -> tuple[ContextPlan, ContextPlan]:
-    """What contexts to make for a model in two halves, the same as for the whole one; see `plan_context`.
+    """Plan the contexts of the lower and the upper part of a split model.
 
-    weight_bytes: of both halves, what they share counted once.
+    Args:
+        lower: llama.cpp's handle of the lower part.
+        upper: llama.cpp's handle of the upper part.
+        weight_bytes: the weights of both parts, shared ones counted once.
+        options: the load options.
+
+    Raises:
+        MemoryBudgetError: the contexts do not fit `options.memory_bytes` beside the weights.
+        OptionError: the kv_type is unknown.
     """
     plans = choose_split_contexts(lower, upper, options)
     total, wanted = sum(plan.kv_bytes for plan in plans), plans[0].tokens
@@ -140,7 +163,7 @@ def plan_split_contexts(
 
 
 def choose_split_contexts(lower: Any, upper: Any, options: LoadOptions) -> tuple[ContextPlan, ContextPlan]:
-    """`choose_context` for both halves of a model."""
+    """Choose the contexts of the lower and the upper part of a split model, as `choose_context` does."""
     wanted = round_up_to_block(requested_context(options, library().llama_model_n_ctx_train(lower)))
     types = choose_kv_types(options, sum(kv_bytes(half, _F16, wanted) for half in (lower, upper)))
     first, second = (
@@ -157,19 +180,19 @@ def choose_split_contexts(lower: Any, upper: Any, options: LoadOptions) -> tuple
 
 
 def work_bytes(lower: Any, options: LoadOptions) -> int:
-    """What the lower half's logits take, once where they are computed and once where they are read."""
+    """Return the bytes of the lower part's logits, which exist twice: where they are computed, and copied."""
     return 2 * _logits_bytes(lower, min(MAX_WIDTH, _lower_rows(lower, options)))
 
 
 def split_load_options(lower: Any, options: LoadOptions) -> tuple[LoadOptions, LoadOptions]:
-    """For each half, with as many rows as its passes have at most: the upper one gives logits of them all."""
+    """Return the load options of the lower and the upper part, which differ in the rows per pass."""
     below, above = _lower_rows(lower, options), min(MAX_WIDTH, options.batch_tokens)
     return replace(options, batch_tokens=below), replace(options, batch_tokens=above)
 
 
 def _lower_rows(lower: Any, options: LoadOptions) -> int:
     fitting = _UNREAD_BYTES // _logits_bytes(lower, 1) // _FEWEST_ROWS * _FEWEST_ROWS
-    # The library makes room for the logits of a row in each sequence, whatever is asked for.
+    # llama.cpp allocates the logits of at least one row per sequence.
     return min(options.batch_tokens, max(fitting, _FEWEST_ROWS, options.max_branches + 1))
 
 
@@ -181,7 +204,7 @@ def _logits_bytes(weights: Any, rows: int) -> int:
 def _check_room(
     kv_bytes: int, asked: int, per_token: int, fixed: int, weight_bytes: int, options: LoadOptions
 ) -> None:
-    """Raises MemoryBudgetError when a cache does not fit beside its weights."""
+    """Raise MemoryBudgetError if the caches do not fit beside the weights."""
     limit = options.memory_bytes if options.memory_bytes is not None else psutil.virtual_memory().available
     left = max(0, limit - weight_bytes)
     if kv_bytes > left:
@@ -190,9 +213,10 @@ def _check_room(
 
 
 def _measured(weights: Any, options: LoadOptions) -> States:
-    """The sizes, from a small context: metadata does not tell which layers remember how.
+    """Measure the sizes in a small context, because the metadata does not state them.
 
-    With a sliding window the state and the window's keys are not told apart, so no earlier states there.
+    llama.cpp reports the state and a sliding window's keys in one number, so a model with both keeps no
+    earlier states.
     """
     small = ContextPlan(BLOCK_TOKENS, _F16, 1, undo_tokens=UNDO_TOKENS)
     context = LlamaContext(weights, replace(options, batch_tokens=BLOCK_TOKENS), small, threads=1)
@@ -201,7 +225,7 @@ def _measured(weights: Any, options: LoadOptions) -> States:
         with_one = context.state_bytes()
         context.append([0], 1)
         per_token = context.state_bytes() - with_one
-        # What is kept of a cell beside its keys and values is not in the cache.
+        # A saved cell has a header, which the cache does not hold.
         per_token = max(0, per_token - _CELL_BYTES)
         state = with_one - per_token if context.window else context.state_bytes(recurrent_only=True)
         return States(state, per_token, context.undo_tokens > 0 and not context.window)

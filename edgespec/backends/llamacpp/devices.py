@@ -1,4 +1,4 @@
-"""What a model is computed on: the graphics cards that llama.cpp sees, and what of their memory is free."""
+"""Devices: the graphics cards that llama.cpp can use, and their free memory."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _GPU = 1
 
 @dataclass(frozen=True, slots=True)
 class Card:
-    """A graphics card with memory of its own."""
+    """A graphics card with its own memory."""
 
     name: str
     free_bytes: int
@@ -43,19 +43,22 @@ def _ggml() -> Any:
 
 
 def on_cpu(options: LoadOptions) -> bool:
-    """Whether all of a model is computed by the processor."""
+    """Return whether a model runs on the CPU alone."""
     return options.gpu_layers == 0 or not library().llama_supports_gpu_offload()
 
 
 def in_main_memory(options: LoadOptions) -> bool:
-    """Whether no part of it is in a card's own memory; an Apple GPU works in the system's."""
+    """Return whether a model is in system memory alone. An Apple GPU uses system memory."""
     return sys.platform == "darwin" or on_cpu(options)
 
 
 def cards() -> tuple[Card, ...]:
-    """The cards that llama.cpp would use; none where it is built for the processor only, or on a Mac.
+    """Return the graphics cards that llama.cpp would use.
 
-    A Mac's graphics processor works in the system's memory. Raises BackendMissingError.
+    None on a Mac, whose GPU uses system memory, and none if llama.cpp is built for the CPU only.
+
+    Raises:
+        BackendMissingError: llama.cpp is not installed.
     """
     if sys.platform == "darwin" or not library().llama_supports_gpu_offload():
         return ()
@@ -73,5 +76,5 @@ def cards() -> tuple[Card, ...]:
 
 
 def has_own_memory() -> bool:
-    """Whether weights can be put into a memory that is not the system's."""
+    """Return whether there is a graphics card with its own memory."""
     return bool(cards())

@@ -1,17 +1,15 @@
-"""What a GGUF model takes in memory: llama.cpp sets all up without taking it, and says how large it is."""
+"""Memory estimates of GGUF models, from sizes that llama.cpp logs while it sets up a context without data."""
 
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from edgespec.backends.base import LoadOptions
-from edgespec.backends.llamacpp.computing import converted_bytes, logits_bytes, unused_bytes
-from edgespec.backends.llamacpp.context import ContextPlan, LlamaContext
+from edgespec.backends.llamacpp.context import MAX_WIDTH, ContextPlan, LlamaContext
 from edgespec.backends.llamacpp.context_planning import (
     UNDO_TOKENS,
     States,
@@ -21,58 +19,49 @@ from edgespec.backends.llamacpp.context_planning import (
     split_load_options,
 )
 from edgespec.backends.llamacpp.device_split import device_split
-from edgespec.backends.llamacpp.devices import has_own_memory
+from edgespec.backends.llamacpp.devices import has_own_memory, on_cpu
 from edgespec.backends.llamacpp.kv_types import KvTypes
 from edgespec.backends.llamacpp.layerskip_files import PARTS, SHARED_BYTES_KEY
 from edgespec.backends.llamacpp.loading import load_skeleton, repacks_weights
 from edgespec.backends.llamacpp.metadata import metadata
 from edgespec.backends.llamacpp.native import captured_log, library
 from edgespec.backends.llamacpp.resizing import longrope_switch_tokens
-from edgespec.backends.memory_estimate import DEVICE, MEMORY, MemoryEstimate, Part, PartKind, Pool
+from edgespec.backends.memory_estimate import GPU, MemoryEstimate, MemoryPart
 from edgespec.heap import address_space_is_limited, release_free_memory
 
-__all__ = ["Buffers", "GgufMemoryEstimator", "SplitModelMemoryEstimator", "buffers_in", "simulated"]
+__all__ = ["ContextBuffers", "GgufMemoryEstimator", "SplitModelMemoryEstimator", "parse_buffers", "simulate"]
 
 _F16 = KvTypes("f16", "f16")
 _CACHE = re.compile(r"size = *([\d.]+) MiB \( *(\d+) cells")
 _STATES = re.compile(r"size = *([\d.]+) MiB \( *\d+ cells.*\), R \(")
 _COMPUTE = re.compile(r": +(\S+) compute buffer size = *([\d.]+) MiB")
 _NODES = re.compile(r"max_nodes = (\d+)")
-# The library rounds to hundredths of a MiB: of so many tokens a size is known to a byte a token.
-_MANY_TOKENS = 32768
-_LONG_TOKENS = 2**18
-_FEW_STATES_BYTES, _MANY_STATES = 2**20, 64
-# What llama.cpp notes of a cell: position, place in an image, shift, sequences; and a node in the set of
-# those used, and in that of each sequence that holds it (llama-kv-cells.h).
-_NODE_OF_SET_BYTES = 48
-_CELL_BYTES = 4 + 12 + 4 + 32 + 2 * _NODE_OF_SET_BYTES
-# Checkpoints of a text that was read share its cells: put together, so many times the whole text at most
-# (of four that are spread as `ReplayModel` spreads them).
-_CHECKPOINTS_SHARE = 3
-# Weights for which processors hold tiles (ggml-cpu/tiled), but for those that they arrange anew.
-_TILED = re.compile(r"- type +(q\d_K|iq[123]\w+|iq4_xs): +(\d+) tensors")
-_REPACKED = "_REPACK model buffer"
-# Graphs are kept: of what is reserved, of passes with logits and of others (llama-context.h, gf_res_*).
-# A node takes a tensor and its header, and places among the nodes and the leaves; a place in the set of
-# them takes its key, a count and a bit. Each graph has the model's settings three times (llama_hparams).
-_GRAPHS, _NODE_BYTES, _PLACE_BYTES, _GRAPH_BYTES = 3, 368 + 16, 12 + 1 / 8, 3 * 36 * 2**10
-# Of a node where it is computed, and where what it reads and gives lies (ggml_backend_sched, ggml_gallocr);
-# and what the library notes of a context, its batches and its model.
-_SCHEDULED_BYTES, _NOTES_BYTES = 20 + 100, 256 * 2**10
-# Of what is kept for passes between several devices addresses are taken, and next to nothing is written to:
-# of each node 30 inputs of a split, twice (GGML_SCHED_MAX_SPLIT_INPUTS), as tensors and as four numbers.
-_SPLIT_BYTES = 60 * (336 + 4 * 4)
-# A token as text, its number by its text, and a few numbers of each in Python; and two tokens that are put
-# together to one: measured over the vocabularies that llama.cpp is tested with.
-_TOKEN_BYTES, _MERGE_BYTES = 148 + 44, 112
 _MERGES = re.compile(r"tokenizer\.ggml\.merges +arr\[str,(\d+)\]")
+# llama.cpp logs sizes rounded to 0.01 MiB. Divided by this many tokens, the error is below a byte per token.
+_MEASURED_TOKENS = 32768
+# Simulating a longer context would itself take tens of MiB of bookkeeping, so sizes are extrapolated.
+_MAX_SIMULATED_TOKENS = 2**18
+# A state smaller than this is measured on many sequences, because of the rounding.
+_SMALL_STATE_BYTES, _MANY_SEQUENCES = 2**20, 64
+# llama.cpp's bookkeeping per cell of the cache: position, sequences and two set nodes (llama-kv-cells.h).
+_CELL_BYTES = 148
+# llama.cpp's bookkeeping per graph node, in three graphs and the scheduler. With several devices it also
+# reserves addresses for 30 inputs of a split, twice (GGML_SCHED_MAX_SPLIT_INPUTS), which it hardly touches.
+_NODE_BYTES, _NODE_ADDRESS_BYTES = 1400, 21_120
+# Per token: its text, its number by text, and Python's tables. Per merge: the pair and its rank. Measured
+# over the vocabularies that llama.cpp is tested with.
+_TOKEN_BYTES, _MERGE_BYTES = 192, 112
 
 
 @dataclass(frozen=True, slots=True)
-class Buffers:
-    """What llama.cpp said of a context while it made one.
+class ContextBuffers:
+    """Sizes that llama.cpp logged while it made a context.
 
-    cells: places for tokens, of all its caches. compute: by the name of the buffer's kind. nodes: of a graph.
+    Attributes:
+        cache_bytes: KV caches and recurrent states.
+        cells: places for tokens, summed over all caches.
+        compute: name and bytes of each compute buffer, such as `CPU` or `CUDA0`.
+        nodes: most nodes that a graph may have.
     """
 
     cache_bytes: int
@@ -81,102 +70,98 @@ class Buffers:
     nodes: int
 
     @property
-    def graph_bytes(self) -> int:
-        """What is noted of the passes it makes, and where addresses count, what nothing is written to."""
-        places = 1 << (2 * self.nodes - 1).bit_length()
-        graph = self.nodes * _NODE_BYTES + int(places * _PLACE_BYTES) + _GRAPH_BYTES
-        split = self.nodes * _SPLIT_BYTES if address_space_is_limited() else 0
-        return _GRAPHS * graph + self.nodes * _SCHEDULED_BYTES + _NOTES_BYTES + split
+    def bookkeeping_bytes(self) -> int:
+        """What llama.cpp allocates for cells and graphs beside the logged buffers."""
+        node_bytes = _NODE_BYTES + (_NODE_ADDRESS_BYTES if address_space_is_limited() else 0)
+        return self.cells * _CELL_BYTES + self.nodes * node_bytes
 
 
-@dataclass(frozen=True, slots=True)
-class _Said:
-    """What the library says of a model when it opens it.
-
-    tiled: how many of its tensors are of a type for which tiles are held. merges: of its vocabulary.
-    """
-
-    tiled: int
-    merges: int
-
-
-def buffers_in(lines: Sequence[str]) -> Buffers:
-    """The sizes in what the library logged of one context."""
-    caches = [found for line in lines if (found := _CACHE.search(line))]
-    compute = tuple((found[1], _mib(found[2])) for line in lines if (found := _COMPUTE.search(line)))
-    nodes = max((int(found[1]) for line in lines if (found := _NODES.search(line))), default=0)
-    cells = sum(int(found[2]) for found in caches)
-    return Buffers(sum(_mib(found[1]) for found in caches), cells, compute, nodes)
+def parse_buffers(lines: Sequence[str]) -> ContextBuffers:
+    """Return the buffer sizes in llama.cpp's log of one new context."""
+    caches = [match for line in lines if (match := _CACHE.search(line))]
+    compute = tuple((match[1], _mib(match[2])) for line in lines if (match := _COMPUTE.search(line)))
+    nodes = max((int(match[1]) for line in lines if (match := _NODES.search(line))), default=0)
+    cells = sum(int(match[2]) for match in caches)
+    return ContextBuffers(sum(_mib(match[1]) for match in caches), cells, compute, nodes)
 
 
 def _mib(text: str) -> int:
     return round(float(text) * 2**20)
 
 
-class GgufMemoryEstimator:
-    """The metadata of a GGUF model. Raises ModelFileError, as loading it would.
+def simulate(weights: Any, plan: ContextPlan, options: LoadOptions, **context_options: Any) -> ContextBuffers:
+    """Return the buffer sizes of a context for weights that were opened without their data."""
+    with captured_log() as lines:
+        LlamaContext(weights, options, plan, 1, **context_options).close()
+        return parse_buffers(lines)
 
-    Which layers are where depends on `gpu_layers`, so it is opened anew for another number of those.
+
+class GgufMemoryEstimator:
+    """The memory estimate of a GGUF model.
+
+    llama.cpp places layers when it opens a file, so another `gpu_layers` opens the file again.
+
+    Raises:
+        ModelFileError: the file cannot be loaded.
     """
 
     def __init__(self, path: str, name: str) -> None:
         self.name = name
         self._path = path
         self._gpu_layers: int | None = None
-        self._weights, self._said = _opened(path, name, None)
+        self._weights, self._merges = _open(path, name, None)
         self.trained_context_tokens: int = library().llama_model_n_ctx_train(self._weights)
         self.longrope_switch_tokens: int = longrope_switch_tokens(self._weights)
-        own = has_own_memory()
-        self.layers: int = library().llama_model_n_layer(self._weights) if own else 0
+        self.layers: int = library().llama_model_n_layer(self._weights) if has_own_memory() else 0
         self._states: States | None = None
-        # What long contexts are told from, by what they are made of: asked for again and again.
-        self._long: dict[tuple[ContextPlan, int, str], tuple[Buffers, Buffers]] = {}
+        # Two simulated contexts to extrapolate from, by the options that they depend on.
+        self._long: dict[tuple[ContextPlan, int, str], tuple[ContextBuffers, ContextBuffers]] = {}
 
     def estimate(self, options: LoadOptions) -> MemoryEstimate:
         """See `MemoryEstimator`."""
         if self.layers and options.gpu_layers != self._gpu_layers:
-            self._open(options.gpu_layers)
+            self._reopen(options.gpu_layers)
         weights = self._weights
         if remembers_by_state(weights) and self._states is None:
-            self._states = _simulated_states(weights, options)
+            self._states = _simulate_states(weights, options)
         plan = choose_context(weights, options, self._states)
         buffers = self._buffers(plan, options)
-        lib = library()
-        size: int = lib.llama_model_size(weights)
-        weights_there, cache_there, twice = device_split(self._path, self.layers, options.gpu_layers)
-        converted = converted_bytes(weights, plan, options, tiled=self._said.tiled)
-        compute: Counter[Pool] = Counter({MEMORY: converted})
-        for kind, bytes_ in buffers.compute:
-            compute[_pool(kind) if self.layers else MEMORY] += bytes_
-        held = _CHECKPOINTS_SHARE * _NODE_OF_SET_BYTES if plan.recurrent else 0
-        compute[MEMORY] -= unused_bytes(weights, plan, options)
+        gpu_weights, gpu_cache_share, doubled = device_split(self._path, self.layers, options.gpu_layers)
+        gpu_cache = round(buffers.cache_bytes * gpu_cache_share)
+        gpu_compute = sum(size for buffer, size in buffers.compute if self.layers and _is_on_gpu(buffer))
+        compute = sum(size for _, size in buffers.compute) + buffers.bookkeeping_bytes
+        compute += _attention_bytes(weights, plan, options)
+        weight_bytes = library().llama_model_size(weights) + doubled
+        logits_bytes = _logits_bytes(weights, min(plan.rows, options.batch_tokens))
         parts = (
-            *_split("weights", size + twice, weights_there),
-            *_split("cache", buffers.cache_bytes, round(buffers.cache_bytes * cache_there)),
-            Part("cells", buffers.cells * (_CELL_BYTES + held)),
-            *(Part("compute", bytes_, pool) for pool, bytes_ in compute.items()),
-            Part("graphs", buffers.graph_bytes),
-            Part("output", logits_bytes(weights, min(plan.rows, options.batch_tokens))),
-            Part("vocabulary", _vocabulary_bytes(weights, self._said)),
+            MemoryPart("weights", weight_bytes - gpu_weights),
+            MemoryPart("weights", gpu_weights, GPU),
+            MemoryPart("cache", buffers.cache_bytes - gpu_cache),
+            MemoryPart("cache", gpu_cache, GPU),
+            MemoryPart("compute", compute - gpu_compute),
+            MemoryPart("compute", gpu_compute, GPU),
+            MemoryPart("output", logits_bytes),
+            MemoryPart("vocabulary", _vocabulary_bytes(weights, self._merges)),
         )
-        return MemoryEstimate(plan.tokens, plan.kv_types.text, parts)
+        return MemoryEstimate(plan.tokens, plan.kv_types.text, tuple(part for part in parts if part.bytes))
 
-    def _buffers(self, plan: ContextPlan, options: LoadOptions) -> Buffers:
-        """`simulated`, and for contexts whose bookkeeping alone would fill the memory, what it grows to."""
-        if plan.tokens <= _LONG_TOKENS:
-            return simulated(self._weights, plan, options)
-        asked = replace(plan, tokens=_LONG_TOKENS, kv_bytes=0), options.batch_tokens, options.flash_attention
-        if asked not in self._long:
-            half, whole = (
-                simulated(self._weights, replace(plan, tokens=tokens), options)
-                for tokens in (_LONG_TOKENS // 2, _LONG_TOKENS)
+    def _buffers(self, plan: ContextPlan, options: LoadOptions) -> ContextBuffers:
+        """Simulate the context, or extrapolate from two shorter ones where it is very long."""
+        if plan.tokens <= _MAX_SIMULATED_TOKENS:
+            return simulate(self._weights, plan, options)
+        longest = replace(plan, tokens=_MAX_SIMULATED_TOKENS, kv_bytes=0)
+        key = longest, options.batch_tokens, options.flash_attention
+        if key not in self._long:
+            half = replace(longest, tokens=_MAX_SIMULATED_TOKENS // 2)
+            self._long[key] = (
+                simulate(self._weights, half, options),
+                simulate(self._weights, longest, options),
             )
-            self._long[asked] = half, whole
-        return _grown(*self._long[asked], plan.tokens)
+        return _extrapolate(*self._long[key], plan.tokens)
 
-    def _open(self, gpu_layers: int | None) -> None:
+    def _reopen(self, gpu_layers: int | None) -> None:
         self.close()
-        self._weights, self._said = _opened(self._path, self.name, gpu_layers)
+        self._weights, self._merges = _open(self._path, self.name, gpu_layers)
         self._gpu_layers = gpu_layers
         self._long.clear()
 
@@ -185,137 +170,138 @@ class GgufMemoryEstimator:
         if self._weights:
             library().llama_model_free(self._weights)
             self._weights = None
-            release_free_memory()  # metadata that was looked at is large
+            release_free_memory()
 
 
 class SplitModelMemoryEstimator:
-    """The metadata of a GGUF model that was prepared for early exit: two models on one set of weights.
+    """The memory estimate of a GGUF model that was prepared for early exit: two models that share weights.
 
-    Raises ModelFileError.
+    Raises:
+        ModelFileError: a file of the folder cannot be loaded.
     """
 
     layers = 0
 
     def __init__(self, folder: str, name: str) -> None:
         self.name = name
-        self._halves: list[Any] = []
-        self._said: list[_Said] = []
+        self._parts: list[Any] = []
+        self._merges: list[int] = []
         try:
             paths = [[str(Path(folder) / file) for file in files] for files in PARTS]
-            for half in paths:
-                weights, told = _opened(half, name, None)
-                self._halves.append(weights)
-                self._said.append(told)
-            self._maps = not any(repacks_weights(half, None) for half in paths)
+            for files in paths:
+                weights, merges = _open(files, name, None)
+                self._parts.append(weights)
+                self._merges.append(merges)
+            self._can_share = not any(repacks_weights(files, None) for files in paths)
         except BaseException:
             self.close()
             raise
-        self.trained_context_tokens: int = library().llama_model_n_ctx_train(self._halves[0])
-        self.longrope_switch_tokens: int = longrope_switch_tokens(self._halves[0])
+        self.trained_context_tokens: int = library().llama_model_n_ctx_train(self._parts[0])
+        self.longrope_switch_tokens: int = longrope_switch_tokens(self._parts[0])
 
     def estimate(self, options: LoadOptions) -> MemoryEstimate:
         """See `MemoryEstimator`."""
-        lower, upper = self._halves
+        lower, upper = self._parts
         plans = choose_split_contexts(lower, upper, options)
-        first, second = split_load_options(lower, options)
+        part_options = split_load_options(lower, options)
         buffers = [
-            simulated(lower, plans[0], first),
-            simulated(upper, plans[1], second, takes_hidden=True),
+            simulate(lower, plans[0], part_options[0]),
+            simulate(upper, plans[1], part_options[1], takes_hidden=True),
         ]
-        weight_bytes = sum(library().llama_model_size(half) for half in self._halves)
-        if self._maps and options.mmap and not options.mlock:
+        weight_bytes = sum(library().llama_model_size(weights) for weights in self._parts)
+        if self._can_share and options.mmap and not options.mlock:
             weight_bytes -= int(metadata(lower, SHARED_BYTES_KEY) or 0)
-        converted = sum(
-            converted_bytes(half, plan, how, tiled=told.tiled)
-            for half, plan, how, told in zip(self._halves, plans, (first, second), self._said, strict=True)
-        )
-        compute = converted + sum(bytes_ for each in buffers for _, bytes_ in each.compute)
-        # The upper half is given hidden states, of which there is a batch as large as what it does not use.
-        compute -= unused_bytes(lower, plans[0], first)
-        logits = logits_bytes(lower, first.batch_tokens) + logits_bytes(upper, second.batch_tokens)
+        compute = logits = vocabulary = 0
+        for weights, plan, each, found, merges in zip(
+            self._parts, plans, part_options, buffers, self._merges, strict=True
+        ):
+            compute += sum(size for _, size in found.compute) + found.bookkeeping_bytes
+            compute += _attention_bytes(weights, plan, each)
+            logits += _logits_bytes(weights, each.batch_tokens)
+            vocabulary += _vocabulary_bytes(weights, merges)
         parts = (
-            Part("weights", weight_bytes),
-            Part("cache", sum(each.cache_bytes for each in buffers)),
-            Part("cells", sum(each.cells for each in buffers) * _CELL_BYTES),
-            Part("compute", compute),
-            Part("graphs", sum(each.graph_bytes for each in buffers)),
-            Part("output", logits),
-            Part("vocabulary", sum(map(_vocabulary_bytes, self._halves, self._said))),
+            MemoryPart("weights", weight_bytes),
+            MemoryPart("cache", sum(each.cache_bytes for each in buffers)),
+            MemoryPart("compute", compute),
+            MemoryPart("output", logits),
+            MemoryPart("vocabulary", vocabulary),
         )
         return MemoryEstimate(plans[0].tokens, plans[0].kv_types.text, parts)
 
     def close(self) -> None:
         """See `MemoryEstimator`."""
-        while self._halves:
-            library().llama_model_free(self._halves.pop())
+        while self._parts:
+            library().llama_model_free(self._parts.pop())
         release_free_memory()
 
 
-def _opened(paths: str | Sequence[str], name: str, gpu_layers: int | None) -> tuple[Any, _Said]:
-    """See `load_skeleton`."""
+def _open(paths: str | Sequence[str], name: str, gpu_layers: int | None) -> tuple[Any, int]:
+    """Open a model without its data. Returns it, and the number of merges in its vocabulary."""
     with captured_log() as lines:
         weights = load_skeleton(paths, name, gpu_layers)
-    merges = max((int(found[1]) for line in lines if (found := _MERGES.search(line))), default=0)
-    tensors = {found[1]: int(found[2]) for line in lines if (found := _TILED.search(line))}
-    if any(_REPACKED in line for line in lines):
-        tensors.pop("q4_K", None)
-    return weights, _Said(sum(tensors.values()), merges)
+    return weights, max((int(match[1]) for line in lines if (match := _MERGES.search(line))), default=0)
 
 
-def _grown(half: Buffers, whole: Buffers, tokens: int) -> Buffers:
-    """What contexts of half and all of `_LONG_TOKENS` grow to."""
+def _extrapolate(half: ContextBuffers, whole: ContextBuffers, tokens: int) -> ContextBuffers:
+    """Return the buffers of a longer context, given those of half and all of `_MAX_SIMULATED_TOKENS`."""
 
-    def grown(first: int, second: int) -> int:
-        return second + (second - first) * (tokens - _LONG_TOKENS) // (_LONG_TOKENS // 2)
+    def grow(first: int, second: int) -> int:
+        return second + (second - first) * (tokens - _MAX_SIMULATED_TOKENS) // (_MAX_SIMULATED_TOKENS // 2)
 
     pairs = zip(half.compute, whole.compute, strict=True)
-    return Buffers(
-        grown(half.cache_bytes, whole.cache_bytes),
-        grown(half.cells, whole.cells),
-        tuple((kind, grown(first, second)) for (kind, first), (_, second) in pairs),
+    return ContextBuffers(
+        grow(half.cache_bytes, whole.cache_bytes),
+        grow(half.cells, whole.cells),
+        tuple((name, grow(first, second)) for (name, first), (_, second) in pairs),
         whole.nodes,
     )
 
 
-def simulated(weights: Any, plan: ContextPlan, options: LoadOptions, **how: Any) -> Buffers:
-    """What a context of weights that are not there would take."""
-    with captured_log() as lines:
-        LlamaContext(weights, options, plan, 1, **how).close()
-        return buffers_in(lines)
-
-
-def _simulated_states(weights: Any, options: LoadOptions) -> States:
-    """As `sizing` measures them on real weights. States are made even where nothing else is."""
+def _simulate_states(weights: Any, options: LoadOptions) -> States:
+    """Return the sizes of recurrent states, as `context_planning` measures them on real weights."""
 
     def look(sequences: int) -> tuple[int, int, LlamaContext]:
-        plan = ContextPlan(_MANY_TOKENS, _F16, sequences, undo_tokens=UNDO_TOKENS)
+        plan = ContextPlan(_MEASURED_TOKENS, _F16, sequences, undo_tokens=UNDO_TOKENS)
         with captured_log() as lines:
             context = LlamaContext(weights, replace(options, batch_tokens=64), plan, 1)
             context.close()
-        states = sum(_mib(found[1]) for line in lines if (found := _STATES.search(line)))
-        return states, buffers_in(lines).cache_bytes - states, context
+        states = sum(_mib(match[1]) for line in lines if (match := _STATES.search(line)))
+        return states, parse_buffers(lines).cache_bytes - states, context
 
-    states, keys_values, context = look(1)
-    rows = 1 + context.undo_tokens
-    if states < _FEW_STATES_BYTES:  # too small to be told exactly from one
-        states = look(_MANY_STATES)[0] // _MANY_STATES
-    return States(states // rows, keys_values // _MANY_TOKENS, context.undo_tokens > 0 and not context.window)
-
-
-def _split(kind: PartKind, size: int, there: int) -> tuple[Part, ...]:
-    parts = (Part(kind, size - there), Part(kind, there, DEVICE))
-    return tuple(part for part in parts if part.bytes) or parts[:1]
+    states, kv_bytes, context = look(1)
+    copies = 1 + context.undo_tokens
+    if states < _SMALL_STATE_BYTES:
+        states = look(_MANY_SEQUENCES)[0] // _MANY_SEQUENCES
+    keeps_earlier = context.undo_tokens > 0 and not context.window
+    return States(states // copies, kv_bytes // _MEASURED_TOKENS, keeps_earlier)
 
 
-def _pool(buffer: str) -> Pool:
-    """Where a buffer of that kind lies: `CUDA0` on the card, `CPU` and `CUDA_Host` not."""
-    return MEMORY if buffer.startswith("CPU") or buffer.endswith("_Host") else DEVICE
+def _is_on_gpu(buffer: str) -> bool:
+    """Return whether a buffer such as `CUDA0` is on the card; `CPU` and `CUDA_Host` are not."""
+    return not (buffer.startswith("CPU") or buffer.endswith("_Host"))
 
 
-def _vocabulary_bytes(weights: Any, said: _Said) -> int:
-    return _tokens(weights) * _TOKEN_BYTES + said.merges * _MERGE_BYTES
+def _attention_bytes(weights: Any, plan: ContextPlan, options: LoadOptions) -> int:
+    """Return the attention weights of the widest pass in f16, which the CPU holds without flash attention."""
+    lib = library()
+    if options.flash_attention != "off" or plan.kv_types.values == "f32" or not on_cpu(options):
+        return 0
+    if lib.llama_model_is_recurrent(weights):
+        return 0
+    arch = metadata(weights, "general.architecture") or ""
+    # Some models have a different number of heads in each layer, logged as a list.
+    heads = re.findall(r"\d+", metadata(weights, f"{arch}.attention.head_count") or "")
+    return min(options.batch_tokens, plan.tokens) * plan.tokens * max(map(int, heads), default=0) * 2
 
 
-def _tokens(weights: Any) -> int:
+def _logits_bytes(weights: Any, batch_tokens: int) -> int:
+    return min(MAX_WIDTH, batch_tokens) * _vocabulary_size(weights) * 4
+
+
+def _vocabulary_bytes(weights: Any, merges: int) -> int:
+    return _vocabulary_size(weights) * _TOKEN_BYTES + merges * _MERGE_BYTES
+
+
+def _vocabulary_size(weights: Any) -> int:
     lib = library()
     return int(lib.llama_vocab_n_tokens(lib.llama_model_get_vocab(weights)))

@@ -1,7 +1,7 @@
-"""What an MLX model takes in memory, from its configuration and the headers of its weights.
+"""Memory estimates of MLX models, from their configuration and the headers of their weight files.
 
-MLX computes nothing before it is asked to: the model is put together, one token is passed through it, and
-only the sizes of what would come out are looked at.
+MLX evaluates lazily. The model is built and one token is passed through it without evaluation, and only the
+shapes of the resulting arrays are read.
 """
 
 from __future__ import annotations
@@ -15,274 +15,278 @@ from typing import Any, NamedTuple
 
 from edgespec.backends.base import LoadOptions
 from edgespec.backends.memory_check import requested_context
-from edgespec.backends.memory_estimate import MemoryEstimate, Part
+from edgespec.backends.memory_estimate import MemoryEstimate, MemoryPart
 from edgespec.backends.mlx.build_info import mlx_core
 from edgespec.backends.mlx.evaluation import freed_buffers_bytes, release_thread_state
 from edgespec.backends.mlx.loading import KV_BITS, MAX_WIDTH, check_options
 from edgespec.backends.mlx.model_skeleton import ModelSkeleton, WeightSizes, read_skeleton
 from edgespec.errors import OptionError
-from edgespec.heap import address_space_is_limited, retained_bytes
+from edgespec.heap import address_space_is_limited
 
 __all__ = ["MlxMemoryEstimator"]
 
-# A token as text, its number by its text, and what it is merged from: measured.
+# Per token: its text, its number by text and its merge, in the tokenizers library and in Python. Measured.
 _TOKEN_BYTES = 500
-# Where states are computed, so many times what is written to at one time is made. Measured.
-_MADE_AHEAD = 2
-# Where states are made row by row, notes on what is to be computed, for each row of such a layer. Measured.
-_NOTES_BYTES = 8_000
-# Of such a state as many copies are there at one time. Measured.
+# MLX allocates this many times the memory of a recurrent layer that it writes to at one time. Measured.
+_ALLOCATED_AHEAD = 2
+# Bytes of MLX's graph per row of a recurrent layer that mlx-lm evaluates row by row. Measured.
+_GRAPH_ROW_BYTES = 8_000
+# Copies of the state that exist at one time in a layer that mlx-lm evaluates row by row. Measured.
 _LOOPED_COPIES = 3
 _KV_NAMES = {8: "q8_0", 4: "q4_0"}
-_Stamp = tuple[tuple[str, int, int], ...]
+_FileStamps = tuple[tuple[str, int, int], ...]
 _CacheSizes = Callable[[int], "_CacheBytes"]
 
 
 class _CacheBytes(NamedTuple):
-    """Bytes of a full context. layer: of its largest layer; side: of its largest keys, or values.
+    """Bytes of the caches of a full context.
 
-    states: what recurs, once.
+    Attributes:
+        total: all layers.
+        largest_layer: keys and values of the largest layer.
+        largest_side: the keys alone, or the values alone, whichever is larger in any layer.
+        states: recurrent states of one sequence.
     """
 
-    whole: int
-    layer: int
-    side: int
+    total: int
+    largest_layer: int
+    largest_side: int
     states: int
 
 
-class _Scan(NamedTuple):
-    """A layer whose state recurs: what it convolves, over so many tokens, and the shape of its state.
+class _RecurrentLayer(NamedTuple):
+    """The shapes of a recurrent layer. A layer without a state only convolves.
 
-    Without a state it only convolves. copies: of its state that are made for each row.
+    Attributes:
+        channels: channels of the convolution.
+        kernel_tokens: width of the convolution.
+        heads, head_size, state_size: shape of the state.
+        copies: copies of the state per row; 0 if all rows are computed at once, as in Mamba 2.
     """
 
-    convolved: int
-    tokens: int
+    channels: int
+    kernel_tokens: int
     heads: int = 0
     head_size: int = 0
     state_size: int = 0
     copies: int = 0
 
-    def elements(self, rows: int) -> int:
-        """What a processor writes to for so many rows, of buffers that are there at one time. Measured.
-
-        Rows of the layer before are only then made of its state.
-        """
+    def scan_elements(self, rows: int) -> int:
+        """Return the array elements that exist at one time while `rows` rows are computed. Measured."""
         inner = self.heads * self.head_size
-        projected = rows * (inner + self.convolved + self.heads)
-        convolving = (self.tokens + 4.5) * rows * self.convolved
-        decays, states = self.heads * rows * rows, self.heads * self.state_size * (self.head_size + rows)
         if self.copies:
-            decays, made = 0, self.copies * rows * inner * self.state_size
+            states = self.copies * rows * inner * self.state_size
         else:
-            made = int(2.5 * max(decays, states))
-        before = projected + rows * self.convolved + decays
-        scanning = rows * (self.convolved + inner) + made
-        return int(before + projected + max(convolving, scanning))
+            states = 3 * self.heads * max(rows * rows, self.state_size * (self.head_size + rows))
+        return rows * (2 * inner + (self.kernel_tokens + 6) * self.channels) + states
 
 
 @dataclass(frozen=True, slots=True)
-class _Figures:
-    """All that is asked about a model, so that it need not be put together twice.
+class _ModelShape:
+    """Everything that an estimate needs, read once per model.
 
-    held_bytes: of the weights as they are, and widened to float32. caches: by bits, and as widened, bytes of
-    a full context of so many tokens; without those that cannot be. hidden, middle: elements of one row
-    between layers, and within them; heads: whose scores a processor writes down. scans: of layers that
-    recur.
+    Attributes:
+        sizes: parameter counts and the rule for widening to float32.
+        weight_bytes: bytes of the weights as stored, and widened to float32.
+        zero_bytes: bytes of weights that are all zero and not in the files.
+        vocab_size: tokens in the vocabulary.
+        hidden_size, intermediate_size: elements of one row between layers, and within the feed-forward.
+        heads: attention heads, whose scores a CPU writes to memory.
+        recurrent_layers: the layers with a recurrent state.
+        caches: cache sizes by (bits, widened); combinations that the model cannot run are missing.
     """
 
     sizes: WeightSizes
-    held_bytes: tuple[int, int]
+    weight_bytes: tuple[int, int]
     zero_bytes: int
     vocab_size: int
-    hidden: int
-    middle: int
+    hidden_size: int
+    intermediate_size: int
     heads: int
-    scans: tuple[_Scan, ...]
+    recurrent_layers: tuple[_RecurrentLayer, ...]
     caches: dict[tuple[int | None, bool], _CacheSizes]
 
 
 class MlxMemoryEstimator:
-    """The metadata of the MLX model in a folder. Raises what loading it would: see `load_model`."""
+    """The memory estimate of the MLX model in a folder. Raises what loading it would."""
 
     layers = 0
     longrope_switch_tokens = 0
 
     def __init__(self, path: str, name: str, options: LoadOptions) -> None:
         self.name = name
-        stamps = [_stamp(Path(folder)) for folder in (path, options.adapter) if folder is not None]
-        self._figures = _figures(path, name, options.adapter, options.low_bits, tuple(stamps))
-        self.trained_context_tokens: int = self._figures.sizes.trained_context_tokens
+        stamps = [_file_stamps(Path(folder)) for folder in (path, options.adapter) if folder is not None]
+        self._shape = _read_shape(path, name, options.adapter, options.low_bits, tuple(stamps))
+        self.trained_context_tokens: int = self._shape.sizes.trained_context_tokens
 
     def estimate(self, options: LoadOptions) -> MemoryEstimate:
-        """See `MemoryEstimator`. Where the processor computes, halves become float32 if that fits."""
+        """See `MemoryEstimator`. On a CPU, 16-bit weights become float32 if that fits."""
         check_options(options)
-        figures = self._figures
+        shape = self._shape
         tokens = requested_context(options, self.trained_context_tokens)
-        widened = figures.sizes.widens(options)
+        widened = shape.sizes.widens(options)
         bits = KV_BITS[options.kv_type]
-        if (bits, widened) not in figures.caches:
+        if (bits, widened) not in shape.caches:
             raise OptionError(
                 f"{self.name} does not run with kv_type {options.kv_type!r}", "use --kv-type auto"
             )
-        cache = figures.caches[bits, widened](tokens)
+        cache = shape.caches[bits, widened](tokens)
         parts = (
-            Part("weights", figures.held_bytes[widened] + figures.zero_bytes),
-            Part("cache", cache.whole),
-            Part("compute", self._compute_bytes(tokens, cache, options, widened)),
-            Part("vocabulary", figures.vocab_size * _TOKEN_BYTES),
-            Part("heap", retained_bytes() + self._notes_bytes(options)),
+            MemoryPart("weights", shape.weight_bytes[widened] + shape.zero_bytes),
+            MemoryPart("cache", cache.total),
+            MemoryPart("compute", self._compute_bytes(tokens, cache, options, widened)),
+            MemoryPart("vocabulary", shape.vocab_size * _TOKEN_BYTES),
         )
-        kind = _KV_NAMES[bits] if bits else "float32" if widened else "as the weights"
-        return MemoryEstimate(tokens, kind, parts)
-
-    def _notes_bytes(self, options: LoadOptions) -> int:
-        """What MLX notes of a pass before it computes it, where that is much: in loops over the rows."""
-        looped = sum(scan.copies == _LOOPED_COPIES for scan in self._figures.scans)
-        return looped * self._rows(options) * _NOTES_BYTES
+        kv_type = _KV_NAMES[bits] if bits else "float32" if widened else "as the weights"
+        return MemoryEstimate(tokens, kv_type, parts)
 
     def _rows(self, options: LoadOptions) -> int:
-        """Of the widest pass that reads."""
+        """Return the rows of the widest prefill pass."""
         from edgespec.backends.mlx.model import CPU_BATCH_TOKENS
 
-        on_cpu = mlx_core().default_device() == mlx_core().cpu
-        return min(options.batch_tokens, CPU_BATCH_TOKENS) if on_cpu else options.batch_tokens
+        return min(options.batch_tokens, CPU_BATCH_TOKENS) if _runs_on_cpu() else options.batch_tokens
 
     def _compute_bytes(self, tokens: int, cache: _CacheBytes, options: LoadOptions, widened: bool) -> int:
-        """What the widest pass computes in, and what of a cache is there twice while it grows. Measured.
+        """Return the memory of the widest pass, and of the second copy of a cache while it grows. Measured.
 
-        MLX makes buffers well before it writes to them: where those count, as addresses or on a graphics
-        processor, a layer is there twice beside the scores. A processor writes to the new keys and lets go
-        of the old ones, then to the values, and only then to scores. States are never written into.
+        A CPU writes first to the new keys, then to the new values, then to the scores, and frees each
+        predecessor, so only the largest of them counts. Where allocated memory counts although nothing is
+        written to it yet (on a GPU, and under `ulimit -v`), a whole layer exists twice beside the scores.
         """
-        on_cpu = mlx_core().default_device() == mlx_core().cpu
-        touched = on_cpu and not address_space_is_limited()
-        pass_bytes = self._pass_bytes(tokens if cache.layer else 0, options, widened, touched)
-        if touched:
-            return max(pass_bytes, cache.side) + cache.states + freed_buffers_bytes()
-        # The addresses of what little is kept of freed buffers for a processor are used again at once.
-        return pass_bytes + cache.layer + cache.states + (0 if on_cpu else freed_buffers_bytes())
-
-    def _pass_bytes(self, tokens: int, options: LoadOptions, widened: bool, touched: bool) -> int:
-        """Logits, the middle of a layer, the scores of so many tokens, and what states are made of.
-
-        touched: one after another, as a processor writes to them, and not all that is made ahead.
-        """
-        figures, on_cpu = self._figures, mlx_core().default_device() == mlx_core().cpu
-        rows = self._rows(options)
-        # A processor writes all scores down; the kernels of a graphics processor do not.
-        scores = figures.heads * tokens if on_cpu else 0
-        hidden, middle, logits = 6 * figures.hidden, 2 * figures.middle, 2 * figures.vocab_size
-        scan = max((layer.elements(max(rows, MAX_WIDTH)) for layer in figures.scans), default=0)
-        # Prefill gives no logits.
-        if touched:
-            row = hidden + max(middle, scores)
-            most = max(rows * row, MAX_WIDTH * max(row, hidden + logits), scan)
+        on_cpu = _runs_on_cpu()
+        counts_touched = on_cpu and not address_space_is_limited()
+        pass_bytes = self._pass_bytes(tokens if cache.largest_layer else 0, options, widened, counts_touched)
+        looped_layers = sum(layer.copies == _LOOPED_COPIES for layer in self._shape.recurrent_layers)
+        graph_bytes = looped_layers * self._rows(options) * _GRAPH_ROW_BYTES
+        if counts_touched:
+            pass_bytes = max(pass_bytes, cache.largest_side)
         else:
-            row = hidden + middle + figures.middle + scores
-            most = max(rows * row, MAX_WIDTH * (row + logits), _MADE_AHEAD * scan)
-        return most * (4 if widened or on_cpu else 2)
+            pass_bytes += cache.largest_layer
+        # Under `ulimit -v`, the addresses of buffers that a CPU freed are reused at once.
+        freed_bytes = 0 if on_cpu and not counts_touched else freed_buffers_bytes()
+        return pass_bytes + cache.states + graph_bytes + freed_bytes
+
+    def _pass_bytes(self, tokens: int, options: LoadOptions, widened: bool, counts_touched: bool) -> int:
+        """Return the memory of one pass: logits, feed-forward, attention scores and recurrent states.
+
+        Args:
+            tokens: context length that the attention scores cover.
+            options: the load options.
+            widened: whether the weights are float32.
+            counts_touched: count what is written to at one time, instead of everything that is allocated.
+        """
+        shape, on_cpu = self._shape, _runs_on_cpu()
+        rows = self._rows(options)
+        # A CPU writes all scores to memory. The fused attention kernels of a GPU do not.
+        scores = shape.heads * tokens if on_cpu else 0
+        hidden, middle, logits = 6 * shape.hidden_size, 2 * shape.intermediate_size, 2 * shape.vocab_size
+        scan = max((layer.scan_elements(max(rows, MAX_WIDTH)) for layer in shape.recurrent_layers), default=0)
+        # A prefill pass computes no logits. The widest verify pass has MAX_WIDTH rows of them.
+        if counts_touched:
+            row = hidden + max(middle, scores)
+            elements = max(rows * row, MAX_WIDTH * max(row, hidden + logits), scan)
+        else:
+            row = hidden + middle + shape.intermediate_size + scores
+            elements = max(rows * row, MAX_WIDTH * (row + logits), _ALLOCATED_AHEAD * scan)
+        return elements * (4 if widened or on_cpu else 2)
 
     def close(self) -> None:
         """See `MemoryEstimator`."""
         release_thread_state()
 
 
-def _stamp(folder: Path) -> _Stamp:
-    """What tells files of a folder from others of the same names."""
+def _runs_on_cpu() -> bool:
+    return bool(mlx_core().default_device() == mlx_core().cpu)
+
+
+def _file_stamps(folder: Path) -> _FileStamps:
+    """Return name, size and time of the model's files, which change when a file is replaced."""
     files = [*folder.glob("*.json"), *folder.glob("*.safetensors")]
     stats = [(file.name, file.stat()) for file in sorted(files) if file.is_file()]
     return tuple((name, stat.st_size, stat.st_mtime_ns) for name, stat in stats)
 
 
 @lru_cache(maxsize=16)
-def _figures(
-    path: str,
-    name: str,
-    adapter: str | None,
-    low_bits: bool,
-    _stamps: tuple[_Stamp, ...],
-) -> _Figures:
+def _read_shape(
+    path: str, name: str, adapter: str | None, low_bits: bool, _stamps: tuple[_FileStamps, ...]
+) -> _ModelShape:
+    """Build the model without evaluating it, and read its shape. Cached until one of its files changes."""
     try:
-        outline = read_skeleton(path, name, LoadOptions(adapter=adapter, low_bits=low_bits))
-        return _figures_of(outline)
+        skeleton = read_skeleton(path, name, LoadOptions(adapter=adapter, low_bits=low_bits))
+        return _shape_of(skeleton)
     finally:
-        # Modules hold one another: without this they would stay beside the model that is loaded next.
+        # MLX modules reference each other in cycles, so only the garbage collector frees them.
         gc.collect()
 
 
-def _figures_of(outline: ModelSkeleton) -> _Figures:
+def _shape_of(skeleton: ModelSkeleton) -> _ModelShape:
     mx = mlx_core()
-    config = {**outline.config, **(outline.config.get("text_config") or {})}
+    config = {**skeleton.config, **(skeleton.config.get("text_config") or {})}
     hidden, middle, heads = (
         int(config.get(key) or 0) for key in ("hidden_size", "intermediate_size", "num_attention_heads")
     )
-    held_bytes = (outline.held_bytes(False), outline.held_bytes(True))
+    weight_bytes = (skeleton.held_bytes(False), skeleton.held_bytes(True))
     caches: dict[tuple[int | None, bool], _CacheSizes] = {}
     for widened in (False, True):
         if widened:
-            outline.model.set_dtype(mx.float32)
+            skeleton.model.set_dtype(mx.float32)
         for bits in KV_BITS.values():
             try:
-                caches[bits, widened] = _caches(outline.model, bits)
+                caches[bits, widened] = _cache_sizes(skeleton.model, bits)
             except (ValueError, TypeError, AttributeError):
                 if bits is None:
                     raise
-    middle = max(middle, int(config.get("block_ff_dim") or 0))
-    return _Figures(
-        outline.sizes,
-        held_bytes,
-        outline.zero_bytes,
-        outline.vocab_size,
+    return _ModelShape(
+        skeleton.sizes,
+        weight_bytes,
+        skeleton.zero_bytes,
+        skeleton.vocab_size,
         hidden,
-        middle,
+        max(middle, int(config.get("block_ff_dim") or 0)),
         heads,
-        _scans(outline.model),
+        _recurrent_layers(skeleton.model),
         caches,
     )
 
 
-def _scans(model: Any) -> tuple[_Scan, ...]:
-    """The layers that recur, from the shapes of their states."""
-    scans = []
-    for layer in _begun(model, None).states:
-        # Of few rows, and of all channels.
-        convolved = [array.shape for array in layer if array.ndim == 3 and array.shape[1] < array.shape[2]]
-        tokens = max((shape[1] for shape in convolved), default=0)
-        of_state = (0, 0, 0, 0)
-        for array in layer:
+def _recurrent_layers(model: Any) -> tuple[_RecurrentLayer, ...]:
+    """Return the recurrent layers of a model, told from the shapes of their states."""
+    layers = []
+    for states in _memory_of_one_token(model, None).states:
+        # The convolution's state is [1, tokens, channels], with fewer tokens than channels.
+        convolved = [array.shape for array in states if array.ndim == 3 and array.shape[1] < array.shape[2]]
+        kernel_tokens = 1 + max((shape[1] for shape in convolved), default=0)
+        state = (0, 0, 0, 0)
+        for array in states:
             if array.ndim == 4:
-                # Mamba 2 makes all rows at once.
-                at_once = any("A_log" in module and "D" in module for module in model.modules())
-                of_state = (*array.shape[1:], 0 if at_once else 1)
+                is_mamba2 = any("A_log" in module and "D" in module for module in model.modules())
+                state = (*array.shape[1:], 0 if is_mamba2 else 1)
             elif array.ndim == 3 and array.shape not in convolved:
-                of_state = (array.shape[1], 1, array.shape[2], _LOOPED_COPIES)
-        heads, head_size, state_size, copies = of_state
-        channels = sum(shape[2] for shape in convolved)
-        scans.append(_Scan(channels, tokens + 1, heads, head_size, state_size, copies))
-    return tuple(scans)
+                state = (array.shape[1], 1, array.shape[2], _LOOPED_COPIES)
+        layers.append(_RecurrentLayer(sum(shape[2] for shape in convolved), kernel_tokens, *state))
+    return tuple(layers)
 
 
-def _caches(model: Any, bits: int | None) -> _CacheSizes:
-    """What the caches take, and the states beside them, when a context of so many tokens is full."""
+def _cache_sizes(model: Any, bits: int | None) -> _CacheSizes:
+    """Return a function from the tokens of a full context to the bytes of its caches."""
     from edgespec.backends.mlx.attention_cache import cache_rows
 
-    memory = _begun(model, bits)
-    whole = memory.bytes_by_context()
+    memory = _memory_of_one_token(model, bits)
+    total_bytes = memory.bytes_by_context()
     states = sum(array.nbytes for layer in memory.states for array in layer)
     layers = [(cache.bytes_per_token, cache.side_bytes_per_token, cache.window) for cache in memory.attention]
 
     def sizes(tokens: int) -> _CacheBytes:
         rows = [(layer, side, cache_rows(window, tokens)) for layer, side, window in layers]
-        largest = max((layer * many for layer, _, many in rows), default=0)
-        side = max((side * many for _, side, many in rows), default=0)
-        return _CacheBytes(whole(tokens), largest, side, states)
+        largest_layer = max((layer * count for layer, _, count in rows), default=0)
+        largest_side = max((side * count for _, side, count in rows), default=0)
+        return _CacheBytes(total_bytes(tokens), largest_layer, largest_side, states)
 
     return sizes
 
 
-def _begun(model: Any, bits: int | None) -> Any:
-    """The `LayerCaches` of a model after one token, of which nothing is computed."""
+def _memory_of_one_token(model: Any, bits: int | None) -> Any:
+    """Return the `LayerCaches` of a model after one token that is not evaluated."""
     from edgespec.backends.mlx.layer_caches import LayerCaches
     from edgespec.backends.mlx.pass_layout import PassLayout
 

@@ -1,19 +1,14 @@
-"""What several texts have read is kept, in memory and on disk, so that going back to one reads it no more."""
+"""The prefix cache: KV states of earlier prompts and replies, in memory and on disk, so that a prompt that
+begins like one of them is not read again.
+"""
 
-from edgespec.memory.prefix_cache.cache import PrefixCache
+from edgespec.memory.prefix_cache.cache import PrefixCache, PrefixCacheUsage
 from edgespec.memory.prefix_cache.disk import PrefixCacheDisk, default_disk_bytes, delete_cached_prefixes
 from edgespec.memory.prefix_cache.reusable_prefix import REUSE_BLOCK_TOKENS, reusable_tokens
 from edgespec.memory.prefix_cache.reuse_costs import ReuseCosts
-from edgespec.memory.prefix_cache.store import (
-    RESERVE_BYTES,
-    SegmentStore,
-    default_memory_bytes,
-    max_copy_bytes,
-)
-from edgespec.memory.prefix_cache.usage import PrefixCacheUsage
+from edgespec.memory.prefix_cache.store import SegmentStore, default_memory_bytes, max_copy_bytes
 
 __all__ = [
-    "RESERVE_BYTES",
     "REUSE_BLOCK_TOKENS",
     "PrefixCache",
     "PrefixCacheDisk",

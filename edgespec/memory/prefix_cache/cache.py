@@ -1,8 +1,9 @@
-"""What a model has read of several texts: kept when another takes its cache, put back when it returns."""
+"""The prefix cache: stores KV states of earlier sequences, and restores them for prompts that share them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from math import ceil
 from time import perf_counter as now
 
@@ -10,319 +11,380 @@ import numpy as np
 
 from edgespec.backends.base import LanguageModel
 from edgespec.errors import BackendError, CapabilityError, EdgespecError
-from edgespec.memory.budget import available_bytes
+from edgespec.memory.budget import DEFAULT_RESERVE_BYTES, available_bytes
 from edgespec.memory.prefix_cache.disk import PrefixCacheDisk
 from edgespec.memory.prefix_cache.reusable_prefix import reusable_tokens
 from edgespec.memory.prefix_cache.reuse_costs import ReuseCosts
 from edgespec.memory.prefix_cache.segments import Segment, Tokens, name_of, shared_tokens
 from edgespec.memory.prefix_cache.store import SegmentStore
-from edgespec.memory.prefix_cache.usage import PrefixCacheUsage
 
-__all__ = ["PrefixCache"]
+__all__ = ["PrefixCache", "PrefixCacheUsage"]
 
-# So few tokens are not worth a piece of their own.
-_SHORT_TOKENS = 64
-# A last piece no longer than this is taken into what goes on from it.
-_TURN_TOKENS = 256
-# Of what there is room for: copies are larger than what one reckons beforehand.
-_SURE_SHARE = 0.95
+# Sequences that differ by fewer tokens share no segment. Chosen: a file or a copy has a fixed cost.
+_MIN_SEGMENT_TOKENS = 64
+# A last segment up to this length is merged into the one that continues it, so that a chat of many short
+# turns does not become many segments. Chosen.
+_MAX_MERGED_TOKENS = 256
+# Share of the size limits that one sequence may take, because copies are larger than estimated.
+_MAX_SEQUENCE_SHARE = 0.95
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixCacheUsage:
+    """The size of the prefix cache, and how often it was used.
+
+    Attributes:
+        sequences: token sequences that can be continued from the cache.
+        memory_bytes: memory that its segments take.
+        memory_limit_bytes: the size limit in memory.
+        disk_bytes: disk space that this model's segments take. A segment may be in memory too.
+        disk_limit_bytes: the size limit on disk, for all models together.
+        hits: prompts that reused a cached prefix.
+        reused_tokens: prompt tokens that were not read again, in all hits together.
+        notice: why something is not cached, for people; empty otherwise.
+    """
+
+    sequences: int = 0
+    memory_bytes: int = 0
+    memory_limit_bytes: int = 0
+    disk_bytes: int = 0
+    disk_limit_bytes: int = 0
+    hits: int = 0
+    reused_tokens: int = 0
+    notice: str = ""
 
 
 class PrefixCache:
-    """The kept texts of one model: how they are taken out of its cache, and put back. Its thread asks.
+    """The prefix cache of one model: copies KV states out of the model's cache and back into it.
 
-    most_bytes, disk, available: see `SegmentStore`, which any thread may ask.
-    max_copied_bytes: of one copy while it is made. What is larger is kept in several pieces, or not at all
-    where the cache has to be copied whole. None is no limit.
-    notice: why they are not kept as they were to be, in words.
-    Nothing here raises for what cannot be kept or put back: the model reads it again.
+    Belongs to the thread that runs the model; other threads may use `store`. Failures to store or to restore
+    are not raised, because the model can always read the tokens again.
+
+    Args:
+        model: the target.
+        max_bytes: size limit in memory.
+        disk: the segments on disk; None to keep them in memory only.
+        reuse_costs: decides whether a copy saves time.
+        max_copied_bytes: size limit of one copy; None for no limit. A larger KV state is stored in several
+            segments, or not at all if the model can only copy it whole.
+        available: returns the bytes that the system has free now.
+        reserve_bytes: memory to leave to other programs.
+        notice: why the cache differs from what the user asked for; empty otherwise.
     """
 
     def __init__(
         self,
         model: LanguageModel,
-        most_bytes: int,
+        max_bytes: int,
         disk: PrefixCacheDisk | None = None,
         *,
-        worth: ReuseCosts,
+        reuse_costs: ReuseCosts,
         max_copied_bytes: int | None = None,
         available: Callable[[], int] = available_bytes,
+        reserve_bytes: int = DEFAULT_RESERVE_BYTES,
         notice: str = "",
     ) -> None:
-        self.worth = worth
+        self.reuse_costs = reuse_costs
         self.hits = self.reused_tokens = 0
         self._model = model
-        self._cuts = model.facts.capabilities.partial_truncate
-        self._most_copied_bytes = max_copied_bytes
-        self.store = SegmentStore(most_bytes, disk, available, worth)
+        # Whether the model can drop the last tokens of its cache without running the others again.
+        self._can_truncate = model.facts.capabilities.partial_truncate
+        self._max_copied_bytes = max_copied_bytes
+        self.store = SegmentStore(max_bytes, disk, available, reuse_costs, reserve_bytes)
         self._notice = notice
-        self._off = False
-        # The text that was in the cache when all was forgotten.
-        self._forgotten: Tokens | None = None
+        self._is_off = False
+        # The sequence that was in the model's cache when the user deleted all cached prefixes.
+        self._deleted: Tokens | None = None
 
     @property
-    def saves(self) -> bool:
-        """Whether texts are kept on disk."""
-        return self.store.disk is not None and not self._off
+    def saves_to_disk(self) -> bool:
+        """Whether segments are written to disk."""
+        return self.store.disk is not None and not self._is_off
 
-    def keep(self, read: Sequence[int], shared: int = 0) -> None:
-        """Keep the cache, which holds `read`, before it is cut to the first `shared` tokens.
+    def add(self, tokens: Sequence[int], shared: int = 0) -> None:
+        """Store the model's KV state before it is truncated, if that saves time later.
 
-        What takes less to read again than to copy is not kept.
+        Args:
+            tokens: what the model's cache holds.
+            shared: how many of the first tokens stay in the model's cache.
         """
-        text = np.array(read, np.int32)
+        sequence = np.array(tokens, np.int32)
         with self.store.lock:
-            if self._off or self._drops_forgotten(text):
+            if self._is_off or self._was_deleted(sequence):
                 return
-            text = text[: self._most_tokens()]
-            base, have = self.store.tree.longest(text, whole=True)
+            sequence = sequence[: self._max_tokens()]
+            base, stored = self.store.tree.longest_match(sequence, whole=True)
             if base:
                 self.store.touch(base)
-            lost = len(text) - (max(have, shared) if self._cuts else have)
-            if self._fits(lost, len(text) - have):
+            lost = len(sequence) - (max(stored, shared) if self._can_truncate else stored)
+            if self._is_worth_storing(lost, len(sequence) - stored):
                 try:
-                    self._add(text, base, shared)
+                    self._add(sequence, base, shared)
                 except (EdgespecError, MemoryError) as error:
-                    self._note(error)
-            self.store.make_room()
+                    self._handle_failure(error)
+            self.store.enforce_limits()
 
-    def _fits(self, lost: int, more: int) -> bool:
-        """Whether so many tokens are worth a copy that holds `more` of them, and there is memory for it."""
-        size_bytes = more * self._bytes_per_token()
-        least_bytes = min(more, _SHORT_TOKENS if self._cuts else more) * self._bytes_per_token()
-        most = self._most_bytes
+    def _is_worth_storing(self, lost_tokens: int, copied_tokens: int) -> bool:
+        """Return whether a copy of `copied_tokens` fits, and saves the prefill of `lost_tokens`."""
+        size_bytes = copied_tokens * self._bytes_per_token()
+        least_tokens = min(copied_tokens, _MIN_SEGMENT_TOKENS) if self._can_truncate else copied_tokens
+        max_bytes = self._max_segment_bytes
         return (
-            self.worth.pays(lost, size_bytes)
-            and (most is None or least_bytes <= most)
-            and self.store.room_for(size_bytes if most is None else min(size_bytes, most))
+            self.reuse_costs.saves_time(lost_tokens, size_bytes)
+            and (max_bytes is None or least_tokens * self._bytes_per_token() <= max_bytes)
+            and self.store.has_room_for(size_bytes if max_bytes is None else min(size_bytes, max_bytes))
         )
 
     @property
-    def _most_bytes(self) -> int | None:
-        """Of one copy: without a disk no more than memory may hold of all."""
-        most = self._most_copied_bytes
+    def _max_segment_bytes(self) -> int | None:
+        """The size limit of one segment; without a disk no more than the whole size limit in memory."""
+        limit = self._max_copied_bytes
         if self.store.disk is not None:
-            return most
-        return self.store.most_bytes if most is None else min(most, self.store.most_bytes)
+            return limit
+        return self.store.max_bytes if limit is None else min(limit, self.store.max_bytes)
 
-    def _most_tokens(self) -> int | None:
-        """Of one text: more would be copied, and push others out, only to be dropped itself."""
+    def _max_tokens(self) -> int | None:
+        """Return the length up to which a sequence is stored. More would evict others, and then itself."""
         size_bytes, disk = self._bytes_per_token(), self.store.disk
-        if not (self._cuts and size_bytes):
+        if not (self._can_truncate and size_bytes):
             return None
-        room_bytes = self.store.most_bytes + (disk.quota_bytes if disk else 0)
-        return int(_SURE_SHARE * room_bytes / size_bytes)
+        room_bytes = self.store.max_bytes + (disk.quota_bytes if disk else 0)
+        return int(_MAX_SEQUENCE_SHARE * room_bytes / size_bytes)
 
     def _bytes_per_token(self) -> float:
-        known = [(piece.size_bytes, len(piece.tokens)) for piece in self.store.tree]
-        if known:
-            return sum(size for size, _ in known) / sum(count for _, count in known)
+        sizes = [(segment.size_bytes, len(segment.tokens)) for segment in self.store.tree]
+        if sizes:
+            return sum(size for size, _ in sizes) / sum(count for _, count in sizes)
         facts = self._model.facts
         return facts.max_kv_bytes / facts.max_context_tokens
 
-    def _add(self, text: Tokens, base: Segment | None, shared: int) -> None:
-        end = len(text)
-        old: list[Segment] = []
-        if not self._cuts:
-            if base and not base.parting:
-                old.append(base)
-            self._take(text, None)
+    def _add(self, sequence: Tokens, base: Segment | None, shared: int) -> None:
+        """Store what the cache holds after `base`, and replace the segments that the new one contains."""
+        end = len(sequence)
+        replaced: list[Segment] = []
+        if not self._can_truncate:
+            if base and not base.is_branch_point:
+                replaced.append(base)
+            self._copy_segment(sequence, None)
         else:
             while (
                 base
-                and base.children == old[-1:]
-                and not (base.parting or base.end <= shared)
-                and len(base.tokens) <= max(_TURN_TOKENS, end - base.end)
-                and self._copies_for(end - base.start) == 1
+                and base.children == replaced[-1:]
+                and not (base.is_branch_point or base.end <= shared)
+                and len(base.tokens) <= max(_MAX_MERGED_TOKENS, end - base.end)
+                and self._segments_for(end - base.start) == 1
             ):
-                old.append(base)
+                replaced.append(base)
                 base = base.parent
             start = base.end if base else 0
-            if start + _SHORT_TOKENS <= shared <= end - _SHORT_TOKENS:
-                base = self._take_all(text[:shared], base)
+            if start + _MIN_SEGMENT_TOKENS <= shared <= end - _MIN_SEGMENT_TOKENS:
+                base = self._copy_segments(sequence[:shared], base)
                 if base:
-                    base.parting = True
-                    self._take_all(text, base)
+                    base.is_branch_point = True
+                    self._copy_segments(sequence, base)
             else:
-                self._take_all(text, base)
-        for piece in old:
-            self.store.remove(piece)
+                self._copy_segments(sequence, base)
+        for segment in replaced:
+            self.store.remove(segment)
 
-    def _copies_for(self, tokens: int) -> int:
-        """In how many pieces so many tokens are copied."""
-        most = self._most_bytes
-        return 1 if most is None else max(1, ceil(tokens * self._bytes_per_token() / max(1, most)))
+    def _segments_for(self, tokens: int) -> int:
+        """Return into how many segments this many tokens are copied."""
+        max_bytes = self._max_segment_bytes
+        return 1 if max_bytes is None else max(1, ceil(tokens * self._bytes_per_token() / max(1, max_bytes)))
 
-    def _take_all(self, text: Tokens, parent: Segment | None) -> Segment | None:
-        """What the cache holds of a text after `parent`, in as many pieces as it takes; the last one.
+    def _copy_segments(self, sequence: Tokens, parent: Segment | None) -> Segment | None:
+        """Copy what the cache holds of a sequence after `parent`, in as many segments as needed.
 
-        None where there is no room for all of them: then its beginning is kept.
+        Returns:
+            The last segment; None if only the beginning fitted.
         """
         start = parent.end if parent else 0
-        count = self._copies_for(len(text) - start)
-        ends = [start + (len(text) - start) * i // count for i in range(1, count + 1)]
+        count = self._segments_for(len(sequence) - start)
+        ends = [start + (len(sequence) - start) * i // count for i in range(1, count + 1)]
         last = parent
         for end in ends:
-            self.store.make_room()
+            self.store.enforce_limits()
             if last and last not in self.store.tree:
                 return None
-            last = self._take(text[:end], last)
+            last = self._copy_segment(sequence[:end], last)
         return last
 
-    def _take(self, text: Tokens, parent: Segment | None) -> Segment:
-        """A piece of what the cache holds after `parent`, to the end of `text`."""
+    def _copy_segment(self, sequence: Tokens, parent: Segment | None) -> Segment:
+        """Copy what the cache holds after `parent`, up to the end of `sequence`, into one segment."""
         began = now()
-        snapshot = self._model.snapshot(parent.end if parent else 0, len(text))
-        self.worth.note_copied(len(snapshot.data), now() - began)
-        name = name_of(text, snapshot.start)
-        piece = self.store.tree.named(name)
-        if piece is None:
-            tokens = text[snapshot.start :].copy()
-            piece = Segment(name, parent, tokens, len(snapshot.data), snapshot)
-            self.store.tree.add(piece)
-        piece.snapshot = piece.snapshot or snapshot
-        self.store.touch(piece)
-        return piece
+        snapshot = self._model.snapshot(parent.end if parent else 0, len(sequence))
+        self.reuse_costs.record_copy(len(snapshot.data), now() - began)
+        name = name_of(sequence, snapshot.start)
+        segment = self.store.tree.find_name(name)
+        if segment is None:
+            tokens = sequence[snapshot.start :].copy()
+            segment = Segment(name, parent, tokens, len(snapshot.data), snapshot)
+            self.store.tree.add(segment)
+        segment.snapshot = segment.snapshot or snapshot
+        self.store.touch(segment)
+        return segment
 
-    def parting(self, wanted: Sequence[int], held: int) -> int:
-        """Where a kept text goes another way than this one, after the `held` tokens that the cache has.
+    def branch_point(self, prompt: Sequence[int], cached: int) -> int:
+        """Return where a prompt diverges from a stored sequence, if a copy should be made there.
 
-        0 where that needs no copy of its own: a cache that can be cut there needs none.
+        Models that can truncate their cache need no copy there: any longer segment serves as well.
+
+        Args:
+            prompt: the tokens that are about to be read.
+            cached: how many of them the model's cache holds.
+
+        Returns:
+            A length of the prompt, or 0.
         """
-        if self._cuts or self._off:
+        if self._can_truncate or self._is_off:
             return 0
-        _, shared = self.store.tree.longest(np.array(wanted[:-1], np.int32))
-        return shared if shared - held >= _SHORT_TOKENS and self._fits(shared - held, shared) else 0
+        _, shared = self.store.tree.longest_match(np.array(prompt[:-1], np.int32))
+        is_worth_it = shared - cached >= _MIN_SEGMENT_TOKENS and self._is_worth_storing(
+            shared - cached, shared
+        )
+        return shared if is_worth_it else 0
 
-    def keep_parting(self, read: Sequence[int]) -> None:
-        """Keep the cache, which holds `read`, as what several texts begin with."""
-        text = np.array(read, np.int32)
+    def add_branch_point(self, tokens: Sequence[int]) -> None:
+        """Store the model's cache, which holds `tokens`, as a prefix that several sequences share."""
+        sequence = np.array(tokens, np.int32)
         with self.store.lock:
             try:
-                self._take(text, None).parting = True
+                self._copy_segment(sequence, None).is_branch_point = True
             except (EdgespecError, MemoryError) as error:
-                self._note(error)
-            self.store.make_room()
+                self._handle_failure(error)
+            self.store.enforce_limits()
 
-    def find(self, wanted: Sequence[int], held: int) -> Segment | None:
-        """The kept text that saves most of reading `wanted`, `held` tokens of which the cache has."""
-        text = np.array(wanted[:-1], np.int32)
-        with self.store.lock:
-            if self._off:
-                return None
-            self.store.make_room()
-            piece, shared = self.store.tree.longest(text, whole=not self._cuts)
-            while piece and piece.end > self._model.facts.context_tokens:
-                piece = piece.parent
-            if piece is None:
-                return None
-            shared = self._sure(min(shared, piece.end))
-            # It is copied once, not away and back.
-            size_bytes = sum(part.size_bytes for part in piece.chain()) / 2
-            return piece if self.worth.pays(shared - held, size_bytes) else None
+    def find(self, prompt: Sequence[int], cached: int) -> Segment | None:
+        """Return the segment that saves the most prefill; None if no segment saves time.
 
-    def restore(self, piece: Segment, wanted: Sequence[int], held: int) -> int:
-        """Put a kept text into the cache, which has the first `held` tokens of `wanted`.
-
-        The cache then has a beginning of `wanted`: returns how many tokens.
+        Args:
+            prompt: the tokens to read. The last one is always read again, for its logits.
+            cached: how many of them the model's cache holds.
         """
-        text = np.array(wanted[:-1], np.int32)
+        sequence = np.array(prompt[:-1], np.int32)
         with self.store.lock:
-            chain, kept = piece.chain(), piece.text()
-            common = self._sure(shared_tokens(kept, text))
-            # What the cache has of it already stays.
-            ends = [part.end for part in chain if self._cuts and part.end <= min(held, common)]
-            there = max(ends, default=0)
-            self._model.truncate(there)
-            if self._model.length != there:
-                self._model.truncate(0)
-                there = 0
-            self.store.touch(piece)
-            for part in chain:
-                if there <= part.start < common and not self._put_back(part):
-                    break
-            if self._cuts and self._model.length == piece.end and piece in self.store.tree:
-                self._part(piece, common)
-            self._model.truncate(min(common, self._model.length))
-            got = self._model.length
-            if got > held:
-                self.hits += 1
-                self.reused_tokens += got - held
-            self.store.make_room()
-            return got
+            if self._is_off:
+                return None
+            self.store.enforce_limits()
+            segment, shared = self.store.tree.longest_match(sequence, whole=not self._can_truncate)
+            while segment and segment.end > self._model.facts.context_tokens:
+                segment = segment.parent
+            if segment is None:
+                return None
+            shared = self._reusable(min(shared, segment.end))
+            # `saves_time` counts two copies, and a restore makes one.
+            size_bytes = sum(part.size_bytes for part in segment.chain()) / 2
+            return segment if self.reuse_costs.saves_time(shared - cached, size_bytes) else None
 
-    def _sure(self, length: int) -> int:
+    def restore(self, segment: Segment, prompt: Sequence[int], cached: int) -> int:
+        """Put a stored sequence into the model's cache, as far as the prompt shares it.
+
+        Args:
+            segment: the result of `find`.
+            prompt: the tokens to read.
+            cached: how many of them the model's cache holds.
+
+        Returns:
+            How many tokens of the prompt the model's cache holds now.
+        """
+        sequence = np.array(prompt[:-1], np.int32)
+        with self.store.lock:
+            chain = segment.chain()
+            common = self._reusable(shared_tokens(segment.sequence(), sequence))
+            # Segments that the model's cache still holds are not copied again.
+            ends = [part.end for part in chain if self._can_truncate and part.end <= min(cached, common)]
+            length = max(ends, default=0)
+            self._model.truncate(length)
+            if self._model.length != length:
+                self._model.truncate(0)
+                length = 0
+            self.store.touch(segment)
+            for part in chain:
+                if length <= part.start < common and not self._restore_segment(part):
+                    break
+            if self._can_truncate and self._model.length == segment.end and segment in self.store.tree:
+                self._split(segment, common)
+            self._model.truncate(min(common, self._model.length))
+            restored = self._model.length
+            if restored > cached:
+                self.hits += 1
+                self.reused_tokens += restored - cached
+            self.store.enforce_limits()
+            return restored
+
+    def _reusable(self, length: int) -> int:
         return reusable_tokens(self._model.facts.capabilities, length)
 
-    def _put_back(self, piece: Segment) -> bool:
+    def _restore_segment(self, segment: Segment) -> bool:
+        """Append one segment to the model's cache. A segment that cannot be used is removed."""
         began = now()
-        snapshot = self.store.read(piece)
-        if snapshot is None or snapshot.start != self._model.length or snapshot.length != piece.end:
-            self.store.remove(piece)
+        snapshot = self.store.read(segment)
+        if snapshot is None or snapshot.start != self._model.length or snapshot.length != segment.end:
+            self.store.remove(segment)
             return False
         try:
             self._model.restore(snapshot)
         except (EdgespecError, MemoryError):
-            # A smaller context, or a state that is not what it says.
-            self.store.remove(piece)
+            # The context may be smaller than before, or the snapshot may not be what its header says.
+            self.store.remove(segment)
             return False
-        self.worth.note_copied(piece.size_bytes, now() - began)
-        self.store.hold(piece, snapshot)
-        self.store.make_room()
+        self.reuse_costs.record_copy(segment.size_bytes, now() - began)
+        self.store.keep_in_memory(segment, snapshot)
+        self.store.enforce_limits()
         return True
 
-    def _part(self, piece: Segment, at: int) -> None:
-        """Let a piece end where another text goes on; the cache holds it to its end."""
-        if piece.start + _SHORT_TOKENS > at or at > piece.end - _SHORT_TOKENS:
+    def _split(self, segment: Segment, at: int) -> None:
+        """Split a segment where another sequence diverges. The model's cache holds the whole segment."""
+        if segment.start + _MIN_SEGMENT_TOKENS > at or at > segment.end - _MIN_SEGMENT_TOKENS:
             return
-        text, children = piece.text(), piece.children
+        sequence, children = segment.sequence(), segment.children
         try:
-            # It may be of a run that had more memory for a copy.
-            take = self._take if self._copies_for(len(piece.tokens)) == 1 else self._take_all
-            first = take(text[:at], piece.parent)
-            last = first and take(text, first)
+            # A segment on disk may come from a run with a larger limit for one copy.
+            copy = self._copy_segment if self._segments_for(len(segment.tokens)) == 1 else self._copy_segments
+            first = copy(sequence[:at], segment.parent)
+            last = first and copy(sequence, first)
         except (EdgespecError, MemoryError) as error:
-            self._note(error)
+            self._handle_failure(error)
             return
-        if not (first and last and piece in self.store.tree):
+        if not (first and last and segment in self.store.tree):
             return
-        first.parting = True
-        # Their files say which text they go after, and that is the same.
+        first.is_branch_point = True
+        # The children's files name the sequence before them, which is the same as before the split.
         last.children += children
-        piece.children = []
+        segment.children = []
         for child in children:
             child.parent = last
-        self.store.remove(piece)
+        self.store.remove(segment)
 
-    def _drops_forgotten(self, text: Tokens) -> bool:
-        """Whether this text was in the cache when somebody had all forgotten: it may have been meant."""
+    def _was_deleted(self, sequence: Tokens) -> bool:
+        """Return whether the user deleted all cached prefixes while the model's cache held this sequence."""
         disk = self.store.disk
-        if disk and disk.forgotten:
-            disk.begin_again()
-            self.store.forget()
-            self._forgotten = text
-        return self._forgotten is not None and np.array_equal(text, self._forgotten)
+        if disk and disk.was_cleared:
+            disk.acknowledge_clear()
+            self.store.clear()
+            self._deleted = sequence
+        return self._deleted is not None and np.array_equal(sequence, self._deleted)
 
-    def _note(self, error: Exception) -> None:
-        """A copy failed: another time it may fit, or not be cancelled; a cache of a strange kind stays so."""
-        self._off = isinstance(error, BackendError | CapabilityError)
-        self._notice = f"texts are not kept: {error}" if self._off else self._notice
+    def _handle_failure(self, error: Exception) -> None:
+        """Turn the cache off if the model cannot copy its KV state. Other failures may pass."""
+        self._is_off = isinstance(error, BackendError | CapabilityError)
+        self._notice = f"prefixes are not cached: {error}" if self._is_off else self._notice
 
-    def texts(self) -> list[Tokens]:
-        """The kept texts, each once."""
+    def sequences(self) -> list[Tokens]:
+        """Return the stored token sequences, each once."""
         with self.store.lock:
-            return [piece.text() for piece in self.store.tree if not piece.children]
+            return [segment.sequence() for segment in self.store.tree if not segment.children]
 
-    def use(self) -> PrefixCacheUsage:
-        """What is kept now."""
+    def usage(self) -> PrefixCacheUsage:
+        """Return the size of the cache, and how often it was used."""
         disk = self.store.disk
         with self.store.lock:
-            pieces = list(self.store.tree)
+            segments = list(self.store.tree)
             return PrefixCacheUsage(
-                texts=sum(not piece.children for piece in pieces),
-                memory_bytes=sum(piece.size_bytes for piece in pieces if piece.snapshot),
-                memory_limit_bytes=self.store.most_bytes,
-                disk_bytes=sum(piece.size_bytes for piece in pieces if piece.on_disk),
+                sequences=sum(not segment.children for segment in segments),
+                memory_bytes=sum(segment.size_bytes for segment in segments if segment.snapshot),
+                memory_limit_bytes=self.store.max_bytes,
+                disk_bytes=sum(segment.size_bytes for segment in segments if segment.on_disk),
                 disk_limit_bytes=disk.quota_bytes if disk else 0,
                 hits=self.hits,
                 reused_tokens=self.reused_tokens,

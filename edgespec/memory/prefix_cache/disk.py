@@ -1,8 +1,8 @@
-"""Pieces of texts on disk: one private file each, read with suspicion, bounded by a quota.
+"""Segments on disk: one private file per segment, validated when it is read, within one quota for all models.
 
-A file says what made it (see `identity`), which tokens it holds, after which file it goes, and what its bytes
-must sum to. Whatever differs is not used, and read again by the model instead. A file is written beside its
-place and moved there whole, by one process at a time.
+A file states the identity of the model and of its settings, its tokens, the sequence before them, and
+checksums. A file that does not match is ignored, and the model reads the tokens again. One process writes at
+a time, and a file appears under its name only when it is complete.
 """
 
 from __future__ import annotations
@@ -30,28 +30,35 @@ from edgespec.files import (
     touch_private,
     write_private_file,
 )
-from edgespec.memory.prefix_cache.headers import packed, read_header, sums_of
+from edgespec.memory.prefix_cache.headers import block_checksums, encode_header, read_header
 from edgespec.memory.prefix_cache.segments import Tokens
 
 __all__ = ["PrefixCacheDisk", "StoredSegment", "default_disk_bytes", "delete_cached_prefixes", "kept_folder"]
 
 _SUFFIX = ".kept"
-_LOCK_SECONDS = 1.0
-_PATIENCE_SECONDS = 10.0
-# Its time says when all was forgotten last.
-_FORGOTTEN = "forgotten"
-_MOST_BYTES = 4 * 2**30
-_SHARE_OF_FREE = 0.1
-# What was used a moment ago and what was used just now are worth the same.
+# How long a write waits for the lock, and how long a deletion of everything does. Chosen: a write that has
+# to wait longer is skipped, and a deletion must not miss a file that is being written.
+_LOCK_SECONDS, _CLEAR_LOCK_SECONDS = 1.0, 10.0
+# The modification time of this file is the time of the last deletion of everything.
+_CLEARED_MARK = "forgotten"
+# The default quota: 4 GiB, or a tenth of the free disk if that is less. Chosen.
+_DEFAULT_MAX_BYTES, _DEFAULT_SHARE = 4 * 2**30, 0.1
+# Added to the age of a file, so that files of the last 10 minutes differ only in what they save.
 _FRESH_SECONDS = 600.0
 
 
 @dataclass(frozen=True, slots=True)
 class StoredSegment:
-    """What a file tells before its bytes are read.
+    """A segment's file, as its header describes it.
 
-    after: the digest of the text before it, which is the beginning of that file's name; empty where a text
-    begins. seconds: what reading its tokens took the model. used: when, in seconds of the wall clock.
+    Attributes:
+        name: see `name_of`.
+        after: digest of the sequence before the segment; empty at the beginning of a sequence.
+        start: length of that sequence.
+        tokens: int32 [n], the segment's tokens.
+        data_bytes: size of the KV state.
+        seconds: time that the model took to prefill the tokens.
+        last_used: when the file was used last, in seconds since the epoch.
     """
 
     name: str
@@ -60,30 +67,33 @@ class StoredSegment:
     tokens: Tokens
     data_bytes: int
     seconds: float
-    used: float
+    last_used: float
 
 
 def kept_folder() -> Path:
-    """Where the files are, in a folder for each model and way of running it."""
+    """Return the folder of all files. Each model and way of running it has its own subfolder."""
     return data_folder() / "kept"
 
 
 def default_disk_bytes(folder: Path | None = None) -> int:
-    """The bytes that may be kept on disk unless the user says: 4 GiB, or a tenth of what is free if less."""
+    """Return the default quota on disk, counting present files as free; 0 if the disk cannot be examined."""
     folder = folder or kept_folder()
     try:
         place = next(path for path in (folder, *folder.parents) if path.exists())
         free = shutil.disk_usage(place).free + sum(_size(path) for path in _files(folder))
     except OSError:
         return 0
-    return min(_MOST_BYTES, int(free * _SHARE_OF_FREE))
+    return min(_DEFAULT_MAX_BYTES, int(free * _DEFAULT_SHARE))
 
 
 class PrefixCacheDisk:
-    """The files of one model, loaded in one way. It never raises for what is wrong there: see `notice`.
+    """The files of one model, loaded in one way. Failures are not raised but put into `notice`.
 
-    identity: tells apart whatever could make another state of the same tokens: the weights, the backend and
-    its version, how it stores and computes. quota_bytes: for all models together.
+    Args:
+        identity: digest of everything that could give the same tokens another KV state: weights, backend and
+            its version, number formats and kernels.
+        quota_bytes: size limit for the files of all models together; None for `default_disk_bytes`.
+        folder: the folder of all files; None for the default.
     """
 
     def __init__(self, identity: str, quota_bytes: int | None = None, folder: Path | None = None) -> None:
@@ -92,45 +102,42 @@ class PrefixCacheDisk:
         self.quota_bytes = default_disk_bytes(self._root) if quota_bytes is None else quota_bytes
         self.notice = ""
         self._identity = identity
-        self._forgotten_ns = self._last_forgotten_ns()
+        self._cleared_ns = self._last_cleared_ns()
 
-    def stored(self) -> list[StoredSegment]:
-        """What is there, each after what it goes after; a file nobody can use is deleted.
-
-        What is more than the quota by now is deleted before.
-        """
+    def list_segments(self) -> list[StoredSegment]:
+        """Return this model's segments, parents first. Delete unusable files and those beyond the quota."""
         if self.used_bytes() > self.quota_bytes:
             with suppress(OSError, Timeout, NotImplementedError), self._lock():
                 self._make_room(0, set())
         found: dict[str, StoredSegment] = {}
         for path in _files(self.folder):
-            piece = self._told(path)
-            if piece:
-                found[piece.name] = piece
+            segment = self._read_segment(path)
+            if segment:
+                found[segment.name] = segment
             else:
                 _delete(path)
-        # A text's digest, and how long it is; nothing comes before the beginning.
-        ends = {"": 0}
-        whole: list[StoredSegment] = []
-        for piece in sorted(found.values(), key=lambda piece: piece.start):
-            if ends.get(piece.after) == piece.start:
-                whole.append(piece)
-                ends[_digest(piece.name)] = piece.start + len(piece.tokens)
+        # Length by digest of the sequences that are complete. The empty sequence always is.
+        lengths = {"": 0}
+        complete: list[StoredSegment] = []
+        for segment in sorted(found.values(), key=lambda segment: segment.start):
+            if lengths.get(segment.after) == segment.start:
+                complete.append(segment)
+                lengths[_digest(segment.name)] = segment.start + len(segment.tokens)
             else:
-                self.remove([piece.name])
-        return whole
+                self.remove([segment.name])
+        return complete
 
     def read(self, name: str) -> Snapshot | None:
-        """The bytes of a file; None where it is gone, damaged or another's."""
+        """Return the KV state of a segment; None if its file is gone, damaged or of another model."""
         path = self._path(name)
         try:
             with _opened(path) as file:
                 header = self._header(file)
-                text = file.read(4 * (header["end"] - header["start"]))
+                tokens = file.read(4 * (header["end"] - header["start"]))
                 data = file.read()
         except (OSError, ValueError, MemoryError):
             return None
-        if crc32(text) != header["tokens_sum"] or sums_of(data) != header["sums"]:
+        if crc32(tokens) != header["tokens_sum"] or block_checksums(data) != header["sums"]:
             _delete(path)
             return None
         with suppress(OSError):
@@ -138,11 +145,19 @@ class PrefixCacheDisk:
         return Snapshot(header["end"], data, header["start"])
 
     def write(self, name: str, after: str, tokens: Tokens, snapshot: Snapshot, seconds: float) -> bool:
-        """Put a piece on disk, making room for it; False where that cannot be.
+        """Write a segment, deleting less valuable ones to make room.
 
-        after: the digest of the text before it.
+        Args:
+            name: see `name_of`.
+            after: digest of the sequence before the segment.
+            tokens: the segment's tokens.
+            snapshot: its KV state.
+            seconds: time that the model took to prefill the tokens.
+
+        Returns:
+            Whether the segment is on disk now.
         """
-        text = np.ascontiguousarray(tokens, "<i4").tobytes()
+        encoded = np.ascontiguousarray(tokens, "<i4").tobytes()
         header = {
             "identity": self._identity,
             "name": name,
@@ -151,120 +166,126 @@ class PrefixCacheDisk:
             "end": snapshot.length,
             "data_bytes": len(snapshot.data),
             "seconds": seconds,
-            "tokens_sum": crc32(text),
-            "sums": sums_of(snapshot.data),
+            "tokens_sum": crc32(encoded),
+            "sums": block_checksums(snapshot.data),
         }
-        parts = (packed(header), text, snapshot.data)
+        parts = (encode_header(header), encoded, snapshot.data)
         size_bytes = sum(map(len, parts))
         if size_bytes > self.quota_bytes:
             return False
         try:
             make_private_folder(self._root)
             with self._lock():
-                if self.forgotten:
+                if self.was_cleared:
                     return False
-                self._clear_litter()
+                self._delete_incomplete()
                 if not self._make_room(size_bytes, self._chain(after)):
                     return False
                 make_private_folder(self.folder)
                 write_private_file(self._path(name), *parts)
-        except (Timeout, NotImplementedError):  # the latter: a file system without locks
+        except (Timeout, NotImplementedError):  # A file system without locks raises the second.
             return False
         except (OSError, MemoryError) as error:
-            self.notice = f"what was read is not kept in {self._root}: {error_reason(error)}"
+            self.notice = f"prefixes are not cached in {self._root}: {error_reason(error)}"
             return False
         self.notice = ""
         return True
 
     def has(self, name: str) -> bool:
-        """Whether a file is there; what is in it is looked at when it is read."""
+        """Return whether the segment's file exists. It is validated when it is read."""
         return self._path(name).exists()
 
     def remove(self, names: Iterable[str]) -> None:
-        """Delete these."""
+        """Delete the files of these segments."""
         for name in names:
             _delete(self._path(name))
 
     def used_bytes(self) -> int:
-        """What all files take, those of other models included."""
+        """Return the size of all files, those of other models included."""
         return sum(map(_size, _files(self._root)))
 
     @property
-    def forgotten(self) -> bool:
-        """Whether somebody had all forgotten since `begin_again`, or since this was made."""
-        return self._last_forgotten_ns() != self._forgotten_ns
+    def was_cleared(self) -> bool:
+        """Whether all files were deleted since `acknowledge_clear`, or since this object was created."""
+        return self._last_cleared_ns() != self._cleared_ns
 
-    def begin_again(self) -> None:
-        """What was to be forgotten is forgotten."""
-        self._forgotten_ns = self._last_forgotten_ns()
+    def acknowledge_clear(self) -> None:
+        """Record that the last deletion was noticed, so that segments are written again."""
+        self._cleared_ns = self._last_cleared_ns()
 
     def _path(self, name: str) -> Path:
         return self.folder / f"{name}{_SUFFIX}"
 
-    def _told(self, path: Path) -> StoredSegment | None:
-        """What a file says of itself; None where it makes no sense here."""
+    def _read_segment(self, path: Path) -> StoredSegment | None:
+        """Read a file's header and tokens; None if the file cannot be used here."""
         try:
             with _opened(path) as file:
                 header = self._header(file)
                 data = file.read(4 * (header["end"] - header["start"]))
-                used = os.fstat(file.fileno()).st_mtime
+                last_used = os.fstat(file.fileno()).st_mtime
             if crc32(data) != header["tokens_sum"] or path.name != f"{header['name']}{_SUFFIX}":
                 return None
             tokens = np.frombuffer(data, "<i4").astype(np.int32)
             seconds = float(header["seconds"])
             return StoredSegment(
-                header["name"], header["after"], header["start"], tokens, header["data_bytes"], seconds, used
+                header["name"],
+                header["after"],
+                header["start"],
+                tokens,
+                header["data_bytes"],
+                seconds,
+                last_used,
             )
         except (OSError, ValueError, MemoryError):
             return None
 
     def _header(self, file: BinaryIO) -> dict[str, Any]:
-        """The header of one of this model's files, which is read up to it. Raises OSError, ValueError."""
+        """Read the header of one of this model's files. Raises OSError, ValueError."""
         header = read_header(file)
         if header["identity"] != self._identity:
-            raise ValueError("it is another model's")
+            raise ValueError("the file belongs to another model")
         whole = file.tell() + 4 * (header["end"] - header["start"]) + header["data_bytes"]
         if os.fstat(file.fileno()).st_size != whole:
-            raise ValueError("it is cut short")
+            raise ValueError("the file is incomplete")
         return header
 
     def _chain(self, after: str) -> set[Path]:
-        """The files of the text with that digest."""
+        """Return the files of the sequence with this digest."""
         chain: set[Path] = set()
-        wanted = [after]
-        while digest := wanted.pop() if wanted else "":
+        digests = [after]
+        while digest := digests.pop() if digests else "":
             for path in set(self.folder.glob(f"{digest}-*{_SUFFIX}")) - chain:
                 chain.add(path)
                 with suppress(OSError, ValueError), _opened(path) as file:
-                    wanted.append(str(read_header(file)["after"]))
+                    digests.append(str(read_header(file)["after"]))
         return chain
 
-    def _make_room(self, wanted_bytes: int, sparing: set[Path]) -> bool:
-        """Delete what is worth least until so much more fits; nothing before what goes on from it.
+    def _make_room(self, size_bytes: int, protected: set[Path]) -> bool:
+        """Delete the least valuable files until `size_bytes` more fit the quota, descendants first.
 
-        False where it does not fit beside what is spared: then nothing is deleted.
+        Returns False, and deletes nothing, if they do not fit beside the protected files.
         """
-        if wanted_bytes + sum(map(_size, sparing)) > self.quota_bytes:
+        if size_bytes + sum(map(_size, protected)) > self.quota_bytes:
             return False
-        over = self.used_bytes() + wanted_bytes - self.quota_bytes
+        over = self.used_bytes() + size_bytes - self.quota_bytes
         if over <= 0:
             return True
         for path in _by_value(self._root, time.time()):
             if over <= 0:
                 break
-            if path not in sparing:
+            if path not in protected:
                 over -= _size(path)
                 _delete(path)
         return True
 
-    def _clear_litter(self) -> None:
-        """Who holds the lock is the only writer: what is half written belongs to nobody."""
+    def _delete_incomplete(self) -> None:
+        """Delete files that a killed process left incomplete. The lock makes this process the only writer."""
         for path in self._root.glob("*/.*.tmp"):
             _delete(path)
 
-    def _last_forgotten_ns(self) -> int:
+    def _last_cleared_ns(self) -> int:
         try:
-            return (self._root / _FORGOTTEN).stat().st_mtime_ns
+            return (self._root / _CLEARED_MARK).stat().st_mtime_ns
         except OSError:
             return 0
 
@@ -273,14 +294,18 @@ class PrefixCacheDisk:
 
 
 def delete_cached_prefixes(folder: Path | None = None) -> int:
-    """Delete what is kept of every model, and make running programs drop what they would write.
+    """Delete the cached prefixes of all models. Running programs drop theirs too, and do not write them.
 
-    Gives the bytes that were freed. Raises OSError.
+    Returns:
+        The bytes that this freed.
+
+    Raises:
+        OSError: a file cannot be deleted.
     """
     folder = folder or kept_folder()
-    touch_private(folder / _FORGOTTEN)
-    # Who writes just now may not have heard, and ends first.
-    lock = _lock(folder, _PATIENCE_SECONDS)
+    touch_private(folder / _CLEARED_MARK)
+    # A process that is writing now may not have noticed the mark, so its write is awaited.
+    lock = _lock(folder, _CLEAR_LOCK_SECONDS)
     with suppress(Timeout, NotImplementedError):
         lock.acquire()
     try:
@@ -294,13 +319,13 @@ def _lock(folder: Path, seconds: float) -> FileLock:
 
 
 def _opened(path: Path) -> BinaryIO:
-    """A file to read once: another process may put another one in its place. Raises OSError."""
+    """Open a regular file. Raises OSError."""
     regular_file_bytes(path)
     return path.open("rb")
 
 
 def _by_value(root: Path, now: float) -> list[Path]:
-    """All files, what is worth least first: seconds saved for each byte, less the longer it was not used."""
+    """Return all files, least valuable first: by prefill seconds saved per byte, divided by age."""
     value: dict[Path, float] = {}
     after: dict[Path, str] = {}
     named: dict[tuple[Path, str], list[Path]] = {}
@@ -316,7 +341,7 @@ def _by_value(root: Path, now: float) -> list[Path]:
             named.setdefault((path.parent, _digest(path.name)), []).append(path)
         except (OSError, ValueError):
             value[path], starts[path] = 0.0, 0
-    # What others go on from is worth as much as they are.
+    # A segment is worth as much as its most valuable descendant, which is unusable without it.
     for path in sorted(value, key=lambda path: -starts[path]):
         for before in named.get((path.parent, after.get(path, "")), ()):
             value[before] = max(value[before], value[path])
@@ -324,7 +349,7 @@ def _by_value(root: Path, now: float) -> list[Path]:
 
 
 def _files(folder: Path) -> list[Path]:
-    """The files of one model, or of all where it is the folder of all; none where it cannot be entered."""
+    """Return the files of one model, or of all models for their common folder."""
     try:
         return [*folder.glob(f"*{_SUFFIX}"), *folder.glob(f"*/*{_SUFFIX}")]
     except OSError:
@@ -332,7 +357,7 @@ def _files(folder: Path) -> list[Path]:
 
 
 def _digest(name: str) -> str:
-    """What the name of a piece begins with: the digest of the text to its end."""
+    """Return the digest at the beginning of a segment's name."""
     return name.partition("-")[0]
 
 

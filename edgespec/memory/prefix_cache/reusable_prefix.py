@@ -1,4 +1,4 @@
-"""How much of a text can be gone on from."""
+"""How many tokens of a cached prefix can be reused without changing a reply."""
 
 from __future__ import annotations
 
@@ -6,15 +6,17 @@ from edgespec.backends.base import Capabilities
 
 __all__ = ["REUSE_BLOCK_TOKENS", "reusable_tokens"]
 
-# Where it makes a difference in which passes a text was read, every text is read in these from its beginning.
+# Prefill runs in blocks of this size, counted from the beginning of the prompt, where the widths of the
+# passes change the KV state. Chosen: wide enough for fast prefill, and few tokens are lost at the end.
 REUSE_BLOCK_TOKENS = 256
 
 
-def reusable_tokens(able: Capabilities, length: int) -> int:
-    """How many of the first `length` tokens any other reading would have left in the cache as they are.
+def reusable_tokens(capabilities: Capabilities, length: int) -> int:
+    """Return how many of the first `length` cached tokens have the KV state that a new prefill would give.
 
-    None in a memory that is brought back to a length by running tokens again.
+    All of them where reuse is exact. Otherwise whole blocks, or none if the model cannot truncate its cache
+    without running tokens again.
     """
-    if able.prefix_reuse_exact:
+    if capabilities.prefix_reuse_exact:
         return length
-    return length - length % REUSE_BLOCK_TOKENS if able.partial_truncate else 0
+    return length - length % REUSE_BLOCK_TOKENS if capabilities.partial_truncate else 0

@@ -1,39 +1,44 @@
-"""Whether keeping pays: what reading costs against what copying costs, both as they were last measured."""
+"""The costs of reusing a prefix: the time to prefill it again, against the time to copy its KV state."""
 
 from __future__ import annotations
 
 __all__ = ["ReuseCosts"]
 
-# Fewer tokens are read sooner than anything is looked up.
-_FEW_TOKENS = 16
-# Until something was copied: memory is rarely slower.
+# Reading fewer tokens takes less time than a lookup. Chosen.
+_MIN_TOKENS = 16
+# Timings of smaller copies are mostly overhead.
+_MIN_TIMED_BYTES = 1 << 16
+# Assumed until a copy was timed. Memory is rarely slower.
 _COPY_BYTES_PER_SECOND = 2e9
-_WEIGHT_OF_NEW = 0.3
+# Weight of a new timing in the moving averages. Chosen.
+_NEW_WEIGHT = 0.3
 
 
 class ReuseCosts:
-    """Weighs tokens that would be read again against bytes that would be copied twice, away and back.
+    """Moving averages of the time to prefill a token, and of the time to copy a byte of KV state.
 
-    read_seconds: what reading a token takes; until some were read, what somebody guesses.
+    Args:
+        prefill_seconds: assumed seconds per prefill token, until a prefill was timed.
     """
 
-    def __init__(self, read_seconds: float) -> None:
-        self.read_seconds = read_seconds
-        self._measured = False
+    def __init__(self, prefill_seconds: float) -> None:
+        self.prefill_seconds = prefill_seconds
+        self._is_measured = False
         self._copy_seconds = 1.0 / _COPY_BYTES_PER_SECOND
 
-    def note_read(self, tokens: int, seconds: float) -> None:
-        """So many tokens were read; a few say little about what many take."""
-        if tokens >= _FEW_TOKENS:
-            weight = _WEIGHT_OF_NEW if self._measured else 1.0
-            self.read_seconds += weight * (seconds / tokens - self.read_seconds)
-            self._measured = True
+    def record_prefill(self, tokens: int, seconds: float) -> None:
+        """Record how long a prefill took. Short ones are left out."""
+        if tokens >= _MIN_TOKENS:
+            weight = _NEW_WEIGHT if self._is_measured else 1.0
+            self.prefill_seconds += weight * (seconds / tokens - self.prefill_seconds)
+            self._is_measured = True
 
-    def note_copied(self, size_bytes: int, seconds: float) -> None:
-        """So many bytes were copied."""
-        if size_bytes >= 1 << 16:
-            self._copy_seconds += _WEIGHT_OF_NEW * (seconds / size_bytes - self._copy_seconds)
+    def record_copy(self, size_bytes: int, seconds: float) -> None:
+        """Record how long it took to copy KV state. Small copies are left out."""
+        if size_bytes >= _MIN_TIMED_BYTES:
+            self._copy_seconds += _NEW_WEIGHT * (seconds / size_bytes - self._copy_seconds)
 
-    def pays(self, tokens: int, size_bytes: float) -> bool:
-        """Whether reading `tokens` again takes longer than copying their bytes away and back."""
-        return tokens >= _FEW_TOKENS and tokens * self.read_seconds > 2.0 * size_bytes * self._copy_seconds
+    def saves_time(self, tokens: int, size_bytes: float) -> bool:
+        """Return whether prefilling `tokens` takes longer than copying their KV state out and back in."""
+        is_worth_it = tokens * self.prefill_seconds > 2.0 * size_bytes * self._copy_seconds
+        return tokens >= _MIN_TOKENS and is_worth_it

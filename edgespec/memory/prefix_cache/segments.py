@@ -1,4 +1,4 @@
-"""Texts in pieces: one that several begin with is there once, and each goes on from it in its own piece."""
+"""Segments of cached token sequences, in a tree: a prefix that several sequences share is cached once."""
 
 from __future__ import annotations
 
@@ -12,36 +12,44 @@ from numpy.typing import NDArray
 
 from edgespec.backends.base import Snapshot
 
-__all__ = ["Segment", "SegmentTree", "Tokens", "digest_of", "name_of", "shared_tokens"]
+__all__ = ["Segment", "SegmentTree", "Tokens", "name_of", "shared_tokens", "tokens_digest"]
 
 Tokens: TypeAlias = NDArray[np.int32]
 
 
 def shared_tokens(a: Tokens, b: Tokens) -> int:
-    """How many tokens both begin with."""
+    """Return the length of the common prefix of two sequences."""
     count = min(len(a), len(b))
     differing = np.flatnonzero(a[:count] != b[:count])
     return int(differing[0]) if len(differing) else count
 
 
-def digest_of(text: Tokens) -> str:
-    """Tells a text from others; empty for none."""
-    if not len(text):
+def tokens_digest(tokens: Tokens) -> str:
+    """Return a digest that identifies a sequence; empty for an empty one."""
+    if not len(tokens):
         return ""
-    return hashlib.blake2b(np.ascontiguousarray(text, "<i4").tobytes(), digest_size=16).hexdigest()
+    return hashlib.blake2b(np.ascontiguousarray(tokens, "<i4").tobytes(), digest_size=16).hexdigest()
 
 
-def name_of(text: Tokens, start: int) -> str:
-    """The name of the piece from `start` to the end of a text: it begins with the text's digest."""
-    return f"{digest_of(text)}-{start}"
+def name_of(tokens: Tokens, start: int) -> str:
+    """Return the name of the segment from `start` to the end of `tokens`: their digest, and the start."""
+    return f"{tokens_digest(tokens)}-{start}"
 
 
 @dataclass(eq=False, slots=True)
 class Segment:
-    """`tokens` after those of `parent`, and the copy of a cache that holds them.
+    """Consecutive tokens of a sequence, and the KV state of these tokens.
 
-    tokens: int32 [n]. snapshot: None where the copy is on disk only. parting: texts are known to go different
-    ways after it. used: when, in seconds of the wall clock. The copy starts where the parent ends.
+    Attributes:
+        name: see `name_of`.
+        parent: the segment before this one; None at the beginning of a sequence.
+        tokens: int32 [n], the tokens after the parent's.
+        size_bytes: size of the KV state.
+        snapshot: the KV state; None if it is on disk only.
+        on_disk: whether the KV state is on disk.
+        is_branch_point: whether sequences are known to diverge after this segment.
+        last_used: when the segment was used last, in seconds since the epoch.
+        children: the segments that continue this one.
     """
 
     name: str
@@ -50,96 +58,101 @@ class Segment:
     size_bytes: int
     snapshot: Snapshot | None
     on_disk: bool = False
-    parting: bool = False
-    used: float = 0.0
+    is_branch_point: bool = False
+    last_used: float = 0.0
     children: list[Segment] = field(default_factory=list)
 
     @property
     def start(self) -> int:
-        """How many tokens come before it."""
+        """How many tokens of the sequence come before this segment."""
         return self.parent.end if self.parent else 0
 
     @property
     def end(self) -> int:
-        """How many tokens there are with it."""
+        """The length of the sequence up to the end of this segment."""
         return self.start + len(self.tokens)
 
     def chain(self) -> list[Segment]:
-        """The pieces of the text that ends with this one, from the first on."""
+        """Return the segments of the sequence that ends with this one, from the first on."""
         chain: list[Segment] = []
-        piece: Segment | None = self
-        while piece:
-            chain.append(piece)
-            piece = piece.parent
+        segment: Segment | None = self
+        while segment:
+            chain.append(segment)
+            segment = segment.parent
         return chain[::-1]
 
-    def text(self) -> Tokens:
-        """All tokens up to its end."""
-        return np.concatenate([piece.tokens for piece in self.chain()])
+    def sequence(self) -> Tokens:
+        """Return all tokens from the beginning of the sequence to the end of this segment."""
+        return np.concatenate([segment.tokens for segment in self.chain()])
 
-    def family(self) -> list[Segment]:
-        """It and all that goes on from it."""
+    def subtree(self) -> list[Segment]:
+        """Return this segment and all its descendants."""
         found = [self]
-        for piece in found:
-            found += piece.children
+        for segment in found:
+            found += segment.children
         return found
 
-    def value(self, own: Callable[[Segment], float]) -> float:
-        """What it is worth: as much as anything that goes on from it, which is of no use without it."""
-        return max(map(own, self.family()))
+    def value(self, own_value: Callable[[Segment], float]) -> float:
+        """Return the highest value in the subtree, because no descendant is usable without this segment."""
+        return max(map(own_value, self.subtree()))
 
 
 class SegmentTree:
-    """All pieces. Two that follow the same one may still begin alike."""
+    """All segments of one model. Children of the same segment may still begin with the same tokens."""
 
     def __init__(self) -> None:
         self._roots: list[Segment] = []
 
     def __iter__(self) -> Iterator[Segment]:
         for root in self._roots:
-            yield from root.family()
+            yield from root.subtree()
 
-    def __contains__(self, piece: Segment) -> bool:
-        """Whether it is here, and all that comes before it."""
-        chain = piece.chain()
+    def __contains__(self, segment: Segment) -> bool:
+        """Return whether a segment and all its ancestors are in the tree."""
+        chain = segment.chain()
         lists = (self._roots, *(part.children for part in chain))
         return all(part in following for part, following in zip(chain, lists, strict=False))
 
-    def add(self, piece: Segment) -> None:
-        """Take in a piece whose parent is here."""
-        (piece.parent.children if piece.parent else self._roots).append(piece)
+    def add(self, segment: Segment) -> None:
+        """Add a segment whose parent is in the tree."""
+        (segment.parent.children if segment.parent else self._roots).append(segment)
 
-    def remove(self, piece: Segment) -> list[Segment]:
-        """Take out a piece, and what goes on from it."""
-        if piece not in self:
+    def remove(self, segment: Segment) -> list[Segment]:
+        """Remove a segment and its descendants, and return them."""
+        if segment not in self:
             return []
-        (piece.parent.children if piece.parent else self._roots).remove(piece)
-        return piece.family()
+        (segment.parent.children if segment.parent else self._roots).remove(segment)
+        return segment.subtree()
 
-    def named(self, begin: str) -> Segment | None:
-        """The piece whose name is that, or begins so."""
-        return next((piece for piece in self if piece.name.startswith(begin)), None)
+    def find_name(self, prefix: str) -> Segment | None:
+        """Return a segment whose name is `prefix` or begins with it."""
+        return next((segment for segment in self if segment.name.startswith(prefix)), None)
 
-    def longest(self, text: Tokens, *, whole: bool = False) -> tuple[Segment | None, int]:
-        """The piece whose text shares most with this one, and how many tokens that is.
+    def longest_match(self, tokens: Tokens, *, whole: bool = False) -> tuple[Segment | None, int]:
+        """Return the segment whose sequence shares the longest prefix with `tokens`, and that length.
 
-        whole: only pieces that the text has to their end. Of two that share as much the shorter one.
+        Args:
+            tokens: the sequence to look up.
+            whole: only consider segments that match to their end.
+
+        Returns:
+            The segment, the one that ends first if several share as much; None without a match.
         """
         best: Segment | None = None
-        most, shortest = 0, 0
-        for piece, shared in self._meeting(self._roots, text, 0):
-            end = piece.end
+        longest, shortest_end = 0, 0
+        for segment, shared in self._matches(self._roots, tokens, 0):
+            end = segment.end
             if whole and shared < end:
                 continue
-            if shared > most or (shared == most and best and end < shortest):
-                best, most, shortest = piece, shared, end
-        return best, most
+            if shared > longest or (shared == longest and best and end < shortest_end):
+                best, longest, shortest_end = segment, shared, end
+        return best, longest
 
-    def _meeting(self, pieces: list[Segment], text: Tokens, start: int) -> Iterator[tuple[Segment, int]]:
-        """Pieces that share something of their own with the text, and how far."""
-        for piece in pieces:
-            shared = shared_tokens(piece.tokens, text[start:])
+    def _matches(self, segments: list[Segment], tokens: Tokens, start: int) -> Iterator[tuple[Segment, int]]:
+        """Yield the segments that share tokens of their own with `tokens`, and the shared length."""
+        for segment in segments:
+            shared = shared_tokens(segment.tokens, tokens[start:])
             if shared:
-                yield piece, start + shared
-            if shared == len(piece.tokens):
-                yield from self._meeting(piece.children, text, start + shared)
+                yield segment, start + shared
+            if shared == len(segment.tokens):
+                yield from self._matches(segment.children, tokens, start + shared)

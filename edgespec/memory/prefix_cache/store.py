@@ -1,4 +1,4 @@
-"""Where the copies of kept texts are: in memory while there is room for them, on disk, or in both."""
+"""The segment store: which segments are in memory, on disk or in both, and which are evicted."""
 
 from __future__ import annotations
 
@@ -7,161 +7,174 @@ import time
 from collections.abc import Callable
 
 from edgespec.backends.base import Snapshot
+from edgespec.memory.budget import DEFAULT_RESERVE_BYTES
 from edgespec.memory.prefix_cache.disk import PrefixCacheDisk
 from edgespec.memory.prefix_cache.reuse_costs import ReuseCosts
-from edgespec.memory.prefix_cache.segments import Segment, SegmentTree, digest_of
+from edgespec.memory.prefix_cache.segments import Segment, SegmentTree, tokens_digest
 
-__all__ = ["RESERVE_BYTES", "SegmentStore", "default_memory_bytes", "max_copy_bytes"]
+__all__ = ["SegmentStore", "default_memory_bytes", "max_copy_bytes"]
 
-_MOST_BYTES = 4 * 2**30
-_SHARE_OF_LEFT = 0.25
-# A copy is in memory twice for a moment, beside those that are kept.
-_COPIES = 3
-# Left to other programs, whatever was allowed.
-RESERVE_BYTES = 512 * 2**20
+# The default size limit in memory: a quarter of what the plan leaves free, and at most 4 GiB. Chosen.
+_DEFAULT_MAX_BYTES, _DEFAULT_SHARE = 4 * 2**30, 0.25
+# While a copy is made it is in memory twice, beside the segments that are cached already.
+_COPIES_AT_ONCE = 3
+# Added to the age of a segment, so that segments of the last minute differ only in their size.
 _FRESH_SECONDS = 60.0
 
 
 def default_memory_bytes(free_bytes: int) -> int:
-    """The bytes that may be kept in memory unless the user says: a quarter of what is left, at most 4 GiB."""
-    return min(_MOST_BYTES, max(0, int(free_bytes * _SHARE_OF_LEFT)))
+    """Return the default size limit in memory, given the bytes that the plan leaves free."""
+    return min(_DEFAULT_MAX_BYTES, max(0, int(free_bytes * _DEFAULT_SHARE)))
 
 
 def max_copy_bytes(free_bytes: int) -> int:
-    """The bytes that one copy may take, of what is left while none is kept."""
-    return max(0, free_bytes) // _COPIES
+    """Return the largest KV copy that is safe to make, given the bytes that the plan leaves free."""
+    return max(0, free_bytes) // _COPIES_AT_ONCE
 
 
 class SegmentStore:
-    """The pieces of a model's texts, and their copies. Any thread may ask; `lock` is held meanwhile.
+    """The segments of one model and their KV states. Any thread may call it, and `lock` guards the tree.
 
-    most_bytes: of copies in memory; what is over that goes to disk, or is dropped where there is none.
-    available: the bytes that are free now; below a reserve copies in memory make room for other programs.
-    worth: knows what reading a piece again would take.
+    Args:
+        max_bytes: size limit in memory. Segments beyond it are moved to disk, or dropped without a disk.
+        disk: the segments on disk; None to keep them in memory only.
+        available: returns the bytes that the system has free now.
+        reuse_costs: the time that a segment saves, which decides what the disk keeps.
+        reserve_bytes: memory to leave to other programs, whatever `max_bytes` allows.
     """
 
     def __init__(
-        self, most_bytes: int, disk: PrefixCacheDisk | None, available: Callable[[], int], worth: ReuseCosts
+        self,
+        max_bytes: int,
+        disk: PrefixCacheDisk | None,
+        available: Callable[[], int],
+        reuse_costs: ReuseCosts,
+        reserve_bytes: int = DEFAULT_RESERVE_BYTES,
     ) -> None:
         self.tree = SegmentTree()
         self.lock = threading.RLock()
-        self.most_bytes = most_bytes
+        self.max_bytes = max_bytes
         self.disk = disk
-        self._available = available
-        self._worth = worth
-        for stored in disk.stored() if disk else ():
-            parent = self.tree.named(f"{stored.after}-") if stored.after else None
-            piece = Segment(stored.name, parent, stored.tokens, stored.data_bytes, None, True)
-            piece.used = stored.used
-            self.tree.add(piece)
+        self.available = available
+        self._reserve_bytes = reserve_bytes
+        self._reuse_costs = reuse_costs
+        for stored in disk.list_segments() if disk else ():
+            parent = self.tree.find_name(f"{stored.after}-") if stored.after else None
+            segment = Segment(stored.name, parent, stored.tokens, stored.data_bytes, None, on_disk=True)
+            segment.last_used = stored.last_used
+            self.tree.add(segment)
 
     @property
-    def held_bytes(self) -> int:
-        """What copies in memory take now."""
+    def memory_bytes(self) -> int:
+        """The memory that segments take now."""
         with self.lock:
-            return sum(piece.size_bytes for piece in self.tree if piece.snapshot)
+            return sum(segment.size_bytes for segment in self.tree if segment.snapshot)
 
-    def room_for(self, size_bytes: float) -> bool:
-        """Whether the system has so much free beside its reserve."""
-        return size_bytes < self._available() - RESERVE_BYTES
+    def has_room_for(self, size_bytes: float) -> bool:
+        """Return whether the system has this much free beside the reserve."""
+        return size_bytes < self.available() - self._reserve_bytes
 
-    def read(self, piece: Segment) -> Snapshot | None:
-        """The copy, wherever it is; None where it is damaged or gone."""
-        return piece.snapshot or (self.disk.read(piece.name) if self.disk else None)
+    def read(self, segment: Segment) -> Snapshot | None:
+        """Return the KV state from memory or disk; None if it is damaged or gone."""
+        return segment.snapshot or (self.disk.read(segment.name) if self.disk else None)
 
-    def hold(self, piece: Segment, snapshot: Snapshot) -> None:
-        """Let a copy that was read stay in memory, where it may be that large."""
-        if self.most_bytes >= piece.size_bytes:
-            piece.snapshot = snapshot
+    def keep_in_memory(self, segment: Segment, snapshot: Snapshot) -> None:
+        """Keep a KV state that was read from disk in memory, if it is within the size limit."""
+        if self.max_bytes >= segment.size_bytes:
+            segment.snapshot = snapshot
 
-    def touch(self, piece: Segment) -> None:
-        """Its text is used now."""
+    def touch(self, segment: Segment) -> None:
+        """Record that a segment and its ancestors are used now."""
         clock = time.time()
-        for part in piece.chain():
-            part.used = clock
+        for part in segment.chain():
+            part.last_used = clock
 
-    def remove(self, piece: Segment) -> None:
-        """Give up a piece and all that goes on from it, on disk too."""
-        names = [one.name for one in self.tree.remove(piece) if one.on_disk]
+    def remove(self, segment: Segment) -> None:
+        """Remove a segment and its descendants, from disk too."""
+        names = [one.name for one in self.tree.remove(segment) if one.on_disk]
         if self.disk and names:
             self.disk.remove(names)
 
-    def forget(self) -> None:
-        """Give up all pieces; what is on disk is not looked at any more."""
+    def clear(self) -> None:
+        """Remove all segments from memory. Those on disk stay, but this store does not read them again."""
         with self.lock:
             self.tree = SegmentTree()
 
-    def write(self, wanted: Callable[[], bool] = lambda: True) -> None:
-        """Put on disk what is in memory only, while `wanted()`."""
+    def write(self, should_continue: Callable[[], bool] = lambda: True) -> None:
+        """Write the segments that are in memory only to disk, while `should_continue()`."""
         with self.lock:
-            waiting = [piece for piece in self.tree if piece.snapshot and not piece.on_disk]
-        for piece in waiting:
-            if not wanted():
+            waiting = [segment for segment in self.tree if segment.snapshot and not segment.on_disk]
+        for segment in waiting:
+            if not should_continue():
                 return
-            self._write(piece)
+            self._write(segment)
 
-    def _write(self, piece: Segment) -> bool:
-        """False where it cannot be put on disk."""
-        disk, snapshot = self.disk, piece.snapshot
-        if piece.on_disk:
+    def _write(self, segment: Segment) -> bool:
+        """Write a segment and its ancestors to disk. Returns whether it is there now."""
+        disk, snapshot = self.disk, segment.snapshot
+        if segment.on_disk:
             return True
         if disk is None or snapshot is None:
             return False
-        if piece.parent and not piece.parent.on_disk and not self._write(piece.parent):
+        if segment.parent and not segment.parent.on_disk and not self._write(segment.parent):
             return False
-        after = digest_of(piece.parent.text()) if piece.parent else ""
-        seconds = len(piece.tokens) * self._worth.read_seconds
-        written = disk.write(piece.name, after, piece.tokens, snapshot, seconds)
+        after = tokens_digest(segment.parent.sequence()) if segment.parent else ""
+        seconds = len(segment.tokens) * self._reuse_costs.prefill_seconds
+        written = disk.write(segment.name, after, segment.tokens, snapshot, seconds)
         with self.lock:
-            piece.on_disk = written
-            if written and piece not in self.tree:
-                disk.remove([piece.name])
-            self._miss(disk)
+            segment.on_disk = written
+            if written and segment not in self.tree:
+                disk.remove([segment.name])
+            self._sync_with_disk(disk)
         return written
 
-    def _miss(self, disk: PrefixCacheDisk) -> None:
-        """Give up what is in memory no more and was deleted on disk, for its quota or by another program."""
-        for piece in list(self.tree):
-            if piece.on_disk and not disk.has(piece.name):
-                piece.on_disk = False
-                if piece.snapshot is None:
-                    self.remove(piece)
+    def _sync_with_disk(self, disk: PrefixCacheDisk) -> None:
+        """Notice files that were deleted for the quota, or by another process."""
+        for segment in list(self.tree):
+            if segment.on_disk and not disk.has(segment.name):
+                segment.on_disk = False
+                if segment.snapshot is None:
+                    self.remove(segment)
 
-    def give_way(self, *, write: bool = True) -> int:
-        """Take copies out of memory for other programs; how many bytes. May be asked for at any time.
+    def reclaim(self, *, write: bool = True) -> int:
+        """Drop segments from memory until the system has the reserve free again.
 
-        write: what is on no disk yet is put there first, where texts are kept on disk; that takes its time.
-        Else it is dropped after those that are there.
+        Args:
+            write: write segments to disk before they are dropped. Without it, those that are on disk already
+                are dropped first.
+
+        Returns:
+            The bytes that this freed.
         """
         with self.lock:
-            before = self.held_bytes
-            self.make_room(write)
-            return before - self.held_bytes
+            before = self.memory_bytes
+            self.enforce_limits(write)
+            return before - self.memory_bytes
 
-    def make_room(self, write: bool = True) -> None:
-        """Take copies out of memory, what is worth least first, until the others are within bounds."""
-        copies = [piece for piece in self.tree if piece.snapshot]
-        total = sum(piece.size_bytes for piece in copies)
-        limit = min(self.most_bytes, total + self._available() - RESERVE_BYTES)
+    def enforce_limits(self, write: bool = True) -> None:
+        """Drop the least valuable segments from memory, until size limit and reserve are respected."""
+        in_memory = [segment for segment in self.tree if segment.snapshot]
+        total = sum(segment.size_bytes for segment in in_memory)
+        limit = min(self.max_bytes, total + self.available() - self._reserve_bytes)
         if total <= limit:
             return
         clock = time.time()
 
-        def own(piece: Segment) -> float:
-            gain = len(piece.tokens) / (piece.size_bytes + 1)
-            return gain / (max(0.0, clock - piece.used) + _FRESH_SECONDS)
+        def own_value(segment: Segment) -> float:
+            tokens_per_byte = len(segment.tokens) / (segment.size_bytes + 1)
+            return tokens_per_byte / (max(0.0, clock - segment.last_used) + _FRESH_SECONDS)
 
-        def order(piece: Segment) -> tuple[bool, float, int]:
-            return not (write or piece.on_disk), piece.value(own), -piece.start
+        def eviction_order(segment: Segment) -> tuple[bool, float, int]:
+            return not (write or segment.on_disk), segment.value(own_value), -segment.start
 
-        for piece in sorted(copies, key=order):
+        for segment in sorted(in_memory, key=eviction_order):
             if total <= limit:
                 return
-            if piece.snapshot is None:
+            if segment.snapshot is None:
                 continue
-            if piece.on_disk or (write and self._write(piece)):
-                piece.snapshot = None
-                total -= piece.size_bytes
+            if segment.on_disk or (write and self._write(segment)):
+                segment.snapshot = None
+                total -= segment.size_bytes
             else:
-                total -= sum(one.size_bytes for one in piece.family() if one.snapshot)
-                self.remove(piece)
+                total -= sum(one.size_bytes for one in segment.subtree() if one.snapshot)
+                self.remove(segment)

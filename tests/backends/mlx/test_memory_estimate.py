@@ -39,8 +39,8 @@ def _check(path: Path, **how: object) -> None:
     facts = model.facts
     model.close()
     assert planned.context_tokens == facts.context_tokens
-    assert planned.of("weights") == pytest.approx(facts.weight_bytes, rel=0.01)
-    assert planned.of("cache") == pytest.approx(facts.max_kv_bytes, rel=0.01)
+    assert planned.bytes_of("weights") == pytest.approx(facts.weight_bytes, rel=0.01)
+    assert planned.bytes_of("cache") == pytest.approx(facts.max_kv_bytes, rel=0.01)
 
 
 @pytest.mark.parametrize("kind", _KINDS)
@@ -61,13 +61,13 @@ def test_kv_types_and_16_bit_weights(kv_type: str, memory_bytes: int, tmp_path: 
 
 @pytest.fixture
 def _few_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory_estimate, "addresses_are_limited", lambda: True)
+    monkeypatch.setattr(memory_estimate, "address_space_is_limited", lambda: True)
 
 
 def _peak_is_told(path: Path, context_tokens: int, share: float) -> None:
     """What MLX counts is what it has addresses for."""
     options = LoadOptions(context_tokens=context_tokens)
-    told = _told(path, options).of("cache", "compute")
+    told = _told(path, options).bytes_of("cache", "compute")
     model = backend.load(str(path), "model", options)
     before = mx.get_active_memory()
     mx.reset_peak_memory()
@@ -153,8 +153,8 @@ def test_what_is_touched_is_told(kind: str, config: dict[str, int], tmp_path: Pa
     done = subprocess.run(
         [sys.executable, "-c", _TOUCHES, str(path), "2048"], capture_output=True, text=True, check=True
     )
-    assert told.of("compute") > 7 << 20
-    assert abs(told.of("cache", "compute") - int(done.stdout)) < 3 << 20
+    assert told.bytes_of("compute") > 7 << 20
+    assert abs(told.bytes_of("cache", "compute") - int(done.stdout)) < 3 << 20
 
 
 def test_what_does_not_run_is_refused(tmp_path: Path) -> None:

@@ -15,12 +15,12 @@ PLENTY = 1 << 30
 
 
 class Always(ReuseCosts):
-    """Everything is worth it: no test depends on how fast the machine is."""
+    """Every reuse saves time, so that no test depends on how fast the machine is."""
 
     def __init__(self) -> None:
         super().__init__(1e-3)
 
-    def pays(self, tokens: int, size_bytes: float) -> bool:
+    def saves_time(self, tokens: int, size_bytes: float) -> bool:
         return tokens > 0
 
 
@@ -28,7 +28,7 @@ def keeper(
     model: LanguageModel,
     folder: Path | None = None,
     *,
-    most_bytes: int = PLENTY,
+    max_bytes: int = PLENTY,
     quota_bytes: int = PLENTY,
     identity: str = "a model",
     available: int = 1 << 40,
@@ -38,9 +38,9 @@ def keeper(
     disk = PrefixCacheDisk(identity, quota_bytes, folder) if folder else None
     return PrefixCache(
         model,
-        most_bytes,
+        max_bytes,
         disk,
-        worth=Always(),
+        reuse_costs=Always(),
         max_copied_bytes=max_copied_bytes,
         available=lambda: available,
     )

@@ -61,14 +61,14 @@ OVER_PIECES += [Act(0, "quiet", 1), Act(0, "another run", 1), *OVER_PIECES]
 @settings(max_examples=25, deadline=None)
 @given(
     history=acts,
-    most_bytes=st.sampled_from([0, 1200, 1 << 20]),
+    max_bytes=st.sampled_from([0, 1200, 1 << 20]),
     quota_bytes=st.sampled_from([None, 4000, 1 << 20]),
     max_copied_bytes=st.sampled_from([None, 400, 1500]),
 )
-@example(history=OVER_PIECES, most_bytes=0, quota_bytes=None, max_copied_bytes=None)
-@example(history=OVER_PIECES, most_bytes=1 << 20, quota_bytes=1 << 20, max_copied_bytes=400)
+@example(history=OVER_PIECES, max_bytes=0, quota_bytes=None, max_copied_bytes=None)
+@example(history=OVER_PIECES, max_bytes=1 << 20, quota_bytes=1 << 20, max_copied_bytes=400)
 def test_every_reply_is_that_of_a_fresh_run(
-    make: str, history: list[Act], most_bytes: int, quota_bytes: int | None, max_copied_bytes: int | None
+    make: str, history: list[Act], max_bytes: int, quota_bytes: int | None, max_copied_bytes: int | None
 ) -> None:
     """The memory is looked into besides: what comes out of most depends on its last tokens only."""
     plain = Runtime(inner := MADE[make](), None, DrafterSet(inner, None))
@@ -79,7 +79,7 @@ def test_every_reply_is_that_of_a_fresh_run(
         folder = None if quota_bytes is None else Path(name)
 
         def begun() -> Runtime:
-            bounds = {"most_bytes": most_bytes, "quota_bytes": quota_bytes or 0}
+            bounds = {"max_bytes": max_bytes, "quota_bytes": quota_bytes or 0}
             return keeping(MADE[make](), folder, max_copied_bytes=max_copied_bytes, **bounds)
 
         runtime = begun()
@@ -102,7 +102,7 @@ def test_every_reply_is_that_of_a_fresh_run(
             assert held(runtime) == [*prompt, *reply.tokens][: len(held(runtime))]
             texts[act.chat] = prompt + list(reply.tokens)
             use = runtime.memory().prefix_cache
-            assert use.memory_bytes <= most_bytes
+            assert use.memory_bytes <= max_bytes
             if quota_bytes is not None and folder is not None:
                 files = [path.stat().st_size for path in folder.rglob("*") if path.is_file()]
                 assert sum(files) <= quota_bytes
@@ -162,7 +162,7 @@ def held(runtime: Runtime) -> list[int]:
 def test_no_more_is_read_than_is_new(folder: bool, tmp_path: Path) -> None:
     """Four chats with one system prompt, in turn: it is read once, of a turn only what was said since."""
     chats = [list(chat) for chat in CHATS]
-    with keeping(table(1), tmp_path if folder else None, most_bytes=0 if folder else 1 << 20) as runtime:
+    with keeping(table(1), tmp_path if folder else None, max_bytes=0 if folder else 1 << 20) as runtime:
         known: list[list[int]] = []
         for turn in range(3):
             for i, chat in enumerate(chats):
@@ -188,7 +188,7 @@ def test_what_texts_begin_with_is_there_once() -> None:
             ask(runtime, chat, max_tokens=5, seed=1)
         kept = runtime._session.prefix_cache
         assert kept
-        own = [len(text) - len(SYSTEM) for text in kept.texts()]
+        own = [len(text) - len(SYSTEM) for text in kept.sequences()]
         assert sum(len(piece.tokens) for piece in kept.store.tree) == len(SYSTEM) + sum(own)
         assert len(own) == 4
 
@@ -227,10 +227,10 @@ def test_of_what_rounds_by_its_passes_no_more_is_put_back_than_is_gone_on_from()
         kept = runtime._session.prefix_cache
         assert kept
         for shared, goes_on in ((200, 0), (300, 256), (511, 256), (590, 512)):
-            before = kept.use()
+            before = kept.usage()
             reply = ask(runtime, [*texts[0][:shared], *words(shared, 40)], max_tokens=5, seed=1)
             assert reply.stats.cached_prompt_tokens == goes_on
-            after = kept.use()
+            after = kept.usage()
             assert after.reused_tokens - before.reused_tokens in (goes_on, 0)
             assert after.hits - before.hits == (after.reused_tokens > before.reused_tokens)
             ask(runtime, texts[1], max_tokens=5, seed=1)
@@ -254,12 +254,12 @@ def test_other_programs_get_their_memory_back(tmp_path: Path) -> None:
     with Runtime(model, None, DrafterSet(model, None), prefix_cache=kept) as runtime:
         for chat in CHATS:
             ask(runtime, chat, max_tokens=5)
-        assert kept.use().memory_bytes > 0
-        kept.store._available = lambda: 100 << 20
+        assert kept.usage().memory_bytes > 0
+        kept.store.available = lambda: 100 << 20
         reply = ask(runtime, [*CHATS[1], 3], max_tokens=5)
         assert reply.stats.cached_prompt_tokens > len(CHATS[1]) - 2
-        assert kept.use().memory_bytes == 0
-        assert kept.use().disk_bytes > 0
+        assert kept.usage().memory_bytes == 0
+        assert kept.usage().disk_bytes > 0
 
 
 def test_a_snapshot_that_does_not_fit_is_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -299,7 +299,7 @@ class TestWrongSnapshots:
     def test_one_that_begins_elsewhere(self) -> None:
         with keeping(table(1)) as runtime:
             kept = self.visited(runtime)
-            piece, shared = kept.store.tree.longest(np.array(CHATS[0], np.int32))
+            piece, shared = kept.store.tree.longest_match(np.array(CHATS[0], np.int32))
             assert piece
             assert piece.snapshot
             assert (piece.start, shared) == (len(SYSTEM), len(CHATS[0]))
@@ -334,18 +334,18 @@ def test_what_is_forgotten_is_read_again() -> None:
         for chat in CHATS:
             ask(runtime, chat, max_tokens=5)
         runtime.clear_cache()
-        assert runtime.memory().prefix_cache.texts == 0
+        assert runtime.memory().prefix_cache.sequences == 0
         assert ask(runtime, CHATS[0], max_tokens=5).stats.cached_prompt_tokens == 0
 
 
 def test_keeping_must_pay() -> None:
-    worth = ReuseCosts(1e-3)
-    assert worth.pays(100, 1e6)
-    assert not worth.pays(8, 0)
-    worth.note_read(100, 1e-4)
-    assert not worth.pays(100, 1e6)
-    worth.note_copied(1 << 30, 0.01)
-    assert worth.pays(100, 1e5)
+    costs = ReuseCosts(1e-3)
+    assert costs.saves_time(100, 1e6)
+    assert not costs.saves_time(8, 0)
+    costs.record_prefill(100, 1e-4)
+    assert not costs.saves_time(100, 1e6)
+    costs.record_copy(1 << 30, 0.01)
+    assert costs.saves_time(100, 1e5)
 
 
 def test_memory_is_bounded_by_what_is_left() -> None:
@@ -366,7 +366,7 @@ def test_what_was_in_the_cache_when_all_was_forgotten_is_not_written(tmp_path: P
         delete_cached_prefixes(tmp_path)
         runtime.save_prefix_cache()
         ask(runtime, [1, *CHATS[2]], max_tokens=5)
-    kept = keeper(table(1), tmp_path).texts()
+    kept = keeper(table(1), tmp_path).sequences()
     assert [text[:200].tolist() for text in kept] == [[1, *CHATS[2]][:200]]
 
 

@@ -25,9 +25,9 @@ def sized(size_bytes: int) -> LanguageModel:
     return model
 
 
-@pytest.mark.parametrize("most_bytes", [0, 500, PLENTY])
+@pytest.mark.parametrize("max_bytes", [0, 500, PLENTY])
 def test_what_is_too_large_for_one_copy_is_kept_in_several(
-    most_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    max_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, sizes = sized(3), [0]
     snapshot = model.snapshot
@@ -35,12 +35,12 @@ def test_what_is_too_large_for_one_copy_is_kept_in_several(
     def copied(start: int = 0, end: int | None = None) -> Snapshot:
         made = snapshot(start, end)
         assert kept
-        assert kept.use().memory_bytes <= most_bytes
+        assert kept.usage().memory_bytes <= max_bytes
         sizes.append(len(made.data))
         return made
 
     monkeypatch.setattr(model, "snapshot", copied)
-    with keeping(model, tmp_path, most_bytes=most_bytes, max_copied_bytes=300) as runtime:
+    with keeping(model, tmp_path, max_bytes=max_bytes, max_copied_bytes=300) as runtime:
         kept = runtime._session.prefix_cache
         ask(runtime, words(5, 180), max_tokens=5)
         ask(runtime, [*words(5, 90), *words(6, 60)], max_tokens=5)
@@ -56,7 +56,7 @@ def test_what_is_too_large_for_one_copy_is_kept_in_several(
 
 
 def test_of_what_is_larger_than_memory_the_beginning_is_kept() -> None:
-    with keeping(sized(3), most_bytes=1500) as runtime:
+    with keeping(sized(3), max_bytes=1500) as runtime:
         chat = words(7, 700)
         for _ in range(2):
             ask(runtime, chat, max_tokens=5)
@@ -81,7 +81,7 @@ def copies_of(model: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> list[Sna
 def test_what_there_is_no_room_for_is_not_copied_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
     model = sized(3)
     made = copies_of(model, monkeypatch)
-    with keeping(model, most_bytes=1500) as runtime:
+    with keeping(model, max_bytes=1500) as runtime:
         for _ in range(4):
             ask(runtime, words(7, 900), max_tokens=5, seed=1)
             ask(runtime, words(8, 10), max_tokens=5, seed=1)
@@ -105,20 +105,20 @@ def test_what_was_copied_with_more_memory_is_parted_in_smaller_copies(
         assert max(len(copy.data) for copy in made) <= 303
 
 
-@pytest.mark.parametrize("most_bytes", [0, 1000])
-def test_what_was_deleted_for_the_quota_is_said_to_be_there_no_more(most_bytes: int, tmp_path: Path) -> None:
-    with keeping(table(1), tmp_path, most_bytes=most_bytes, quota_bytes=4000) as runtime:
+@pytest.mark.parametrize("max_bytes", [0, 1000])
+def test_what_was_deleted_for_the_quota_is_said_to_be_there_no_more(max_bytes: int, tmp_path: Path) -> None:
+    with keeping(table(1), tmp_path, max_bytes=max_bytes, quota_bytes=4000) as runtime:
         for seed in range(8):
             ask(runtime, words(seed, 200), max_tokens=5)
         files = [path.stat().st_size for path in tmp_path.rglob("*.kept")]
         use = runtime.memory().prefix_cache
         assert 1000 < use.disk_bytes < sum(files) <= 4000
-        assert len(files) <= use.texts <= len(files) + most_bytes // 500
+        assert len(files) <= use.sequences <= len(files) + max_bytes // 500
 
 
 def test_what_there_is_no_room_to_copy_is_not_kept() -> None:
     model = table(1)
-    kept = PrefixCache(model, 1 << 20, worth=Always(), max_copied_bytes=0)
+    kept = PrefixCache(model, 1 << 20, reuse_costs=Always(), max_copied_bytes=0)
     with Runtime(model, None, DrafterSet(model, None), prefix_cache=kept) as runtime:
         ask(runtime, CHATS[0], max_tokens=5)
         # A table's memory takes nothing, so that tokens have no size before there is one of another.

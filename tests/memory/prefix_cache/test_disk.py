@@ -19,7 +19,7 @@ from edgespec.backends.base import Snapshot
 from edgespec.corpus.saved_replies import delete_saved_replies
 from edgespec.files import write_private_file
 from edgespec.memory.prefix_cache import PrefixCacheDisk, default_disk_bytes, delete_cached_prefixes
-from edgespec.memory.prefix_cache.segments import Tokens, digest_of, name_of
+from edgespec.memory.prefix_cache.segments import Tokens, name_of, tokens_digest
 
 TEXT = np.arange(50, dtype=np.int32)
 PLENTY = 1 << 30
@@ -29,7 +29,9 @@ def put(disk: PrefixCacheDisk, text: Tokens, start: int = 0, *, seconds: float =
     """A piece from `start` to the end of a text."""
     name = name_of(text, start)
     data = bytes(np.random.default_rng(len(text)).integers(0, 256, size, np.uint8))
-    assert disk.write(name, digest_of(text[:start]), text[start:], Snapshot(len(text), data, start), seconds)
+    assert disk.write(
+        name, tokens_digest(text[:start]), text[start:], Snapshot(len(text), data, start), seconds
+    )
     return name
 
 
@@ -41,9 +43,9 @@ def test_a_piece_comes_back_as_it_was(tmp_path: Path) -> None:
     disk = PrefixCacheDisk("a model", PLENTY, tmp_path)
     names = [put(disk, TEXT[:30]), put(disk, TEXT, 30)]
     again = PrefixCacheDisk("a model", PLENTY, tmp_path)
-    assert [piece.name for piece in again.stored()] == names
-    first, last = again.stored()
-    assert (first.start, first.after, last.start, last.after) == (0, "", 30, digest_of(TEXT[:30]))
+    assert [piece.name for piece in again.list_segments()] == names
+    first, last = again.list_segments()
+    assert (first.start, first.after, last.start, last.after) == (0, "", 30, tokens_digest(TEXT[:30]))
     assert np.array_equal(np.concatenate([first.tokens, last.tokens]), TEXT)
     read = again.read(names[1])
     assert read is not None
@@ -80,7 +82,7 @@ def test_a_damaged_file_is_never_used(data: st.DataObject, tmp_path_factory: pyt
         path.write_bytes(whole + b"x")
     changed = path.read_bytes() != whole
     again = PrefixCacheDisk("a model", PLENTY, disk.folder.parent)
-    usable = [piece.name for piece in again.stored()]
+    usable = [piece.name for piece in again.list_segments()]
     assert not changed or again.read(name) is None
     if not changed:
         assert usable == [name]
@@ -95,7 +97,7 @@ def test_what_goes_after_nothing_is_deleted(tmp_path: Path) -> None:
     first = put(disk, TEXT[:30])
     last = put(disk, TEXT, 30)
     disk.remove([first])
-    assert PrefixCacheDisk("a model", PLENTY, tmp_path).stored() == []
+    assert PrefixCacheDisk("a model", PLENTY, tmp_path).list_segments() == []
     assert not file_of(disk, last).exists()
 
 
@@ -103,12 +105,12 @@ def test_another_model_finds_nothing(tmp_path: Path) -> None:
     disk = PrefixCacheDisk("a model", PLENTY, tmp_path)
     name = put(disk, TEXT)
     other = PrefixCacheDisk("another model", PLENTY, tmp_path)
-    assert other.stored() == []
+    assert other.list_segments() == []
     other.folder.mkdir()
     file_of(other, name).write_bytes(file_of(disk, name).read_bytes())
     assert other.read(name) is None
-    assert other.stored() == []
-    assert len(disk.stored()) == 1
+    assert other.list_segments() == []
+    assert len(disk.list_segments()) == 1
 
 
 def test_the_quota_takes_what_is_worth_least_and_never_what_others_need(tmp_path: Path) -> None:
@@ -119,7 +121,7 @@ def test_the_quota_takes_what_is_worth_least_and_never_what_others_need(tmp_path
     for seed in range(20):
         put(disk, np.random.default_rng(seed).integers(100, 200, 40, np.int32), seconds=1.0, size=900)
         assert disk.used_bytes() <= 6000
-    names = {piece.name for piece in disk.stored()}
+    names = {piece.name for piece in disk.list_segments()}
     assert {shared, dear} <= names
     assert cheap not in names
     assert not disk.write("x", "", TEXT, Snapshot(50, bytes(7000)), 1.0)
@@ -130,15 +132,15 @@ def test_what_a_piece_goes_after_is_not_deleted_for_it(tmp_path: Path) -> None:
     first = put(disk, TEXT[:20], seconds=1e-6)
     put(disk, TEXT[5:40], seconds=1.0, size=2000)
     last = put(disk, TEXT, 20, seconds=1e-3, size=2000)
-    assert [piece.name for piece in disk.stored()] == [first, last]
+    assert [piece.name for piece in disk.list_segments()] == [first, last]
 
 
 def test_what_does_not_fit_after_what_it_goes_on_from_deletes_nothing(tmp_path: Path) -> None:
     disk = PrefixCacheDisk("a model", 4000, tmp_path)
     names = {put(disk, TEXT[:20], size=2000), put(disk, TEXT[5:40])}
     copy = Snapshot(50, bytes(2000), 20)
-    assert not disk.write(name_of(TEXT, 20), digest_of(TEXT[:20]), TEXT[20:], copy, 100.0)
-    assert {piece.name for piece in disk.stored()} == names
+    assert not disk.write(name_of(TEXT, 20), tokens_digest(TEXT[:20]), TEXT[20:], copy, 100.0)
+    assert {piece.name for piece in disk.list_segments()} == names
 
 
 def test_two_writers_take_turns_and_litter_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,16 +159,16 @@ def test_two_writers_take_turns_and_litter_goes(tmp_path: Path, monkeypatch: pyt
 def test_a_folder_that_cannot_be_written_is_said(tmp_path: Path) -> None:
     (tmp_path / "kept").write_text("in the way")
     disk = PrefixCacheDisk("a model", PLENTY, tmp_path / "kept")
-    assert disk.stored() == []
+    assert disk.list_segments() == []
     assert not disk.write("x", "", TEXT, Snapshot(50, b"data"), 1.0)
-    assert "not kept in" in disk.notice
+    assert "not cached in" in disk.notice
 
 
 def test_what_there_is_no_memory_to_write_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refused(_path: Path, *_payload: bytes) -> None:
         raise MemoryError
 
-    monkeypatch.setattr("edgespec.memory.prefix_cache.disk.write_private", refused)
+    monkeypatch.setattr("edgespec.memory.prefix_cache.disk.write_private_file", refused)
     disk = PrefixCacheDisk("a model", PLENTY, tmp_path)
     assert not disk.write("x", "", TEXT, Snapshot(50, b"data"), 1.0)
     assert "memoryerror" in disk.notice
@@ -176,12 +178,12 @@ def test_what_is_forgotten_goes_and_is_not_written_again(tmp_path: Path) -> None
     disk = PrefixCacheDisk("a model", PLENTY, tmp_path)
     put(disk, TEXT)
     assert delete_cached_prefixes(tmp_path) > 300
-    assert disk.stored() == []
-    assert disk.forgotten
+    assert disk.list_segments() == []
+    assert disk.was_cleared
     assert not disk.write("x", "", TEXT, Snapshot(50, b"data"), 1.0)
-    disk.begin_again()
+    disk.acknowledge_clear()
     put(disk, TEXT)
-    assert len(disk.stored()) == 1
+    assert len(disk.list_segments()) == 1
 
 
 def test_who_is_killed_while_forgetting_leaves_nothing_half_written(
@@ -205,20 +207,20 @@ def test_the_default_quota_leaves_most_of_the_disk(tmp_path: Path) -> None:
 def test_a_folder_that_cannot_be_entered_is_empty(tmp_path: Path) -> None:
     """Such as another user's: a model loads, and says that nothing is kept."""
     disk = PrefixCacheDisk("a model", PLENTY, tmp_path / ("x" * 300))
-    assert disk.stored() == []
+    assert disk.list_segments() == []
     assert disk.used_bytes() == 0
-    assert not disk.write(name_of(TEXT, 0), digest_of(TEXT[:0]), TEXT, Snapshot(50, b"state"), 1.0)
-    assert "what was read is not kept" in disk.notice
+    assert not disk.write(name_of(TEXT, 0), tokens_digest(TEXT[:0]), TEXT, Snapshot(50, b"state"), 1.0)
+    assert "prefixes are not cached" in disk.notice
 
 
 def test_what_is_more_than_the_quota_by_now_goes(tmp_path: Path) -> None:
     names = [put(PrefixCacheDisk(model, PLENTY, tmp_path), TEXT) for model in ("a model", "another")]
     both = PrefixCacheDisk("a model", PLENTY, tmp_path).used_bytes()
-    assert len(PrefixCacheDisk("a model", both, tmp_path).stored()) == 1
+    assert len(PrefixCacheDisk("a model", both, tmp_path).list_segments()) == 1
     less = PrefixCacheDisk("a model", both - 1, tmp_path)
-    less.stored()
+    less.list_segments()
     assert less.used_bytes() == both // len(names)
-    assert PrefixCacheDisk("a model", 0, tmp_path).stored() == []
+    assert PrefixCacheDisk("a model", 0, tmp_path).list_segments() == []
     assert less.used_bytes() == 0
 
 
@@ -238,7 +240,7 @@ def test_a_file_that_another_program_puts_in_its_place_meanwhile_is_whole_and_st
         disk = PrefixCacheDisk("a model", PLENTY, tmp_path)
         for _ in range(300):
             assert disk.read(name) is not None
-            assert [piece.name for piece in disk.stored()] == [name]
+            assert [piece.name for piece in disk.list_segments()] == [name]
     finally:
         done.set()
         writer.join()
@@ -254,11 +256,11 @@ def test_what_is_forgotten_while_it_is_written_is_not_there_afterwards(
         forgotten.wait(0.5)
         write_private_file(path, *payload)
 
-    monkeypatch.setattr("edgespec.memory.prefix_cache.disk.write_private", slowly)
+    monkeypatch.setattr("edgespec.memory.prefix_cache.disk.write_private_file", slowly)
     writer = Thread(target=put, args=(PrefixCacheDisk("a model", PLENTY, tmp_path), TEXT))
     writer.start()
     begun.wait()
-    monkeypatch.setattr("edgespec.memory.prefix_cache.disk.write_private", write_private_file)
+    monkeypatch.setattr("edgespec.memory.prefix_cache.disk.write_private_file", write_private_file)
     delete_cached_prefixes(tmp_path)
     forgotten.set()
     writer.join()

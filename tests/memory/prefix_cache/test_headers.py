@@ -12,7 +12,7 @@ import pytest
 
 from edgespec.backends.base import Snapshot
 from edgespec.memory.prefix_cache import PrefixCacheDisk, headers
-from edgespec.memory.prefix_cache.segments import digest_of, name_of
+from edgespec.memory.prefix_cache.segments import name_of, tokens_digest
 
 TEXT = np.arange(50, dtype=np.int32)
 KEYS = ("identity", "name", "after", "start", "end", "data_bytes", "seconds", "tokens_sum", "sums")
@@ -20,7 +20,7 @@ KEYS = ("identity", "name", "after", "start", "end", "data_bytes", "seconds", "t
 
 def written(disk: PrefixCacheDisk, start: int, end: int) -> bool:
     snapshot = Snapshot(end, b"x" * 300, start)
-    return disk.write(name_of(TEXT[:end], start), digest_of(TEXT[:start]), TEXT[start:end], snapshot, 1.0)
+    return disk.write(name_of(TEXT[:end], start), tokens_digest(TEXT[:start]), TEXT[start:end], snapshot, 1.0)
 
 
 def forge(path: Path, header: bytes) -> None:
@@ -50,7 +50,7 @@ def test_a_header_of_another_form_is_a_file_that_is_not_there(
         forge(path, json.dumps(header).encode())
         assert disk.read(name) is None or key in ("name", "after", "seconds")
         assert written(disk, 40, 50)
-        assert PrefixCacheDisk("a model", quota_bytes, tmp_path).stored() == []
+        assert PrefixCacheDisk("a model", quota_bytes, tmp_path).list_segments() == []
 
 
 @pytest.mark.parametrize("header", [b"[]", b"7", b"null", b"[" * 100_000, b"\xff", b""])
@@ -59,4 +59,4 @@ def test_a_header_that_is_no_object_is_a_file_that_is_not_there(tmp_path: Path, 
     assert written(disk, 0, 40)
     forge(disk.folder / f"{name_of(TEXT[:40], 0)}.kept", header)
     assert disk.read(name_of(TEXT[:40], 0)) is None
-    assert disk.stored() == []
+    assert disk.list_segments() == []

@@ -23,12 +23,14 @@ LOADED: dict[str, Any] = {"draft": None, "method": "none", "threads": 1}
 @pytest.fixture(autouse=True)
 def keeps_all(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("EDGESPEC_DATA_DIR", str(tmp_path / "data"))
-    monkeypatch.setattr(ReuseCosts, "pays", lambda _self, tokens, _bytes: tokens > 0)
+    monkeypatch.setattr(ReuseCosts, "saves_time", lambda _self, tokens, _bytes: tokens > 0)
 
 
-def said(path: str, context: int, *, keep: str = "disk", **others: Any) -> tuple[int, tuple[int, ...]]:
+def said(
+    path: str, context: int, *, prefix_cache: str = "disk", **others: Any
+) -> tuple[int, tuple[int, ...]]:
     """What is said to the text after it was asked before or not: how many tokens were not read, and it."""
-    with edgespec.load(path, context=context, prefix_cache=keep, **{**LOADED, **others}) as runtime:
+    with edgespec.load(path, context=context, prefix_cache=prefix_cache, **{**LOADED, **others}) as runtime:
         tokens = ask(runtime, [*TEXT, 9], max_tokens=20, seed=1, temperature=0.8).tokens
         return runtime.memory().prefix_cache.reused_tokens, tokens
 

@@ -76,7 +76,7 @@ def test_in_one_run_and_the_next(make: Make, tmp_path: Path, demo_target: Path) 
     words = np.random.default_rng(1).integers(3, 90, (4, 100)).tolist()
     begun = [[*words[3], *own] for own in words[:3]]
     ngram = {"ngram": NgramDrafter()}
-    with keeping(model, tmp_path / "kept", most_bytes=100_000, others=ngram) as runtime:
+    with keeping(model, tmp_path / "kept", max_bytes=100_000, others=ngram) as runtime:
         chats, replies = [list(text) for text in begun], []
         for turn, chat in enumerate(VISITS):
             replies.append(_turn(runtime, chats[chat], turn))
@@ -150,7 +150,7 @@ def test_whatever_guesses(forms: Callable[[], tuple[LanguageModel, dict[str, Any
 
 @pytest.fixture
 def always(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ReuseCosts, "pays", lambda _self, tokens, _bytes: tokens > 0)
+    monkeypatch.setattr(ReuseCosts, "saves_time", lambda _self, tokens, _bytes: tokens > 0)
 
 
 @pytest.mark.usefixtures("always")

@@ -1,4 +1,4 @@
-"""What the policy is judged by, on every machine: its bound, hindsight, and how soon it follows a text."""
+"""The controller on every simulated machine: loss limit, speed and recovery."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SEEDS = range(6)
 @EVERY
 @pytest.mark.parametrize("rate", [0.0, 0.05, 0.3, 0.6, 0.85, 0.95])
 @pytest.mark.parametrize("informed", [True, False])
-def test_no_reply_is_below_its_bound(machine: SimulatedMachine, rate: float, informed: bool) -> None:
+def test_loss_limit_holds(machine: SimulatedMachine, rate: float, informed: bool) -> None:
     texts = [stationary(rate, 120, 0, informed=informed)]
     texts += [text.after(400) for text in texts]
     assert evaluate(machine, Case("any", texts, warm=1)).limit_left_steps >= -1e-6
@@ -53,13 +53,13 @@ NEAR = [
 
 
 @pytest.mark.parametrize(("name", "rate"), NEAR)
-def test_on_a_steady_text_it_is_nearly_as_fast_as_hindsight(name: str, rate: float) -> None:
+def test_near_the_best_fixed_length_at_constant_acceptance(name: str, rate: float) -> None:
     texts = [stationary(rate, 200, seed) for seed in range(8)]
     assert evaluate(BY_NAME[name], Case("steady", texts)).share >= 0.945
 
 
 @EVERY
-def test_on_recorded_texts_it_is_nearly_as_fast_as_hindsight(machine: SimulatedMachine) -> None:
+def test_near_the_best_fixed_length_on_recorded_replies(machine: SimulatedMachine) -> None:
     for temperature in (0.0, 0.8):
         found = evaluate(machine, Case("recorded", recorded(temperature)))
         # What a reply may lose is not enough there for drafts as long as would pay.
@@ -68,12 +68,12 @@ def test_on_recorded_texts_it_is_nearly_as_fast_as_hindsight(machine: SimulatedM
 
 
 @EVERY
-def test_it_recovers_within_50_tokens_where_guesses_stop_to_come_true(machine: SimulatedMachine) -> None:
+def test_recovers_within_50_tokens_when_acceptance_falls(machine: SimulatedMachine) -> None:
     assert recovery_tokens(machine, [flips(0.85, 0.05, 100, 200, seed) for seed in range(12)], 100) <= 50
 
 
 @EVERY
-def test_where_a_text_is_copied_a_lookup_brings_most_of_that(machine: SimulatedMachine) -> None:
+def test_lookup_speeds_up_copied_text(machine: SimulatedMachine) -> None:
     texts = [passages(stationary(0.05, 200, seed), 0.6, 40, seed) for seed in SEEDS]
     found = evaluate(machine, Case("copied", texts))
     assert found.auto >= 1.0 or found.best < 1.2
@@ -81,28 +81,28 @@ def test_where_a_text_is_copied_a_lookup_brings_most_of_that(machine: SimulatedM
 
 
 @pytest.mark.parametrize("name", ["2 CPU cores, Q8_0", "2 CPU cores, Q4_0", "2 CPU cores, Q4_K_M"])
-def test_a_lookup_is_verified_where_a_draft_cannot_be_afforded(name: str) -> None:
+def test_lookup_is_used_where_the_draft_model_is_unaffordable(name: str) -> None:
     """Most of what the loss_limit lends would go into drafting, where wide passes are dear."""
     texts = [passages(stationary(0.3, 200, seed), 0.4, 30, seed) for seed in range(8)]
     assert evaluate(BY_NAME[name], Case("copied", texts)).auto >= 1.05
 
 
 @pytest.mark.parametrize("name", ["M3 Ultra", "2 CPU cores, Q8_0"])
-def test_short_replies_are_left_alone_where_little_pays(name: str) -> None:
+def test_short_replies_lose_little(name: str) -> None:
     """Whoever tries has to read the prompt first, which is most of the price of a try."""
     found = evaluate(BY_NAME[name], Case("short", replies(0.0)[:16], warm=12))
     assert found.auto >= 0.99
     assert found.slower <= 0.3
 
 
-def test_a_draft_that_finds_its_guesses_worthless_is_dared_to_make_some() -> None:
+def test_forced_drafts_discover_that_long_drafts_save_time() -> None:
     """Short drafts do not pay there, long ones do: it never finds out by itself."""
     texts = [stationary(0.95, 200, seed) for seed in range(8)]
     assert evaluate(BY_NAME["2 CPU cores, Q8_0"], Case("after others", texts, warm=3)).auto >= 1.25
 
 
 @EVERY
-def test_a_machine_that_slows_down_costs_no_more_than_a_round_beyond_the_bound(
+def test_slowing_machines_miss_the_limit_by_one_round_at_most(
     machine: SimulatedMachine,
 ) -> None:
     texts = [stationary(0.7, 200, seed) for seed in SEEDS[:3]]
@@ -113,7 +113,7 @@ def test_a_machine_that_slows_down_costs_no_more_than_a_round_beyond_the_bound(
         assert found.worst >= 0.94
 
 
-def test_after_a_slow_down_a_plain_step_is_known_for_what_it_takes() -> None:
+def test_target_step_is_measured_after_a_slowdown() -> None:
     for machine in MACHINES:
         world = World(machine, lambda now: 2.0 if now > 50.0 else 1.0)
         drafter = make_controller(world)
@@ -121,7 +121,7 @@ def test_after_a_slow_down_a_plain_step_is_known_for_what_it_takes() -> None:
         assert drafter.costs.target_step_seconds == pytest.approx(2.0, rel=0.05)
 
 
-def test_every_reply_of_a_session_is_accounted_for() -> None:
+def test_credit_matches_the_clock() -> None:
     """What the account says was gained is what the clock says."""
     for machine in MACHINES:
         world = World(machine)

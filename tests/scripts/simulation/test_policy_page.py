@@ -1,4 +1,4 @@
-"""docs/policy.md shows what the simulation says."""
+"""docs/policy.md shows the results of the simulation."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ def _shown(machine: str) -> dict[str, tuple[str, ...]]:
 
 
 @pytest.mark.parametrize("machine", MACHINES, ids=lambda machine: machine.name)
-def test_every_machine_and_text_is_on_the_page(machine: object) -> None:
+def test_page_lists_every_machine_and_reply(machine: object) -> None:
     names = [case.name for case in CASES]
     assert [list(_shown(one.name)) for one in MACHINES if one is machine] == [names]
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case.name in SHOWN], ids=lambda case: case.name)
-def test_the_numbers_are_those_of_this_policy(case: object) -> None:
+def test_page_shows_the_current_numbers(case: object) -> None:
     machine = MACHINES[0]
     (found,) = [row(machine, one) for one in CASES if one is case]
     # Another processor may round a cost otherwise, and a decision with it.

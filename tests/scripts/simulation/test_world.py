@@ -1,4 +1,4 @@
-"""The simulated clock: what a reply takes is what its passes cost, and the best fixed choice is the best."""
+"""The simulated clock and the best fixed draft length."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from scripts.simulation import (
 
 
 @pytest.mark.parametrize("machine", MACHINES, ids=lambda machine: machine.name)
-def test_v_of_a_machine_begins_with_a_plain_step(machine: SimulatedMachine) -> None:
+def test_curves_begin_with_a_target_step(machine: SimulatedMachine) -> None:
     assert machine.curve.target_step_seconds == 1.0
     assert machine.curve.v(1) == 1.0
 
 
-def test_plain_decoding_takes_a_plain_step_a_token() -> None:
+def test_plain_decoding_takes_one_target_step_per_token() -> None:
     text = stationary(0.5, 50, 1)
     world = World(MACHINES[0])
     assert world.reply(None, text) == pytest.approx(50.0)
@@ -36,7 +36,7 @@ def test_plain_decoding_takes_a_plain_step_a_token() -> None:
 
 @pytest.mark.parametrize("length", [1, 3, 8])
 @pytest.mark.parametrize("prompt_tokens", [1, 40])
-def test_a_fixed_choice_takes_what_the_loop_takes_with_it(length: int, prompt_tokens: int) -> None:
+def test_fixed_seconds_matches_the_decode_loop(length: int, prompt_tokens: int) -> None:
     for machine in MACHINES:
         text = stationary(0.6, 80, 2).after(prompt_tokens)
         world = World(machine)
@@ -45,7 +45,7 @@ def test_a_fixed_choice_takes_what_the_loop_takes_with_it(length: int, prompt_to
         assert world.stats.generated_tokens == 80
 
 
-def test_a_lookup_costs_nothing_but_its_rows() -> None:
+def test_lookups_cost_only_their_rows() -> None:
     text = passages(stationary(0.3, 120, 3), 0.5, 20, 4)
     for machine in MACHINES:
         world = World(machine)
@@ -53,13 +53,13 @@ def test_a_lookup_costs_nothing_but_its_rows() -> None:
         assert took == pytest.approx(fixed_seconds(machine, text, Fixed(6, lookup=True)))
 
 
-def test_slowness_counts_from_when_it_begins() -> None:
+def test_slowness_applies_from_its_start() -> None:
     text = stationary(0.5, 100, 5)
     world = World(MACHINES[0], lambda now: 3.0 if now >= 40.0 else 1.0)
     assert world.reply(None, text) == pytest.approx(40.0 + 3.0 * 60.0)
 
 
-def test_a_draft_that_saw_the_end_only_is_right_less_often() -> None:
+def test_truncated_prefill_lowers_the_acceptance_rate() -> None:
     text = stationary(0.9, 400, 6).after(300)
     world = World(MACHINES[0])
     model = world.model(FixedShape())
@@ -76,7 +76,7 @@ def test_a_draft_that_saw_the_end_only_is_right_less_often() -> None:
 
 
 @pytest.mark.parametrize("rate", [0.05, 0.5, 0.95])
-def test_texts_have_the_rates_they_are_made_with(rate: float) -> None:
+def test_acceptance_rates_of_generated_replies(rate: float) -> None:
     for informed in (True, False):
         text = stationary(rate, 20_000, 7, informed=informed)
         assert text.model.is_right.mean() == pytest.approx(rate, abs=0.02)
@@ -84,7 +84,7 @@ def test_texts_have_the_rates_they_are_made_with(rate: float) -> None:
     assert (high.mean(), low.mean()) == pytest.approx((0.85, 0.05), abs=0.03)
 
 
-def test_a_draft_that_is_surer_is_right_more_often() -> None:
+def test_confidence_matches_the_acceptance_rate() -> None:
     text = stationary(0.6, 20_000, 9).model
     for low, high in ((0.0, 0.3), (0.3, 0.7), (0.7, 1.0)):
         among = (text.confidence >= low) & (text.confidence < high)
@@ -92,7 +92,7 @@ def test_a_draft_that_is_surer_is_right_more_often() -> None:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_what_was_recorded_is_of_every_skill_and_worth_guessing(temperature: float) -> None:
+def test_recorded_replies_cover_every_skill(temperature: float) -> None:
     texts = recorded(temperature)
     assert len(texts) == 9
     for text in texts:
@@ -103,7 +103,7 @@ def test_what_was_recorded_is_of_every_skill_and_worth_guessing(temperature: flo
     assert right[sure > 0.9].mean() > right[sure < 0.5].mean() + 0.2
 
 
-def test_hindsight_is_never_beaten_by_a_fixed_choice() -> None:
+def test_no_fixed_choice_beats_the_best_one() -> None:
     for machine in MACHINES:
         text = passages(stationary(0.6, 100, 10), 0.3, 20, 11)
         best, seconds = best_fixed(machine, text)
