@@ -20,10 +20,11 @@ if TYPE_CHECKING:
     from edgespec.engine.sampling_params import SamplingParams
     from edgespec.engine.stats import Stats
     from edgespec.errors import EdgespecError
+    from edgespec.load_options import LoadArguments
     from edgespec.memory.plan import MemoryPlan
     from edgespec.memory.prefix_cache.cache import PrefixCacheUsage
-    from edgespec.options import LoadArguments, ReplyArguments
     from edgespec.reply import MethodReport, Reply, TextChunk
+    from edgespec.reply_options import ReplyArguments
     from edgespec.request_queue import QueuedReply, RequestQueue
     from edgespec.runtime import MemoryUse, Runtime
     from edgespec.saved_data import delete_data
@@ -71,9 +72,9 @@ _HOMES = {
     "TextChunk": "edgespec.reply",
     "Preview": "edgespec.assembly.preview",
     "QueuedReply": "edgespec.request_queue",
-    "LoadArguments": "edgespec.options",
+    "LoadArguments": "edgespec.load_options",
     "Reply": "edgespec.reply",
-    "ReplyArguments": "edgespec.options",
+    "ReplyArguments": "edgespec.reply_options",
     "ReplyStream": "edgespec.stream",
     "RequestQueue": "edgespec.request_queue",
     "Runtime": "edgespec.runtime",

@@ -34,7 +34,7 @@ from edgespec.request import Request
 
 __all__ = ["Session"]
 
-# The controller's report goes into the stats every so many target passes, and at the end. Chosen: a report in
+# Target passes between two updates of the controller's part of the stats. Chosen: an update in
 # every pass would slow down small targets.
 _PASSES_PER_REPORT = 8
 # Weight of the newest target step in the moving average of its cost. Chosen.
@@ -186,7 +186,7 @@ class Session:
         """Start the decoding loop with the options that the request, the target and the drafter allow."""
         options, facts = request.method_options, self.target.facts
         capabilities = facts.capabilities
-        self.target.run_ahead(drafter is None)
+        self.target.run_ahead(drafter is None)  # Again, because `begin` of a drafter may have changed it.
         self.target.pipeline_with(self.drafters.chain_model(options.method))
         return decode(
             self.target,

@@ -172,7 +172,7 @@ def test_a_draft_with_other_tokens_follows(
     words: tuple[str, ...], others: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It begins smaller than the longest text, and what is said is the same."""
-    monkeypatch.setattr("edgespec.assembly.loading.INITIAL_CONTEXT_TOKENS", 256)
+    monkeypatch.setattr("edgespec.assembly.load_request.INITIAL_CONTEXT_TOKENS", 256)
     monkeypatch.setattr("edgespec.assembly.pairing._OTHER_TOKENS", 512)
     for module in ("memory.context_resize", "session"):
         monkeypatch.setattr(f"edgespec.{module}.MIN_ROOM_TOKENS", 16)

@@ -17,8 +17,7 @@ PROMPT = [(7 * i * i + 11) % 250 + 5 for i in range(180)]
 
 @pytest.fixture(autouse=True)
 def small_contexts(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("loading", "preview"):
-        monkeypatch.setattr(f"edgespec.assembly.{module}.INITIAL_CONTEXT_TOKENS", 256)
+    monkeypatch.setattr("edgespec.assembly.load_request.INITIAL_CONTEXT_TOKENS", 256)
     for module in ("memory.context_resize", "session"):
         monkeypatch.setattr(f"edgespec.{module}.MIN_ROOM_TOKENS", 16)
 

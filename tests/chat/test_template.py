@@ -66,7 +66,7 @@ class TestTrouble:
     )
     def test_template_that_rejects_the_messages_raises(self, source: str) -> None:
         for messages in ([USER], [SYSTEM, USER]):
-            with pytest.raises(TemplateError, match="refuses") as caught:
+            with pytest.raises(TemplateError, match="rejects") as caught:
                 render(source, *messages)
             assert "\n" not in str(caught.value)
 

@@ -59,7 +59,7 @@ def test_every_method_gives_the_same_tokens(run: Run, temperature: str) -> None:
 def test_the_context_grows_unless_all_of_it_is_taken_at_once(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("edgespec.assembly.loading.INITIAL_CONTEXT_TOKENS", 256)
+    monkeypatch.setattr("edgespec.assembly.load_request.INITIAL_CONTEXT_TOKENS", 256)
     long = "Repeat: " + "tar -xzf archive.tar.gz " * 15
     grown = answer(run, long)
     whole = answer(run, "--reserve-full-context", long)

@@ -42,7 +42,7 @@ SECONDS = 20.0
 @pytest.fixture(autouse=True)
 def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Start with small contexts, and do no idle work unless a test asks for it."""
-    monkeypatch.setattr("edgespec.assembly.loading.INITIAL_CONTEXT_TOKENS", FIRST)
+    monkeypatch.setattr("edgespec.assembly.load_request.INITIAL_CONTEXT_TOKENS", FIRST)
     for module in ("memory.context_resize", "session"):
         monkeypatch.setattr(f"edgespec.{module}.MIN_ROOM_TOKENS", 16)
     monkeypatch.setattr(idle, "QUIET_SECONDS", 60.0)
@@ -225,9 +225,9 @@ class TestIdleThread:
 SCRIPT = """
 import resource, sys, time
 import psutil
-import edgespec, edgespec.assembly.loading
+import edgespec, edgespec.assembly.load_request
 
-edgespec.assembly.loading.INITIAL_CONTEXT_TOKENS = 256
+edgespec.assembly.load_request.INITIAL_CONTEXT_TOKENS = 256
 with edgespec.load("demo", None, context=1024, method="suffix", prefix_cache="none") as runtime:
     for prompt in ("word " * 600, "word"):
         runtime.generate(prompt, raw=True, max_tokens=2)

@@ -223,7 +223,7 @@ class TestPreparedModels:
         three_layers.unlink()
         found = resolve(str(three_layers))
         assert (found.format, found.path) == ("layerskip", prepared.folder)
-        assert "is gone" in found.note
+        assert "was deleted" in found.note
         model = load_layerskip(str(found.path), found.name, LoadOptions(context_tokens=256))
         assert model.exit_layer == 1
         model.close()

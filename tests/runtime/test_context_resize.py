@@ -37,7 +37,7 @@ TWICE: dict[str, Any] = {"context": 1024, "max_tokens": 300}
 @pytest.fixture(autouse=True)
 def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make contexts start smaller, so that a short reply makes them grow."""
-    monkeypatch.setattr("edgespec.assembly.loading.INITIAL_CONTEXT_TOKENS", FIRST)
+    monkeypatch.setattr("edgespec.assembly.load_request.INITIAL_CONTEXT_TOKENS", FIRST)
     for module in ("memory.context_resize", "session"):
         monkeypatch.setattr(f"edgespec.{module}.MIN_ROOM_TOKENS", 16)
 

@@ -102,7 +102,7 @@ async def test_details_show_acceptance_and_phases(demo: Load, tmp_path: Path) ->
         text = "\n".join(d.screen_text())
         for word in (
             "Speed",
-            "Accepted",
+            "Guesses right",
             "Tokens per pass",
             "draft",
             "verify",

@@ -188,7 +188,7 @@ async def test_quit_during_a_reply_stops_and_saves_it(tmp_path: Path) -> None:
 
 
 async def test_quit_has_a_timeout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("edgespec.tui.app._PATIENCE_SECONDS", 0.3)
+    monkeypatch.setattr("edgespec.tui.app._QUIT_SECONDS", 0.3)
     deaf = Script(text="word " * 400, pause_seconds=0.005, ignores_cancel=True)
     async with driving(loading(ScriptedRuntime(scripts=[deaf])), tmp_path) as d:
         await d.send("go on")
@@ -238,7 +238,7 @@ async def test_chat_with_invalid_settings_still_opens(tmp_path: Path) -> None:
         assert d.chat.current_chat.id == chat.id
         assert d.chat.current_chat.settings == {"top_k": 20}
         assert "temperature is 'hot'" in d.transcript()
-        assert "This chat was held with 8b-q4: --target 8b-q4 goes on with it." in d.transcript()
+        assert "This chat was written with 8b-q4. Start with --target 8b-q4" in d.transcript()
 
 
 def _odd_chat(store: ChatStore) -> SavedChat:
