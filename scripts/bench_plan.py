@@ -8,7 +8,7 @@
 
 Models with random weights, 130 to 300 MB each in F16, are written to a temporary folder. Each is planned in
 Models with random weights, 130 to 300 MB each in F16, are written to a temporary folder. Each is planned
-in 
+in
 - planned: all items of the models, without the process and the headroom.
 - measured: the peak of the process (VmHWM) above its memory after a tiny model of the same kind and type was
   loaded and closed. Pages of mapped files are included.
