@@ -7,8 +7,8 @@
     scripts/bench_plan.py --limits                              # the same models under hard limits
 
 Models with random weights, 130 to 300 MB each in F16, are written to a temporary folder. Each is planned in
-Models with random weights, 130 to 300 MB each in F16, are written to a temporary folder. Each is planned
-in
+one process (`edgespec.plan`) and loaded in another, where its context is filled and the widest passes run.
+
 - planned: all items of the models, without the process and the headroom.
 - measured: the peak of the process (VmHWM) above its memory after a tiny model of the same kind and type was
   loaded and closed. Pages of mapped files are included.
