@@ -24,7 +24,7 @@ __all__ = [
     "Vocabulary",
 ]
 
-# Vocabulary sizes may differ by this many tokens: embedding tables are padded at the end. Chosen.
+# Vocabulary sizes may differ by this many tokens: embedding tables are padded at the end.
 MAX_VOCAB_PADDING = 1024
 
 # Called with the name of the current phase and the fraction done (0 to 1). Return False to cancel.
