@@ -5,8 +5,8 @@
     python scripts/day_of_chats.py --target MODEL --longest 20000 --context 24576 --turns 80
 
 Six chats are open at a time, and each turn goes to one of them at random. From time to time a new chat
-replaces an open one. All chats have the same system prompt, followed by a document of random tokens. The prefix cache
-holds three of the longest chats in memory and moves the rest to disk. Every turn is repeated by a second
+replaces an open one. All chats have the same system prompt, followed by a document of random tokens. The prefix
+cache holds three of the longest chats in memory and moves the rest to disk. Every turn is repeated by a second
 runtime without a prefix cache.
 
 different           replies that differ from those without a prefix cache
@@ -39,8 +39,8 @@ from edgespec.losslessness.rescore import is_near_tie, rescore
 OPEN_CHATS = 6
 CACHED_CHATS = 3
 SYSTEM_TOKENS = 80
-# Batch size of the prefill when a different reply is re-scored. llama.cpp uses another kernel for wider batches,
-# so this measures how far the two kernels differ.
+# Batch size of the prefill when a different reply is re-scored. llama.cpp uses another kernel for wider
+# batches, so this measures how far the two kernels differ.
 BATCH_TOKENS = 48
 
 

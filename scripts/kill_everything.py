@@ -132,7 +132,7 @@ def _kill(work: Work, kills: int, random_times: random.Random) -> None:
             errors.append(f"the run before kill {kill} ended with wait status {status}")
         work.results["kills"] += 1
         errors += [f"after kill {kill}: {error}" for error in work.check()]
-        # A complete result ends a series of kills. Some series end earlier, so that a run must resume the work.
+        # A complete result ends a series of kills. Some series end earlier, to test that a run resumes.
         if work.is_complete() or random_times.random() < 0.1:
             errors += [f"the run after kill {kill}: {error}" for error in _run_to_end(work)]
             work.results["finished"] += 1
