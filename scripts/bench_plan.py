@@ -1,27 +1,25 @@
 #!/usr/bin/env python3
-"""Is a model's memory what the plan said? Over kinds of models, types of weights and caches, and contexts.
+"""Compare planned with measured memory, over model kinds, weight and cache types, and context lengths.
 
     scripts/bench_plan.py                                       # GGUF and MLX: an hour
     scripts/bench_plan.py --kinds gqa,jamba --types F16,Q4_0 --contexts 2048,131072
     scripts/bench_plan.py --small --mlx-kinds ""                # models of 3 to 17 MiB
     scripts/bench_plan.py --limits                              # the same models under hard limits
 
-Writes models of random weights, 130 to 300 MB each in F16, into a temporary folder. Each is planned in one
-process (`edgespec.plan`) and loaded in another, where its context is filled and passes as wide as can be are
-made: that is what a plan is of. planned: weights, caches, buffers to compute in, logits and vocabulary; not
-Python itself, nor headroom. measured: the most the process ever held (VmHWM), pages of mapped files
-included, more than after one of hardly any size, of the same kind and type, was loaded, read and closed.
-Longer contexts are filled by copies of their own cells, except for states in MLX. MLX makes buffers of which
-it never touches all: what the library counts itself is printed beside it. A cell is near where planned and
-measured differ by at most 3 %, or by 1 MiB: what is allocated beside, and the grain of the allocator. A
-context that grows copies what is in it, which is no part of the plan: loading lets it grow only where the
-budget has room for half of the cache more, so it may be that much more, less the buffers that only the
-widest passes take. Linux only.
+Models with random weights, 130 to 300 MB each in F16, are written to a temporary folder. Each is planned in
+one process (`edgespec.plan`) and loaded in another, where its context is filled and the widest passes run.
 
---limits sets RLIMIT_AS to so much of what the plan says, Python's share left out and the stacks of threads
-added: what is planned to fit has to run, its context filled, and what is not has to be refused while the
-process holds no more than before, but for 2 MiB. Contexts that are not named may come down. Exit status 1
-where a cell is not near or fails.
+- planned: all items of the models, without the process and the headroom.
+- measured: the peak of the process (VmHWM) above its memory after a tiny model of the same kind and type was
+  loaded and closed. Pages of mapped files are included.
+
+A row is near if planned and measured differ by at most 3 %, or by 64 MiB if that is more. Long contexts are
+filled by copying their own cells, except for MLX states. For MLX, the peak that the library counts is printed
+too. With --grows, resizing the context copies the cache, which is allowed on top of the plan. Linux only.
+
+--limits sets RLIMIT_AS to shares of the plan. A plan that fits must run with its context full. One that does
+not fit must be refused, with at most 2 MiB more in use afterwards. Contexts that were not named may shrink.
+The exit status is 1 if a row is not near or fails.
 """
 
 from __future__ import annotations

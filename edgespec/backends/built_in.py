@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 from edgespec.backends.base import LanguageModel, LoadOptions, Progress
 from edgespec.backends.gguf_files import gguf_files
 from edgespec.backends.gguf_header import read_header
-from edgespec.backends.gguf_metadata import first_of_halves, of_gguf, of_halves
+from edgespec.backends.gguf_metadata import read_gguf_info, read_split_info, split_metadata_file
 from edgespec.backends.mlx_files import missing_files, require_mlx
-from edgespec.backends.mlx_metadata import of_folder
+from edgespec.backends.mlx_metadata import read_mlx_info
 from edgespec.backends.registry import Backend, ExitMeasurement, FileFormat
 from edgespec.backends.token_list import TokenList, tokens_of_folder, tokens_of_header
 
@@ -55,7 +55,7 @@ def _estimate_split(path: str, name: str, _options: LoadOptions) -> MemoryEstima
 
 
 def _split_tokens(folder: Path) -> TokenList | None:
-    return tokens_of_header(read_header(first_of_halves(folder)))
+    return tokens_of_header(read_header(split_metadata_file(folder)))
 
 
 def _load_mlx(path: str, name: str, options: LoadOptions, progress: Progress | None) -> LanguageModel:
@@ -107,7 +107,7 @@ _GGUF = FileFormat(
     recognise=lambda path: not path.is_dir(),
     load=_load_gguf,
     open_estimator=_estimate_gguf,
-    read_info=of_gguf,
+    read_info=read_gguf_info,
     read_tokens=_gguf_tokens,
     files=gguf_files,
     one_file_per_quantisation=True,
@@ -121,7 +121,7 @@ _SPLIT_GGUF = FileFormat(
     recognise=lambda _path: False,  # only the manifest of a prepared folder names this format
     load=_load_split,
     open_estimator=_estimate_split,
-    read_info=of_halves,
+    read_info=read_split_info,
     read_tokens=_split_tokens,
     files=_folder_files,
     mapped=True,
@@ -135,7 +135,7 @@ _MLX = FileFormat(
     recognise=lambda path: path.is_dir(),
     load=_load_mlx,
     open_estimator=_estimate_mlx,
-    read_info=of_folder,
+    read_info=read_mlx_info,
     read_tokens=tokens_of_folder,
     files=_folder_files,
     missing_files=missing_files,

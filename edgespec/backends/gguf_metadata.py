@@ -1,4 +1,4 @@
-"""What a model's files say of it: read in milliseconds, without loading a weight."""
+"""Reads the metadata of GGUF models from their headers, which takes milliseconds and loads no weights."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from edgespec.backends.model_info import Kind, ModelInfo
 from edgespec.backends.token_list import tokens_of_header
 from edgespec.errors import ModelFileError
 
-__all__ = ["first_of_halves", "of_gguf", "of_halves"]
+__all__ = ["read_gguf_info", "read_split_info", "split_metadata_file"]
 
-# Architectures of llama.cpp that embed or encode text and write none.
+# Architectures of llama.cpp that embed or encode text, but do not write any.
 _EMBEDDING = (
     "bert", "nomic-bert", "nomic-bert-moe", "jina-bert-v2", "jina-bert-v3", "neo-bert", "modern-bert",
     "t5encoder", "gemma-embedding", "eurobert",
@@ -27,14 +27,19 @@ _HEADS = {"eagle": "EAGLE", "eagle2": "EAGLE-2", "eagle3": "EAGLE-3", "dflash": 
 _F16_BYTES = 2
 
 
-def of_gguf(path: Path) -> ModelInfo:
-    """The facts of a GGUF model, all its parts read. Raises ModelFileError where it is none."""
+def read_gguf_info(path: Path) -> ModelInfo:
+    """Return the metadata of a GGUF model from all its parts. Raises ModelFileError if it is not one."""
     return _of_parts(gguf_files(path))
 
 
-def of_halves(folder: Path) -> ModelInfo:
-    """The facts of a model in two halves, whose own file may be gone. Raises ModelFileError."""
-    from edgespec.backends.llamacpp import layerskip_files  # with all that loads them
+def read_split_info(folder: Path) -> ModelInfo:
+    """Return the metadata of a model prepared for early exit. Raises ModelFileError.
+
+    The file that it was prepared from may have been deleted.
+    """
+    from edgespec.backends.llamacpp import (
+        layerskip_files,  # Imported here, because it loads the llama.cpp backend.
+    )
 
     firsts = [folder / name for name in (layerskip_files.LOWER_FIRST, layerskip_files.UPPER_FIRST)]
     info = _of_parts(
@@ -46,19 +51,19 @@ def of_halves(folder: Path) -> ModelInfo:
             ),
         ]
     )
-    # Each half says what it is, and has its own layers only.
+    # The header of each half describes its own layers only.
     return replace(info, kv_bytes=sum(_kv_bytes(read_header(first)) for first in firsts))
 
 
-def first_of_halves(folder: Path) -> Path:
-    """The file of a prepared model that says what it is, and which tokens it has."""
+def split_metadata_file(folder: Path) -> Path:
+    """Return the file of a prepared model that holds its metadata and its tokens."""
     from edgespec.backends.llamacpp import layerskip_files
 
     return folder / layerskip_files.LOWER_FIRST
 
 
 def _of_parts(parts: Sequence[Path]) -> ModelInfo:
-    """The facts of a model in these files, of which the first says what it is."""
+    """Return the metadata of a model in several files, of which the first one holds the general metadata."""
     headers = [read_header(part) for part in parts]
     sizes = [part.stat().st_size for part in parts]
     header = headers[0]
@@ -67,24 +72,26 @@ def _of_parts(parts: Sequence[Path]) -> ModelInfo:
     for one, size_bytes, part in zip(headers, sizes, parts, strict=True):
         bytes_of += _tensor_bytes(one, size_bytes, part)
         tensors += one.tensors
-    said = header.metadata
+    metadata = header.metadata
     experts = _number(header.architecture_value("expert_count"))
     used = _number(header.architecture_value("expert_used_count"))
     tokens = tokens_of_header(header)
     return ModelInfo(
         kind=_kind(header),
-        family=_text(said.get("general.basename")) or _text(said.get("general.name")) or header.architecture,
+        family=_text(metadata.get("general.basename"))
+        or _text(metadata.get("general.name"))
+        or header.architecture,
         architecture=header.architecture,
         parameters=sum(tensor.elements for tensor in tensors),
-        quantisation=_quantisation(said, tensors),
+        quantisation=_quantisation(metadata, tensors),
         size_bytes=sum(sizes),
         pass_bytes=_pass_bytes(bytes_of, used / experts if experts and used else 1.0),
         kv_bytes=_kv_bytes(header),
         context_tokens=_number(header.architecture_value("context_length")),
         vocab_size=len(tokens.tokens) if tokens else 0,
         vocabulary=tokens.digest() if tokens else "",
-        chat_template=bool(_text(said.get("tokenizer.chat_template"))),
-        licence=_text(said.get("general.license")),
+        chat_template=bool(_text(metadata.get("tokenizer.chat_template"))),
+        licence=_text(metadata.get("general.license")),
         experts=experts,
         experts_used=used,
         heads=tuple(_heads(header, tensors)),
@@ -108,33 +115,34 @@ def _heads(header: GgufHeader, tensors: Sequence[GgufTensor]) -> list[str]:
     if header.architecture in _HEADS:
         return [_HEADS[header.architecture]]
     layers = _number(header.architecture_value("nextn_predict_layers"))
-    # Converters may leave the layers out and keep the number.
-    there = any(".nextn." in tensor.name for tensor in tensors)
-    return [f"MTP, {layers} layer{'s' if layers > 1 else ''}"] if layers and there else []
+    # Converters may drop these layers but keep their number in the metadata.
+    present = any(".nextn." in tensor.name for tensor in tensors)
+    return [f"MTP, {layers} layer{'s' if layers > 1 else ''}"] if layers and present else []
 
 
 def _tensor_bytes(header: GgufHeader, file_bytes: int, path: Path) -> list[tuple[str, int]]:
-    """What each tensor takes in the file, padding included: from where it begins to where the next one does.
+    """Return the name and the bytes of each tensor, including the padding up to the next one.
 
-    Raises ModelFileError where the file ends before its tensors do.
+    Raises:
+        ModelFileError: The file is truncated.
     """
     ordered = sorted(header.tensors, key=lambda tensor: tensor.offset_bytes)
     ends = [*(tensor.offset_bytes for tensor in ordered[1:]), file_bytes - header.size_bytes]
     taken = [(tensor.name, end - tensor.offset_bytes) for tensor, end in zip(ordered, ends, strict=False)]
     if any(size_bytes <= 0 for _, size_bytes in taken):
         raise ModelFileError(
-            f"{path} is cut short: {file_bytes:,} bytes are not all its tensors", "download it again"
+            f"{path} is truncated: its tensors need more than its {file_bytes:,} bytes", "download it again"
         )
     return taken
 
 
-def _pass_bytes(bytes_of: Sequence[tuple[str, int]], experts_share: float) -> int:
-    """See `ModelInfo.pass_bytes`."""
+def _pass_bytes(bytes_of: Sequence[tuple[str, int]], used_fraction: float) -> int:
+    """Return `ModelInfo.pass_bytes`."""
     has_head = any(name == "output.weight" for name, _ in bytes_of)
     looked_up = {"token_embd.weight"} if has_head else set()
     return round(
         sum(
-            size_bytes * (experts_share if "_exps." in name else 1.0)
+            size_bytes * (used_fraction if "_exps." in name else 1.0)
             for name, size_bytes in bytes_of
             if name not in looked_up and not name.startswith("per_layer_token_embd")
         )
@@ -153,12 +161,16 @@ def _kv_bytes(header: GgufHeader) -> int:
     return all_heads * (key + value) * _F16_BYTES
 
 
-def _quantisation(said: Mapping[str, Any], tensors: list[GgufTensor]) -> str:
-    """The label of the file, or of the type most weights are in."""
-    import gguf  # a sixth of a second, which nobody pays who looks at nothing new
+def _quantisation(metadata: Mapping[str, Any], tensors: list[GgufTensor]) -> str:
+    """Return the quantisation in the metadata, or else the type of most weights."""
+    import gguf  # Takes a sixth of a second, so it is imported only for models that are not cached.
 
     try:
-        return gguf.LlamaFileType(said["general.file_type"]).name.removeprefix("MOSTLY_").removeprefix("ALL_")
+        return (
+            gguf.LlamaFileType(metadata["general.file_type"])
+            .name.removeprefix("MOSTLY_")
+            .removeprefix("ALL_")
+        )
     except (KeyError, ValueError, TypeError):
         pass
     weights: dict[int, int] = {}
@@ -171,7 +183,7 @@ def _quantisation(said: Mapping[str, Any], tensors: list[GgufTensor]) -> str:
 
 
 def _number(value: Any) -> int:
-    """A whole number that is none by mistake counts as not said."""
+    """Return a positive integer, or 0 for any other value."""
     return int(value) if isinstance(value, int | np.integer) and value > 0 else 0
 
 

@@ -18,12 +18,12 @@ _PART = re.compile(r"-\d{5}-of-(\d{5})\.safetensors$")
 
 
 def mlx_installed() -> bool:
-    """Whether the libraries that run MLX models are installed, without importing them."""
+    """Return whether mlx and mlx-lm are installed, without importing them."""
     return all(importlib.util.find_spec(library) is not None for library in ("mlx", "mlx_lm"))
 
 
 def require_mlx(model: str) -> None:
-    """Raises BackendMissingError, naming what to install, where MLX models cannot run."""
+    """Raise BackendMissingError with the install command if MLX models cannot run."""
     if not mlx_installed():
         raise BackendMissingError(
             f"{model} is an MLX model, and mlx with mlx-lm is not installed",
@@ -32,21 +32,24 @@ def require_mlx(model: str) -> None:
 
 
 def missing_files(folder: Path) -> list[str]:
-    """What a folder lacks of a model in MLX's form, each as a file name; empty when it is whole.
+    """Return the names of the files that an MLX model folder lacks; empty if it is complete.
 
-    Raises ModelFileError when its index of the weights cannot be understood.
+    Raises:
+        ModelFileError: The index of the weights is invalid.
     """
-    # A link whose blob is gone does not exist, so an interrupted download is never taken for a model.
+    # `is_file` is False for a link without its blob, so unfinished downloads count as missing.
     names = {path.name for path in folder.iterdir() if path.is_file()}
     listed = _listed_weights(folder / WEIGHTS_INDEX) - names if WEIGHTS_INDEX in names else set()
     return list(dict.fromkeys([*missing_among(names), *sorted(listed)]))
 
 
 def is_weights(name: str) -> bool:
+    """Return whether a file name is that of a weight file."""
     return fnmatchcase(name, WEIGHTS)
 
 
 def missing_among(names: Iterable[str]) -> list[str]:
+    """Return the files that are missing for an MLX model, given the names of the files present."""
     names = set(names)
     missing = [] if "config.json" in names else ["config.json"]
     if not any(fnmatchcase(name, pattern) for name in names for pattern in TOKENIZERS):
@@ -58,15 +61,17 @@ def missing_among(names: Iterable[str]) -> list[str]:
         if part := _PART.search(name):
             count = int(part.group(1))
             every = (f"{name[: part.start()]}-{i:05}-of-{count:05}.safetensors" for i in range(1, count + 1))
-            missing += [wanted for wanted in every if wanted not in names and wanted not in missing]
+            missing += [
+                part_name for part_name in every if part_name not in names and part_name not in missing
+            ]
     return missing
 
 
 def _listed_weights(index: Path) -> set[str]:
-    """The weight files that an index speaks of."""
+    """Return the names of the weight files in an index."""
     try:
         return {str(name) for name in json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ModelFileError(
-            f"{index} is no index of weights: {type(error).__name__}", "download the model again"
+            f"{index} is not a valid index of weights: {type(error).__name__}", "download the model again"
         ) from error

@@ -1,4 +1,4 @@
-"""What the files of a model in MLX's form say of it, without loading a weight."""
+"""Reads the metadata of MLX models from their configuration and headers, without loading weights."""
 
 from __future__ import annotations
 
@@ -14,10 +14,12 @@ from edgespec.backends.model_info import Kind, ModelInfo
 from edgespec.backends.token_list import tokens_of_folder
 from edgespec.errors import ModelFileError
 
-__all__ = ["of_folder"]
+__all__ = ["read_mlx_info"]
 
-_MOST_HEADER_BYTES = 100 * 2**20
-_WRITES = ("ForCausalLM", "ForConditionalGeneration", "LMHeadModel")
+# Maximum size of a safetensors header, as in the safetensors library.
+_MAX_HEADER_BYTES = 100 * 2**20
+# Suffixes of architecture classes that write text.
+_TEXT_SUFFIXES = ("ForCausalLM", "ForConditionalGeneration", "LMHeadModel")
 _HEAD_NAMES = {"eagle3": "EAGLE-3", "eagle": "EAGLE", "medusa": "Medusa", "hydra": "Hydra"}
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 _EXPERTS_USED = ("num_experts_per_tok", "num_experts_per_token", "moe_top_k", "moe_k")
@@ -32,10 +34,10 @@ class _Tensor:
     size_bytes: int
 
 
-def of_folder(folder: Path) -> ModelInfo:
-    """The facts of a model in MLX's form. Raises ModelFileError where it is none, or is not whole."""
+def read_mlx_info(folder: Path) -> ModelInfo:
+    """Return the metadata of an MLX model. Raises ModelFileError if the folder is not a complete model."""
     whole = _object(folder / "config.json")
-    # A model that sees as well has its language part in here.
+    # Vision models store the configuration of their language part here.
     inner = whole.get("text_config")
     config = whole | inner if isinstance(inner, dict) else whole
     files = sorted(folder.glob(WEIGHTS))
@@ -78,26 +80,26 @@ def _object(path: Path) -> dict[str, Any]:
 
 
 def _tensors(file: Path) -> dict[str, _Tensor]:
-    """The tensors of a safetensors file by name, from its header."""
+    """Return the tensors of a safetensors file by name, from its header."""
     try:
         size_bytes = file.stat().st_size
         with file.open("rb") as stream:
             length = int.from_bytes(stream.read(8), "little")
-            if not 0 < length <= min(_MOST_HEADER_BYTES, size_bytes - 8):
+            if not 0 < length <= min(_MAX_HEADER_BYTES, size_bytes - 8):
                 raise ValueError("its header is longer than the file")
             header = json.loads(stream.read(length))
         tensors, needed_bytes = {}, 0
-        for name, about in header.items():
+        for name, entry in header.items():
             if name != "__metadata__":
-                begin, end = about["data_offsets"]
+                begin, end = entry["data_offsets"]
                 needed_bytes = max(needed_bytes, 8 + length + end)
-                shape = tuple(int(size) for size in about["shape"])
-                tensors[str(name)] = _Tensor(shape, str(about["dtype"]), end - begin)
+                shape = tuple(int(size) for size in entry["shape"])
+                tensors[str(name)] = _Tensor(shape, str(entry["dtype"]), end - begin)
     except (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
-        raise ModelFileError(f"{file} is no safetensors: {error}", "download it again") from error
+        raise ModelFileError(f"{file} is not a safetensors file: {error}", "download it again") from error
     if needed_bytes > size_bytes:
         raise ModelFileError(
-            f"{file} is cut short: {size_bytes:,} of {needed_bytes:,} bytes", "download it again"
+            f"{file} is truncated: it has {size_bytes:,} of {needed_bytes:,} bytes", "download it again"
         )
     return tensors
 
@@ -107,10 +109,10 @@ def _kind(config: Mapping[str, Any]) -> Kind:
     if not isinstance(config.get("model_type"), str):
         return "other"
     if not named:
-        return "model"  # mlx-lm goes by the type alone
+        return "model"  # mlx-lm needs only the model_type.
     if any(head in name.lower() for name in named for head in _HEAD_NAMES):
         return "head"
-    return "model" if any(name.endswith(_WRITES) for name in named) else "embedding"
+    return "model" if any(name.endswith(_TEXT_SUFFIXES) for name in named) else "embedding"
 
 
 def _architectures(config: Mapping[str, Any]) -> list[str]:
@@ -120,9 +122,9 @@ def _architectures(config: Mapping[str, Any]) -> list[str]:
 
 def _heads(whole: Mapping[str, Any], config: Mapping[str, Any], tensors: Mapping[str, _Tensor]) -> list[str]:
     for name in _architectures(whole):
-        for head, said in _HEAD_NAMES.items():
+        for head, label in _HEAD_NAMES.items():
             if head in name.lower():
-                return [said]
+                return [label]
     layers = _first(config, ("num_nextn_predict_layers", "mtp_num_hidden_layers"))
     if any(re.search(r"(?:^|\.)(?:mtp|nextn)\.", name) for name in tensors):
         return [f"MTP, {layers} layer{'s' if layers > 1 else ''}" if layers else "MTP"]
@@ -130,7 +132,7 @@ def _heads(whole: Mapping[str, Any], config: Mapping[str, Any], tensors: Mapping
 
 
 def _parameters(tensors: Mapping[str, _Tensor], settings: Mapping[str, Any]) -> int:
-    """How many weights there are; packed ones are counted by the bits of each."""
+    """Return the number of weights. Packed weights are counted by their bits."""
     total = 0
     for name, tensor in tensors.items():
         module = name.removesuffix(".weight")
@@ -160,12 +162,12 @@ def _quantisation(whole: Mapping[str, Any], settings: Any, tensors: Mapping[str,
     return max(by_dtype, key=by_dtype.__getitem__)
 
 
-def _pass_bytes(tensors: Mapping[str, _Tensor], experts_share: float) -> int:
-    """See `ModelInfo.pass_bytes`."""
+def _pass_bytes(tensors: Mapping[str, _Tensor], used_fraction: float) -> int:
+    """Return `ModelInfo.pass_bytes`."""
     has_head = any("lm_head." in name for name in tensors)
     return round(
         sum(
-            tensor.size_bytes * (experts_share if "switch_mlp." in name or ".experts." in name else 1.0)
+            tensor.size_bytes * (used_fraction if "switch_mlp." in name or ".experts." in name else 1.0)
             for name, tensor in tensors.items()
             if not (has_head and "embed_tokens." in name)
         )
@@ -182,35 +184,35 @@ def _kv_bytes(config: Mapping[str, Any]) -> int:
 
 
 def _first(config: Mapping[str, Any], names: tuple[str, ...]) -> int:
-    """The first of these that is a sensible whole number, else 0."""
+    """Return the first plausible positive integer among these settings, or 0."""
     values = (config.get(name) for name in names)
-    found = (v for v in values if isinstance(v, int) and not isinstance(v, bool) and 0 < v < 1 << 40)
-    return next(found, 0)
+    plausible = (v for v in values if isinstance(v, int) and not isinstance(v, bool) and 0 < v < 1 << 40)
+    return next(plausible, 0)
 
 
 def _name(config: Mapping[str, Any], folder: Path) -> str:
-    said = config.get("_name_or_path")
-    # Its name in the cache is a commit.
+    stated = config.get("_name_or_path")
+    # In the Hugging Face cache the folder is named after a commit.
     named = folder.parent.parent.name.split("--")[-1] if folder.parent.name == "snapshots" else folder.name
-    return said.rstrip("/").rpartition("/")[2] if isinstance(said, str) and said.strip("/ ") else named
+    return stated.rstrip("/").rpartition("/")[2] if isinstance(stated, str) and stated.strip("/ ") else named
 
 
 def _has_template(folder: Path) -> bool:
     if any((folder / name).is_file() for name in ("chat_template.jinja", "chat_template.json")):
         return True
     try:
-        said = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+        settings = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
         return False
-    return isinstance(said, dict) and bool(said.get("chat_template"))
+    return isinstance(settings, dict) and bool(settings.get("chat_template"))
 
 
 def _licence(folder: Path) -> str:
-    """What the head of the model's card says."""
+    """Return the licence in the front matter of the model card."""
     try:
         with (folder / "README.md").open(encoding="utf-8", errors="replace") as file:
             head = file.read(8192)
     except OSError:
         return ""
-    found = _LICENCE.search(head.partition("\n---")[0]) if head.startswith("---") else None
-    return found[1] if found else ""
+    match = _LICENCE.search(head.partition("\n---")[0]) if head.startswith("---") else None
+    return match[1] if match else ""

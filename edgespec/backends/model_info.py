@@ -1,4 +1,4 @@
-"""Facts about a model that its files state, the same for every backend."""
+"""Metadata of a model as stated in its files, in one form for all backends."""
 
 from __future__ import annotations
 
@@ -8,18 +8,31 @@ from typing import Literal
 __all__ = ["Kind", "ModelInfo"]
 
 Kind = Literal["model", "projector", "adapter", "embedding", "head", "other"]
-"""What is in a file: a language model, or something that needs one or is none."""
+"""The kind of a file. Only a `model` is a complete language model that writes text."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """Facts of a model from its metadata. 0 and empty texts stand for what the files do not say.
+    """Metadata of a model. 0 and empty strings stand for values that the files do not state.
 
-    family: the name the model was given by its maker. size_bytes: of all its files. pass_bytes: weights that
-    one token reads: of experts those that are used, of an embedding table next to nothing. kv_bytes: of one
-    token in an f16 cache, layers with a window counted like the others. vocabulary: equal where every token
-    means the same (see `TokenList.digest`). experts: of a mixture, and experts_used for one token. heads:
-    what can draft on its hidden states, such as MTP.
+    Attributes:
+        kind: Whether this is a language model or another kind of file.
+        family: Name that the publisher gave the model.
+        architecture: Architecture name, such as `llama`.
+        parameters: Number of weights.
+        quantisation: Quantisation name, such as `Q4_K_M`.
+        size_bytes: Size of all its files.
+        pass_bytes: Bytes of weights that a pass over one token reads. Unused experts and a separate embedding
+            table do not count.
+        kv_bytes: Bytes of one token in an f16 KV cache. Layers with a sliding window count in full.
+        context_tokens: Context that the model was trained for.
+        vocab_size: Number of tokens.
+        vocabulary: Hash of the tokens, which is equal for models with the same tokens (`TokenList.digest`).
+        chat_template: Whether the model has a chat template.
+        licence: Licence stated in the files.
+        experts: Number of experts of a mixture-of-experts model.
+        experts_used: Number of experts that process each token.
+        heads: Heads in the files that can draft from its hidden states, such as MTP.
     """
 
     kind: Kind

@@ -34,7 +34,7 @@ def command(kind: str, as_json: bool) -> int:
 
     \b
     replies       earlier replies and prompts that the suffix method searches
-    learned       trained draft models, layers chosen by swift, measured pass costs and acceptance rates
+    learned       trained draft models, measured pass costs, acceptance rates, layers for swift
     prefix-cache  cached prompts of earlier chats, which are processed again when you return to a chat
     all           all three [default]
 

@@ -122,8 +122,8 @@ def test_the_draft_sees_as_much(target: Path, tmp_path: Path) -> None:
     )
     assert context_of(target, draft) == 1 << 14
     assert context_of(target, short) == LONG  # it has a window of the text as it is
-    assert context_of(target, short, window_tokens=0) == USUAL
-    assert context_of(target, draft, window_tokens=512) == LONG
+    assert context_of(target, short, draft_window=0) == USUAL
+    assert context_of(target, draft, draft_window=512) == LONG
 
 
 def test_load_and_plan_agree(target: Path) -> None:

@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from edgespec.backends import llamacpp
 from edgespec.backends.base import LoadOptions
 from edgespec.backends.gguf_header import read_header
-from edgespec.backends.gguf_metadata import of_gguf
-from edgespec.backends.mlx_metadata import of_folder
+from edgespec.backends.gguf_metadata import read_gguf_info
+from edgespec.backends.mlx_metadata import read_mlx_info
 from edgespec.backends.model_info import ModelInfo
 from edgespec.backends.token_list import TokenList, tokens_of_folder, tokens_of_header
 from edgespec.catalog.catalogue import models_folder
@@ -49,7 +49,7 @@ def written(path: Path, architecture: str, tensors: Mapping[str, tuple[int, ...]
 
 class TestGguf:
     def test_it_says_what_the_loaded_model_says(self) -> None:
-        info = of_gguf(DEMO)
+        info = read_gguf_info(DEMO)
         model = llamacpp.load(str(DEMO), "demo", LoadOptions(context_tokens=256, threads=1))
         try:
             facts = model.facts
@@ -82,7 +82,7 @@ class TestGguf:
             attention__head_count=4,
             attention__head_count_kv=2,
         )
-        info = of_gguf(path)
+        info = read_gguf_info(path)
         assert (info.experts, info.experts_used, info.heads) == (8, 2, ())
         assert info.parameters == 2 * 64 * 32 + 32 * 32 + 8 * 64 * 32
         assert info.pass_bytes == 2 * (64 * 32 + 32 * 32 + 2 * 64 * 32)
@@ -94,19 +94,22 @@ class TestGguf:
         tensors = {"token_embd.weight": (64, 32), "blk.1.nextn.eh_proj.weight": (32, 64)}
         values = {"block_count": 2, "nextn_predict_layers": 1}
         with_head = written(tmp_path / "mtp.gguf", "glm4moe", tensors, **values)
-        assert of_gguf(with_head).heads == ("MTP, 1 layer",)
+        assert read_gguf_info(with_head).heads == ("MTP, 1 layer",)
         del tensors["blk.1.nextn.eh_proj.weight"]
-        assert of_gguf(written(tmp_path / "none.gguf", "glm4moe", tensors, **values)).heads == ()
-        eagle = of_gguf(written(tmp_path / "eagle.gguf", "eagle3", tensors, block_count=1))
+        assert read_gguf_info(written(tmp_path / "none.gguf", "glm4moe", tensors, **values)).heads == ()
+        eagle = read_gguf_info(written(tmp_path / "eagle.gguf", "eagle3", tensors, block_count=1))
         assert (eagle.kind, eagle.heads) == ("head", ("EAGLE-3",))
-        assert of_gguf(written(tmp_path / "bert.gguf", "bert", tensors, block_count=1)).kind == "embedding"
-        assert of_gguf(written(tmp_path / "odd.gguf", "odd", tensors)).kind == "other"
+        assert (
+            read_gguf_info(written(tmp_path / "bert.gguf", "bert", tensors, block_count=1)).kind
+            == "embedding"
+        )
+        assert read_gguf_info(written(tmp_path / "odd.gguf", "odd", tensors)).kind == "other"
 
     def test_a_file_cut_in_its_tensors(self, tmp_path: Path) -> None:
         path = tmp_path / "cut.gguf"
         path.write_bytes(DRAFT.read_bytes()[: read_header(DRAFT).size_bytes + 1000])
-        with pytest.raises(ModelFileError, match="is cut short"):
-            of_gguf(path)
+        with pytest.raises(ModelFileError, match="is truncated"):
+            read_gguf_info(path)
 
 
 @settings(max_examples=150, deadline=None)
@@ -120,7 +123,7 @@ def test_a_byte_that_flipped_is_an_error_of_ours_or_nothing(
         content[data.draw(st.integers(4, 1500))] = data.draw(st.integers(0, 255))
     path.write_bytes(content)
     with suppress(ModelFileError):
-        of_gguf(path)
+        read_gguf_info(path)
 
 
 def test_a_model_prepared_for_early_exit_is_what_it_was_made_from(
@@ -128,7 +131,7 @@ def test_a_model_prepared_for_early_exit_is_what_it_was_made_from(
 ) -> None:
     monkeypatch.setenv("EDGESPEC_CACHE_DIR", str(tmp_path / "ours"))
     model = write_llama(tmp_path / "tiny.gguf", layers=3)
-    whole, folder = of_gguf(model), prepare_layerskip(model, 1).folder
+    whole, folder = read_gguf_info(model), prepare_layerskip(model, 1).folder
     model.unlink()
     info = MetadataCache().model_info(folder, "layerskip")
     for name in ("architecture", "parameters", "quantisation", "kv_bytes", "context_tokens", "vocabulary"):
@@ -149,10 +152,10 @@ class TestFolders:
     def change(self, folder: Path, **values: Any) -> ModelInfo:
         config = json.loads((MLX / "config.json").read_text())
         (folder / "config.json").write_text(json.dumps(config | values))
-        return of_folder(folder)
+        return read_mlx_info(folder)
 
     def test_it_is_the_same_model_as_the_gguf_file(self) -> None:
-        info, other = of_folder(MLX), of_gguf(DEMO)
+        info, other = read_mlx_info(MLX), read_gguf_info(DEMO)
         for name in ("kind", "architecture", "parameters", "kv_bytes", "context_tokens", "vocab_size"):
             assert getattr(info, name) == getattr(other, name), name
         assert info.vocabulary == other.vocabulary
@@ -178,9 +181,9 @@ class TestFolders:
 
     def test_the_licence_is_in_the_card(self, folder: Path) -> None:
         (folder / "README.md").write_text("---\nlanguage: en\nlicense: apache-2.0\n---\nlicense: none\n")
-        assert of_folder(folder).licence == "apache-2.0"
+        assert read_mlx_info(folder).licence == "apache-2.0"
         (folder / "README.md").write_text("license: apache-2.0\n")
-        assert of_folder(folder).licence == ""
+        assert read_mlx_info(folder).licence == ""
 
     @pytest.mark.parametrize(
         ("name", "content"),
@@ -199,7 +202,7 @@ class TestFolders:
     def test_damage_is_one_line(self, folder: Path, name: str, content: str) -> None:
         (folder / name).write_text(content, encoding="latin-1")
         with pytest.raises(ModelFileError, match=name.replace(".", r"\.")):
-            of_folder(folder)
+            read_mlx_info(folder)
 
 
 class TestTokens:
@@ -305,9 +308,9 @@ class TestKnown:
         kept = tmp_path / "kept.json"
         kept.write_text(content)
         known = MetadataCache(kept)
-        assert known.model_info(DRAFT, "gguf") == of_gguf(DRAFT)
+        assert known.model_info(DRAFT, "gguf") == read_gguf_info(DRAFT)
         known.save()
-        assert MetadataCache(kept).model_info(DRAFT, "gguf") == of_gguf(DRAFT)
+        assert MetadataCache(kept).model_info(DRAFT, "gguf") == read_gguf_info(DRAFT)
 
     def test_facts_of_another_form_are_not_believed(self, tmp_path: Path) -> None:
         known = MetadataCache(tmp_path / "kept.json")

@@ -148,5 +148,5 @@ def test_a_file_can_be_named_where_two_models_share_a_quantisation() -> None:
 def test_repositories_without_a_complete_model() -> None:
     with pytest.raises(ModelNotFoundError, match="holds no GGUF model"):
         choose(["model.safetensors"], None)
-    with pytest.raises(ModelNotFoundError, match="has 1 of the 2 parts"):
+    with pytest.raises(ModelNotFoundError, match="has only 1 of the 2 parts"):
         choose(["a-Q8_0-00001-of-00002.gguf"], "Q8_0")

@@ -277,7 +277,7 @@ _HEADER = json.dumps({"a": {"dtype": "F16", "shape": [1], "data_offsets": "x"}})
 
 TROUBLES: dict[str, tuple[Callable[[Path], Path | None], str]] = {
     "gguf": (_gguf, "is a GGUF file, and the MLX backend loads folders only; use llama.cpp"),
-    "file": (_a_file, "is a file; give the folder that holds config.json"),
+    "file": (_a_file, "is a file, not a folder; give the folder that holds config.json"),
     "missing": (_no_folder, "nowhere does not exist; check the path"),
     "no config": (_remove("config.json"), "has no config.json; download"),
     "config cut": (_write("config.json", b'{"model_type": '), "config.json is not JSON"),
