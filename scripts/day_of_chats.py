@@ -5,9 +5,9 @@
     python scripts/day_of_chats.py --target MODEL --longest 20000 --context 24576 --turns 80
 
 Six chats are open at a time, and each turn goes to one of them at random. From time to time a new chat
-replaces an open one. All chats have the same system prompt, followed by a document of random tokens. The prefix
-cache holds three of the longest chats in memory and moves the rest to disk. Every turn is repeated by a second
-runtime without a prefix cache.
+replaces an open one. All chats have the same system prompt, followed by a document of random tokens. The
+prefix cache holds three of the longest chats in memory and moves the rest to disk. Every turn is repeated
+by a second runtime without a prefix cache.
 
 different           replies that differ from those without a prefix cache
 near_ties           different replies that the measured rounding error explains, as in `edgespec verify`:
