@@ -23,8 +23,8 @@ class AcceptanceStats:
     """Acceptance probabilities of one drafter's nodes by depth and rank, and the cost of its drafts.
 
     For lookup drafters, statistics are also kept per streak of accepted tokens: once a lookup has found the
-    passage that the model is copying, its tokens keep being accepted. The statistics depend only on tree shapes and emitted tokens, never on the
-    tokens that were drawn.
+    passage that the model is copying, its tokens keep being accepted. The statistics depend only on tree
+    shapes and emitted tokens, never on the tokens that were drawn.
 
     Attributes:
         draft_seconds: Mean duration of non-empty drafts.

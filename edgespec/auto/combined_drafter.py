@@ -1,4 +1,4 @@
-"""A drafter that combines several drafters. Their drafts are merged into one tree and verified in one pass."""
+"""Combine several drafters: their drafts are merged into one tree and verified in one pass."""
 
 from __future__ import annotations
 
@@ -222,7 +222,7 @@ class CombinedDrafter(Drafter):
         return self._prefill_tokens(stats) * stats.prefill_token_seconds(step) / step
 
     def _prefill(self, stats: DrafterStats) -> bool:
-        """Prefill as many tokens as the allowance permits. Return whether the drafter can draft afterwards."""
+        """Prefill as many tokens as the allowance permits. Return whether the drafter can draft then."""
         tokens = self._prefill_tokens(stats)
         if not tokens:
             return not stats.pending_tokens
