@@ -56,8 +56,8 @@ class Invariant:
     """Invariant mode: the target's token depends only on seed, position and target logits.
 
     Target and draft share Gumbel noise (arXiv 2408.07978), so a draft token is accepted with a probability of
-    at least (1 - TV) / (1 + TV), where TV is the total variation distance. For a given seed, the text does not depend on
-    the drafter.
+    at least (1 - TV) / (1 + TV), where TV is the total variation distance. For a given seed, the text does
+    not depend on the drafter.
     """
 
     def draw(self, sampler: Sampler, logits: Logits, row: int, count: int) -> list[Draw]:

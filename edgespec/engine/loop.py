@@ -79,8 +79,8 @@ def decode(
 ) -> Iterator[Step]:
     """Emit tokens round by round until a stop token, a limit or a cancellation.
 
-    However the iterator ends, the target's cache holds all emitted tokens except the last. Exceptions from the
-    backend propagate, except that a cancelled pass ends the reply.
+    However the iterator ends, the target's cache holds all emitted tokens except the last. Exceptions from
+    the backend propagate, except that a cancelled pass ends the reply.
 
     Args:
         target: The target. Its cache holds everything before `last_token`.
