@@ -97,7 +97,8 @@ def choose_files(repository: str, files: Iterable[HubFile], quantisation: str | 
         models.setdefault(file.stem, []).append(file)
     if not models:
         raise ModelNotFoundError(
-            f"{repository} contains no GGUF model", "use a repository of the same model that ends in -GGUF",
+            f"{repository} contains no GGUF model",
+            "use a repository of the same model that ends in -GGUF",
         )
     matching = _matching(models, quantisation)
     label = quantisation or DEFAULT_QUANTISATION
