@@ -237,7 +237,7 @@ class _Round:
     expected_tokens: float = 1.0
 
     def pass_costs(self, width: int, count: int) -> NDArray[np.float64]:
-        """Return the costs of `count` consecutive widths from `width` on. Width 0 costs the same as width 1."""
+        """Return the costs of `count` consecutive widths, starting at `width`. Width 0 costs one step."""
         indices = np.maximum(np.arange(width, width + count) - 1, 0)
         return self.costs[indices]
 

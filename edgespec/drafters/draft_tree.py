@@ -70,7 +70,7 @@ class DraftTree:
         return self.drafted.build().walk(tokens)
 
     def model_path(self, nodes: Sequence[int]) -> tuple[int, ...]:
-        """Return the `model_tree` nodes to commit: the lag without its first token, then the nodes that were run."""
+        """Return the `model_tree` nodes to commit: the lag without its first token, and the run `nodes`."""
         path = list(range(1, self._lag_tokens))
         for node in nodes:
             model_node = self.model_nodes[node]

@@ -248,7 +248,7 @@ class LookaheadDrafter(Drafter):
             self._columns.append(_Column(self._random.choices(self._recent, k=shape.levels)))
 
     def observe(self, tree: TokenTree, logits: Logits, sampler: Sampler) -> None:
-        """Sample the target's token after each column, with the random numbers and penalties for its position."""
+        """Sample the target's next token after each column with the target's own sampler settings."""
         nodes = tree.walk([column.tokens[0] for column in self._columns])[1:]
         for node, column in zip(nodes, self._columns, strict=False):
             sampler.push(column.tokens[0])
@@ -259,7 +259,7 @@ class LookaheadDrafter(Drafter):
     def _token_after(
         node: int, tokens: Sequence[int], tree: TokenTree, logits: Logits, sampler: Sampler
     ) -> int | None:
-        """Return the target's token after `node` and `tokens`, or None if they are not in the verified tree."""
+        """Return the target's token after `node` and `tokens`; None if the tree does not contain them."""
         path = tree.walk(tokens, node)
         if len(path) <= len(tokens):
             return None
