@@ -26,7 +26,7 @@ class BufferPool:
         self._handed_out: list[weakref.ref[NDArray[np.uint8]]] = []
 
     def take(self, size: int) -> NDArray[np.uint8]:
-        """Return an uninitialised uint8 buffer of shape [size], which is not reused while it is referenced."""
+        """Return an uninitialised uint8 buffer of shape [size]. It is not reused while referenced."""
         if size > _MAX_POOLED_BYTES:
             return np.empty(size, np.uint8)
         self._handed_out = [buffer for buffer in self._handed_out if buffer() is not None]
