@@ -36,7 +36,7 @@ from edgespec.chat.store import ChatStore
 from edgespec.errors import ChatFileError
 from edgespec.reply import Reply
 from edgespec.tui.archive import Archive
-from edgespec.tui.open_chat import Session
+from edgespec.tui.open_chat import OpenChat
 
 ASKED = (
     "How do I list files by size?",
@@ -150,15 +150,15 @@ def _talk(target: str, talks: int, loaded: int, said: Path) -> None:
                 edgespec.delete_data("kept")
 
 
-def _session(store: ChatStore, archive: Archive, luck: random.Random) -> Session:
+def _session(store: ChatStore, archive: Archive, luck: random.Random) -> OpenChat:
     """A new chat, one that is gone on with, or one that parts from another after its first turn."""
     saved = [chat for chat in store.list() if not chat.problem and chat.message_count < 12]
     if len(saved) <= 3:
-        return Session("You are a helper in a terminal. Be brief.")
-    session = Session.opened(asyncio.run(archive.load(luck.choice(saved[:4]).id)), {})
+        return OpenChat("You are a helper in a terminal. Be brief.")
+    session = OpenChat.opened(asyncio.run(archive.load(luck.choice(saved[:4]).id)), {})
     if luck.random() < 0.2:
         session.id = ""
-        del session.lines[2:]
+        del session.entries[2:]
     return session
 
 

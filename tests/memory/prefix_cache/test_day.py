@@ -1,4 +1,4 @@
-"""A day of chats, in small: every reply is right, and hardly more is read than was new."""
+"""A simulated day of chats: replies are correct, and prefill reads little more than new tokens."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.scripts.running import found_by
 
 
 def day(*options: str) -> dict[str, Any]:
-    """What the script told."""
+    """Run the script and return its result."""
     return found_by("day_of_chats.py", *options)
 
 
@@ -18,7 +18,7 @@ SMALL = ("--chats", "7", "--turns", "12", "--longest", "500", "--context", "1024
 
 
 @pytest.mark.parametrize("options", [SMALL, pytest.param((), marks=pytest.mark.long)], ids=["small", "whole"])
-def test_a_day(options: tuple[str, ...]) -> None:
+def test_a_day_of_chats(options: tuple[str, ...]) -> None:
     told = day(*options, "--draft", "none", "--method", "suffix")
     assert told["unequal"] == 0
     assert told["most_memory_bytes"] <= told["memory_for_texts_bytes"]

@@ -1,4 +1,4 @@
-"""Chats killed at random instants: what was saved opens, and what is half written is never used."""
+"""Programs killed at random moments: saved chats open, and partly written files are never used."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="it forks")
 
 
 def kills(count: int, *options: str) -> dict[str, Any]:
-    """What the script found."""
+    """Run the script and return its result."""
     return found_by("kill_chats.py", "--kills", str(count), *options)
 
 
-def test_two_programs_that_have_the_same_chats_lose_no_turn() -> None:
+def test_two_programs_with_the_same_chats_lose_no_turn() -> None:
     found = kills(8, "--looks", "8", "--longest", "0.2", "--together", "2")
     assert found["wrong"] == []
     assert found["turns_saved"] > 0
