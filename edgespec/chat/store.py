@@ -31,11 +31,11 @@ Setting = str | int | float | bool | list[str]
 """Type of the value of one setting in a chat file."""
 
 VERSION = 1
-# Characters of a title that is made from the first message. Chosen.
+# Characters of a title that is made from the first message.
 _MAX_TITLE = 60
-# How long saving waits for another program that saves. Chosen.
+# How long saving waits for another program that saves.
 _LOCK_SECONDS = 5.0
-# Larger files are rejected before they are read. Chosen: no chat gets this long.
+# Larger files are rejected before they are read. No real chat gets this long.
 _MAX_FILE_BYTES = 64 * 1024 * 1024
 _ID = re.compile(r"[0-9A-Za-z][0-9A-Za-z_-]{0,63}")
 _ROLES: dict[str, Role] = {"user": "user", "assistant": "assistant", "system": "system"}
