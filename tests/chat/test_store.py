@@ -102,7 +102,10 @@ BROKEN = {
     "a message as text": (_with(messages=["hello"]), "message 1 must be an object, not text"),
     "an unknown role": (_with(messages=[{"role": "robot", "content": ""}]), "the role 'robot'"),
     "a list as role": (_with(messages=[{"role": [], "content": ""}]), "the role \\[\\]"),
-    "content as a number": (_with(messages=[{"role": "user", "content": 3}]), "message 1 must be text, not a number"),
+    "content as a number": (
+        _with(messages=[{"role": "user", "content": 3}]),
+        "message 1 must be text, not a number",
+    ),
     "a system prompt as a number": (_with(system=3), "`system` must be text, not a number"),
     "a title as a list": (_with(title=[]), "`title` must be text, not a list"),
     "no time": (_with(updated="yesterday"), "`updated` must be a time, not 'yesterday'"),
