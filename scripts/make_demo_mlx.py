@@ -188,8 +188,8 @@ def main() -> None:
     # Rounding to 8 bits gives at most half a step. A wrong order of rows would give dozens of steps.
     if worst > 0.6:
         raise SystemExit(
-            f"error: a weight differs by {worst:.1f} quantisation steps; check that {args.original} is the same"
-            " model"
+            f"error: a weight differs by {worst:.1f} quantisation steps; check that {args.original} is"
+            " the same model"
         )
     config = json.loads((args.original / "config.json").read_text(encoding="utf-8"))
     config |= json.loads((args.original / "generation_config.json").read_text(encoding="utf-8"))
