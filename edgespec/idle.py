@@ -17,9 +17,9 @@ __all__ = ["IdleWorker", "drafters_with_idle_work"]
 _IdleWork: TypeAlias = Callable[[Callable[[], bool]], None]
 _Watch: TypeAlias = Callable[[Callable[[], bool]], bool]
 
-# Idle time before work begins. Scripts start their next reply sooner than this, and commands end. Chosen.
+# Idle time before work begins. Scripts start their next reply sooner than this, and commands end.
 QUIET_SECONDS = 0.3
-# Interval between two calls of the watch. Chosen.
+# Interval between two calls of the watch.
 WATCH_SECONDS = 2.0
 
 

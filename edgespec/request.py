@@ -22,9 +22,9 @@ __all__ = [
     "build_request",
 ]
 
-# Default limit of a reply. Chosen: without one, a reply that repeats itself would fill any context.
+# Default maximum reply length. Without one, a reply that repeats itself would fill any context.
 DEFAULT_MAX_TOKENS = 8192
-# Default draft lengths, in tokens: of a fixed draft, and of one that adapts to the text. Both chosen.
+# Default draft lengths, in tokens: of a fixed draft, and of one that adapts to the text.
 _FIXED_DRAFT_LENGTH = 4
 _MAX_ADAPTIVE_DRAFT_LENGTH = 16
 _MAX_INTEGER = (1 << 63) - 1

@@ -37,7 +37,7 @@ __all__ = ["Session"]
 # Target passes between two updates of the controller's part of the stats. Chosen: an update in
 # every pass would slow down small targets.
 _PASSES_PER_REPORT = 8
-# Weight of the newest target step in the moving average of its cost. Chosen.
+# Weight of the newest target step in the moving average of its cost.
 _STEP_WEIGHT = 0.2
 
 

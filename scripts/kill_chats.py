@@ -1,13 +1,17 @@
 #!/usr/bin/env python3
-"""Chats that are killed at random instants, and what is left of them.
+"""Kill chat programs at random times and check that they lose and damage no data.
 
-A child process talks in several chats, keeps what it reads and saves each turn, until it is killed. Then
-another one looks: every saved chat must open and have each turn that was saved, a reply that goes on from it
-must be that of a fresh run, and nothing half written may be left but what the next writer clears away. With
-`--together 2` two programs have the same chats and kept texts at once, and one of them is killed while the
-other goes on. On systems that fork.
+    python scripts/kill_chats.py --kills 200 --processes 2
 
-    python scripts/kill_chats.py --kills 200 --together 2
+A child process talks in several chats with the prefix cache on disk and saves each turn, until it is killed.
+Then another process checks that
+
+- every saved chat opens and holds every saved turn,
+- a reply that continues a chat is the same as the reply of a runtime without a prefix cache,
+- no lock is held any more, and the next writer deletes incomplete files.
+
+With `--processes 2`, two programs share the chats and the prefix cache, and one is killed while the other
+runs. Needs a system with fork.
 """
 
 from __future__ import annotations
@@ -31,80 +35,98 @@ from filelock import FileLock, Timeout
 
 import edgespec
 import edgespec.assembly.loading
-import edgespec.backends.llamacpp  # here, so that no child has to
+import edgespec.backends.llamacpp  # imported once, before any fork
 from edgespec.chat.store import ChatStore
 from edgespec.errors import ChatFileError
 from edgespec.reply import Reply
 from edgespec.tui.archive import Archive
-from edgespec.tui.open_chat import Session
+from edgespec.tui.open_chat import OpenChat
 
-ASKED = (
+QUESTIONS = (
     "How do I list files by size?",
     "And by name?",
     "How do I unpack a tar file?",
     "What does chmod do?",
 )
-LOADED: dict[str, Any] = {"draft": "none", "method": "none", "threads": 1, "context": 1024}
+LOAD_OPTIONS: dict[str, Any] = {"draft": "none", "method": "none", "threads": 1, "context": 1024}
 
 
 def main() -> int:
-    """Kill, look, and say what was found as JSON; 1 where anything was wrong."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    """Kill, check and print the results as JSON. Return 1 if any check failed."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--target", default="demo")
-    parser.add_argument("--kills", type=int, default=200)
-    parser.add_argument("--looks", type=int, default=0, help="look after so many kills [default: each]")
-    parser.add_argument("--longest", type=float, default=0.6, help="seconds until a kill, at most")
-    parser.add_argument("--together", type=int, default=1, help="programs that run at once [default: 1]")
+    parser.add_argument("--kills", type=int, default=200, help="number of kills (default: %(default)s)")
+    parser.add_argument("--check-every", type=int, default=1, help="kills between checks (default: 1)")
+    parser.add_argument(
+        "--max-seconds", type=float, default=0.6, help="longest time before a kill (default: %(default)s)"
+    )
+    parser.add_argument("--processes", type=int, default=1, help="programs that run at once (default: 1)")
     parser.add_argument("--seed", type=int, default=0)
-    asked = parser.parse_args()
-    luck = random.Random(asked.seed)
-    found: dict[str, Any] = {"kills": 0, "looks": 0, "chats": 0, "replies": 0, "wrong": [], "most_litter": 0}
+    args = parser.parse_args()
+    random_times = random.Random(args.seed)
+    results: dict[str, Any] = {
+        "kills": 0,
+        "checks": 0,
+        "chats": 0,
+        "replies": 0,
+        "errors": [],
+        "max_temporary_files": 0,
+    }
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         os.environ["EDGESPEC_DATA_DIR"] = name
         running: list[int] = []
-        for kill in range(asked.kills):
-            while len(running) < asked.together:
-                talks = 1000 * asked.seed + kill * asked.together + len(running)
-                running.append(_begun(asked.target, talks, folder, waits=luck.random() < 0.9))
-            time.sleep(luck.uniform(0.0, asked.longest))
-            _killed(running.pop(luck.randrange(len(running))), found)
-            found["most_litter"] = max(found["most_litter"], len(_litter(folder)))
-            if kill % max(1, asked.looks) == 0 or kill == asked.kills - 1:
+        for kill in range(args.kills):
+            while len(running) < args.processes:
+                seed = 1000 * args.seed + kill * args.processes + len(running)
+                # Most programs are killed during a reply, some while they load.
+                wait = random_times.random() < 0.9
+                running.append(_start(args.target, seed, folder, wait_until_loaded=wait))
+            time.sleep(random_times.uniform(0.0, args.max_seconds))
+            _kill(running.pop(random_times.randrange(len(running))), results)
+            temporary = len(_temporary_files(folder))
+            results["max_temporary_files"] = max(results["max_temporary_files"], temporary)
+            if kill % args.check_every == 0 or kill == args.kills - 1:
                 while running:
-                    _killed(running.pop(), found)
-                _looked(asked.target, kill, folder, found)
-        found["files"] = len(list(folder.rglob("*.kept")))
-        found["litter_after_the_last_look"] = len(_litter(folder / "kept"))
-    sys.stdout.write(json.dumps(found, indent=1) + "\n")
-    return 1 if found["wrong"] or found["litter_after_the_last_look"] else 0
+                    _kill(running.pop(), results)
+                _check(args.target, kill, folder, results)
+        results["files"] = len(list(folder.rglob("*.kept")))
+        results["remaining_temporary_files"] = len(_temporary_files(folder / "kept"))
+    sys.stdout.write(json.dumps(results, indent=1) + "\n")
+    return 1 if results["errors"] or results["remaining_temporary_files"] else 0
 
 
-def _begun(target: str, talks: int, folder: Path, *, waits: bool) -> int:
-    """A program that talks. waits: until it has loaded; most are killed while they talk, some before."""
-    told, tells = os.pipe()
-    child = forked(lambda: _talk(target, talks, tells, folder / f"{talks}.said"))
-    os.close(tells)
-    if waits:
-        os.read(told, 1)
-    os.close(told)
-    return child
+def _start(target: str, seed: int, folder: Path, *, wait_until_loaded: bool) -> int:
+    """Start a program that chats, and return its process id."""
+    read_end, write_end = os.pipe()
+    pid = fork(lambda: _chat(target, seed, write_end, folder / f"{seed}.turns"))
+    os.close(write_end)
+    if wait_until_loaded:
+        os.read(read_end, 1)
+    os.close(read_end)
+    return pid
 
 
-def _killed(child: int, found: dict[str, Any]) -> None:
-    os.kill(child, signal.SIGKILL)
-    _, status = os.waitpid(child, 0)
-    found["kills"] += 1
+def _kill(pid: int, results: dict[str, Any]) -> None:
+    os.kill(pid, signal.SIGKILL)
+    _, status = os.waitpid(pid, 0)
+    results["kills"] += 1
     if os.WIFEXITED(status):
-        found["wrong"].append(f"a program ended with {os.WEXITSTATUS(status)} before kill {found['kills']}")
+        code = os.WEXITSTATUS(status)
+        results["errors"].append(f"a program exited with status {code} before kill {results['kills']}")
 
 
-def _litter(folder: Path) -> list[Path]:
+def _temporary_files(folder: Path) -> list[Path]:
     return list(folder.rglob("*.tmp"))
 
 
-def forked(work: Callable[[], object]) -> int:
-    """Do this in a child process; its number."""
+def fork(work: Callable[[], object]) -> int:
+    """Run `work` in a child process and return the process id.
+
+    The child exits with status 0, or with 1 and a traceback on stderr if `work` raised an exception.
+    """
     sys.stdout.flush()
     child = os.fork()
     if child:
@@ -119,131 +141,142 @@ def forked(work: Callable[[], object]) -> int:
         os._exit(status)
 
 
-def _talk(target: str, talks: int, loaded: int, said: Path) -> None:
-    """Chats without end: new ones, old ones gone on with, each turn saved. `loaded` hears when they begin."""
-    # Nobody may listen any more.
-    signal.signal(signal.SIGPIPE, signal.SIG_IGN)
-    luck = random.Random(talks)
+def _chat(target: str, seed: int, loaded: int, log: Path) -> None:
+    """Talk in new and saved chats until the process is killed, and save each turn.
+
+    Args:
+        target: The model.
+        seed: Seed of all choices.
+        loaded: File descriptor that gets one byte after the model is loaded.
+        log: File that records each saved turn.
+    """
+    signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # the parent may have closed its end of the pipe
+    choices = random.Random(seed)
     store = ChatStore()
     archive = Archive(store)
-    with edgespec.load(
-        target, prefix_cache="disk", prefix_cache_disk=luck.choice(("12MB", "24MB")), **LOADED
-    ) as runtime:
-        prompts = _noting(runtime)
+    quota = choices.choice(("12MB", "24MB"))
+    with edgespec.load(target, prefix_cache="disk", prefix_cache_disk=quota, **LOAD_OPTIONS) as runtime:
+        prompts = _recorded_prompts(runtime)
         with suppress(BrokenPipeError):
             os.write(loaded, b"1")
         while True:
-            session = _session(store, archive, luck)
-            talk = runtime.chat(session.system, session.messages)
-            for _ in range(luck.randint(1, 2)):
-                seed = luck.randint(0, 99)
-                reply = talk.ask(luck.choice(ASKED), seed=seed, max_tokens=12)
-                if luck.random() < 0.3:
-                    seed = luck.randint(0, 99)
-                    reply = _whole(talk.regenerate(seed=seed, max_tokens=12))
-                session.follow(talk.messages)
-                asyncio.run(archive.save(session, target))
-                contents = [message.content for message in session.messages]
-                _note(said, [session.id, contents, list(prompts[-1]), seed, list(reply.tokens)])
+            saved_chat = _choose_chat(store, archive, choices)
+            chat = runtime.chat(saved_chat.system, saved_chat.messages)
+            for _ in range(choices.randint(1, 2)):
+                reply_seed = choices.randint(0, 99)
+                reply = chat.ask(choices.choice(QUESTIONS), seed=reply_seed, max_tokens=12)
+                if choices.random() < 0.3:
+                    reply_seed = choices.randint(0, 99)
+                    reply = _finish(chat.regenerate(seed=reply_seed, max_tokens=12))
+                saved_chat.follow(chat.messages)
+                asyncio.run(archive.save(saved_chat, target))
+                contents = [message.content for message in saved_chat.messages]
+                _append(log, [saved_chat.id, contents, list(prompts[-1]), reply_seed, list(reply.tokens)])
             runtime.save_prefix_cache()
-            if luck.random() < 0.02:
-                edgespec.delete_data("kept")
+            if choices.random() < 0.02:
+                edgespec.delete_data("prefix-cache")
 
 
-def _session(store: ChatStore, archive: Archive, luck: random.Random) -> Session:
-    """A new chat, one that is gone on with, or one that parts from another after its first turn."""
+def _choose_chat(store: ChatStore, archive: Archive, choices: random.Random) -> OpenChat:
+    """Return a new chat, a saved one, or a copy of a saved one that branches off after its first turn."""
     saved = [chat for chat in store.list() if not chat.problem and chat.message_count < 12]
     if len(saved) <= 3:
-        return Session("You are a helper in a terminal. Be brief.")
-    session = Session.opened(asyncio.run(archive.load(luck.choice(saved[:4]).id)), {})
-    if luck.random() < 0.2:
-        session.id = ""
-        del session.lines[2:]
-    return session
+        return OpenChat("You are a helper in a terminal. Be brief.")
+    chat = OpenChat.opened(asyncio.run(archive.load(choices.choice(saved[:4]).id)), {})
+    if choices.random() < 0.2:
+        chat.id = ""
+        del chat.entries[2:]
+    return chat
 
 
-def _noting(runtime: edgespec.Runtime) -> list[Sequence[int]]:
-    """The prompts of all replies from now on."""
+def _recorded_prompts(runtime: edgespec.Runtime) -> list[Sequence[int]]:
+    """Return a list to which the prompt of every later reply is added."""
     prompts: list[Sequence[int]] = []
     stream_tokens = runtime.stream_tokens
 
-    def noted(tokens: Sequence[int], **options: Any) -> edgespec.ReplyStream:
+    def recording(tokens: Sequence[int], **options: Any) -> edgespec.ReplyStream:
         prompts.append(tokens)
         return stream_tokens(tokens, **options)
 
-    runtime.stream_tokens = noted  # type: ignore[method-assign]
+    runtime.stream_tokens = recording  # type: ignore[method-assign]
     return prompts
 
 
-def _whole(stream: edgespec.ReplyStream) -> Reply:
+def _finish(stream: edgespec.ReplyStream) -> Reply:
     for _ in stream:
         pass
     return stream.reply
 
 
-def _note(path: Path, what: object) -> None:
-    """At once: a line is there, or it is not."""
+def _append(path: Path, value: object) -> None:
+    """Add one line of JSON with a single write, so that a kill cannot leave half a line."""
     handle = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
-    os.write(handle, json.dumps(what).encode() + b"\n")
+    os.write(handle, json.dumps(value).encode() + b"\n")
     os.close(handle)
 
 
-def _noted(folder: Path) -> Iterator[list[Any]]:
-    for path in sorted(folder.glob("*.said")):
+def _saved_turns(folder: Path) -> Iterator[list[Any]]:
+    for path in sorted(folder.glob("*.turns")):
         yield from map(json.loads, path.read_text().splitlines())
 
 
-def _looked(target: str, kill: int, folder: Path, found: dict[str, Any]) -> None:
-    """Look in a process of its own, as the next run would."""
-    told = folder / "told.json"
-    child = forked(lambda: told.write_text(json.dumps(_look(target, kill, folder))))
+def _check(target: str, kill: int, folder: Path, results: dict[str, Any]) -> None:
+    """Check the data in a new process, as the next start of a program would see it."""
+    report = folder / "report.json"
+    child = fork(lambda: report.write_text(json.dumps(_check_data(target, kill, folder))))
     _, status = os.waitpid(child, 0)
     if status:
-        found["wrong"].append(f"after kill {kill} the next run ended with {status}")
+        results["errors"].append(f"after kill {kill} the next program ended with wait status {status}")
         return
-    seen = json.loads(told.read_text())
-    found["looks"] += 1
-    found["chats"], found["turns_saved"] = seen["chats"], seen["turns_saved"]
-    found["replies"] += seen["replies"]
-    found["wrong"] += seen["wrong"]
+    checked = json.loads(report.read_text())
+    results["checks"] += 1
+    results["chats"], results["turns_saved"] = checked["chats"], checked["turns_saved"]
+    results["replies"] += checked["replies"]
+    results["errors"] += checked["errors"]
 
 
-def _look(target: str, kill: int, folder: Path) -> dict[str, Any]:
-    luck = random.Random(2000 + kill)
+def _check_data(target: str, kill: int, folder: Path) -> dict[str, Any]:
+    choices = random.Random(2000 + kill)
     store = ChatStore()
     chats = store.list()
-    noted = list(_noted(folder))
-    wrong = [f"{chat.id}: {chat.problem}" for chat in chats if chat.problem]
-    wrong += [f"{chat_id} has lost a turn" for chat_id, said, *_ in noted if not _has(store, chat_id, said)]
-    wrong += [f"{lock} is still held" for lock in folder.rglob("*lock") if not _free(lock)]
-    # What was said beside others, and what is said now.
-    replies = [tuple(each) for _, _, *each in luck.sample(noted, min(6, len(noted)))]
-    with edgespec.load(target, prefix_cache="disk", prefix_cache_disk="24MB", **LOADED) as runtime:
-        prompts = _noting(runtime)
-        for entry in luck.sample(chats, min(3, len(chats))):
+    turns = list(_saved_turns(folder))
+    errors = [f"{chat.id}: {chat.problem}" for chat in chats if chat.problem]
+    errors += [
+        f"chat {chat_id} lost a turn"
+        for chat_id, contents, *_ in turns
+        if not _begins_with(store, chat_id, contents)
+    ]
+    errors += [f"{lock} is still held" for lock in folder.rglob("*lock") if not _is_free(lock)]
+    # Replies of the killed programs, and new replies that continue saved chats with the prefix cache.
+    replies = [tuple(each) for _, _, *each in choices.sample(turns, min(6, len(turns)))]
+    with edgespec.load(target, prefix_cache="disk", prefix_cache_disk="24MB", **LOAD_OPTIONS) as runtime:
+        prompts = _recorded_prompts(runtime)
+        for entry in choices.sample(chats, min(3, len(chats))):
             chat = store.load(entry.id)
-            reply = runtime.chat(chat.system, chat.messages).ask(ASKED[0], seed=kill, max_tokens=12)
+            reply = runtime.chat(chat.system, chat.messages).ask(QUESTIONS[0], seed=kill, max_tokens=12)
             replies.append((prompts[-1], kill, list(reply.tokens)))
         runtime.save_prefix_cache()
-    with edgespec.load(target, prefix_cache="none", **LOADED) as runtime:
+    with edgespec.load(target, prefix_cache="none", **LOAD_OPTIONS) as runtime:
         for prompt, seed, tokens in replies:
             runtime.clear_cache()
-            reply = _whole(runtime.stream_tokens(prompt, seed=seed, max_tokens=12))
+            reply = _finish(runtime.stream_tokens(prompt, seed=seed, max_tokens=12))
             if list(reply.tokens) != list(tokens):
-                wrong.append(f"another reply to {len(prompt)} tokens")
-    wrong = [f"after kill {kill}: {each}" for each in wrong]
-    return {"chats": len(chats), "turns_saved": len(noted), "replies": len(replies), "wrong": wrong}
+                errors.append(
+                    f"the reply to a prompt of {len(prompt)} tokens differs without the prefix cache"
+                )
+    errors = [f"after kill {kill}: {error}" for error in errors]
+    return {"chats": len(chats), "turns_saved": len(turns), "replies": len(replies), "errors": errors}
 
 
-def _has(store: ChatStore, chat_id: str, said: list[str]) -> bool:
-    """Whether a chat still begins with what was saved of it."""
+def _begins_with(store: ChatStore, chat_id: str, contents: list[str]) -> bool:
+    """Return whether the first messages of a saved chat have these contents."""
     try:
-        return [message.content for message in store.load(chat_id).messages[: len(said)]] == said
+        return [message.content for message in store.load(chat_id).messages[: len(contents)]] == contents
     except ChatFileError:
         return False
 
 
-def _free(lock: Path) -> bool:
+def _is_free(lock: Path) -> bool:
     try:
         FileLock(lock, timeout=0).acquire().lock.release()
     except Timeout:

@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""Whatever takes long is killed at random instants: chats and saves, downloads, and what is prepared.
-
-Chats are `kill_chats.py`'s, of one program and of two at once. A download, or the making of halves or of a
-copy, is begun again and again and killed; after each kill what is there must be whole or not be there, and in
-the end a run that nobody kills must finish. On systems that fork.
+"""Kill chats, downloads and `edgespec prepare` at random times and check the data that is left.
 
     python scripts/kill_everything.py --kills 200
+
+kill_chats.py tests chats, with one program and with two at once. Downloads and preparations are started and
+killed again and again. After each kill, every model that edgespec finds must be complete. At the end a run
+without a kill must succeed. Needs a system with fork.
 """
 
 from __future__ import annotations
@@ -25,9 +25,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from kill_chats import forked
-
-import edgespec.backends.llamacpp  # here, so that no child has to
+import edgespec.backends.llamacpp  # imported once, before any fork
 from edgespec.catalog import find_installed, resolve
 from edgespec.catalog.catalogue import load_catalogue
 from edgespec.catalog.download import fetch
@@ -35,139 +33,149 @@ from edgespec.errors import ModelNotFoundError
 from edgespec.prepare.layerskip import prepare_layerskip
 from edgespec.prepare.lowbit import prepare_lowbit
 from edgespec.prepare.store import PreparedModel, check_prepared, list_prepared, read_prepared, store_folder
+from scripts.kill_chats import fork
 
 REPOSITORY = "someone/tiny-GGUF"
-WHOLE, PARTS = "tiny-Q4_K_M.gguf", "parts/tiny-Q8_0-{:05}-of-00003.gguf"
-SHARES = {"chats": 0.2, "together": 0.2, "downloads": 0.3, "layerskip": 0.15, "lowbit": 0.15}
-
-# How many programs have the same chats.
-TOGETHER = {"chats": 1, "together": 2}
+SINGLE_FILE, PART = "tiny-Q4_K_M.gguf", "parts/tiny-Q8_0-{:05}-of-00003.gguf"
+# Share of the kills for each kind of work.
+SHARES = {"chats": 0.2, "shared-chats": 0.2, "downloads": 0.3, "layerskip": 0.15, "lowbit": 0.15}
+# Programs that use the same chats at once.
+CHAT_PROCESSES = {"chats": 1, "shared-chats": 2}
 
 
 @dataclass
 class Work:
-    """Something that takes long. run: does it. look: what is wrong with what is there, for who comes next."""
+    """Work that is killed again and again.
+
+    Attributes:
+        run: Does the work once.
+        check: Returns one message for each incomplete model that edgespec would use.
+        is_complete: Returns whether the result is there and complete.
+        reset: Deletes the result.
+        results: Numbers of kills and of complete runs, and the errors.
+    """
 
     run: Callable[[], object]
-    look: Callable[[], list[str]]
-    there: Callable[[], bool]
-    again: Callable[[], object]
-    found: dict[str, Any] = field(default_factory=lambda: {"kills": 0, "finished": 0, "wrong": []})
+    check: Callable[[], list[str]]
+    is_complete: Callable[[], bool]
+    reset: Callable[[], object]
+    results: dict[str, Any] = field(default_factory=lambda: {"kills": 0, "finished": 0, "errors": []})
 
 
 def main() -> int:
-    """Kill, look, and say what was found as JSON; 1 where anything was wrong."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--kills", type=int, default=200, help="of all kinds together")
-    parser.add_argument("--only", choices=sorted(SHARES), help="one kind")
+    """Kill, check and print the results as JSON. Return 1 if any check failed."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--kills", type=int, default=200, help="of all kinds together (default: %(default)s)")
+    parser.add_argument("--only", choices=sorted(SHARES), help="only one kind of work")
     parser.add_argument("--seed", type=int, default=0)
-    asked = parser.parse_args()
-    shares = {asked.only: 1.0} if asked.only else SHARES
-    found: dict[str, Any] = {}
+    args = parser.parse_args()
+    shares = {args.only: 1.0} if args.only else SHARES
+    results: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        hub, stop = _hub(folder)
+        hub_url, hub_pid = _start_hub(folder)
         os.environ |= {
             "EDGESPEC_CACHE_DIR": str(folder / "cache"),
             "HF_HUB_CACHE": str(folder / "hub"),
-            "HF_ENDPOINT": hub,
+            "HF_ENDPOINT": hub_url,
             "HF_HUB_DISABLE_TELEMETRY": "1",
             "OLLAMA_MODELS": str(folder / "ollama"),
         }
-        import huggingface_hub.constants  # reads the environment once  # noqa: F401
+        import huggingface_hub.constants  # reads the environment when it is imported  # noqa: F401
 
         works = {
-            "downloads": _downloads(folder / "hub"),
-            "layerskip": _preparing(folder, lambda path, to: prepare_layerskip(path, 4, to=to)),
-            "lowbit": _preparing(folder, lambda path, to: prepare_lowbit(path, "Q4_0", to=to)),
+            "downloads": _download_work(folder / "hub"),
+            "layerskip": _prepare_work(folder, lambda path, to: prepare_layerskip(path, 4, to=to)),
+            "lowbit": _prepare_work(folder, lambda path, to: prepare_lowbit(path, "Q4_0", to=to)),
         }
         for kind, share in shares.items():
-            kills = max(1, round(asked.kills * share))
-            if kind in TOGETHER:
-                found[kind] = _chats(kills, asked.seed, TOGETHER[kind])
+            kills = max(1, round(args.kills * share))
+            if kind in CHAT_PROCESSES:
+                results[kind] = _kill_chats(kills, args.seed, CHAT_PROCESSES[kind])
             else:
-                _kill(works[kind], kills, random.Random(f"{kind} {asked.seed}"))
-                found[kind] = works[kind].found
-        os.kill(stop, signal.SIGKILL)
-        os.waitpid(stop, 0)
-    sys.stdout.write(json.dumps(found, indent=1) + "\n")
-    return 1 if any(each["wrong"] for each in found.values()) else 0
+                _kill(works[kind], kills, random.Random(f"{kind} {args.seed}"))
+                results[kind] = works[kind].results
+        os.kill(hub_pid, signal.SIGKILL)
+        os.waitpid(hub_pid, 0)
+    sys.stdout.write(json.dumps(results, indent=1) + "\n")
+    return 1 if any(each["errors"] for each in results.values()) else 0
 
 
-def _chats(kills: int, seed: int, together: int) -> dict[str, Any]:
+def _kill_chats(kills: int, seed: int, processes: int) -> dict[str, Any]:
     script = Path(__file__).with_name("kill_chats.py")
-    told = {"kills": kills, "looks": max(1, kills // 20), "seed": seed, "together": together}
-    options = [word for name, value in told.items() for word in (f"--{name}", str(value))]
-    command = [sys.executable, str(script), *options]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
-    found: dict[str, Any] = json.loads(done.stdout)
-    if done.returncode and not found["wrong"]:
-        found["wrong"] = ["something half written was left"]
-    return found
+    options = {"kills": kills, "check-every": max(1, kills // 20), "seed": seed, "processes": processes}
+    words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
+    command = [sys.executable, str(script), *words]
+    completed = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+    results: dict[str, Any] = json.loads(completed.stdout)
+    if completed.returncode and not results["errors"]:
+        results["errors"] = [f"{results['remaining_temporary_files']} temporary files were not deleted"]
+    return results
 
 
-def _kill(work: Work, kills: int, luck: random.Random) -> None:
-    """Begin and kill so many times, at instants spread over what one run takes; then let one finish."""
-    wrong = work.found["wrong"]
-    work.again()
-    began = time.monotonic()
-    wrong += [f"the first run: {said}" for said in _ended(work)]
-    takes = time.monotonic() - began
-    work.again()
+def _kill(work: Work, kills: int, random_times: random.Random) -> None:
+    """Kill runs at times spread over the duration of one run, and let some runs finish."""
+    errors = work.results["errors"]
+    work.reset()
+    started = time.monotonic()
+    errors += [f"the first run: {error}" for error in _run_to_end(work)]
+    run_seconds = time.monotonic() - started
+    work.reset()
     for kill in range(kills):
-        child = forked(work.run)
-        time.sleep(luck.uniform(0.0, 1.1 * takes))
+        child = fork(work.run)
+        time.sleep(random_times.uniform(0.0, 1.1 * run_seconds))
         os.kill(child, signal.SIGKILL)
         _, status = os.waitpid(child, 0)
         if os.WIFEXITED(status) and status:
-            wrong.append(f"the run before kill {kill} ended with {status}")
-        work.found["kills"] += 1
-        wrong += [f"after kill {kill}: {said}" for said in work.look()]
-        # What is whole is done with; and now and then a run must finish what those before it left.
-        if work.there() or luck.random() < 0.1:
-            wrong += [f"the run after kill {kill}: {said}" for said in _ended(work)]
-            work.found["finished"] += 1
-            work.again()
-    wrong += [f"the last run: {said}" for said in _ended(work)]
-    work.found["finished"] += 1
+            errors.append(f"the run before kill {kill} ended with wait status {status}")
+        work.results["kills"] += 1
+        errors += [f"after kill {kill}: {error}" for error in work.check()]
+        # A complete result ends a series of kills. Some series end earlier, to test that a run resumes.
+        if work.is_complete() or random_times.random() < 0.1:
+            errors += [f"the run after kill {kill}: {error}" for error in _run_to_end(work)]
+            work.results["finished"] += 1
+            work.reset()
+    errors += [f"the last run: {error}" for error in _run_to_end(work)]
+    work.results["finished"] += 1
 
 
-def _ended(work: Work) -> list[str]:
-    """What is wrong after a run that nobody killed."""
-    _, status = os.waitpid(forked(work.run), 0)
+def _run_to_end(work: Work) -> list[str]:
+    """Run without a kill and return the errors."""
+    _, status = os.waitpid(fork(work.run), 0)
     if status:
-        return [f"it ended with {status}"]
-    return [*work.look(), *([] if work.there() else ["nothing is there"])]
+        return [f"it ended with wait status {status}"]
+    return [*work.check(), *([] if work.is_complete() else ["there is no complete result"])]
 
 
-def _hub(folder: Path) -> tuple[str, int]:
-    """A hub in a process of its own: its address, and the number of the process."""
+def _start_hub(folder: Path) -> tuple[str, int]:
+    """Start a stand-in for Hugging Face in a child process; return its address and process id."""
     sys.path.append(str(Path(__file__).parents[1]))
     from tests.catalog.stand_in_hub import StandInHub
 
-    told, tells = os.pipe()
+    read_end, write_end = os.pipe()
 
     def serve() -> None:
-        # That a client is gone is no news here.
+        # The server prints a traceback for every connection that a kill closes.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
-        hub = StandInHub(files=_files())
+        hub = StandInHub(files=_hub_files())
         hub.start()
-        os.write(tells, hub.url.encode())
+        os.write(write_end, hub.url.encode())
         signal.pause()
 
     folder.mkdir(exist_ok=True)
-    stop = forked(serve)
-    url = os.read(told, 100).decode()
-    os.close(told)
-    os.close(tells)
-    return url, stop
+    pid = fork(serve)
+    url = os.read(read_end, 100).decode()
+    os.close(read_end)
+    os.close(write_end)
+    return url, pid
 
 
-def _files() -> dict[str, bytes]:
-    """A model that is one file, one in three parts, and what lies beside them."""
-    target = _demo().read_bytes()
-    parts = {PARTS.format(i): b"GGUF" + bytes([i]) * 3_000_000 for i in (1, 2, 3)}
-    return {"README.md": b"# tiny", WHOLE: target, **parts}
+def _hub_files() -> dict[str, bytes]:
+    """Return the files of the repository: a model in one file, a model in three parts, and a README."""
+    parts = {PART.format(i): b"GGUF" + bytes([i]) * 3_000_000 for i in (1, 2, 3)}
+    return {"README.md": b"# tiny", SINGLE_FILE: _demo().read_bytes(), **parts}
 
 
 def _demo() -> Path:
@@ -176,62 +184,65 @@ def _demo() -> Path:
     return path
 
 
-def _downloads(cache: Path) -> Work:
-    files = _files()
-    wanted = {
-        "Q4_K_M": [files[WHOLE]],
+def _download_work(cache: Path) -> Work:
+    files = _hub_files()
+    expected = {
+        "Q4_K_M": [files[SINGLE_FILE]],
         "Q8_0": [data for name, data in sorted(files.items()) if name.startswith("parts/")],
     }
 
     def run() -> None:
-        for quantisation in wanted:
+        for quantisation in expected:
             fetch(REPOSITORY, quantisation)
 
-    def here(quantisation: str) -> Path | None:
+    def downloaded(quantisation: str) -> Path | None:
         try:
             return resolve(f"{REPOSITORY}:{quantisation}", allow_download=False).path
         except ModelNotFoundError:
             return None
 
-    def seen() -> list[str]:
-        wrong = []
-        for quantisation, parts in wanted.items():
-            first = here(quantisation)
-            names = [PARTS.format(i).rpartition("/")[2] for i in (1, 2, 3)] if len(parts) > 1 else [WHOLE]
+    def check() -> list[str]:
+        errors = []
+        for quantisation, parts in expected.items():
+            first = downloaded(quantisation)
+            single = len(parts) == 1
+            names = [SINGLE_FILE] if single else [Path(PART.format(i)).name for i in (1, 2, 3)]
             if first and [first.with_name(name).read_bytes() for name in names] != parts:
-                wrong.append(f"{first} is used and is not whole")
-        shelf = [one.path for one in find_installed().models if one.place == "hub"]
-        return wrong + [f"{path} is on the shelf and is not whole" for path in shelf if not _is_demo(path)]
+                errors.append(f"{first} is incomplete and would be loaded")
+        listed = [model.path for model in find_installed().models if model.place == "hub"]
+        return errors + [f"{path} is incomplete and listed" for path in listed if not _is_demo(path)]
 
-    return Work(run, seen, lambda: all(map(here, wanted)), partial(_cleared, cache))
+    return Work(run, check, lambda: all(map(downloaded, expected)), partial(_delete, cache))
 
 
 def _is_demo(path: Path) -> bool:
     return path.read_bytes() == _demo().read_bytes()
 
 
-def _preparing(folder: Path, prepare: Callable[[Path, Path | None], PreparedModel]) -> Work:
-    """In the store and in a folder that the user named, one after the other."""
-    own = folder / "own" / "made"
+def _prepare_work(folder: Path, prepare: Callable[[Path, Path | None], PreparedModel]) -> Work:
+    """Return the work of preparing a model twice: in edgespec's store and in a folder of the user."""
+    user_folder = folder / "user" / "prepared"
 
     def run() -> None:
         prepare(_demo(), None)
-        prepare(_demo(), own)
+        prepare(_demo(), user_folder)
 
-    def seen() -> list[str]:
-        return [said for prepared in list_prepared() if (said := _damage(prepared))]
+    def check() -> list[str]:
+        return [damage for prepared in list_prepared() if (damage := _damage(prepared))]
 
-    def there() -> bool:
-        return len(list_prepared()) >= 2 and own.is_dir() and not _damage(read_prepared(own))
+    def is_complete() -> bool:
+        both_listed = len(list_prepared()) >= 2
+        return both_listed and user_folder.is_dir() and not _damage(read_prepared(user_folder))
 
-    def again() -> None:
-        _cleared(store_folder())
-        _cleared(own.parent)
+    def reset() -> None:
+        _delete(store_folder())
+        _delete(user_folder.parent)
 
-    return Work(run, seen, there, again)
+    return Work(run, check, is_complete, reset)
 
 
 def _damage(prepared: PreparedModel) -> str:
+    """Return the error of a full check of a prepared model, or an empty string."""
     try:
         check_prepared(prepared, _demo(), full=True)
     except edgespec.EdgespecError as error:
@@ -239,7 +250,7 @@ def _damage(prepared: PreparedModel) -> str:
     return ""
 
 
-def _cleared(folder: Path) -> None:
+def _delete(folder: Path) -> None:
     if folder.exists():
         subprocess.run(["rm", "-rf", "--", folder], check=True)
 

@@ -17,7 +17,7 @@ from edgespec.memory import Budget, MemoryPlan, PlanChoice, PlanOption, compute_
 __all__ = ["find_advice"]
 
 # A model of the catalogue is suggested if its file takes at most this share of the memory. The rest is for
-# its cache and buffers, which are not known before it is downloaded. Chosen.
+# its cache and buffers, which are not known before it is downloaded.
 _MAX_WEIGHTS_SHARE = 0.85
 # A model on this machine is suggested if it fits with this context, unless the user named another.
 _MIN_CONTEXT_TOKENS = 512

@@ -34,12 +34,12 @@ __all__ = [
 
 
 FindModel = Callable[[str], Resolved]
-# Initial context of a draft model with another vocabulary, in which a text has another length. Chosen.
+# Initial context of a draft model with another vocabulary, in which a text has another length.
 _FOREIGN_CONTEXT_TOKENS = 8192
 # Rows of logits that a draft model needs in one pass: 64 for a chain or an adaptive tree
 # (drafters/adaptive_tree.py), and the spelling of two tokens of another vocabulary (MAX_SPELLING_TOKENS).
 _DRAFT_ROWS = 96
-# A text may have up to this many times as many tokens in the draft model's vocabulary. Chosen.
+# A text may have up to this many times as many tokens in the draft model's vocabulary.
 _TOKEN_RATIO = 4
 
 

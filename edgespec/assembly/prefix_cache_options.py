@@ -20,9 +20,9 @@ from edgespec.saved_arrays import models_fingerprint
 __all__ = ["PLACES", "PrefixCacheOptions", "create_prefix_cache", "file_states"]
 
 PLACES = ("none", "memory", "disk")
-# Prefill is this many times faster per token than a target step. Used until a prefill was timed. Chosen.
+# Prefill is this many times faster per token than a target step. Used until a prefill was timed.
 _PREFILL_SPEEDUP = 4.0
-# Memory bandwidth that a target step is assumed to reach, until a prefill was timed. Chosen.
+# Memory bandwidth that a target step is assumed to reach, until a prefill was timed.
 _ASSUMED_BYTES_PER_SECOND = 1e10
 
 

@@ -15,21 +15,21 @@ from edgespec.engine.tree import TokenTree
 
 __all__ = ["MAX_PROB_SUM", "AcceptanceStats"]
 
-# Limit for the summed acceptance probabilities of siblings, so that other drafters keep some probability.
+# Upper limit for the summed acceptance probabilities of siblings. The rest is left for other drafters.
 MAX_PROB_SUM = 0.98
 
 
 class AcceptanceStats:
     """Acceptance probabilities of one drafter's nodes by depth and rank, and the cost of its drafts.
 
-    Lookups are also classified by their streak of accepted tokens: a lookup that has found the passage that
-    is being copied stays right. The statistics depend only on tree shapes and emitted tokens, never on the
-    tokens that were drawn.
+    For lookup drafters, statistics are also kept per streak of accepted tokens: once a lookup has found the
+    passage that the model is copying, its tokens keep being accepted. The statistics depend only on tree
+    shapes and emitted tokens, never on the tokens that were drawn.
 
     Attributes:
-        draft_seconds: Duration of a draft that is not empty.
-        levels: Depth of a draft that is not empty.
-        rows: Drafted tokens of a draft that is not empty.
+        draft_seconds: Mean duration of non-empty drafts.
+        levels: Mean depth of non-empty drafts.
+        rows: Mean number of tokens in non-empty drafts.
         was_empty: Whether the last draft was empty.
     """
 
@@ -91,7 +91,7 @@ class AcceptanceStats:
     def reach_probs(self, levels: int) -> list[float]:
         """Return, for each level of a future draft, the probability that one of its tokens is accepted."""
         probs = self._probs()
-        # A chain has one token per level; a tree's siblings add their probabilities.
+        # In a tree, a level is reached if any of its siblings is accepted, so their probabilities add up.
         is_chain = self.rows.value <= self.levels.value
         level_probs = probs[:, 0] if is_chain else np.minimum(probs.sum(axis=1), MAX_PROB_SUM)
         return list(accumulate((float(level_probs[min(level, 1)]) for level in range(levels)), mul))
@@ -133,7 +133,7 @@ class AcceptanceStats:
         self.rows.restore(saved["rows"])
 
     def limit_weight(self) -> None:
-        """Reduce the weight of the statistics, because the drafter has not been asked for long."""
+        """Reduce the weight of statistics that are old because the drafter has not drafted for long."""
         self._counts.limit_weight(self._WEIGHT_AFTER_PAUSE)
 
 

@@ -1,6 +1,6 @@
-"""Number of replies that this process generates at the same time.
+"""Counter of the replies that this process is generating at the same time.
 
-They share the machine, so each one slows down the others' passes.
+Concurrent replies share the machine and slow each other down, so the controller measures costs per count.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ __all__ = ["ACTIVE_REPLIES", "ActiveReplies"]
 
 
 class ActiveReplies:
-    """Counts replies from start to end. Any thread may use it.
+    """Thread-safe counter of running replies.
 
     Attributes:
-        count: Replies that are running now, including those whose caller does not read on.
+        count: Number of running replies, including those whose caller has stopped reading.
     """
 
     def __init__(self) -> None:
@@ -37,5 +37,5 @@ class ActiveReplies:
             self.count += change
 
 
-# The replies of this process.
+# The counter of this process, shared by all runtimes.
 ACTIVE_REPLIES = ActiveReplies()

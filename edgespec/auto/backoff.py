@@ -21,7 +21,7 @@ _TRIAL_ROUNDS = 8
 _RETRY_ROUNDS = 4
 # Rounds between retries: the interval doubles from the first to the second value.
 _MIN_PAUSE_ROUNDS, _MAX_PAUSE_ROUNDS = 32, 512
-# A pause is due to the speed of the target, which rarely changes, so its retries count as this much dearer.
+# Drafting pauses when the target is too fast for it, which rarely changes. So retries are this much rarer.
 _RETRY_COST_FACTOR = 3
 
 
@@ -51,7 +51,7 @@ class Backoff:
         return self._gain.value < _MIN_GAIN and self._empty_cost.value > _NEGLIGIBLE_COST
 
     def may_draft(self) -> bool:
-        """Return whether this round may draft; during a pause, whether a retry is due."""
+        """Return whether this round may draft. During a pause, that is only the case when a retry is due."""
         if not self.is_paused:
             return True
         if not self._retries.is_due(_RETRY_COST_FACTOR * _RETRY_ROUNDS * self._empty_cost.value):
@@ -70,7 +70,7 @@ class Backoff:
         self._record_gain(-cost)
 
     def record_unaffordable_draft(self, cost: float) -> None:
-        """Record a round in which the loss limit allowed no draft; finding out cost `cost` target steps."""
+        """Record a round without a draft because of the loss limit. The check cost `cost` target steps."""
         if cost > _NEGLIGIBLE_COST:
             self.record_empty_draft(cost)
 

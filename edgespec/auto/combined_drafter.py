@@ -1,4 +1,4 @@
-"""Several drafters at once: their drafts are merged into one tree and verified in one pass."""
+"""Combine several drafters: their drafts are merged into one tree and verified in one pass."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _PREFILL_SHARE = 0.5
 _MIN_PREFILL_TOKENS = 32
 # Draft lengths that are compared for drafters that choose their own length.
 _DRAFT_LENGTHS = (1, 2, 3, 4, 5, 6, 8, 12, 16)
-# Expected accepted tokens of other drafts above which no retry is made: it would put them at risk.
+# No retry is made if the other drafts are expected to yield more accepted tokens than this.
 _MAX_TOKENS_AT_RISK = 0.5
 
 
@@ -61,12 +61,12 @@ class _Proposal:
 
 
 class CombinedDrafter(Drafter):
-    """Asks each drafter whose draft is expected to save time and merges the drafts into one tree.
+    """Runs each drafter whose draft is expected to save time, and merges the drafts into one tree.
 
-    Lookups are always asked, and first. A drafter that runs a model is asked when its expected tokens exceed
-    its cost, by its recent acceptance rate, and always until that cost is measured. Tokens of lookups are
-    pruned where they do not pay for their rows. Other drafts stay whole: pruning them by the tokens that
-    were drawn would bias rejection mode.
+    Lookup drafters always run, and run first. A drafter that runs a model is used if its expected accepted
+    tokens are worth its cost, judged by its recent acceptance rate, or if its cost has not been measured yet.
+    Tokens from lookups are pruned if they are not worth a wider pass. Other drafts are never pruned, because
+    pruning by the drawn tokens would bias rejection mode.
 
     Args:
         drafters: The drafters, in the order in which their drafts are merged.
@@ -179,11 +179,11 @@ class CombinedDrafter(Drafter):
 
     @property
     def _asked(self) -> list[DrafterStats]:
-        """The drafters asked in this round, in the order in which their drafts are merged."""
+        """The drafters that ran in this round, in merge order."""
         return [stats for stats in self._stats if stats in self._proposals]
 
     def _prepare(self, stats: DrafterStats, levels: int) -> bool:
-        """Decide whether to ask a drafter, and prefill what it needs; False where it is not to be asked."""
+        """Decide whether to run a drafter, and prefill its cache if so. Return the decision."""
         gain = self._expected_gain(stats, levels)
         if gain > 1.0:
             if levels > stats.empty_draft_levels:
@@ -198,7 +198,7 @@ class CombinedDrafter(Drafter):
         return self._prefill(stats)
 
     def _should_retry(self, stats: DrafterStats, gain: float) -> bool:
-        """Decide whether to ask a drafter that is not expected to save time, to learn whether it does now."""
+        """Decide whether to retry a drafter that did not save time before."""
         if sum(self._estimate().reach_probs) > _MAX_TOKENS_AT_RISK:
             return False
         chooses_length = stats.drafter.chooses_length
@@ -214,7 +214,7 @@ class CombinedDrafter(Drafter):
     def _first_prefill_cost(self, stats: DrafterStats) -> float:
         """Return the cost of the first prefill in this reply, in target steps; 0 after that.
 
-        Later prefills are left out, because the same tokens must be prefilled however rare the retries are.
+        Later prefills do not count, because rarer retries would not make them any smaller.
         """
         step = self._target_step_seconds.value
         if stats.has_prefilled or step <= 0.0:
@@ -222,7 +222,7 @@ class CombinedDrafter(Drafter):
         return self._prefill_tokens(stats) * stats.prefill_token_seconds(step) / step
 
     def _prefill(self, stats: DrafterStats) -> bool:
-        """Prefill what the allowance permits; return whether the drafter can draft afterwards."""
+        """Prefill as many tokens as the allowance permits. Return whether the drafter can draft then."""
         tokens = self._prefill_tokens(stats)
         if not tokens:
             return not stats.pending_tokens
@@ -234,7 +234,7 @@ class CombinedDrafter(Drafter):
         return True
 
     def _prefill_tokens(self, stats: DrafterStats) -> int:
-        """Return how many tokens to prefill now; 0 where none are pending or the allowance is too small."""
+        """Return how many tokens to prefill now: 0 if none are pending or the allowance is too small."""
         pending, all_pending = stats.pending_tokens, stats.full_pending_tokens
         allowance = self._allowance_seconds()
         token_seconds = stats.prefill_token_seconds(self._target_step_seconds.value)
@@ -257,7 +257,7 @@ class CombinedDrafter(Drafter):
         )
 
     def _merged_tree(self) -> TokenTree:
-        """Merge the drafts of this round and prune what does not pay for its rows."""
+        """Merge the drafts of this round and prune lookup tokens that are not worth a wider pass."""
         chosen = self._asked if self._can_branch else self._best_chain()
         return prune_optional(
             merge_trees([self._proposals[stats].tree for stats in chosen]),
@@ -269,7 +269,7 @@ class CombinedDrafter(Drafter):
         )
 
     def _best_chain(self) -> list[DrafterStats]:
-        """Return the drafter whose chain is verified: one that ran a model, else the best lookup."""
+        """Return the drafter whose chain is verified: a drafter that ran a model, or else the best lookup."""
         drafted = [stats for stats in self._asked if self._proposals[stats].tree.drafted]
         models = [stats for stats in drafted if not stats.is_lookup]
         if models:
@@ -287,7 +287,7 @@ class CombinedDrafter(Drafter):
         return stats.draft_cost(step, levels)
 
     def _estimate(self) -> RoundEstimate:
-        """Return the estimate of all drafts proposed so far in this round."""
+        """Return the estimate for all drafts proposed so far in this round."""
         estimate = RoundEstimate()
         for stats, proposal in self._proposals.items():
             estimate = estimate.with_draft(*proposal.levels, self._draft_cost(stats))

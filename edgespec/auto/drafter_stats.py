@@ -19,7 +19,7 @@ __all__ = ["MEASURED_ROUNDS", "DrafterStats"]
 MEASURED_ROUNDS = 2
 # Assumed cost of prefilling one token, in target steps, until it is measured.
 _ASSUMED_PREFILL_COST = 0.03
-# Rounds over which the cost of a prefill is spread when drafting is weighed. Chosen.
+# Rounds over which the cost of a prefill is spread when drafting is weighed.
 _PREFILL_ROUNDS = 48
 
 

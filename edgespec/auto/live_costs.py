@@ -59,7 +59,7 @@ class LiveCosts:
     only the wide passes may have: `needs_target_step` then requests a target step, which tells the two apart.
     """
 
-    # Share of the difference to an expected duration that one pass corrects.
+    # Share of the deviation from the expected duration by which one pass corrects the estimate.
     _TARGET_STEP_RATE = 0.25
     _WIDE_PASS_RATE = 0.15
     # A single pass changes an estimate by at most this factor, as a logarithm.
@@ -80,7 +80,7 @@ class LiveCosts:
 
     @property
     def target_step_seconds(self) -> float:
-        """Duration of a target step now."""
+        """Current duration of a target step."""
         return self._bucket.target_step_seconds
 
     def set_context_tokens(self, context_tokens: int) -> None:
@@ -169,7 +169,7 @@ class LiveCosts:
     def saved_statistics(self) -> dict[str, NDArray[Any]]:
         """Return the costs of single replies as named arrays, for a later run with the same curve.
 
-        Costs with concurrent replies are left out, because they depend on what the other replies did.
+        Costs with concurrent replies are not saved, because they depend on what the other replies did.
         """
         step = self.curve.target_step_seconds
         single = {context: bucket for (context, replies), bucket in self._buckets.items() if replies == 1}

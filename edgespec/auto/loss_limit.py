@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 __all__ = ["LossLimit", "LossLimits"]
 
-# Share of a reply's plain decoding time that drafts without an expected gain may cost, beyond the rate.
+# Share of a reply's plain decoding time that exploratory drafts may cost, in addition to the rate.
 _EXPLORATION_RATE = 0.01
 
 
@@ -36,7 +36,7 @@ class LossLimits:
 
 
 class LossLimit:
-    """The credit of one reply: time that speculation has saved, less what it has cost.
+    """The credit of one reply: the time that speculation has saved minus the time it has cost.
 
     Rounds without a draft only count tokens, because plain decoding would have done the same. Everything
     else is charged: drafting, wider verify passes, prefill of a draft model, and the controller itself.
@@ -95,5 +95,5 @@ class LossLimit:
 
     @property
     def max_loss(self) -> float:
-        """Most time that this reply may take beyond plain decoding, as a share of the latter."""
+        """Maximum extra time of this reply, as a fraction of its plain decoding time."""
         return self.limits.rate + self.limits.steps / max(self.tokens, 1)

@@ -1,4 +1,4 @@
-"""Merges the trees of several drafters, and prunes optional tokens that do not pay for their rows."""
+"""Merge the trees of several drafters, and prune tokens that are not worth a wider pass."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ class MergedTree:
 def merge_trees(trees: Sequence[TokenTree]) -> MergedTree:
     """Merge trees that share a root into one.
 
-    A token drafted without probabilities joins an equal sibling. A token drawn from a distribution always
-    becomes a node of its own, because the residual after it depends on that distribution (SpecInfer, arXiv
-    2305.09781). Trees with distributions are added first, so their nodes do not depend on lookups.
+    Identical siblings become one node unless they were sampled from a draft distribution. A sampled token
+    always gets its own node, because the residual after it depends on its distribution (SpecInfer, arXiv
+    2305.09781). Trees with sampled tokens are added first, so that lookups do not influence them.
     """
     drafted = [tree for tree in trees if tree.drafted]
     if len(drafted) < 2:
@@ -56,11 +56,11 @@ def prune_optional(
     v: CostFunction,
     draft_cost: float,
 ) -> TokenTree:
-    """Return the tree without optional nodes that do not fit or do not pay for their rows.
+    """Return the tree without optional nodes that do not fit or are not worth a wider pass.
 
-    Of the optional nodes, the most likely ones are kept that maximise
+    The most likely optional nodes are kept, as many as maximise
     S = (1 + sum of path probabilities) / (draft cost + v(rows)), as Sequoia sizes a tree (arXiv 2402.12374),
-    for a v that need not be monotone. All other nodes stay.
+    for any v, monotone or not. Required nodes are always kept.
 
     Args:
         merged: The merged tree.

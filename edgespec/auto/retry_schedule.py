@@ -1,4 +1,4 @@
-"""Schedule for retrying something that does not save time at present."""
+"""Schedule for retrying a drafter that currently does not save time."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ __all__ = ["RetrySchedule"]
 
 # Share of all decoding time that retries may cost in the long run.
 _RETRY_SHARE = 0.0075
-# Intervals of at least this many times the first one count as rare: several retries brought nothing.
+# An interval this many times the first one means that several retries in a row have failed.
 _RARE_FACTOR = 8
 
 
 class RetrySchedule:
     """Decides in which rounds to retry a drafter, with an interval that doubles after each retry.
 
-    A cheap retry need not wait for the full interval: the wait is at most what keeps retries within 0.75 %
-    of the decoding time. So a change of the text is noticed soon where retries are cheap.
+    Cheap retries may come before the interval ends, as long as all retries together take less than 0.75 % of
+    the decoding time. So a change in the text is noticed early when retries are cheap.
 
     Args:
         min_interval: Rounds between the first two retries.

@@ -1,4 +1,4 @@
-"""Rough classification of prompts, because acceptance rates differ between code, numbers and prose."""
+"""Classify prompts roughly, because acceptance rates differ between code, numbers and prose."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import re
 __all__ = ["TEXT_KINDS", "text_kind"]
 
 TEXT_KINDS = ("talk", "document", "code", "numbers")
-# Characters from the end of the prompt that are inspected: the question, and part of a document before it.
+# Number of characters inspected at the end of the prompt: the question and part of the document before it.
 _INSPECTED_CHARACTERS = 2000
-# Prompts longer than this, in characters, are documents rather than talk. Chosen.
+# Prompts longer than this, in characters, are documents rather than talk.
 _MIN_DOCUMENT_CHARACTERS = 1200
 _CODE_BEGIN = re.compile(r"\s*(?:```|def |class |import |from \w+ import|#include|return\b|\}|@\w+)|\s{4,}\S")
 _CODE_END = re.compile(r"[{};]\s*$")
-# Shares of code lines and of digits above which a prompt counts as code or numbers. Chosen.
+# Shares of code lines and of digits above which a prompt counts as code or numbers.
 _CODE_SHARE = 0.25
 _DIGIT_SHARE = 0.06
 

@@ -1,4 +1,4 @@
-"""Worst-case cost of a draft, from the largest costs seen lately."""
+"""Worst-case cost of a draft, estimated from the largest recent costs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["WorstCaseCosts"]
 _ASSUMED_LEVEL_COST = 0.3
 # Assumed worst case of a pass with a new number of concurrent replies, as a multiple of its expected cost.
 _ASSUMED_PASS_RATIO = 2.0
-# Factors by which a worst case fades, per round with a draft and per target step.
+# Decay of worst cases, per round with a draft and per target step.
 _DRAFT_ROUND_DECAY = 0.97
 _TARGET_STEP_DECAY = 0.995
 # In the first rounds with a draft, only this share of the allowance is spent: if the first draft is rejected,
@@ -22,7 +22,7 @@ _MAX_LEVEL_COST_RATIO = 1.25
 
 
 class WorstCaseCosts:
-    """Estimates how much time a round loses at worst, that is, if its whole draft is rejected.
+    """Estimates the worst-case loss of a round, which occurs if its whole draft is rejected.
 
     Attributes:
         level_seconds: Worst-case time to draft one level.
@@ -37,7 +37,7 @@ class WorstCaseCosts:
         self._pass_ratio_by_replies: dict[int, float] = {}
 
     def change_replies(self, previous_replies: int, previous_step_seconds: float) -> None:
-        """Adapt to another number of concurrent replies, after `costs` has switched to it."""
+        """Adapt to a new number of concurrent replies, after `costs` has done so."""
         self._pass_ratio_by_replies[previous_replies] = self._pass_ratio
         self._pass_ratio = self._pass_ratio_by_replies.get(self._costs.replies, _ASSUMED_PASS_RATIO)
         self.level_seconds *= self._costs.target_step_seconds / previous_step_seconds
@@ -69,7 +69,7 @@ class WorstCaseCosts:
         return longest
 
     def record_target_step(self) -> None:
-        """Let the worst cases fade after a round without a draft."""
+        """Decay the worst cases after a round without a draft."""
         self._set_level_seconds(self.level_seconds * _TARGET_STEP_DECAY)
         self._pass_ratio = max(self._pass_ratio * _TARGET_STEP_DECAY, 1.0)
 
@@ -78,7 +78,7 @@ class WorstCaseCosts:
         self._pass_ratio = max(self._pass_ratio * _DRAFT_ROUND_DECAY, seconds / expected_seconds, 1.0)
 
     def record_draft(self, levels: int, seconds: float) -> None:
-        """Record the time that drafting `levels` levels took, or deciding to draft none."""
+        """Record the time for drafting `levels` levels, or for deciding not to draft."""
         level_seconds = seconds / max(1, levels)
         if levels:
             self._mean_level_seconds.add(level_seconds)

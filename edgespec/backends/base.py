@@ -24,7 +24,7 @@ __all__ = [
     "Vocabulary",
 ]
 
-# Vocabulary sizes may differ by this many tokens: embedding tables are padded at the end. Chosen.
+# Vocabulary sizes may differ by this many tokens: embedding tables are padded at the end.
 MAX_VOCAB_PADDING = 1024
 
 # Called with the name of the current phase and the fraction done (0 to 1). Return False to cancel.
@@ -164,11 +164,11 @@ class ModelFacts:
         parameters: Number of weights.
         file_bytes: Size of the model on disk.
         weight_bytes: Memory of the loaded weights.
-        kv_bytes: Memory of all cached state at the present context size: keys, values, recurrent states
+        kv_bytes: Memory of all cached state at the current context size: keys, values, recurrent states
             and their checkpoints.
         quantisation: Quantisation name, such as `Q4_K_M`.
         trained_context_tokens: Context that the model was trained for. 0 if unknown.
-        context_tokens: Present size of the context.
+        context_tokens: Current size of the context.
         vocab_size: Number of token ids.
         chat_template: The model has a chat template.
         capabilities: Features of the model.

@@ -53,7 +53,7 @@ def find_bit_exact_passes(model: LanguageModel, progress: Progress | None = None
     """Find by trial which passes of a model are bit-identical to single-token passes.
 
     The trials run two or three prefills of some hundred tokens, about 100 single-token passes (200 for small
-    models) and 80 wider ones. The result is valid for the present context size.
+    models) and 80 wider ones. The result is valid for the current context size.
     The cache is empty afterwards.
 
     Raises:
@@ -119,7 +119,7 @@ class _Trial:
         self._model.prefill(self._tokens[self._model.length : self._length])
 
     def _steps_after_are_exact(self, steps: int = _STEPS_AFTER) -> bool:
-        """Return whether single-token passes after the present cache give the expected logits."""
+        """Return whether single-token passes after the cached tokens give the expected logits."""
         first = self._model.length
         digests = [self._step(token) for token in self._tokens[first : first + steps]]
         return digests == self._expected[first - self._length :][:steps]

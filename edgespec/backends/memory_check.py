@@ -18,7 +18,7 @@ __all__ = [
     "round_up_to_block",
 ]
 
-# Default size of the context if the model was trained for at least as much. Chosen.
+# Default size of the context if the model was trained for at least as much.
 _DEFAULT_CONTEXT_TOKENS = 8192
 # llama.cpp and mlx-lm allocate their KV caches in multiples of this many tokens.
 BLOCK_TOKENS = 256

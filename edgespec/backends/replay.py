@@ -22,14 +22,14 @@ from edgespec.errors import BackendError, CapabilityError
 
 __all__ = ["MAX_CHECKPOINTS", "ReplayModel", "Rewindable"]
 
-# Number of checkpoints held at a time. Each one takes memory for a whole recurrent state. Chosen.
+# Number of checkpoints held at a time. Each one takes memory for a whole recurrent state.
 MAX_CHECKPOINTS = 4
 # Up to this many pending tokens are run at the front of the next pass. More are prefilled, because every
-# further token makes the pass wider. Chosen.
+# further token makes the pass wider.
 _MAX_PENDING_TOKENS = 8
-# Tokens between checkpoints in plain decoding: the most that an interrupted step has to run again. Chosen.
+# Tokens between checkpoints in plain decoding: the most that an interrupted step has to run again.
 _PLAIN_STRIDE = 128
-# Tokens between checkpoints in prefill: the most that a cancelled prefill loses. Chosen.
+# Tokens between checkpoints in prefill: the most that a cancelled prefill loses.
 _PREFILL_STRIDE = 1024
 
 

@@ -1,4 +1,4 @@
-"""Benchmarks of every method against plain decoding: measurements, figures, tables and plots."""
+"""Benchmarks that compare every method with plain decoding: measurements, statistics, tables and plots."""
 
 from edgespec.bench.plan import BenchPlan, MethodConfig, bench_prompts, method_configs
 from edgespec.bench.report import Report, make_report

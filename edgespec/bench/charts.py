@@ -1,4 +1,4 @@
-"""Bar charts of a benchmark report as text, for a terminal."""
+"""Draws the bar charts in a benchmark report as text, for a terminal."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ class Bar:
 
 
 def bar_chart(title: str, bars: Sequence[Bar], width: int, full: float = 0.0) -> list[str]:
-    """Return a title and one line per bar, all at one scale.
+    """Return the lines of a chart: the title, then one line per bar. All bars use the same scale.
 
     Args:
         title: First line.
         bars: Bars to draw.
         width: Maximum line length in characters.
-        full: Length that fills a line, unless a bar is longer.
+        full: Bar length that fills the whole line. A longer bar increases it.
     """
     labels = max((len(bar.label) for bar in bars), default=0)
     value_width = max((len(bar.value) for bar in bars), default=0)
@@ -49,7 +49,7 @@ def bar_chart(title: str, bars: Sequence[Bar], width: int, full: float = 0.0) ->
 
 
 def _drawn(bar: Bar, longest: float, room: int) -> str:
-    """Draw the parts of a bar. Ends are rounded, not lengths, so that rounding errors do not add up."""
+    """Draw the parts of a bar. Round end positions, not lengths, so that rounding errors do not add up."""
     drawn, reached = "", 0.0
     for length, character in bar.parts:
         reached += length
@@ -58,7 +58,7 @@ def _drawn(bar: Bar, longest: float, room: int) -> str:
 
 
 def charts(report: Report, width: int) -> list[str]:
-    """Chart speed, acceptance by depth, time by phase and the cost of passes, over all categories."""
+    """Draw charts of speed, acceptance by depth, time by phase and pass costs, over all categories."""
     lines: list[str] = []
     for temperature in dict.fromkeys(each.temperature for each in report.figures):
         found = [each for each in report.figures if (each.temperature, each.category) == (temperature, None)]

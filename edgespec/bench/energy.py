@@ -1,4 +1,4 @@
-"""Energy of the processors, read from RAPL counters where the system allows it."""
+"""Measures processor energy with RAPL counters, if the system allows it."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from pathlib import Path
 __all__ = ["EnergyMeter"]
 
 _POWERCAP = Path("/sys/class/powercap")
-# Matches whole processors only. Their sub-zones and the psys zone would count the same energy twice.
+# Matches whole processors only. Including sub-zones or the psys zone would count the same energy twice.
 _ZONE = re.compile(r"intel-rapl:\d+")
 
 
 class EnergyMeter:
-    """Reader of the processors' energy counters (RAPL, through Linux's powercap).
+    """Reads the processors' RAPL energy counters through Linux's powercap interface.
 
-    The counters cover everything that runs on the processors, not only this process.
+    The counters include the energy used by all processes, not only this one.
 
     Attributes:
-        reason: Why no counter can be read. Empty if there is one.
+        reason: Why energy cannot be measured. Empty if it can.
     """
 
     def __init__(self, folder: Path = _POWERCAP) -> None:
@@ -36,7 +36,7 @@ class EnergyMeter:
                 self.reason = "only administrators may read the energy counters of this system"
 
     def read(self) -> dict[Path, int]:
-        """Return the current counters in microjoules, by zone; empty if none can be read."""
+        """Return the current counters in microjoules, keyed by zone. Empty if none can be read."""
         try:
             return {zone: _number(zone / "energy_uj") for zone in self._ranges}
         except (OSError, ValueError):

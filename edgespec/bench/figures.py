@@ -1,4 +1,4 @@
-"""Figures of a benchmark: each method against plain decoding of the same prompts, and against the oracle."""
+"""Computes benchmark results: each method compared with plain decoding, and `auto` with the oracle."""
 
 from __future__ import annotations
 
@@ -15,31 +15,33 @@ from edgespec.reply import MethodReport
 
 __all__ = ["PHASES", "MethodFigures", "OracleComparison", "figures", "oracle_comparisons"]
 
-# Phases whose seconds are reported. Prefill happens once per reply and includes the prefill of draft models.
+# Phases whose duration is reported. Prefill happens once per reply and includes the prefill of draft models.
 PHASES = ("draft", "verify", "sampling", "rollback", "overhead", "prefill")
 
 
 @dataclass(frozen=True, slots=True)
 class MethodFigures:
-    """Figures of one method at one temperature over the prompts of one category.
+    """Results of one method at one temperature, over all prompts in one category.
 
     Attributes:
-        category: Category of the prompts, None for all prompts.
-        effective: Methods that really ran, as replies reported them.
-        note: The last note of the drafters, or the reason why none runs.
-        speed_up: Decoding speed as a multiple of plain decoding, without prefill. This is the geometric mean
-            over prompts of the median over repeats. None if plain decoding was not measured.
+        category: Category of the prompts. None for all prompts.
+        effective: Methods that actually ran, as reported by the replies.
+        note: The last note from the drafters, or why no drafter ran.
+        speed_up: Decoding speed, excluding prefill, divided by that of plain decoding. It is the median over
+            the repeats of each prompt, then the geometric mean over prompts. None if plain decoding was not
+            measured.
         low, high: The 95 % confidence interval of `speed_up`. None for a single reply.
         worst: The lowest speed-up of any prompt.
-        whole_speed_up: As `speed_up`, with prefill included.
+        whole_speed_up: The same as `speed_up`, but including prefill.
         tokens_per_second: Geometric mean over replies.
         ttft_seconds, tpot_seconds: Median time to first token, and time per output token.
         acceptance: Accepted tokens divided by drafted tokens. None if nothing was drafted.
-        acceptance_by_depth: Share of the drafted tokens at each depth that was accepted.
+        acceptance_by_depth: Fraction of the drafted tokens at each depth that were accepted.
         seconds: Total seconds of all replies, by phase.
-        joules_per_token: Energy of the whole processors per token. None if the system does not report it.
-        compared: Replies that should equal plain decoding token for token.
-        identical: Replies among `compared` that do.
+        joules_per_token: Energy per token, used by the whole processors. None if the system does not report
+            it.
+        compared: Number of replies that should match plain decoding token for token.
+        identical: Number of `compared` replies that do match.
     """
 
     temperature: float
@@ -73,13 +75,14 @@ class MethodFigures:
 
 @dataclass(frozen=True, slots=True)
 class OracleComparison:
-    """`auto` compared with the best fixed methods, chosen in hindsight and including plain decoding.
+    """A comparison of `auto` with the fixed methods (including plain decoding) that were best in hindsight.
 
     Attributes:
-        category: Category of the prompts, None for all prompts.
+        category: Category of the prompts. None for all prompts.
         best: The fixed method with the highest speed-up over these prompts.
         best_speed_up: Speed-up of `best` over plain decoding.
-        oracle_speed_up: Speed-up if every prompt used its own best method. Noise makes it slightly too high.
+        oracle_speed_up: Speed-up if every prompt used its own best method. Slightly overestimated because of
+            noise.
         auto_speed_up: Speed-up of `auto`. None if `auto` was not measured.
         share_of_best, share_of_oracle: `auto_speed_up` divided by the other two.
     """
@@ -98,12 +101,12 @@ class OracleComparison:
 def figures(
     rows: Sequence[Measurement], configs: Sequence[MethodConfig], *, equal_tokens: Callable[[float], bool]
 ) -> list[MethodFigures]:
-    """Compute figures by temperature, category (all prompts first) and method.
+    """Compute results by temperature, category (all prompts first) and method.
 
     Args:
         rows: Measured replies.
-        configs: Method configurations, in the order of the result.
-        equal_tokens: Tells whether replies at a temperature should equal plain decoding token for token.
+        configs: Method configurations. The results have the same order.
+        equal_tokens: Returns whether replies at a temperature should match plain decoding token for token.
     """
     plain = {_pairing_key(row): row for row in rows if row.config == PLAIN}
     return [
@@ -118,7 +121,7 @@ def oracle_comparisons(
 ) -> list[OracleComparison]:
     """Compare `auto` with the best fixed methods, by temperature and category.
 
-    Only prompts that every method answered are used, because only those can be compared.
+    Only prompts that every method answered are included, because the others cannot be compared.
     """
     plain = {_pairing_key(row): row for row in rows if row.config == PLAIN}
     comparisons = []
@@ -154,7 +157,7 @@ def _oracle_comparison(
 
 
 def _groups(rows: Sequence[Measurement]) -> Iterable[tuple[float, str | None, list[Measurement]]]:
-    """Yield (temperature, category, rows) groups that include plain decoding."""
+    """Yield (temperature, category, rows) for each group that includes plain decoding."""
     for temperature in dict.fromkeys(row.temperature for row in rows):
         of_all = [row for row in rows if row.temperature == temperature]
         for category in (None, *sorted({row.category for row in of_all})):
@@ -166,7 +169,7 @@ def _groups(rows: Sequence[Measurement]) -> Iterable[tuple[float, str | None, li
 def _by_config(
     rows: Iterable[Measurement], configs: Sequence[MethodConfig]
 ) -> dict[MethodConfig, list[Measurement]]:
-    """Group rows by method configuration, in the order of `configs`, without empty groups."""
+    """Group rows by method configuration, in the order of `configs`. Empty groups are omitted."""
     found: dict[MethodConfig, list[Measurement]] = {config: [] for config in configs}
     for row in rows:
         found[row.config].append(row)
@@ -174,17 +177,17 @@ def _by_config(
 
 
 def _pairing_key(row: Measurement) -> tuple[str, float, int]:
-    """Return (prompt, temperature, repeat), which two comparable replies share."""
+    """Return (prompt, temperature, repeat). Replies with the same key can be compared."""
     return row.prompt, row.temperature, row.repeat
 
 
 def _speed(row: Measurement) -> float:
-    """Return tokens per second without prefill."""
+    """Return tokens per second, excluding prefill."""
     return row.reply.stats.tokens_per_second or 0.0
 
 
 def _whole_speed(row: Measurement) -> float:
-    """Return tokens per second of the whole reply, prefill included."""
+    """Return tokens per second over the whole reply, including prefill."""
     return len(row.reply.tokens) / row.seconds
 
 
@@ -193,7 +196,7 @@ def _ratios(
     plain: Mapping[tuple[str, float, int], Measurement],
     speed: Callable[[Measurement], float],
 ) -> dict[str, list[float]]:
-    """Return for each prompt the speed of its repeats divided by plain decoding in the same round."""
+    """Return, for each prompt, the speed of each repeat divided by plain decoding in the same repeat."""
     found: dict[str, list[float]] = defaultdict(list)
     for row in rows:
         other = plain.get(_pairing_key(row))

@@ -1,4 +1,4 @@
-"""The benchmark plan: which prompts are answered with which methods, and in which order."""
+"""The benchmark plan: which prompts to answer with which methods, and in which order."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class MethodConfig:
     Attributes:
         method: Name of the method, as `--method` takes it.
         draft_length: Draft length in tokens. None uses the runtime's default.
-        again: True for the second measurement of plain decoding, which shows the noise.
+        again: True for the second measurement of plain decoding, which shows the measurement noise.
     """
 
     method: str
@@ -48,13 +48,14 @@ class MethodConfig:
 
 
 PLAIN, AUTO = MethodConfig("none"), MethodConfig("auto")
-# Plain decoding measured twice. A method that differs less from plain decoding than this is within the noise.
+# The second measurement of plain decoding. Its difference from the first shows the measurement noise, and
+# smaller differences between methods are not significant.
 CONTROL = MethodConfig("none", again=True)
 
 
 @dataclass(frozen=True, slots=True)
 class BenchRound:
-    """One prompt at one temperature, answered once with every method configuration in a row."""
+    """One prompt at one temperature, answered once with every method configuration."""
 
     prompt: Prompt
     temperature: float
@@ -64,15 +65,15 @@ class BenchRound:
 
 @dataclass(frozen=True, slots=True)
 class BenchPlan:
-    """Every method configuration on every prompt at every temperature, repeated.
+    """A plan that runs every method configuration on every prompt at every temperature, several times.
 
     Attributes:
         prompts: Prompts to answer, with unique names.
         configs: Method configurations. Plain decoding must be one of them.
-        temperatures: Sampling temperatures, each used once per repeat.
-        repeats: How often the whole plan runs.
+        temperatures: Sampling temperatures. Each is used once per repeat.
+        repeats: Number of times the whole plan runs.
         max_tokens: Maximum reply length in tokens.
-        seed: Seed of every reply.
+        seed: Random seed for every reply.
         acceptance: `invariant` or `rejection`.
 
     Raises:
@@ -91,7 +92,7 @@ class BenchPlan:
         if not self.prompts or not self.temperatures or PLAIN not in self.configs:
             raise OptionError(
                 "the benchmark has nothing to measure",
-                "give at least one prompt and one temperature, and include the method none",
+                "specify at least one prompt and one temperature, and include the method none",
             )
         for kind, entries in (
             ("prompts", [prompt.name for prompt in self.prompts]),
@@ -111,10 +112,10 @@ class BenchPlan:
         return len(self.prompts) * len(self.temperatures) * self.repeats * len(self.configs)
 
     def rounds(self) -> Iterator[BenchRound]:
-        """Yield all rounds, alternating between categories so that an early end covers every category.
+        """Yield all rounds, alternating between categories so that a run that ends early covers all of them.
 
-        The first configuration rotates from round to round, and every second repeat runs backwards. A steady
-        drift of the machine, such as heat, then affects all configurations alike.
+        Each round starts with a different configuration, and every second repeat runs in reverse order. A
+        gradual slowdown of the machine, for example from heat, then affects all configurations equally.
         """
         for repeat in range(self.repeats):
             turn = repeat // 2
@@ -131,12 +132,12 @@ class BenchPlan:
 def method_configs(
     methods: Sequence[str], draft_lengths: Sequence[int] = (), *, control: bool = False
 ) -> tuple[MethodConfig, ...]:
-    """Return the configurations for these methods: plain decoding first, then each method and length.
+    """Return the configurations to measure: plain decoding first, then each method and draft length.
 
     Args:
-        methods: Method names. `auto` and `none` take no draft length.
+        methods: Method names. `auto` and `none` have no draft length.
         draft_lengths: Draft lengths in tokens. Empty uses the runtime's default.
-        control: Measure plain decoding a second time, as if it were another method.
+        control: Also measure plain decoding a second time, to show the measurement noise.
     """
     configs = [PLAIN, CONTROL] if control else [PLAIN]
     for method in methods:
@@ -146,7 +147,7 @@ def method_configs(
 
 
 def bench_prompts() -> list[Prompt]:
-    """Read the built-in benchmark prompts: three in each of eight categories."""
+    """Return the built-in benchmark prompts: three in each of eight categories."""
     return read_prompts(Path(__file__).with_name("prompts.jsonl"))
 
 

@@ -1,4 +1,4 @@
-"""Plots of a benchmark report as PNG files. Only this module imports matplotlib."""
+"""Plots a benchmark report as PNG files. Only this module imports matplotlib."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _DOTS = 120
 
 
 def check_plots() -> None:
-    """Check that matplotlib is installed. Raises BackendMissingError otherwise."""
+    """Raise BackendMissingError if matplotlib is not installed."""
     if find_spec("matplotlib") is None:
         raise BackendMissingError(
             "plots need matplotlib, which is not installed",
@@ -31,7 +31,7 @@ def check_plots() -> None:
 
 
 def save_plots(report: Report, folder: Path) -> list[Path]:
-    """Plot speed by method, acceptance by depth, time by phase and the cost of passes.
+    """Plot speed by method, acceptance by depth, time by phase and pass costs.
 
     Returns:
         Paths of the PNG files. Existing files are replaced.
@@ -53,7 +53,7 @@ def save_plots(report: Report, folder: Path) -> list[Path]:
 
 
 def _save(path: Path, count: int, draw: Callable[[Sequence[Axes]], None]) -> Path:
-    """Save a figure of `count` axes, one below the other."""
+    """Save a figure with `count` plots, one below the other."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(_WIDTH, _HEIGHT * count), layout="constrained")
@@ -65,7 +65,7 @@ def _save(path: Path, count: int, draw: Callable[[Sequence[Axes]], None]) -> Pat
 def _for_each(
     report: Report, temperatures: Sequence[float], draw: Callable[[Axes, Sequence[MethodFigures]], None]
 ) -> Callable[[Sequence[Axes]], None]:
-    """Return a function that draws one pair of axes per temperature."""
+    """Return a function that draws one plot per temperature."""
 
     def draw_all(all_axes: Sequence[Axes]) -> None:
         for axes, temperature in zip(all_axes, temperatures, strict=True):
@@ -76,7 +76,7 @@ def _for_each(
 
 
 def _speed(axes: Axes, found: Sequence[MethodFigures]) -> None:
-    """Draw a group of bars per category, with one bar and its interval per method."""
+    """Draw a group of bars per category: one bar with its confidence interval per method."""
     categories = list(dict.fromkeys(each.category for each in found))
     configs = [config for config in _ways(found) if config != PLAIN]
     for i, config in enumerate(configs):
@@ -85,7 +85,7 @@ def _speed(axes: Axes, found: Sequence[MethodFigures]) -> None:
         heights = [each.speed_up or 0.0 for each in own]
         below = [height - (each.low or height) for each, height in zip(own, heights, strict=True)]
         above = [(each.high or height) - height for each, height in zip(own, heights, strict=True)]
-        # With few skewed values the interval can exclude the mean, and matplotlib rejects negative errors.
+        # With few, skewed values, the mean can lie outside the interval. matplotlib rejects negative errors.
         errors = [[max(0.0, error) for error in side] for side in (below, above)]
         axes.bar(places, heights, 0.8 / len(configs), label=config.name, yerr=errors, error_kw={"lw": 0.8})
     axes.axhline(1.0, color="black", linewidth=0.8)
@@ -125,7 +125,7 @@ def _phases(axes: Axes, found: Sequence[MethodFigures]) -> None:
 
 
 def _passes(report: Report, axes: Axes) -> None:
-    """Plot v(m), and the line v(m) = m, above which even a fully accepted draft is slower."""
+    """Plot the pass cost v(m) and the line v(m) = m. Above it, even fully accepted drafts are slower."""
     from matplotlib.ticker import FormatStrFormatter
 
     widths = report.curve.widths
@@ -142,7 +142,7 @@ def _passes(report: Report, axes: Axes) -> None:
 
 
 def _add_legend(axes: Axes) -> None:
-    """Add a legend beside the axes, where it covers no data."""
+    """Add a legend beside the plot, where it does not cover data."""
     if axes.get_legend_handles_labels()[0]:
         axes.legend(fontsize="small", loc="upper left", bbox_to_anchor=(1.0, 1.0))
 

@@ -1,4 +1,4 @@
-"""The benchmark report: all figures together with the settings they were measured with."""
+"""The benchmark report: all results, and the settings used to measure them."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ __all__ = ["Report", "make_report"]
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """Figures of a benchmark run and the settings they were measured with.
+    """Results of a benchmark run, and the settings used to measure them.
 
     Attributes:
-        planned: Number of replies in the plan. `rows` holds those that were measured.
-        ending, error, no_energy: See `BenchRun`.
-        curve: Measured cost of verify passes by width.
+        planned: Number of replies in the plan. `rows` contains the replies that were measured.
+        ending, error, no_energy: The same as in `BenchRun`.
+        curve: Measured cost of verify passes, by number of tokens in the pass.
         peak_memory_bytes: Peak memory of the process over all methods.
         figures: Speed, acceptance and memory by temperature, category and method.
-        oracle_comparisons: `auto` compared with the best fixed method in hindsight.
+        oracle_comparisons: `auto` compared with the fixed methods that were best in hindsight.
     """
 
     target: str
@@ -45,11 +45,11 @@ class Report:
 
     @property
     def differing(self) -> int:
-        """Return the number of replies that should equal plain decoding but do not."""
+        """Return the number of replies that should match plain decoding but do not."""
         return sum(each.compared - each.identical for each in self.figures if each.category is None)
 
     def to_json(self, *, rows: bool = False) -> dict[str, object]:
-        """Return the report as a JSON object, with one entry per reply if `rows` is true."""
+        """Return the report as a JSON object. If `rows` is true, include one entry per reply."""
         summary: dict[str, object] = {
             "target": self.target,
             "target_quantisation": self.target_quantisation,
@@ -73,7 +73,7 @@ class Report:
 
 
 def make_report(runtime: Runtime, plan: BenchPlan, bench_run: BenchRun) -> Report:
-    """Compute the report of a run, complete or not."""
+    """Compute the report of a complete or partial run."""
 
     def equal_tokens(temperature: float) -> bool:
         return plan.acceptance == "invariant" or temperature == 0

@@ -1,4 +1,4 @@
-"""Run a benchmark plan: one reply after another, each with an empty prefix cache."""
+"""Runs a benchmark plan, one reply at a time, each with an empty prefix cache."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ class Measurement:
     Attributes:
         prompt: Name of the prompt.
         repeat: Index of the repeat, from 0.
-        position: Place of the reply within its round, from 0.
+        position: Position of the reply within its round, from 0.
         config: The method configuration that produced the reply.
         seconds: Wall-clock time of the whole reply.
-        joules: Energy of the whole processors during the reply. None if the system does not report it.
+        joules: Energy that the whole processors used during the reply. None if the system does not report it.
     """
 
     prompt: str
@@ -46,7 +46,7 @@ class Measurement:
     reply: Reply
 
     def to_json(self) -> dict[str, object]:
-        """Return the measurement as a JSON object, without the text of the reply."""
+        """Return the measurement as a JSON object without the reply's text."""
         reply = self.reply.to_json()
         del reply["text"]
         return {
@@ -66,11 +66,11 @@ class Measurement:
 
 @dataclass(frozen=True, slots=True)
 class BenchRun:
-    """The measured replies of a plan, complete or not.
+    """The replies measured in a complete or partial run of a plan.
 
     Attributes:
-        rows: Measured replies in order.
-        curve: Measured cost of verify passes by width.
+        rows: Measured replies, in the order they ran.
+        curve: Measured cost of verify passes, by number of tokens in the pass.
         ending: Why the run ended: `complete`, `cancelled`, `time` (the time limit) or `failed`.
         error: The error message if `ending` is `failed`.
         no_energy: Why energy was not measured. Empty if it was.
@@ -93,20 +93,20 @@ def run(
 ) -> BenchRun:
     """Measure pass costs, warm up every method, and run the plan.
 
-    Drafters that train between replies get no idle time, so they use what they learned before.
+    Drafters that train between replies get no idle time, so they do not change during the run.
 
     Args:
-        runtime: Loaded models. Its prefix cache is cleared before every reply.
+        runtime: The runtime to measure. Its prefix cache is cleared before every reply.
         plan: The replies to measure.
-        max_seconds: Start no reply after this many seconds. None is no limit.
-        progress: Called with (description, fraction). Returning False ends the run.
-        meter: Energy meter, for tests.
+        max_seconds: Time limit in seconds, after which no new reply starts. None if unlimited.
+        progress: Called with (description, fraction). Returning False cancels the run.
+        meter: Energy meter. Tests pass a fake one.
 
     Returns:
-        All replies measured so far, also after a cancellation, a time limit or an error.
+        All replies measured, even if the run was cancelled, reached its time limit or failed.
 
     Raises:
-        OptionError, ContextFullError: The runtime cannot serve the plan.
+        OptionError, ContextFullError: The runtime cannot run the plan.
         CancelledError: The run was cancelled before the first reply.
     """
     bench = _Bench(runtime, plan, max_seconds, progress, meter or EnergyMeter())
@@ -130,7 +130,7 @@ def run(
 
 
 class _Bench:
-    """State of one run of a plan."""
+    """The state of a benchmark run."""
 
     curve: CostCurve
 
@@ -154,7 +154,7 @@ class _Bench:
             runtime.method_for(config.method)
 
     def _fitting_tokens(self, prompt: Prompt) -> list[int]:
-        """Tokenize a prompt. Raises ContextFullError before anything is measured, not after an hour."""
+        """Tokenize a prompt. Raises ContextFullError if the prompt and its reply do not fit the context."""
         tokens = prompt_tokens(self._runtime, prompt)
         context = self._runtime.context_tokens
         if len(tokens) + self._plan.max_tokens > context:
@@ -166,7 +166,7 @@ class _Bench:
         return tokens
 
     def prepare(self) -> None:
-        """Measure pass costs, and warm up every method so that one-time work is not measured."""
+        """Measure pass costs, and warm up every method so that its one-time work is not measured."""
         self.curve = self._runtime.measure_costs(self._progress)
         prompt = self._plan.prompts[0]
         for config in self._plan.configs:
@@ -175,7 +175,7 @@ class _Bench:
             self._reply(description, prompt, self._plan.temperatures[0], config, _WARM_UP_TOKENS)
 
     def rows(self) -> Iterator[Measurement]:
-        """Yield measured replies until the plan or the time limit ends. Raises CancelledError."""
+        """Measure and yield replies until the plan ends or the time is up. Raises CancelledError."""
         for each in self._plan.rounds():
             for position, config in enumerate(each.configs):
                 if self._time_share() >= 1.0:
@@ -186,7 +186,7 @@ class _Bench:
     def _row(self, each: BenchRound, position: int, config: MethodConfig) -> Measurement:
         description = f"{each.prompt.name}, {config.name}, temperature {each.temperature:g}"
         self._report_progress(description)
-        # Without this the prefix cache would spare later methods the prefill of the same prompt.
+        # Otherwise, later methods would find the same prompt in the prefix cache and skip its prefill.
         self._runtime.clear_cache()
         before = self.meter.read()
         started = perf_counter()
@@ -227,7 +227,7 @@ class _Bench:
         return stream.reply
 
     def _time_share(self) -> float:
-        """Return the share of the time limit that has passed; 0 without a limit."""
+        """Return the fraction of the time limit that has passed. 0 if there is no limit."""
         return (monotonic() - self._began) / self._max_seconds if self._max_seconds else 0.0
 
     def _report_progress(self, description: str) -> None:

@@ -1,4 +1,4 @@
-"""Statistics over speed ratios: geometric means, confidence intervals and the oracle choice."""
+"""Statistics of speed ratios: geometric means, confidence intervals and the oracle."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 
 __all__ = ["Ratios", "geometric_mean", "interval", "oracle", "typical", "worst"]
 
-# For each prompt, the paired speed ratios of its repeats. All are positive, and there is at least one.
+# For each prompt, the speed of each repeat divided by plain decoding. Never empty, and all are positive.
 Ratios = Sequence[Sequence[float]]
 
 _DRAWS = 2000
@@ -16,12 +16,12 @@ _LEVEL = 0.95
 
 
 def typical(ratios: Sequence[float]) -> float:
-    """Return the median ratio of repeats, using the geometric mean of the middle two."""
+    """Return the median ratio of the repeats. For an even number, the geometric mean of the middle two."""
     return float(np.exp(np.median(np.log(ratios))))
 
 
 def geometric_mean(ratios: Ratios) -> float:
-    """Return the geometric mean over prompts of each prompt's typical ratio."""
+    """Return the geometric mean of all prompts' typical ratios."""
     return float(np.exp(np.mean(np.log([typical(each) for each in ratios]))))
 
 
@@ -33,12 +33,12 @@ def worst(ratios: Ratios) -> float:
 def interval(ratios: Ratios, seed: int = 0) -> tuple[float, float] | None:
     """Return the 95 % confidence interval of the geometric mean, or None for a single reply.
 
-    A percentile bootstrap (Efron 1979) resamples prompts, and the repeats of each prompt. With few prompts
-    the interval is too narrow.
+    Uses a percentile bootstrap (Efron 1979) that resamples the prompts and the repeats of each prompt. The
+    interval is too narrow if there are few prompts.
 
     Args:
         ratios: Speed ratios by prompt and repeat.
-        seed: Seed of the bootstrap, fixed so that a report can be reproduced.
+        seed: Random seed for the bootstrap, fixed so that reports are reproducible.
     """
     if sum(len(each) for each in ratios) < 2:
         return None
@@ -53,12 +53,13 @@ def interval(ratios: Ratios, seed: int = 0) -> tuple[float, float] | None:
 
 
 def oracle(fixed: Sequence[Ratios]) -> float:
-    """Return the geometric mean if each prompt were answered with its best fixed method.
+    """Return the geometric mean speed-up if each prompt were answered with its best fixed method.
 
-    The oracle knows the results in advance. Noise makes it slightly too good to reach.
+    This is an upper bound, because the best method is chosen after measuring. Noise makes it slightly too
+    high.
 
     Args:
-        fixed: For each fixed method, the ratios of the same prompts in the same order.
+        fixed: The ratios of each fixed method, for the same prompts in the same order.
     """
     best = [max(typical(each) for each in prompt) for prompt in zip(*fixed, strict=True)]
     return float(np.exp(np.mean(np.log(best))))

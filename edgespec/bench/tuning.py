@@ -1,4 +1,4 @@
-"""Tuning: measure what verify passes cost on this machine, try every drafter, and recommend a method."""
+"""Tuning: measures the cost of verify passes, tries every drafter, and recommends a method."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from edgespec.runtime import Runtime
 
 __all__ = ["DrafterResult", "PassCost", "Tuning", "break_even", "tune"]
 
-# A smaller speed-up is within the run-to-run noise of a machine.
+# A smaller speed-up could be measurement noise.
 _MIN_SPEED_UP = 1.05
-_DRAFT_LENGTH = 4  # tokens, for the replies that try a drafter
-_MAX_DRAFT_LENGTH = 16  # tokens, the longest draft that is recommended
+_DRAFT_LENGTH = 4  # tokens; used to try each drafter
+_MAX_DRAFT_LENGTH = 16  # tokens; the longest draft length to recommend
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,11 +26,12 @@ class PassCost:
     """Cost of a verify pass.
 
     Attributes:
-        width: Tokens in the pass.
+        width: Number of tokens in the pass.
         seconds: Duration of the pass.
-        v: The same in target steps.
+        v: Duration of the pass, in target steps.
         limit: Speed-up over plain decoding if every draft token were accepted and drafting cost nothing.
-        break_even: Acceptance rate in [0, 1] above which free drafts gain. None if they never do.
+        break_even: Acceptance rate (0 to 1) above which drafts make decoding faster if drafting costs
+            nothing. None if they never do.
     """
 
     width: int
@@ -46,11 +47,12 @@ class DrafterResult:
 
     Attributes:
         speed_up: Speed-up over plain decoding at a draft length of 4.
-        acceptance: Share of draft tokens accepted, among those whose predecessors were accepted, in [0, 1].
+        acceptance: Fraction of draft tokens that were accepted, out of those whose predecessors were all
+            accepted.
         c: Cost of one drafted token, in target steps.
         best_length: Draft length with the highest expected speed-up.
-        expected: Speed-up to expect at `best_length` on text with the same acceptance.
-        drafted: Number of drafted tokens. The other figures are unreliable when it is small.
+        expected: Expected speed-up at `best_length`, for replies with the same acceptance.
+        drafted: Number of drafted tokens. If it is small, the other values are unreliable.
     """
 
     name: str
@@ -67,12 +69,13 @@ class Tuning:
     """Result of tuning.
 
     Attributes:
-        passes: Cost of verify passes by width.
+        passes: Cost of verify passes, by number of tokens in the pass.
         drafters: Performance of each drafter.
-        limit: The highest speed-up that free and perfect drafts could reach on this machine.
+        limit: The highest possible speed-up on this machine, if every draft token is accepted and drafting
+            costs nothing.
         auto: Speed-up of the automatic mode. None if the models were loaded for another method.
         verdict: Recommendation in one sentence.
-        notice: Why the pass costs could not be saved for later loads. Empty if they were.
+        notice: Why the pass costs could not be saved. Empty if they were saved.
     """
 
     target: str
@@ -97,9 +100,10 @@ def tune(
     max_tokens: int = 48,
     progress: Callable[[str, float], bool] | None = None,
 ) -> Tuning:
-    """Measure pass costs, save them for later loads, and try each drafter on the prompts.
+    """Measure and save pass costs, then try each drafter on the prompts.
 
-    Replies are greedy. Methods alternate prompt by prompt, so that a drift of the machine affects all alike.
+    Replies are sampled greedily. Each prompt is answered with all methods before the next, so that a gradual
+    slowdown of the machine affects all methods equally.
 
     Args:
         runtime: Loaded models.
@@ -146,11 +150,11 @@ def tune(
 
 
 def break_even(v: float, width: int) -> float | None:
-    """Return the acceptance rate above which free drafts gain in a pass of this width.
+    """Return the acceptance rate above which drafts that cost nothing make decoding faster.
 
     Args:
         v: Cost of the pass in target steps.
-        width: Tokens in the pass.
+        width: Number of tokens in the pass.
 
     Returns:
         The lowest a in [0, 1] with 1 + a + ... + a^(width - 1) >= v, or None if there is none.
@@ -167,7 +171,7 @@ def break_even(v: float, width: int) -> float | None:
 
 
 def _expected_tokens(acceptance: float, length: int) -> float:
-    """Return the expected tokens of a pass over a chain of `length` draft tokens."""
+    """Return the expected number of tokens that a pass over a chain of `length` draft tokens emits."""
     return sum(acceptance**i for i in range(length + 1))
 
 
@@ -199,10 +203,11 @@ def _drafter_result(
     drafted, rounds = _sum(replies, "drafted_tokens"), _sum(replies, "target_passes")
     step_seconds = _sum(plain, "decode_seconds") / _sum(plain, "generated_tokens")
     token_seconds = _sum(replies, "draft_seconds") / drafted if drafted else 0.0
-    # Seconds per round for sampling, rollback and the engine itself.
+    # Seconds per verify pass for sampling, rollback and the engine's own overhead.
     other = sum(_sum(replies, f"{phase}_seconds") for phase in ("sampling", "rollback", "overhead")) / rounds
     acceptance = _acceptance(replies)
-    # Number of rounds with a draft. A tree can have several tokens at depth 1, so it is capped by the passes.
+    # Number of passes with a draft. A tree can have several tokens at depth 1, so cap the count at the
+    # number of passes.
     share = sum(
         min(*each.stats.drafted_per_position[:1], each.stats.target_passes)
         for each in replies
@@ -212,7 +217,7 @@ def _drafter_result(
     breadth = max(1.0, drafted / (share * _DRAFT_LENGTH)) if share else 1.0
 
     def speed_up(length: int) -> float:
-        """Return the expected speed-up at this draft length. Rounds without a draft count as target steps."""
+        """Return the expected speed-up at this draft length. Passes without a draft count as target steps."""
         drafts, tokens = share / rounds, round(breadth * length)
         pass_seconds = curve.v(tokens + 1) * curve.target_step_seconds
         seconds = drafts * (tokens * token_seconds + pass_seconds + other) + (1.0 - drafts) * step_seconds
@@ -231,7 +236,7 @@ def _drafter_result(
 
 
 def _speed_up(replies: Sequence[Reply], plain: Sequence[Reply]) -> float:
-    """Return the geometric mean speed-up over plain decoding of the same prompts."""
+    """Return the geometric mean of the speed-ups over plain decoding, prompt by prompt."""
     return geometric_mean(
         (one.stats.tpot_seconds or 1.0) / (each.stats.tpot_seconds or 1.0)
         for one, each in zip(plain, replies, strict=True)
@@ -243,12 +248,12 @@ def _sum(replies: Sequence[Reply], name: str) -> float:
 
 
 def _acceptance(replies: Sequence[Reply]) -> float:
-    """Return the acceptance rate among draft tokens that were verified after an accepted path."""
+    """Return the acceptance rate of draft tokens whose predecessors were all accepted."""
     hits = judged = 0
     for reply in replies:
         drafted, accepted = reply.stats.drafted_per_position, reply.stats.accepted_per_position
         hits += sum(accepted)
-        # At most one token of a tree is accepted per depth, so each depth counts as one attempt.
+        # At most one token per depth of a tree can be accepted, so each depth counts as one attempt.
         judged += sum(
             min(pair) for pair in zip(drafted, [reply.stats.target_passes, *accepted], strict=False)
         )

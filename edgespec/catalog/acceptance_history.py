@@ -1,6 +1,6 @@
-"""Acceptance rates of pairs of models, saved across runs.
+"""Measured acceptance rates of model pairs, saved across runs.
 
-The file holds counts only, under a hash of both models' files. It holds no text.
+The file stores token counts, keyed by a hash of both models' files. It contains no prompts or replies.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from edgespec.files import (
 __all__ = ["AcceptanceHistory", "AcceptanceRecorder", "Model"]
 
 _VERSION = 1
-# Limits of the file, chosen: far more pairs than one person uses.
+# Limits of the history file, far above what one user needs.
 _MAX_PAIRS, _MAX_FILE_BYTES = 500, 2**20
-# Drafted tokens from which a rate is used. With 200, its standard error is about 0.03.
+# A rate is used only after this many drafted tokens. At 200, its standard error is about 0.03.
 _MIN_DRAFTED = 200
-# When a pair has more drafted tokens than this, its counts are halved, so that recent replies count more.
+# A pair's counts are halved when it exceeds this many drafted tokens, so that recent replies weigh more.
 _MAX_DRAFTED = 20_000
-# Drafted tokens after which a recorder saves during a run. Chosen.
+# A recorder saves after this many drafted tokens, so that a crash loses few counts.
 _SAVE_EVERY_DRAFTED = 2_000
 
 Counts: TypeAlias = tuple[int, int]
@@ -40,24 +40,24 @@ Model: TypeAlias = tuple[Path, ModelFormat]
 
 
 class AcceptanceHistory:
-    """The saved counts of every pair. A missing, damaged or read-only file raises nothing."""
+    """Token counts for all model pairs. A missing, damaged or read-only file is ignored."""
 
     def __init__(self, path: Path | None = None) -> None:
         self._path = path or data_folder() / "learnt" / "acceptances.json"
 
     def rate(self, target: Model, draft: Model) -> float | None:
-        """Return the acceptance rate of a pair, in [0, 1]; None if too few tokens were drafted."""
+        """Return the acceptance rate (0 to 1) of a pair, or None if too few tokens were drafted."""
         try:
             drafted, accepted = self._read().get(_key(target, draft), (0, 0))
         except ModelFileError:
-            return None  # A model was deleted.
+            return None  # One of the models was deleted.
         return accepted / drafted if drafted >= _MIN_DRAFTED else None
 
     def add(self, target: Model, draft: Model, drafted: int, accepted: int) -> None:
-        """Add the counts of a reply and save them if the file is writable.
+        """Add the token counts of one reply, and save them if the file is writable.
 
         Raises:
-            ModelFileError: A model file does not exist any more.
+            ModelFileError: A model file no longer exists.
         """
         pairs, key = self._read(), _key(target, draft)
         before = pairs.pop(key, (0, 0))
@@ -84,9 +84,10 @@ class AcceptanceHistory:
 
 
 class AcceptanceRecorder:
-    """Counts the drafted and accepted tokens of a loaded pair, and saves them. It raises nothing.
+    """Counts and saves the drafted and accepted tokens of a loaded pair. Its methods never raise.
 
-    Only the first drafted token of each round counts, because later ones depend on the draft length.
+    Only the first token of each draft is counted, because the acceptance of later ones depends on the draft
+    length.
     """
 
     def __init__(self, target: Model, draft: Model, history: AcceptanceHistory | None = None) -> None:
@@ -95,13 +96,13 @@ class AcceptanceRecorder:
         self._drafted = self._accepted = 0
 
     def count(self, drafted: int, accepted: int) -> None:
-        """Add the first drafted tokens of the rounds of one reply, and how many of them were accepted."""
+        """Add the counts of one reply: how many drafts it had, and how often the first token was accepted."""
         self._drafted, self._accepted = self._drafted + drafted, self._accepted + accepted
         if self._drafted >= _SAVE_EVERY_DRAFTED:
             self.save()
 
     def save(self) -> None:
-        """Save the counts since the last call."""
+        """Save the counts collected since the last save."""
         if self._drafted:
             with suppress(ModelFileError):
                 self._history.add(*self._pair, self._drafted, self._accepted)
@@ -109,6 +110,6 @@ class AcceptanceRecorder:
 
 
 def _key(target: Model, draft: Model) -> str:
-    """Return a hash that changes with the files of either model. Raises ModelFileError."""
+    """Return a hash that changes when a file of either model changes. Raises ModelFileError."""
     fingerprints = [(str(path), files_fingerprint(path, form)) for path, form in (target, draft)]
     return hashlib.sha256(repr(fingerprints).encode()).hexdigest()[:32]

@@ -1,4 +1,4 @@
-"""User-defined aliases and draft pairs: checks new ones, and finds the draft model set for a target."""
+"""User-defined aliases and draft pairs: validates new ones, and finds the user's draft model for a target."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from edgespec.errors import EdgespecError, ModelFileError, ModelNotFoundError, O
 
 __all__ = ["check_alias", "check_pair", "preferred_draft"]
 
-# Values of --draft, which cannot be names of models.
+# Special values of --draft, which cannot be used as model names.
 _RESERVED = ("auto", "none")
 
 
@@ -20,17 +20,17 @@ def check_alias(name: str, reference: str) -> str:
     """Check that `name` can be an alias of a model reference.
 
     Returns:
-        A notice for the user; empty if the model is on this machine.
+        A notice for the user. Empty if the model is on this machine.
 
     Raises:
         OptionError: The name is not allowed, or the alias would refer to itself.
-        ModelNotFoundError: The reference leads to no model.
+        ModelNotFoundError: No model matches the reference.
     """
     try:
         is_name = isinstance(parse_reference(name), NameReference)
     except ModelNotFoundError:
         is_name = False
-    # A name that begins with a dash would be read as an option.
+    # A name that begins with a dash would be parsed as an option.
     if not is_name or name.lower() in _RESERVED or not re.match(r"[^\W_]", name):
         raise OptionError(
             f"{name!r} cannot be an alias",
@@ -47,19 +47,19 @@ def check_alias(name: str, reference: str) -> str:
 
 
 def check_pair(target: str, draft: str) -> str:
-    """Check that a draft model can be set for a target.
+    """Check that a draft model can be paired with a target.
 
     Returns:
-        A notice for the user; empty if both models are on this machine and have the same tokens.
+        A notice for the user. Empty if both models are on this machine and have the same tokens.
 
     Raises:
         OptionError: One of the names is not allowed.
-        ModelNotFoundError: A reference leads to no model.
+        ModelNotFoundError: No model matches one of the references.
     """
     if target.lower() in _RESERVED or draft.lower() == "auto":
         raise OptionError(
             f"{target} with the draft model {draft} is not a valid pair",
-            "give a target model, and a draft model or none",
+            "specify a target model, and a draft model or none",
         )
     names = (target,) if draft.lower() == "none" else (target, draft)
     if notices := list(filter(None, map(_not_installed_notice, names))):
@@ -88,9 +88,9 @@ def _token_notice(target: str, draft: str) -> str:
 
 
 def preferred_draft(target: Resolved) -> str | None:
-    """Return the draft model that the user has set for a target, or None.
+    """Return the draft model that the user has paired with a target, or None.
 
-    A pair applies to the reference that was typed, and to every other reference to the same file.
+    A pair applies to every reference that resolves to the same target file.
 
     Raises:
         ModelNotFoundError: The user's alias file is invalid.

@@ -1,4 +1,4 @@
-"""The catalogue of models that edgespec knows by name, and the names that a user has defined."""
+"""The catalogue of models that edgespec knows by name, and the user's own aliases and draft pairs."""
 
 from __future__ import annotations
 
@@ -35,25 +35,25 @@ _MLX_SUFFIX = "-mlx"
 
 @dataclass(frozen=True)
 class ModelEntry:
-    """A model of the catalogue.
+    """A model in the catalogue.
 
     Attributes:
-        name: Its name.
-        family: The family of models with the same tokens.
+        name: The model's name.
+        family: Name of the model family. All models in a family have the same tokens.
         parameters: Number of weights.
         quantisation: The default quantisation.
-        context_tokens: Context that it was trained for.
+        context_tokens: Context length that the model was trained for.
         approximate_file_bytes: Size on disk at the default quantisation.
-        licence: Its licence.
-        chat_template: Name of its chat template.
-        gguf_repository: Hugging Face repository of its GGUF files; empty if there is none.
-        mlx_repository: Hugging Face repository of its MLX files; empty if there is none. A GGUF entry with
-            one has a second entry, NAME-mlx.
-        embedded_file: Its file below the models folder, if it comes with edgespec.
-        notice: A notice to show; empty if there is none.
-        drafts: Names of recommended draft models, the best first. All of them have its tokens.
-        aliases: Its other names, and the quantisation that each of them stands for.
-        format: Name of its file format.
+        licence: The model's licence.
+        chat_template: Name of the chat template.
+        gguf_repository: Hugging Face repository with its GGUF files. Empty if there is none.
+        mlx_repository: Hugging Face repository with its MLX files. Empty if there is none. A GGUF entry that
+            has one gets a second entry named NAME-mlx.
+        embedded_file: Path of its file in the models folder, if the model is included with edgespec.
+        notice: A notice to show to the user. Empty if there is none.
+        drafts: Names of recommended draft models, best first. They have the same tokens as this model.
+        aliases: Other names of the model, each with the quantisation that it selects.
+        format: Name of the file format.
     """
 
     name: str
@@ -74,22 +74,22 @@ class ModelEntry:
 
     @property
     def repository(self) -> str:
-        """The Hugging Face repository to download it from; empty for an embedded model."""
+        """The Hugging Face repository to download from. Empty for an embedded model."""
         return self.gguf_repository or self.mlx_repository
 
     @property
     def file_format(self) -> FileFormat:
-        """The record of its file format in the registry of backends."""
+        """The model's file format, as registered by its backend."""
         return format_of(self.format)
 
     @property
     def embedded_path(self) -> Path | None:
-        """Path of a model that comes with edgespec; None for others."""
+        """Path of a model that is included with edgespec, or None for other models."""
         return models_folder() / self.embedded_file if self.embedded_file else None
 
 
 class Catalogue:
-    """The entries of the catalogue by name and alias, in upper or lower case."""
+    """The catalogue's entries, looked up by name or alias. Case is ignored."""
 
     def __init__(self, entries: Iterable[ModelEntry]) -> None:
         self.entries = tuple(entries)
@@ -97,20 +97,20 @@ class Catalogue:
         for entry in self.entries:
             for name, quantisation in {entry.name: entry.quantisation, **entry.aliases}.items():
                 if name.lower() in self._by_name:
-                    raise ValueError(f"two models of the catalogue have the name {name}")
+                    raise ValueError(f"the catalogue has two models named {name}")
                 self._by_name[name.lower()] = (entry, quantisation)
 
     @property
     def names(self) -> list[str]:
-        """All names and aliases in lower case, in the order of the file."""
+        """All names and aliases in lower case, in file order."""
         return list(self._by_name)
 
     def find(self, name: str) -> tuple[ModelEntry, str] | None:
-        """Return the entry of a name or alias and the quantisation it stands for, or None."""
+        """Return the entry with this name or alias and the quantisation that it selects, or None."""
         return self._by_name.get(name.lower())
 
     def of_repository(self, repository: str) -> ModelEntry | None:
-        """Return the entry that is downloaded from a repository, or None."""
+        """Return the entry whose files are in a repository, or None."""
         matches = (entry for entry in self.entries if entry.repository.lower() == repository.lower())
         return next(matches, None)
 
@@ -126,17 +126,18 @@ class Catalogue:
 
         Args:
             name: What the user typed.
-            also: Names to suggest besides those of the catalogue.
+            also: Names to suggest in addition to those in the catalogue.
         """
         known = [*also, *self.names]
-        # The start of a name, such as "llama-3.1", is a better match than a misspelling.
+        # A name that starts with the typed text, such as "llama-3.1", is a better match than a similar
+        # spelling.
         starts = [candidate for candidate in known if candidate.startswith(name.lower())]
         close = difflib.get_close_matches(name.lower(), known, n=3, cutoff=0.5)
         return list(dict.fromkeys([*starts, *close]))[:3]
 
 
 def models_folder() -> Path:
-    """Return the folder of the catalogue and the embedded models: in the package, or in the checkout."""
+    """Return the folder that contains the catalogue and the embedded models."""
     package = Path(__file__).resolve().parent.parent
     installed = package / "models"
     return installed if installed.is_dir() else package.parent / "models"
@@ -144,14 +145,14 @@ def models_folder() -> Path:
 
 @cache
 def load_catalogue() -> Catalogue:
-    """Return the catalogue that comes with edgespec. It is read once per process."""
+    """Return the catalogue that is included with edgespec. Each process reads it once."""
     with (models_folder() / "catalogue.toml").open("rb") as file:
         tables: list[dict[str, Any]] = tomllib.load(file)["model"]
     return Catalogue(_with_mlx_forms([_entry(table) for table in tables]))
 
 
 def _with_mlx_forms(entries: list[ModelEntry]) -> Iterator[ModelEntry]:
-    """Yield each entry, followed by the entry of its MLX repository if it has one."""
+    """Yield each entry, followed by a second entry for its MLX repository if it has one."""
     in_both = {entry.name for entry in entries if entry.gguf_repository and entry.mlx_repository}
     for entry in entries:
         yield entry
@@ -161,7 +162,7 @@ def _with_mlx_forms(entries: list[ModelEntry]) -> Iterator[ModelEntry]:
 
 def _mlx_form(entry: ModelEntry, drafts: list[str]) -> ModelEntry:
     bits = int(entry.mlx_repository.rpartition("-")[2].removesuffix("bit"))
-    # `8b-q4` becomes `8b-mlx`. Aliases of another quantisation get no MLX alias.
+    # The alias `8b-q4` becomes `8b-mlx`. Aliases for other quantisations get no MLX alias.
     stems = [
         alias.removesuffix("-q4")
         for alias, quantisation in entry.aliases.items()
@@ -172,7 +173,7 @@ def _mlx_form(entry: ModelEntry, drafts: list[str]) -> ModelEntry:
         name=entry.name + _MLX_SUFFIX,
         format="mlx",
         quantisation=f"{bits}-bit",
-        # A 16-bit scale and a 16-bit bias for each group of 64 weights add half a bit per weight.
+        # Each group of 64 weights has a 16-bit scale and a 16-bit bias, which adds half a bit per weight.
         approximate_file_bytes=round(entry.parameters * (bits + 0.5) / 8),
         gguf_repository="",
         drafts=tuple(drafts),
@@ -201,12 +202,12 @@ def _entry(table: dict[str, Any]) -> ModelEntry:
 
 
 def user_aliases_path() -> Path:
-    """Return the path of the user's alias file, tables of `"name" = "REF"`. It need not exist."""
+    """Return the path of the user's TOML file of aliases and pairs. The file may not exist."""
     return config_folder() / "aliases.toml"
 
 
 def user_aliases() -> dict[str, str]:
-    """Return the user's aliases: references by name in lower case.
+    """Return the user's aliases, as a mapping from lower-case name to reference.
 
     Raises:
         ModelNotFoundError: The alias file is invalid.
@@ -215,7 +216,7 @@ def user_aliases() -> dict[str, str]:
 
 
 def user_pairs() -> dict[str, str]:
-    """Return the draft models that the user has set, by target in lower case.
+    """Return the user's pairs, as a mapping from lower-case target to draft model.
 
     Raises:
         ModelNotFoundError: The alias file is invalid.

@@ -37,12 +37,12 @@ if TYPE_CHECKING:
 __all__ = ["Progress", "RepositoryListing", "choose", "fetch", "list_repository", "translate_errors"]
 
 _CHUNK_BYTES = 1 << 18
-# Characters of an ETag that is a git hash, and of one that is a SHA-256 checksum.
+# Length of an ETag that is a git hash, and of one that is a SHA-256 checksum.
 _GIT_ETAG_CHARACTERS, _SHA256_ETAG_CHARACTERS = 40, 64
-# Attempts without progress before a download fails, and the wait between them. Chosen.
+# A download fails after this many attempts without progress, with this wait between them.
 _MAX_RETRIES = 5
 _RETRY_SECONDS = 1.0
-# Wait for another program that downloads the same file. Chosen: long enough to finish small files.
+# Wait for another program that is downloading the same file. Long enough for small files to finish.
 _LOCK_SECONDS = 2.0
 
 
@@ -53,26 +53,26 @@ def fetch(
     allow_download: bool = True,
     progress: Progress | None = None,
 ) -> Path:
-    """Return the path of a Hugging Face model: from the cache, or else downloaded.
+    """Return the path of a Hugging Face model. Download the model if it is not in the cache.
 
-    An interrupted download is resumed where it stopped.
+    An interrupted download resumes where it stopped.
 
     Args:
         repository: `user/repo`.
         quantisation: As in `choose_files`.
         allow_download: Download the model if it is not in the cache.
-        progress: Called during the download. It cancels by returning False.
+        progress: Called during the download. Returning False cancels it.
 
     Returns:
         The first file of a GGUF model, or the folder of an MLX model.
 
     Raises:
-        ModelNotFoundError: There is no such repository or quantisation.
-        BackendMissingError: It is an MLX model, which cannot run on this machine.
+        ModelNotFoundError: The repository or quantisation does not exist.
+        BackendMissingError: The model is an MLX model, which cannot run on this machine.
         DownloadError: The download failed.
         CancelledError: `progress` returned False.
     """
-    # This import takes a tenth of a second, so it is not done for other references.
+    # Importing huggingface_hub takes 0.1 s, so import it only when it is needed.
     from huggingface_hub import constants
 
     cache = Path(constants.HF_HUB_CACHE)
@@ -84,7 +84,7 @@ def fetch(
     if not allow_download:
         raise ModelNotFoundError(
             f"{repository}{_suffix(quantisation)} is not on this machine",
-            "allow the download, or give the path of a file",
+            "allow the download, or specify the path of a file",
         )
     with translate_errors(repository):
         listing = list_repository(repository)
@@ -97,7 +97,7 @@ def fetch(
 
 
 def choose(repository: str, files: list[HubFile], quantisation: str | None) -> list[HubFile]:
-    """Return the files to download: those of the GGUF model, or else those of the MLX model."""
+    """Return the files to download. GGUF models are preferred over MLX models."""
     if holds_gguf(files):
         return choose_files(repository, files, quantisation)
     chosen = choose_folder_files(repository, files)
@@ -126,14 +126,14 @@ def _suffix(quantisation: str | None) -> str:
 
 @dataclass(frozen=True)
 class RepositoryListing:
-    """The files of a repository at one commit, so that all files of a model are of the same version."""
+    """The files in a repository at one commit, so that all of a model's files have the same version."""
 
     commit: str
     files: list[HubFile]
 
 
 def list_repository(repository: str) -> RepositoryListing:
-    """Return the files of a repository at its newest commit."""
+    """Return the files in a repository at the latest commit."""
     from huggingface_hub import HfApi, constants
 
     info = HfApi(endpoint=constants.ENDPOINT).model_info(repository, files_metadata=True)
@@ -149,7 +149,7 @@ def _missing_files(folder: Path, listing: RepositoryListing, files: list[HubFile
 
 
 def _check_disk(cache: Path, repository: str, files: list[HubFile]) -> None:
-    """Raise DownloadError if the disk has too little space for the files."""
+    """Raise DownloadError if the disk has too little free space for the files."""
     blobs = repository_folder(cache, repository) / "blobs"
     partial_bytes = sum(path.stat().st_size for path in blobs.glob("*.edgespec")) if blobs.is_dir() else 0
     needed_bytes = sum(file.size_bytes for file in files) - partial_bytes
@@ -164,7 +164,7 @@ def _check_disk(cache: Path, repository: str, files: list[HubFile]) -> None:
 
 
 class _Report:
-    """Reports the progress over all files of a model."""
+    """Reports the overall download progress of all of a model's files."""
 
     def __init__(self, progress: Progress | None, total_bytes: int) -> None:
         self._progress = progress
@@ -172,7 +172,7 @@ class _Report:
         self.finished_bytes = 0
 
     def __call__(self, file: HubFile, done_bytes: int) -> None:
-        """Report the bytes of `file` that are done. Raises CancelledError if the caller cancels."""
+        """Report how many bytes of `file` are downloaded. Raises CancelledError if the caller cancels."""
         fraction = min((self.finished_bytes + done_bytes) / self._total_bytes, 1.0)
         name = file.name.rsplit("/", 1)[-1]
         if self._progress is not None and not self._progress(
@@ -199,7 +199,7 @@ class _Source:
         return hashlib.sha256()
 
     def matches(self, digest: Any) -> bool:
-        """Return whether the checksum is correct, or not stated."""
+        """Return whether the checksum is correct. True if the server sent none."""
         return (
             len(self.etag) not in (_GIT_ETAG_CHARACTERS, _SHA256_ETAG_CHARACTERS)
             or digest.hexdigest() == self.etag
@@ -209,7 +209,7 @@ class _Source:
 def _fetch_file(folder: Path, repository: str, file: HubFile, revision: str, report: _Report) -> Path:
     """Download a file into the cache and return its path.
 
-    The cache holds blobs named by checksum, and a folder of links to them for each commit.
+    The cache stores the data as blobs named by checksum. Each commit has a folder with links to its blobs.
     """
     from filelock import FileLock
     from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url
@@ -229,7 +229,7 @@ def _fetch_file(folder: Path, repository: str, file: HubFile, revision: str, rep
     lock = folder.parent / ".locks" / folder.name / f"{etag}.lock"
     for parent in (blob.parent, pointer.parent, lock.parent, folder / "refs"):
         parent.mkdir(parents=True, exist_ok=True)
-    # Other programs use the same lock. Two downloads of a file would overwrite each other.
+    # Other programs use the same lock. Without it, two downloads of the same file would overwrite each other.
     with FileLock(lock, timeout=_LOCK_SECONDS):
         if not blob.exists():
             partial = blob.with_name(f"{etag}.edgespec")
@@ -248,12 +248,13 @@ def _link(blob: Path, pointer: Path) -> None:
     try:
         pointer.symlink_to(os.path.relpath(blob, pointer.parent))
     except OSError:
-        # Windows allows no symbolic links without developer mode, so the snapshot holds the file itself.
+        # Windows does not allow symbolic links outside developer mode, so store the file itself in the
+        # snapshot.
         shutil.move(blob, pointer)
 
 
 def _stream(source: _Source, partial: Path, report: Callable[[int], None]) -> None:
-    """Download the rest of a partial file and verify it. After an error the partial file remains."""
+    """Download the rest of a partial file and verify it. Keep the partial file after an error."""
     import httpx2
 
     failures = 0
@@ -295,9 +296,9 @@ def _stream(source: _Source, partial: Path, report: Callable[[int], None]) -> No
 
 
 def _digest_start(file: Any, source: _Source, digest: Any, report: Callable[[int], None]) -> int:
-    """Add the partial file of an earlier run to `digest` and return its size.
+    """Hash the partial file left by an earlier run into `digest`, and return its size.
 
-    A file that is too long is emptied.
+    If the file is longer than expected, truncate it and start again.
     """
     if file.tell() > source.size_bytes:
         file.truncate(0)
@@ -311,9 +312,9 @@ def _digest_start(file: Any, source: _Source, digest: Any, report: Callable[[int
 
 
 def _chunks(url: str, start: int) -> Iterator[tuple[bool, bytes]]:
-    """Yield the bytes of a URL from `start` on.
+    """Yield the content of a URL from byte `start` to the end.
 
-    The flag is True with the first bytes if the server ignored `start` and sends the whole file.
+    The flag is True for the first chunk if the server ignored `start` and sends the whole file.
     """
     from huggingface_hub import constants, get_session, get_token
 
@@ -333,7 +334,7 @@ def _chunks(url: str, start: int) -> Iterator[tuple[bool, bytes]]:
 
 @contextmanager
 def translate_errors(repository: str) -> Iterator[None]:
-    """Turn exceptions of `huggingface_hub`, the network and the disk into errors of one line."""
+    """Translate exceptions from `huggingface_hub`, the network and the disk into one-line edgespec errors."""
     import httpx2
     from filelock import Timeout
     from huggingface_hub import constants
@@ -351,7 +352,7 @@ def translate_errors(repository: str) -> Iterator[None]:
     except OfflineModeIsEnabled as error:
         raise DownloadError(
             f"{repository} is not on this machine and offline mode is on",
-            "unset HF_HUB_OFFLINE, or give the path of a file",
+            "unset HF_HUB_OFFLINE, or specify the path of a file",
         ) from error
     except GatedRepoError as error:
         raise DownloadError(
@@ -373,7 +374,7 @@ def translate_errors(repository: str) -> Iterator[None]:
     except httpx2.HTTPError as error:
         raise DownloadError(
             f"{constants.ENDPOINT} cannot be reached for {repository}: {str(error) or type(error).__name__}",
-            "check the network and try again, or give the path of a file",
+            "check the network and try again, or specify the path of a file",
         ) from error
     except Timeout as error:
         raise DownloadError(

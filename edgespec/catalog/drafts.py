@@ -1,6 +1,6 @@
-"""Draft models for a target: which installed models share its tokens, and which of them `--draft auto` takes.
+"""Finds draft models that share a target's tokens, and chooses the one that `--draft auto` uses.
 
-The choice depends on sizes, tokens and measured acceptance rates only, and never downloads anything.
+The choice depends only on sizes, tokens and measured acceptance rates. It never downloads anything.
 """
 
 from __future__ import annotations
@@ -27,16 +27,17 @@ __all__ = ["DraftChoice", "DraftOption", "choose_draft", "draft_options"]
 
 Source = Literal["catalogue", "tokens"]
 
-# Limits of what counts as a draft model, all chosen. A draft model reads at most this fraction of the
-# target's bytes for a token, since a larger one cannot be much faster than the target.
+# Maximum bytes that a draft model reads per token, as a fraction of the target's. A larger model is not much
+# faster than the target.
 _MAX_STEP_COST = 0.5
-# A draft model that shares fewer of the target's tokens than this would have to be translated via text.
+# Minimum fraction of the target's tokens that a draft model must have. Below it, most proposals would have to
+# be retokenised.
 _MIN_SHARED_FRACTION = 0.5
-# `auto` requires more, because loading a pair below this fraction shows a warning.
+# `auto` requires a larger fraction, because loading a pair below this one shows a warning.
 _AUTO_MIN_SHARED_FRACTION = 0.9
-# Estimated speed-ups within this ratio count as equal. The order of the catalogue then decides.
+# Estimated speed-ups within this ratio count as equal. The catalogue's order then decides.
 _EQUAL_SPEEDUP_RATIO = 0.97
-# Context for estimating KV caches, as in `memory_check`.
+# Context length used to estimate the size of KV caches, the same as in `memory_check`.
 _DEFAULT_CONTEXT_TOKENS = 8192
 
 
@@ -45,18 +46,19 @@ class DraftOption:
     """A model that can draft for a target.
 
     Attributes:
-        reference: The reference that leads to the model.
-        path: Its file or folder; None if it is not on this machine.
+        reference: A reference to the model.
+        path: Its file or folder. None if the model is not on this machine.
         format: Name of its file format.
-        source: How it was found: `catalogue` recommends it, or it shares `tokens` with the target.
-        shared_token_fraction: Fraction of the target's tokens that it has; None if its file is not on this
-            machine.
+        source: How it was found: `catalogue` if the catalogue recommends it, `tokens` if it shares the
+            target's tokens.
+        shared_token_fraction: Fraction of the target's tokens that the model has. None if its file is not on
+            this machine.
         parameters: Number of weights.
         size_bytes: Size of its files.
-        needed_bytes: Size of its files and of its KV cache at the default context.
-        speedup: Expected speed-up over plain decoding; see `estimate_speedup`.
-        architecture: Name of its architecture; empty if its file is not on this machine.
-        acceptance_rate: Measured acceptance rate for this target; None if it was not measured.
+        needed_bytes: Size of its files plus its KV cache at the default context length.
+        speedup: Expected speed-up over plain decoding, from `estimate_speedup`.
+        architecture: Name of its architecture. Empty if its file is not on this machine.
+        acceptance_rate: Acceptance rate measured with this target. None if not measured.
     """
 
     reference: str
@@ -73,7 +75,7 @@ class DraftOption:
 
     @property
     def reason(self) -> str:
-        """The expected speed-up and its basis, for messages."""
+        """The expected speed-up and how it was determined, for messages."""
         if self.acceptance_rate is None:
             return f"its expected speed-up is {self.speedup:.1f}x (estimated from its size)"
         return (
@@ -83,7 +85,7 @@ class DraftOption:
 
     @property
     def tokens(self) -> str:
-        """How its tokens relate to the target's, for messages."""
+        """How many of the target's tokens the model has, for messages."""
         if self.shared_token_fraction is None:
             return "the same tokens (according to the catalogue)"
         if self.shared_token_fraction == 1.0:
@@ -93,12 +95,13 @@ class DraftOption:
 
 @dataclass(frozen=True, slots=True)
 class DraftChoice:
-    """The draft model that `--draft auto` takes.
+    """The draft model that `--draft auto` uses.
 
     Attributes:
-        draft: The model; None if there is no suitable one.
-        reason: Why this model, or none, was chosen.
-        is_expected: Whether the user chose it or the catalogue recommends it, so that it needs no notice.
+        draft: The model. None if no model is suitable.
+        reason: Why this model, or no model, was chosen.
+        is_expected: Whether the user chose the model or the catalogue recommends it. Other choices are shown
+            in a notice.
     """
 
     draft: Resolved | None
@@ -107,9 +110,9 @@ class DraftChoice:
 
 
 def draft_options(target: Resolved, installed: InstalledModels) -> list[DraftOption]:
-    """Return the models that can draft for a target: first installed ones, then those to download.
+    """Return the models that can draft for a target: installed models first, then downloadable ones.
 
-    Both groups are ordered by expected speed-up.
+    Each group is sorted by expected speed-up, highest first.
     """
     metadata = installed.metadata
     try:
@@ -137,15 +140,15 @@ def draft_options(target: Resolved, installed: InstalledModels) -> list[DraftOpt
 def choose_draft(
     target: Resolved, memory_bytes: int | None = None, context_tokens: int | None = None
 ) -> DraftChoice:
-    """Choose the draft model for `--draft auto` among those on this machine.
+    """Choose the draft model for `--draft auto` from the models on this machine.
 
-    The user's own choice for this target comes first (`edgespec models pair`), then the highest expected
-    speed-up.
+    A draft model that the user has set with `edgespec models pair` takes precedence. Otherwise, the one with
+    the highest expected speed-up is chosen.
 
     Args:
         target: The target model.
-        memory_bytes: Memory for both models; None for no limit.
-        context_tokens: Context of the target; None for the default.
+        memory_bytes: Memory available for both models. None if unlimited.
+        context_tokens: Context length of the target. None for the default.
 
     Raises:
         ModelFileError: The draft model that the user chose cannot be used.
@@ -155,7 +158,7 @@ def choose_draft(
     if preferred is not None:
         return _preferred_choice(target, preferred)
     if target.entry is not None and target.entry.embedded_path is not None:
-        # Only its own draft model shares the demo's tokens, and the demo should start at once.
+        # Skip the search, because the demo must start quickly and only its own draft model shares its tokens.
         return _first_recommended(target)
     installed = find_installed()
     usable = [o for o in draft_options(target, installed) if _is_for_auto(o, target, installed)]
@@ -175,7 +178,7 @@ def choose_draft(
 
 
 def _preferred_choice(target: Resolved, draft: str) -> DraftChoice:
-    """Return the choice of a draft model that the user has set for this target."""
+    """Return the draft model that the user has paired with this target."""
     if draft == "none":
         return DraftChoice(None, f"you chose no draft model for {target.name}")
     try:
@@ -202,7 +205,7 @@ def _no_draft_known(target: Resolved) -> str:
 
 
 def _why_none(target: Resolved, usable: Sequence[DraftOption], fitting: Sequence[DraftOption]) -> str:
-    """Return the reason why `auto` takes no draft model."""
+    """Explain why `auto` uses no draft model."""
     if fitting:
         return (
             f"the best draft model on this machine, {fitting[0].reference}, has an expected speed-up of"
@@ -211,7 +214,7 @@ def _why_none(target: Resolved, usable: Sequence[DraftOption], fitting: Sequence
     if usable:
         return (
             f"the draft model {usable[0].reference} needs {format_bytes(usable[0].needed_bytes)}, which do"
-            " not fit beside the target; give more with --memory, or use a smaller --context"
+            " not fit next to the target; raise --memory, or use a smaller --context"
         )
     names = target.entry.drafts if target.entry else ()
     if names:
@@ -220,7 +223,7 @@ def _why_none(target: Resolved, usable: Sequence[DraftOption], fitting: Sequence
 
 
 def _is_architecture_known(option: DraftOption, target: Resolved, installed: InstalledModels) -> bool:
-    """Return whether the backend supports the architecture, as a draft that fails to load helps nobody."""
+    """Return whether the backend supports the draft model's architecture."""
     with suppress(ModelFileError):
         if read_model_info(target, installed.metadata).architecture == option.architecture:
             return True
@@ -228,7 +231,7 @@ def _is_architecture_known(option: DraftOption, target: Resolved, installed: Ins
 
 
 def _is_for_auto(option: DraftOption, target: Resolved, installed: InstalledModels) -> bool:
-    """Return whether `auto` may take a model: installed, on the target's backend, with the same tokens."""
+    """Return whether `auto` may use a model: it is installed, and has the target's backend and tokens."""
     if option.path is None or not same_backend(option.format, target.format):
         return False
     if option.source == "tokens" and not _is_architecture_known(option, target, installed):
@@ -248,7 +251,7 @@ def _fits(
     try:
         info = read_model_info(target, installed.metadata)
     except ModelFileError:
-        return True  # Loading the target reports the error.
+        return True  # Ignore the error here. Loading the target reports it.
     target_bytes = info.size_bytes + info.kv_bytes * _context(info, context_tokens)
     return target_bytes + option.needed_bytes <= memory_bytes
 
@@ -258,7 +261,7 @@ def _context(info: ModelInfo, context_tokens: int | None) -> int:
 
 
 def _best(options: Sequence[DraftOption], recommended: Sequence[str]) -> DraftOption:
-    """Return the option with the highest speed-up, or among equal ones the first of the catalogue."""
+    """Return the option with the highest speed-up. The catalogue's order breaks ties."""
     highest = max(option.speedup for option in options)
     equal = [option for option in options if option.speedup >= _EQUAL_SPEEDUP_RATIO * highest]
 
@@ -293,7 +296,7 @@ def _installed_option(
     recommended: Sequence[str],
     metadata: MetadataCache,
 ) -> DraftOption | None:
-    """Return an installed model as a draft option, or None if it has other tokens or is too large."""
+    """Return an installed model as a draft option, or None if its tokens differ or it is too large."""
     source: Source = "catalogue" if model.entry and model.entry.name in recommended else "tokens"
     if model.path == target.path or info is None or not info.pass_bytes:
         return None
@@ -326,7 +329,7 @@ def _installed_option(
 def _catalogue_option(
     target: Resolved, info: ModelInfo | None, name: str, metadata: MetadataCache
 ) -> DraftOption | None:
-    """Return a model of the catalogue as a draft option. Its file, if installed, overrides the catalogue."""
+    """Return a catalogue model as a draft option. If it is installed, its file provides the details."""
     named = load_catalogue().find(name)
     if named is None:
         return None
@@ -362,7 +365,7 @@ def _catalogue_option(
 
 
 def _sizes(target: Resolved, info: ModelInfo | None) -> tuple[int, int]:
-    """Return the parameters and the bytes of a target, from its file or else from the catalogue."""
+    """Return the target's parameters and bytes, from its file if possible, else from the catalogue."""
     if info is not None:
         return info.parameters, info.pass_bytes
     if target.entry is not None:
@@ -371,10 +374,10 @@ def _sizes(target: Resolved, info: ModelInfo | None) -> tuple[int, int]:
 
 
 def _same_family(target: Resolved, info: ModelInfo | None, installed: InstalledModels) -> list[str]:
-    """Return the names of smaller catalogue models that have the target's tokens.
+    """Return the names of smaller catalogue models that have the same tokens as the target.
 
-    A recommended draft model has the tokens of its target. So the models that are linked to the target by
-    recommendations, directly or through others, all have the same tokens.
+    A recommended draft model has the same tokens as its target. So do all models that are connected to the
+    target by a chain of recommendations.
     """
     entries = load_catalogue().entries
     names = {target.entry.name} if target.entry else set()

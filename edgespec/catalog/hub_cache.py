@@ -1,4 +1,4 @@
-"""The models in the Hugging Face cache, read without network access."""
+"""Lists the models in the Hugging Face cache, without network access."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from edgespec.errors import ModelFileError
 
 __all__ = ["hub_cache_folder", "hub_models"]
 
-# Levels of subfolders in which a snapshot may hold GGUF files. Chosen.
+# Maximum depth of subfolders to search for GGUF files in a snapshot.
 _MAX_DEPTH = 3
 _PREFIX = "models--"
 
 
 def hub_cache_folder() -> Path:
     """Return the folder of the Hugging Face cache."""
-    # This import takes a tenth of a second, so it is not done for other references.
+    # Importing huggingface_hub takes 0.1 s, so import it only when it is needed.
     from huggingface_hub import constants
 
     return Path(constants.HF_HUB_CACHE)
@@ -42,7 +42,7 @@ def hub_models() -> Iterator[StoredModel]:
 
 
 def _snapshot_models(snapshot: Path, repository: str, seen: set[str]) -> Iterator[StoredModel]:
-    """Yield the models of a snapshot that are not in `seen`, and add them to it."""
+    """Yield the models in a snapshot that are not yet in `seen`, and add them to it."""
     paths = [path for path in files_below(snapshot, _MAX_DEPTH) if path.suffix.lower() == ".gguf"]
     models = [
         m
@@ -66,7 +66,7 @@ def _snapshot_models(snapshot: Path, repository: str, seen: set[str]) -> Iterato
     seen.add("")
     try:
         if missing_files(snapshot):
-            return  # Only some files were downloaded, or the download goes on.
+            return  # The download is incomplete or still running.
     except ModelFileError:
         return
     yield StoredModel("hub", (repository, f"hf:{repository}"), snapshot, "mlx")

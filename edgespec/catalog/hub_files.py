@@ -28,9 +28,9 @@ __all__ = [
 ]
 
 DEFAULT_QUANTISATION = "Q4_K_M"
-# Names that an error message lists. Chosen.
+# Maximum number of names in an error message.
 _MAX_LISTED = 20
-# Files of an MLX model besides its weights: configuration, tokenizer and chat template.
+# Files that an MLX model needs besides its weights: configuration, tokenizer and chat template.
 _MLX_SUPPORT_FILES = ("*.json", "*.model", "*.tiktoken", "*.txt", "*.jinja")
 
 _PART = re.compile(r"-(\d{5})-of-(\d{5})$")
@@ -39,11 +39,11 @@ _LABEL = re.compile(r"(?:^|[-_.])((?:UD-)?(?:I?Q\d\w*|TQ\d_\d|BF16|FP?16|FP?32|M
 
 @dataclass(frozen=True)
 class HubFile:
-    """A file of a repository.
+    """A file in a repository.
 
     Attributes:
-        name: Path in the repository.
-        size_bytes: Size; 0 if unknown.
+        name: Path within the repository.
+        size_bytes: File size. 0 if unknown.
     """
 
     name: str
@@ -51,12 +51,12 @@ class HubFile:
 
     @property
     def stem(self) -> str:
-        """The path without `.gguf` and part number, which is the same for all parts of a split model."""
+        """The path without `.gguf` and part number. It is the same for all parts of a split model."""
         return _PART.sub("", self.name[: -len(".gguf")])
 
     @property
     def quantisation(self) -> str:
-        """The quantisation at the end of the name in upper case, such as `Q4_K_M`; empty if there is none."""
+        """The upper-case quantisation at the end of the name, such as `Q4_K_M`. Empty if there is none."""
         match = _LABEL.search(self.stem.rsplit("/", 1)[-1])
         return match.group(1).upper() if match else ""
 
@@ -74,30 +74,31 @@ def is_quantisation(text: str) -> bool:
 
 
 def join_names(names: Sequence[str]) -> str:
-    """Join names for an error message. Beyond the first 20, only their number is given."""
+    """Join names for an error message: the first 20, then how many more there are."""
     more = len(names) - _MAX_LISTED
     return ", ".join(names[:_MAX_LISTED]) + (f" and {more:,} more" if more > 0 else "")
 
 
 def choose_files(repository: str, files: Iterable[HubFile], quantisation: str | None) -> list[HubFile]:
-    """Return the files of a GGUF model in a repository, in the order of their parts.
+    """Return the files of a GGUF model in a repository, ordered by part number.
 
     Args:
         repository: `user/repo`, for error messages.
-        files: The files of the repository.
-        quantisation: A label in upper or lower case, the name of a `.gguf` file, or None for Q4_K_M or the
-            only model there is.
+        files: The files in the repository.
+        quantisation: A label (case is ignored), or the name of a `.gguf` file. None selects Q4_K_M, or the
+            only model if there is just one.
 
     Raises:
-        ModelNotFoundError: No model matches, several match, or parts are missing. The message lists the
-            alternatives.
+        ModelNotFoundError: No model matches, several models match, or parts are missing. The message lists
+            the alternatives.
     """
     models: dict[str, list[HubFile]] = {}
     for file in sorted(filter(is_model_file, files), key=lambda file: file.name):
         models.setdefault(file.stem, []).append(file)
     if not models:
         raise ModelNotFoundError(
-            f"{repository} holds no GGUF model", "look for a repository of the same model that ends in -GGUF"
+            f"{repository} contains no GGUF model",
+            "use a repository of the same model that ends in -GGUF",
         )
     matching = _matching(models, quantisation)
     label = quantisation or DEFAULT_QUANTISATION
@@ -128,9 +129,9 @@ def holds_gguf(files: Iterable[HubFile]) -> bool:
 
 
 def is_model_file(file: HubFile) -> bool:
-    """Return whether a file belongs to a GGUF language model, by its name."""
+    """Return whether a file name belongs to a GGUF language model."""
     name = file.name.rsplit("/", 1)[-1].lower()
-    # Projectors and importance matrices also end in .gguf, but are not language models.
+    # Names of projectors and importance matrices also end in .gguf, but they are not language models.
     return name.endswith(".gguf") and not name.startswith("mmproj") and "imatrix" not in name
 
 
@@ -154,9 +155,9 @@ def repository_folder(cache: Path, repository: str) -> Path:
 
 
 def cached_model(cache: Path, repository: str, quantisation: str | None) -> Path | None:
-    """Return the first file of a GGUF model that is completely in the Hugging Face cache, or None."""
+    """Return the first file of a GGUF model in the Hugging Face cache, or None if any part is missing."""
     for snapshot in snapshots(repository_folder(cache, repository)):
-        # `exists` is False for a link without its blob, so unfinished downloads are not listed.
+        # `exists` is False for a link whose blob is missing, so unfinished downloads are skipped.
         present = [path for path in snapshot.rglob("*.gguf") if path.exists()]
         files = [HubFile(path.relative_to(snapshot).as_posix()) for path in present]
         chosen = _choose_or_none(repository, files, quantisation)
@@ -173,7 +174,7 @@ def _choose_or_none(repository: str, files: Sequence[HubFile], quantisation: str
 
 
 def snapshots(folder: Path) -> Iterator[Path]:
-    """Yield the snapshots of a cached repository: first that of `main`, then the others, newest first."""
+    """Yield the snapshots of a cached repository: `main` first, then the others from newest to oldest."""
     try:
         folders = [path for path in (folder / "snapshots").iterdir() if path.is_dir()]
         main = _read_ref(folder / "refs" / "main")
@@ -183,7 +184,7 @@ def snapshots(folder: Path) -> Iterator[Path]:
 
 
 def _read_ref(ref: Path) -> str:
-    """Return the commit in a ref file; empty if it does not exist or cannot be read."""
+    """Return the commit that a ref file names. Empty if the file is missing or cannot be read."""
     try:
         return read_regular_file(ref).decode("utf-8", "replace").strip()
     except OSError:
@@ -191,23 +192,24 @@ def _read_ref(ref: Path) -> str:
 
 
 def choose_folder_files(repository: str, files: Iterable[HubFile]) -> list[HubFile]:
-    """Return the files of the MLX model in a repository, the weights last.
+    """Return the files of the MLX model in a repository, weights last.
 
     Raises:
-        ModelNotFoundError: The repository holds no complete MLX model. The message lists the missing files.
+        ModelNotFoundError: The repository contains no complete MLX model. The message lists the missing
+            files.
     """
     model_files = [file for file in files if "/" not in file.name and _is_mlx_file(file.name)]
     missing = missing_among(file.name for file in model_files)
     if missing:
         raise ModelNotFoundError(
-            f"{repository} holds no GGUF model, and its MLX model lacks {', '.join(missing)}",
+            f"{repository} contains no GGUF model, and its MLX model lacks {', '.join(missing)}",
             "look for a repository of the same model that ends in -GGUF, or one of mlx-community",
         )
     return sorted(model_files, key=lambda file: (is_weights(file.name), file.name))
 
 
 def cached_folder(cache: Path, repository: str) -> Path | None:
-    """Return the folder of an MLX model that is completely in the Hugging Face cache, or None."""
+    """Return the folder of an MLX model in the Hugging Face cache, or None if any file is missing."""
     for snapshot in snapshots(repository_folder(cache, repository)):
         try:
             if not missing_files(snapshot):

@@ -1,4 +1,4 @@
-"""The models that are installed on this machine, by whichever program. Their files are only read."""
+"""Finds the models on this machine, whichever program installed them. Their files are never changed."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ class InstalledModel:
     """A model on this machine.
 
     Attributes:
-        reference: The shortest reference that leads to this model.
-        place: The program that stores it: `ollama`, `lmstudio`, `hub` (the Hugging Face cache), or
-            `embedded` for the models that come with edgespec.
+        reference: The shortest reference to this model.
+        place: Where it is stored: `ollama`, `lmstudio`, `hub` (the Hugging Face cache), or `embedded`
+            (included with edgespec).
         path: The model's file or folder.
         format: Name of its file format.
-        info: Its metadata.
+        info: The model's metadata.
         entry: Its entry in the catalogue, if it has one.
     """
 
@@ -64,7 +64,7 @@ class InstalledModel:
 
 @dataclass(frozen=True, slots=True)
 class UnusableModel:
-    """A file in a program's store that edgespec cannot run, and the reason."""
+    """A model in another program's store that edgespec cannot run, with the reason."""
 
     name: str
     reason: str
@@ -72,13 +72,13 @@ class UnusableModel:
 
 @dataclass(frozen=True)
 class InstalledModels:
-    """Everything that was found on this machine.
+    """All models found on this machine.
 
     Attributes:
         models: The models that can be used.
         prepared: Models that `edgespec prepare` created.
         unusable: Models that cannot be used.
-        metadata: The cache through which metadata was read.
+        metadata: The cache that was used to read the models' metadata.
     """
 
     models: tuple[InstalledModel, ...]
@@ -88,10 +88,10 @@ class InstalledModels:
 
 
 def find_installed(*, include_embedded: bool = False) -> InstalledModels:
-    """Find the models of Ollama, LM Studio and the Hugging Face cache. It raises nothing.
+    """Find the models in Ollama, LM Studio and the Hugging Face cache. Never raises.
 
     Args:
-        include_embedded: Include the models that come with edgespec.
+        include_embedded: Also return the models that are included with edgespec.
     """
     metadata = MetadataCache()
     models, unusable = [], []
@@ -116,14 +116,14 @@ def read_model_info(resolved: Resolved, metadata: MetadataCache) -> ModelInfo:
 
 
 def smaller_quantisations(resolved: Resolved, installed: InstalledModels) -> list[Resolved]:
-    """Return installed files of the same model with fewer bits, the largest first."""
+    """Return installed quantisations of the same model with fewer bits, largest first."""
     info = _info_or_none(resolved, installed)
     smaller = _smaller(resolved, info, installed)
     return _resolve_all(one for one in smaller if info and _is_same_model(one.info, info))
 
 
 def smaller_models(resolved: Resolved, installed: InstalledModels) -> list[Resolved]:
-    """Return smaller installed models: first the same model with fewer bits, then others by size."""
+    """Return smaller installed models: quantisations of the same model first, then others by size."""
     info = _info_or_none(resolved, installed)
     smaller = _smaller(resolved, info, installed)
     return _resolve_all(sorted(smaller, key=lambda one: not (info and _is_same_model(one.info, info))))
@@ -142,7 +142,7 @@ def _embedded() -> Iterator[tuple[Place, StoredModel]]:
 
 
 def _shortest_reference(stored: StoredModel) -> tuple[str, ModelEntry | None]:
-    """Return the shortest reference to this model and its catalogue entry, or else its path."""
+    """Return the shortest reference to a model, or its path, and its catalogue entry if it has one."""
     for name in stored.names:
         try:
             resolved = resolve(name, allow_download=False)
@@ -161,7 +161,7 @@ def _info_or_none(resolved: Resolved, installed: InstalledModels) -> ModelInfo |
 
 
 def _smaller(resolved: Resolved, info: ModelInfo | None, installed: InstalledModels) -> list[InstalledModel]:
-    """Return the smaller models that run on the same backend, the largest first."""
+    """Return the smaller models that run on the same backend, largest first."""
     smaller = [
         one
         for one in installed.models
@@ -173,7 +173,7 @@ def _smaller(resolved: Resolved, info: ModelInfo | None, installed: InstalledMod
 
 
 def _is_same_model(one: ModelInfo, other: ModelInfo) -> bool:
-    """Return whether both are the same model, perhaps at different quantisations."""
+    """Return whether both are the same model, possibly with different quantisations."""
     first, second = (
         (info.architecture, info.family, info.parameters, info.vocabulary) for info in (one, other)
     )

@@ -1,4 +1,4 @@
-"""The models of LM Studio, stored as publisher/repository/file. Its files are only read."""
+"""Finds the models of LM Studio, which stores them as publisher/repository/file. Never changes its files."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ from edgespec.errors import ModelFileError, ModelNotFoundError
 
 __all__ = ["lmstudio_file", "lmstudio_model", "lmstudio_models"]
 
-# Levels of subfolders in which a repository may hold model files. Chosen.
+# Maximum depth of subfolders to search for model files in a repository.
 _MAX_DEPTH = 3
-# Maximum size of settings.json. Chosen: LM Studio writes a few kilobytes.
+# Maximum size of settings.json. LM Studio writes a few kilobytes.
 _MAX_SETTINGS_BYTES = 1 << 22
 
 
 class _Repository(NamedTuple):
-    """A repository folder of LM Studio.
+    """A repository folder in LM Studio's models folder.
 
     Attributes:
         folder: The folder.
         name: `publisher/repository`.
         files: The GGUF files in it.
-        has_config: Whether it has a config.json, and so may hold an MLX model.
+        has_config: Whether it contains a config.json, so that it may be an MLX model.
     """
 
     folder: Path
@@ -46,7 +46,7 @@ class _Repository(NamedTuple):
 
 
 def lmstudio_model(repository: str, quantisation: str | None = None) -> StoredModel | None:
-    """Return LM Studio's model of a repository, or None.
+    """Return the model that LM Studio stores under a repository name, or None.
 
     Args:
         repository: `publisher/repository`.
@@ -74,7 +74,7 @@ def lmstudio_model(repository: str, quantisation: str | None = None) -> StoredMo
 
 
 def lmstudio_file(reference: str) -> StoredModel | None:
-    """Return the model of `publisher/repository/file.gguf`, or None."""
+    """Return LM Studio's model `publisher/repository/file.gguf`, or None."""
     publisher, _, rest = reference.partition("/")
     name, _, file = rest.partition("/")
     return lmstudio_model(f"{publisher}/{name}", file) if file.lower().endswith(".gguf") else None
@@ -89,7 +89,7 @@ def lmstudio_models() -> Iterator[StoredModel]:
         for model in models:
             file = (folder / model.files[0].name).resolve()
             if file in seen:
-                continue  # Another symbolic link has led to the same file.
+                continue  # The same file was already reached through another symbolic link.
             seen.add(file)
             names = _names(name, model.files, models, labels)
             if model.is_complete:
@@ -118,7 +118,7 @@ def _mlx_model(folder: Path, name: str) -> StoredModel:
 
 
 def _labels(models: Sequence[GgufModel]) -> Counter[str]:
-    """Count the models of a repository by quantisation."""
+    """Count the models in a repository by quantisation."""
     return Counter(model.files[0].quantisation for model in models)
 
 
@@ -128,13 +128,13 @@ def _names(
     models: Sequence[GgufModel],
     labels: Mapping[str, int] | None = None,
 ) -> tuple[str, ...]:
-    """Return the references to a model of a repository, the shortest first.
+    """Return all references to a model in a repository, shortest first.
 
     Args:
         repository: `publisher/repository`.
         files: The files of the model.
-        models: All models of the repository.
-        labels: Number of models by quantisation; None to count them.
+        models: All models in the repository.
+        labels: Number of models by quantisation. None to count them here.
     """
     first = files[0]
     label = first.quantisation
@@ -151,7 +151,7 @@ def _has_label(file: HubFile, quantisation: str) -> bool:
 
 
 def _repository(name: str) -> Iterator[_Repository]:
-    """Yield the folders of publisher/repository in all of LM Studio's model folders."""
+    """Yield the folders named publisher/repository in all of LM Studio's models folders."""
     publisher, _, repository = name.partition("/")
     for root in _folders():
         publisher_folder = find_child(root, publisher)
@@ -165,7 +165,7 @@ def _repositories() -> Iterator[_Repository]:
     """Yield all repository folders of LM Studio."""
     for root in _folders():
         files_by_name: dict[str, list[str]] = {}
-        # A single search, so that its limit applies to the whole model folder.
+        # Search once, so that the limit on folder entries applies to the whole models folder.
         for path in files_below(root, _MAX_DEPTH + 2):
             if _is_model_file(path.name):
                 publisher, _, rest = path.relative_to(root).as_posix().partition("/")
@@ -186,7 +186,7 @@ def _read(folder: Path, name: str, files: Sequence[str]) -> _Repository:
 
 
 def _folders() -> list[Path]:
-    """Return LM Studio's model folders: those of its settings, and the defaults of its versions."""
+    """Return LM Studio's models folders: those in its settings, and the defaults of all versions."""
     home = Path.home()
     homes = [home / ".lmstudio", home / ".cache" / "lm-studio"]
     with suppress(OSError, ValueError):
@@ -201,6 +201,6 @@ def _folders() -> list[Path]:
         folders.append(one / "models")
     distinct: dict[Path, Path] = {}
     for folder in folders:
-        with suppress(OSError, RuntimeError):  # Symbolic links may form a loop.
+        with suppress(OSError, RuntimeError):  # Resolving fails if symbolic links form a loop.
             distinct.setdefault(folder.resolve(), folder)
     return list(distinct.values())

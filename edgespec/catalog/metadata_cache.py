@@ -1,4 +1,4 @@
-"""Metadata of models, cached on disk for each version of their files."""
+"""Caches model metadata on disk. An entry is valid until a file of its model changes."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from edgespec.files import cache_folder, read_regular_file, write_private_file
 __all__ = ["MetadataCache", "files_fingerprint"]
 
 _VERSION = 1
-# Limits of the cache file, chosen: far more models than one machine holds.
+# Limits of the cache file, far above the number of models on one machine.
 _MAX_MODELS, _MAX_PAIRS = 2000, 20_000
 _MAX_FILE_BYTES = 16 * 2**20
 
-# The path of a model, its file format, and the `vocabulary` hash of its metadata.
+# The path of a model, its file format, and the hash of its vocabulary.
 Model: TypeAlias = tuple[Path, ModelFormat, str]
 
 
 class MetadataCache:
-    """Cached metadata of models, and the tokens that pairs of them share.
+    """Cached model metadata, and the fraction of tokens that each pair of models shares.
 
-    A missing, damaged or read-only cache file raises nothing.
+    A missing, damaged or read-only cache file is ignored.
     """
 
     def __init__(self, path: Path | None = None) -> None:
@@ -41,7 +41,7 @@ class MetadataCache:
         self._changed = False
 
     def model_info(self, path: Path, form: ModelFormat) -> ModelInfo:
-        """Return the metadata of the model at a path. Raises ModelFileError if it is not a model."""
+        """Return the metadata of the model at a path. Raises ModelFileError if there is no model."""
         fingerprint = files_fingerprint(path, form)
         key = str(path)
         entry = self._models.get(key)
@@ -54,14 +54,14 @@ class MetadataCache:
         return info
 
     def same_token_ids(self, target: Model, draft: Model) -> bool:
-        """Return whether all token ids mean the same in both models, or the tokens of one are unknown."""
+        """Return whether all token ids have the same meaning in both models. True if tokens are unknown."""
         if not target[2] or not draft[2] or target[2] == draft[2]:
             return True
         target_tokens, draft_tokens = self._read_tokens(target, draft)
         return target_tokens is None or draft_tokens is None or target_tokens.same_ids(draft_tokens)
 
     def shared_token_fraction(self, target: Model, draft: Model) -> float | None:
-        """Return the fraction of the target's tokens that the draft also has; None if tokens are unknown."""
+        """Return the fraction of the target's tokens that the draft also has, or None if unknown."""
         if not target[2] or not draft[2]:
             return None
         if target[2] == draft[2]:
@@ -82,7 +82,7 @@ class MetadataCache:
             return None, None
 
     def save(self) -> None:
-        """Write new entries to disk. If that fails, the next run reads the metadata again."""
+        """Write new entries to disk. After a failure, the next run reads the metadata again."""
         if not self._changed:
             return
         # Skip models that no longer exist, such as the temporary headers of remote_header.py.
@@ -111,7 +111,7 @@ class MetadataCache:
 
 
 def _info(value: Mapping[str, Any]) -> ModelInfo:
-    """Return the metadata in a JSON object. Raises TypeError or ValueError if a field is of a wrong type."""
+    """Convert a JSON object to metadata. Raises TypeError or ValueError for a field of the wrong type."""
     info = ModelInfo(**{**value, "heads": tuple(value["heads"])})
     for one in fields(info):
         if one.name not in ("kind", "heads") and type(getattr(info, one.name)).__name__ != one.type:

@@ -1,4 +1,4 @@
-"""The models of Ollama, read from its store. Its files are only read."""
+"""Finds models in Ollama's store. Never changes its files."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ _DIGEST = re.compile(r"sha256:([0-9a-f]+)")
 _REGISTRY, _OWN = "registry.ollama.ai", "library"
 # The store of Ollama's system service on Linux.
 _SERVICE_STORE = Path("/usr/share/ollama/.ollama/models")
-# Maximum size of a manifest. Chosen: Ollama writes a few kilobytes.
+# Maximum size of a manifest. Ollama writes a few kilobytes.
 _MAX_MANIFEST_BYTES = 1 << 20
 
 
 def ollama_model(name: str, tag: str | None = None) -> StoredModel | None:
-    """Return Ollama's model `name:tag`, or None.
+    """Return Ollama's model `name:tag`, or None if there is none.
 
     Args:
         name: `llama3.2`, `user/name`, or a name with its registry, such as `hf.co/user/repo`.
-        tag: The tag; None for `latest`.
+        tag: The tag. None for `latest`.
     """
     for folder in _folders():
         root = at = folder / "manifests"
@@ -57,7 +57,7 @@ def _folders() -> list[Path]:
 
 
 def _manifest_path(name: str) -> tuple[str, ...]:
-    """Return the registry, the owner and the model of a name."""
+    """Split a name into registry, owner and model."""
     parts = tuple(name.split("/"))
     if len(parts) == 1:
         return (_REGISTRY, _OWN, *parts)
@@ -65,7 +65,7 @@ def _manifest_path(name: str) -> tuple[str, ...]:
 
 
 def _manifests(folder: Path) -> Iterator[tuple[Path, str]]:
-    """Yield the manifests of a store, each with its registry/owner/name/tag."""
+    """Yield the manifests in a store, each with its registry/owner/name/tag."""
     root = folder / "manifests"
     for path in files_below(root, 5):
         place = path.relative_to(root).as_posix()
@@ -87,7 +87,7 @@ def _stored(folder: Path, manifest: Path, place: str) -> StoredModel:
             "ollama", names, None, problem=f"its manifest cannot be read: {error_reason(error)}"
         )
     except (ValueError, KeyError, TypeError, RecursionError):
-        # Another program's file may change its form at any time.
+        # The manifest belongs to Ollama, which may change its format at any time.
         return StoredModel("ollama", names, None, problem="edgespec cannot parse its manifest")
     digest = _DIGEST.fullmatch(kinds.get(_MODEL, ""))
     if digest is None:

@@ -1,4 +1,4 @@
-"""Finds models in the stores of Ollama and LM Studio by what a user typed."""
+"""Finds models in the stores of Ollama and LM Studio by the reference that the user typed."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def find_in_store(store: Literal["ollama", "lmstudio"], name: str) -> StoredMode
     """Return the model that Ollama or LM Studio lists as `name`.
 
     Raises:
-        ModelNotFoundError: There is no such model. The hint names similar ones.
+        ModelNotFoundError: There is no such model. The hint lists similar names.
     """
     model = _in_ollama(name) if store == "ollama" else lmstudio_file(name) or lmstudio_model(*_split(name))
     if model:
@@ -45,7 +45,7 @@ def find_in_store(store: Literal["ollama", "lmstudio"], name: str) -> StoredMode
 
 
 def find_by_missing_path(path: Path) -> StoredModel | None:
-    """Return the model that a missing path may mean: publisher/repo/file.gguf or registry/owner/name:tag."""
+    """Treat a missing path as publisher/repo/file.gguf or registry/owner/name:tag, and return the model."""
     text = path.as_posix()
     if path.is_absolute() or text.count("/") < 2 or text.startswith(("./", "../", "~")):
         return None
@@ -63,8 +63,8 @@ def find_in_other_programs(
 
     Args:
         repository: `user/repo`.
-        quantisation: A label, the name of a `.gguf` file, or None for the default.
-        hub_only: Leave out models called `user/repo` in Ollama's own registry, which is another namespace.
+        quantisation: A label or the name of a `.gguf` file. None for the default.
+        hub_only: Ignore models named `user/repo` in Ollama's own registry, which is a separate namespace.
     """
     registries = (
         ["hf.co", "huggingface.co"] if hub_only else ["hf.co", "huggingface.co", "registry.ollama.ai"]
@@ -74,17 +74,17 @@ def find_in_other_programs(
 
 
 def are_same_size(paths: Sequence[Path]) -> bool:
-    """Return whether models have the same size to the byte, and so are probably copies of each other."""
+    """Return whether all models have exactly the same size, so that they are probably copies."""
     return len({_size(path) for path in paths}) <= 1
 
 
 def ollama_names() -> list[str]:
-    """Return the names of all usable models of Ollama."""
+    """Return the names of all usable models in Ollama."""
     return [one.names[0] for one in ollama_models() if one.path]
 
 
 def installed_names() -> list[str]:
-    """Return the shortest names of all usable models of Ollama and LM Studio."""
+    """Return the shortest names of all usable models in Ollama and LM Studio."""
     return [*ollama_names(), *(one.names[0] for one in lmstudio_models() if one.path)]
 
 
@@ -93,7 +93,7 @@ def _in_ollama(name: str) -> StoredModel | None:
 
 
 def _split(name: str) -> tuple[str, str | None]:
-    """Split a name from the tag after its last colon."""
+    """Split a name at its last colon into name and tag."""
     base, colon, tag = name.rpartition(":")
     return (base, tag) if colon and "/" not in tag else (name, None)
 

@@ -1,4 +1,4 @@
-"""Resolves model references to files and folders on this machine, and downloads missing models."""
+"""Resolves model references to files and folders. Downloads models that are not on this machine."""
 
 from __future__ import annotations
 
@@ -60,11 +60,12 @@ class Resolved:
 
     Attributes:
         name: The reference that the user typed.
-        path: A GGUF file (the first part of a split model), the folder of an MLX model, or the folder of a
-            model that was prepared for early exit.
-        source: Where it comes from: a `path`, `embedded`, the `hub` cache, `ollama` or `lmstudio`.
+        path: A GGUF file (the first part if the model is split), the folder of an MLX model, or the folder
+            that `edgespec prepare layerskip` created.
+        source: Where it was found: `path`, `embedded`, `hub` (the Hugging Face cache), `ollama` or
+            `lmstudio`.
         entry: Its entry in the catalogue, if it has one.
-        note: One line for the user about how the reference was resolved.
+        note: One line that tells the user how the reference was resolved.
         format: Name of its file format.
     """
 
@@ -82,19 +83,20 @@ class Resolved:
 
     @property
     def file_format(self) -> FileFormat:
-        """The record of its file format in the registry of backends."""
+        """The model's file format, as registered by its backend."""
         return format_of(self.format)
 
 
 def resolve(reference: str, *, allow_download: bool = True, progress: Progress | None = None) -> Resolved:
-    """Return the model that a reference stands for.
+    """Return the model that a reference names.
 
-    Models on this machine come first: embedded models, the Hugging Face cache, LM Studio and Ollama.
+    Models on this machine take precedence, in this order: embedded models, the Hugging Face cache, LM Studio,
+        Ollama.
 
     Args:
         reference: What the user typed.
         allow_download: Download the model if it is not on this machine.
-        progress: Called during a download. It cancels by returning False.
+        progress: Called during a download. Returning False cancels it.
 
     Raises:
         ModelNotFoundError: There is no such model, or the reference is ambiguous.
@@ -150,7 +152,7 @@ def _resolve_name(
     if os.path.exists(full_name):
         return _resolve_path(Path(full_name))
     if stored is not None:
-        return _resolve_stored(typed, stored)  # Raises an error with the reason why it cannot be used.
+        return _resolve_stored(typed, stored)  # raises an error: the model is unusable
     nearest = catalogue.nearest(full_name, [*user_aliases(), *ollama_names()])
     raise ModelNotFoundError(
         f"there is no model named {full_name}",
@@ -181,7 +183,7 @@ def _resolve_entry(
 def _resolve_hub(
     typed: str, reference: HubReference, allow_download: bool, progress: Progress | None
 ) -> Resolved:
-    """Return a model of a Hugging Face repository: cached, stored by another program, or downloaded."""
+    """Return a model from a Hugging Face repository: cached, stored by another program, or downloaded."""
     repository, quantisation = reference.repository, reference.quantisation
     entry = load_catalogue().of_repository(repository)
     cached = _cached(repository, quantisation)
@@ -213,7 +215,7 @@ def _cached(repository: str, quantisation: str | None) -> Path | None:
 
 
 def _resolve_stored(typed: str, stored: StoredModel, entry: ModelEntry | None = None) -> Resolved:
-    """Return a model of Ollama or LM Studio. Raises ModelFileError if it cannot be used."""
+    """Convert a model found in Ollama or LM Studio. Raises ModelFileError if it cannot be used."""
     program = {"ollama": "Ollama", "lmstudio": "LM Studio", "hub": "the cache"}[stored.store]
     if stored.path is None:
         raise ModelFileError(
@@ -228,7 +230,7 @@ def _hub_note(repository: str, quantisation: str | None) -> str:
 
 
 def _resolve_path(path: Path) -> Resolved:
-    """Return the model at a path: a readable file or a complete folder."""
+    """Return the model at a path, after checking that the file is readable or the folder is complete."""
     try:
         mode = path.stat().st_mode
         if stat.S_ISDIR(mode):
@@ -236,9 +238,9 @@ def _resolve_path(path: Path) -> Resolved:
                 return _resolve_prepared(read_prepared(path), path)
             _check_folder(path)
         elif not stat.S_ISREG(mode):
-            raise ModelFileError(f"{path} is not a regular file", "give the path of a .gguf file")
+            raise ModelFileError(f"{path} is not a regular file", "use the path of a .gguf file")
         elif path.suffix == ".safetensors":
-            raise ModelFileError(f"{path} is only one file of a model", f"give its folder: {path.parent}")
+            raise ModelFileError(f"{path} is only one file of a model", f"use its folder: {path.parent}")
         else:
             with path.open("rb"):
                 pass
@@ -248,7 +250,7 @@ def _resolve_path(path: Path) -> Resolved:
         if path.is_symlink():
             raise ModelNotFoundError(
                 f"{path} is a symbolic link to {os.readlink(path)}, which does not exist",
-                "repair the link or give another path",
+                "repair the link or use another path",
             ) from error
         nearest = difflib.get_close_matches(path.name, _models_in(path.parent), n=1)
         raise ModelNotFoundError(
@@ -263,7 +265,7 @@ def _resolve_path(path: Path) -> Resolved:
         ) from error
     except (OSError, ValueError) as error:
         raise ModelFileError(f"{path} cannot be opened: {error}", "check the path") from error
-    name = path.name or path.resolve().name  # The name of "." is empty.
+    name = path.name or path.resolve().name  # The name of Path(".") is empty.
     return Resolved(name, path, "path", load_catalogue().embedded_at(path), str(path), format_at(path).name)
 
 
@@ -272,14 +274,14 @@ def _resolve_prepared(prepared: PreparedModel, given: Path) -> Resolved:
 
     Args:
         prepared: The prepared model.
-        given: Its folder, or the path of its source file if that was deleted.
+        given: The folder of the prepared model, or the path of its source file if that file was deleted.
 
     Raises:
-        ModelFileError: The folder is damaged, or does not hold a complete model.
+        ModelFileError: The folder is damaged or does not contain a complete model.
     """
     if not is_registered(prepared.kind):
         raise ModelFileError(
-            f"{given} holds files that were prepared for drafting, not a model",
+            f"{given} contains files that were prepared for drafting, not a model",
             f"use the model it was made from: {prepared.source}",
         )
     check_prepared(prepared)
@@ -291,7 +293,7 @@ def _resolve_prepared(prepared: PreparedModel, given: Path) -> Resolved:
 
 
 def _check_folder(folder: Path) -> None:
-    """Raise ModelFileError if the folder is not a complete MLX model. The message lists what is missing."""
+    """Raise ModelFileError if the folder is not a complete MLX model. The message lists missing files."""
     missing = format_at(folder).missing_files(folder)
     if not missing:
         return
@@ -300,12 +302,12 @@ def _check_folder(folder: Path) -> None:
     resembles = "config.json" not in missing or any(folder.glob("*.safetensors"))
     if models:
         next_step = (
-            f"give the path of {'the' if len(models) == 1 else 'a'} GGUF file in it: {folder / models[0]}"
+            f"use the path of {'the' if len(models) == 1 else 'a'} GGUF file in it: {folder / models[0]}"
         )
     elif resembles:
         next_step = "add the missing files, or download the model again"
     else:
-        next_step = "give the path of a .gguf file, or write hf:user/repo for a Hugging Face repository"
+        next_step = "use the path of a .gguf file, or write hf:user/repo for a Hugging Face repository"
     what = (
         "a folder with an incomplete MLX model" if resembles else "a folder, not a model file or an MLX model"
     )

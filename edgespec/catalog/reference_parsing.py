@@ -1,4 +1,4 @@
-"""Parses model references: paths, Hugging Face repositories, models of Ollama and LM Studio, and names."""
+"""Parses model references: paths, Hugging Face repositories, Ollama and LM Studio models, and names."""
 
 from __future__ import annotations
 
@@ -22,12 +22,13 @@ class PathReference:
 
 @dataclass(frozen=True)
 class HubReference:
-    """A model of a Hugging Face repository.
+    """A model in a Hugging Face repository.
 
     Attributes:
         repository: `user/repo`.
         quantisation: A label such as `Q4_K_M`, the name of a `.gguf` file, or None for the default.
-        explicit: Whether it was written as a Hugging Face reference, so that no model of Ollama is meant.
+        explicit: Whether the reference begins with `hf:` or the address of Hugging Face, so that it cannot
+            mean a model in Ollama.
     """
 
     repository: str
@@ -45,7 +46,7 @@ class StoreReference:
 
 @dataclass(frozen=True)
 class NameReference:
-    """A name of the catalogue, of Ollama or of the user, and the tag after its colon."""
+    """A name from the catalogue, Ollama or the user's aliases, and the tag after its colon."""
 
     name: str
     tag: str | None
@@ -53,30 +54,30 @@ class NameReference:
 
 Reference = PathReference | HubReference | StoreReference | NameReference
 
-# Maximum characters of a path (the limit of Linux) and of a name (chosen).
+# Maximum length of a path (as on Linux) and of a name.
 _MAX_PATH_CHARACTERS, _MAX_NAME_CHARACTERS = 4096, 512
-# Characters of a reference that an error message shows. Chosen.
+# Error messages show at most this many characters of a reference.
 _MAX_SHOWN_CHARACTERS = 60
 _HUB_PREFIX = re.compile(r"^(?:hf:|(?:https?://)?(?:www\.)?(?:huggingface\.co|hf\.co)/)", re.IGNORECASE)
 _STORE_PREFIX = re.compile(r"^(ollama|lmstudio):(.*)$", re.IGNORECASE)
 _REPOSITORY = re.compile(r"^([\w.-]+/[\w.-]+?)/?(?::([\w./-]+))?$")
-# The address in a browser: a folder of a repository, or one of its files.
+# A URL copied from the browser: the page of a folder or a file in a repository.
 _WEB_PAGE = re.compile(
     r"^([\w.-]+/[\w.-]+)/(?:tree|blob|resolve)/main(?:/|/([\w./-]+\.gguf))?(?:\?.*)?$", re.IGNORECASE
 )
 _REVISION = re.compile(r"^((?:hf:)?(?:[\w.-]+/)?[\w.-]+)@([\w./-]*)(:[\w./-]+)?$")
 _NAME = re.compile(r"^([\w.-]+)(?::([\w.-]+))?$")
 _WRITTEN_AS_PATH = re.compile(r"^(?:[/~]|\.\.?(?:[/\\]|$))|\\|\.gguf$", re.IGNORECASE)
-_HINT = "give a path, user/repo:quant or a name such as demo"
+_HINT = "use a path, user/repo:quant or a name such as demo"
 
 
 def parse_reference(reference: str) -> Reference:
     """Parse a model reference.
 
-    The disk is read only to distinguish the repository `user/repo` from a local path.
+    This accesses the disk only to distinguish the repository `user/repo` from a local path.
 
     Raises:
-        ModelNotFoundError: The text is not a valid reference.
+        ModelNotFoundError: The string is not a valid reference.
     """
     text = reference.strip()
     if not text:
@@ -105,7 +106,7 @@ def parse_reference(reference: str) -> Reference:
 
 
 def _parse_hub(text: str, rest: str) -> HubReference:
-    """Parse what follows `hf:` or the address of Hugging Face. Raises ModelNotFoundError."""
+    """Parse the rest of a reference after `hf:` or the host name. Raises ModelNotFoundError."""
     if rest:
         _reject_near_misses(text)
     match = _REPOSITORY.match(rest) or _WEB_PAGE.match(rest)
@@ -122,7 +123,7 @@ def _reject_near_misses(text: str) -> None:
     if "://" in text and not _HUB_PREFIX.match(text):
         raise ModelNotFoundError(
             f"{_shorten(text)} is not an address of Hugging Face",
-            "download the file yourself and give its path, or write hf:user/repo:Q4_K_M",
+            "download the file yourself and use its path, or write hf:user/repo:Q4_K_M",
         )
     if revision := _REVISION.match(text):
         requested = f"revision {revision[2]}" if revision[2] else "a revision"

@@ -1,7 +1,7 @@
-"""Reads the metadata of a model that is not on this machine, by downloading the headers of its files.
+"""Reads the metadata of a model that is not on this machine by downloading only its file headers.
 
-The headers are written to sparse files of the full length. These take hardly any disk space, and code that
-reads metadata only can use them like the real files.
+The headers are written to sparse files of full length, which take almost no disk space. Code that only reads
+metadata can treat them like the real files.
 """
 
 from __future__ import annotations
@@ -19,25 +19,27 @@ from edgespec.errors import CancelledError, DownloadError, ModelNotFoundError
 
 __all__ = ["resolve_metadata"]
 
-# Bytes after which a header is parsed for the first time, and then whenever their number has doubled.
+# The first attempt to parse a header is made after this many bytes, then again each time their number
+# doubles.
 _FIRST_PARSE_BYTES = 1 << 20
-# Maximum bytes of a header. Chosen: the largest known ones have a few dozen megabytes.
+# Maximum size of a header. The largest known headers have a few dozen megabytes.
 _MAX_HEADER_BYTES = 1 << 29
 _CHUNK_BYTES = 1 << 16
-# A safetensors file begins with the length of its header in this many bytes.
+# A safetensors file begins with an integer of this size, the length of its header.
 _LENGTH_BYTES = 8
 
 
 def resolve_metadata(reference: str, folder: Path, progress: Progress | None = None) -> Resolved:
-    """Return the model that a reference stands for, or else its downloaded metadata.
+    """Return the model that a reference names. If it is not on this machine, download its metadata only.
 
     Args:
         reference: What the user typed.
         folder: Where to write the metadata of a model that is not on this machine.
-        progress: Called during the download. It cancels by returning False.
+        progress: Called during the download. Returning False cancels it.
 
     Raises:
-        The exceptions of `resolve`.
+        ModelNotFoundError, ModelFileError, DownloadError, CancelledError, BackendMissingError: As in
+            `resolve`.
     """
     try:
         return resolve(reference, allow_download=False)
@@ -50,7 +52,7 @@ def resolve_metadata(reference: str, folder: Path, progress: Progress | None = N
         raise CancelledError(f"reading metadata of {repository} was cancelled")
     with translate_errors(repository):
         listing = list_repository(repository)
-        # The tokenizer of an MLX model is not needed.
+        # Skip files without metadata, such as the tokenizer of an MLX model.
         files = [file for file in choose(repository, listing.files, quantisation) if _has_metadata(file)]
         target = folder / repository.replace("/", "--")
         for done, file in enumerate(files):
@@ -67,7 +69,7 @@ def resolve_metadata(reference: str, folder: Path, progress: Progress | None = N
 
 
 def _repository_of(reference: str) -> tuple[str, str | None, ModelEntry | None] | None:
-    """Return the repository, the quantisation and the catalogue entry of a reference, or None."""
+    """Return the repository, quantisation and catalogue entry of a reference, or None if unknown."""
     text, aliases = reference.strip(), user_aliases()
     for _ in range(len(aliases) + 1):
         text = aliases.get(text.lower(), text)
@@ -89,7 +91,7 @@ def _repository_of(reference: str) -> tuple[str, str | None, ModelEntry | None] 
 
 
 def _write_header(repository: str, commit: str, file: HubFile, path: Path) -> None:
-    """Download the header of a file, and write it to a sparse file of the full length.
+    """Download the header of a file, and write it to a sparse file of full length.
 
     Files without a header, such as config.json, are downloaded completely.
     """
@@ -125,7 +127,7 @@ def _has_metadata(file: HubFile) -> bool:
 
 
 def _is_header_complete(file: HubFile, data: bytes) -> bool:
-    """Return whether `data` holds the whole header of a file, or the whole file if it has no header."""
+    """Return whether `data` contains the complete header. For a file without one, the complete file."""
     if file.name.endswith(".safetensors"):
         header = int.from_bytes(data[:_LENGTH_BYTES], "little")
         return len(data) >= _LENGTH_BYTES + header
@@ -141,7 +143,7 @@ def _is_header_complete(file: HubFile, data: bytes) -> bool:
 
 
 def _stream_from_start(url: str) -> Iterator[tuple[int, bytes]]:
-    """Yield the total length and the next bytes of a file. Closing the iterator ends the transfer."""
+    """Yield (total length, next chunk) while downloading a file. Closing the iterator ends the transfer."""
     from huggingface_hub import constants, get_session, get_token
 
     token = get_token()

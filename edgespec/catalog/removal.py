@@ -1,4 +1,4 @@
-"""Removes a model from the Hugging Face cache. Models of other programs are not touched."""
+"""Removes models from the Hugging Face cache. Never deletes models that belong to other programs."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ _HINTS = {
 
 @dataclass(frozen=True, slots=True)
 class RemovalPlan:
-    """The files that removing a model would delete.
+    """The files to delete when a model is removed.
 
     Attributes:
-        links: Links in snapshots.
-        blobs: Files with the data, if no other model uses them.
+        links: Links in the cache's snapshots.
+        blobs: The data files that no other model uses.
     """
 
     links: tuple[Path, ...]
@@ -36,16 +36,16 @@ class RemovalPlan:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of disk that the removal frees."""
+        """Number of bytes that the removal frees."""
         return sum(path.stat().st_size for path in self.blobs)
 
     def execute(self) -> int:
-        """Delete the files and return the bytes freed. Raises ModelFileError if that is not permitted."""
+        """Delete the files and return the number of bytes freed. Raises ModelFileError if not permitted."""
         try:
             freed_bytes = delete_files(self.blobs)
             for link in self.links:
                 link.unlink(missing_ok=True)
-                with suppress(OSError):  # The folder holds other files.
+                with suppress(OSError):  # Keep a folder that is not empty.
                     link.parent.rmdir()
         except OSError as error:
             raise ModelFileError(
@@ -55,7 +55,7 @@ class RemovalPlan:
 
 
 def plan_removal(resolved: Resolved) -> RemovalPlan:
-    """Find the files that belong to one cached model and to no other.
+    """Find the files that belong only to this cached model.
 
     Raises:
         OptionError: The model is not in the Hugging Face cache.

@@ -1,4 +1,4 @@
-"""Estimates the speed-up of a draft model from sizes alone, to rank draft models without running them."""
+"""Estimates the speed-up of draft models from their sizes, to rank them without running them."""
 
 from __future__ import annotations
 
@@ -6,24 +6,24 @@ import math
 
 __all__ = ["estimate_acceptance_rate", "estimate_speedup"]
 
-# Assumed, not measured: drafts with 1, 10 and 100 % of the target's size have an acceptance rate of 0.70,
-# 0.78 and 0.86. The embedded pair (21 %) measures 0.75 where this estimate gives 0.80. `AcceptanceHistory`
-# has the measured rates of pairs that have run.
+# Assumed acceptance rates: 0.70, 0.78 and 0.86 for a draft model with 1, 10 and 100 % of the target's size.
+# As a check, the embedded pair (21 %) has a measured rate of 0.75, and this estimate gives 0.80.
+# `AcceptanceHistory` stores the measured rates of pairs that have been used.
 _RATE_AT_EQUAL_SIZE, _RATE_PER_DECADE = 0.86, 0.08
 _MIN_RATE, _MAX_RATE = 0.3, 0.95
-# Cost of one more row in a verify pass, in target steps. Measured with F16 weights on a 2-core CPU.
+# Cost of each additional token in a verify pass, in target steps. Measured with F16 weights on a 2-core CPU.
 _COST_PER_ROW = 0.14
-# Longest draft that is considered, in tokens. Chosen.
+# Longest draft length considered, in tokens.
 _MAX_DRAFT_LENGTH = 8
 
 
 def estimate_acceptance_rate(size_ratio: float, shared_token_fraction: float = 1.0) -> float:
-    """Return the expected acceptance rate, in [0, 1].
+    """Return the expected acceptance rate, from 0 to 1.
 
     Args:
         size_ratio: Parameters of the draft model divided by those of the target.
-        shared_token_fraction: Fraction of the target's tokens that the draft model has. It can never
-            propose the others.
+        shared_token_fraction: Fraction of the target's tokens that the draft model has. It cannot propose the
+            others.
     """
     rate = _RATE_AT_EQUAL_SIZE + _RATE_PER_DECADE * math.log10(max(size_ratio, 1e-9))
     return min(max(rate, _MIN_RATE), _MAX_RATE) * shared_token_fraction
@@ -39,10 +39,10 @@ def estimate_speedup(
 
     Args:
         size_ratio: Parameters of the draft model divided by those of the target.
-        step_cost: Cost of a draft step in target steps. Decoding is limited by memory bandwidth, so this is
-            the ratio of the bytes that the two models read.
+        step_cost: Cost of a draft step, in target steps. Memory bandwidth limits decoding, so this is the
+            ratio of the bytes that the two models read per token.
         shared_token_fraction: Fraction of the target's tokens that the draft model has.
-        acceptance_rate: The measured acceptance rate; None to estimate it.
+        acceptance_rate: The measured acceptance rate. None to estimate it from the sizes.
     """
     if acceptance_rate is None:
         acceptance_rate = estimate_acceptance_rate(size_ratio, shared_token_fraction)

@@ -1,4 +1,4 @@
-"""Models in the stores of other programs, and a bounded search through their folders."""
+"""Models in other programs' stores, and a bounded search of their folders."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from edgespec.catalog.hub_files import HubFile, is_model_file
 __all__ = ["GgufModel", "Store", "StoredModel", "files_below", "find_child", "group_gguf_files", "is_parent"]
 
 Store = Literal["ollama", "lmstudio", "hub"]
-# Maximum folder entries of a search. Chosen: a store with more is probably a whole disk.
+# Maximum folder entries that a search reads. A store with more is probably a whole disk.
 _MAX_ENTRIES = 100_000
-# Maximum folder entries below one symbolic link. Chosen: more are probably no models.
+# Maximum folder entries below one symbolic link. A larger folder probably contains no models.
 _MAX_LINKED_ENTRIES = 10_000
 
 
@@ -26,11 +26,11 @@ class StoredModel:
     """A model in another program's store.
 
     Attributes:
-        store: The program that stores it; `hub` is the Hugging Face cache.
-        names: References to it, the shortest first. The last one is unique.
-        path: Its file or folder; None if the model cannot be used.
+        store: The program that stores it. `hub` is the Hugging Face cache.
+        names: References to the model, shortest first. The last one is unique.
+        path: Its file or folder. None if the model cannot be used.
         format: Name of its file format.
-        problem: Why it cannot be used.
+        problem: Why the model cannot be used. Empty if it can.
     """
 
     store: Store
@@ -42,7 +42,7 @@ class StoredModel:
 
 @dataclass(frozen=True, slots=True)
 class GgufModel:
-    """The files of one GGUF model, in the order of its parts. Their names are paths below a folder."""
+    """The files of one GGUF model, ordered by part number. File names are relative paths."""
 
     files: tuple[HubFile, ...]
 
@@ -53,7 +53,7 @@ class GgufModel:
 
 
 def group_gguf_files(files: Sequence[HubFile]) -> list[GgufModel]:
-    """Group files into GGUF models. Projectors and importance matrices are left out."""
+    """Group files into GGUF models. Projectors and importance matrices are skipped."""
     models: dict[str, list[HubFile]] = {}
     for file in sorted(filter(is_model_file, files), key=lambda file: file.name):
         models.setdefault(file.stem, []).append(file)
@@ -61,7 +61,7 @@ def group_gguf_files(files: Sequence[HubFile]) -> list[GgufModel]:
 
 
 def find_child(folder: Path, name: str) -> Path | None:
-    """Return the entry `name` of a folder, or one that differs in case only, or None."""
+    """Return the folder entry called `name`, or one that differs only in case, or None."""
     if name in ("", ".", ".."):
         return None
     try:
@@ -75,14 +75,14 @@ def find_child(folder: Path, name: str) -> Path | None:
 
 
 def files_below(folder: Path, depth: int) -> Iterator[Path]:
-    """Yield the files below a folder, ordered by name.
+    """Yield all files in a folder and its subfolders, sorted by name.
 
-    Symbolic links are followed, as models may lie on another disk. Each folder is entered once, and no parent
-    of `folder` is entered. Hidden and unreadable entries are skipped.
+    The search follows symbolic links, because models may be on another disk. It reads each folder once, and
+    no parent of `folder`. It skips hidden and unreadable entries.
 
     Args:
         folder: The folder to search.
-        depth: Levels of subfolders to search.
+        depth: Maximum depth of subfolders to search.
     """
     seen = set(_parents(folder))
     total = _EntryBudget(_MAX_ENTRIES)
@@ -120,7 +120,7 @@ def files_below(folder: Path, depth: int) -> Iterator[Path]:
 
 
 def is_parent(folder: Path, inner: Path) -> bool:
-    """Return whether `inner` lies below `folder`, symbolic links resolved."""
+    """Return whether `folder` contains `inner`, after resolving symbolic links."""
     try:
         return _identity(folder.stat()) in set(_parents(inner))
     except OSError:
@@ -128,7 +128,7 @@ def is_parent(folder: Path, inner: Path) -> bool:
 
 
 class _EntryBudget:
-    """The number of folder entries that a search may still read. It is exceeded below 0."""
+    """How many more folder entries a search may read. A negative value means that the limit was exceeded."""
 
     def __init__(self, left: int) -> None:
         self.left = left

@@ -1,7 +1,7 @@
 """Acceptance rules: which drafted tokens are kept, and which token follows them.
 
-Both rules emit tokens of exactly the target distribution. A rule also defines how drafters with probabilities
-draw their tokens, because drafting and accepting must match.
+Under both rules, emitted tokens follow exactly the target distribution. A rule also defines how a drafter
+samples from its own distribution, because drafting and accepting must match.
 """
 
 from __future__ import annotations
@@ -48,15 +48,16 @@ class Acceptance(Protocol):
         Args:
             tree: The verified tree.
             logits: The target's logits; row i follows node i.
-            sampler: The sampler at the root. It is there again afterwards.
+            sampler: The sampler at the root. Its state is the same after the call.
         """
 
 
 class Invariant:
     """Invariant mode: the target's token depends only on seed, position and target logits.
 
-    Target and draft share Gumbel noise (arXiv 2408.07978), which accepts with a probability of at least
-    (1 - TV) / (1 + TV). For a given seed, the text does not depend on the drafter.
+    Target and draft share Gumbel noise (arXiv 2408.07978), so a draft token is accepted with a probability of
+    at least (1 - TV) / (1 + TV), where TV is the total variation distance. For a given seed, the text does
+    not depend on the drafter.
     """
 
     def draw(self, sampler: Sampler, logits: Logits, row: int, count: int) -> list[Draw]:
@@ -123,7 +124,7 @@ class Rejection:
 
     Siblings are tried in order against a shrinking residual r, which starts as the target distribution. Child
     k with token x_k, drawn from q_k, is accepted with probability min(1, r(x_k) / q_k(x_k)). If it is
-    rejected, r becomes norm(max(r - q_k, 0)). Drafts without probabilities have a point mass as q_k. Children
+    rejected, r becomes norm(max(r - q_k, 0)). For drafts without probabilities, q_k is a point mass. Children
     drawn without replacement (SpecInfer, arXiv 2305.09781) follow the same rule.
 
     Args:

@@ -1,4 +1,4 @@
-"""The logits of one pass, in host memory or on a device, and the sampling of tokens from them."""
+"""Logits of one pass, in host memory or on a device, and the selection of tokens from them."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def best_on_host(
     if count == 1:
         return [int(tokens[scores.argmax()])], peak
     best = np.argsort(-scores, kind="stable")[:count]
-    return tokens[best[scores[best] > -np.inf]].tolist(), peak  # Without forbidden tokens.
+    return tokens[best[scores[best] > -np.inf]].tolist(), peak  # Tokens at -inf are forbidden.
 
 
 def candidates(

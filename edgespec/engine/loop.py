@@ -79,8 +79,8 @@ def decode(
 ) -> Iterator[Step]:
     """Emit tokens round by round until a stop token, a limit or a cancellation.
 
-    However the iterator ends, the target's cache then holds all emitted tokens but the last. Exceptions of
-    the backend are passed on, except that a cancelled pass ends the reply.
+    However the iterator ends, the target's cache holds all emitted tokens except the last. Exceptions from
+    the backend propagate, except that a cancelled pass ends the reply.
 
     Args:
         target: The target. Its cache holds everything before `last_token`.
@@ -147,7 +147,9 @@ def _proposed(
     """Return the drafter's tree after the last token, or the root alone if there is no draft."""
     if drafter and depth > 0:
         tree = drafter.propose(sampler, acceptance, depth)
-        if tree.tokens[0] == last_token:  # Another root means a draft for a different sequence.
+        if (
+            tree.tokens[0] == last_token
+        ):  # A different root means that the draft was made for another sequence.
             return tree
     return TokenTree.chain(last_token)
 

@@ -43,7 +43,7 @@ def key(seed: int, stream: Stream, position: int) -> int:
 
 
 def uniform(seed: int, stream: Stream, position: int, index: int = 0) -> float:
-    """Return random number `index` of a stream at an absolute position, in (0, 1)."""
+    """Return a uniform random number in (0, 1), determined by the seed, stream, position and index."""
     # 52 bits plus one half are exact in a double. With one more bit the largest value would round up to 1.
     return ((_mix(key(seed, stream, position) ^ index) >> 12) + 0.5) * 2.0**-52
 

@@ -23,9 +23,9 @@ from edgespec.engine.tree import TokenTree
 __all__ = ["MAX_ROUNDING_ERROR", "Rescored", "is_near_tie", "rescore", "score_gap"]
 
 # Largest rounding error, in logits, that may explain a difference. Correct kernels stay far below it. A
-# larger error is a bug by itself. Chosen.
+# larger error is a bug by itself.
 MAX_ROUNDING_ERROR = 1.0
-# Rows over which the rounding error is measured. Chosen.
+# Rows over which the rounding error is measured.
 _MAX_ROWS = 64
 
 

@@ -15,9 +15,9 @@ __all__ = ["Sample", "holm", "p_value"]
 # Counts of tokens that were drawn independently after one prefix, and their expected distribution.
 Sample = tuple[Counter[int], Distribution]
 
-# Number of simulated trials: the first batch, the maximum in total, and each further batch. Chosen.
+# Number of simulated trials: the first batch, the maximum in total, and each further batch.
 _FIRST_TRIALS, _MAX_TRIALS, _BATCH_TRIALS = 2_000, 100_000, 10_000
-# P-values below this are refined with further trials, so that Holm's correction can decide. Chosen.
+# P-values below this are refined with further trials, so that Holm's correction can decide.
 _SUSPICIOUS_P_VALUE = 0.02
 
 

@@ -23,11 +23,11 @@ from edgespec.runtime import Runtime
 
 __all__ = ["verify"]
 
-# Statistical tests cover this many first tokens of a reply. Chosen.
+# Statistical tests cover this many first tokens of a reply.
 _TESTED_POSITIONS = 3
-# A token is only tested if the tokens before it were drawn at least this often. Chosen.
+# A token is only tested if the tokens before it were drawn at least this often.
 _MIN_SAMPLES = 5
-# P-values below this, after Holm's correction, count as a violation. Chosen.
+# P-values below this, after Holm's correction, count as a violation.
 _SIGNIFICANCE = 0.001
 # Statistical tests run without filters, because rounding can move a token across the bound of a filter.
 _NO_FILTERS = SamplingParams.disabled_filters()

@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 
 __all__ = ["ChatApp", "run_chat"]
 
-# How often the loading screen is updated. Chosen.
+# How often the loading screen is updated.
 _TICK_SECONDS = 1 / 25
-# How long quitting waits for the reply and the model thread. Chosen.
+# How long quitting waits for the reply and the model thread.
 _QUIT_SECONDS = 5.0
 # Python's thread switch interval during the chat. Its default of 5 ms is longer than a small model's pass.
 _SWITCH_SECONDS = 5e-5

@@ -28,7 +28,7 @@ from edgespec.tui.worker import Act
 
 __all__ = ["ChatScreen"]
 
-# Ctrl+C twice within this time quits. Chosen.
+# Ctrl+C twice within this time quits.
 _TWICE_SECONDS = 2.0
 
 

@@ -38,13 +38,13 @@ if TYPE_CHECKING:
 
 __all__ = ["ChatView"]
 
-# How often new text is drawn. Chosen.
+# How often new text is drawn.
 _TICK_SECONDS = 1 / 25
-# Ticks between updates of the details panel. Chosen: numbers that change with every token are hard to read.
+# Ticks between updates of the details panel. Numbers that change with every token are hard to read.
 _TICKS_PER_DETAILS = 5
-# How often the memory is measured. Chosen.
+# How often the memory is measured.
 _MEMORY_SECONDS = 3.0
-# Largest part of the time that drawing may take, and the longest pause between two drawings. Both chosen.
+# Largest part of the time that drawing may take, and the longest pause between two drawings.
 _MAX_DRAWING_SHARE = 0.25
 _MAX_PAUSE_SECONDS = 0.2
 

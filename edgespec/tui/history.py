@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 __all__ = ["History"]
 
-# Messages in the history. Chosen.
+# Messages in the history.
 _MAX_MESSAGES = 500
 
 

@@ -80,7 +80,7 @@ def test_every_model_with_an_mlx_repository_has_an_mlx_entry() -> None:
 
 
 def test_a_duplicate_name_is_an_error() -> None:
-    with pytest.raises(ValueError, match="two models of the catalogue have the name demo"):
+    with pytest.raises(ValueError, match="the catalogue has two models named demo"):
         Catalogue([ENTRIES[0], ENTRIES[0]])
 
 
@@ -146,7 +146,7 @@ def test_a_file_can_be_named_where_two_models_share_a_quantisation() -> None:
 
 
 def test_repositories_without_a_complete_model() -> None:
-    with pytest.raises(ModelNotFoundError, match="holds no GGUF model"):
+    with pytest.raises(ModelNotFoundError, match="contains no GGUF model"):
         choose(["model.safetensors"], None)
     with pytest.raises(ModelNotFoundError, match="has only 1 of the 2 parts"):
         choose(["a-Q8_0-00001-of-00002.gguf"], "Q8_0")

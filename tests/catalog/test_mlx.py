@@ -214,7 +214,7 @@ class TestDownload:
 
     def test_a_file_missing_on_the_hub_fails_before_the_download(self, mlx_hub: StandInHub) -> None:
         del mlx_hub.files[SECOND]
-        with pytest.raises(ModelNotFoundError, match=f"holds no GGUF model, and .* lacks {SECOND}"):
+        with pytest.raises(ModelNotFoundError, match=f"contains no GGUF model, and .* lacks {SECOND}"):
             fetch(REPOSITORY, None)
         assert not any("resolve" in request for request in mlx_hub.requests)
 
@@ -261,7 +261,7 @@ class TestDownload:
     @pytest.mark.parametrize(
         ("spoil", "line"),
         [
-            (lambda files: files.pop("config.json"), r"holds no GGUF model, and .*lacks config\.json"),
+            (lambda files: files.pop("config.json"), r"contains no GGUF model, and .*lacks config\.json"),
             (lambda files: files.pop("tokenizer.json"), r"lacks tokenizer\.json"),
             (lambda files: files.clear(), r"lacks config\.json, tokenizer\.json, model\.safetensors"),
         ],

@@ -1,4 +1,4 @@
-"""Runs a script as a person would, and reads what it found."""
+"""Helper that runs a script as a user would and reads its JSON output."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import Any
 _SCRIPTS = Path(__file__).parents[2] / "scripts"
 
 
-def found_by(script: str, *options: str) -> dict[str, Any]:
-    """The JSON object that a script of this name prints; it must succeed."""
+def run_script(script: str, *options: str) -> dict[str, Any]:
+    """Run a script, check that it succeeds, and return the JSON object that it prints."""
     command = [sys.executable, str(_SCRIPTS / script), *options]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=3600)
-    assert done.returncode == 0, done.stdout + done.stderr
-    found = json.loads(done.stdout)
-    assert isinstance(found, dict)
-    return found
+    completed = subprocess.run(command, capture_output=True, text=True, check=False, timeout=3600)
+    assert completed.returncode == 0, completed.stdout + completed.stderr
+    results = json.loads(completed.stdout)
+    assert isinstance(results, dict)
+    return results

@@ -1,11 +1,11 @@
-"""What is printed of a saved chat that goes on."""
+"""Tests of the benchmark of resumed chats."""
 
 from __future__ import annotations
 
-from tests.scripts.running import found_by
+from tests.scripts.running import run_script
 
 
-def test_all_of_a_chat_is_found_again() -> None:
-    (row,) = found_by("bench_resume.py", "--lengths", "300", "--repeats", "1", "--json")["rows"]
+def test_a_resumed_chat_restores_all_its_tokens() -> None:
+    (row,) = run_script("bench_resume.py", "--lengths", "300", "--repeats", "1", "--json")["rows"]
     assert row["restored_tokens"] >= row["tokens"]
     assert row["times"] > 0

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Details", "details_content"]
 
-# Positions in the draft that get a bar. Chosen: longer drafts are rare.
+# Number of draft positions shown as bars. Longer drafts are rare.
 _MAX_POSITIONS = 16
 
 

@@ -21,7 +21,7 @@ __all__ = ["StatusFacts", "StatusLine", "arranged"]
 
 _GAP = "  ·  "
 _TIGHT_GAP = " · "
-# Part of the context from which it is marked as nearly full: a turn or two may still fit. Chosen.
+# Part of the context from which it is marked as nearly full: a turn or two may still fit.
 _NEARLY_FULL = 0.85
 
 

@@ -17,9 +17,9 @@ from edgespec.tui.widgets.messages import Note, Panel, ReplyMessage, UserMessage
 
 __all__ = ["Transcript"]
 
-# Messages that are shown first, and added with each request for older ones. Chosen.
+# Messages that are shown first, and added with each request for older ones.
 _PAGE_MESSAGES = 40
-# Messages that are widgets at the same time. Chosen: hundreds of Markdown widgets make the screen slow.
+# Maximum number of messages shown as widgets. Hundreds of Markdown widgets slow the screen down.
 _MAX_MESSAGES = 120
 
 

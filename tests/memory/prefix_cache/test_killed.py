@@ -1,4 +1,4 @@
-"""Chats killed at random instants: what was saved opens, and what is half written is never used."""
+"""Tests that killed chat programs lose no saved turn and never use incomplete files."""
 
 from __future__ import annotations
 
@@ -7,25 +7,24 @@ from typing import Any
 
 import pytest
 
-from tests.scripts.running import found_by
+from tests.scripts.running import run_script
 
-pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="it forks")
-
-
-def kills(count: int, *options: str) -> dict[str, Any]:
-    """What the script found."""
-    return found_by("kill_chats.py", "--kills", str(count), *options)
+pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 
 
-def test_two_programs_that_have_the_same_chats_lose_no_turn() -> None:
-    found = kills(8, "--looks", "8", "--longest", "0.2", "--together", "2")
-    assert found["wrong"] == []
-    assert found["turns_saved"] > 0
-    assert found["replies"] > 0
+def kill(count: int, *options: str) -> dict[str, Any]:
+    return run_script("kill_chats.py", "--kills", str(count), *options)
+
+
+def test_two_killed_programs_with_the_same_chats_lose_no_turn() -> None:
+    results = kill(8, "--check-every", "8", "--max-seconds", "0.2", "--processes", "2")
+    assert results["errors"] == []
+    assert results["turns_saved"] > 0
+    assert results["replies"] > 0
 
 
 @pytest.mark.long
-def test_many_kills_leave_whole_chats() -> None:
-    found = kills(200, "--looks", "4", "--together", "2")
-    assert found["replies"] > 50
-    assert found["files"] > 5
+def test_many_kills_lose_no_turn() -> None:
+    results = kill(200, "--check-every", "4", "--processes", "2")
+    assert results["replies"] > 50
+    assert results["files"] > 5
