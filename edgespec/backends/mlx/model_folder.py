@@ -61,7 +61,7 @@ def read_config(folder: Path) -> dict[str, Any]:
         )
     if config.get("model_file") is not None:
         raise ModelFileError(
-            f"{folder} requires its own Python file {str(config['model_file'])!r}, which edgespec does not run",
+            f"{folder} requires its own Python file {str(config['model_file'])!r}, which edgespec never runs",
             "choose a model that mlx-lm supports without custom code",
         )
     return config
