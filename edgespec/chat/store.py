@@ -259,10 +259,10 @@ def read_chat(path: Path) -> SavedChat:
 
 def _checked(path: Path, data: object) -> SavedChat:
     if not isinstance(data, dict):
-        raise _broken(path, f"it holds {_kind(data)} and not a chat object")
+        raise _broken(path, f"it must hold a chat object, not {_kind(data)}")
     version = data.get("version")
     if isinstance(version, bool) or not isinstance(version, int):
-        raise _broken(path, f"its version is {version!r} and not a whole number")
+        raise _broken(path, f"its version must be a whole number, not {version!r}")
     if version != VERSION:
         raise ChatFileError(
             f"{path.name} has format version {version}, and this edgespec reads version {VERSION}",
@@ -270,10 +270,10 @@ def _checked(path: Path, data: object) -> SavedChat:
         )
     messages = data.get("messages")
     if not isinstance(messages, list):
-        raise _broken(path, f"`messages` is {_kind(messages)} and not a list")
+        raise _broken(path, f"`messages` must be a list, not {_kind(messages)}")
     system = data.get("system")
     if system is not None and not isinstance(system, str):
-        raise _broken(path, f"`system` is {_kind(system)} and not text")
+        raise _broken(path, f"`system` must be text, not {_kind(system)}")
     checked = tuple(_message(path, number, item) for number, item in enumerate(messages, 1))
     chat_id = _text(path, data, "id")
     if chat_id != path.stem:
@@ -292,20 +292,20 @@ def _checked(path: Path, data: object) -> SavedChat:
 
 def _message(path: Path, number: int, item: object) -> Message:
     if not isinstance(item, dict):
-        raise _broken(path, f"message {number} is {_kind(item)} and not an object")
+        raise _broken(path, f"message {number} must be an object, not {_kind(item)}")
     name, content = item.get("role"), item.get("content")
     role = _ROLES.get(name) if isinstance(name, str) else None
     if role is None:
         raise _broken(path, f"message {number} has the role {name!r}")
     if not isinstance(content, str):
-        raise _broken(path, f"the content of message {number} is {_kind(content)} and not text")
+        raise _broken(path, f"the content of message {number} must be text, not {_kind(content)}")
     return Message(role, content)
 
 
 def _text(path: Path, data: dict[str, object], name: str) -> str:
     value = data.get(name)
     if not isinstance(value, str):
-        raise _broken(path, f"`{name}` is {_kind(value)} and not text")
+        raise _broken(path, f"`{name}` must be text, not {_kind(value)}")
     return value
 
 
@@ -315,12 +315,12 @@ def _time(path: Path, data: dict[str, object], name: str) -> datetime:
         moment = datetime.fromisoformat(text)
         return moment.replace(tzinfo=UTC) if moment.tzinfo is None else moment.astimezone(UTC)
     except (ValueError, OverflowError):
-        raise _broken(path, f"`{name}` is {text[:40]!r} and not a time") from None
+        raise _broken(path, f"`{name}` must be a time, not {text[:40]!r}") from None
 
 
 def _sampling(path: Path, value: object) -> dict[str, Setting]:
     if not isinstance(value, dict):
-        raise _broken(path, f"`sampling` is {_kind(value)} and not an object")
+        raise _broken(path, f"`sampling` must be an object, not {_kind(value)}")
     settings: dict[str, Setting] = {}
     for name, setting in value.items():
         if isinstance(setting, list) and all(isinstance(item, str) for item in setting):

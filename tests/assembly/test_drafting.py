@@ -1,4 +1,4 @@
-"""From options to drafters: what is asked for is made, what is missing says how to get it."""
+"""Drafters are created from options, and errors for missing ones tell how to get them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LENGTH = 24
 
 
 def same_as_plain(runtime: edgespec.Runtime, methods: Sequence[str], **options: Any) -> list[edgespec.Reply]:
-    """The replies by these methods, which say what plain decoding says."""
+    """Return the replies of these methods, after checking that they equal plain decoding."""
     how: dict[str, Any] = {"max_tokens": LENGTH, "seed": 3, "temperature": 0.8} | options
     plain = runtime.generate(PROMPT, method="none", **how)
     replies = [runtime.generate(PROMPT, method=method, **how) for method in methods]
@@ -32,13 +32,13 @@ def same_as_plain(runtime: edgespec.Runtime, methods: Sequence[str], **options: 
 
 
 class TestAsked:
-    def test_lookup_drafters_are_always_made(self) -> None:
+    def test_lookup_drafters_are_always_created(self) -> None:
         with edgespec.load("demo", context=512) as runtime:
             assert runtime.drafters == ("model", "suffix", "ngram")
             same_as_plain(runtime, ["suffix", "model+suffix", "model+suffix+ngram"])
 
     @pytest.mark.parametrize("name", ["lookahead", "layerskip", "lowbit", "swift"])
-    def test_an_unnamed_drafter_says_how_to_load_it(self, name: str) -> None:
+    def test_the_error_for_an_unloaded_drafter_tells_how_to_load_it(self, name: str) -> None:
         with (
             edgespec.load("demo", "none", context=512) as runtime,
             pytest.raises(OptionError, match=f"{name} was not asked for .*; load with --method {name}"),
@@ -53,14 +53,14 @@ class TestAsked:
             ("swift", "that takes an MLX model"),
         ],
     )
-    def test_a_missing_drafter_says_what_to_do(
+    def test_the_error_for_a_missing_drafter_tells_what_to_do(
         self, name: str, step: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setenv("EDGESPEC_CACHE_DIR", str(tmp_path))
         with pytest.raises(OptionError, match=step):
             edgespec.load("demo", "none", context=512, method=name)
 
-    def test_no_low_bit_copy_is_suggested_where_none_would_help(self, tmp_path: Path) -> None:
+    def test_recurrent_models_get_no_hint_for_a_low_bit_copy(self, tmp_path: Path) -> None:
         model = str(write_lfm2(tmp_path / "model.gguf"))
         with pytest.raises(OptionError, match="cannot draft for itself: its recurrent layers support chains"):
             edgespec.load(model, "none", context=256, method="lowbit")
@@ -75,12 +75,12 @@ class TestAsked:
         with pytest.raises(OptionError, match=f"`edgespec prepare {name} '{model}'` once"):
             edgespec.load(str(model), "none", context=128, method=name)
 
-    def test_a_combination_is_made_once(self) -> None:
+    def test_a_combination_is_created_once(self) -> None:
         with edgespec.load("demo", context=512, methods=("model+ngram",)) as runtime:
             drafters = runtime._session.drafters
             assert drafters.choose("model+ngram")[0] is drafters.choose("ngram+model")[0]
 
-    def test_two_self_drafts_are_refused(self) -> None:
+    def test_two_self_drafts_are_rejected(self) -> None:
         with pytest.raises(
             OptionError, match="2 drafters that need the target's own cache; name one of layerskip, lowbit"
         ):
@@ -145,7 +145,7 @@ class TestPrepared:
                 assert alone.tokens == plain.tokens
                 assert alone.stats.accepted_tokens
 
-    def test_a_copy_of_another_model_is_refused(self, demo_target: Path, tmp_path: Path) -> None:
+    def test_a_copy_of_another_model_is_rejected(self, demo_target: Path, tmp_path: Path) -> None:
         model = tmp_path / "model.gguf"
         data = demo_target.read_bytes()
         model.write_bytes(data)
@@ -170,13 +170,13 @@ class TestMlx:
         assert early.stats.draft_weight_bytes == 0
         assert swift.method.note
 
-    def test_a_missing_exit_layer_is_refused(self) -> None:
+    def test_a_missing_exit_layer_is_rejected(self) -> None:
         pytest.importorskip("mlx.core")
         with pytest.raises(OptionError, match="12"):
             edgespec.load("demo-mlx", "none", context=256, method="layerskip", exit_layer=12)
 
     @pytest.mark.parametrize("name", ["layerskip", "lowbit", "swift"])
-    def test_the_reason_for_a_recurrent_state(self, name: str, tmp_path: Path) -> None:
+    def test_the_error_for_a_recurrent_model_gives_the_reason(self, name: str, tmp_path: Path) -> None:
         checkpoints = pytest.importorskip("tests.backends.mlx.tiny_checkpoints")
         model = str(checkpoints.write_checkpoint(tmp_path / "model", "lfm2"))
         with pytest.raises(OptionError, match="cannot draft for itself: its recurrent state takes chains"):
@@ -188,14 +188,14 @@ class TestMlx:
         with pytest.raises(OptionError, match="learn needs a draft model"):
             edgespec.load("demo", "none", context=256, learn=True)
 
-    def test_learn_beside_a_low_bit_target(self) -> None:
+    def test_learn_with_a_low_bit_target(self) -> None:
         pytest.importorskip("mlx.core")
         with edgespec.load(
             "demo-mlx", "demo-mlx-draft", context=128, learn=True, method="lowbit+model"
         ) as runtime:
             same_as_plain(runtime, ["model", "lowbit+model"], max_tokens=self.SHORT)
 
-    def test_a_draft_of_another_vocabulary_does_not_learn(
+    def test_learn_rejects_a_draft_with_another_vocabulary(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         checkpoints = pytest.importorskip("tests.backends.mlx.tiny_checkpoints")
@@ -206,18 +206,18 @@ class TestMlx:
         with pytest.raises(OptionError, match="cannot learn: its vocabulary is not that of demo-mlx"):
             edgespec.load("demo-mlx", draft, context=128, learn=True)
 
-    def test_a_draft_with_a_window_does_not_learn(self) -> None:
+    def test_learn_rejects_a_draft_with_a_window(self) -> None:
         pytest.importorskip("mlx.core")
         with pytest.raises(OptionError, match="cannot learn: it sees a window.*--draft-window 0"):
             edgespec.load("demo-mlx", "demo-mlx-draft", context=512, learn=True, draft_window=24)
 
-    def test_a_recurrent_draft_does_not_learn(self, tmp_path: Path) -> None:
+    def test_learn_rejects_a_recurrent_draft(self, tmp_path: Path) -> None:
         checkpoints = pytest.importorskip("tests.backends.mlx.tiny_checkpoints")
         model = str(checkpoints.write_checkpoint(tmp_path / "model", "lfm2"))
         with pytest.raises(OptionError, match="cannot learn: it has a recurrent state"):
             edgespec.load(model, model, context=128, learn=True)
 
-    def test_a_draft_that_learns(self) -> None:
+    def test_learn_with_an_mlx_draft(self) -> None:
         pytest.importorskip("mlx.core")
         with edgespec.load("demo-mlx", "demo-mlx-draft", context=256, learn=True) as runtime:
             same_as_plain(runtime, ["model", "model+ngram"], max_tokens=self.SHORT)
@@ -234,7 +234,7 @@ class TestTexts:
         assert found.stats.target_passes < without.stats.target_passes
         assert "indexed tokens of files" in found.method.note
 
-    def test_a_missing_corpus_is_refused(self, tmp_path: Path) -> None:
+    def test_a_missing_corpus_is_rejected(self, tmp_path: Path) -> None:
         with pytest.raises(OptionError, match="missing"):
             edgespec.load("demo", "none", corpus=str(tmp_path / "missing"))
 
@@ -254,7 +254,7 @@ class TestOptions:
             {"learn": True, "method": "suffix"},
         ],
     )
-    def test_wrong_options_are_refused(self, options: dict[str, Any]) -> None:
+    def test_invalid_options_are_rejected(self, options: dict[str, Any]) -> None:
         with pytest.raises(OptionError):
             edgespec.load("demo", **options)
 
@@ -265,7 +265,7 @@ class TestOptions:
 
     @pytest.mark.parametrize("window", [24, None])
     def test_the_draft_context_is_only_as_large_as_its_window(self, window: int | None) -> None:
-        """The whole text's cache would not fit, and is never made: not even to ask what the draft is."""
+        """A KV cache for the whole context would not fit, so it must not be allocated at any time."""
         options: dict[str, Any] = {"context": 16384, "draft_window": window}
         with edgespec.load("demo", **options) as runtime:
             assert runtime.draft is not None

@@ -1,4 +1,4 @@
-"""From references to a Runtime: which backend loads what, and what is refused before anything is loaded."""
+"""Loading a Runtime from references: the choice of the backend, and options rejected before loading."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ FACTS = ModelFacts(
 
 @pytest.fixture
 def loaded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any]]:
-    """Both backends replaced by ones that note what they are asked to load."""
+    """Replace both backends by ones that record what they load."""
     import edgespec.backends as backends
 
     calls: list[tuple[str, Any]] = []
@@ -86,14 +86,14 @@ def test_loading_imports_one_backend_only(reference: str, unwanted: tuple[str, .
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_an_adapter_for_a_gguf_is_refused(loaded: list[tuple[str, Any]], tmp_path: Path) -> None:
+def test_an_adapter_for_a_gguf_is_rejected(loaded: list[tuple[str, Any]], tmp_path: Path) -> None:
     with pytest.raises(OptionError, match="an adapter needs an MLX model, and demo is not one") as caught:
         edgespec.load("demo", adapter=str(tmp_path))
     assert caught.value.next_step
     assert not loaded
 
 
-def test_a_missing_adapter_is_refused(loaded: list[tuple[str, Any]], tmp_path: Path) -> None:
+def test_a_missing_adapter_is_rejected(loaded: list[tuple[str, Any]], tmp_path: Path) -> None:
     with pytest.raises(OptionError, match="the adapter folder .*none does not exist"):
         edgespec.load("demo-mlx", adapter=str(tmp_path / "none"))
     assert not loaded
@@ -111,7 +111,7 @@ def test_a_missing_adapter_is_refused(loaded: list[tuple[str, Any]], tmp_path: P
         ({"draft_branches": None}, "draft_branches is None"),
     ],
 )
-def test_an_option_of_the_wrong_type_is_refused(
+def test_an_option_of_the_wrong_type_is_rejected(
     loaded: list[tuple[str, Any]], options: dict[str, Any], says: str
 ) -> None:
     with pytest.raises(OptionError, match=says):
@@ -173,7 +173,7 @@ def test_options_of_llama_cpp_reach_only_the_gguf_model_of_a_pair() -> None:
         ("progress", 3, "a function"),
     ],
 )
-def test_a_wrong_type_is_refused_in_one_line(
+def test_a_wrong_type_is_reported_in_one_line(
     loaded: list[tuple[str, Any]], option: str, value: Any, advice: str
 ) -> None:
     with pytest.raises(OptionError) as caught:

@@ -1,4 +1,4 @@
-"""A draft of one backend for a target of the other: the target's own tokens, and as many accepted."""
+"""Pairs of a target and a draft from different backends: the same tokens and acceptance rate."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Mixed(NamedTuple):
 
 
 def replies_of(runtime: Runtime, temperature: float, **options: Any) -> list[Reply]:
-    """A reply to every prompt."""
+    """Return a reply to every prompt."""
     assert runtime.template is not None
     replies = []
     for prompt in PROMPTS:
@@ -62,7 +62,7 @@ def names(request: pytest.FixtureRequest) -> tuple[str, str]:
 
 @pytest.fixture(scope="module")
 def plain(names: tuple[str, str]) -> dict[float, list[Reply]]:
-    """Plain replies by temperature."""
+    """Return the replies of plain decoding by temperature."""
     with edgespec.load(names[0], "none", context=CONTEXT) as runtime:
         return {temperature: replies_of(runtime, temperature) for temperature in (0.0, 0.8)}
 
@@ -81,7 +81,7 @@ def pair(names: tuple[str, str], branches: tuple[int, ...]) -> Iterator[Runtime]
 
 @pytest.fixture(scope="module")
 def alike(branches: tuple[int, ...]) -> Iterator[Runtime]:
-    """The embedded pair, both of it GGUF: what the draft is worth when nothing is mixed."""
+    """Return the results of the bundled GGUF pair, for comparison."""
     with edgespec.load("demo", "demo-draft", context=CONTEXT, draft_branches=branches) as runtime:
         yield runtime
 
@@ -128,7 +128,7 @@ def test_a_draft_with_another_vocabulary_is_used_and_reported(names: tuple[str, 
 
 
 class TestOptions:
-    """What is said about one backend's way of computing does not reach a draft of the other."""
+    """Options of one backend do not reach a model of the other."""
 
     @pytest.mark.parametrize(
         "options",
@@ -147,7 +147,7 @@ class TestOptions:
             ).stats.drafted_tokens
 
     @pytest.mark.parametrize("kv_type", ["q8_0", "q4_0"])
-    def test_a_quantised_cache_is_for_both(self, kv_type: str) -> None:
+    def test_a_quantised_cache_applies_to_both(self, kv_type: str) -> None:
         with edgespec.load("demo-mlx", "demo-draft", context=CONTEXT, kv_type=kv_type) as runtime:
             assert runtime.generate(
                 "What does tar do?", method="model", max_tokens=4, seed=1
@@ -161,7 +161,7 @@ class TestOptions:
         with pytest.raises(OptionError, match="threads has no effect"):
             edgespec.load("demo-mlx", "demo-mlx-draft", context=CONTEXT, threads=1)
 
-    def test_the_memory_is_one_budget(self) -> None:
+    def test_both_models_share_one_memory_budget(self) -> None:
         with edgespec.load("demo", "demo-mlx-draft", context=CONTEXT) as runtime:
             assert runtime.draft is not None
             assert runtime.draft.context_tokens == runtime.context_tokens

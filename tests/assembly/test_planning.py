@@ -1,4 +1,4 @@
-"""What is decided before loading is what is loaded: drafts, copies, windows, and what was asked for."""
+"""Models are loaded as planned: drafts, low-bit copies, draft windows, and options that the user named."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ def _total(**how: object) -> int:
     return _planned(1 << 40, **how).plan.total_bytes  # type: ignore[arg-type]
 
 
-def test_tokens_of_another_vocabulary_are_planned(tmp_path: Path) -> None:
-    """Each token of both is held by its bytes: tens of MiB for vocabularies of today."""
+def test_tables_of_another_vocabulary_are_planned(tmp_path: Path) -> None:
+    """The bytes of every token of both vocabularies are stored: tens of MiB for current models."""
     words = tuple(f" word{i}" for i in range(2000))
     other = write_llama(tmp_path / "other.gguf", words=words)
 
@@ -74,7 +74,7 @@ def test_the_draft_is_dropped_before_the_chat_fails() -> None:
     assert "no draft model" in planned.notice
 
 
-def test_a_draft_that_was_asked_for_is_not() -> None:
+def test_a_draft_that_the_user_named_is_not_dropped() -> None:
     fixed = PlanRequest(frozenset({"context", "kv_type", "draft"}))
     planned = _planned(_total(draft=None), fixed=fixed)
     assert not planned.plan.fits
@@ -86,7 +86,7 @@ def test_a_draft_that_was_asked_for_is_not() -> None:
     assert by_method.pair.draft is not None
 
 
-def test_the_draft_sees_a_window_where_that_is_enough() -> None:
+def test_a_draft_window_is_chosen_where_it_saves_enough_memory() -> None:
     options = replace(_OPTIONS, context_tokens=1 << 16)
     whole = DraftingOptions.of(method="auto", draft_window=0)
     windowed = DraftingOptions.of(method="auto", draft_window=1024)
@@ -102,7 +102,7 @@ class TestCopies:
         shutil.rmtree(prepared.folder)
 
     @pytest.mark.usefixtures("copied")
-    def test_auto_takes_one_where_it_fits(self) -> None:
+    def test_auto_uses_a_copy_that_fits(self) -> None:
         assert "low-bit copy" in _roles(_planned(1 << 40, draft=None))
         without = _total(draft=None) - sum(
             item.bytes for item in _planned(1 << 40, draft=None).plan.items if item.role == "low-bit copy"
@@ -116,7 +116,7 @@ class TestCopies:
         assert not named.plan.fits
 
     @pytest.mark.usefixtures("copied")
-    def test_none_takes_the_place_of_a_draft_that_was_given_up(self) -> None:
+    def test_a_copy_does_not_replace_a_dropped_draft(self) -> None:
         fixed = PlanRequest(frozenset({"context", "kv_type"}))
         planned = _planned(_total(draft=None, drafting=DraftingOptions.of(method="none")), fixed=fixed)
         assert planned.plan.fits
@@ -124,7 +124,7 @@ class TestCopies:
         assert not planned.drafting.has_room_for_copy
 
 
-def test_the_draft_s_cache_alone_is_quantised_first() -> None:
+def test_the_draft_kv_cache_is_quantised_first() -> None:
     options = {"context": 4096, "draft_window": 0, "threads": 1, "prefix_cache": "none", "method": "model"}
     prompt = {"prompt": "How do I list files?", "max_tokens": 16, "seed": 3}
     replies, bytes_ = [], []
@@ -149,8 +149,8 @@ def test_the_draft_s_cache_alone_is_quantised_first() -> None:
     assert bytes_[1][1] < 2 * bytes_[0][1]
 
 
-class TestWhatIsHere:
-    """LM Studio has the demo's models with fewer bits; the hub cannot be reached."""
+class TestInstalledModels:
+    """LM Studio has the demo's models with fewer bits installed, and the hub cannot be reached."""
 
     @pytest.fixture(autouse=True)
     def shelf(self, own_home: Path, tmp_path: Path) -> None:
@@ -161,7 +161,7 @@ class TestWhatIsHere:
             quantise(path, copy, "Q4_0")
             add_to_lmstudio(folder, f"{name}-GGUF/{name}-Q4_0.gguf", copy)
 
-    def test_the_draft_with_fewer_bits_drafts_where_the_other_does_not_fit(self) -> None:
+    def test_an_installed_draft_with_fewer_bits_replaces_one_that_does_not_fit(self) -> None:
         fixed = PlanRequest(frozenset({"context", "kv_type", "draft_window"}))
         total = _total(fixed=fixed)
         assert _planned(total, fixed=fixed).plan.decisions == ()
@@ -187,7 +187,7 @@ class TestWhatIsHere:
         assert [name for name, _ in found] == ["demo-draft", "maker/Small-GGUF"]
         assert found[0][1] == found[1][1]
 
-    def test_a_refusal_names_what_is_here_first(self) -> None:
+    def test_the_error_suggests_installed_models_first(self) -> None:
         target = resolve("maker/Large-GGUF", allow_download=False)
         fixed = PlanRequest(frozenset({"kv_type", "draft_window"}))
         quarter = LoadOptions(context_tokens=512)
@@ -204,7 +204,7 @@ class TestWhatIsHere:
         assert "on this machine" not in none.advice
 
 
-def test_loading_goes_by_the_plan() -> None:
+def test_loading_follows_the_plan() -> None:
     with edgespec.load("demo", "none", context=4096, kv_type="q8_0", threads=1) as runtime:
         assert runtime.plan is not None
         assert runtime.plan.kv_type == "q8_0"
@@ -221,12 +221,12 @@ def test_loading_goes_by_the_plan() -> None:
         edgespec.load("demo", "none", context=4096, kv_type="q8_0", memory=total - 1, threads=1)
 
 
-def test_what_a_person_prefers_is_one_of_two() -> None:
+def test_an_unknown_preference_is_rejected() -> None:
     with pytest.raises(OptionError, match="prefer is 'beauty'"):
         edgespec.load("demo", prefer="beauty")
 
 
-def test_a_plan_in_python(tmp_path: Path) -> None:
+def test_plan_in_the_python_api(tmp_path: Path) -> None:
     preview = edgespec.plan("demo", memory="1GiB", context=2048)
     assert preview.plan.fits
     assert (preview.target, preview.draft) == ("demo", "demo-draft")
@@ -236,7 +236,7 @@ def test_a_plan_in_python(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="address spaces are limited there")
 @pytest.mark.parametrize("memory", [None, "8GiB"])
-def test_a_plan_says_what_a_load_finds_where_addresses_are_limited(memory: str | None) -> None:
+def test_plan_and_load_agree_under_an_address_limit(memory: str | None) -> None:
     program = (
         "import resource; resource.setrlimit(resource.RLIMIT_AS, (480 << 20, 480 << 20));"
         "import edgespec; asked = {'draft': 'none', 'method': 'none', 'memory': %r};"
@@ -250,7 +250,7 @@ def test_a_plan_says_what_a_load_finds_where_addresses_are_limited(memory: str |
     assert "ulimit -v" in budget
 
 
-def test_weights_that_the_plan_leaves_as_they_are_stay_so(tmp_path: Path) -> None:
+def test_weights_are_not_widened_without_room_in_the_plan(tmp_path: Path) -> None:
     pytest.importorskip("mlx.core")
     path = write_checkpoint(tmp_path / "llama", "llama", dtype="bfloat16")
     options: dict[str, Any] = {"draft": "none", "method": "none", "context": 512}

@@ -1,4 +1,4 @@
-"""What was read belongs to this very model and way of running it; anything else reads it again."""
+"""Prefixes on disk are reused only by the same model with the same options."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ def own_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def held(target: Path, **options: Any) -> int:
-    """How much of the prompt need not be read."""
+    """Return the prompt tokens that come from the prefix cache."""
     with edgespec.load(str(target), **{**OPTIONS, **options}) as runtime:
         return runtime.generate(PROMPT, max_tokens=4, seed=1).stats.cached_prompt_tokens
 
 
-def test_only_the_same_model_run_in_the_same_way_goes_on(demo_target: Path, tmp_path: Path) -> None:
+def test_only_the_same_model_with_the_same_options_reuses_prefixes(demo_target: Path, tmp_path: Path) -> None:
     copy = tmp_path / "copy.gguf"
     shutil.copyfile(demo_target, copy)
     assert held(copy) == 0
@@ -67,9 +67,7 @@ def test_only_the_same_model_run_in_the_same_way_goes_on(demo_target: Path, tmp_
 
 
 @pytest.mark.skipif(os.name != "posix", reason="where it is the time the file was made")
-def test_weights_that_were_changed_with_their_time_set_back_are_others(
-    demo_target: Path, tmp_path: Path
-) -> None:
+def test_changed_weights_with_the_old_file_time_are_detected(demo_target: Path, tmp_path: Path) -> None:
     copy = tmp_path / "copy.gguf"
     shutil.copyfile(demo_target, copy)
     assert held(copy) == 0
@@ -84,7 +82,7 @@ def test_weights_that_were_changed_with_their_time_set_back_are_others(
 
 
 def changed(path: Path) -> None:
-    """Put a file with other weights in its place."""
+    """Replace the file by one with other weights."""
     other = path.with_name("other.gguf")
     whole = bytearray(path.read_bytes())
     whole[-123_457] ^= 1
@@ -93,7 +91,7 @@ def changed(path: Path) -> None:
 
 
 @pytest.mark.parametrize("when", ["before it is read", "after it was read"])
-def test_weights_that_are_swapped_while_they_are_loaded_lend_their_name_to_none(
+def test_weights_replaced_during_loading_disable_the_disk_cache(
     when: str, demo_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     copy = tmp_path / "copy.gguf"
@@ -134,7 +132,7 @@ STORED: dict[str, Any] = {
 
 
 class TestIdentity:
-    """Whatever could make another state of the same tokens makes another identity, by itself."""
+    """Every property that can change the KV cache of the same tokens changes the identity."""
 
     @staticmethod
     def identity(
@@ -148,18 +146,18 @@ class TestIdentity:
         costs.settings_key = how
         return _identity(model, LoadOptions(**(options or {})), costs, seen)
 
-    def test_it_stays_the_same(self) -> None:
+    def test_identity_is_stable(self) -> None:
         assert self.identity() == self.identity(options={"threads": 1, "context_tokens": 7})
 
     @pytest.mark.parametrize("name", FACTS)
-    def test_of_the_model(self, name: str) -> None:
+    def test_identity_depends_on_the_model_facts(self, name: str) -> None:
         assert self.identity(facts={name: FACTS[name]}) != self.identity()
 
     @pytest.mark.parametrize("name", STORED)
-    def test_of_how_it_is_stored(self, name: str) -> None:
+    def test_identity_depends_on_the_cache_format(self, name: str) -> None:
         assert self.identity(options={name: STORED[name]}) != self.identity()
 
-    def test_of_how_it_is_run_and_of_its_files(self, tmp_path: Path) -> None:
+    def test_identity_depends_on_options_and_files(self, tmp_path: Path) -> None:
         assert self.identity(how="with other threads") != self.identity()
         assert self.identity(seen=("model.gguf 2",)) != self.identity()
         weights = tmp_path / "model.safetensors"
@@ -169,7 +167,7 @@ class TestIdentity:
         assert self.identity(facts={"path": str(weights)}) != before
         assert self.identity(facts={"path": str(weights.rename(tmp_path / "b.safetensors"))}) != before
 
-    def test_of_an_adapter(self, tmp_path: Path) -> None:
+    def test_identity_depends_on_the_adapter(self, tmp_path: Path) -> None:
         found = {self.identity()}
         for content in (b"one", b"two"):
             (tmp_path / "adapters.safetensors").write_bytes(content)
@@ -178,7 +176,7 @@ class TestIdentity:
 
 
 @pytest.mark.parametrize("folder", [False, True])
-def test_files_are_told_apart_by_what_changes_with_them(folder: bool, tmp_path: Path) -> None:
+def test_file_states_change_with_the_files(folder: bool, tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     model = tmp_path if folder else path
     path.write_bytes(b"GGUF one")
@@ -198,13 +196,13 @@ def test_files_are_told_apart_by_what_changes_with_them(folder: bool, tmp_path: 
     assert file_states(path, None) == ()
 
 
-def test_none_writes_nothing(demo_target: Path, tmp_path: Path) -> None:
+def test_none_writes_no_files(demo_target: Path, tmp_path: Path) -> None:
     for place in ("none", "memory"):
         held(demo_target, prefix_cache=place)
     assert not list((tmp_path / "data").rglob("*.kept"))
 
 
-def test_a_place_or_size_that_makes_no_sense_is_refused() -> None:
+def test_invalid_locations_and_sizes_are_rejected() -> None:
     for wrong in (("cloud", None, None), ("disk", "much", None), ("disk", None, "-1")):
         with pytest.raises(OptionError):
             PrefixCacheOptions.from_options(*wrong)

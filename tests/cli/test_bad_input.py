@@ -105,8 +105,10 @@ def test_a_draft_with_another_vocabulary(run: Run, tmp_path: Path) -> None:
         assert runtime.generate("hello", method="model", max_tokens=8, temperature=0.0).tokens == plain.tokens
 
 
-def test_prompts_for_a_proof_that_are_none(run: Run, tmp_path: Path) -> None:
+def test_verify_rejects_prompts_that_cannot_be_read(run: Run, tmp_path: Path) -> None:
     file = tmp_path / "prompts.jsonl"
     file.write_text('{"prompt": "fine"}\nnot json\n')
     assert "line 2 of" in one_line_error(run("verify", "--prompts", str(file)), 2)
-    assert "cannot be read" in one_line_error(run("verify", "--prompts", str(tmp_path / "none.jsonl")), 2)
+    assert "cannot read prompts" in one_line_error(
+        run("verify", "--prompts", str(tmp_path / "none.jsonl")), 2
+    )

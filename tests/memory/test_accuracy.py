@@ -1,4 +1,4 @@
-"""What is planned from metadata against what the libraries then say they took, and a hard limit on both."""
+"""Estimates from metadata match the sizes that the libraries log, and hold under a hard memory limit."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def _taken(lines: list[str], pattern: re.Pattern[str]) -> float:
 
 
 def _last_load(lines: list[str]) -> list[str]:
-    """What was said from the last context on: others are made to see what a model can do."""
+    """Return the log lines of the last context. Earlier ones only probe the model's capabilities."""
     starts = [i for i, line in enumerate(lines) if "n_seq_max" in line]
     return lines[starts[-1] :]
 
@@ -88,20 +88,22 @@ def _check(path: Path, **options: object) -> None:
 
 @pytest.mark.parametrize("write", WRITERS, ids=lambda write: write.__name__.removeprefix("write_"))
 @pytest.mark.parametrize("context_tokens", [512, 40_000])
-def test_every_kind_of_memory(write: Callable[[Path], Path], context_tokens: int, tmp_path: Path) -> None:
+def test_planned_sizes_match_llama_cpp_for_each_architecture(
+    write: Callable[[Path], Path], context_tokens: int, tmp_path: Path
+) -> None:
     _check(write(tmp_path / "tiny.gguf"), context_tokens=context_tokens)
 
 
 @pytest.mark.parametrize("kv_type", ["f32", "q8_0", "q8_0/f16", "q4_0"])
 @pytest.mark.parametrize("context_tokens", [2048, 131_072])
-def test_every_type_of_cache(kv_type: str, context_tokens: int) -> None:
+def test_planned_sizes_match_llama_cpp_for_each_kv_type(kv_type: str, context_tokens: int) -> None:
     _check(resolve("demo").path, kv_type=kv_type, context_tokens=context_tokens)
 
 
-def test_very_long_contexts_are_extrapolated_from_two(
+def test_very_long_contexts_are_extrapolated_from_two_simulations(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Advice compares dozens of contexts."""
+    """Two simulations must suffice, because the advice compares dozens of context lengths."""
     made: list[int] = []
 
     def counted(weights: object, plan: ContextPlan, options: LoadOptions) -> ContextBuffers:
@@ -124,7 +126,7 @@ def test_very_long_contexts_are_extrapolated_from_two(
 
 
 @pytest.mark.parametrize("options", [{"max_branches": 64}, {"flash_attention": "off"}, {"mmap": False}])
-def test_other_options(options: dict[str, object]) -> None:
+def test_planned_sizes_match_llama_cpp_with_other_options(options: dict[str, object]) -> None:
     _check(resolve("demo").path, context_tokens=2048, **options)
 
 
@@ -132,7 +134,7 @@ def test_other_options(options: dict[str, object]) -> None:
 def test_attention_weights_are_planned_without_flash_attention(
     write: Callable[[Path], Path], tmp_path: Path
 ) -> None:
-    """A pass of 512 rows over 32,768 cells with two heads, in f16 beside llama.cpp's buffer in f32."""
+    """512 rows times 32,768 cells times two heads in f16, on top of llama.cpp's f32 buffer."""
     rest = {}
     for flash_attention in ("off", "on"):
         how = LoadOptions(context_tokens=32_768, flash_attention=flash_attention, kv_type="f16")
@@ -146,8 +148,8 @@ def test_attention_weights_are_planned_without_flash_attention(
     assert rest["on"] == 0
 
 
-def test_merges_of_a_vocabulary_count() -> None:
-    """Pairs of tokens that are put together are kept, too: some models have two for each token."""
+def test_vocabulary_estimate_includes_merges() -> None:
+    """llama.cpp stores every merge of the tokenizer. Some models have two merges per token."""
     path, size = resolve("demo").path, 8192
     estimator = GgufMemoryEstimator(str(path), "demo")
     planned = estimator.estimate(LoadOptions(context_tokens=512)).bytes_of("vocabulary")
@@ -158,8 +160,10 @@ def test_merges_of_a_vocabulary_count() -> None:
 @pytest.mark.parametrize(
     ("quantisation", "flash_attention"), [("Q8_0", "auto"), ("Q4_0", "auto"), ("Q8_0", "off")]
 )
-def test_halves_of_a_model(quantisation: str, flash_attention: str, tmp_path: Path) -> None:
-    """Weights of Q4_0 are arranged anew on most processors, and what both halves use is there twice."""
+def test_split_model_estimate_matches_llama_cpp(
+    quantisation: str, flash_attention: str, tmp_path: Path
+) -> None:
+    """Most CPUs repack Q4_0 weights, and then both parts hold a copy of the shared tensors."""
     path = resolve("demo").path
     if quantisation == "Q4_0":
         path = tmp_path / "demo.gguf"
@@ -209,7 +213,7 @@ except edgespec.EdgespecError as error:
 
 
 def _limited(context_tokens: int, kv_type: str = "auto") -> list[Any]:
-    """What comes of loading the demo in a process whose address space is limited."""
+    """Load the demo in a process with a limited address space, and return its result."""
     program = [sys.executable, "-c", _LIMITED, str(resolve("demo").path), str(context_tokens), kv_type]
     done = subprocess.run(program, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -220,7 +224,7 @@ def _limited(context_tokens: int, kv_type: str = "auto") -> list[Any]:
 @pytest.mark.skipif(sys.platform != "linux", reason="the limit is not kept elsewhere")
 class TestHardLimit:
     @pytest.mark.parametrize("left", ["20", "35"])
-    def test_without_room_to_plan_it_says_so(self, left: str) -> None:
+    def test_too_little_memory_to_plan_is_an_error(self, left: str) -> None:
         program = [sys.executable, "-c", _LIMITED, str(resolve("demo").path), "1024", "auto", left]
         done = subprocess.run(program, capture_output=True, text=True, check=False)
         assert (done.returncode, done.stderr) == (0, "")
@@ -228,7 +232,7 @@ class TestHardLimit:
         assert name == "MemoryBudgetError"
         assert "ulimit -v" in what
 
-    def test_what_was_planned_to_fit_runs(self) -> None:
+    def test_a_plan_that_fits_runs_under_the_limit(self) -> None:
         plan, generated, context = _limited(65_536)
         assert "address space" in plan["budget_from"]
         assert plan["fits"]
@@ -236,7 +240,7 @@ class TestHardLimit:
         assert generated == 4
         assert context == plan["context"] == 65_536
 
-    def test_what_would_not_is_refused_before_anything_is_taken(self) -> None:
+    def test_a_plan_that_does_not_fit_is_rejected_before_loading(self) -> None:
         kind, what, next_step = _limited(65_536, "f16")
         assert kind == "MemoryBudgetError"
         assert "a context of 65,536 tokens" in what

@@ -1,4 +1,4 @@
-"""In a real control group: what was planned runs in it, what does not fit is refused, nothing is killed."""
+"""Plans in a real control group: one that fits runs, one that does not is rejected, and nothing is killed."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ except MemoryBudgetError as error:
 
 
 class Group:
-    """A control group below this process's own, and what happened in it."""
+    """A control group below this process's own, and its event counters."""
 
     def __init__(self, folder: Path, limit: str, most: str) -> None:
         self.folder = folder
         self._limit, self._most = folder / limit, folder / most
 
     def run(self, code: str, limit_bytes: int) -> str:
-        """What a Python that may hold so many bytes printed. The kernel kills what wants more."""
+        """Run Python code in the group under a memory limit, and return its output."""
         self._limit.write_text(str(limit_bytes))
         command = f'echo $$ > {self.folder}/cgroup.procs && exec "$@"'
         done = subprocess.run(
@@ -57,7 +57,7 @@ class Group:
 
 
 def _own_folder() -> tuple[Path, str, str] | None:
-    """The group of this process, and the names of a group's limit and of the most it held."""
+    """Return this process's group, and the file names of a group's limit and of its peak."""
     for line in Path("/proc/self/cgroup").read_text().splitlines():
         _, controllers, path = line.split(":", 2)
         if "memory" in controllers.split(","):
@@ -87,7 +87,7 @@ def group() -> Iterator[Group]:
         folder.rmdir()
 
 
-def test_the_limit_is_seen(group: Group) -> None:
+def test_the_group_limit_is_detected(group: Group) -> None:
     seen, _, what = group.run(LOOK, 200 * 2**20).partition(" ")
     assert 150 * 2**20 < int(seen) <= 200 * 2**20
     assert group.folder.name in what
@@ -104,6 +104,6 @@ Check = Callable[[str], bool]
         (300, lambda said: said.startswith("ran") and said.endswith("[]\n")),
     ],
 )
-def test_nothing_is_killed(group: Group, limit_mib: int, expected: Check) -> None:
+def test_plans_run_or_are_rejected_without_an_oom_kill(group: Group, limit_mib: int, expected: Check) -> None:
     said = group.run(FILL, limit_mib * 2**20)
     assert expected(said), said

@@ -1,4 +1,4 @@
-"""The ladder, on a pair whose sizes are plain numbers: what is given up, in what order, and what never is."""
+"""Tests of the planner on a pair with round sizes: what it gives up, and in what order."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ START = PlanChoice(8192)
 
 
 def measure(choice: PlanChoice) -> PairEstimate:
-    """A target of 16 layers that may lie on a card, and a draft."""
+    """A draft, and a target with 16 layers that can be put on a graphics card."""
     cache = choice.context_tokens * _KV_BYTES[choice.kv_type]
     weights = _WEIGHTS + (_WIDENED if choice.float32 else 0)
     items = [
@@ -52,7 +52,7 @@ def _total(choice: PlanChoice) -> int:
     return sum(item.bytes for item in measure(choice).items)
 
 
-def test_what_fits_is_left_alone() -> None:
+def test_a_plan_that_fits_is_unchanged() -> None:
     choice, plan = _fit(_total(START))
     assert choice == START
     assert plan.fits
@@ -60,7 +60,7 @@ def test_what_fits_is_left_alone() -> None:
     assert plan.total_bytes == _total(START)
 
 
-def test_for_speed_the_context_is_shortened_first_and_no_more_than_it_has_to_be() -> None:
+def test_prefer_speed_shortens_the_context_first_and_only_as_far_as_needed() -> None:
     choice, plan = _fit(_total(START) - 1)
     assert choice == replace(START, context_tokens=8192 - 256)
     (decision,) = plan.decisions
@@ -68,15 +68,15 @@ def test_for_speed_the_context_is_shortened_first_and_no_more_than_it_has_to_be(
     assert decision.bytes == 256 * (16 + _DRAFT_KV)
 
 
-def test_for_context_the_cache_is_quantised_first() -> None:
+def test_prefer_context_quantises_the_cache_first() -> None:
     choice, plan = _fit(_total(replace(START, float32=False)) - 1, prefer="context")
     assert choice == replace(START, kv_type="q8_0")
     (decision,) = plan.decisions
     assert (decision.what, decision.bytes) == ("a cache of type q8_0", 8192 * (16 - 9))
 
 
-def test_what_a_larger_step_made_needless_is_given_back() -> None:
-    """Without its draft the target fits as it was: then nothing else is given up."""
+def test_a_larger_step_undoes_earlier_ones_that_are_no_longer_needed() -> None:
+    """Without its draft the target fits unchanged, so the planner reports only the draft."""
     fixed: frozenset[PlanOption] = frozenset({"context"})
     alone = replace(START, draft=False)
     least = replace(START, kv_type="q4_0", draft_window=1024)
@@ -89,15 +89,15 @@ def test_what_a_larger_step_made_needless_is_given_back() -> None:
     assert len(plan.decisions) == 2
 
 
-def test_an_end_that_does_not_fit_says_so() -> None:
+def test_the_smallest_plan_may_not_fit() -> None:
     choice, plan = _fit(1000)
     assert not plan.fits
     assert choice == PlanChoice(512, "q4_0", draft=False, float32=False)
     assert {decision.what.split()[0] for decision in plan.decisions} == {"a", "no", "16-bit"}
 
 
-def test_what_frees_nothing_beside_the_others_is_not_told() -> None:
-    """The draft's cache is of the target's type, unless it has one of its own."""
+def test_steps_that_free_nothing_are_not_reported() -> None:
+    """The draft's KV cache has the target's type, unless it has one of its own."""
 
     def follows(choice: PlanChoice) -> PairEstimate:
         taken = 512 * _KV_BYTES[choice.draft_kv_type or choice.kv_type]
@@ -110,7 +110,7 @@ def test_what_frees_nothing_beside_the_others_is_not_told() -> None:
     assert all(decision.bytes > 0 for decision in plan.decisions)
 
 
-def test_a_step_the_model_cannot_take_is_left_out() -> None:
+def test_steps_that_the_model_does_not_support_are_skipped() -> None:
     def no_q8(choice: PlanChoice) -> PairEstimate:
         if choice.kv_type == "q8_0":
             raise OptionError("heads of 20 elements cannot be quantised")
@@ -123,7 +123,7 @@ def test_a_step_the_model_cannot_take_is_left_out() -> None:
 
 
 class TestCards:
-    """Two memories: layers on the card take its memory, the others the system's."""
+    """Two memory pools: layers on the graphics card, and all others in system memory."""
 
     def _measure(self, choice: PlanChoice) -> PairEstimate:
         there = _LAYERS + 1 if choice.gpu_layers is None else choice.gpu_layers
@@ -135,7 +135,7 @@ class TestCards:
         return PairEstimate(items, MemoryEstimate(choice.context_tokens, "f16", ()))
 
     @pytest.mark.parametrize("card_bytes", [_WEIGHTS, _WEIGHTS // 2, 4000])
-    def test_as_many_layers_as_fit(self, card_bytes: int) -> None:
+    def test_the_card_gets_as_many_layers_as_fit(self, card_bytes: int) -> None:
         budget = Budget(_WEIGHTS, "here", gpu_bytes=card_bytes)
         choice, plan = fit_to_budget(PlanChoice(512, draft=False), self._measure, budget, gpu_layers=_LAYERS)
         assert plan.fits
@@ -144,7 +144,7 @@ class TestCards:
         assert (choice.gpu_layers is None) == (card_bytes == _WEIGHTS)
         assert ("gpu_budget_bytes", card_bytes) in plan.to_json().items()
 
-    def test_layers_that_were_asked_for_stay(self) -> None:
+    def test_a_fixed_number_of_gpu_layers_is_unchanged(self) -> None:
         budget = Budget(_WEIGHTS, "here", gpu_bytes=_WEIGHTS // 2)
         start = PlanChoice(512, draft=False, gpu_layers=17)
         choice, plan = fit_to_budget(
@@ -164,7 +164,7 @@ _FIELDS = {"context": "context_tokens"}
     st.sampled_from(["speed", "context"]),
     st.integers(1, 64),
 )
-def test_it_fits_whenever_anything_does_and_keeps_what_was_asked_for(
+def test_the_planner_finds_a_plan_if_one_exists_and_changes_no_fixed_option(
     budget_bytes: int, fixed: set[PlanOption], prefer: Preference, blocks: int
 ) -> None:
     start = PlanChoice(blocks * 256)

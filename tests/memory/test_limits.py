@@ -1,4 +1,4 @@
-"""What limits this process, read from folders that stand for those of other machines."""
+"""Tests of memory limits, read from copies of other machines' /proc and /sys."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _found(root: Path) -> dict[str, int]:
 
 
 class TestControlGroups:
-    def test_every_group_around_this_process_counts(self, tmp_path: Path) -> None:
+    def test_limits_of_all_parent_groups_count(self, tmp_path: Path) -> None:
         root = _write(
             tmp_path,
             {
@@ -45,7 +45,7 @@ class TestControlGroups:
         # 1000 of what the group holds are other processes'.
         assert _found(root) == {"/user.slice": 4000}
 
-    def test_files_that_nobody_needs_are_room(self, tmp_path: Path) -> None:
+    def test_inactive_file_pages_count_as_free(self, tmp_path: Path) -> None:
         root = _write(
             tmp_path,
             {
@@ -71,16 +71,16 @@ class TestControlGroups:
         )
         assert _found(root) == {"/docker/abc": 2700, "/docker": 8000}
 
-    def test_the_path_may_be_one_outside_of_the_container(self, tmp_path: Path) -> None:
+    def test_a_group_path_outside_the_container_means_its_root(self, tmp_path: Path) -> None:
         files = {"proc/self/cgroup": "0::/../../outside\n", "sys/fs/cgroup/memory.max": "7000"}
         assert _found(_write(tmp_path, files)) == {"/": 7000}
 
-    def test_a_machine_without_any(self, tmp_path: Path) -> None:
+    def test_a_machine_without_control_groups(self, tmp_path: Path) -> None:
         assert _found(tmp_path) == {}
         junk = _write(tmp_path, {"proc/self/cgroup": "junk", "sys/fs/cgroup/memory.max": "junk"})
         assert _found(junk) == {}
 
-    def test_it_is_one_of_all_limits(self, tmp_path: Path) -> None:
+    def test_process_limits_include_the_group_limit(self, tmp_path: Path) -> None:
         files = {"proc/self/cgroup": "0::/a\n", "sys/fs/cgroup/a/memory.max": "1000"}
         found = process_limits(_write(tmp_path, files))
         assert min(found, key=lambda limit: limit.bytes) == Limit(
@@ -89,7 +89,7 @@ class TestControlGroups:
         assert found[0].what == "the available memory of this machine"
 
 
-def test_the_address_space(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_address_space_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda _: (5000, 9000))
     found = address_limit(held_bytes=100, mapped_bytes=1500)
     assert found is not None
@@ -118,18 +118,20 @@ class TestMac:
         assert found is not None
         return found
 
-    def test_it_is_asked_for_once(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_sysctl_runs_once(self, monkeypatch: pytest.MonkeyPatch) -> None:
         first = self._says(monkeypatch, "57344\n", 64 * GIB)
         monkeypatch.setattr(subprocess, "run", lambda *_, **__: pytest.fail("asked again"))
         assert apple_limit() == first
 
-    def test_a_wired_limit_that_was_set(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_wired_limit_that_the_user_set(self, monkeypatch: pytest.MonkeyPatch) -> None:
         found = self._says(monkeypatch, "57344\n", 64 * GIB)
         assert found.bytes == 56 * GIB
         assert "iogpu.wired_limit_mb" in found.what
 
     @pytest.mark.parametrize(("total", "share"), [(24 * GIB, 16 * GIB), (64 * GIB, 48 * GIB)])
-    def test_apples_share(self, monkeypatch: pytest.MonkeyPatch, total: int, share: int) -> None:
+    def test_the_default_wired_limit_is_a_share_of_the_memory(
+        self, monkeypatch: pytest.MonkeyPatch, total: int, share: int
+    ) -> None:
         for text in ("0\n", "junk"):
             assert self._says(monkeypatch, text, total).bytes == share
 
@@ -139,17 +141,17 @@ class TestBudget:
     def held(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("edgespec.memory.budget.resident_bytes", lambda: HELD)
 
-    def test_what_was_given_is_taken_whole(self) -> None:
+    def test_a_given_budget_has_no_reserve(self) -> None:
         budget = find_budget(8 * GIB)
         assert (budget.bytes, budget.gpu_bytes, budget.source) == (8 * GIB, 0, "--memory")
 
-    def test_what_no_machine_has_is_named(self) -> None:
+    def test_a_budget_beyond_the_memory_says_so_in_its_source(self) -> None:
         there = psutil.virtual_memory().total
         budget = find_budget(there + 1)
         assert budget.bytes == there + 1
         assert budget.source == f"--memory, more than the {format_bytes(there)} of this machine"
 
-    def test_what_was_found_leaves_a_reserve_and_says_where_it_is_from(
+    def test_a_detected_budget_leaves_a_reserve_and_names_its_source(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         found = (Limit(8000, "the machine"), Limit(2000, "the group /a"))
@@ -159,9 +161,7 @@ class TestBudget:
         assert budget.source == "the group /a, less 100 B for other programs"
         assert budget.limits == found
 
-    def test_what_this_process_holds_beside_python_is_no_models(
-        self, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_other_memory_of_this_process_reduces_the_budget(self, monkeypatch: pytest.MonkeyPatch) -> None:
         found = (Limit(2000 << 20, "the group"),)
         monkeypatch.setattr("edgespec.memory.budget.process_limits", lambda: found)
         monkeypatch.setattr("edgespec.memory.budget.process_bytes", lambda: 80 << 20)
@@ -171,14 +171,16 @@ class TestBudget:
         assert budget.bytes == alone - (420 << 20)
         assert budget.source.endswith(" and 420 MiB that this process holds already")
 
-    def test_addresses_are_shared_with_nobody_but_threads(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_an_address_limit_leaves_room_for_thread_stacks_only(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         limit = Limit((2000 << 20) + HELD, "addresses", hard=True, stack_bytes=40 << 20)
         monkeypatch.setattr("edgespec.memory.budget.process_limits", lambda: (limit,))
         budget = find_budget()
         assert budget.bytes == 1960 << 20
         assert budget.source == "addresses, less 40.0 MiB for stacks of threads"
 
-    def test_of_addresses_as_much_is_left_however_much_of_the_libraries_is_in_memory(
+    def test_an_address_budget_does_not_depend_on_resident_library_pages(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         found = set()
@@ -189,9 +191,7 @@ class TestBudget:
             found.add(find_budget().bytes)
         assert found == {(1000 - 40 + 48) << 20}
 
-    def test_what_was_given_is_no_more_than_a_hard_limit_leaves(
-        self, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_a_hard_limit_caps_a_given_budget(self, monkeypatch: pytest.MonkeyPatch) -> None:
         found = (Limit(1 << 20, "free now"), Limit(2000 << 20, "the group", hard=True))
         monkeypatch.setattr("edgespec.memory.budget.process_limits", lambda: found)
         assert within_limits(find_budget(100 << 20)) == find_budget(100 << 20)
@@ -207,7 +207,7 @@ class TestBudget:
         assert find_budget().reserve_bytes == 100
         assert within_limits(find_budget(1500, reserve_bytes=700), 700).bytes == 1300
 
-    def test_cards_with_memory_of_their_own_are_a_second_pool(self) -> None:
+    def test_cards_with_their_own_memory_are_a_second_pool(self) -> None:
         budget = find_budget(8 * GIB, [("CUDA0", 40 * GIB), ("CUDA1", 10 * GIB)])
         assert budget.bytes == 8 * GIB
         assert budget.gpu_bytes == 49 * GIB
@@ -215,7 +215,7 @@ class TestBudget:
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="there is no such limit")
-def test_a_real_limit_of_the_address_space() -> None:
+def test_a_real_address_space_limit() -> None:
     program = (
         "import resource; resource.setrlimit(resource.RLIMIT_AS, (3 << 30, 3 << 30));"
         "from edgespec.memory import find_budget; found = find_budget();"
@@ -227,5 +227,5 @@ def test_a_real_limit_of_the_address_space() -> None:
     assert int(size) < 3 << 30
 
 
-def test_this_process() -> None:
+def test_limits_of_this_process() -> None:
     assert min(limit.bytes for limit in process_limits()) > resident_bytes()

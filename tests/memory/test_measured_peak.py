@@ -1,4 +1,4 @@
-"""What is planned against the most that a process really held; the matrix is scripts/bench_plan.py."""
+"""Planned memory is near the measured peak of the process. scripts/bench_plan.py covers more cases."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _SCRIPTS = Path(__file__).parents[2] / "scripts"
 
 
 def _ran(tmp_path: Path, **cell: object) -> dict[str, Any]:
-    """What the program of one cell of the matrix found on the demo."""
+    """Run scripts/matrix/cell.py, on the demo by default, and return its result."""
     given = {"target": str(resolve("demo").path), "warm": str(write_llama(tmp_path / "tiny.gguf")), **cell}
     program = [sys.executable, str(_SCRIPTS / "matrix" / "cell.py"), "run", json.dumps(given)]
     done = subprocess.run(program, capture_output=True, text=True, check=False)
@@ -33,14 +33,14 @@ def _ran(tmp_path: Path, **cell: object) -> dict[str, Any]:
 
 
 def _own_bytes() -> int:
-    """What the process holds, without pages of files."""
+    """Return the anonymous memory of this process, which excludes pages of mapped files."""
     release_free_memory()
     lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon:"))
 
 
 def _planned_bytes(plan: dict[str, Any]) -> int:
-    """Return what a plan says of the models alone."""
+    """Return the planned bytes of the models, without the process and the headroom."""
     return sum(item["bytes"] for item in plan["items"] if item["kind"] not in ("process", "headroom"))
 
 
@@ -50,8 +50,8 @@ def _check_near(planned: int, measured: int) -> None:
 
 
 @pytest.mark.parametrize("quantisation", ["F16", "Q4_0"])
-def test_the_measured_peak_fits_the_plan(quantisation: str, tmp_path: Path) -> None:
-    """A model of 200 MiB with wide feed-forward layers, whose rows are converted to be multiplied."""
+def test_the_measured_peak_is_near_the_plan(quantisation: str, tmp_path: Path) -> None:
+    """Wide feed-forward layers need large conversion buffers. The model has 200 MiB."""
     sizes = Sizes(vocab=4000, embedding=512, feed_forward=2**15, layers=2, heads=4, heads_kv=1)
     path = write_gguf(tmp_path / "wide.gguf", "gqa", quantisation, sizes)
     found = _ran(tmp_path, target=str(path))
@@ -61,7 +61,7 @@ def test_the_measured_peak_fits_the_plan(quantisation: str, tmp_path: Path) -> N
     assert found["peak"] <= planned + headroom
 
 
-def test_the_demo_fits_its_plan(tmp_path: Path) -> None:
+def test_the_demo_is_near_its_plan(tmp_path: Path) -> None:
     found = _ran(tmp_path)
     _check_near(_planned_bytes(found["plan"]), found["peak"])
 
@@ -85,8 +85,8 @@ print(_own_bytes() - before)
 """
 
 
-def test_a_vocabulary_of_mlx_is_planned(tmp_path: Path) -> None:
-    """The tokenizers library keeps it, beside what Python makes of it."""
+def test_mlx_vocabulary_estimate_matches_the_measured_memory(tmp_path: Path) -> None:
+    """The estimate covers the copy in the tokenizers library and edgespec's tables."""
     pytest.importorskip("mlx.core")
     from edgespec.backends.mlx.memory_estimate import MlxMemoryEstimator
     from tests.backends.mlx.tiny_checkpoints import write_checkpoint
@@ -113,13 +113,13 @@ def test_a_vocabulary_of_mlx_is_planned(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_a_full_context_takes_what_was_planned(tmp_path: Path) -> None:
+def test_a_full_context_is_near_its_plan(tmp_path: Path) -> None:
     found = _ran(tmp_path, context=4096)
     _check_near(_planned_bytes(found["plan"]), found["peak"])
 
 
 @pytest.mark.long
-def test_every_kind_of_memory_takes_what_was_planned() -> None:
+def test_every_architecture_is_near_its_plan() -> None:
     options = ["--types", "F16,Q4_0", "--contexts", "2048", "--kv-types", "q8_0", "--mlx-kinds", ""]
     program = [sys.executable, str(_SCRIPTS / "bench_plan.py"), *options]
     done = subprocess.run(program, capture_output=True, text=True, check=False)
@@ -127,7 +127,7 @@ def test_every_kind_of_memory_takes_what_was_planned() -> None:
 
 
 @pytest.mark.long
-def test_what_is_planned_to_fit_runs_under_a_hard_limit_and_the_rest_is_refused() -> None:
+def test_plans_that_fit_run_under_a_hard_limit_and_others_are_rejected() -> None:
     options = ["--limits", "--kinds", "gqa,jamba", "--types", "F16,Q4_0", "--contexts", "8192"]
     options += ["--kv-types", "", "--mlx-kinds", ""]
     program = [sys.executable, str(_SCRIPTS / "bench_plan.py"), *options]
@@ -136,7 +136,7 @@ def test_what_is_planned_to_fit_runs_under_a_hard_limit_and_the_rest_is_refused(
 
 
 @pytest.mark.long
-def test_what_a_context_that_grew_was_copied_from_is_given_back() -> None:
+def test_a_context_resize_frees_the_old_cache() -> None:
     options = ["--grows", "--kinds", "gqa", "--types", "F16", "--contexts", "8192"]
     program = [sys.executable, str(_SCRIPTS / "bench_plan.py"), *options, "--kv-types", "", "--mlx-kinds", ""]
     done = subprocess.run(program, capture_output=True, text=True, check=False)

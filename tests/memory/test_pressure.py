@@ -74,7 +74,7 @@ def plain() -> Iterator[Runtime]:
 
 
 def idle_once(runtime: Runtime) -> None:
-    """Do the idle work on memory of one moment."""
+    """Run one step of idle work with a fixed amount of free memory."""
     runtime._session._reclaim_memory(lambda: True)
 
 

@@ -1,4 +1,4 @@
-"""Runtimes that keep texts whatever that costs, and what went on in them."""
+"""Helpers for prefix cache tests: runtimes that reuse every prefix."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PLENTY = 1 << 30
 
 
 class Always(ReuseCosts):
-    """Every reuse saves time, so that no test depends on how fast the machine is."""
+    """Reuse costs by which every reuse saves time, so that no test depends on the machine's speed."""
 
     def __init__(self) -> None:
         super().__init__(1e-3)
@@ -34,7 +34,7 @@ def keeper(
     available: int = 1 << 40,
     max_copied_bytes: int | None = None,
 ) -> PrefixCache:
-    """Keeps what this model read, in a folder too if there is one."""
+    """Create a prefix cache for a model, on disk too if a folder is given."""
     disk = PrefixCacheDisk(identity, quota_bytes, folder) if folder else None
     return PrefixCache(
         model,
@@ -47,13 +47,13 @@ def keeper(
 
 
 def keeping(model: LanguageModel, folder: Path | None = None, others: Any = None, **options: Any) -> Runtime:
-    """A runtime that keeps."""
+    """Create a runtime with a prefix cache."""
     kept = keeper(model, folder, **options)
     return Runtime(model, None, DrafterSet(model, None, others=others or {}), prefix_cache=kept)
 
 
 def ask(runtime: Runtime, tokens: Sequence[int], **options: Any) -> Reply:
-    """The whole reply to a prompt of tokens."""
+    """Return the complete reply to a prompt of tokens."""
     stream = runtime.stream_tokens(tokens, **options)
     for _ in stream:
         pass

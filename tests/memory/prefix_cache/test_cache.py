@@ -1,4 +1,4 @@
-"""Texts that are gone back to: the same replies, no more read than must be, within the bounds."""
+"""Tests of the prefix cache: replies stay the same, prefill reads only new tokens, and limits hold."""
 
 from __future__ import annotations
 
@@ -67,10 +67,10 @@ OVER_PIECES += [Act(0, "quiet", 1), Act(0, "another run", 1), *OVER_PIECES]
 )
 @example(history=OVER_PIECES, max_bytes=0, quota_bytes=None, max_copied_bytes=None)
 @example(history=OVER_PIECES, max_bytes=1 << 20, quota_bytes=1 << 20, max_copied_bytes=400)
-def test_every_reply_is_that_of_a_fresh_run(
+def test_every_reply_equals_that_of_a_fresh_run(
     make: str, history: list[Act], max_bytes: int, quota_bytes: int | None, max_copied_bytes: int | None
 ) -> None:
-    """The memory is looked into besides: what comes out of most depends on its last tokens only."""
+    """The KV cache is compared too, because most of these models predict from their last tokens alone."""
     plain = Runtime(inner := MADE[make](), None, DrafterSet(inner, None))
     texts = [[0], SYSTEM[:60], SYSTEM, SYSTEM + words(1, 90), words(2, 5), words(3, 200)]
     if make == "rounds":
@@ -110,9 +110,9 @@ def test_every_reply_is_that_of_a_fresh_run(
 
 
 class Rounding(TabularModel):
-    """What it says depends on all passes a text was read in; single steps and drafts count as alike.
+    """A model whose output depends on the widths of all its prefill passes, as with quantised kernels.
 
-    A token in its memory is `_MARKS` times a mark of what was before it, and itself.
+    Its cache holds the token id plus `_MARKS` times a checksum of the tokens and pass widths before it.
     """
 
     _MARKS = 16
@@ -159,8 +159,8 @@ def held(runtime: Runtime) -> list[int]:
 
 
 @pytest.mark.parametrize("folder", [False, True])
-def test_no_more_is_read_than_is_new(folder: bool, tmp_path: Path) -> None:
-    """Four chats with one system prompt, in turn: it is read once, of a turn only what was said since."""
+def test_prefill_reads_only_new_tokens(folder: bool, tmp_path: Path) -> None:
+    """Four interleaved chats share a system prompt. Prefill reads it once, and then only new tokens."""
     chats = [list(chat) for chat in CHATS]
     with keeping(table(1), tmp_path if folder else None, max_bytes=0 if folder else 1 << 20) as runtime:
         known: list[list[int]] = []
@@ -182,7 +182,7 @@ def common(a: list[int], b: list[int]) -> int:
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
-def test_what_texts_begin_with_is_there_once() -> None:
+def test_a_shared_prefix_is_stored_once() -> None:
     with keeping(table(1)) as runtime:
         for chat in (*CHATS, CHATS[0]):
             ask(runtime, chat, max_tokens=5, seed=1)
@@ -193,7 +193,7 @@ def test_what_texts_begin_with_is_there_once() -> None:
         assert len(own) == 4
 
 
-def test_a_memory_that_cannot_be_cut_is_kept_where_texts_part() -> None:
+def test_recurrent_states_are_saved_at_branch_points() -> None:
     with keeping(replayed_table(StateModel(1, context_tokens=4096))) as runtime:
         replies = [ask(runtime, chat, max_tokens=5, seed=1) for chat in CHATS]
         # The second text shows where they part, the third one gains by it.
@@ -203,7 +203,7 @@ def test_a_memory_that_cannot_be_cut_is_kept_where_texts_part() -> None:
         assert again.stats.cached_prompt_tokens >= len(said) - 1
 
 
-def test_what_is_read_in_two_parts_is_told_of_as_one() -> None:
+def test_prefill_in_two_parts_reports_one_progress() -> None:
     with keeping(replayed_table(StateModel(1, context_tokens=4096))) as runtime:
         ask(runtime, CHATS[0], max_tokens=5, seed=1)
         told: list[float] = []
@@ -218,8 +218,8 @@ def test_what_is_read_in_two_parts_is_told_of_as_one() -> None:
         assert told[-1] == 1.0
 
 
-def test_of_what_rounds_by_its_passes_no_more_is_put_back_than_is_gone_on_from() -> None:
-    """Texts that part within a piece: what they share of it is read again, and nothing is copied for it."""
+def test_models_with_inexact_reuse_restore_whole_blocks_only() -> None:
+    """Prompts branch inside a segment. The shared tokens after the last whole block are prefilled again."""
     texts = [4 * chat[:150] for chat in CHATS[:2]]
     with keeping(Rounding()) as runtime:
         for text in texts:
@@ -236,7 +236,7 @@ def test_of_what_rounds_by_its_passes_no_more_is_put_back_than_is_gone_on_from()
             ask(runtime, texts[1], max_tokens=5, seed=1)
 
 
-def test_a_new_run_goes_on_where_the_last_one_ended(tmp_path: Path) -> None:
+def test_a_new_run_reuses_prefixes_from_disk(tmp_path: Path) -> None:
     with keeping(table(1), tmp_path) as runtime:
         for chat in CHATS:
             ask(runtime, chat, max_tokens=5, seed=1)
@@ -248,7 +248,7 @@ def test_a_new_run_goes_on_where_the_last_one_ended(tmp_path: Path) -> None:
         assert ask(runtime, CHATS[0], max_tokens=5, seed=1).stats.cached_prompt_tokens == 0
 
 
-def test_other_programs_get_their_memory_back(tmp_path: Path) -> None:
+def test_low_memory_moves_prefixes_to_disk(tmp_path: Path) -> None:
     model = table(1)
     kept = keeper(model, tmp_path, available=1 << 40)
     with Runtime(model, None, DrafterSet(model, None), prefix_cache=kept) as runtime:
@@ -262,7 +262,7 @@ def test_other_programs_get_their_memory_back(tmp_path: Path) -> None:
         assert kept.usage().disk_bytes > 0
 
 
-def test_a_snapshot_that_does_not_fit_is_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_restore_falls_back_to_prefill(monkeypatch: pytest.MonkeyPatch) -> None:
     model = table(1)
     with keeping(model) as runtime:
         expected = ask(runtime, CHATS[0], max_tokens=20, seed=1).tokens
@@ -279,7 +279,7 @@ def test_a_snapshot_that_does_not_fit_is_read_again(monkeypatch: pytest.MonkeyPa
 
 
 class TestWrongSnapshots:
-    """A copy that does not go where its piece does is not put back, and gone."""
+    """A snapshot whose positions differ from its segment's is dropped instead of restored."""
 
     @staticmethod
     def visited(runtime: Runtime) -> PrefixCache:
@@ -296,7 +296,7 @@ class TestWrongSnapshots:
         assert wrong not in kept.store.tree
         assert held(runtime) == [*prompt, *reply.tokens][: len(held(runtime))]
 
-    def test_one_that_begins_elsewhere(self) -> None:
+    def test_a_wrong_start_position(self) -> None:
         with keeping(table(1)) as runtime:
             kept = self.visited(runtime)
             piece, shared = kept.store.tree.longest_match(np.array(CHATS[0], np.int32))
@@ -306,7 +306,7 @@ class TestWrongSnapshots:
             piece.snapshot = replace(piece.snapshot, start=0)
             self.check_read_again(runtime, kept, piece, len(SYSTEM))
 
-    def test_one_that_ends_elsewhere(self) -> None:
+    def test_a_wrong_end_position(self) -> None:
         with keeping(table(1)) as runtime:
             kept = self.visited(runtime)
             first = next(piece for piece in kept.store.tree if not piece.start)
@@ -316,7 +316,7 @@ class TestWrongSnapshots:
             self.check_read_again(runtime, kept, first, 0)
 
 
-def test_a_cache_that_cannot_be_copied_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_snapshot_is_not_cached(monkeypatch: pytest.MonkeyPatch) -> None:
     model = table(1)
 
     def refused(_start: int, _end: int) -> Snapshot:
@@ -329,7 +329,7 @@ def test_a_cache_that_cannot_be_copied_is_not_kept(monkeypatch: pytest.MonkeyPat
         assert "strange kind" in runtime.memory().prefix_cache.notice
 
 
-def test_what_is_forgotten_is_read_again() -> None:
+def test_cleared_prefixes_are_prefilled_again() -> None:
     with keeping(table(1)) as runtime:
         for chat in CHATS:
             ask(runtime, chat, max_tokens=5)
@@ -338,7 +338,7 @@ def test_what_is_forgotten_is_read_again() -> None:
         assert ask(runtime, CHATS[0], max_tokens=5).stats.cached_prompt_tokens == 0
 
 
-def test_keeping_must_pay() -> None:
+def test_prefixes_are_cached_only_if_reuse_saves_time() -> None:
     costs = ReuseCosts(1e-3)
     assert costs.saves_time(100, 1e6)
     assert not costs.saves_time(8, 0)
@@ -348,14 +348,14 @@ def test_keeping_must_pay() -> None:
     assert costs.saves_time(100, 1e5)
 
 
-def test_memory_is_bounded_by_what_is_left() -> None:
+def test_the_default_size_limit_depends_on_free_memory() -> None:
     assert default_memory_bytes(-5) == 0
     assert default_memory_bytes(8 << 30) == 2 << 30
     assert default_memory_bytes(1 << 40) == 4 << 30
 
 
-def test_what_was_in_the_cache_when_all_was_forgotten_is_not_written(tmp_path: Path) -> None:
-    """A person who removes the open chat does not find it on the disk after leaving."""
+def test_clearing_discards_the_open_prompt_too(tmp_path: Path) -> None:
+    """After a user deletes the open chat, closing the program must not write it to disk."""
     with keeping(table(1), tmp_path) as runtime:
         ask(runtime, CHATS[0], max_tokens=5)
         ask(runtime, CHATS[1], max_tokens=5)
@@ -370,7 +370,7 @@ def test_what_was_in_the_cache_when_all_was_forgotten_is_not_written(tmp_path: P
     assert [text[:200].tolist() for text in kept] == [[1, *CHATS[2]][:200]]
 
 
-def test_a_text_longer_than_the_context_is_left_where_it_is(tmp_path: Path) -> None:
+def test_a_prefix_longer_than_the_context_is_not_restored(tmp_path: Path) -> None:
     with keeping(table(1), tmp_path) as runtime:
         for chat in (CHATS[0], CHATS[1], CHATS[0]):
             ask(runtime, chat, max_tokens=5)

@@ -1,4 +1,4 @@
-"""Texts too large for one copy, or for what may be kept: in pieces, as far as there is room."""
+"""Tests of prompts that exceed the limit of one copy or of the prefix cache."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from tests.tables import table
 
 
 def sized(size_bytes: int) -> LanguageModel:
-    """A table with as many bytes of cache for a token as its copies take."""
+    """Return a tabular model whose KV cache has this size per token, like its snapshots."""
     model = table(1)
     model.facts = replace(model.facts, kv_bytes=size_bytes * model.facts.context_tokens)
     return model
 
 
 @pytest.mark.parametrize("max_bytes", [0, 500, PLENTY])
-def test_what_is_too_large_for_one_copy_is_kept_in_several(
+def test_long_prompts_are_stored_as_several_segments(
     max_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, sizes = sized(3), [0]
@@ -55,7 +55,7 @@ def test_what_is_too_large_for_one_copy_is_kept_in_several(
         assert sum(sizes) < 2 * 3 * len(chat)
 
 
-def test_of_what_is_larger_than_memory_the_beginning_is_kept() -> None:
+def test_prompts_larger_than_the_limit_keep_their_beginning() -> None:
     with keeping(sized(3), max_bytes=1500) as runtime:
         chat = words(7, 700)
         for _ in range(2):
@@ -66,7 +66,7 @@ def test_of_what_is_larger_than_memory_the_beginning_is_kept() -> None:
 
 
 def copies_of(model: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> list[Snapshot]:
-    """The copies that are made of its cache from now on."""
+    """Return a list that receives every later snapshot of the model."""
     made: list[Snapshot] = []
     snapshot = model.snapshot
 
@@ -78,7 +78,7 @@ def copies_of(model: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> list[Sna
     return made
 
 
-def test_what_there_is_no_room_for_is_not_copied_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_segments_without_room_are_not_copied_repeatedly(monkeypatch: pytest.MonkeyPatch) -> None:
     model = sized(3)
     made = copies_of(model, monkeypatch)
     with keeping(model, max_bytes=1500) as runtime:
@@ -90,9 +90,7 @@ def test_what_there_is_no_room_for_is_not_copied_each_time(monkeypatch: pytest.M
         assert runtime.memory().prefix_cache.hits >= 3
 
 
-def test_what_was_copied_with_more_memory_is_parted_in_smaller_copies(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_large_segments_are_split_to_the_copy_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with keeping(table(1), tmp_path) as runtime:
         ask(runtime, words(7, 700), max_tokens=5)
     model = sized(3)
@@ -106,7 +104,7 @@ def test_what_was_copied_with_more_memory_is_parted_in_smaller_copies(
 
 
 @pytest.mark.parametrize("max_bytes", [0, 1000])
-def test_what_was_deleted_for_the_quota_is_said_to_be_there_no_more(max_bytes: int, tmp_path: Path) -> None:
+def test_usage_excludes_files_deleted_for_the_quota(max_bytes: int, tmp_path: Path) -> None:
     with keeping(table(1), tmp_path, max_bytes=max_bytes, quota_bytes=4000) as runtime:
         for seed in range(8):
             ask(runtime, words(seed, 200), max_tokens=5)
@@ -116,7 +114,7 @@ def test_what_was_deleted_for_the_quota_is_said_to_be_there_no_more(max_bytes: i
         assert len(files) <= use.sequences <= len(files) + max_bytes // 500
 
 
-def test_what_there_is_no_room_to_copy_is_not_kept() -> None:
+def test_without_room_for_a_copy_nothing_is_cached() -> None:
     model = table(1)
     kept = PrefixCache(model, 1 << 20, reuse_costs=Always(), max_copied_bytes=0)
     with Runtime(model, None, DrafterSet(model, None), prefix_cache=kept) as runtime:

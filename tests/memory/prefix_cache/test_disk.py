@@ -1,4 +1,4 @@
-"""Files of kept texts: whole and right, or not used; bounded; and gone when they are to be forgotten."""
+"""Tests of the prefix cache on disk: damaged files are ignored, the quota holds, and clearing removes all."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PLENTY = 1 << 30
 
 
 def put(disk: PrefixCacheDisk, text: Tokens, start: int = 0, *, seconds: float = 1.0, size: int = 300) -> str:
-    """A piece from `start` to the end of a text."""
+    """Create a segment from `start` to the end of the tokens."""
     name = name_of(text, start)
     data = bytes(np.random.default_rng(len(text)).integers(0, 256, size, np.uint8))
     assert disk.write(
@@ -39,7 +39,7 @@ def file_of(disk: PrefixCacheDisk, name: str) -> Path:
     return disk.folder / f"{name}.kept"
 
 
-def test_a_piece_comes_back_as_it_was(tmp_path: Path) -> None:
+def test_a_segment_survives_a_round_trip(tmp_path: Path) -> None:
     disk = PrefixCacheDisk("a model", PLENTY, tmp_path)
     names = [put(disk, TEXT[:30]), put(disk, TEXT, 30)]
     again = PrefixCacheDisk("a model", PLENTY, tmp_path)
@@ -92,7 +92,7 @@ def test_a_damaged_file_is_never_used(data: st.DataObject, tmp_path_factory: pyt
         assert not path.exists()
 
 
-def test_what_goes_after_nothing_is_deleted(tmp_path: Path) -> None:
+def test_segments_without_a_parent_are_deleted(tmp_path: Path) -> None:
     disk = PrefixCacheDisk("a model", PLENTY, tmp_path)
     first = put(disk, TEXT[:30])
     last = put(disk, TEXT, 30)
@@ -101,7 +101,7 @@ def test_what_goes_after_nothing_is_deleted(tmp_path: Path) -> None:
     assert not file_of(disk, last).exists()
 
 
-def test_another_model_finds_nothing(tmp_path: Path) -> None:
+def test_another_model_has_no_segments(tmp_path: Path) -> None:
     disk = PrefixCacheDisk("a model", PLENTY, tmp_path)
     name = put(disk, TEXT)
     other = PrefixCacheDisk("another model", PLENTY, tmp_path)
@@ -113,7 +113,7 @@ def test_another_model_finds_nothing(tmp_path: Path) -> None:
     assert len(disk.list_segments()) == 1
 
 
-def test_the_quota_takes_what_is_worth_least_and_never_what_others_need(tmp_path: Path) -> None:
+def test_the_quota_evicts_the_least_valuable_leaves(tmp_path: Path) -> None:
     disk = PrefixCacheDisk("a model", 6000, tmp_path)
     shared = put(disk, TEXT[:20], seconds=1e-6)
     cheap = put(disk, TEXT[5:40], seconds=1e-3)
@@ -127,7 +127,7 @@ def test_the_quota_takes_what_is_worth_least_and_never_what_others_need(tmp_path
     assert not disk.write("x", "", TEXT, Snapshot(50, bytes(7000)), 1.0)
 
 
-def test_what_a_piece_goes_after_is_not_deleted_for_it(tmp_path: Path) -> None:
+def test_writing_a_segment_does_not_evict_its_parent(tmp_path: Path) -> None:
     disk = PrefixCacheDisk("a model", 4000, tmp_path)
     first = put(disk, TEXT[:20], seconds=1e-6)
     put(disk, TEXT[5:40], seconds=1.0, size=2000)
@@ -135,7 +135,7 @@ def test_what_a_piece_goes_after_is_not_deleted_for_it(tmp_path: Path) -> None:
     assert [piece.name for piece in disk.list_segments()] == [first, last]
 
 
-def test_what_does_not_fit_after_what_it_goes_on_from_deletes_nothing(tmp_path: Path) -> None:
+def test_a_segment_that_cannot_fit_evicts_nothing(tmp_path: Path) -> None:
     disk = PrefixCacheDisk("a model", 4000, tmp_path)
     names = {put(disk, TEXT[:20], size=2000), put(disk, TEXT[5:40])}
     copy = Snapshot(50, bytes(2000), 20)
@@ -143,7 +143,9 @@ def test_what_does_not_fit_after_what_it_goes_on_from_deletes_nothing(tmp_path: 
     assert {piece.name for piece in disk.list_segments()} == names
 
 
-def test_two_writers_take_turns_and_litter_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_writers_take_turns_and_delete_temporary_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("edgespec.memory.prefix_cache.disk._LOCK_SECONDS", 0.05)
     disk = PrefixCacheDisk("a model", PLENTY, tmp_path)
     put(disk, TEXT[:20])
@@ -156,7 +158,7 @@ def test_two_writers_take_turns_and_litter_goes(tmp_path: Path, monkeypatch: pyt
     assert not litter.exists()
 
 
-def test_a_folder_that_cannot_be_written_is_said(tmp_path: Path) -> None:
+def test_a_read_only_folder_is_reported(tmp_path: Path) -> None:
     (tmp_path / "kept").write_text("in the way")
     disk = PrefixCacheDisk("a model", PLENTY, tmp_path / "kept")
     assert disk.list_segments() == []
@@ -164,7 +166,7 @@ def test_a_folder_that_cannot_be_written_is_said(tmp_path: Path) -> None:
     assert "not cached in" in disk.notice
 
 
-def test_what_there_is_no_memory_to_write_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_little_memory_to_write_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refused(_path: Path, *_payload: bytes) -> None:
         raise MemoryError
 
@@ -174,7 +176,7 @@ def test_what_there_is_no_memory_to_write_is_said(tmp_path: Path, monkeypatch: p
     assert "memoryerror" in disk.notice
 
 
-def test_what_is_forgotten_goes_and_is_not_written_again(tmp_path: Path) -> None:
+def test_cleared_segments_are_not_written_again(tmp_path: Path) -> None:
     disk = PrefixCacheDisk("a model", PLENTY, tmp_path)
     put(disk, TEXT)
     assert delete_cached_prefixes(tmp_path) > 300
@@ -186,10 +188,10 @@ def test_what_is_forgotten_goes_and_is_not_written_again(tmp_path: Path) -> None
     assert len(disk.list_segments()) == 1
 
 
-def test_who_is_killed_while_forgetting_leaves_nothing_half_written(
+def test_a_kill_while_clearing_leaves_no_temporary_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No later writer would know that the file beside the mark is nobody's."""
+    """A later writer could not tell that a temporary file beside the marker has no owner."""
     made: list[object] = []
     for name, forget in (("kept", delete_cached_prefixes), ("chats", delete_saved_replies)):
         with monkeypatch.context() as patched, suppress(TypeError):  # nothing was made
@@ -204,8 +206,8 @@ def test_the_default_quota_leaves_most_of_the_disk(tmp_path: Path) -> None:
     assert 0 < bound <= 4 << 30
 
 
-def test_a_folder_that_cannot_be_entered_is_empty(tmp_path: Path) -> None:
-    """Such as another user's: a model loads, and says that nothing is kept."""
+def test_a_folder_without_permissions_is_empty(tmp_path: Path) -> None:
+    """With another user's folder the model loads, and reports that nothing is cached."""
     disk = PrefixCacheDisk("a model", PLENTY, tmp_path / ("x" * 300))
     assert disk.list_segments() == []
     assert disk.used_bytes() == 0
@@ -213,7 +215,7 @@ def test_a_folder_that_cannot_be_entered_is_empty(tmp_path: Path) -> None:
     assert "prefixes are not cached" in disk.notice
 
 
-def test_what_is_more_than_the_quota_by_now_goes(tmp_path: Path) -> None:
+def test_a_lower_quota_evicts_at_start(tmp_path: Path) -> None:
     names = [put(PrefixCacheDisk(model, PLENTY, tmp_path), TEXT) for model in ("a model", "another")]
     both = PrefixCacheDisk("a model", PLENTY, tmp_path).used_bytes()
     assert len(PrefixCacheDisk("a model", both, tmp_path).list_segments()) == 1
@@ -224,7 +226,7 @@ def test_what_is_more_than_the_quota_by_now_goes(tmp_path: Path) -> None:
     assert less.used_bytes() == 0
 
 
-def test_a_file_that_another_program_puts_in_its_place_meanwhile_is_whole_and_stays(tmp_path: Path) -> None:
+def test_a_file_that_another_program_replaced_is_not_deleted(tmp_path: Path) -> None:
     name = put(PrefixCacheDisk("a model", PLENTY, tmp_path), TEXT)
     done = Event()
 
@@ -246,9 +248,7 @@ def test_a_file_that_another_program_puts_in_its_place_meanwhile_is_whole_and_st
         writer.join()
 
 
-def test_what_is_forgotten_while_it_is_written_is_not_there_afterwards(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_clearing_during_a_write_removes_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     begun, forgotten = Event(), Event()
 
     def slowly(path: Path, *payload: bytes) -> None:

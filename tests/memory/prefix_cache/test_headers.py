@@ -1,4 +1,4 @@
-"""Files of kept texts that somebody else made: whatever they say of themselves, nothing goes wrong."""
+"""Prefix cache files with forged headers are ignored without an error."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def written(disk: PrefixCacheDisk, start: int, end: int) -> bool:
 
 
 def forge(path: Path, header: bytes) -> None:
-    """Another header on a file, with the right checksum."""
+    """Replace the header of a file, with a valid checksum."""
     with path.open("rb") as file:
         headers.read_header(file)
         rest = file.read()
@@ -34,9 +34,7 @@ def forge(path: Path, header: bytes) -> None:
 
 @pytest.mark.parametrize("quota_bytes", [1 << 30, 1500])
 @pytest.mark.parametrize("key", KEYS)
-def test_a_header_of_another_form_is_a_file_that_is_not_there(
-    tmp_path: Path, key: str, quota_bytes: int
-) -> None:
+def test_files_with_an_invalid_header_are_ignored(tmp_path: Path, key: str, quota_bytes: int) -> None:
     name = name_of(TEXT[:40], 0)
     values: tuple[Any, ...] = ("missing", None, "../x", "/x", -1, 1e400, 10**30, [], {}, True)
     for value in values:
@@ -54,7 +52,7 @@ def test_a_header_of_another_form_is_a_file_that_is_not_there(
 
 
 @pytest.mark.parametrize("header", [b"[]", b"7", b"null", b"[" * 100_000, b"\xff", b""])
-def test_a_header_that_is_no_object_is_a_file_that_is_not_there(tmp_path: Path, header: bytes) -> None:
+def test_files_whose_header_is_no_json_object_are_ignored(tmp_path: Path, header: bytes) -> None:
     disk = PrefixCacheDisk("a model", 1 << 30, tmp_path)
     assert written(disk, 0, 40)
     forge(disk.folder / f"{name_of(TEXT[:40], 0)}.kept", header)

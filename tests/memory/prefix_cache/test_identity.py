@@ -1,4 +1,4 @@
-"""What was kept with a cache of one form is not put into one of another, whatever the options were."""
+"""Prefixes are not reused by a model whose KV cache has another format."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def keeps_all(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 def said(
     path: str, context: int, *, prefix_cache: str = "disk", **others: Any
 ) -> tuple[int, tuple[int, ...]]:
-    """What is said to the text after it was asked before or not: how many tokens were not read, and it."""
+    """Load the model for one reply. Return the prompt tokens from the prefix cache and the reply's tokens."""
     with edgespec.load(path, context=context, prefix_cache=prefix_cache, **{**LOADED, **others}) as runtime:
         tokens = ask(runtime, [*TEXT, 9], max_tokens=20, seed=1, temperature=0.8).tokens
         return runtime.memory().prefix_cache.reused_tokens, tokens
@@ -46,18 +46,18 @@ def check_apart(path: str, small: int, large: int) -> None:
         assert tokens == fresh[context]
 
 
-def test_keys_that_are_turned_for_a_short_context_and_for_a_long_one(tmp_path: Path) -> None:
+def test_short_and_long_longrope_factors_do_not_share_prefixes(tmp_path: Path) -> None:
     check_apart(str(write_llama(tmp_path / "tiny.gguf", context=2048, long_from=512, layers=2)), 512, 1024)
 
 
-def test_types_that_auto_chose_by_the_size_of_the_context(
+def test_kv_types_that_auto_chose_do_not_share_prefixes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("edgespec.backends.llamacpp.kv_types._SMALL_CACHE_BYTES", 150_000)
     check_apart(str(write_llama(tmp_path / "tiny.gguf", context=2048, layers=2)), 512, 1024)
 
 
-def test_contexts_of_several_sizes_share_what_was_kept(tmp_path: Path) -> None:
+def test_context_lengths_share_prefixes(tmp_path: Path) -> None:
     path = str(write_llama(tmp_path / "tiny.gguf", context=2048, layers=2))
     run = partial(said, path)
     first, second = run(512), run(1024)
@@ -66,10 +66,8 @@ def test_contexts_of_several_sizes_share_what_was_kept(tmp_path: Path) -> None:
     assert len(list(kept_folder().glob("*/"))) == 1
 
 
-def test_what_some_threads_read_is_not_what_one_goes_on_with(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Where nobody says how many, that depends on the cores a process may use."""
+def test_thread_counts_do_not_share_prefixes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without --threads, the number of threads depends on the cores that the process may use."""
     path = str(write_llama(tmp_path / "tiny.gguf", context=2048, layers=2))
     run = partial(said, path, 512, threads=None, kv_type="f16")
     for threads in (2, 1):

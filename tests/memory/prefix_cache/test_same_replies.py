@@ -1,4 +1,4 @@
-"""Real models go back to texts: their replies are those of a fresh run, wherever those were kept."""
+"""Replies of real models after a prefix cache hit are those of a fresh run, from memory and from disk."""
 
 from __future__ import annotations
 
@@ -71,7 +71,9 @@ SELDOM = ("llama.cpp q8_0 cache", "llama.cpp short convolution", "MLX window")
         for name, make in MODELS.items()
     ],
 )
-def test_in_one_run_and_the_next(make: Make, tmp_path: Path, demo_target: Path) -> None:
+def test_prefixes_are_reused_in_the_same_run_and_the_next(
+    make: Make, tmp_path: Path, demo_target: Path
+) -> None:
     model = make(tmp_path, demo_target)
     words = np.random.default_rng(1).integers(3, 90, (4, 100)).tolist()
     begun = [[*words[3], *own] for own in words[:3]]
@@ -98,7 +100,7 @@ def test_in_one_run_and_the_next(make: Make, tmp_path: Path, demo_target: Path) 
 
 
 def _turn(runtime: Runtime, chat: list[int], turn: int) -> tuple[int, ...]:
-    """A few more words, and what is said to them."""
+    """Ask with a few more words, and return the reply."""
     chat += np.random.default_rng(turn).integers(3, 90, 9).tolist()
     method = ("none", "ngram")[turn % 2]
     options = {"seed": turn, "max_tokens": 12, "temperature": (0.0, 0.8, 1.2)[turn % 3]}
@@ -111,7 +113,7 @@ def _turn(runtime: Runtime, chat: list[int], turn: int) -> tuple[int, ...]:
 def forms(
     demo_target: Path, demo_draft: Path, low_bit_copy: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[[], tuple[LanguageModel, dict[str, Any]]]:
-    """The embedded model in halves, and what drafts on it."""
+    """Return the bundled model prepared for early exit, and its drafting options."""
     halves = prepare_layerskip(demo_target, 4, to=tmp_path_factory.mktemp("halves") / "demo").folder
 
     def make() -> tuple[LanguageModel, dict[str, Any]]:
@@ -128,7 +130,9 @@ def forms(
     return make
 
 
-def test_whatever_guesses(forms: Callable[[], tuple[LanguageModel, dict[str, Any]]], tmp_path: Path) -> None:
+def test_replies_are_the_same_with_every_drafter(
+    forms: Callable[[], tuple[LanguageModel, dict[str, Any]]], tmp_path: Path
+) -> None:
     model, drafters = forms()
     begun = [[7 + chat] * 3 + list(range(100, 180)) for chat in range(3)]
     with keeping(model, tmp_path, others=drafters) as runtime:
@@ -154,9 +158,7 @@ def always(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("always")
-def test_auto_and_suffix_in_chats_as_people_load_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_chats_with_default_options_reuse_prefixes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("EDGESPEC_DATA_DIR", str(tmp_path))
     asked = ["How do I list files by size?", "And by name?", "How do I unpack a tar file?"]
 
@@ -181,10 +183,8 @@ def test_auto_and_suffix_in_chats_as_people_load_them(
 
 
 @pytest.mark.usefixtures("always")
-def test_a_chat_that_goes_on_in_another_run_is_not_read_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its replies were sampled: what they tokenize to is not always what was drawn."""
+def test_a_continued_chat_is_not_prefilled_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sampled replies do not always tokenize to the tokens that were drawn."""
     monkeypatch.setenv("EDGESPEC_DATA_DIR", str(tmp_path))
     load = partial(edgespec.load, "demo", "none", prefix_cache="disk", threads=1, context=1024)
     with load() as runtime:
@@ -201,7 +201,7 @@ def test_a_chat_that_goes_on_in_another_run_is_not_read_again(
 
 @pytest.mark.long
 @pytest.mark.usefixtures("always")
-def test_every_way_of_guessing_with_mlx(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replies_are_the_same_with_every_mlx_drafter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("mlx.core")
     monkeypatch.setenv("EDGESPEC_DATA_DIR", str(tmp_path))
     methods = ["layerskip", "lowbit", "model", "suffix", "swift", "auto", "none"]
