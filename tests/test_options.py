@@ -79,7 +79,10 @@ def test_an_unknown_option_names_the_nearest(function: Any) -> None:
         ({"methods": "suffix"}, "methods is 'suffix'; pass a list"),
         ({"draft_branches": (9, 9)}, "draft_branches \\(9, 9\\) make 81 branches"),
         ({"max_loss": 2}, "max_loss is 2; use a share from 0 to 1"),
-        ({"method": "suffix", "draft_window": 9}, "draft_window applies to model and lowbit, but method suffix"),
+        (
+            {"method": "suffix", "draft_window": 9},
+            "draft_window applies to model and lowbit, but method suffix",
+        ),
     ],
 )
 def test_a_wrong_value_is_refused(options: dict[str, Any], error: str) -> None:

@@ -140,7 +140,7 @@ def test_settings_that_the_method_does_not_read_are_left_out(run: Run, file: Pat
         ("context = true", "line 1: context: True is not a valid value for this setting"),
         ("context = [1]", "line 1: context: [1] is a list, but this setting has one value"),
         ("target = 8", "line 1: target: 8 is not a string: write \"8\""),
-        ("target = 2020-01-01", "line 1: target: datetime.date(2020, 1, 1) is not a valid value for this setting"),
+        ("target = 2020-01-01", "line 1: target: datetime.date(2020, 1, 1) is not a valid value"),
         ("[target]\n", "line 1: target: {} is not a valid value for this setting"),
         ("mmap = 'yes'", "line 1: mmap: 'yes' is neither true nor false, without quotes"),
         ("stop = '###'", "line 1: stop: '###' is not a list, such as stop = [...]"),
