@@ -352,7 +352,7 @@ class TestAttentionWindow:
             target.commit((1, 2))
         assert_like_fresh_view(full, view, LowBit(str(full.copy), 4, 100), tree_of(target, TREES["binary"]))
         target.truncate(100)
-        with pytest.raises(CapabilityError, match="wider than"):
+        with pytest.raises(CapabilityError, match="exceeds the limit"):
             view.verify(TokenTree.chain(3, [4] * view.facts.capabilities.max_width))
         view.close()
         whole.close()

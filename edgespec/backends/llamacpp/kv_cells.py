@@ -32,7 +32,7 @@ class KvCells:
     Args:
         context: The context that owns the cells.
         max_branches: The maximum number of sequences for the branches of a tree.
-        replays: Whether the cache cannot be truncated exactly, so that a `ReplayModel` restores checkpoints.
+        replays: Whether a `ReplayModel` restores checkpoints, because the cache cannot be truncated exactly.
     """
 
     def __init__(self, context: LlamaContext, max_branches: int, *, replays: bool = False) -> None:
@@ -144,7 +144,7 @@ class KvCells:
 
         If the cache cannot be rolled back and no checkpoints are used, it is cleared instead.
         """
-        if not self._replays:  # Otherwise the other sequences hold checkpoints.
+        if not self._replays:  # With replay, the other sequences hold checkpoints.
             self._context.drop_others()
         self.length = length
         if not self._context.drop(0, length) and not self._replays:

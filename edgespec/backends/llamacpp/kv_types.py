@@ -113,8 +113,8 @@ def choose_kv_types(options: LoadOptions, f16_bytes: int, *, same_type: bool = F
 def prefill_kernel_differs(types: KvTypes, options: LoadOptions, threads: int) -> bool:
     """Return whether prefill uses a different attention kernel than target steps and verify passes.
 
-    This only happens with one CPU thread. With more threads, target steps and verify passes also use
-    different kernels from each other, so there is nothing to preserve.
+    This function only returns True for a single CPU thread. With more threads, even target steps and verify
+    passes use different kernels.
     """
     return threads == 1 and on_cpu(options) and not types.has_single_kernel
 

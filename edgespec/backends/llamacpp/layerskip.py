@@ -249,7 +249,7 @@ class LayerSkipModel(BaseModel):
     def draft(self, tree: TokenTree, first: int) -> HostLogits:
         """Run the tree's nodes, starting at index `first`, through the lower split.
 
-        The next call of `verify` reuses their hidden states.
+        The next call to `verify` reuses their hidden states.
         """
         try:
             self._check_pass(tree)

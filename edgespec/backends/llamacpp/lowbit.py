@@ -57,7 +57,7 @@ _DRAFT_TOKENS = 64
 _WINDOW_STEP_TOKENS = 64
 # The number of cells that a context with a window needs in addition to the sinks and the window.
 WINDOW_EXTRA_TOKENS = _WINDOW_STEP_TOKENS + _DRAFT_TOKENS
-# The window size that stands for the whole context.
+# A window size that means the whole context.
 _ALL_TOKENS = 1 << 62
 # The maximum number of cells per copy from the target. Bounds the delay of an interrupt and the copy's
 # memory.
@@ -121,7 +121,7 @@ def load_low_bit_view(target: SharedTarget, method: LowBit) -> LowBitView:
         left = options.memory_bytes - target.facts.weight_bytes - target.facts.max_kv_bytes
         options = replace(options, memory_bytes=max(0, left))
     name = f"{target.facts.name} at low bits"
-    # Check this before loading, which may take minutes.
+    # Check the size before loading, which may take minutes.
     check_weights_fit(name, check_file(method.copy), options)
     weights = load_weights(method.copy, name, options, None)
     try:

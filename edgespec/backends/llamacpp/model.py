@@ -72,7 +72,7 @@ def load(path: str, name: str, options: LoadOptions, progress: Progress | None =
         CancelledError: `progress` returned False.
     """
     if options.kv_type != "auto":
-        parse_kv_types(options.kv_type)  # Check this before loading, which may take minutes.
+        parse_kv_types(options.kv_type)  # Report invalid types before loading, which may take minutes.
     weights = load_weights(path, name, options, progress)
     try:
         model = LlamaCppModel(weights, path, name, options)

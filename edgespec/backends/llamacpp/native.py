@@ -28,7 +28,7 @@ _WARN, _ERROR = 3, 4
 # If not, the signal is resent again.
 _RESEND_SECONDS = 0.02
 _errors: deque[str] = deque(maxlen=20)
-# The lists of the active `captured_log` blocks.
+# The line lists of the currently active `captured_log` blocks.
 _captures: list[list[str]] = []
 # ctypes does not keep callbacks alive, so keep references for as long as C code may call them.
 _callbacks: list[Any] = []

@@ -64,7 +64,7 @@ def probe(
         raise ModelFileError("this model does not generate text", "choose a decoder-only language model")
     if lib.llama_model_has_encoder(weights) or lib.llama_model_is_diffusion(weights):
         raise ModelFileError(
-            "encoder-decoder and diffusion models do not generate token by token",
+            "encoder-decoder and diffusion models do not generate text token by token",
             "choose a decoder-only language model",
         )
     try:
