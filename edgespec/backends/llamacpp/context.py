@@ -290,7 +290,7 @@ class LlamaContext:
         self._lib.llama_memory_seq_cp(self._memory, source, sequence, start, end)
 
     def drop(self, sequence: int, start: int, end: int = -1) -> bool:
-        """Remove positions [start, end) from a sequence. By default, remove everything from `start` to the end.
+        """Remove positions [start, end) from a sequence. By default, remove from `start` to the end.
 
         Returns:
             Whether the positions were removed. A recurrent state cannot be truncated at every position.

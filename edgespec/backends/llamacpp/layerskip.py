@@ -321,9 +321,7 @@ class LayerSkipModel(BaseModel):
             self._cut(0)
         if not self._append_snapshot(snapshot):
             self._cut(min(snapshot.start, self.length))
-            raise BackendError(
-                "the snapshot does not match this model and context", "prefill the tokens again"
-            )
+            raise BackendError("the snapshot does not fit this model and context", "prefill the tokens again")
         self._lower.cells.length = self._cells.length = snapshot.length
 
     def _append_snapshot(self, snapshot: Snapshot) -> bool:

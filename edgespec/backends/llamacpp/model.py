@@ -243,9 +243,7 @@ class LlamaCppModel(BaseModel):
                 self._cells.truncate(min(snapshot.start, self.length))
             else:
                 self._context.clear()
-            raise BackendError(
-                "the snapshot does not match this model and context", "prefill the tokens again"
-            )
+            raise BackendError("the snapshot does not fit this model and context", "prefill the tokens again")
         self._cells.length = snapshot.length
 
     def _append_snapshot(self, snapshot: Snapshot) -> bool:
