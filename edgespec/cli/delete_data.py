@@ -34,8 +34,7 @@ def command(kind: str, as_json: bool) -> int:
 
     \b
     replies       earlier replies and prompts that method suffix drafts from
-    learned       trained draft models, measured pass costs, acceptance rates, the layers that method swift
-    skips
+    learned       trained draft models, measured pass costs, acceptance rates, layers that swift skips
     prefix-cache  cached prompts of earlier chats; they are processed again when you return to a chat
     all           all three [default]
 

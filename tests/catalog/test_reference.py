@@ -61,7 +61,7 @@ def test_the_home_folder_is_expanded(own_home: Path) -> None:
         ("hf.co/user", "is not a Hugging Face repository; write it as"),
         ("hf:user/repo with spaces", "is not a Hugging Face repository; write it as"),
         ("hf:user/repo:", "ends in a colon without a quantisation; write hf:user/repo:Q4_K_M, or"),
-        ("8b-q4:", "ends in a colon without a quantisation; write 8b-q4:Q4_K_M, or leave"),
+        ("8b-q4:", "ends in a colon without a quantisation; write 8b-q4:Q4_K_M, or remove"),
         ("8b-q4@main", "names revision main, but edgespec supports only the newest revision; write 8b-q4"),
         ("user/repo@", "names a revision, but edgespec supports only the newest revision; write user/repo"),
         (
