@@ -129,7 +129,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--llama-server", type=Path, help="the llama-server binary, for a GGUF target")
     parser.add_argument(
         "--grid",
-        help=f"configurations of the other program (default for llama-server: {GRID}; for mlx-lm: {MLX_GRID})",
+        help=f"configurations of the other program (llama-server: {GRID}; mlx-lm: {MLX_GRID})",
     )
     parser.add_argument(
         "--methods",
