@@ -25,10 +25,10 @@ from mlx_lm.utils import load as load_mlx_lm
 import edgespec
 from edgespec.catalog import resolve
 from edgespec.catalog.catalogue import models_folder
-from scripts.peers.replies import Arrivals, Run, ours
+from scripts.peers.replies import Run, TokenClock, edgespec_reply
 
 
-def load_theirs(reference: str) -> tuple[Any, Any]:
+def load_with_mlx_lm(reference: str) -> tuple[Any, Any]:
     """Load a model and its tokenizer with mlx-lm, in float32 if MLX runs on the CPU."""
     model, tokenizer, *_ = load_mlx_lm(str(resolve(reference).path))
     if mx.default_device() == mx.cpu:
@@ -37,34 +37,34 @@ def load_theirs(reference: str) -> tuple[Any, Any]:
     return model, tokenizer
 
 
-def theirs(model: Any, tokenizer: Any, prompt: list[int], options: dict[str, Any]) -> Run:
+def mlx_lm_reply(model: Any, tokenizer: Any, prompt: list[int], options: dict[str, Any]) -> Run:
     """Generate a reply with mlx-lm."""
-    tokens, accepted, arrivals = [], 0, Arrivals()
-    for piece in stream_generate(model, tokenizer, prompt, **options):
-        arrivals.note(1, piece.from_draft)
-        tokens.append(piece.token)
-        accepted += piece.from_draft
+    tokens, accepted, clock = [], 0, TokenClock()
+    for chunk in stream_generate(model, tokenizer, prompt, **options):
+        clock.add(1, chunk.from_draft)
+        tokens.append(chunk.token)
+        accepted += chunk.from_draft
     # Each pass ends with a token of the target, except the last one if the length limit cut it off.
-    return arrivals.run(tokens, accepted, len(tokens) - accepted + piece.from_draft)
+    return clock.finish(tokens, accepted, len(tokens) - accepted + chunk.from_draft)
 
 
-def compare(args: argparse.Namespace, sides: Sides, temperature: float) -> None:
+def compare(args: argparse.Namespace, programs: Programs, temperature: float) -> None:
     """Compare plain decoding and each draft length at one temperature, with both acceptance rules."""
     sampler = make_sampler(temp=temperature)
     # mlx-lm applies no sampling filters by default, so edgespec must not either.
     base = {"temperature": temperature, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "max_tokens": args.max_tokens}
-    print(f"temperature {temperature:g}, {len(sides.prompts)} prompts, up to {args.max_tokens} tokens")
+    print(f"temperature {temperature:g}, {len(programs.prompts)} prompts, up to {args.max_tokens} tokens")
     plain = {"max_tokens": args.max_tokens, "sampler": sampler}
-    report("plain", *sides.measure(plain, {**base, "method": "none"}))
+    report("plain", *programs.measure(plain, {**base, "method": "none"}))
     for length in map(int, args.draft_lengths.split(",")):
-        drafted = {**plain, "draft_model": sides.draft, "num_draft_tokens": length}
+        drafted = {**plain, "draft_model": programs.draft, "num_draft_tokens": length}
         for rule in ("invariant", "rejection") if temperature else ("invariant",):
-            wanted = {**base, "method": "model", "draft_length": length, "acceptance": rule}
-            report(f"draft length {length}, {rule}", *sides.measure(drafted, wanted))
+            edgespec_options = {**base, "method": "model", "draft_length": length, "acceptance": rule}
+            report(f"draft length {length}, {rule}", *programs.measure(drafted, edgespec_options))
 
 
 @dataclass
-class Sides:
+class Programs:
     """Both programs with the same weights, and the prompts."""
 
     runtime: edgespec.Runtime
@@ -74,28 +74,33 @@ class Sides:
     prompts: list[list[int]]
 
     def measure(
-        self, their_options: dict[str, Any], our_options: dict[str, Any]
+        self, mlx_lm_options: dict[str, Any], edgespec_options: dict[str, Any]
     ) -> tuple[list[Run], list[Run]]:
         """Answer all prompts with both programs, alternating in going first."""
         mlx_lm_runs, edgespec_runs = [], []
         for number, prompt in enumerate(self.prompts):
             mx.random.seed(number)
-            for our_turn in (True, False) if number % 2 else (False, True):
-                if our_turn:
-                    edgespec_runs.append(ours(self.runtime, prompt, {**our_options, "seed": number}))
+            for edgespec_turn in (True, False) if number % 2 else (False, True):
+                if edgespec_turn:
+                    edgespec_runs.append(
+                        edgespec_reply(self.runtime, prompt, {**edgespec_options, "seed": number})
+                    )
                 else:
-                    mlx_lm_runs.append(theirs(self.model, self.tokenizer, prompt, their_options))
+                    mlx_lm_runs.append(mlx_lm_reply(self.model, self.tokenizer, prompt, mlx_lm_options))
         return mlx_lm_runs, edgespec_runs
 
 
-def report(title: str, theirs: list[Run], ours: list[Run]) -> None:
+def report(title: str, mlx_lm_runs: list[Run], edgespec_runs: list[Run]) -> None:
     """Print speed ratios. Above 1, edgespec is faster."""
-    ratios = [a.seconds_per_token / b.seconds_per_token for a, b in zip(theirs, ours, strict=True)]
-    same = sum(a.tokens == b.tokens for a, b in zip(theirs, ours, strict=True))
+    ratios = [
+        a.seconds_per_token / b.seconds_per_token for a, b in zip(mlx_lm_runs, edgespec_runs, strict=True)
+    ]
+    same = sum(a.tokens == b.tokens for a, b in zip(mlx_lm_runs, edgespec_runs, strict=True))
     print(
         f"  {title:28} edgespec / mlx-lm speed: median {statistics.median(ratios):.3f},"
         f" geometric mean {statistics.geometric_mean(ratios):.3f};"
-        f" tokens per pass {rate(ours):.2f} against {rate(theirs):.2f}; {same} of {len(ours)} replies equal"
+        f" tokens per pass {rate(edgespec_runs):.2f} against {rate(mlx_lm_runs):.2f};"
+        f" {same} of {len(edgespec_runs)} replies equal"
     )
 
 
@@ -118,15 +123,15 @@ def main() -> None:
     args = parser.parse_args()
 
     with edgespec.load(args.target, args.draft, context=1024) as runtime:
-        model, tokenizer = load_theirs(args.target)
-        draft, _ = load_theirs(args.draft)
+        model, tokenizer = load_with_mlx_lm(args.target)
+        draft, _ = load_with_mlx_lm(args.draft)
         prompts = [
             tokenizer.apply_chat_template(json.loads(line)["messages"], add_generation_prompt=True)
             for line in args.prompts.read_text().splitlines()[:: args.every]
         ]
-        sides = Sides(runtime, model, draft, tokenizer, prompts)
+        programs = Programs(runtime, model, draft, tokenizer, prompts)
         for temperature in map(float, args.temperatures.split(",")):
-            compare(args, sides, temperature)
+            compare(args, programs, temperature)
 
 
 if __name__ == "__main__":

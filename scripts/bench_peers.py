@@ -1,19 +1,21 @@
 #!/usr/bin/env python3
-"""edgespec against llama-server (GGUF) or mlx-lm (MLX): the same files, prompts and lengths, as ratios.
+"""Compare the speed of edgespec with llama-server (GGUF) or mlx-lm (MLX) on the same files and prompts.
 
     scripts/build_llama_server ../llama
     scripts/bench_peers.py --llama-server ../llama/llama-server --target big.gguf --draft big-draft.gguf
     scripts/bench_peers.py --target demo-mlx --draft demo-mlx-draft --grid none,draft:2,draft:4
 
-Every configuration is a process of its own. All answer a prompt before the next one comes, one after another
-in an order that changes from prompt to prompt, and all but the one that answers are held still. Each
-temperature and each repeat begins with fresh processes, so no prompt finds anything of itself in a cache.
+Each configuration runs in its own process. All of them answer a prompt before the next prompt, in an order
+that changes from prompt to prompt, and all except the one that answers are suspended. Each temperature and
+each repeat starts new processes, so no prompt is in a prefix cache.
 
-decode: tokens per second after the first round, by llama-server's own clock and by ours. whole: tokens per
-second with the reading of the prompt, by our clock. Both are geometric means over the prompts. The ratios are
-to the one configuration of the other program that is fastest on all prompts together, chosen afterwards,
-which favours it; their 95 % intervals are a bootstrap over prompts. equal: replies that say the same tokens
-as plain decoding of the other program, and of the same.
+decode      tokens per second after the first round, by the clock of llama-server or of this script
+total       tokens per second including prefill, by the clock of this script
+equal       replies with the same tokens as plain decoding of the other program, and of the same program
+
+Speeds are geometric means over the prompts. Ratios compare with the one configuration of the other program
+that was fastest over all prompts. It is chosen afterwards, which favours the other program. Their 95 %
+intervals are a bootstrap over prompts.
 """
 
 from __future__ import annotations
@@ -31,50 +33,67 @@ from importlib.metadata import PackageNotFoundError, version
 from itertools import product
 from pathlib import Path
 from time import monotonic
-from typing import TypeAlias
 
 import psutil
 
 import edgespec
 from edgespec.assembly.drafting_options import DraftingOptions
-from edgespec.assembly.pairing import Pair, find_pair
+from edgespec.assembly.pairing import ModelPair, find_pair
 from edgespec.errors import EdgespecError, OptionError
 from edgespec.files import replace_when_written
 from edgespec.losslessness import Prompt, prompt_tokens, read_prompts
-from scripts.peers.configurations import GRID, Configuration, parse, server_flags
-from scripts.peers.figures import Measured
-from scripts.peers.llama_server import LlamaServer, kernels_of, kernels_of_binary, version_of
+from scripts.peers.configurations import GRID, Configuration, parse, rotated_order, server_flags
+from scripts.peers.figures import MeasuredReply
+from scripts.peers.llama_server import LlamaServer, binary_features, binary_version, enabled_features
 from scripts.peers.pool import Peer, Pool
-from scripts.peers.replies import Asked
-from scripts.peers.report import OURS, report
-from scripts.peers.worker import Edgespec, MlxLm, Worker
-
-# A configuration, how it is made, and what it is told.
-Program: TypeAlias = tuple[Configuration, Callable[[], Peer], str]
+from scripts.peers.replies import GenerationOptions
+from scripts.peers.report import EDGESPEC, report
+from scripts.peers.worker import EdgespecProgram, MlxLmProgram, Worker
 
 MLX_GRID = "none,draft:1,draft:2,draft:3,draft:4,draft:6,draft:8"
 
 
 @dataclass(frozen=True)
-class Setup:
-    """What is compared: how each configuration is made, and what it is told.
+class Contestant:
+    """One configuration to measure.
 
-    filters: top_k, top_p and min_p of all.
+    Attributes:
+        configuration: The program and its configuration.
+        make: Creates the program.
+        settings: Its flags or options, for the report.
     """
 
-    makers: Mapping[Configuration, Callable[[], Peer]]
-    flags: Mapping[Configuration, str]
-    versions: Sequence[str]
-    filters: tuple[int, float, float]
+    configuration: Configuration
+    make: Callable[[], Peer]
+    settings: str
 
 
 @dataclass(frozen=True)
-class Texts:
-    """The prompts as tokens, and the tokens that end a reply."""
+class Setup:
+    """The configurations to compare.
+
+    Attributes:
+        contestants: The configurations, in the order of the report.
+        versions: Lines of the report with versions and common flags.
+        filters: top_k, top_p and min_p of all programs.
+    """
+
+    contestants: Sequence[Contestant]
+    versions: Sequence[str]
+    filters: tuple[int, float, float]
+
+    @property
+    def configurations(self) -> list[Configuration]:
+        return [contestant.configuration for contestant in self.contestants]
+
+
+@dataclass(frozen=True)
+class PromptSet:
+    """The prompts, their tokens by name, and the tokens that end a reply."""
 
     prompts: Sequence[Prompt]
     tokens: Mapping[str, list[int]]
-    ends: frozenset[int]
+    end_tokens: frozenset[int]
 
 
 def main() -> None:
@@ -82,37 +101,40 @@ def main() -> None:
     try:
         pair = find_pair(args.target, args.draft, DraftingOptions.of(), None)
         setup = _setup(args, pair)
-        texts = _texts(args, pair)
+        prompt_set = _prompt_set(args, pair)
         print("\n".join(setup.versions))
-        for configuration, flags in setup.flags.items():
-            print(f"  {configuration!s:40} {flags}")
-        measured: list[Measured] = []
-        _save(args, setup, measured)  # a place that cannot be written to is told now
-        # Ended like this, too, no program is left behind.
+        for contestant in setup.contestants:
+            print(f"  {contestant.configuration!s:40} {contestant.settings}")
+        replies: list[MeasuredReply] = []
+        _save(args, setup, replies)  # fails now if the file cannot be written
+        # SIGTERM raises KeyboardInterrupt, so that all child processes are stopped.
         signal.signal(signal.SIGTERM, signal.default_int_handler)
         try:
-            measure(args, setup, texts, _needed_bytes(pair), measured)
+            measure(args, setup, prompt_set, _needed_bytes(pair), replies)
         except KeyboardInterrupt:
-            print("interrupted; what was measured until now:", file=sys.stderr)
-        _save(args, setup, measured)
+            print("Interrupted. These are the results so far:", file=sys.stderr)
+        _save(args, setup, replies)
     except (EdgespecError, OSError) as error:
         raise SystemExit(f"error: {error}") from error
-    for temperature in dict.fromkeys(each.temperature for each in measured):
-        print(report(list(setup.makers), [each for each in measured if each.temperature == temperature]))
+    for temperature in dict.fromkeys(reply.temperature for reply in replies):
+        print(report(setup.configurations, [each for each in replies if each.temperature == temperature]))
 
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--target", default="demo", help="a GGUF file or an MLX folder")
-    parser.add_argument("--draft", default="auto", help="its draft, or none")
-    parser.add_argument("--llama-server", type=Path, help="the binary, for a GGUF target")
-    parser.add_argument("--grid", help=f"configurations of the other program; llama-server: {GRID}")
+    parser.add_argument("--target", default="demo", help="a GGUF file or an MLX folder (default: demo)")
+    parser.add_argument("--draft", default="auto", help="the draft model, or none (default: auto)")
+    parser.add_argument("--llama-server", type=Path, help="the llama-server binary, for a GGUF target")
+    parser.add_argument(
+        "--grid",
+        help=f"configurations of the other program (llama-server: {GRID}; mlx-lm: {MLX_GRID})",
+    )
     parser.add_argument(
         "--methods",
         default="none,model:2,model:4,model:8,suffix,auto",
-        help="of edgespec, each with a draft length or without",
+        help="methods of edgespec, with a draft length or without (default: %(default)s)",
     )
     parser.add_argument("--acceptance", default="invariant")
     parser.add_argument("--temperatures", default="0,0.8")
@@ -120,53 +142,55 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--context", type=int, default=1024)
     parser.add_argument("--threads", type=int, default=psutil.cpu_count(logical=False) or os.cpu_count() or 1)
     parser.add_argument(
-        "--kv-type", help="of the caches in all GGUF programs, such as f16; each its own if not given"
+        "--kv-type", help="KV cache type of all GGUF programs, such as f16 (default: that of each program)"
     )
-    parser.add_argument("--prompts", type=Path, help="JSONL; by default those that come with edgespec")
+    parser.add_argument("--prompts", type=Path, help="JSONL file (default: the prompts of edgespec)")
     parser.add_argument("--every", type=int, default=1, help="take every n-th prompt")
     parser.add_argument("--repeats", type=int, default=1)
-    parser.add_argument("--json", type=Path, help="write every number here, after each prompt")
+    parser.add_argument("--json", type=Path, help="write all results to this file after each prompt")
     return parser.parse_args()
 
 
-def _setup(args: argparse.Namespace, pair: Pair) -> Setup:
-    usual = edgespec.SamplingParams()
-    filters = (usual.top_k, usual.top_p, usual.min_p)
+def _setup(args: argparse.Namespace, pair: ModelPair) -> Setup:
+    """Return the configurations to compare. For MLX models, `args.threads` is set to None."""
+    defaults = edgespec.SamplingParams()
+    filters = (defaults.top_k, defaults.top_p, defaults.min_p)
     versions = [f"edgespec {edgespec.__version__}"]
     target, draft = str(pair.target.path), str(pair.draft.path) if pair.draft else None
-    programs: list[Program] = []
+    contestants: list[Contestant] = []
     if pair.target.format == "mlx":
         versions += [f"{name} {_version(name)}" for name in ("mlx", "mlx-lm")]
-        programs += _mlx_programs(args, target, draft)
-        filters = (0, 1.0, 0.0)  # the programs apply them in different orders
-        args.threads = None  # MLX chooses them
+        contestants += _mlx_lm_contestants(args, target, draft)
+        filters = (0, 1.0, 0.0)  # off, because the two programs apply the filters in different orders
+        args.threads = None  # MLX does not let a program choose the number of threads
     elif args.llama_server:
-        versions += [f"llama-server {version_of(args.llama_server)}", *_kernels(args.llama_server)]
-        versions.append(f"llama-server {' '.join(_server_flags(args, target))}")
-        programs += _server_programs(args, target, draft)
+        versions += [f"llama-server {binary_version(args.llama_server)}", *_features(args.llama_server)]
+        versions.append(f"llama-server {' '.join(_common_flags(args, target))}")
+        contestants += _server_contestants(args, target, draft)
     else:
-        versions.append("no --llama-server: edgespec alone")
-    programs += _our_programs(args, target, draft)
-    makers = {configuration: maker for configuration, maker, _ in programs}
-    return Setup(makers, {configuration: told for configuration, _, told in programs}, versions, filters)
+        versions.append("Only edgespec is measured. Give --llama-server to compare it with llama-server.")
+    contestants += _edgespec_contestants(args, target, draft)
+    return Setup(contestants, versions, filters)
 
 
-def _mlx_programs(args: argparse.Namespace, target: str, draft: str | None) -> Iterator[Program]:
+def _mlx_lm_contestants(args: argparse.Namespace, target: str, draft: str | None) -> Iterator[Contestant]:
     for name in (args.grid or MLX_GRID).split(","):
-        length = _mlx_length(name, draft)
-        maker = partial(Worker, MlxLm(target, draft or "none", length))
-        yield Configuration("mlx-lm", name), maker, f"--num-draft-tokens {length}" if length else ""
+        length = _mlx_lm_draft_length(name, draft)
+        make = partial(Worker, MlxLmProgram(target, draft or "none", length))
+        settings = f"--num-draft-tokens {length}" if length else ""
+        yield Contestant(Configuration("mlx-lm", name), make, settings)
 
 
-def _server_programs(args: argparse.Namespace, target: str, draft: str | None) -> Iterator[Program]:
-    for name in (args.grid or _without_draft(GRID, draft)).split(","):
-        own = server_flags(name, draft)
-        maker = partial(LlamaServer, args.llama_server, [*_server_flags(args, target), *own])
-        yield Configuration("llama-server", name), maker, " ".join(own)
+def _server_contestants(args: argparse.Namespace, target: str, draft: str | None) -> Iterator[Contestant]:
+    default_grid = ",".join(name for name in GRID.split(",") if draft or "draft:" not in name)
+    for name in (args.grid or default_grid).split(","):
+        flags = server_flags(name, draft)
+        make = partial(LlamaServer, args.llama_server, [*_common_flags(args, target), *flags])
+        yield Contestant(Configuration("llama-server", name), make, " ".join(flags))
 
 
-def _server_flags(args: argparse.Namespace, target: str) -> list[str]:
-    """Of all configurations: one reply at a time, and nothing kept of the last: it would only cost time."""
+def _common_flags(args: argparse.Namespace, target: str) -> list[str]:
+    """Return the flags of all llama-server configurations: one reply at a time and no prompt cache in RAM."""
     flags = ["--model", target, "--ctx-size", args.context, "--threads", args.threads]
     flags += ["--threads-batch", args.threads, "--parallel", 1, "--cache-ram", 0, "--offline"]
     if args.kv_type:
@@ -175,43 +199,41 @@ def _server_flags(args: argparse.Namespace, target: str) -> list[str]:
     return [*map(str, flags)]
 
 
-def _our_programs(args: argparse.Namespace, target: str, draft: str | None) -> Iterator[Program]:
+def _edgespec_contestants(args: argparse.Namespace, target: str, draft: str | None) -> Iterator[Contestant]:
     for name in args.methods.split(","):
         method, length = parse(name)
-        # A method that needs no draft model is not to pay for one.
-        drafted = draft if method == "auto" or "model" in method.split("+") else None
+        # Other methods would load the draft model without using it.
+        used_draft = draft if method == "auto" or "model" in method.split("+") else None
         kv_type = args.kv_type or "auto"
-        ours = Edgespec(
-            target, drafted or "none", method, length, args.acceptance, args.context, args.threads, kv_type
+        program = EdgespecProgram(
+            target, used_draft or "none", method, length, args.acceptance, args.context, args.threads, kv_type
         )
-        told = ", ".join(f"{key}={value}" for key, value in vars(ours).items() if value)
-        yield Configuration(OURS, name), partial(Worker, ours), told
+        settings = ", ".join(f"{key}={value}" for key, value in vars(program).items() if value)
+        yield Contestant(Configuration(EDGESPEC, name), partial(Worker, program), settings)
 
 
-def _mlx_length(name: str, draft: str | None) -> int | None:
-    """The draft length of a configuration of mlx-lm; None drafts nothing. Raises OptionError."""
+def _mlx_lm_draft_length(name: str, draft: str | None) -> int | None:
+    """Return the draft length of a configuration of mlx-lm, None for plain decoding. Raises OptionError."""
     kind, length = parse(name)
     if (kind == "draft" and length and draft) or name == "none":
         return length
-    raise OptionError(f"{name!r} is no configuration of mlx-lm", "give none, or draft:LENGTH and a --draft")
+    raise OptionError(
+        f"{name!r} is not a configuration of mlx-lm", "give none, or draft:LENGTH together with --draft"
+    )
 
 
-def _without_draft(grid: str, draft: str | None) -> str:
-    """The default grid, without what needs a draft model where there is none."""
-    return ",".join(name for name in grid.split(",") if draft or "draft:" not in name)
-
-
-def _kernels(binary: Path) -> list[str]:
-    """What both were built for; different kernels would be compared otherwise."""
+def _features(binary: Path) -> list[str]:
+    """Return lines with the build features of llama-cpp-python, and a warning if llama-server's differ."""
     import llama_cpp
 
-    ours, theirs = kernels_of(llama_cpp.llama_print_system_info().decode()), kernels_of_binary(binary)
-    said = [f"llama-cpp-python {_version('llama-cpp-python')}: {ours}"]
-    if ours != theirs:
-        said.append(
-            f"NOT ALIKE: this llama-server has {theirs}; scripts/build_llama_server builds one that is"
+    features = enabled_features(llama_cpp.llama_print_system_info().decode())
+    lines = [f"llama-cpp-python {_version('llama-cpp-python')}: {features}"]
+    if features != (server_features := binary_features(binary)):
+        lines.append(
+            f"warning: llama-server has other features: {server_features}. The comparison is not fair."
+            " Build llama-server with scripts/build_llama_server."
         )
-    return said
+    return lines
 
 
 def _version(package: str) -> str:
@@ -221,75 +243,74 @@ def _version(package: str) -> str:
         return "not installed"
 
 
-def _texts(args: argparse.Namespace, pair: Pair) -> Texts:
+def _prompt_set(args: argparse.Namespace, pair: ModelPair) -> PromptSet:
     prompts = read_prompts(args.prompts)[:: args.every]
     if len({prompt.name for prompt in prompts}) < len(prompts):
-        raise OptionError("two prompts have the same id", "give each its own")
+        raise OptionError("two prompts have the same id", "give each prompt its own id")
     with edgespec.load(str(pair.target.path), "none", context=args.context, method="none") as runtime:
         tokens = {prompt.name: prompt_tokens(runtime, prompt) for prompt in prompts}
-        ends = frozenset(filter(runtime.vocabulary.is_end, range(runtime.target.vocab_size)))
-    for name, each in tokens.items():
-        if len(each) + args.max_tokens > args.context:
+        end_tokens = frozenset(filter(runtime.vocabulary.is_end, range(runtime.target.vocab_size)))
+    for name, prompt in tokens.items():
+        if len(prompt) + args.max_tokens > args.context:
             raise OptionError(
-                f"prompt {name} has {len(each)} tokens; with {args.max_tokens} of a reply they do not fit",
+                f"prompt {name} has {len(prompt)} tokens, which with --max-tokens {args.max_tokens} exceed"
+                f" the context of {args.context} tokens",
                 "use a larger --context or a smaller --max-tokens",
             )
-    return Texts(prompts, tokens, ends)
+    return PromptSet(prompts, tokens, end_tokens)
 
 
-def _needed_bytes(pair: Pair) -> int:
-    """What must be free before one more configuration is loaded."""
+def _needed_bytes(pair: ModelPair) -> int:
+    """Return the memory that must be available before another configuration is loaded."""
     models = [each.path for each in (pair.target, pair.draft) if each]
     files = [file for path in models for file in (path.rglob("*") if path.is_dir() else [path])]
     return int(1.5 * sum(file.stat().st_size for file in files)) + 2**30
 
 
 def measure(
-    args: argparse.Namespace, setup: Setup, texts: Texts, needed_bytes: int, measured: list[Measured]
+    args: argparse.Namespace,
+    setup: Setup,
+    prompt_set: PromptSet,
+    needed_bytes: int,
+    replies: list[MeasuredReply],
 ) -> None:
-    """Every prompt by every configuration, added to `measured`. One that fails is left out from then on."""
-    working = list(setup.makers)
+    """Answer every prompt with every configuration and append the results to `replies`.
+
+    A configuration that fails is left out from then on.
+    """
+    working = setup.configurations
     passes = list(product(map(float, args.temperatures.split(",")), range(args.repeats)))
-    began, done = monotonic(), 0
+    makers = {contestant.configuration: contestant.make for contestant in setup.contestants}
+    started, done, total = monotonic(), 0, len(passes) * len(prompt_set.prompts)
     for temperature, repeat in passes:
-        with closing(Pool(setup.makers, needed_bytes)) as pool:
-            for number, prompt in enumerate(texts.prompts):
-                asked = Asked(args.max_tokens, temperature, 1 + number, *setup.filters)
-                for configuration in in_turn(working, number, repeat):
+        with closing(Pool(makers, needed_bytes)) as pool:
+            for index, prompt in enumerate(prompt_set.prompts):
+                options = GenerationOptions(args.max_tokens, temperature, 1 + index, *setup.filters)
+                for configuration in rotated_order(working, index + repeat):
                     try:
-                        run = pool.ask(configuration, texts.tokens[prompt.name], asked)
+                        run = pool.generate(configuration, prompt_set.tokens[prompt.name], options)
                     except EdgespecError as error:
                         print(f"{configuration} is left out: {error}", file=sys.stderr)
                         working.remove(configuration)
                         continue
-                    ended = bool(run.tokens) and run.tokens[-1] in texts.ends
-                    one = Measured(
-                        configuration, prompt.name, prompt.category, temperature, repeat, run, ended
-                    )
-                    measured.append(one)
+                    ended = bool(run.tokens) and run.tokens[-1] in prompt_set.end_tokens
+                    labels = (configuration, prompt.name, prompt.category, temperature, repeat)
+                    replies.append(MeasuredReply(*labels, run, ended))
                 if not working:
-                    raise EdgespecError("no configuration is left to be measured", "see the lines above")
-                _save(args, setup, measured)
+                    raise EdgespecError("all configurations failed", "see the errors above")
+                _save(args, setup, replies)
                 done += 1
-                prompts = len(passes) * len(texts.prompts)
-                minutes = (monotonic() - began) / done * (prompts - done) / 60
-                print(f"{done} of {prompts} prompts, about {minutes:.0f} min left", file=sys.stderr)
+                minutes = (monotonic() - started) / done * (total - done) / 60
+                print(f"{done} of {total} prompts, about {minutes:.0f} min left", file=sys.stderr)
 
 
-def in_turn(configurations: Sequence[Configuration], number: int, repeat: int) -> list[Configuration]:
-    """The order for a prompt: another one begins each time, and every second time it runs backwards."""
-    at = (number + repeat) // 2 % len(configurations)
-    rotated = [*configurations[at:], *configurations[:at]]
-    return rotated if (number + repeat) % 2 == 0 else rotated[::-1]
-
-
-def _save(args: argparse.Namespace, setup: Setup, measured: Sequence[Measured]) -> None:
+def _save(args: argparse.Namespace, setup: Setup, replies: Sequence[MeasuredReply]) -> None:
     if args.json:
         content = {
             "versions": list(setup.versions),
             "arguments": {name: str(value) for name, value in vars(args).items()},
-            "configurations": {str(each): flags for each, flags in setup.flags.items()},
-            "measured": [each.to_json() for each in measured],
+            "configurations": {str(each.configuration): each.settings for each in setup.contestants},
+            "replies": [reply.to_json() for reply in replies],
         }
         with replace_when_written(args.json) as path:
             path.write_text(json.dumps(content), encoding="utf-8")

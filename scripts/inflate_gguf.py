@@ -1,16 +1,17 @@
 #!/usr/bin/env python3
-"""Make a small Llama GGUF cost what a large one costs, while it says what the small one says.
+"""Enlarge a Llama GGUF so that it is as slow as a large model but generates the same tokens.
 
-Small models are not bound by memory, so they cannot show what speculation costs or saves. This pads the
-residual stream, heads, feed-forward and depth of a model with parts that contribute exactly nothing:
-real acceptance at real cost. The result is F16.
+Small models are not limited by memory bandwidth, so they cannot show the costs and savings of speculation.
+This script pads the width, heads, feed-forward layers and depth of a model with weights that do not change
+its output. The result has the acceptance rates of the small model and the costs of a large one. It is in
+F16.
 
     scripts/inflate_gguf.py models/demo-target-q8_0.gguf big-target.gguf --dim 2048 --ffn 5632 --layers 24
     scripts/inflate_gguf.py models/demo-draft-q8_0.gguf big-draft.gguf --dim 768 --ffn 2048 --layers 6
 
-Padding keeps RMSNorm exact: with x' = [x, 0] of width D', the weight w' = w * sqrt(D/D') and
-eps' = eps * D/D' give the same normalised values. New heads and feed-forward units have zero output columns,
-inserted layers zero output projections.
+RMSNorm stays exact: for x' = [x, 0] of width D', the weight w' = w * sqrt(D/D') and eps' = eps * D/D' give
+the same normalised values. The output columns of new heads and feed-forward units are zero, and so are the
+output projections of new layers.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ Matrix = NDArray[np.float16]
 
 
 class Inflater:
-    """Turns each tensor of a Llama model into its larger counterpart."""
+    """Pads the tensors of a Llama model to a larger shape."""
 
     def __init__(self, reader: gguf.GGUFReader, dim: int, ffn: int, layers: int, seed: int) -> None:
         def field(key: str) -> Any:
@@ -35,20 +36,21 @@ class Inflater:
 
         if field("general.architecture") != "llama":
             raise SystemExit(
-                f"error: architecture {field('general.architecture')!r}; only 'llama' is understood"
+                f"error: the architecture is {field('general.architecture')!r}; only 'llama' is supported"
             )
         self.old_dim, old_ffn = int(field("llama.embedding_length")), int(field("llama.feed_forward_length"))
         old_layers, heads = int(field("llama.block_count")), int(field("llama.attention.head_count"))
         kv_heads = int(field("llama.attention.head_count_kv"))
         if dim % self.old_dim or layers % old_layers or ffn < old_ffn:
             raise SystemExit(
-                f"error: --dim must be a multiple of {self.old_dim}, --layers of {old_layers}, "
-                f"--ffn at least {old_ffn}"
+                f"error: --dim must be a multiple of {self.old_dim}, --layers a multiple of {old_layers},"
+                f" and --ffn at least {old_ffn}"
             )
         self.dim, self.layers, self.step = dim, layers, layers // old_layers
         head_dim, times = self.old_dim // heads, dim // self.old_dim
         query, key = heads * times * head_dim, kv_heads * times * head_dim
-        self.shapes = {  # rows, columns, whether new rows must be zero
+        # Rows, columns, and whether new rows must be zero.
+        self.shapes = {
             "attn_q": (query, dim, False),
             "attn_k": (key, dim, False),
             "attn_v": (key, dim, False),
@@ -73,7 +75,7 @@ class Inflater:
         self._random = np.random.default_rng(seed)
 
     def block(self, kind: str, weights: NDArray[np.float32] | None) -> NDArray[Any]:
-        """A tensor of a layer; None for a layer that adds nothing."""
+        """Return a padded tensor of a layer, or of a new layer without effect if `weights` is None."""
         if kind.endswith("_norm"):
             return np.ones(self.dim, np.float32) if weights is None else self.norm(weights)
         rows, columns, zero_rows = self.shapes[kind]
@@ -85,13 +87,13 @@ class Inflater:
         return result
 
     def norm(self, weights: NDArray[np.float32]) -> NDArray[np.float32]:
-        """The gains of an RMSNorm over the wider stream."""
+        """Return the padded weights of an RMSNorm."""
         gains = np.ones(self.dim, np.float32)
         gains[: self.old_dim] = weights * np.sqrt(self.old_dim / self.dim)
         return gains
 
     def table(self, weights: NDArray[np.float32]) -> Matrix:
-        """An embedding or head over the wider stream."""
+        """Return a padded embedding or output matrix."""
         wide = np.zeros((weights.shape[0], self.dim), np.float16)
         wide[:, : self.old_dim] = weights
         return wide
@@ -101,8 +103,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("source")
-    parser.add_argument("result")
+    parser.add_argument("source", help="the GGUF file to enlarge")
+    parser.add_argument("result", help="the GGUF file to write")
     parser.add_argument(
         "--dim", type=int, required=True, help="new embedding width, a multiple of the old one"
     )
@@ -133,7 +135,7 @@ def main() -> None:
         elif tensor.name in ("token_embd.weight", "output.weight"):
             writer.add_tensor(tensor.name, inflater.table(weights))
         else:
-            raise SystemExit(f"error: tensor {tensor.name!r} is not understood")
+            raise SystemExit(f"error: unknown tensor {tensor.name!r}; only plain Llama models are supported")
     for layer in range(inflater.layers):
         for kind in kinds if layer % inflater.step else ():
             writer.add_tensor(f"blk.{layer}.{kind}.weight", inflater.block(kind, None))

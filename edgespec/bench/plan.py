@@ -112,9 +112,10 @@ class BenchPlan:
         return len(self.prompts) * len(self.temperatures) * self.repeats * len(self.configs)
 
     def rounds(self) -> Iterator[BenchRound]:
-        """Yield all rounds, alternating between categories so that a run that ends early covers all of them.
+        """Yield all rounds, alternating between categories so that a partial run covers all categories.
 
-        Each round starts with a different configuration, and every second repeat runs in reverse order. A
+        A round answers one prompt with every configuration. Each round starts with a different configuration,
+        and every second repeat runs in reverse order. A
         gradual slowdown of the machine, for example from heat, then affects all configurations equally.
         """
         for repeat in range(self.repeats):

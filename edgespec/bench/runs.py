@@ -29,7 +29,7 @@ class Measurement:
     Attributes:
         prompt: Name of the prompt.
         repeat: Index of the repeat, from 0.
-        position: Position of the reply within its round, from 0.
+        position: Index of the reply within its `BenchRound`, from 0.
         config: The method configuration that produced the reply.
         seconds: Wall-clock time of the whole reply.
         joules: Energy that the whole processors used during the reply. None if the system does not report it.

@@ -102,7 +102,7 @@ def tune(
 ) -> Tuning:
     """Measure and save pass costs, then try each drafter on the prompts.
 
-    Replies are sampled greedily. Each prompt is answered with all methods before the next, so that a gradual
+    Replies use greedy decoding. Each prompt is answered with all methods before the next, so that a gradual
     slowdown of the machine affects all methods equally.
 
     Args:

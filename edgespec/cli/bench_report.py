@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 __all__ = ["print_report"]
 
-_PIPE_COLUMNS = 100  # chart width where there is no terminal
-_MIN_SPEED_UP = 1.03  # below this, run-to-run noise could explain the difference
+_PIPE_COLUMNS = 100  # chart width in columns if stdout is not a terminal
+_MIN_SPEED_UP = 1.03  # a smaller difference could be measurement noise
 _LEGEND = """\
 SPEED-UP      tokens per second divided by those of plain decoding on the same prompt, without prefill
 95 %          confidence interval of SPEED-UP

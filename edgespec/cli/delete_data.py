@@ -35,10 +35,10 @@ def command(kind: str, as_json: bool) -> int:
     \b
     replies       earlier replies and prompts that the suffix method searches
     learned       trained draft models, measured pass costs, acceptance rates, layers for swift
-    prefix-cache  cached prompts of earlier chats, which are processed again when you return to a chat
+    prefix-cache  cached prompts of earlier chats; they are processed again when you return to a chat
     all           all three [default]
 
-    Saved chats and the files of `edgespec prepare` stay.
+    Saved chats and the files made by `edgespec prepare` are kept.
     """
     import edgespec
 

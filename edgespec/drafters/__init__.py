@@ -1,1 +1,4 @@
-"""Drafters: one module per method of drafting. They propose tokens; `edgespec.auto` decides when to draft."""
+"""Drafters propose tokens for the target to verify. There is one module per drafting method.
+
+`edgespec.auto` decides when to draft.
+"""

@@ -1,7 +1,7 @@
-"""Tree growth that adapts the shape of a draft to its probabilities and to the cost of verifying it.
+"""Draft tree growth that adapts to the draft probabilities and to the cost of verification.
 
-Sources: EAGLE-2 (arXiv 2406.16858) expands the nodes of largest path probability first. Sequoia (arXiv
-2402.12374) sizes a tree by the measured cost of a pass of its width.
+As in EAGLE-2 (arXiv 2406.16858), the nodes with the highest path probability are expanded first. As in
+Sequoia (arXiv 2402.12374), the tree size depends on the measured cost of a verify pass of that width.
 """
 
 from __future__ import annotations
@@ -22,28 +22,30 @@ from edgespec.drafters.tree_growth import Children, DraftProbs, TreeGrowth
 
 __all__ = ["AdaptiveTreeGrowth"]
 
-# Levels below the current one that are estimated for trees. Estimates further ahead are too uncertain.
+# When growing a tree, estimate at most this many further levels. Estimates beyond that are too uncertain.
 _MAX_LOOKAHEAD_LEVELS = 4
-# Width limit of a draft.
+# Maximum width of a draft in tokens, including the root.
 _MAX_WIDTH = 64
-# Cost of width 2 from which a forced draft has two levels: one level would hardly be cheaper.
+# If a verify pass of two tokens costs at least this many target steps, a forced draft has two levels instead
+# of one, because the second level adds little to the cost.
 _STEEP_COST = 1.9
-# Assumed cost of a draft pass, in target steps, until it is measured.
+# Cost of a draft pass, in target steps, assumed until the first measurement.
 _ASSUMED_DRAFT_PASS_COST = 0.2
 
 
 class AdaptiveTreeGrowth(TreeGrowth):
-    """Adds the children, level by level, that maximise the expected speed of the round.
+    """Grows a draft tree level by level to maximise the expected decoding speed.
 
     The speed is S = (1 + sum of path probabilities) / (draft passes * c + v(width)), in tokens per target
-    step. Each level weighs its possible children together with their expected descendants. The cost c of a
-    draft pass is measured, and v need not be monotone.
+    step. Each level is chosen by considering its possible children together with their expected descendants.
+    The cost c of a draft pass is measured. v does not have to be monotone.
 
     Args:
-        limits: Width and branches of a verify pass.
-        v: Cost of a verify pass by width, in target steps. It is read anew in each round.
-        siblings: Children per node at most; 1 grows chains.
-        clock: Returns the time in seconds.
+        limits: Maximum width and number of branches of a verify pass.
+        v: Cost of a verify pass by width, in target steps. Evaluated again for each draft, so it may change
+            over time.
+        siblings: Maximum number of children per node; 1 grows chains.
+        clock: Returns the current time in seconds.
     """
 
     chooses_length = True
@@ -68,7 +70,7 @@ class AdaptiveTreeGrowth(TreeGrowth):
 
     @property
     def draft_pass_cost(self) -> float:
-        """Cost of a pass of the draft model, in target steps."""
+        """Cost of a draft model pass, in target steps."""
         if not self._draft_pass_seconds.value or not self._target_step_seconds.value:
             return _ASSUMED_DRAFT_PASS_COST
         return self._draft_pass_seconds.value / self._target_step_seconds.value
@@ -95,7 +97,7 @@ class AdaptiveTreeGrowth(TreeGrowth):
     def record_verify_pass(self, width: int) -> None:
         if self._round.passes:
             self._target_step_seconds.add((self._clock() - self._round.started) / self._v(width))
-            self._round.passes = 0  # The next pass may verify no draft of this drafter.
+            self._round.passes = 0  # The next pass may not include a draft of this drafter.
 
     def grow_level(self, path_probs: Sequence[float], draft_probs: DraftProbs) -> list[Children]:
         this_round = self._round
@@ -104,7 +106,7 @@ class AdaptiveTreeGrowth(TreeGrowth):
             return [
                 self._forced_child(path_prob, draft_probs(node)) for node, path_prob in enumerate(path_probs)
             ]
-        # Candidates are (path probability, frontier node, rank among its siblings).
+        # Each candidate is (path probability, frontier node, rank among its siblings).
         candidates = [
             (path_prob * self._acceptance.prob(rank, draft_prob), node, rank)
             for node, path_prob in enumerate(path_probs)
@@ -131,7 +133,7 @@ class AdaptiveTreeGrowth(TreeGrowth):
         return children
 
     def _add_children(self, drafted: int, rank: int) -> int:
-        """Return how many children to add so that a node has the child of a rank; 0 where none fit."""
+        """Return how many children a node needs to include the child at `rank`; 0 if they do not fit."""
         this_round = self._round
         added = max(rank + 1 - drafted, 0)
         forks = added - (added > 0 and drafted == 0)
@@ -142,7 +144,7 @@ class AdaptiveTreeGrowth(TreeGrowth):
         return added
 
     def _forced_child(self, path_prob: float, probs: NDArray[np.float64]) -> Children:
-        """Return one child, which gets a child of its own where a second level hardly costs more."""
+        """Return one child. It is expanded if a second level adds little to the cost of the verify pass."""
         this_round = self._round
         this_round.width += 1
         forced_levels = 2 if self._v(2) >= _STEEP_COST else 1
@@ -164,17 +166,17 @@ class AdaptiveTreeGrowth(TreeGrowth):
     def _best_addition(
         self, candidates: NDArray[np.float64], width: int, expected_tokens: float
     ) -> tuple[int, int, NDArray[np.int64]]:
-        """Find the candidates and descendants whose addition maximises the speed.
+        """Find the candidates and descendants to add so that the expected speed is highest.
 
         Args:
-            candidates: Path probabilities of possible children, float64, descending.
-            width: Width of the tree without them.
-            expected_tokens: Expected tokens of the tree without them.
+            candidates: Path probabilities of the possible children, float64, in descending order.
+            width: Width of the tree before adding any candidate.
+            expected_tokens: Expected number of tokens emitted with the tree before adding any candidate.
 
         Returns:
-            The number of descendant levels, the number of nodes to add, and node indices in order of
-            probability. Index i * (levels + 1) + d is the expected descendant of candidate i, d levels below;
-            the candidate itself for d = 0.
+            The number of descendant levels, the number of nodes to add, and node indices in descending order
+            of probability. Index i * (levels + 1) + d is the expected descendant d levels below candidate i;
+            d = 0 is the candidate itself.
         """
         this_round = self._round
         if len(candidates) == 1:
@@ -196,7 +198,7 @@ class AdaptiveTreeGrowth(TreeGrowth):
     def _best_chain(
         self, candidate: float, width: int, expected_tokens: float
     ) -> tuple[int, int, NDArray[np.int64]]:
-        """Return the result of `_best_addition` for one candidate, with descendants to the draft length."""
+        """Return the result of `_best_addition` for a chain: one candidate and its descendants."""
         this_round = self._round
         levels = min(this_round.draft_length - this_round.passes + 1, self._max_width - width)
         counts = np.arange(levels + 1)
@@ -210,18 +212,18 @@ class AdaptiveTreeGrowth(TreeGrowth):
 
 @dataclass(slots=True)
 class _Round:
-    """State of one round.
+    """State of one draft-and-verify round.
 
     Attributes:
-        draft_length: Limit for the draft passes.
+        draft_length: Maximum number of draft passes.
         draft_pass_cost: Cost of a draft pass, in target steps.
-        costs: Cost of a verify pass of width 1, 2, and so on, float64.
-        started: When the draft began; once it is complete, when the verify pass began.
-        is_forced: The draft is made even where none is expected to save time.
-        passes: Draft passes so far.
-        width: Tokens of the tree with its root.
-        leaves: Leaves of the tree.
-        expected_tokens: Expected tokens of the round.
+        costs: Cost of a verify pass, in target steps, for width 1, 2, and so on; float64.
+        started: Start time of drafting, or of the verify pass once the draft is complete.
+        is_forced: Draft even if drafting is not expected to save time.
+        passes: Number of draft passes so far.
+        width: Number of tokens in the tree, including the root.
+        leaves: Number of leaves in the tree.
+        expected_tokens: Expected number of tokens emitted in this round.
     """
 
     draft_length: int
@@ -235,25 +237,25 @@ class _Round:
     expected_tokens: float = 1.0
 
     def pass_costs(self, width: int, count: int) -> NDArray[np.float64]:
-        """Return the costs of `count` widths from `width` on. Width 0 costs a target step."""
+        """Return the costs of `count` consecutive widths, starting at `width`. Width 0 costs one step."""
         indices = np.maximum(np.arange(width, width + count) - 1, 0)
         return self.costs[indices]
 
 
 class _ChildAcceptance:
-    """Acceptance probability of a child by its rank and by the draft model's probability at that rank.
+    """Estimates the acceptance probability of a child from its rank and its draft probability.
 
-    The tokens themselves do not matter, because the tree must not depend on the tokens that were drawn. The
-    prior is that the draft model's probabilities are right.
+    The estimate ignores the token ids, because the tree shape must not depend on which tokens were drawn. The
+    prior assumes that the draft model's probabilities are correct.
     """
 
-    # Bounds between classes of draft probabilities, and the prior acceptance probability of each class.
+    # Bucket boundaries for draft probabilities, and the prior acceptance probability of each bucket.
     _EDGES = (0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.9, 0.97)
     _PRIOR = np.array([0.01, 0.035, 0.07, 0.15, 0.27, 0.42, 0.57, 0.72, 0.85, 0.93, 0.98])
-    # Weights in drafted tokens: of the prior, and of the counts after a pause.
+    # Weight of the prior, and maximum weight of the counts after a pause, both in drafted tokens.
     _PRIOR_WEIGHT = 4.0
     _WEIGHT_AFTER_PAUSE = 2.0
-    # Prior acceptance probability of a node's best child where the draft probability is unknown.
+    # Prior acceptance probability of a node's most likely child if its draft probability is unknown.
     _TYPICAL_PRIOR = 0.7
 
     def __init__(self, ranks: int) -> None:
@@ -262,19 +264,19 @@ class _ChildAcceptance:
         self._by_rank = AcceptanceCounts(nothing[:, 0], nothing[:, 0])
 
     def prob(self, rank: int, draft_prob: float) -> float:
-        """Return the acceptance probability of the `rank`-th best child, given its draft probability."""
+        """Return the acceptance probability of the child at `rank`, given its draft probability."""
         category = rank, bisect_right(self._EDGES, draft_prob)
         accepted = self._by_prob.accepted[category] + self._PRIOR_WEIGHT * self._PRIOR[category[1]]
         return float(accepted / (self._by_prob.drafted[category] + self._PRIOR_WEIGHT))
 
     @property
     def typical_prob(self) -> float:
-        """Acceptance probability of the best child of a node whose draft probabilities are unknown."""
+        """Acceptance probability of a node's most likely child if its draft probability is unknown."""
         accepted = float(self._by_rank.accepted.max()) + self._PRIOR_WEIGHT * self._TYPICAL_PRIOR
         return accepted / (float(self._by_rank.drafted.max()) + self._PRIOR_WEIGHT)
 
     def record(self, probs: NDArray[np.float64], accepted: int | None) -> None:
-        """Record which child of a node was accepted; see `TreeGrowth.record_outcome`."""
+        """Record which child of a node was accepted. See `TreeGrowth.record_outcome`."""
         for rank in range(len(self._by_rank.accepted)):
             self._by_rank.record((rank,), rank == accepted)
         for rank, prob in enumerate(probs):
@@ -285,21 +287,21 @@ class _ChildAcceptance:
         return {"seen": self._by_prob.saved(), "any": self._by_rank.saved()}
 
     def restore_statistics(self, saved: Mapping[str, NDArray[Any]]) -> None:
-        """Continue from the arrays of `saved_statistics`.
+        """Restore the counts returned by `saved_statistics`.
 
         Raises:
             KeyError: An array is missing.
-            ValueError: An array holds impossible values.
+            ValueError: An array contains invalid values.
         """
         self._by_prob.restore(saved["seen"])
         self._by_rank.restore(saved["any"])
 
     def limit_weight(self) -> None:
-        """Reduce the weight of the counts after a pause."""
+        """Reduce the weight of old counts after a pause."""
         self._by_prob.limit_weight(self._WEIGHT_AFTER_PAUSE)
         self._by_rank.limit_weight(self._WEIGHT_AFTER_PAUSE)
 
     def decay(self) -> None:
-        """Move all counts a little towards their prior."""
+        """Move all counts slightly towards their prior."""
         self._by_prob.decay()
         self._by_rank.decay()

@@ -1,4 +1,4 @@
-"""Interface of the store that keeps a drafter's learned state between runs."""
+"""Interface for saving a drafter's learned state between runs."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ __all__ = ["ArrayStore"]
 
 
 class ArrayStore(Protocol):
-    """Store of named arrays. Failures raise nothing and set `notice`.
+    """Stores named arrays. On failure, methods set `notice` instead of raising.
 
     Attributes:
-        notice: Why the last call failed, for the user; empty if it did not.
+        notice: User-facing message if the last call failed; otherwise empty.
     """
 
     notice: str
 
     def load(self) -> Mapping[str, NDArray[Any]]:
-        """Return the arrays saved last; an empty mapping if there are none or they are unreadable."""
+        """Return the last saved arrays, or an empty mapping if there are none or they are unreadable."""
 
     def save(self, values: Mapping[str, NDArray[Any]]) -> None:
         """Replace the saved arrays."""

@@ -1,4 +1,4 @@
-"""The interface of drafters."""
+"""Base classes for drafters."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ __all__ = ["BudgetedDrafter", "Drafter", "MemoryUse", "check_rollback"]
 
 @dataclass(frozen=True, slots=True)
 class MemoryUse:
-    """Memory of a drafter, without the target's own.
+    """Memory used by a drafter, excluding the target's memory.
 
     Attributes:
-        weight_bytes: Weights of the draft model.
-        cache_bytes: KV cache of the draft model.
-        other_bytes: Token buffers, lookup indexes and the state of online training.
+        weight_bytes: Size of the draft model's weights.
+        cache_bytes: Size of the draft model's KV cache.
+        other_bytes: Size of token buffers, lookup indexes and online training state.
     """
 
     weight_bytes: int = 0
@@ -36,7 +36,7 @@ class MemoryUse:
 
     @classmethod
     def of(cls, model: ModelFacts) -> MemoryUse:
-        """Return the memory of a draft model."""
+        """Return the memory used by a draft model."""
         return cls(model.weight_bytes, model.kv_bytes)
 
     def __add__(self, other: MemoryUse) -> MemoryUse:
@@ -50,15 +50,16 @@ class MemoryUse:
 class Drafter(ABC):
     """Proposes tokens for the target to verify. Drafts affect the speed of a reply, never its tokens.
 
-    The order of calls in a round is `propose`, the target's `verify`, `observe`, the target's `commit`,
-    `commit`. A round may omit `propose`. A draft may be cut, or merged with others, before it is verified.
+    Each draft-and-verify round calls `propose`, the target's `verify`, `observe`, the target's `commit`, and
+    `commit`, in this order. `propose` may be skipped. The caller may shorten a draft, or merge it with other
+    drafts, before it is verified.
 
     Attributes:
         name: Name of the method in options and reports.
-        is_lookup: Drafts are looked up without running a model. Any part of such a draft may be verified
-            without the rest.
-        chooses_length: The drafter chooses the draft length itself, up to the limit given to `propose`.
-        has_idle_work: `run_idle_work` does something.
+        is_lookup: Drafts are looked up without running a model. Any part of such a draft can be verified on
+            its own.
+        chooses_length: The drafter chooses the draft length, up to the limit passed to `propose`.
+        has_idle_work: Whether the drafter implements `run_idle_work`.
     """
 
     name: str
@@ -68,7 +69,7 @@ class Drafter(ABC):
 
     @abstractmethod
     def begin(self, tokens: Sequence[int]) -> None:
-        """Begin a reply. State of a common prefix with the last sequence is reused.
+        """Begin a reply. State for the prefix shared with the previous sequence is reused.
 
         Args:
             tokens: The whole prompt, including earlier turns of the chat.
@@ -76,123 +77,123 @@ class Drafter(ABC):
 
     @abstractmethod
     def propose(self, sampler: Sampler, acceptance: Acceptance, draft_length: int) -> TokenTree:
-        """Return a draft: a tree whose root is the last token, or the root alone without a draft.
+        """Return a draft tree whose root is the last token. The tree is only the root if nothing is drafted.
 
         Args:
-            sampler: The target's sampler after the last token. Its state is the same after the call.
-            acceptance: Acceptance rule, which also draws the tokens of drafts with probabilities.
-            draft_length: Largest depth of the tree.
+            sampler: The target's sampler after the last token. Its state is unchanged after the call.
+            acceptance: The acceptance rule. Drafters that return probabilities also draw tokens with it.
+            draft_length: Maximum depth of the tree.
         """
 
     def observe(self, tree: TokenTree, logits: Logits, sampler: Sampler) -> None:  # noqa: B027
-        """Receive the target's logits before its next pass overwrites them.
+        """Read the target's logits before its next pass overwrites them.
 
         Args:
             tree: The tree that was verified.
             logits: The target's logits; row i belongs to node i.
-            sampler: The target's sampler after the last token. Its state is the same after the call.
+            sampler: The target's sampler after the last token. Its state is unchanged after the call.
         """
 
     @abstractmethod
     def commit(self, tokens: tuple[int, ...]) -> None:
-        """Append the tokens that were emitted in this round."""
+        """Append the emitted tokens and finish the draft-and-verify round."""
 
     @property
     def memory_use(self) -> MemoryUse:
-        """Memory that this drafter holds now."""
+        """Memory currently used by this drafter."""
         return MemoryUse()
 
     @property
     def parts(self) -> tuple[Drafter, ...]:
-        """The drafters that this drafter combines, or itself. Idle work is run for each of them."""
+        """The drafters that this drafter combines, or only itself. Each part runs its own idle work."""
         return (self,)
 
     def warm_up(self) -> None:  # noqa: B027
-        """Do slow one-time work now, such as loading an index, so that no reply waits for it."""
+        """Perform slow one-time work, such as loading an index, so that it does not delay a reply."""
 
     def note(self) -> str:
-        """Return one line for the user on the drafter's state, or why it does not draft; may be empty."""
+        """Return a one-line status for the user, such as why the drafter does not draft; may be empty."""
         return ""
 
     def run_idle_work(self, should_continue: Callable[[], bool]) -> None:  # noqa: B027
         """Improve the drafter between replies, until `should_continue()` returns False.
 
-        Called from the idle thread. `should_continue` is called before every step, and steps are short
-        because a new reply waits for the running step. The target may run, but its cache must not change.
+        Runs on the idle thread. Call `should_continue` before every step, and keep steps short, because a new
+        reply waits for the current step. The target may be run, but its KV cache must not change.
         """
 
     def reset(self) -> None:  # noqa: B027
-        """Drop all state of the last sequence, but keep trained weights and statistics."""
+        """Clear all state of the current sequence, but keep trained weights and statistics."""
 
     def interrupt(self, enabled: bool) -> None:  # noqa: B027
-        """Abort a running `propose` with CancelledError, or allow new calls. May be called from any thread.
+        """Abort a running `propose` with CancelledError, or allow calls again. May be called from any thread.
 
         Args:
-            enabled: True to abort, False to allow new calls.
+            enabled: True to abort; False to allow calls again.
         """
 
     def close(self) -> None:  # noqa: B027
-        """Free all resources of the drafter."""
+        """Release all resources held by the drafter."""
 
 
 class BudgetedDrafter(Drafter):
-    """A drafter that runs a model, whose work can be budgeted before it is done.
+    """A drafter that runs a model and lets the controller limit its work in advance.
 
-    The controller of `auto` limits how many tokens the model prefills, and forces short drafts to find out
-    whether drafting saves time by now.
+    The `auto` controller limits how many tokens the model prefills, and occasionally forces a short draft to
+    measure whether drafting saves time.
     """
 
     @property
     @abstractmethod
     def pending_tokens(self) -> int:
-        """Tokens that the model must prefill before its next draft."""
+        """Number of tokens that the model must prefill before its next draft."""
 
     @property
     def full_pending_tokens(self) -> int:
-        """Tokens to prefill so that the model sees the whole sequence.
+        """Number of tokens to prefill so that the model sees the whole sequence.
 
-        More than `pending_tokens` after a `prefill` that was cut short.
+        Larger than `pending_tokens` if the last `prefill` was limited to the end of the sequence.
         """
         return self.pending_tokens
 
     @abstractmethod
     def prefill(self, max_tokens: int) -> None:
-        """Prefill the pending tokens, or only the end of the sequence if there are more than `max_tokens`."""
+        """Prefill the pending tokens. If more than `max_tokens` are pending, prefill only the most recent."""
 
     def force_draft(self) -> None:
-        """Make a short draft in the next round even where none is expected to save time."""
+        """Make the next call to `propose` return a short draft, even if it is not expected to save time."""
 
     def saved_statistics(self) -> dict[str, NDArray[Any]]:
-        """Return what was learned about acceptance and cost, as named arrays for a later run."""
+        """Return acceptance and cost statistics as named arrays to save for a later run."""
         return {}
 
     def restore_statistics(self, saved: Mapping[str, NDArray[Any]]) -> None:
-        """Continue from the arrays of `saved_statistics`.
+        """Restore the statistics returned by `saved_statistics`.
 
         Raises:
             KeyError: An array is missing.
-            ValueError: An array holds impossible values.
+            ValueError: An array contains invalid values.
         """
 
     def with_growth(self, make_growth: Callable[[Capabilities], TreeGrowth]) -> BudgetedDrafter:
-        """Return a drafter that shares this one's model and cache but grows its trees by another rule.
+        """Return a drafter that shares this drafter's model and KV cache but uses another tree growth rule.
 
-        Only one of the two may be used in a reply. Drafters that grow no tree return themselves.
+        Only one of the two drafters may be used within a reply. A drafter that grows no trees returns itself.
 
         Args:
-            make_growth: Returns the rule for a draft model with the given capabilities.
+            make_growth: Creates the growth rule from the draft model's capabilities.
         """
         return self
 
 
 def check_rollback(model: LanguageModel) -> None:
-    """Check that a model can roll back, as a draft model must.
+    """Check that a model supports rollback, which a draft model requires.
 
     Raises:
-        CapabilityError: It cannot.
+        CapabilityError: The model does not support rollback.
     """
     if not model.facts.capabilities.rollback:
         raise CapabilityError(
             f"{model.facts.name} cannot be a draft model: {model.facts.capabilities.reason}",
-            "choose a draft model with rollback, or --draft none",
+            "choose a draft model that supports rollback, or use --draft none",
         )

@@ -13,22 +13,22 @@ from edgespec.engine.processors import Candidates
 
 __all__ = ["DraftCache", "is_confident", "replace_unknown_ids", "top_probs"]
 
-# Attention concentrates on the first tokens of a sequence, so they are kept: the "attention sinks" of
-# StreamingLLM (arXiv 2309.17453).
+# Always keep the first tokens of a sequence, because attention concentrates on them. StreamingLLM (arXiv
+# 2309.17453) calls them "attention sinks".
 _SINK_TOKENS = 4
-# Tokens per distribution that the confidence of a draft is computed from. Chosen.
+# Normalise the draft probabilities over this many top tokens. Sorting the whole vocabulary would be slower.
 _TOP_TOKENS = 64
 
 
 class DraftCache:
-    """Keeps a draft model's KV cache in step with a sequence, and prefills only on request.
+    """Synchronises a draft model's KV cache with a sequence. Prefills only on request.
 
-    A sequence that is too long to prefill now may be cut to its first tokens and its end. Drafts are worse
-    then, but not wrong.
+    If the sequence is too long to prefill now, only its first and last tokens are prefilled. This lowers the
+    acceptance rate but does not change the reply.
 
     Attributes:
         model: The draft model.
-        visible_tokens: The sequence as the model sees it, including the last token.
+        visible_tokens: The part of the sequence that the model sees, including the last token.
     """
 
     def __init__(self, model: LanguageModel) -> None:
@@ -38,21 +38,21 @@ class DraftCache:
 
     @property
     def lag_tokens(self) -> int:
-        """Visible tokens that are not in the KV cache, including the last token."""
+        """Number of visible tokens that are not in the KV cache, including the last token."""
         return len(self.visible_tokens) - self.model.length
 
     @property
     def pending_tokens(self) -> int:
-        """Tokens to prefill before the next draft. The last two tokens are part of the first draft pass."""
+        """Number of tokens to prefill before drafting. The first draft pass runs the last two tokens."""
         return max(self.lag_tokens - 2, 0)
 
     @property
     def full_pending_tokens(self) -> int:
-        """Tokens to prefill so that the model sees the whole sequence."""
+        """Number of tokens to prefill so that the model sees the whole sequence."""
         return self.pending_tokens if len(self.visible_tokens) == len(self._tokens) else len(self._tokens)
 
     def begin(self, tokens: Sequence[int]) -> None:
-        """Begin another sequence, and keep the common prefix in the KV cache."""
+        """Switch to another sequence and keep the common prefix in the KV cache."""
         self._tokens = list(tokens)
         self._set_visible(self._tokens)
 
@@ -62,12 +62,12 @@ class DraftCache:
         self.visible_tokens.extend(tokens)
 
     def prefill(self, max_tokens: int | None = None, progress: Progress | None = None) -> None:
-        """Prefill all visible tokens but the last, if they fit the context of the model.
+        """Prefill all visible tokens except the last, if they fit the model's context.
 
         Args:
-            max_tokens: Largest number of tokens to prefill; None for all. If more are pending, the sequence
-                is cut to its first tokens and its end. A sequence that was cut stays cut until the whole
-                sequence may be prefilled.
+            max_tokens: Maximum number of tokens to prefill; None for no limit. If more are pending, only the
+                first and last tokens of the sequence remain visible until a later call can prefill the whole
+                sequence.
             progress: See `LanguageModel.prefill`.
         """
         if max_tokens is None or max_tokens >= self.full_pending_tokens:
@@ -86,16 +86,16 @@ class DraftCache:
 
 
 def replace_unknown_ids(model: LanguageModel, tokens: Sequence[int]) -> list[int]:
-    """Replace token ids beyond the model's vocabulary by 0. This may cost acceptance, but never fails."""
+    """Replace token ids beyond the model's vocabulary with 0. This may reduce acceptance but never fails."""
     vocab_size = model.facts.vocab_size
     return [token if token < vocab_size else 0 for token in tokens]
 
 
 def top_probs(logits: Logits, row: int) -> Candidates:
-    """Return the 64 most probable tokens of a row at temperature 1, renormalised.
+    """Return the 64 most probable tokens in a row and their probabilities at temperature 1.
 
     Returns:
-        Token ids, ascending, and their probabilities, float64, which add up to 1.
+        Token ids in ascending order, and their renormalised probabilities (float64), which sum to 1.
     """
     tokens, values = logits.top(row, _TOP_TOKENS)
     weights = np.exp(values - values.max())
@@ -103,7 +103,7 @@ def top_probs(logits: Logits, row: int) -> Candidates:
 
 
 def is_confident(logits: Logits, row: int, token: int, min_confidence: float) -> bool:
-    """Return whether the model gives `token` at least the probability `min_confidence`, from 0 to 1."""
+    """Return whether the probability of `token` is at least `min_confidence`, a value from 0 to 1."""
     if min_confidence <= 0.0:
         return True
     tokens, probs = top_probs(logits, row)

@@ -1,4 +1,4 @@
-"""The token tree of a draft model while it grows."""
+"""The token tree that a draft model builds."""
 
 from __future__ import annotations
 
@@ -14,21 +14,22 @@ __all__ = ["DraftTree"]
 
 
 class DraftTree:
-    """A draft while it grows, and the part of it that the draft model runs.
+    """A draft tree under construction, and the subtree that the draft model runs.
 
-    The draft model runs only nodes that get children, and before them the tokens that its cache lacks.
+    The draft model runs the tokens missing from its KV cache, followed by the nodes to expand. It does not
+    run leaves.
 
     Args:
         last_token: The last emitted token, which is the root of the draft.
-        lag: Tokens that the draft model's cache lacks, ending with `last_token`.
+        lag: Tokens missing from the draft model's KV cache, ending with `last_token`.
 
     Attributes:
-        drafted: The draft. Node 0 is the root.
-        path_probs: Per drafted node, the estimated probability that its path is accepted.
-        model_tree: The tree that the draft model runs: the lag, then the nodes that get children.
-        model_tree_run: Nodes of `model_tree` that the model has run.
-        model_nodes: Per drafted node, its node in `model_tree`; None if it gets no children.
-        draws: By node, the draft model's largest probabilities after it and the tokens drawn there.
+        drafted: The draft tree. Node 0 is the root.
+        path_probs: For each drafted node, the estimated probability that its path is accepted.
+        model_tree: The tree that the draft model runs: the lag, followed by the nodes to expand.
+        model_tree_run: Number of nodes in `model_tree` that the model has run.
+        model_nodes: For each drafted node, its node in `model_tree`; None if it is not expanded.
+        draws: For each node, the draft model's highest probabilities after it, and the tokens drawn.
     """
 
     def __init__(self, last_token: int, lag: Sequence[int]) -> None:
@@ -50,7 +51,7 @@ class DraftTree:
             token: The token.
             probs: The distribution that the token was drawn from; None for greedy drafts.
             path_prob: Estimated probability that the token and all its ancestors are accepted.
-            expands: Whether the draft model is to run the token, which requires that it runs the parent.
+            expands: Whether the draft model will run the token. The parent must also have been expanded.
         """
         model_parent = self.model_nodes[parent]
         model_node = None
@@ -61,15 +62,15 @@ class DraftTree:
         return self.drafted.add(parent, token, probs)
 
     def path_tokens(self, node: int) -> list[int]:
-        """Return the tokens from below the root down to `node`."""
+        """Return the tokens on the path to `node`, excluding the root."""
         return [self.drafted.tokens[each] for each in self.drafted.path(node)]
 
     def walk(self, tokens: Sequence[int]) -> tuple[int, ...]:
-        """Return the drafted nodes along `tokens`, beginning with the root."""
+        """Return the drafted nodes that match `tokens`, beginning with the root."""
         return self.drafted.build().walk(tokens)
 
     def model_path(self, nodes: Sequence[int]) -> tuple[int, ...]:
-        """Return the nodes of `model_tree` to commit: the lag after its first token, then the run `nodes`."""
+        """Return the `model_tree` nodes to commit: the lag without its first token, and the run `nodes`."""
         path = list(range(1, self._lag_tokens))
         for node in nodes:
             model_node = self.model_nodes[node]
@@ -79,10 +80,11 @@ class DraftTree:
         return tuple(path)
 
     def tree(self, block: bool) -> TokenTree:
-        """Return the draft, with the nodes that the model runs first.
+        """Return the draft tree, ordered so that the nodes run by the draft model come first.
 
-        A target that shares computation with the draft model reuses these. Siblings keep their order. A
-        node's place does not depend on its own token, so a draft may be cut at any place.
+        This lets a target that shares layers with the draft model reuse their results. Siblings keep their
+        order. The order does not depend on which tokens were drawn, so the draft may be truncated after any
+        node without bias.
         """
         order = sorted(range(len(self.drafted)), key=lambda node: self.model_nodes[node] is None)
         return self.drafted.build(block).subtree(order)

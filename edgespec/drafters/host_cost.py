@@ -1,4 +1,4 @@
-"""CPU time that a lookup drafter takes per token of a reply."""
+"""Measure the CPU time of a lookup drafter per reply token."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ __all__ = ["HostCost"]
 
 
 class HostCost:
-    """Measures the time spent in `with cost:` blocks. The blocks must not be nested.
+    """Measures the time spent in `with cost:` blocks, which must not be nested.
 
     Attributes:
-        seconds: Time spent in the blocks.
-        tokens: Tokens emitted meanwhile; counted by the drafter.
+        seconds: Total time spent in the blocks.
+        tokens: Number of tokens emitted in that time. The drafter updates this count.
     """
 
     def __init__(self) -> None:
@@ -28,7 +28,7 @@ class HostCost:
 
     @property
     def microseconds_per_token(self) -> float | None:
-        """Time per emitted token; None before the first token."""
+        """Average time per emitted token; None before the first token."""
         return 1e6 * self.seconds / self.tokens if self.tokens else None
 
     def note(self, name: str) -> str:

@@ -1,9 +1,9 @@
-"""Lookahead decoding: draft with the target's own passes, without a draft model (arXiv 2402.02057).
+"""Lookahead decoding (arXiv 2402.02057): draft with the target's own passes, without a draft model.
 
-Each pass carries a Jacobi window beside the tokens to verify: W columns, one per position ahead, with N - 1
-levels, where each level holds the target's predictions from the level before. A column that completed all
-levels yields an n-gram for the pool. N-grams of the pool that begin with the last token are the draft. The
-target's KV cache does not grow; the cost is that of a wider pass.
+Besides the tokens to verify, each pass runs a Jacobi window of W columns, one per future position. A column
+has N - 1 levels, and each level holds the target's predictions from the previous level. A column that has
+completed all levels adds an n-gram to a pool. The draft consists of the n-grams in the pool that begin with
+the last token. Lookahead decoding needs wider passes, but no extra space in the target's KV cache.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ from edgespec.errors import OptionError
 
 __all__ = ["LookaheadDrafter", "NgramPool"]
 
-# Depth of the first window, before the draft length is known. Chosen.
+# Maximum depth of the initial window, used until the draft length is known.
 _INITIAL_DRAFT_LENGTH = 16
-# Emitted tokens between two checks of whether the window is worth its cost. Chosen.
+# Check whether the window still saves time each time this many tokens have been emitted.
 _CHECK_INTERVAL_TOKENS = 64
-# New columns are filled with random tokens from this many last ones. Chosen.
+# New columns are filled with random tokens sampled from this many recent tokens.
 _RECENT_TOKENS = 512
 
 
 class NgramPool:
-    """N-grams indexed by their first token (section 3.2 of the paper).
+    """N-grams indexed by their first token (arXiv 2402.02057, section 3.2).
 
-    The pool holds at most `MAX_PER_TOKEN` n-grams per first token and `MAX_NGRAMS` in total. The least
-    recently added n-grams are evicted first.
+    The pool holds at most `MAX_PER_TOKEN` n-grams per first token and `MAX_NGRAMS` in total. It evicts the
+    least recently added n-grams first.
     """
 
     MAX_NGRAMS = 1 << 14
@@ -56,11 +56,11 @@ class NgramPool:
         self._count = 0
 
     def __len__(self) -> int:
-        """Return the number of n-grams."""
+        """Return the number of n-grams in the pool."""
         return self._count
 
     def add(self, ngram: tuple[int, ...]) -> None:
-        """Add an n-gram of at least two tokens, or mark a known one as the latest."""
+        """Add an n-gram of at least two tokens, or mark an existing one as the most recent."""
         token, continuation = ngram[0], ngram[1:]
         continuations = self._continuations.setdefault(token, OrderedDict())
         self._continuations.move_to_end(token)
@@ -78,7 +78,7 @@ class NgramPool:
                 del self._continuations[oldest]
 
     def after(self, token: int, count: int) -> list[tuple[int, ...]]:
-        """Return up to `count` continuations of a token, latest first."""
+        """Return up to `count` continuations of a token, most recent first."""
         return list(islice(reversed(self._continuations.get(token, OrderedDict())), count))
 
 
@@ -87,9 +87,11 @@ class _Column:
     """One column of the Jacobi window.
 
     Attributes:
-        tokens: Its tokens, level 0 first.
-        predicted: How many of the last tokens the target predicted. The others are initial random tokens.
-        next: The target's prediction after the column in this round; None if the column was not verified.
+        tokens: The tokens in the column, level 0 first.
+        predicted: Number of trailing tokens predicted by the target. The others are the initial random
+            tokens.
+        next: The token that the target predicted after the column in the last verify pass; None if the pass
+            did not include the column.
     """
 
     tokens: list[int]
@@ -99,20 +101,23 @@ class _Column:
 
 @dataclass(slots=True)
 class _Trial:
-    """Candidates of a round and the tokens emitted since, whether or not the candidates were verified."""
+    """Candidate n-grams, and the tokens emitted since they were found, used to measure the hit rate.
+
+    The candidates do not have to be verified.
+    """
 
     candidates: list[tuple[int, ...]]
     emitted: list[int] = field(default_factory=list)
 
     @property
     def hits(self) -> int:
-        """Number of right tokens of the best candidate."""
+        """Number of correct tokens in the best candidate."""
         matches = (common_prefix_length(candidate, self.emitted) for candidate in self.candidates)
         return max(matches, default=0)
 
     @property
     def decided(self) -> bool:
-        """Whether further tokens cannot change `hits`."""
+        """Whether `hits` is final, so that further tokens cannot change it."""
         return not any(
             len(self.emitted) < len(candidate) and list(candidate[: len(self.emitted)]) == self.emitted
             for candidate in self.candidates
@@ -122,14 +127,15 @@ class _Trial:
 class LookaheadDrafter(Drafter):
     """Drafts with the target's own passes (lookahead decoding, Fu et al. 2024, arXiv 2402.02057).
 
-    Drafts depend only on emitted tokens, the drafter's own random numbers and earlier passes. The tokens of
-    the window are drawn with the noise of `Stream.TOKEN`, which the acceptance draws of rejection mode never
-    use, so acceptance stays unbiased. Only the hit rate carries over from one reply to the next.
+    Drafts depend only on emitted tokens, earlier passes and the drafter's own random numbers. Tokens in the
+    window are sampled with the random numbers of `Stream.TOKEN`. Rejection sampling uses another stream to
+    accept tokens, so it remains unbiased. Only the hit rate is kept between replies.
 
     Args:
-        capabilities: What the target can verify. Without trees, drafts are chains of n-grams of the sequence.
-        curve: Cost of passes; without it, passes are assumed to be cheap.
-        window: Use this window whatever it costs.
+        capabilities: What the target can verify. If it cannot verify trees, n-grams from the sequence are
+            drafted as chains.
+        curve: Cost of verify passes by width. By default, wider passes are assumed to cost nothing extra.
+        window: Use this window regardless of its cost. By default, the fastest window is chosen.
 
     Raises:
         OptionError: The target cannot verify `window`.
@@ -151,8 +157,8 @@ class LookaheadDrafter(Drafter):
         if window and not window.fits(capabilities):
             raise OptionError(
                 f"the lookahead window {window} needs passes of {window.rows} tokens and {window.leaves}"
-                f" branches, and the target supports {capabilities.max_width} and"
-                f" {capabilities.max_branches if capabilities.tree else 1}",
+                f" branches, but the target supports only {capabilities.max_width} tokens and"
+                f" {capabilities.max_branches if capabilities.tree else 1} branches",
                 "choose a smaller window",
             )
         self._window = window
@@ -220,7 +226,7 @@ class LookaheadDrafter(Drafter):
         return builder.build()
 
     def _update_window(self, draft_length: int) -> None:
-        """Choose the window when a reply begins and every `_CHECK_INTERVAL_TOKENS`."""
+        """Choose the window at the start of a reply and after every `_CHECK_INTERVAL_TOKENS` tokens."""
         if self._forced:
             return
         window = self._window
@@ -230,7 +236,7 @@ class LookaheadDrafter(Drafter):
             return
         elif window and expected_speed_up(self._curve, window, self._hit_rate) > 1:
             self._tokens_since_check = 0
-            # Another window might be faster, but its columns yield nothing in the first rounds.
+            # Keep a window that saves time. A new one might be faster, but would start with empty columns.
             return
         self._tokens_since_check = 0
         self._window = choose_window(self._curve, self._capabilities, self._draft_length, self._hit_rate)
@@ -242,7 +248,7 @@ class LookaheadDrafter(Drafter):
             self._columns.append(_Column(self._random.choices(self._recent, k=shape.levels)))
 
     def observe(self, tree: TokenTree, logits: Logits, sampler: Sampler) -> None:
-        """Sample the target's token after each column, with the noise and penalties of its position."""
+        """Sample the target's next token after each column with the target's own sampler settings."""
         nodes = tree.walk([column.tokens[0] for column in self._columns])[1:]
         for node, column in zip(nodes, self._columns, strict=False):
             sampler.push(column.tokens[0])
@@ -253,7 +259,7 @@ class LookaheadDrafter(Drafter):
     def _token_after(
         node: int, tokens: Sequence[int], tree: TokenTree, logits: Logits, sampler: Sampler
     ) -> int | None:
-        """Return the target's token after `node` and `tokens`, or None if they were cut from the tree."""
+        """Return the target's token after `node` and `tokens`; None if the tree does not contain them."""
         path = tree.walk(tokens, node)
         if len(path) <= len(tokens):
             return None
@@ -268,18 +274,18 @@ class LookaheadDrafter(Drafter):
         columns: list[_Column] = []
         for column in self._columns:
             if column.next is None:
-                break  # the columns further ahead were not in the pass either
+                break  # the pass did not include the columns after this one either
             predicted = column.predicted + 1
             if predicted >= len(column.tokens):
                 self._pool.add((*column.tokens, column.next))
             columns.append(_Column([*column.tokens[1:], column.next], min(predicted, len(column.tokens))))
-        # Each column has moved on by one token, so columns at positions that were emitted are dropped.
+        # Each column advanced by one position. Drop the columns for positions that have been emitted.
         self._columns = columns[max(0, len(tokens) - 1) :]
         self._add_tokens(tokens)
         self._tokens_since_check += len(tokens)
 
     def _record_hits(self, tokens: tuple[int, ...]) -> None:
-        """Compare the candidates with the emitted tokens, which is possible without verifying them."""
+        """Compare the candidates with the emitted tokens and update the hit rate."""
         if self._trial:
             self._trial.emitted += tokens
             if self._trial.decided:

@@ -1,4 +1,4 @@
-"""Choose the window of lookahead decoding (arXiv 2402.02057) that is fastest on this machine."""
+"""Choose the fastest window for lookahead decoding (arXiv 2402.02057) on this machine."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ __all__ = ["HitRate", "LookaheadWindow", "choose_window", "expected_speed_up", "
 
 
 class LookaheadWindow(NamedTuple):
-    """Shape of the tree of lookahead decoding: W, N and G of the paper.
+    """Shape of a lookahead decoding tree: W, N and G in the paper (arXiv 2402.02057).
 
     Attributes:
-        columns: W, the positions predicted ahead at once. With 0, only n-grams of the sequence are used.
-        ngram_tokens: N, the length of an n-gram, including the token it is looked up by.
-        candidates: G, the n-grams verified per pass.
+        columns: W, the number of future positions predicted in parallel. If 0, only n-grams from the sequence
+            are drafted.
+        ngram_tokens: N, the length of an n-gram, including its first token, which is the lookup key.
+        candidates: G, the number of n-grams verified per pass.
     """
 
     columns: int
@@ -25,55 +26,57 @@ class LookaheadWindow(NamedTuple):
     candidates: int
 
     def __str__(self) -> str:
-        """Return the shape as shown to users."""
+        """Return a user-facing description of the shape."""
         return f"W {self.columns}, N {self.ngram_tokens}, G {self.candidates}"
 
     @property
     def levels(self) -> int:
-        """Tokens of a column, and of a candidate without its first token."""
+        """Number of tokens in a column, and in a candidate without its first token."""
         return self.ngram_tokens - 1
 
     @property
     def rows(self) -> int:
-        """Largest width of a pass, including the root."""
+        """Maximum width of a verify pass, including the root."""
         return 1 + self.levels * (self.columns + self.candidates)
 
     @property
     def leaves(self) -> int:
-        """Largest number of leaves of the tree."""
+        """Maximum number of leaves in the tree."""
         return (self.columns if self.levels > 1 else min(self.columns, 1)) + self.candidates
 
     @property
     def depth(self) -> int:
-        """Depth of the tree."""
+        """Maximum depth of the tree."""
         return self.levels + max(0, self.columns - 1)
 
     def fits(self, capabilities: Capabilities) -> bool:
-        """Return whether a target with these capabilities can verify such a tree."""
+        """Return whether a target with these capabilities can verify a tree of this shape."""
         max_leaves = capabilities.max_branches if capabilities.tree else 1
         return self.rows <= capabilities.max_width and self.leaves <= max_leaves
 
 
-# Upper limit of the search. Chosen; the paper's largest windows are of this order.
+# Largest window to consider, similar to the largest windows in the paper.
 _LARGEST = LookaheadWindow(16, 6, 16)
 
 
 def smallest_window(capabilities: Capabilities) -> LookaheadWindow:
-    """Return the smallest useful window: for a target without trees, one n-gram as a chain."""
+    """Return the smallest useful window. It is a single chain if the target cannot verify trees."""
     return LookaheadWindow(2, 3, 1) if capabilities.tree else LookaheadWindow(0, 3, 1)
 
 
 class HitRate:
     """Estimates how many tokens the best candidate adds to a pass.
 
-    The model of the paper (section 4): with G candidates of N - 1 tokens, each right with probability a, the
-    best one is right in sum over i < N of 1 - (1 - a^i)^G tokens. This happens in one of f passes. The factor
-    1 / f is estimated from observed rounds, with exponential decay, from a typical initial value.
+    Uses the model from the paper (arXiv 2402.02057, section 4). With G candidates of N - 1 tokens, where each
+    token is correct with probability a, the expected number of correct tokens in the best candidate is the
+    sum over i < N of 1 - (1 - a^i)^G. The candidates are useful in one of f passes. The factor 1 / f starts
+    from a typical value and is updated from observed hits with exponential decay.
     """
 
     TOKEN_PROBABILITY = 0.4
     PASSES_PER_HIT = 3.0
-    # Weight of the initial value, in expected tokens, and decay per round. Chosen.
+    # Weight of the initial estimate, in expected tokens, and the decay factor per observation. Both are
+    # heuristics.
     _PRIOR_TOKENS = 16.0
     _DECAY = 0.98
 
@@ -86,19 +89,19 @@ class HitRate:
         return self._modelled_tokens(window) * self._observed / self._modelled
 
     def record(self, window: LookaheadWindow, tokens: int) -> None:
-        """Record how many tokens of the best candidate of a round were right."""
+        """Record how many tokens in the best candidate were correct."""
         self._modelled = self._DECAY * self._modelled + self._modelled_tokens(window)
         self._observed = self._DECAY * self._observed + tokens
 
     @classmethod
     def _modelled_tokens(cls, window: LookaheadWindow) -> float:
-        # Each column yields one n-gram per pass, so more candidates than columns have nothing to choose from.
+        # Each column adds only one n-gram per pass, so having more candidates than columns does not help.
         tries = min(window.candidates, window.columns or 1)
         return sum(1 - (1 - cls.TOKEN_PROBABILITY**i) ** tries for i in range(1, window.ngram_tokens))
 
 
 def expected_speed_up(curve: CostCurve, window: LookaheadWindow, hit_rate: HitRate) -> float:
-    """Return the expected number of tokens in the time of one target step."""
+    """Return the expected number of tokens emitted in the time of one target step."""
     return (1 + hit_rate.expected_tokens(window)) / curve.v(window.rows)
 
 
@@ -108,10 +111,10 @@ def choose_window(
     """Return the window with the largest expected speed-up, or None if plain decoding is faster.
 
     Args:
-        curve: Cost of passes on this machine.
+        curve: Cost of verify passes by width on this machine.
         capabilities: What the target can verify.
-        draft_length: Largest depth of the tree.
-        hit_rate: Estimated number of accepted tokens.
+        draft_length: Maximum depth of the tree.
+        hit_rate: Estimates the number of accepted tokens.
     """
     windows = _windows(smallest_window(capabilities))
     fitting = (window for window in windows if window.depth <= draft_length and window.fits(capabilities))

@@ -1,4 +1,4 @@
-"""Draft chains or trees with a draft model that has its own KV cache."""
+"""Draft chains or trees with a separate draft model."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from edgespec.engine.tree import TokenTree
 
 __all__ = ["ModelDrafter"]
 
-# Length of the warm-up prefill. Most prompts are at least this long. Chosen.
+# Length of the warm-up prefill. Most prompts are at least this long.
 _WARM_UP_TOKENS = 16
 
 
@@ -28,20 +28,21 @@ class ModelDrafter(BudgetedDrafter):
     """Drafts with a language model (Leviathan et al. 2023, arXiv 2211.17192).
 
     The model is a separate draft model, or a view of the target that runs only a part of it (`self_draft`).
-    Trees follow SpecInfer (arXiv 2305.09781).
+    Tree drafting follows SpecInfer (arXiv 2305.09781).
 
     Args:
         model: The draft model.
         vocab_size: Vocabulary size of the target. Larger token ids are never drafted.
-        branches: Children per node at each depth, such as (3, 2); deeper levels have one. () drafts chains.
-            Or a `TreeGrowth` that only this drafter uses, which chooses the shape of each tree.
-        min_confidence: Stop after a drafted token with a smaller probability. The token itself stays in the
-            draft, because dropping it would bias rejection mode.
-        name: Name of the drafter in reports.
+        branches: Number of children per node at each depth, such as (3, 2). Deeper nodes have one child, so
+            () drafts chains. Alternatively, a `TreeGrowth` that chooses the shape of each tree; it must not
+            be shared with other drafters.
+        min_confidence: Stop drafting after a token with a lower probability. The token itself is kept,
+            because removing it would bias rejection sampling.
+        name: Name of the drafter shown in reports.
         cache: The model's KV cache, if another drafter shares it.
 
     Raises:
-        CapabilityError: The model cannot roll back.
+        CapabilityError: The model does not support rollback.
     """
 
     def __init__(
@@ -66,8 +67,8 @@ class ModelDrafter(BudgetedDrafter):
             self._block = branches.siblings == 1
             self._growth = branches
         self.chooses_length = self._growth.chooses_length
-        # In a fixed chain, the best token of a pass is the input of the next one, so the backend may start
-        # the next pass before this one has been evaluated.
+        # In a fixed chain, the best token from one pass is the input to the next, so the backend can queue
+        # the next pass before the current one has finished.
         self._is_chain = branches == ()
         self._min_confidence = min_confidence
         self.cache = cache or DraftCache(model)
@@ -88,7 +89,7 @@ class ModelDrafter(BudgetedDrafter):
         return MemoryUse.of(self._model.facts)
 
     def begin(self, tokens: Sequence[int]) -> None:
-        """See `Drafter.begin`. The rest of the prompt is prefilled when a draft is needed."""
+        """See `Drafter.begin`. New tokens are not prefilled until a draft is needed."""
         self._tree = None
         self.cache.begin(tokens)
 
@@ -111,7 +112,7 @@ class ModelDrafter(BudgetedDrafter):
 
     def warm_up(self) -> None:
         if self._model.length == 0:
-            # A backend's first pass of each shape is slow, so run a prefill and a decoding pass.
+            # A backend's first pass with a new shape is slow, so run one prefill and one decoding pass.
             self._model.prefill([0] * min(_WARM_UP_TOKENS, self._model.free_tokens - 1))
             self._model.verify(TokenTree.chain(0)).at(0, np.array([0]))
             self._model.truncate(0)
@@ -129,7 +130,8 @@ class ModelDrafter(BudgetedDrafter):
         if not self._growth.begin_round(draft_length):
             self._growth.record_skipped_round()
             return TokenTree.chain(cache.visible_tokens[-1])
-        # After full acceptance the cache lacks one token before the root. It is run together with the root.
+        # If the whole previous draft was accepted, the token before the root is not cached yet. Run it
+        # together with the root.
         lag = replace_unknown_ids(self._model, cache.visible_tokens[self._model.length :])
         tree = self._tree = DraftTree(cache.visible_tokens[-1], lag)
         frontier = [0]
@@ -152,7 +154,7 @@ class ModelDrafter(BudgetedDrafter):
         sampler: Sampler,
         acceptance: Acceptance,
     ) -> list[int]:
-        """Add the children of the frontier nodes; return those that get children of their own."""
+        """Add children to the frontier nodes, and return the new nodes to expand next."""
         rows = [place - first for node in frontier if (place := tree.model_nodes[node]) is not None]
         probs = [_NO_PROBS] * len(rows)
 
@@ -179,17 +181,17 @@ class ModelDrafter(BudgetedDrafter):
         return expandable
 
     def _can_continue(self, logits: Logits, row: int, token: int) -> bool:
-        """Return False after a token that ends the reply or has too little probability."""
+        """Return False if `token` ends the reply or its probability is below `min_confidence`."""
         if self._model.vocabulary.is_end(token):
             return False
         return is_confident(logits, row, token, self._min_confidence)
 
     def observe(self, tree: TokenTree, logits: Logits, sampler: Sampler) -> None:
-        if self._tree:  # otherwise another drafter proposed this tree
+        if self._tree:  # otherwise another drafter proposed the tree
             self._growth.record_verify_pass(tree.width)
 
     def commit(self, tokens: tuple[int, ...]) -> None:
-        """See `Drafter.commit`. Emitted tokens that the model has not run are run in the next round."""
+        """See `Drafter.commit`. The next draft pass runs emitted tokens that are not in the KV cache yet."""
         if self._tree and self._tree.model_tree_run:
             nodes = self._tree.walk(tokens)
             self._model.commit(self._tree.model_path(nodes[1 : len(tokens)]))
@@ -198,7 +200,7 @@ class ModelDrafter(BudgetedDrafter):
         self.cache.extend(tokens)
 
     def _record_outcomes(self, tree: DraftTree, nodes: tuple[int, ...], tokens: tuple[int, ...]) -> None:
-        """Report which child of each node on the emitted path was accepted."""
+        """Record for each node on the emitted path which child was accepted."""
         for node, token in zip(nodes, tokens, strict=False):
             if node not in tree.draws:
                 break

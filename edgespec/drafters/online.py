@@ -1,4 +1,4 @@
-"""Draft with a model that is trained between replies on its own wrong predictions."""
+"""Draft with a model that is trained between replies on its own mistakes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["OnlineDrafter"]
 
 
 class OnlineDrafter(BudgetedDrafter):
-    """Drafts with `drafter` and reports each round to the trainer of its model.
+    """Drafts with a `ModelDrafter` and reports the outcome of each draft to the model's trainer.
 
     Implements online speculative decoding (OSD, arXiv 2310.07177).
     """
@@ -74,7 +74,7 @@ class OnlineDrafter(BudgetedDrafter):
         self._drafter.observe(tree, logits, sampler)
 
     def commit(self, tokens: tuple[int, ...]) -> None:
-        """See `Drafter.commit`. The target's logits stay valid until its next pass."""
+        """See `Drafter.commit`. The target's logits are still valid here, until its next pass."""
         if self._proposed and self._verified:
             self.trainer.record_round(self._proposed, *self._verified, tokens)
         self._proposed = self._verified = None

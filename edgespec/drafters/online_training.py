@@ -1,7 +1,7 @@
-"""Train a draft model between replies on the tokens that it predicted wrongly.
+"""Train a draft model between replies on the tokens that it predicted incorrectly.
 
-Implements online speculative decoding (OSD, arXiv 2310.07177): where a draft was rejected, the target's
-distribution is recorded, and the draft model is trained on it while no reply is generated.
+Implements online speculative decoding (OSD, arXiv 2310.07177): at each rejected token, the target's
+distribution is recorded. The draft model is trained on these distributions while no reply is being generated.
 """
 
 from __future__ import annotations
@@ -24,17 +24,18 @@ from edgespec.errors import CancelledError
 
 __all__ = ["OnlineTrainer"]
 
-# All limits here are chosen.
-# Target tokens recorded per rejected draft token.
+# The limits below are heuristics.
+# Number of the target's top tokens to record for each rejected draft token.
 TARGET_TOKENS = 16
-# Length of a training example. Its first tokens are context only.
+# Length of a training example, including `_CONTEXT_TOKENS` leading tokens that only provide context.
 EXAMPLE_TOKENS = 96
 _CONTEXT_TOKENS = 32
 _MAX_EXAMPLES = 128
-# Training steps per new example, and in one idle period.
+# Training steps per new example, and the maximum per idle period.
 _STEPS_PER_EXAMPLE = 4
 _MAX_STEPS = 64
-# Tokens that the original and the trained weights are compared on, and the fewest for a decision.
+# Compare the original and the trained weights on about this many recent tokens, but only if at least the
+# second number of tokens has been evaluated.
 _EVALUATION_TOKENS = 1024
 _MIN_EVALUATION_TOKENS = 64
 _EMPTY = np.zeros(0)
@@ -42,7 +43,7 @@ _EMPTY = np.zeros(0)
 
 @dataclass(frozen=True, slots=True)
 class _Rejection:
-    """The target's distribution after the token at `position`, where the draft was rejected."""
+    """The target's distribution at a rejection: the distribution after the token at `position`."""
 
     position: int
     best: NDArray[np.int64]
@@ -51,7 +52,7 @@ class _Rejection:
 
 @dataclass(frozen=True, slots=True)
 class _Evaluation:
-    """Predicted tokens of a part of a reply, by the original and by the trained weights."""
+    """Number of reply tokens that the original and the trained weights predicted correctly."""
 
     tokens: int
     original_hits: int
@@ -59,15 +60,16 @@ class _Evaluation:
 
 
 class OnlineTrainer:
-    """Trains adapter weights of a draft model in idle time. The model's own weights never change.
+    """Trains an adapter for a draft model in idle time. The model's original weights never change.
 
-    Each part of a reply is evaluated with both sets of weights before it is used for training. The adapter is
-    active only while it predicts at least as many of the last tokens as the original weights. When the active
-    weights change, the draft's KV cache is recomputed in idle time or when the next reply begins.
+    Each training example is evaluated with and without the adapter before it is used for training. The
+    adapter is enabled only while it predicts at least as many recent tokens correctly as the original
+    weights. When the active weights change, the draft model's KV cache is recomputed in idle time or when the
+    next reply begins.
 
     Args:
-        cache: The KV cache of the draft model.
-        trainer: Trains the adapter of that model.
+        cache: The draft model's KV cache.
+        trainer: Trains the draft model's adapter.
         store: Saves the adapter for later runs.
     """
 
@@ -78,28 +80,28 @@ class OnlineTrainer:
         self._store = store
         self._tokens: list[int] = []
         self._prompt_tokens = 0
-        # Whether anything was drafted in this reply.
+        # Whether any token has been drafted in the current reply.
         self._drafted = False
         self._rejections: list[_Rejection] = []
-        # Each example with the index of its first token after the context.
+        # Pairs of an example and the index of its first token after the context.
         self._pending: deque[tuple[TrainingExample, int]] = deque(maxlen=_MAX_EXAMPLES)
         self._examples: deque[TrainingExample] = deque(maxlen=_MAX_EXAMPLES)
         self._pending_steps = 0
         self._evaluations: deque[_Evaluation] = deque()
         self._trained_tokens = self._steps = 0
         self._random = np.random.default_rng(0)
-        # The draft's KV cache was computed with other weights than the active ones.
+        # Whether the draft model's KV cache was computed with different weights from the active ones.
         self._cache_is_stale = False
         if store:
             self._restore(store)
 
     @property
     def size_bytes(self) -> int:
-        """Memory for training in bytes. The peak of a step is known after the first step only."""
+        """Memory used for training in bytes. Excludes a step's peak memory until the first step has run."""
         return self._trainer.state_bytes + self._trainer.peak_step_bytes
 
     def begin(self, tokens: Sequence[int]) -> None:
-        """Begin a reply after `tokens`."""
+        """Begin a reply to the prompt `tokens`."""
         if self._cache_is_stale:
             self._draft.truncate(0)
             self._cache_is_stale = False
@@ -113,19 +115,19 @@ class OnlineTrainer:
     def record_round(
         self, proposed: TokenTree, verified: TokenTree, logits: Logits, tokens: tuple[int, ...]
     ) -> None:
-        """Record the target's distribution where a draft was rejected.
+        """Record the target's distribution if a draft token was rejected.
 
         Args:
             proposed: The draft.
-            verified: The tree that the target verified, which may be a part of the draft.
+            verified: The tree that the target verified, which may be only a part of the draft.
             logits: The target's logits, one row per node of `verified`.
-            tokens: The tokens emitted in this round.
+            tokens: The tokens emitted after verification.
         """
         self._drafted |= proposed.drafted > 0
         accepted_path = proposed.walk(tokens)
         accepted = len(accepted_path) - 1
         rows = verified.walk(tokens[:accepted])
-        if len(rows) <= accepted:  # the draft was right, but was cut before it was verified
+        if len(rows) <= accepted:  # the rest of the draft was correct but not verified
             return
         if accepted < len(tokens) and proposed.children(accepted_path[-1]):
             position = len(self._tokens) - 1 + accepted
@@ -134,7 +136,8 @@ class OnlineTrainer:
     def _rejection(self, position: int, logits: Logits, row: int) -> _Rejection:
         vocab_size = self._draft.facts.vocab_size
         tokens, values = logits.limit_vocab(vocab_size).top(row, TARGET_TOKENS)
-        # Ties may return more tokens than requested, but all rows of an example have the same length.
+        # `top` may return more tokens than requested if there are ties, but all rows of an example must have
+        # the same length.
         order = np.argsort(-values, kind="stable")[:TARGET_TOKENS]
         weights = np.exp(values[order] - values.max())
         return _Rejection(
@@ -161,10 +164,10 @@ class OnlineTrainer:
             self._trainer.release_thread_state()
 
     def _collect_examples(self) -> None:
-        """Cut the reply into examples, each with the tokens before it as context.
+        """Split the reply into examples, each preceded by some context tokens.
 
-        Parts without a rejection are included: they are evaluated, though not used for training. Otherwise
-        correct predictions would never count.
+        Examples without a rejection are included for evaluation but not for training. Otherwise, correct
+        predictions would not count in the evaluation.
         """
         part_tokens = EXAMPLE_TOKENS - _CONTEXT_TOKENS
         begins = range(self._prompt_tokens, len(self._tokens), part_tokens) if self._drafted else ()
@@ -189,10 +192,10 @@ class OnlineTrainer:
             self._evaluations.popleft()
 
     def _train(self, should_continue: Callable[[], bool]) -> bool:
-        """Run the pending training steps; return whether a weight has changed."""
+        """Run the pending training steps, and return whether any weight has changed."""
         changed = False
         while self._pending_steps and self._examples and should_continue():
-            # The larger of two draws prefers new examples without forgetting the old ones.
+            # Taking the larger of two random indices favours recent examples but still revisits old ones.
             index = int(self._random.integers(len(self._examples), size=2).max())
             self._trainer.train_step(self._examples[index])
             self._pending_steps -= 1
@@ -201,7 +204,7 @@ class OnlineTrainer:
         return changed
 
     def _select_weights(self, changed: bool) -> None:
-        """Activate the adapter unless the original weights predicted more of the last tokens."""
+        """Enable the adapter unless the original weights predicted more recent tokens correctly."""
         use_adapter = self._adapter_is_better
         if use_adapter != self._trainer.adapted:
             self._trainer.set_adapted(use_adapter)
@@ -217,7 +220,7 @@ class OnlineTrainer:
         return self._steps > 0 and (tokens < _MIN_EVALUATION_TOKENS or adapted_hits >= original_hits)
 
     def _recompute_cache(self, should_continue: Callable[[], bool]) -> None:
-        """Prefill the draft's KV cache with the active weights, as far as idle time allows."""
+        """Recompute the draft model's KV cache with the active weights, as far as idle time allows."""
         self._draft.truncate(0)
         self._cache_is_stale = False
         self._cache.begin(self._tokens)
@@ -233,7 +236,7 @@ class OnlineTrainer:
         }
 
     def _restore(self, store: ArrayStore) -> None:
-        """Continue from saved arrays, unless they do not fit the model."""
+        """Restore the saved adapter and statistics if they fit the model."""
         saved = dict(store.load())
         counts, evaluations = saved.pop("learnt", _EMPTY), saved.pop("judged", _EMPTY)
         if counts.shape != (2,) or evaluations.shape[1:] != (3,) or not self._trainer.load_adapter(saved):
@@ -244,7 +247,7 @@ class OnlineTrainer:
 
     @property
     def evaluation(self) -> tuple[int, int, int]:
-        """Tokens predicted by the original weights, by the adapter, and all tokens evaluated lately."""
+        """Counts of recent tokens: predicted by the original weights, by the adapter, and in total."""
         return (
             sum(one.original_hits for one in self._evaluations),
             sum(one.adapted_hits for one in self._evaluations),
@@ -252,7 +255,7 @@ class OnlineTrainer:
         )
 
     def note(self) -> str:
-        """Return one line for the user about the progress of the training."""
+        """Return a one-line summary of the training progress for the user."""
         return " · ".join(filter(None, (self._progress(), self._store.notice if self._store else "")))
 
     def _progress(self) -> str:

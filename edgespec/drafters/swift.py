@@ -1,4 +1,4 @@
-"""Draft with the target itself, skipping some of its layers."""
+"""SWIFT (arXiv 2410.06916): draft with the target model while skipping some of its layers."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from edgespec.errors import CapabilityError
 
 __all__ = ["SwiftDrafter"]
 
-# Last tokens that a set of layers is evaluated on in one pass. Enough to rank sets, and short enough that a
-# new reply does not wait long. Chosen.
+# Evaluate a set of skipped layers on this many recent tokens in one pass. This is enough to rank sets and
+# short enough not to delay a new reply noticeably.
 EVALUATION_TOKENS = 64
 _MIN_EVALUATION_TOKENS = 16
-# Sets evaluated in one idle period (chosen), and in total for one model (the paper's limit).
+# Maximum number of sets to evaluate per idle period (a heuristic) and per model (as in the paper).
 MAX_SETS_PER_IDLE_PERIOD = 48
 MAX_SETS = 1000
 
@@ -31,16 +31,16 @@ MAX_SETS = 1000
 class SwiftDrafter(Drafter):
     """Drafts with the target's own weights and KV cache, skipping layers (SWIFT, arXiv 2410.06916).
 
-    The layers to skip are searched between replies on the end of the current chat. While no set is expected
-    to be faster than plain decoding, nothing is drafted. The paper skips attention and feed-forward parts
-    separately; here layers are skipped as a whole.
+    Between replies, the drafter searches for the best layers to skip, using the end of the current chat as
+    test data. Nothing is drafted until some set is expected to be faster than plain decoding. The paper skips
+    attention and feed-forward blocks separately; here, whole layers are skipped.
 
     Args:
-        target: The target.
+        target: The target model.
         store: Saves the state of the search for later runs.
         pass_cost: v(m), the cost of a verify pass of m tokens in target steps.
         min_confidence: See `ModelDrafter`.
-        seed: Seed of the search.
+        seed: Random seed for the search.
 
     Raises:
         CapabilityError: The backend cannot skip layers of this target.
@@ -61,7 +61,7 @@ class SwiftDrafter(Drafter):
         if "swift" not in target.facts.capabilities.self_draft_methods:
             reason = target.facts.capabilities.reason or "its layers cannot be skipped"
             raise CapabilityError(
-                f"{target.facts.name} cannot draft with a part of its layers: {reason}",
+                f"{target.facts.name} cannot draft by skipping layers: {reason}",
                 "choose another --method",
             )
         self._target = target
@@ -71,7 +71,7 @@ class SwiftDrafter(Drafter):
         if store:
             self._search.restore(store.load())
         self._tokens: list[int] = []
-        # The set used in this reply and the drafter that uses it.
+        # The layer set used in the current reply, and the drafter that uses it.
         self._layer_set: ScoredLayerSet | None = None
         self._drafter: ModelDrafter | None = None
         self._proposed: TokenTree | None = None
@@ -108,21 +108,22 @@ class SwiftDrafter(Drafter):
             self._drafter.observe(tree, logits, sampler)
 
     def commit(self, tokens: tuple[int, ...]) -> None:
-        """See `Drafter.commit`. Accepted tokens count in the search like evaluated ones."""
+        """See `Drafter.commit`. Also records the accepted and rejected tokens in the search."""
         if self._drafter:
             self._drafter.commit(tokens)
         if self._layer_set and self._proposed and self._proposed.drafted:
             accepted = len(self._proposed.walk(tokens)) - 1
-            # If the reply ended within the draft, it is unknown whether the next drafted token was right.
+            # If the reply ended within the draft, it is unknown whether the next drafted token was correct.
             known = min(accepted + 1, self._proposed.drafted) if len(tokens) > accepted else accepted
             self._search.record(self._layer_set.layers, accepted, known)
         self._proposed = None
         self._tokens.extend(tokens)
 
     def run_idle_work(self, should_continue: Callable[[], bool]) -> None:
-        """Evaluate sets of layers on the end of the chat.
+        """Evaluate sets of skipped layers on the end of the chat.
 
-        The best set is evaluated first, even if the limit is reached, because the text may have changed.
+        The best set is evaluated first, even if the limit is reached, because its score may have changed with
+        the text.
         """
         tokens = self._tokens[: self._target.length][-EVALUATION_TOKENS:]
         if len(tokens) < _MIN_EVALUATION_TOKENS:

@@ -1,4 +1,4 @@
-"""Search for the layers to skip in SWIFT (arXiv 2410.06916): random, with occasional Bayesian steps."""
+"""Search for the layers to skip in SWIFT (arXiv 2410.06916): random search with occasional Bayesian steps."""
 
 from __future__ import annotations
 
@@ -14,30 +14,30 @@ from edgespec.engine.draft_length import best_draft_length
 
 __all__ = ["LayerSet", "ScoredLayerSet", "SwiftSearch", "expected_speed_up"]
 
-# Skipped layers in ascending order, counted from 0.
+# Indices of the skipped layers in ascending order, starting at 0.
 LayerSet: TypeAlias = tuple[int, ...]
 
-# Share of the layers to skip, and the interval of Bayesian steps, as in the paper.
+# Fraction of layers to skip, and the interval between Bayesian steps. Both values are from the paper.
 SKIP_RATIO = 0.45
 BAYESIAN_INTERVAL = 25
-# The other limits are chosen.
+# Maximum draft length to consider, and maximum number of layer sets to keep. Both are heuristics.
 _MAX_DRAFT_LENGTH = 8
 _MAX_SETS = 256
-# The counts of a set are halved beyond this number of tokens, so that old observations lose weight.
+# Halve the counts of a set when they exceed this many tokens, so that old observations lose weight.
 _MAX_COUNTED_TOKENS = 2048
-# Random sets and neighbours of good sets that a Bayesian step chooses from, each.
+# A Bayesian step considers this many random sets and as many neighbours of good sets.
 _CANDIDATES = 256
 
 
 @dataclass(frozen=True, slots=True)
 class ScoredLayerSet:
-    """A set of layers to skip, with its estimated value.
+    """A set of layers to skip and its expected speed-up.
 
     Attributes:
         layers: The skipped layers.
-        agreement: Share of tokens that the target predicts alike without these layers.
-        speed_up: Expected speed-up over plain decoding (1.0: none).
-        draft_length: Draft length of that speed-up.
+        agreement: Fraction of tokens that the target predicts identically when it skips these layers.
+        speed_up: Expected speed-up over plain decoding; 1.0 means no speed-up.
+        draft_length: Draft length that achieves this speed-up.
     """
 
     layers: LayerSet
@@ -47,7 +47,7 @@ class ScoredLayerSet:
 
 
 def expected_speed_up(agreement: float, cost: float, pass_cost: Callable[[int], float]) -> tuple[float, int]:
-    """Return the largest expected speed-up over plain decoding, and the draft length it needs.
+    """Return the highest expected speed-up over plain decoding, and the draft length that achieves it.
 
     Args:
         agreement: Acceptance rate of a drafted token.
@@ -59,19 +59,19 @@ def expected_speed_up(agreement: float, cost: float, pass_cost: Callable[[int], 
 
 
 class SwiftSearch:
-    """Searches for the set of skipped layers with the largest expected speed-up.
+    """Searches for the set of skipped layers with the highest expected speed-up.
 
-    The first and the last layer are never skipped. A Gaussian process over the sets tried so far predicts the
-    speed-up of others. A Bayesian step tries the set with the largest expected improvement (Jones et al.
-    1998).
+    The first and the last layer are never skipped. A Gaussian process fitted to the sets tried so far
+    predicts the speed-up of other sets. A Bayesian step tries the set with the highest expected improvement
+    (Jones et al. 1998).
 
     Args:
-        layer_count: Layers of the target.
+        layer_count: Number of layers in the target.
         pass_cost: v(m), the cost of a verify pass of m tokens in target steps.
-        seed: Seed of the random sets.
+        seed: Random seed for generating sets.
 
     Attributes:
-        tried: Number of sets tried, including those that were dropped since.
+        tried: Number of sets tried, including sets that have since been evicted.
     """
 
     def __init__(self, layer_count: int, pass_cost: Callable[[int], float], seed: int) -> None:
@@ -79,26 +79,26 @@ class SwiftSearch:
         self._layer_count = layer_count
         self._pass_cost = pass_cost
         self._random = np.random.default_rng(seed)
-        # (right tokens, all tokens) drafted with each set.
+        # (correct tokens, all tokens) drafted with each set.
         self._counts: dict[LayerSet, tuple[int, int]] = {}
-        # The score of each set, updated only when its counts change.
+        # Cached score of each set, recomputed when its counts change.
         self._scored: dict[LayerSet, ScoredLayerSet] = {}
 
     @property
     def best(self) -> ScoredLayerSet | None:
-        """The set with the largest expected speed-up; None before any set was tried."""
+        """The set with the highest expected speed-up; None if no set has been tried."""
         return max(self._scored.values(), key=lambda scored: scored.speed_up, default=None)
 
     def _set_counts(self, layers: LayerSet, right: int, total: int) -> None:
         self._counts[layers] = (right, total)
-        # One wrong token is added, so that sets with few observations are not overrated.
+        # Count one additional wrong token, so that sets with few observations are not overrated.
         agreement = right / (total + 1)
         cost = 1.0 - len(layers) / self._layer_count
         speed_up, length = expected_speed_up(agreement, cost, self._pass_cost)
         self._scored[layers] = ScoredLayerSet(layers, agreement, speed_up, length)
 
     def record(self, layers: LayerSet, right: int, total: int) -> None:
-        """Record that `right` of `total` tokens drafted without these layers were right."""
+        """Record that `right` of the `total` tokens drafted without these layers were correct."""
         if total == 0:
             return
         if layers not in self._counts:
@@ -124,7 +124,7 @@ class SwiftSearch:
         return tuple(sorted((chosen + 1).tolist()))
 
     def _neighbour(self, layers: LayerSet) -> LayerSet:
-        """Return the set with one layer exchanged at random."""
+        """Return a copy of the set with one layer exchanged at random."""
         others = [layer for layer in range(1, self._layer_count - 1) if layer not in layers]
         if not others:
             return layers
@@ -133,7 +133,7 @@ class SwiftSearch:
         return tuple(sorted(changed))
 
     def _bayesian_set(self) -> LayerSet:
-        """Return the candidate with the largest expected improvement of the speed-up."""
+        """Return the candidate set with the highest expected improvement."""
         tried = list(self._counts)
         leaders = sorted(tried, key=lambda layers: -self._scored[layers].speed_up)[:8]
         pool = {self._random_set() for _ in range(_CANDIDATES)}
@@ -148,14 +148,14 @@ class SwiftSearch:
         return candidates[int(improvement.argmax())]
 
     def _bits(self, sets: list[LayerSet]) -> NDArray[np.float64]:
-        """Return [sets, layers] with 1 where a layer is skipped."""
+        """Return a float64 array [sets, layers] that is 1 for each skipped layer."""
         bits = np.zeros((len(sets), self._layer_count))
         for row, layers in zip(bits, sets, strict=True):
             row[list(layers)] = 1.0
         return bits
 
     def saved_arrays(self) -> dict[str, NDArray[Any]]:
-        """Return the counts as named arrays for a later search."""
+        """Return the counts as named arrays to save for a later search."""
         return {
             "sets": self._bits(list(self._counts)).astype(np.uint8),
             "counts": np.array(list(self._counts.values()), np.int64).reshape(-1, 2),
@@ -163,7 +163,7 @@ class SwiftSearch:
         }
 
     def restore(self, saved: Mapping[str, NDArray[Any]]) -> None:
-        """Continue from the arrays of `saved_arrays`, ignoring what does not fit this model."""
+        """Restore the arrays returned by `saved_arrays`, ignoring entries that do not fit this model."""
         if not {"sets", "counts", "tried"} <= set(saved):
             return
         sets, counts = saved["sets"], saved["counts"]
@@ -185,14 +185,15 @@ def _gaussian_process(
     totals: NDArray[np.int64],
     candidates: NDArray[np.float64],
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Predict the value of candidates with a Gaussian process.
+    """Predict the speed-up of candidate sets with a Gaussian process.
 
-    The kernel decreases with the number of differing layers. Values from fewer tokens have more noise.
+    The kernel decreases with the number of layers in which two sets differ. Values estimated from fewer
+    tokens are treated as noisier.
 
     Args:
         tried: Observed sets [n, layers].
-        values: Their values [n].
-        totals: Tokens that each value was estimated from [n].
+        values: Values of the observed sets [n].
+        totals: Number of tokens from which each value was estimated [n].
         candidates: Sets to predict [m, layers].
 
     Returns:
@@ -216,7 +217,7 @@ def _gaussian_process(
 def _expected_improvement(
     mean: NDArray[np.float64], deviation: NDArray[np.float64], best: float
 ) -> NDArray[np.float64]:
-    """Return the expected improvement over `best` of normally distributed values."""
+    """Return the expected improvement over `best` for normally distributed values."""
     z = (mean - best) / deviation
     below = np.array([0.5 * (1.0 + math.erf(one / math.sqrt(2.0))) for one in z])
     density = np.exp(-0.5 * z * z) / math.sqrt(2.0 * math.pi)

@@ -1,4 +1,4 @@
-"""A growing buffer of tokens that finds repetitions, and constants shared by the lookup drafters."""
+"""A token buffer that finds repeated n-grams, and constants shared by the lookup drafters."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ __all__ = ["MAX_CONTINUATION_TOKENS", "MAX_MATCH_TOKENS", "SEPARATOR", "TokenArr
 
 TokenArray: TypeAlias = NDArray[np.int32]
 
-# Separates texts in an index. No token has this id, so neither matches nor continuations cross it.
+# Separates texts in an index. No token has this id, so matches and continuations never cross a separator.
 SEPARATOR = -1
-# Longest match that the suffix drafter distinguishes, and longest continuation that it drafts. Chosen.
+# Maximum length of a match and of a drafted continuation in the suffix drafter.
 MAX_MATCH_TOKENS = 32
 MAX_CONTINUATION_TOKENS = 32
 
 
 class TokenBuffer:
-    """The last tokens of a sequence, at 4 bytes each.
+    """A buffer for the last tokens of a sequence, using 4 bytes per token.
 
     Args:
-        capacity_tokens: At least this many of the last tokens are available. Older tokens are dropped once
-            there are twice as many.
+        capacity_tokens: Minimum number of recent tokens to keep. Older tokens are dropped when the buffer
+            holds twice as many.
 
     Attributes:
         tokens: int32 array [>= length]; the entries after `length` are unused.
@@ -38,11 +38,11 @@ class TokenBuffer:
 
     @property
     def max_bytes(self) -> int:
-        """Largest size of the buffer in bytes."""
+        """Maximum size of the buffer in bytes."""
         return 4 * 2 * self._capacity_tokens
 
     def set_tokens(self, tokens: Sequence[int]) -> None:
-        """Replace the content by the end of `tokens`."""
+        """Replace the buffer's content with the end of `tokens`."""
         self.tokens = np.array(tokens[-self._capacity_tokens :], np.int32)
         self.length = len(self.tokens)
 
@@ -60,16 +60,17 @@ class TokenBuffer:
         self.length = length
 
     def longest_repeated_suffix(self, max_tokens: int) -> tuple[int, int]:
-        """Find the longest suffix that occurred before, and its latest earlier occurrence.
+        """Find the longest suffix that occurs earlier in the buffer, and its most recent earlier occurrence.
 
         Args:
-            max_tokens: Longest suffix to look for.
+            max_tokens: Maximum length of the suffix.
 
         Returns:
             The length of the suffix and the position after its earlier occurrence; (0, 0) if there is none.
         """
         suffix = self.tokens[max(0, self.length - max_tokens) : self.length][::-1].tolist()
-        # Positions after the earlier occurrences of the last token, then of the last two tokens, and so on.
+        # Positions after earlier occurrences of the last token. The loop extends the suffix by one token at a
+        # time.
         ends = np.flatnonzero(self.tokens[: self.length - 1] == suffix[0]) + 1
         matched = 0
         while len(ends):

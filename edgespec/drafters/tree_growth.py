@@ -1,4 +1,4 @@
-"""Rules for the shape of a draft model's token tree, and the fixed shapes among them."""
+"""Rules that determine the shape of a draft tree."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from numpy.typing import NDArray
 
 __all__ = ["Children", "DraftProbs", "FixedShape", "TreeGrowth"]
 
-# Returns the draft model's largest probabilities after the i-th frontier node, in descending order.
+# Returns the draft model's highest token probabilities after frontier node i, in descending order.
 DraftProbs: TypeAlias = Callable[[int], NDArray[np.float64]]
 
 
 @dataclass(frozen=True, slots=True)
 class Children:
-    """Number of children to draft below one node.
+    """How many children to draft for one node, and how many of them to expand.
 
-    The number is fixed before the tokens are drawn. Dropping a token after the draw would bias rejection
-    mode.
+    These numbers are fixed before any token is drawn, because dropping a drawn token would bias rejection
+    sampling.
 
     Attributes:
-        path_probs: One value per child: the estimated probability that the child and all its ancestors are
+        path_probs: For each child, the estimated probability that the child and all its ancestors are
             accepted.
-        expand_count: Number of children, counted from the most likely, that may get children of their own.
+        expand_count: Number of children to expand, starting with the most likely.
     """
 
     path_probs: tuple[float, ...]
@@ -34,15 +34,15 @@ class Children:
 
 
 class TreeGrowth(ABC):
-    """Rule that decides level by level how a draft model's tree grows. Each drafter owns one.
+    """A rule that decides, level by level, how a draft tree grows. Each drafter owns one.
 
-    A round calls `begin_round`, `grow_level` after each pass of the draft model, `finish_draft`,
+    Each draft-and-verify round calls `begin_round`, `grow_level` after each draft model pass, `finish_draft`,
     `record_verify_pass`, and `record_outcome` for each node whose next token is known. If `begin_round`
-    returns False, the round calls `record_skipped_round` and nothing else.
+    returns False, only `record_skipped_round` is called.
 
     Attributes:
-        siblings: Children per node that `record_outcome` reports, whether or not they were drafted.
-        chooses_length: The rule may end a draft before the draft length is reached.
+        siblings: Number of children per node to pass to `record_outcome`, whether or not they were drafted.
+        chooses_length: The rule may end a draft before it reaches the draft length.
     """
 
     siblings: int = 1
@@ -50,47 +50,47 @@ class TreeGrowth(ABC):
 
     @abstractmethod
     def begin_round(self, draft_length: int) -> bool:
-        """Begin a round of at most `draft_length` draft passes; return False to skip drafting."""
+        """Begin a round with at most `draft_length` draft passes. Return False to skip drafting."""
 
     @abstractmethod
     def grow_level(self, path_probs: Sequence[float], draft_probs: DraftProbs) -> list[Children]:
         """Return the children of each frontier node.
 
         Args:
-            path_probs: Estimated probability of each frontier node that its path is accepted.
-            draft_probs: The draft model's largest probabilities after a frontier node.
+            path_probs: For each frontier node, the estimated probability that its path is accepted.
+            draft_probs: Returns the draft model's highest probabilities after a frontier node.
         """
 
     def force_draft(self) -> None:  # noqa: B027
-        """Make a short draft in the next round even where none is expected to save time."""
+        """Draft a short tree in the next round, even if it is not expected to save time."""
 
     def finish_draft(self) -> None:  # noqa: B027
-        """Record that the draft is complete and the target's pass begins."""
+        """Record that the draft is complete and the verify pass begins."""
 
     def record_verify_pass(self, width: int) -> None:  # noqa: B027
         """Record that the target has verified `width` tokens since `finish_draft`."""
 
     def record_outcome(self, probs: NDArray[np.float64], accepted: int | None) -> None:  # noqa: B027
-        """Record which child of a node the target chose.
+        """Record which child of a node the target accepted.
 
         Args:
-            probs: The draft model's largest probabilities after the node, float64, descending.
-            accepted: Index of the chosen child; None where the target chose another token.
+            probs: The draft model's highest probabilities after the node, float64, in descending order.
+            accepted: Index of the accepted child; None if the target chose another token.
         """
 
     def record_skipped_round(self) -> None:  # noqa: B027
         """Record a round without a draft."""
 
     def saved_statistics(self) -> dict[str, NDArray[Any]]:
-        """Return what was learned about acceptance and cost, as named arrays for a later run."""
+        """Return acceptance and cost statistics as named arrays to save for a later run."""
         return {}
 
     def restore_statistics(self, saved: Mapping[str, NDArray[Any]]) -> None:  # noqa: B027
-        """Continue from the arrays of `saved_statistics`.
+        """Restore the statistics returned by `saved_statistics`.
 
         Raises:
             KeyError: An array is missing.
-            ValueError: An array holds impossible values.
+            ValueError: An array contains invalid values.
         """
 
 
@@ -98,8 +98,8 @@ class FixedShape(TreeGrowth):
     """A tree with a fixed number of children per node at each depth.
 
     Args:
-        branches: Children per node at each depth, such as (3, 2). Deeper levels get one child, so an empty
-            tuple is a chain.
+        branches: Number of children per node at each depth, such as (3, 2). Deeper nodes have one child, so
+            an empty tuple gives a chain.
     """
 
     def __init__(self, branches: tuple[int, ...] = ()) -> None:

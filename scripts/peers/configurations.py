@@ -1,16 +1,19 @@
-"""Configurations by name, and what llama-server is told for each."""
+"""Names of the compared configurations, and the flags of llama-server for each of them."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from edgespec.errors import OptionError
 
-__all__ = ["GRID", "Configuration", "parse", "server_flags"]
+__all__ = ["GRID", "Configuration", "parse", "rotated_order", "server_flags"]
 
-# Plain; draft models (3 is the default length); the n-gram kinds as they come, and short, which small texts
-# need to find anything at all; and a draft model that n-grams help.
+# Default configurations of llama-server: plain decoding, a draft model (llama-server's default length is 3),
+# each n-gram method with its default sizes and with short n-grams, because short replies hold no long
+# repetitions, and n-grams combined with a draft model.
 GRID = (
     "none,draft:1,draft:2,draft:3,draft:4,draft:6,draft:8,draft:12,draft:16,"
     "ngram-simple,ngram-map-k,ngram-map-k4v,ngram-mod,ngram-cache,"
@@ -19,9 +22,11 @@ GRID = (
 
 _MAPS = ("ngram-simple", "ngram-map-k", "ngram-map-k4v")
 _HINT = (
-    "give none, draft:LENGTH, ngram-cache, or ngram-simple, ngram-map-k, ngram-map-k4v or ngram-mod, as they"
-    " come or with :LOOKUP:LENGTH"
+    "give none, draft:LENGTH, ngram-cache, or one of ngram-simple, ngram-map-k, ngram-map-k4v and ngram-mod"
+    " with or without :LOOKUP:LENGTH"
 )
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -36,15 +41,39 @@ class Configuration:
 
 
 def parse(method: str) -> tuple[str, int | None]:
-    """`model:4` as a method and its draft length; None where it names none. Raises OptionError."""
+    """Return the method and the draft length of a name such as `model:4`, or None if it has no length.
+
+    Raises:
+        OptionError: The name is not METHOD or METHOD:LENGTH.
+    """
     name, colon, length = method.partition(":")
     if not name or (colon and not re.fullmatch(r"[1-9]\d*", length)):
-        raise OptionError(f"{method!r} is no method", "give METHOD or METHOD:LENGTH, such as model:4")
+        raise OptionError(
+            f"{method!r} is not a method with a draft length", "give METHOD or METHOD:LENGTH, such as model:4"
+        )
     return name, int(length) if colon else None
 
 
+def rotated_order(items: Sequence[T], index: int) -> list[T]:
+    """Return the order for one prompt or list, so that each item is equally often first and last.
+
+    The order rotates with the index, and every second one is reversed.
+    """
+    shift = index // 2 % len(items)
+    rotated = [*items[shift:], *items[:shift]]
+    return rotated if index % 2 == 0 else rotated[::-1]
+
+
 def server_flags(name: str, draft: str | None) -> list[str]:
-    """What llama-server is told for a configuration; `+` puts several together. Raises OptionError."""
+    """Return the flags of llama-server for a configuration.
+
+    Args:
+        name: Name of the configuration. `+` combines several methods.
+        draft: Path of the draft model, or None.
+
+    Raises:
+        OptionError: llama-server has no such configuration, or it needs a draft model.
+    """
     if name == "none":
         return []
     kinds, flags = [], []
@@ -57,7 +86,7 @@ def server_flags(name: str, draft: str | None) -> list[str]:
 
 def _part_flags(part: str, kind: str, sizes: list[str], draft: str | None) -> list[str]:
     if not all(re.fullmatch(r"[1-9]\d*", size) for size in sizes):
-        raise OptionError(f"{part!r} has a size that is none", _HINT)
+        raise OptionError(f"{part!r} has an invalid size", _HINT)
     if kind == "draft" and len(sizes) == 1:
         if draft is None:
             raise OptionError(f"{part!r} needs a draft model", "give --draft FILE")
@@ -67,7 +96,7 @@ def _part_flags(part: str, kind: str, sizes: list[str], draft: str | None) -> li
     if kind in _MAPS and len(sizes) == 2:
         return [f"--spec-{kind}-size-n", sizes[0], f"--spec-{kind}-size-m", sizes[1]]
     if kind == "ngram-mod" and len(sizes) == 2:
-        # Its least length is 48 unless it is told otherwise.
+        # The default minimum is 48 tokens.
         lengths = ["--spec-ngram-mod-n-min", "1", "--spec-ngram-mod-n-max", sizes[1]]
         return ["--spec-ngram-mod-n-match", sizes[0], *lengths]
-    raise OptionError(f"{part!r} is no configuration of llama-server", _HINT)
+    raise OptionError(f"{part!r} is not a configuration of llama-server", _HINT)

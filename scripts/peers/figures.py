@@ -1,4 +1,4 @@
-"""Speeds and ratios of what was measured."""
+"""Speeds and speed ratios of the measured replies."""
 
 from __future__ import annotations
 
@@ -12,25 +12,35 @@ from scripts.peers.replies import Run
 
 __all__ = [
     "Comparison",
-    "Measured",
+    "MeasuredReply",
     "Speed",
     "Speeds",
-    "alike",
     "compare",
+    "count_equal",
     "decode_speed",
     "fastest",
-    "whole_speed",
+    "total_speed",
 ]
 
-# A rate of fewer tokens says little, and one slow moment would weigh as much as a long reply.
-_FEWEST_TOKENS = 4
+# Fewest tokens of a speed. In shorter replies a single delay would dominate the result. Chosen.
+_MIN_TOKENS = 4
 
 Speed = Callable[[Run], float | None]
 
 
 @dataclass(frozen=True)
-class Measured:
-    """One reply of one configuration. ended: its last token ends it and is no text."""
+class MeasuredReply:
+    """One reply of one configuration.
+
+    Attributes:
+        configuration: The program and its configuration.
+        prompt: Name of the prompt.
+        category: Category of the prompt.
+        temperature: Sampling temperature.
+        repeat: Index of the repeat.
+        run: Tokens and times.
+        ended: Whether the last token is an end-of-reply token.
+    """
 
     configuration: Configuration
     prompt: str
@@ -42,64 +52,68 @@ class Measured:
 
     @property
     def text_tokens(self) -> tuple[int, ...]:
-        """What was said, without the token that ends it: programs differ in showing it."""
+        """The tokens without an end-of-reply token, because not all programs return it."""
         return self.run.tokens[:-1] if self.ended else self.run.tokens
 
     def to_json(self) -> dict[str, object]:
-        """All of it by name."""
-        named = {name: value for name, value in asdict(self).items() if name != "configuration"}
-        return {"program": self.configuration.program, "configuration": self.configuration.name, **named}
+        """Return all fields for the JSON output."""
+        fields = {name: value for name, value in asdict(self).items() if name != "configuration"}
+        return {"program": self.configuration.program, "configuration": self.configuration.name, **fields}
 
 
 def decode_speed(run: Run) -> float | None:
-    """Tokens per second after the first round; None where there are too few."""
-    fine = run.later_tokens >= _FEWEST_TOKENS and run.later_seconds > 0
-    return run.later_tokens / run.later_seconds if fine else None
+    """Return tokens per second after the first round, or None for fewer than four tokens."""
+    enough = run.later_tokens >= _MIN_TOKENS and run.later_seconds > 0
+    return run.later_tokens / run.later_seconds if enough else None
 
 
-def whole_speed(run: Run) -> float | None:
-    """Tokens per second of the whole reply, reading the prompt included."""
-    return len(run.tokens) / run.seconds if len(run.tokens) >= _FEWEST_TOKENS else None
+def total_speed(run: Run) -> float | None:
+    """Return tokens per second including prefill, or None for fewer than four tokens."""
+    return len(run.tokens) / run.seconds if len(run.tokens) >= _MIN_TOKENS else None
 
 
 class Speeds:
-    """Speeds of every configuration, by prompt and repeat, at one temperature."""
+    """Speeds of every configuration by prompt and repeat, at one temperature."""
 
-    def __init__(self, measured: Iterable[Measured], speed: Speed) -> None:
+    def __init__(self, replies: Iterable[MeasuredReply], speed: Speed) -> None:
         self._speeds: dict[Configuration, dict[tuple[str, int], float]] = defaultdict(dict)
         self._categories: dict[str, str] = {}
-        for each in measured:
-            rate = speed(each.run)
+        for reply in replies:
+            rate = speed(reply.run)
             if rate is not None:
-                self._speeds[each.configuration][each.prompt, each.repeat] = rate
-                self._categories[each.prompt] = each.category
+                self._speeds[reply.configuration][reply.prompt, reply.repeat] = rate
+                self._categories[reply.prompt] = reply.category
 
     def mean(self, configuration: Configuration) -> float | None:
-        """The geometric mean over prompts of the median over repeats; None where nothing was measured."""
+        """Return the geometric mean over prompts of the median over repeats, or None without any reply."""
         by_prompt: dict[str, list[float]] = defaultdict(list)
         for (prompt, _), rate in self._speeds[configuration].items():
             by_prompt[prompt].append(rate)
         return geometric_mean(list(by_prompt.values())) if by_prompt else None
 
-    def ratios(self, one: Configuration, other: Configuration) -> dict[str, list[float]]:
-        """Of each prompt, how many times faster the one was than the other, in each repeat that both have."""
+    def ratios(self, configuration: Configuration, baseline: Configuration) -> dict[str, list[float]]:
+        """Return the speed-up over the baseline for each prompt, in each repeat that both have."""
         by_prompt: dict[str, list[float]] = defaultdict(list)
-        for moment, rate in self._speeds[one].items():
-            if moment in self._speeds[other]:
-                by_prompt[moment[0]].append(rate / self._speeds[other][moment])
+        for key, rate in self._speeds[configuration].items():
+            if key in self._speeds[baseline]:
+                by_prompt[key[0]].append(rate / self._speeds[baseline][key])
         return dict(by_prompt)
 
     def category(self, prompt: str) -> str:
-        """Of a prompt that was measured."""
+        """Return the category of a measured prompt."""
         return self._categories[prompt]
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """How many times faster one configuration is than another.
+    """Speed-up of one configuration over another.
 
-    ratio: geometric mean over prompts; low, high: its 95 % interval (a bootstrap over prompts and repeats).
-    worst: the least of all prompts. categories: the geometric mean of each.
+    Attributes:
+        ratio: Geometric mean over prompts.
+        low: Lower end of the 95 % interval (bootstrap over prompts and repeats).
+        high: Upper end of the 95 % interval.
+        worst: Lowest ratio of any prompt.
+        categories: Geometric mean of each category.
     """
 
     ratio: float
@@ -112,33 +126,39 @@ class Comparison:
         return f"{self.ratio:.3f}x [{self.low:.3f}, {self.high:.3f}]"
 
 
-def compare(speeds: Speeds, one: Configuration, other: Configuration) -> Comparison | None:
-    """None where they have no prompt in common."""
-    ratios = speeds.ratios(one, other)
+def compare(speeds: Speeds, configuration: Configuration, baseline: Configuration) -> Comparison | None:
+    """Return the speed-up over the baseline, or None without a common prompt."""
+    ratios = speeds.ratios(configuration, baseline)
     if not ratios:
         return None
     by_category: dict[str, list[Sequence[float]]] = defaultdict(list)
-    for prompt, each in ratios.items():
-        by_category[speeds.category(prompt)].append(each)
-    every = list(ratios.values())
-    # One reply tells nothing of how far others would be from it.
-    low, high = interval(every) or (0.0, float("inf"))
+    for prompt, repeats in ratios.items():
+        by_category[speeds.category(prompt)].append(repeats)
+    all_ratios = list(ratios.values())
+    # A single reply has no confidence interval.
+    low, high = interval(all_ratios) or (0.0, float("inf"))
     means = {name: geometric_mean(each) for name, each in sorted(by_category.items())}
-    return Comparison(geometric_mean(every), low, high, worst(every), means)
+    return Comparison(geometric_mean(all_ratios), low, high, worst(all_ratios), means)
 
 
 def fastest(speeds: Speeds, configurations: Iterable[Configuration]) -> Configuration | None:
-    """The one that is fastest on all prompts together: what hindsight would have set once for all."""
+    """Return the configuration with the highest mean speed over all prompts, or None."""
     means = {each: mean for each in configurations if (mean := speeds.mean(each)) is not None}
     return max(means, key=lambda each: means[each]) if means else None
 
 
-def alike(measured: Sequence[Measured], one: Configuration, other: Configuration) -> tuple[int, int]:
-    """In how many of how many replies both said the same tokens."""
-    said = {(each.prompt, each.repeat): each.text_tokens for each in measured if each.configuration == other}
+def count_equal(
+    replies: Sequence[MeasuredReply], configuration: Configuration, baseline: Configuration
+) -> tuple[int, int]:
+    """Return the number of equal replies of two configurations, and the number of compared replies."""
+    expected = {
+        (reply.prompt, reply.repeat): reply.text_tokens
+        for reply in replies
+        if reply.configuration == baseline
+    }
     pairs = [
-        (each.text_tokens, said[each.prompt, each.repeat])
-        for each in measured
-        if each.configuration == one and (each.prompt, each.repeat) in said
+        (reply.text_tokens, expected[reply.prompt, reply.repeat])
+        for reply in replies
+        if reply.configuration == configuration and (reply.prompt, reply.repeat) in expected
     ]
     return sum(a == b for a, b in pairs), len(pairs)

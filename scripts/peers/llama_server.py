@@ -1,4 +1,4 @@
-"""llama.cpp's own server: a process for each configuration, asked over HTTP."""
+"""llama-server, with one process per configuration, used over HTTP."""
 
 from __future__ import annotations
 
@@ -15,17 +15,24 @@ from typing import Any
 import httpx2
 
 from edgespec.errors import EdgespecError
-from scripts.peers.replies import Asked, Run
+from scripts.peers.replies import GenerationOptions, Run
 
-__all__ = ["LlamaServer", "body_for", "kernels_of", "kernels_of_binary", "run_of", "version_of"]
+__all__ = [
+    "LlamaServer",
+    "binary_features",
+    "binary_version",
+    "enabled_features",
+    "request_body",
+    "run_from_answer",
+]
 
-_START_SECONDS = 300.0
-_REPLY_SECONDS = 1800.0
-_TELLING = re.compile(r"error|fail|invalid|unable|abort", re.IGNORECASE)
+_START_TIMEOUT_SECONDS = 300.0
+_REPLY_TIMEOUT_SECONDS = 1800.0
+_ERROR_LINE = re.compile(r"error|fail|invalid|unable|abort", re.IGNORECASE)
 
 
 class LlamaServer:
-    """One llama-server. Nothing of a prompt is kept for the next one."""
+    """A llama-server process without a prefix cache."""
 
     def __init__(self, binary: Path, flags: Sequence[str]) -> None:
         self._binary = binary
@@ -33,27 +40,32 @@ class LlamaServer:
         self._process: subprocess.Popen[bytes] | None = None
         self._log = ""
         self._failed = False
-        # No kept connections: the server may be held still for longer than it would keep them.
+        # Connections are not reused, because a suspended server may exceed the keep-alive timeout.
         self._client = httpx2.Client(
-            limits=httpx2.Limits(max_keepalive_connections=0), timeout=_REPLY_SECONDS, trust_env=False
+            limits=httpx2.Limits(max_keepalive_connections=0), timeout=_REPLY_TIMEOUT_SECONDS, trust_env=False
         )
         self._address = ""
 
     @property
     def pid(self) -> int:
-        """Of the process that was started."""
+        """Process id of the started server."""
         assert self._process
         return self._process.pid
 
     def start(self) -> None:
-        """Start it and wait until the model is loaded. Raises EdgespecError with what it said last."""
+        """Start the server and wait until the model is loaded.
+
+        Raises:
+            EdgespecError: The server cannot be started, ended, or was not ready in time. The message
+                holds the last error line of its log.
+        """
         port = _free_port()
         self._address = f"http://127.0.0.1:{port}"
         command = [str(self._binary), *self._flags, "--host", "127.0.0.1", "--port", str(port)]
         with tempfile.NamedTemporaryFile("wb", prefix="llama-server-", suffix=".log", delete=False) as log:
             self._log = log.name
             try:
-                # A session of its own: Ctrl-C is ours to handle.
+                # In its own session the server does not receive Ctrl-C. The script stops it.
                 self._process = subprocess.Popen(
                     command,
                     stdout=log,
@@ -64,16 +76,16 @@ class LlamaServer:
             except OSError as error:
                 raise EdgespecError(
                     f"{self._binary} cannot be started: {error.strerror}",
-                    "scripts/build_llama_server builds one",
+                    "build one with scripts/build_llama_server",
                 ) from error
-        until = monotonic() + _START_SECONDS
+        deadline = monotonic() + _START_TIMEOUT_SECONDS
         while not self._ready():
             if self._process.poll() is not None:
                 raise self._failure(
-                    f"llama-server ended at its start (exit status {self._process.returncode})"
+                    f"llama-server ended during its start with status {self._process.returncode}"
                 )
-            if monotonic() > until:
-                raise self._failure(f"llama-server was not ready after {_START_SECONDS:.0f} s")
+            if monotonic() > deadline:
+                raise self._failure(f"llama-server was not ready after {_START_TIMEOUT_SECONDS:.0f} s")
             sleep(0.05)
 
     def _ready(self) -> bool:
@@ -82,30 +94,30 @@ class LlamaServer:
         except httpx2.TransportError:
             return False
 
-    def ask(self, prompt: Sequence[int], asked: Asked) -> Run:
-        """A reply. Raises EdgespecError."""
-        body = body_for(prompt, asked)
+    def generate(self, prompt: Sequence[int], options: GenerationOptions) -> Run:
+        """Generate a reply. Raises EdgespecError."""
+        body = request_body(prompt, options)
         started = now()
         try:
             response = self._client.post(f"{self._address}/completion", json=body)
         except httpx2.TransportError as error:
-            raise self._failure(f"llama-server does not answer ({type(error).__name__})") from error
+            raise self._failure(f"llama-server does not respond ({type(error).__name__})") from error
         seconds = now() - started
         if response.status_code != 200:
             raise self._failure(
-                f"llama-server answers with status {response.status_code}: {response.text[:200]}"
+                f"llama-server returned HTTP status {response.status_code}: {response.text[:200]}"
             )
-        return run_of(response.json(), len(prompt), seconds)
+        return run_from_answer(response.json(), len(prompt), seconds)
 
     def _failure(self, what: str) -> EdgespecError:
         self._failed = True
-        said = Path(self._log).read_text("utf-8", "replace").splitlines()
-        telling = [line for line in said if _TELLING.search(line)]
-        last = (telling or said or [""])[-1]
-        return EdgespecError(f"{what}: {last}" if last else what, f"its log is {self._log}")
+        lines = Path(self._log).read_text("utf-8", "replace").splitlines()
+        error_lines = [line for line in lines if _ERROR_LINE.search(line)]
+        last = (error_lines or lines or [""])[-1]
+        return EdgespecError(f"{what}: {last}" if last else what, f"see its log {self._log}")
 
     def stop(self) -> None:
-        """End it, whatever it does. The log stays only where it failed."""
+        """Kill the server. Its log is deleted unless a request or the start failed."""
         self._client.close()
         if self._process is None:
             return
@@ -115,27 +127,35 @@ class LlamaServer:
             Path(self._log).unlink(missing_ok=True)
 
 
-def body_for(prompt: Sequence[int], asked: Asked) -> dict[str, Any]:
-    """The request: the very tokens, and only the samplers that were asked for."""
+def request_body(prompt: Sequence[int], options: GenerationOptions) -> dict[str, Any]:
+    """Return the request for /completion, with the prompt as tokens and only the samplers of the options."""
     return {
         "prompt": list(prompt),
-        "n_predict": asked.max_tokens,
-        "temperature": asked.temperature,
-        "top_k": asked.top_k,
-        "top_p": asked.top_p,
-        "min_p": asked.min_p,
+        "n_predict": options.max_tokens,
+        "temperature": options.temperature,
+        "top_k": options.top_k,
+        "top_p": options.top_p,
+        "min_p": options.min_p,
         "samplers": ["top_k", "top_p", "min_p", "temperature"],
-        "seed": asked.seed,
+        "seed": options.seed,
         "cache_prompt": False,
         "return_tokens": True,
         "stream": False,
     }
 
 
-def run_of(answer: Mapping[str, Any], prompt_tokens: int, seconds: float) -> Run:
-    """What an answer of /completion tells; `seconds` by our clock. Raises EdgespecError.
+def run_from_answer(answer: Mapping[str, Any], prompt_tokens: int, seconds: float) -> Run:
+    """Return the measurements of an answer of /completion.
 
-    The server counts the first token as made with the prompt: its time for the reply holds the others.
+    llama-server counts the first token as part of the prompt, so `predicted_ms` is the time of the others.
+
+    Args:
+        answer: The JSON object.
+        prompt_tokens: Number of tokens of the prompt.
+        seconds: Seconds of the whole request, measured by the caller.
+
+    Raises:
+        EdgespecError: A key is missing, or the server did not prefill the whole prompt.
     """
     try:
         tokens, timings = answer["tokens"], answer["timings"]
@@ -144,41 +164,50 @@ def run_of(answer: Mapping[str, Any], prompt_tokens: int, seconds: float) -> Run
         accepted = int(timings.get("draft_n_accepted", 0))
     except (KeyError, TypeError, ValueError) as error:
         raise EdgespecError(
-            f"the answer of llama-server has no {error}", "use a version that answers with tokens and timings"
+            f"the answer of llama-server has no key {error}",
+            "use a version that returns tokens and timings",
         ) from error
     if read != prompt_tokens:
         raise EdgespecError(
-            f"llama-server read {read} tokens of a prompt of {prompt_tokens}",
-            "the figures would not be alike",
+            f"llama-server prefilled {read} of the {prompt_tokens} tokens of a prompt",
+            "use a version that supports cache_prompt=false and prompts as tokens",
         )
     return Run(tuple(tokens), max(0, generated - 1), later_seconds, seconds, accepted, generated - accepted)
 
 
-def kernels_of(text: str) -> str:
-    """The instructions and build options that llama_print_system_info tells, wherever it was printed."""
-    found = re.findall(r"\b([A-Z][A-Z0-9_]+) = 1\b", text)
-    return " ".join(dict.fromkeys(found))
+def enabled_features(system_info: str) -> str:
+    """Return the CPU features and build options that llama_print_system_info lists as enabled."""
+    return " ".join(dict.fromkeys(re.findall(r"\b([A-Z][A-Z0-9_]+) = 1\b", system_info)))
 
 
-def kernels_of_binary(binary: Path) -> str:
-    """What it tells of itself before it finds that the model is not there."""
+def binary_features(binary: Path) -> str:
+    """Return the enabled features of a llama-server binary.
+
+    The server logs them before it loads the model, so it is started with the path of a missing model.
+    """
     with tempfile.TemporaryDirectory() as empty:
-        told = [binary, "--log-verbosity", "4", "--offline", "--port", str(_free_port())]
-        told += ["--model", f"{empty}/none.gguf"]
-        said = subprocess.run(told, capture_output=True, text=True, timeout=60, check=False)
-    lines = (said.stdout + said.stderr).splitlines()
-    return kernels_of(next((line for line in lines if "system_info" in line), ""))
+        command = [binary, "--log-verbosity", "4", "--offline", "--port", str(_free_port())]
+        command += ["--model", f"{empty}/none.gguf"]
+        completed = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    lines = (completed.stdout + completed.stderr).splitlines()
+    return enabled_features(next((line for line in lines if "system_info" in line), ""))
 
 
-def version_of(binary: Path) -> str:
-    """What it calls itself. Raises EdgespecError where it cannot be run."""
+def binary_version(binary: Path) -> str:
+    """Return the output of `llama-server --version` as one line.
+
+    Raises:
+        EdgespecError: The binary cannot be run.
+    """
     try:
-        said = subprocess.run([binary, "--version"], capture_output=True, text=True, timeout=60, check=True)
+        completed = subprocess.run(
+            [binary, "--version"], capture_output=True, text=True, timeout=60, check=True
+        )
     except (OSError, subprocess.SubprocessError) as error:
         raise EdgespecError(
-            f"{binary} cannot be run: {error}", "scripts/build_llama_server builds a llama-server"
+            f"{binary} cannot be run: {error}", "build a llama-server with scripts/build_llama_server"
         ) from error
-    return "; ".join((said.stdout + said.stderr).split("\n")).strip("; ")
+    return "; ".join((completed.stdout + completed.stderr).split("\n")).strip("; ")
 
 
 def _free_port() -> int:

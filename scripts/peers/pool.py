@@ -1,4 +1,4 @@
-"""Which programs are loaded, and that only the one that is measured runs."""
+"""A pool of loaded programs that suspends all of them except the one being measured."""
 
 from __future__ import annotations
 
@@ -11,54 +11,62 @@ from typing import Protocol
 
 from edgespec.memory import available_bytes
 from scripts.peers.configurations import Configuration
-from scripts.peers.replies import Asked, Run
+from scripts.peers.replies import GenerationOptions, Run
 
 __all__ = ["Peer", "Pool"]
 
 _WARM_UP_TOKENS = 4
-# What a program does after a reply is not to fall into its next one.
+# Time for a program to finish its work after a reply, before it is stopped. Chosen.
 _SETTLE_SECONDS = 0.02
 
 
 class Peer(Protocol):
-    """A program with its models, in a process of its own."""
+    """A program with its models, in its own process."""
 
     @property
     def pid(self) -> int: ...
 
     def start(self) -> None: ...
 
-    def ask(self, prompt: Sequence[int], asked: Asked) -> Run: ...
+    def generate(self, prompt: Sequence[int], options: GenerationOptions) -> Run: ...
 
     def stop(self) -> None: ...
 
 
 class Pool:
-    """Starts each program when it is first asked, and holds all still but the one that is asked.
+    """Starts each program on its first use, and suspends all programs except the one being measured.
 
-    needed_bytes: what must be free before one more is loaded; until then, those asked longest ago are ended,
-    and started again in their turn.
+    Args:
+        makers: Functions that create the programs.
+        needed_bytes: Memory that must be available before another program is loaded. If there is less, the
+            least recently used programs are stopped. They are started again when they are needed.
     """
 
     def __init__(self, makers: Mapping[Configuration, Callable[[], Peer]], needed_bytes: int) -> None:
         self._makers = makers
         self._needed_bytes = needed_bytes
-        # In the order in which they were last asked.
+        # Least recently used first.
         self._loaded: dict[Configuration, Peer] = {}
 
-    def ask(self, configuration: Configuration, prompt: Sequence[int], asked: Asked) -> Run:
-        """A reply of this one. Raises EdgespecError; the program is ended then."""
+    def generate(
+        self, configuration: Configuration, prompt: Sequence[int], options: GenerationOptions
+    ) -> Run:
+        """Generate a reply with one program. On any exception the program is stopped.
+
+        Raises:
+            EdgespecError: The program failed.
+        """
         peer = self._loaded.pop(configuration, None)
         try:
             if peer is None:
-                self._make_room()
+                self._free_memory()
                 peer = self._makers[configuration]()
                 peer.start()
-                # Read from memory and compiled once, on a text that helps with no prompt.
-                peer.ask(prompt[::-1], replace(asked, max_tokens=_WARM_UP_TOKENS))
+                # The warm-up loads the weights and compiles kernels. The reversed prompt shares no prefix.
+                peer.generate(prompt[::-1], replace(options, max_tokens=_WARM_UP_TOKENS))
             else:
                 os.kill(peer.pid, signal.SIGCONT)
-            run = peer.ask(prompt, asked)
+            run = peer.generate(prompt, options)
             sleep(_SETTLE_SECONDS)
             os.kill(peer.pid, signal.SIGSTOP)
         except BaseException:
@@ -68,11 +76,11 @@ class Pool:
         self._loaded[configuration] = peer
         return run
 
-    def _make_room(self) -> None:
+    def _free_memory(self) -> None:
         while self._loaded and available_bytes() < self._needed_bytes:
             self._loaded.pop(next(iter(self._loaded))).stop()
 
     def close(self) -> None:
-        """End them all."""
+        """Stop all programs."""
         while self._loaded:
             self._loaded.popitem()[1].stop()

@@ -1,4 +1,4 @@
-"""What every program reports of one reply, and how edgespec is asked for one."""
+"""Measurements of one reply, common to all programs, and a function that measures a reply of edgespec."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any
 
 import edgespec
 
-__all__ = ["Arrivals", "Asked", "Run", "ours"]
+__all__ = ["GenerationOptions", "Run", "TokenClock", "edgespec_reply"]
 
 
 @dataclass(frozen=True)
-class Asked:
-    """How a reply is to be made: what all programs are told alike."""
+class GenerationOptions:
+    """Options of a reply that are the same for all programs."""
 
     max_tokens: int
     temperature: float
@@ -26,11 +26,16 @@ class Asked:
 
 @dataclass(frozen=True)
 class Run:
-    """One reply.
+    """Tokens and times of one reply.
 
-    later_tokens, later_seconds: those after the first round, which pays for the prompt in some programs and
-    not in others; seconds: all of it, the prompt included. passes: those of the target that brought tokens.
-    method: what really ran, as far as the program tells.
+    Attributes:
+        tokens: Tokens of the reply.
+        later_tokens: Tokens after the first round. Some programs prefill the prompt in the first round.
+        later_seconds: Seconds after the first round.
+        seconds: Seconds of the whole reply, including prefill.
+        accepted: Accepted draft tokens.
+        passes: Target passes.
+        method: Method that was used, if the program reports one.
     """
 
     tokens: tuple[int, ...]
@@ -43,39 +48,41 @@ class Run:
 
     @property
     def seconds_per_token(self) -> float:
-        """Of all tokens after the first round."""
+        """Seconds per token after the first round."""
         return self.later_seconds / max(1, self.later_tokens)
 
 
-class Arrivals:
-    """When tokens came. Those of the first round, which ends with the target's own, come together."""
+class TokenClock:
+    """Records the arrival times of tokens. Create it immediately before the request.
+
+    Accepted draft tokens precede the target's own token, which ends a round.
+    """
 
     def __init__(self) -> None:
-        self._begun = now()
+        self._started = now()
         self._first = self._last = 0.0
         self._later = 0
 
-    def note(self, count: int, accepted: bool) -> None:
-        """So many tokens came now."""
+    def add(self, count: int, accepted: bool) -> None:
+        """Record that `count` tokens arrived now, either accepted draft tokens or the target's own."""
         self._last = now()
         self._later += count if self._first else 0
         if not accepted and not self._first:
             self._first = self._last
 
-    def run(self, tokens: Sequence[int], accepted: int, passes: int, method: str = "") -> Run:
-        """The reply, of which nothing comes any more."""
+    def finish(self, tokens: Sequence[int], accepted: int, passes: int, method: str = "") -> Run:
+        """Return the measurements of the complete reply."""
         later_seconds = self._last - self._first if self._later else 0.0
-        seconds = now() - self._begun
+        seconds = now() - self._started
         return Run(tuple(tokens), self._later, later_seconds, seconds, accepted, passes, method)
 
 
-def ours(runtime: edgespec.Runtime, prompt: Sequence[int], options: dict[str, Any]) -> Run:
-    """A reply of edgespec."""
-    arrivals = Arrivals()
+def edgespec_reply(runtime: edgespec.Runtime, prompt: Sequence[int], options: dict[str, Any]) -> Run:
+    """Generate a reply with edgespec."""
+    clock = TokenClock()
     stream = runtime.stream_tokens(prompt, **options)
-    for piece in stream:
-        arrivals.note(piece.token_count, piece.accepted)
+    for chunk in stream:
+        clock.add(chunk.token_count, chunk.accepted)
     reply = stream.reply
-    return arrivals.run(
-        reply.tokens, reply.stats.accepted_tokens, reply.stats.target_passes, reply.method.effective
-    )
+    stats = reply.stats
+    return clock.finish(reply.tokens, stats.accepted_tokens, stats.target_passes, reply.method.effective)

@@ -1,60 +1,83 @@
-"""Tables of what was measured."""
+"""Tables of the measured speeds."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
 from scripts.peers.configurations import Configuration
-from scripts.peers.figures import Measured, Speeds, alike, compare, decode_speed, fastest, whole_speed
+from scripts.peers.figures import (
+    MeasuredReply,
+    Speeds,
+    compare,
+    count_equal,
+    decode_speed,
+    fastest,
+    total_speed,
+)
 
-__all__ = ["OURS", "report"]
+__all__ = ["EDGESPEC", "report"]
 
-OURS = "edgespec"
+EDGESPEC = "edgespec"
 _HEADER = (
-    f"  {'tokens/s':40} {'decode':>8} {'whole':>8} {'per pass':>9} {'equal to theirs, to own plain':>30}"
+    f"  {'tokens/s':40} {'decode':>8} {'total':>8} {'per pass':>9}"
+    f" {'equal to plain: other, same program':>36}"
 )
 
 
-def report(order: Sequence[Configuration], measured: Sequence[Measured]) -> str:
-    """The tables of one temperature, in this order of the configurations."""
-    decode, whole = Speeds(measured, decode_speed), Speeds(measured, whole_speed)
-    prompts = len({each.prompt for each in measured})
-    present = [each for each in order if any(one.configuration == each for one in measured)]
-    lines = [f"\nT {measured[0].temperature:g}, {prompts} prompts", _HEADER]
-    lines += [_row(each, present, measured, decode, whole) for each in present]
-    ours = [each for each in present if each.program == OURS]
-    plain = Configuration(OURS, "none")
-    for speeds, what in ((decode, "decode"), (whole, "whole")):
-        best = fastest(speeds, [each for each in present if each.program != OURS])
-        for other in (best, plain):
-            ratios = list(_ratios(speeds, ours, other)) if other in present else []
-            lines += [f"{what}, ratios to {other}:", *ratios] if ratios else []
+def report(order: Sequence[Configuration], replies: Sequence[MeasuredReply]) -> str:
+    """Return the tables of one temperature.
+
+    Args:
+        order: Order of the configurations.
+        replies: The replies at this temperature.
+    """
+    decode, total = Speeds(replies, decode_speed), Speeds(replies, total_speed)
+    prompts = len({reply.prompt for reply in replies})
+    measured = {reply.configuration for reply in replies}
+    configurations = [each for each in order if each in measured]
+    lines = [f"\ntemperature {replies[0].temperature:g}, {prompts} prompts", _HEADER]
+    lines += [_row(each, configurations, replies, decode, total) for each in configurations]
+    of_edgespec = [each for each in configurations if each.program == EDGESPEC]
+    plain = Configuration(EDGESPEC, "none")
+    for speeds, name in ((decode, "decode"), (total, "total")):
+        best = fastest(speeds, [each for each in configurations if each.program != EDGESPEC])
+        for baseline in (best, plain):
+            lines_of_baseline = (
+                list(_ratios(speeds, of_edgespec, baseline)) if baseline in configurations else []
+            )
+            if lines_of_baseline:
+                lines += [f"{name}, speed-up over {baseline}:", *lines_of_baseline]
     return "\n".join(lines)
 
 
 def _row(
-    each: Configuration,
-    present: Sequence[Configuration],
-    measured: Sequence[Measured],
+    configuration: Configuration,
+    configurations: Sequence[Configuration],
+    replies: Sequence[MeasuredReply],
     decode: Speeds,
-    whole: Speeds,
+    total: Speeds,
 ) -> str:
-    runs = [one.run for one in measured if one.configuration == each]
+    runs = [reply.run for reply in replies if reply.configuration == configuration]
     per_pass = sum(len(run.tokens) for run in runs) / max(1, sum(run.passes for run in runs))
-    theirs = [one for one in present if one.program != OURS and one.name == "none"]
-    own = [one for one in present if one == Configuration(each.program, "none")]
-    same = ["{} of {}".format(*alike(measured, each, plain[0])) if plain else "-" for plain in (theirs, own)]
-    speeds = [f"{mean:.1f}" if (mean := some.mean(each)) else "-" for some in (decode, whole)]
-    # What ran is told where it is not what was asked for.
-    ran = sorted({run.method for run in runs if run.method} - {each.name.partition(":")[0]})
-    return f"  {each!s:40} {speeds[0]:>8} {speeds[1]:>8} {per_pass:>9.2f} {same[0]:>16}, {same[1]:>12}" + (
-        f"  ran: {', '.join(ran)}" if ran else ""
-    )
+    plain = [each for each in configurations if each.name == "none"]
+    plain_of_other = [each for each in plain if each.program != EDGESPEC]
+    plain_of_same = [each for each in plain if each.program == configuration.program]
+    equal = [
+        "{} of {}".format(*count_equal(replies, configuration, baselines[0])) if baselines else "-"
+        for baselines in (plain_of_other, plain_of_same)
+    ]
+    speeds = [f"{mean:.1f}" if (mean := each.mean(configuration)) else "-" for each in (decode, total)]
+    # Shown only if edgespec chose another method than the configuration names.
+    used = sorted({run.method for run in runs if run.method} - {configuration.name.partition(":")[0]})
+    row = f"  {configuration!s:40} {speeds[0]:>8} {speeds[1]:>8} {per_pass:>9.2f} {equal[0]:>22},"
+    return f"{row} {equal[1]:>12}" + (f"  used: {', '.join(used)}" if used else "")
 
 
-def _ratios(speeds: Speeds, ours: Sequence[Configuration], other: Configuration) -> Iterator[str]:
-    for each in ours:
-        found = compare(speeds, each, other) if each != other else None
-        if found:
-            categories = ", ".join(f"{name} {ratio:.2f}x" for name, ratio in found.categories.items())
-            yield f"  {each!s:20} {found}, worst prompt {found.worst:.2f}x; {categories}"
+def _ratios(
+    speeds: Speeds, configurations: Sequence[Configuration], baseline: Configuration
+) -> Iterator[str]:
+    for each in configurations:
+        comparison = compare(speeds, each, baseline) if each != baseline else None
+        if comparison:
+            categories = ", ".join(f"{name} {ratio:.2f}x" for name, ratio in comparison.categories.items())
+            yield f"  {each!s:20} {comparison}, worst prompt {comparison.worst:.2f}x; {categories}"

@@ -1,4 +1,4 @@
-"""edgespec and mlx-lm, each configuration in a process of its own."""
+"""edgespec and mlx-lm, with one process per configuration."""
 
 from __future__ import annotations
 
@@ -11,27 +11,24 @@ from multiprocessing.connection import Connection
 from typing import Any, Protocol, TypeAlias
 
 from edgespec.errors import EdgespecError
-from scripts.peers.replies import Asked, Run
+from scripts.peers.replies import GenerationOptions, Run
 
-__all__ = ["Edgespec", "MlxLm", "Program", "Worker"]
+__all__ = ["EdgespecProgram", "Generate", "MlxLmProgram", "Program", "Worker"]
 
-Ask: TypeAlias = Callable[[Sequence[int], Asked], Run]
+Generate: TypeAlias = Callable[[Sequence[int], GenerationOptions], Run]
 
 
 class Program(Protocol):
-    """What can be loaded in another process, and asked there."""
+    """A program that a `Worker` loads and runs in its process."""
 
-    def opened(self) -> AbstractContextManager[Ask]:
-        """Load the models."""
+    def load(self) -> AbstractContextManager[Generate]:
+        """Load the models. The context manager returns the function that generates a reply."""
         ...
 
 
 @dataclass(frozen=True)
-class Edgespec:
-    """edgespec with one method, and a draft length where one is given.
-
-    threads: None where the backend chooses. kv_type: of the cache.
-    """
+class EdgespecProgram:
+    """edgespec with one method. The attributes are options of `edgespec.load`."""
 
     target: str
     draft: str
@@ -43,47 +40,46 @@ class Edgespec:
     kv_type: str
 
     @contextmanager
-    def opened(self) -> Iterator[Ask]:
-        """Load the models."""
+    def load(self) -> Iterator[Generate]:
         import edgespec
-        from scripts.peers.replies import ours
+        from scripts.peers.replies import edgespec_reply
 
         with edgespec.load(**vars(self)) as runtime:
 
-            def ask(prompt: Sequence[int], asked: Asked) -> Run:
-                return ours(runtime, prompt, vars(asked))
+            def generate(prompt: Sequence[int], options: GenerationOptions) -> Run:
+                return edgespec_reply(runtime, prompt, vars(options))
 
-            yield ask
+            yield generate
 
 
 @dataclass(frozen=True)
-class MlxLm:
-    """mlx-lm itself, drafting so many tokens; None: plainly."""
+class MlxLmProgram:
+    """mlx-lm, with a draft model or, if the draft length is None, without one."""
 
     target: str
     draft: str
     draft_length: int | None
 
     @contextmanager
-    def opened(self) -> Iterator[Ask]:
-        """Load the models."""
+    def load(self) -> Iterator[Generate]:
         import mlx.core as mx
         from mlx_lm.sample_utils import make_sampler
 
-        from scripts.bench_mlx import load_theirs, theirs
+        from scripts.bench_mlx import load_with_mlx_lm, mlx_lm_reply
 
-        model, tokenizer = load_theirs(self.target)
+        model, tokenizer = load_with_mlx_lm(self.target)
         drafting: dict[str, Any] = {}
         if self.draft_length is not None:
-            drafting = {"draft_model": load_theirs(self.draft)[0], "num_draft_tokens": self.draft_length}
+            draft_model, _ = load_with_mlx_lm(self.draft)
+            drafting = {"draft_model": draft_model, "num_draft_tokens": self.draft_length}
 
-        def ask(prompt: Sequence[int], asked: Asked) -> Run:
-            mx.random.seed(asked.seed)
-            sampler = make_sampler(asked.temperature, asked.top_p, asked.min_p, top_k=asked.top_k)
-            options = {"max_tokens": asked.max_tokens, "sampler": sampler, **drafting}
-            return theirs(model, tokenizer, list(prompt), options)
+        def generate(prompt: Sequence[int], options: GenerationOptions) -> Run:
+            mx.random.seed(options.seed)
+            sampler = make_sampler(options.temperature, options.top_p, options.min_p, top_k=options.top_k)
+            arguments = {"max_tokens": options.max_tokens, "sampler": sampler, **drafting}
+            return mlx_lm_reply(model, tokenizer, list(prompt), arguments)
 
-        yield ask
+        yield generate
 
 
 class Worker:
@@ -92,42 +88,42 @@ class Worker:
     def __init__(self, program: Program) -> None:
         self._program = program
         context = multiprocessing.get_context("spawn")
-        self._connection, self._far_end = context.Pipe()
-        self._process = context.Process(target=_serve, args=(program, self._far_end), daemon=True)
+        self._connection, self._child_connection = context.Pipe()
+        self._process = context.Process(target=_serve, args=(program, self._child_connection), daemon=True)
 
     @property
     def pid(self) -> int:
-        """Of the process that was started."""
+        """Process id of the started process."""
         assert self._process.pid
         return self._process.pid
 
     def start(self) -> None:
-        """Start it and wait until the models are loaded. Raises EdgespecError."""
+        """Start the process and wait until the models are loaded. Raises EdgespecError."""
         self._process.start()
-        self._far_end.close()
-        self._answer()
+        self._child_connection.close()
+        self._receive()
 
-    def ask(self, prompt: Sequence[int], asked: Asked) -> Run:
-        """A reply. Raises EdgespecError."""
-        self._connection.send((list(prompt), asked))
-        run = self._answer()
+    def generate(self, prompt: Sequence[int], options: GenerationOptions) -> Run:
+        """Generate a reply. Raises EdgespecError."""
+        self._connection.send((list(prompt), options))
+        run = self._receive()
         assert isinstance(run, Run)
         return run
 
-    def _answer(self) -> object:
+    def _receive(self) -> object:
         try:
             answer = self._connection.recv()
         except (EOFError, OSError) as error:
             self._process.join()
             raise EdgespecError(
-                f"the process of {type(self._program).__name__} ended (exit status {self._process.exitcode})"
+                f"the process of {type(self._program).__name__} ended with status {self._process.exitcode}"
             ) from error
         if isinstance(answer, str):
             raise EdgespecError(answer)
         return answer
 
     def stop(self) -> None:
-        """End it, whatever it does."""
+        """Kill the process."""
         if self._process.pid is not None:
             self._process.kill()
             self._process.join()
@@ -135,13 +131,16 @@ class Worker:
 
 
 def _serve(program: Program, connection: Connection) -> None:
-    """In the other process: answer until nothing is asked any more. What fails is told as a text."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that asks
+    """Answer requests in the child process until the connection is closed.
+
+    Sends None after loading, then one `Run` per request. An error is sent as a string.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     try:
-        with program.opened() as ask:
+        with program.load() as generate:
             connection.send(None)
             while True:
-                connection.send(ask(*connection.recv()))
+                connection.send(generate(*connection.recv()))
     except EOFError:
         pass
     except Exception as error:

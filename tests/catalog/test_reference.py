@@ -54,8 +54,8 @@ def test_the_home_folder_is_expanded(own_home: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "line"),
     [
-        ("", "the model reference is empty; give a path"),
-        ("  ", "the model reference is empty; give a path"),
+        ("", "the model reference is empty; use a path"),
+        ("  ", "the model reference is empty; use a path"),
         ("hf:", "hf: is not a Hugging Face repository; write it as hf:user/repo"),
         ("hf:repo", "hf:repo is not a Hugging Face repository; write it as"),
         ("hf.co/user", "is not a Hugging Face repository; write it as"),
@@ -69,9 +69,9 @@ def test_the_home_folder_is_expanded(own_home: Path) -> None:
         ("https://huggingface.co/u/r/blob/dev/a.gguf", "is not a Hugging Face repository; write it as"),
         ("ollama:", "ollama: has no model name; write it as ollama:NAME"),
         ("LMStudio: ", "LMStudio: has no model name; write it as lmstudio:NAME"),
-        ("a" * 5000, r"a reference of 5,000 characters is too long: a{60}\.\.\.; give"),
-        ("a" * 600, r"a reference of 600 characters is too long: a{60}\.\.\.; give"),
-        ("u/" + "a" * 600, r"a reference of 602 characters is too long: u/a{58}\.\.\.; give"),
+        ("a" * 5000, r"a reference of 5,000 characters is too long: a{60}\.\.\.; use"),
+        ("a" * 600, r"a reference of 600 characters is too long: a{60}\.\.\.; use"),
+        ("u/" + "a" * 600, r"a reference of 602 characters is too long: u/a{58}\.\.\.; use"),
         ("hf:u/" + "a" * 600 + ":Q4_0", r"a reference of 602 characters is too long"),
     ],
 )
@@ -131,10 +131,10 @@ class TestFiles:
             resolve(str(tmp_path / "lama-8b.gguf"))
 
     def test_a_folder_suggests_a_model_in_it(self, tmp_path: Path) -> None:
-        with pytest.raises(ModelFileError, match="is a folder, not a model file or an MLX.*; give the path"):
+        with pytest.raises(ModelFileError, match="is a folder, not a model file or an MLX.*; use the path"):
             resolve(str(tmp_path))
         (tmp_path / "a.gguf").touch()
-        with pytest.raises(ModelFileError, match=r"give the path of the GGUF file in it: .*a\.gguf"):
+        with pytest.raises(ModelFileError, match=r"use the path of the GGUF file in it: .*a\.gguf"):
             resolve(str(tmp_path))
 
     def test_a_folder_that_could_be_a_repository(

@@ -1,4 +1,4 @@
-"""A llama-server for tests: it takes the same flags, and answers or fails as its name tells."""
+"""A stand-in for llama-server with the same flags. The name of its file selects how it behaves."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ ANSWER = {
 
 
 class Handler(BaseHTTPRequestHandler):
-    """Ready at once; what a reply is depends on the name of the program."""
+    """Reports readiness at once, and answers, exits or rejects requests depending on the name of the file."""
 
     def do_GET(self) -> None:
         self._send(200, {"status": "ok"})
 
     def do_POST(self) -> None:
-        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         name = Path(sys.argv[0]).name
-        if name == "falls":
+        if name == "crashes":
             os._exit(3)
-        elif name == "refuses":
+        elif name == "rejects":
             self._send(400, {"error": {"message": "the request exceeds the context size"}})
         else:
-            timings = {**ANSWER["timings"], "prompt_n": len(asked["prompt"])}  # type: ignore[dict-item]
+            timings = {**ANSWER["timings"], "prompt_n": len(request["prompt"])}  # type: ignore[dict-item]
             self._send(200, {**ANSWER, "timings": timings})
 
     def _send(self, status: int, content: dict[str, object]) -> None:
@@ -49,7 +49,7 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, *_: object) -> None:
-        """Nothing."""
+        """Print no log lines."""
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""The load run: its turns, its figures, and replies at once that are those of plain decoding alone."""
+"""Tests of the load benchmark: order of methods, statistics, and replies of concurrent runtimes."""
 
 from __future__ import annotations
 
@@ -10,66 +10,66 @@ from pathlib import Path
 import pytest
 
 from scripts import bench_load
-from scripts.bench_load import Answer, Measured, in_turn, report
+from scripts.bench_load import Measurement, TimedReply, report
+from scripts.peers.configurations import rotated_order
 
-ANSWER = Answer("a", (1, 2, 3), ((0.5, 1), (1.0, 1), (4.0, 1)), 3, 0, 0)
-PLAIN = Measured(0, 0, 1, "none", 2.0, (ANSWER,))
+REPLY = TimedReply("a", (1, 2, 3), ((0.5, 1), (1.0, 1), (4.0, 1)), 3, 0, 0)
+PLAIN = Measurement(0, 0, 1, "none", 2.0, (REPLY,))
 
 
-def test_tokens_count_while_all_are_at_work() -> None:
+def test_goodput_counts_tokens_until_a_runtime_is_idle() -> None:
     assert PLAIN.goodput == 1.0
     assert replace(PLAIN, full_seconds=4.0).goodput == 0.75
 
 
-def test_every_method_comes_first_and_last_in_turn() -> None:
+def test_every_method_is_first_and_last_in_some_order() -> None:
     names = ["none", "model:4", "auto"]
-    orders = [in_turn(names, number) for number in range(6)]
+    orders = [rotated_order(names, index) for index in range(6)]
     assert all(sorted(order) == sorted(names) for order in orders)
     assert {order[0] for order in orders} == {order[-1] for order in orders} == set(names)
 
 
-def test_ratios_are_to_plain_decoding_of_the_same_list_with_as_many_at_once() -> None:
-    twice = replace(ANSWER, moments=((0.5, 4),), drafting_rounds=1, drafted_tokens=6, tokens=(1, 2, 4))
-    said = report(
+def test_ratios_compare_with_plain_decoding_of_the_same_list_and_concurrency() -> None:
+    drafted = replace(REPLY, arrivals=((0.5, 4),), drafting_rounds=1, drafted_tokens=6, tokens=(1, 2, 4))
+    table = report(
         [
             PLAIN,
-            replace(PLAIN, at_once=2, full_seconds=4.0),
-            replace(PLAIN, at_once=2, method="auto", answers=(twice,)),
+            replace(PLAIN, concurrency=2, full_seconds=4.0),
+            replace(PLAIN, concurrency=2, method="auto", replies=(drafted,)),
         ]
     )
-    row = said.splitlines()[-1].split()
+    row = table.splitlines()[-1].split()
     assert row == ["auto", "2.00", "2.667", "33%", "3.00", "0/1"]
 
 
-def test_replies_at_once_are_those_of_plain_decoding(
+def test_concurrent_replies_equal_plain_decoding(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    kept = tmp_path / "load.json"
-    told = ["--every", "9", "--max-tokens", "6", "--at-once", "1,2", "--methods", "model:2,auto"]
-    monkeypatch.setattr(sys, "argv", ["bench_load.py", *told, "--json", str(kept)])
+    path = tmp_path / "load.json"
+    arguments = ["--every", "9", "--max-tokens", "6", "--concurrency", "1,2", "--methods", "model:2,auto"]
+    monkeypatch.setattr(sys, "argv", ["bench_load.py", *arguments, "--json", str(path)])
     bench_load.main()
-    said = capsys.readouterr().out
-    assert "2 at once" in said
-    measured = json.loads(kept.read_text())["measured"]
-    assert [each["at_once"] for each in measured] == [1, 1, 1, 2, 2, 2]
-    plain = {answer["prompt"]: answer["tokens"] for answer in measured[0]["answers"]}
+    assert "2 replies at once" in capsys.readouterr().out
+    measurements = json.loads(path.read_text())["measurements"]
+    assert [each["concurrency"] for each in measurements] == [1, 1, 1, 2, 2, 2]
+    plain = {reply["prompt"]: reply["tokens"] for reply in measurements[0]["replies"]}
     assert len(plain) >= 2
-    for each in measured:
-        assert {answer["prompt"]: answer["tokens"] for answer in each["answers"]} == plain
+    for each in measurements:
+        assert {reply["prompt"]: reply["tokens"] for reply in each["replies"]} == plain
         assert each["goodput"] > 0.0
 
 
 @pytest.mark.parametrize(
-    ("told", "error"),
+    ("arguments", "error"),
     [
-        (["--methods", "model:x"], "no method"),
-        (["--every", "30", "--at-once", "8"], "cannot keep 8 replies going"),
+        (["--methods", "model:x"], "not a method"),
+        (["--every", "30", "--concurrency", "8"], "too short for 8 replies at once"),
     ],
 )
-def test_what_cannot_be_measured_is_said(
-    told: list[str], error: str, monkeypatch: pytest.MonkeyPatch
+def test_invalid_arguments_are_rejected_before_a_model_is_loaded(
+    arguments: list[str], error: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sys, "argv", ["bench_load.py", *told])
-    monkeypatch.setattr(bench_load, "_load", lambda *_: pytest.fail("it is loaded for nothing"))
+    monkeypatch.setattr(sys, "argv", ["bench_load.py", *arguments])
+    monkeypatch.setattr(bench_load, "_load", lambda *_: pytest.fail("a model is loaded"))
     with pytest.raises(SystemExit, match=error):
         bench_load.main()

@@ -1,4 +1,4 @@
-"""GGUF models run by llama.cpp. This package is the only one that imports llama_cpp or uses ctypes for it."""
+"""Run GGUF models with llama.cpp. No other package imports llama_cpp or calls it through ctypes."""
 
 from edgespec.backends.llamacpp.model import load
 

@@ -1,4 +1,4 @@
-"""The input of a pass: tokens or hidden states, with their positions and sequences."""
+"""Input batches for llama.cpp: tokens or hidden states, with their positions and sequence ids."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from edgespec.backends.llamacpp.native import library
 
 __all__ = ["Batch", "Inputs"]
 
-# Token ids, or hidden states as float32 [n, embd].
+# Token ids, or hidden states as a float32 array of shape [n, embd].
 Inputs: TypeAlias = Sequence[int] | NDArray[np.float32]
 
 
 class Batch:
-    """A llama_batch that is allocated once and filled through numpy views.
+    """A reusable llama_batch that is allocated once and filled through NumPy views.
 
-    The views save a ctypes call per token. The owner must call `free`.
+    Writing through the views avoids a ctypes call per token. The owner must call `free`.
 
     Args:
         size: The maximum number of rows.
-        sequences: The maximum number of sequences per row.
-        embd_size: The length of a hidden state, or 0 for a batch of tokens.
+        sequences: The maximum number of sequence ids per row.
+        embd_size: The length of a hidden state, or 0 if the rows are tokens.
     """
 
     def __init__(self, size: int, sequences: int, embd_size: int = 0) -> None:
@@ -44,13 +44,13 @@ class Batch:
     def put(
         self, inputs: Inputs, positions: Sequence[int], sequences: Sequence[Sequence[int]], logits: bool
     ) -> None:
-        """Replace the content.
+        """Replace the contents of the batch.
 
         Args:
-            inputs: The rows.
+            inputs: The tokens or hidden states, one per row.
             positions: The position of each row.
-            sequences: The sequences that each row belongs to.
-            logits: Compute the logits of all rows, or of none.
+            sequences: The ids of the sequences that each row belongs to.
+            logits: Whether to compute logits. Applies to all rows.
         """
         count = self.native.n_tokens = len(inputs)
         self._inputs[:count] = inputs
@@ -62,10 +62,10 @@ class Batch:
                 self._sequences[i][j] = sequence
 
     def put_consecutive(self, inputs: Inputs, position: int) -> None:
-        """Replace the content by rows of sequence 0 from `position` on, without logits."""
+        """Replace the contents with rows of sequence 0 from `position` onwards, without logits."""
         count = len(inputs)
         self.put(inputs, range(position, position + count), [(0,)] * count, logits=False)
 
     def free(self) -> None:
-        """Free the native memory."""
+        """Free the native llama_batch."""
         self._lib.llama_batch_free(self.native)

@@ -1,4 +1,4 @@
-"""Reused buffers for copies of KV cells."""
+"""A pool of reusable buffers that hold copies of KV cells."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from numpy.typing import NDArray
 
 __all__ = ["BufferPool"]
 
-# Larger buffers are allocated on their own. Chosen: copies of whole caches are rare, small copies are made in
-# every round.
+# Larger buffers are not pooled: the whole cache is rarely copied, but a few cells are copied in every
+# decoding round.
 _MAX_POOLED_BYTES = 32 * 2**20
 
 
 class BufferPool:
-    """Hands out buffers and reuses their memory after nobody holds a reference to them.
+    """Hands out buffers and reuses their memory once they are no longer referenced.
 
-    Saves the page faults of a new allocation in every round. Used by one thread.
+    This avoids the page faults of a new allocation in every decoding round. Not thread-safe.
     """
 
     def __init__(self) -> None:
@@ -26,13 +26,13 @@ class BufferPool:
         self._handed_out: list[weakref.ref[NDArray[np.uint8]]] = []
 
     def take(self, size: int) -> NDArray[np.uint8]:
-        """Return an uninitialised buffer, uint8 [size], that nobody else uses while it is referenced."""
+        """Return an uninitialised uint8 buffer of shape [size]. It is not reused while referenced."""
         if size > _MAX_POOLED_BYTES:
             return np.empty(size, np.uint8)
         self._handed_out = [buffer for buffer in self._handed_out if buffer() is not None]
         start = self._used if self._handed_out else 0
         if start + size > len(self._bytes):
-            # Buffers in use keep the old block alive through their numpy base.
+            # Buffers that are still in use are views of the old block, so NumPy keeps it alive.
             self._bytes = np.empty(min(_MAX_POOLED_BYTES, max(size, 2 * len(self._bytes))), np.uint8)
             self._handed_out, start = [], 0
         taken = self._bytes[start : start + size]

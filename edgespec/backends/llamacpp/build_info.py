@@ -1,4 +1,4 @@
-"""Version and features of the installed llama.cpp, without loading a model."""
+"""Query the version and features of the installed llama.cpp without loading a model."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ __all__ = ["LlamaCppBuildInfo", "build_info"]
 
 @dataclass(frozen=True, slots=True)
 class LlamaCppBuildInfo:
-    """The installed llama.cpp library.
+    """Information about the installed llama.cpp library.
 
     Attributes:
         version: The version of llama-cpp-python.
-        gpu_offload: Whether it was built with support for a GPU.
-        default_threads: The number of threads used for large models.
+        gpu_offload: Whether llama.cpp was built with GPU support.
+        default_threads: The default number of CPU threads for large models.
         features: The CPU features and build options that llama.cpp reports.
     """
 
@@ -28,7 +28,11 @@ class LlamaCppBuildInfo:
 
 
 def build_info() -> LlamaCppBuildInfo:
-    """Return version and features of the installed library. Raises BackendMissingError if there is none."""
+    """Return the version and features of the installed llama.cpp library.
+
+    Raises:
+        BackendMissingError: llama.cpp is not installed.
+    """
     lib = library()
     return LlamaCppBuildInfo(
         version=lib.__version__,

@@ -1,4 +1,4 @@
-"""Checkpoints of a context's memory, held as sequences that share its cells."""
+"""Checkpoints of a context's KV cache and recurrent state, stored as sequences that share its cells."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ __all__ = ["StateCheckpoint", "StateCheckpoints"]
 
 @dataclass(frozen=True, eq=False)
 class StateCheckpoint:
-    """The memory after `length` tokens. Its sequence is freed when the last reference is dropped."""
+    """A checkpoint after `length` tokens. Its sequence is freed after the last reference is dropped."""
 
     length: int
     sequence: int
 
 
 class StateCheckpoints:
-    """The checkpoints of sequence 0 of a context, at most one per spare sequence.
+    """Saves and restores checkpoints of sequence 0, using one spare sequence for each.
 
-    Saving copies nothing: llama.cpp shares cells between sequences and writes the next recurrent state to a
-    new cell as long as the old one is in use. Used by the model's thread.
+    Saving a checkpoint copies no data: llama.cpp shares cells between sequences, and writes the next
+    recurrent state to a new cell while the old one is in use. Only the model's thread may use this class.
     """
 
     def __init__(self, context: LlamaContext, sequences: range) -> None:
@@ -31,7 +31,7 @@ class StateCheckpoints:
         self._dropped: list[int] = []
 
     def save(self, length: int) -> StateCheckpoint:
-        """Return a checkpoint of sequence 0, which holds `length` tokens."""
+        """Return a checkpoint of sequence 0, which must contain `length` tokens."""
         self.release_dropped()
         checkpoint = StateCheckpoint(length, self._free.pop())
         weakref.finalize(checkpoint, self._dropped.append, checkpoint.sequence)
@@ -39,7 +39,7 @@ class StateCheckpoints:
         return checkpoint
 
     def restore(self, checkpoint: StateCheckpoint) -> None:
-        """Reset sequence 0 to a checkpoint, discarding everything after it."""
+        """Roll sequence 0 back to a checkpoint and discard all later tokens."""
         self.release_dropped()
         self._context.drop(0, 0)
         self._context.copy(checkpoint.sequence, 0)

@@ -1,4 +1,4 @@
-"""A typed wrapper around a llama_context: passes, sequences of its KV cache, and copies of its cells."""
+"""A typed wrapper around llama_context that runs forward passes and manages KV-cache sequences."""
 
 from __future__ import annotations
 
@@ -28,28 +28,29 @@ from edgespec.errors import (
 
 __all__ = ["MAX_WIDTH", "ContextPlan", "LlamaContext"]
 
-# The option's values and llama.cpp's enum (LLAMA_FLASH_ATTN_TYPE_*).
+# Maps values of `LoadOptions.flash_attention` to llama.cpp's LLAMA_FLASH_ATTN_TYPE_* constants.
 _FLASH_ATTENTION = {"auto": -1, "off": 0, "on": 1}
-# Results of llama_decode: no free KV cells, stopped by the abort callback, allocation failed.
+# Status codes of llama_decode: no free KV cells, stopped by the abort callback, allocation failed.
 _NO_SLOT, _ABORTED, _NO_MEMORY = 1, 2, -2
 _BYTES = ctypes.POINTER(ctypes.c_uint8)
-# The default limit of the rows of a pass that have logits. Chosen: far above any draft that saves time, and
-# it bounds the logits buffer.
+# The default maximum number of rows with logits per pass. It bounds the logits buffer, and is far larger than
+# any draft that would save time.
 MAX_WIDTH = 256
 
 
 @dataclass(frozen=True, slots=True)
 class ContextPlan:
-    """The size and layout of a context's memory.
+    """The size and layout of a context's KV cache and recurrent states.
 
     Attributes:
         tokens: The number of KV cells.
-        kv_types: The types of keys and values.
+        kv_types: The data types of keys and values.
         sequences: The maximum number of sequences.
         recurrent: Whether some or all layers have a recurrent state instead of keys and values.
-        undo_tokens: The number of recurrent states kept of a pass, for rollback without replay.
-        kv_bytes: The size of cells and states together.
-        token_bytes: The size of one cell in all layers.
+        undo_tokens: The number of tokens that can be rolled back without replay, because llama.cpp keeps the
+            recurrent state after each of them.
+        kv_bytes: The total size of KV cells and recurrent states.
+        token_bytes: The size of one KV cell, summed over all layers.
         rows: The maximum number of rows with logits per pass.
     """
 
@@ -63,28 +64,28 @@ class ContextPlan:
     rows: int = MAX_WIDTH
 
     def with_tokens(self, tokens: int) -> ContextPlan:
-        """Return the plan of the same context with another number of cells."""
+        """Return a copy of this plan with a different number of KV cells."""
         added_bytes = (tokens - self.tokens) * self.token_bytes
         return replace(self, tokens=tokens, kv_bytes=self.kv_bytes + added_bytes)
 
 
 class LlamaContext:
-    """A llama_context with a unified KV cache, used by one thread.
+    """A llama_context with a unified KV cache. Not thread-safe, except for `interrupt`.
 
-    Sequence 0 holds the committed tokens. The last sequence is scratch space for copies of cells; branches
-    or checkpoints use the ones between. A failed `allocate` leaves the context without memory, see `is_lost`.
+    Sequence 0 holds the committed tokens. The last sequence is scratch space for copying cells, and the
+    others hold branches or checkpoints. If `allocate` fails, the context has no KV cache (see `is_lost`).
 
     Args:
-        model: The llama_model.
-        options: The batch size and attention kernels to use.
-        plan: The size and layout of the memory.
+        model: The llama_model handle.
+        options: The load options, which set the batch size and attention kernels.
+        plan: The size and layout of the KV cache.
         threads: The number of CPU threads.
-        hook: Receives tensors of every pass.
+        hook: A hook that receives tensors from every pass.
         takes_hidden: Whether passes may take hidden states instead of tokens.
 
     Raises:
-        MemoryBudgetError: The memory cannot be allocated.
-        OptionError: `options` or `plan` hold an unsupported combination.
+        MemoryBudgetError: The context cannot be allocated.
+        OptionError: `options` and `plan` contain an unsupported value or combination.
     """
 
     def __init__(
@@ -104,7 +105,7 @@ class LlamaContext:
         params.n_seq_max = plan.sequences
         params.n_rs_seq = plan.undo_tokens
         self._scratch = plan.sequences - 1
-        # Sequences other than 0 that may hold cells.
+        # Sequences other than 0 that may contain cells.
         self._others: set[int] = set()
         params.n_outputs_max = min(plan.rows, options.batch_tokens)
         params.n_threads = params.n_threads_batch = self.threads = threads
@@ -115,7 +116,7 @@ class LlamaContext:
                 f"choose one of {', '.join(_FLASH_ATTENTION)}",
             )
         params.flash_attn_type = _FLASH_ATTENTION[options.flash_attention]
-        # Cells that left a sliding window are overwritten otherwise, and rollback would need them again.
+        # Keep cells outside the sliding window. llama.cpp would overwrite them, but a rollback needs them.
         params.swa_full = True
         params.kv_unified = True
         params.no_perf = True
@@ -127,9 +128,9 @@ class LlamaContext:
         self._context: Any = None
         self.allocate(plan)
         self.max_width: int = params.n_outputs_max
-        # The sliding window of some layers in tokens, or 0 if all layers attend to everything.
+        # The size of the sliding attention window in tokens, or 0 if all layers use full attention.
         self.window: int = lib.llama_model_n_swa(model)
-        # llama.cpp keeps no recurrent states for some architectures, whatever the plan asks for.
+        # For some architectures, llama.cpp ignores `n_rs_seq` and keeps no earlier recurrent states.
         self.undo_tokens: int = lib.llama_n_rs_seq(self._context)
         self._batch = Batch(options.batch_tokens, plan.sequences)
         self._hidden = (
@@ -139,30 +140,30 @@ class LlamaContext:
         )
 
     def allocate(self, plan: ContextPlan) -> None:
-        """Replace the memory by an empty one of the size of `plan`.
+        """Replace the KV cache with an empty one of the size in `plan`.
 
-        The old memory is freed first, so that both never exist together. After an error the context has no
-        memory (`is_lost`) until a later call succeeds.
+        The old cache is freed first so that the two never coexist. If this method fails, the context has no
+        KV cache (`is_lost`) until a later call succeeds.
 
         Args:
-            plan: The plan given to the constructor, possibly with another number of tokens.
+            plan: The plan passed to the constructor, possibly with a different number of tokens.
 
         Raises:
-            MemoryBudgetError: The memory cannot be allocated.
-            OptionError: The KV types need flash attention, which is off.
+            MemoryBudgetError: The KV cache cannot be allocated.
+            OptionError: The KV types require flash attention, which is off.
         """
         self._free()
-        # Copies made for the old size would only waste memory.
+        # Replace the pool too, because buffers sized for the old cache would waste memory.
         self._copies = BufferPool()
         recent_errors(clear=True)
         self._params.n_ctx = plan.tokens
         self._context = self._lib.llama_init_from_model(self._model, self._params)
         if not self._context:
-            detail = (recent_errors() or ["no reason was given"])[-1]
+            detail = (recent_errors() or ["llama.cpp reported no reason"])[-1]
             if "requires flash_attn" in detail:
                 raise OptionError(
-                    f"kv_type {plan.kv_types.text!r} needs flash attention",
-                    "use --flash-attention auto, or --kv-type f16",
+                    f"kv_type {plan.kv_types.text!r} requires flash attention",
+                    "use --flash-attention auto or --kv-type f16",
                 )
             raise MemoryBudgetError(
                 f"a context of {plan.tokens:,} tokens cannot be allocated: {detail}",
@@ -177,7 +178,7 @@ class LlamaContext:
         context, self._context, self._memory = self._context, None, None
         self._others.clear()
         self.tokens = 0
-        # The logits are a view of memory that is freed here.
+        # Drop the view of the logits, because the memory behind it is freed below.
         self._logits = np.empty((0, self._vocab_size), np.float32)
         self._logits_address = 0
         if context:
@@ -185,23 +186,23 @@ class LlamaContext:
 
     @property
     def is_lost(self) -> bool:
-        """Whether the context has no memory because the last `allocate` failed."""
+        """Whether the context has no KV cache because the last call to `allocate` failed."""
         return not self._context
 
     def _check_allocated(self) -> None:
         if self.is_lost:
             raise ContextFullError(
-                "the context lost its memory because the system had none left",
+                "the context has no KV cache because the system ran out of memory",
                 "close other programs and send the message again",
             )
 
     @property
     def has_memory(self) -> bool:
-        """Whether the model has a KV cache or recurrent state. Models without one cannot generate."""
+        """Whether the model has a KV cache or a recurrent state. Models with neither cannot generate text."""
         return bool(self._memory)
 
     def append(self, inputs: Inputs, position: int) -> None:
-        """Run tokens or hidden states in sequence 0 from `position` on, without computing logits."""
+        """Append tokens or hidden states to sequence 0, starting at `position`, without computing logits."""
         batch = self._batch_for(inputs)
         batch.put_consecutive(inputs, position)
         self._decode(batch)
@@ -214,16 +215,16 @@ class LlamaContext:
         Args:
             inputs: Tokens or hidden states, at most `max_width` rows.
             positions: The position of each row.
-            sequences: The sequences that each row belongs to.
+            sequences: The ids of the sequences that each row belongs to.
 
         Returns:
-            Logits, float32 [rows, vocab]: a view that the next pass overwrites.
+            The logits, float32 [rows, vocab]. This is a view that the next pass overwrites.
 
         Raises:
-            CancelledError: `interrupt` was requested.
-            ContextFullError: There are not enough free cells.
-            OutOfMemoryError: A buffer of the pass cannot be allocated.
-            BackendError: llama.cpp failed otherwise.
+            CancelledError: The pass was interrupted through `interrupt`.
+            ContextFullError: There are not enough free KV cells.
+            OutOfMemoryError: A buffer for the pass cannot be allocated.
+            BackendError: llama.cpp failed for any other reason.
         """
         batch = self._batch_for(inputs)
         batch.put(inputs, positions, sequences, logits=True)
@@ -231,7 +232,7 @@ class LlamaContext:
         pointer = self._lib.llama_get_logits(self._context)
         address = ctypes.cast(pointer, ctypes.c_void_p).value
         if not address:
-            raise BackendError("the model computed no logits", "choose a model that generates text")
+            raise BackendError("the model computed no logits", "use a text-generation model")
         if address != self._logits_address:
             self._logits_address = address
             self._logits = np.ctypeslib.as_array(pointer, (self.max_width, self._vocab_size))
@@ -240,9 +241,9 @@ class LlamaContext:
     def run_to_hook(
         self, tokens: Sequence[int], positions: Sequence[int], sequences: Sequence[Sequence[int]]
     ) -> None:
-        """Run a pass of at most `max_width` tokens that ends at the tensor the hook reads."""
+        """Run a pass of at most `max_width` tokens, and stop it after the tensor that the hook copies."""
         assert self._hook is not None
-        # llama.cpp drops rows without logits before the end of the last layer, where the hook reads.
+        # Request logits for all rows: llama.cpp drops the other rows before the tensor that the hook copies.
         self._batch.put(tokens, positions, sequences, logits=True)
         self._hook.stop_after = True
         try:
@@ -271,28 +272,28 @@ class LlamaContext:
             raise ContextFullError(f"the context of {self.tokens:,} tokens is full", "use a larger --context")
         if status == _NO_MEMORY:
             raise OutOfMemoryError(
-                f"the buffers of a pass of {count} tokens cannot be allocated",
+                f"the buffers for a pass over {count} tokens cannot be allocated",
                 "close other programs, or use a smaller --context",
             )
-        detail = (recent_errors() or ["no reason was given"])[-1]
+        detail = (recent_errors() or ["llama.cpp reported no reason"])[-1]
         raise BackendError(
             f"llama.cpp failed on {count} tokens (status {status}): {detail}",
             "free some memory or use a smaller --context",
         )
 
     def copy(self, source: int, sequence: int, start: int = -1, end: int = -1) -> None:
-        """Let `sequence` share the cells of `source` at positions [start, end), by default all.
+        """Share the cells of `source` at positions [start, end) with `sequence`. By default, share all cells.
 
-        A recurrent state is always shared whole. llama.cpp copies it when a pass would overwrite it.
+        A recurrent state is always shared as a whole. llama.cpp copies it before a pass overwrites it.
         """
         self._others.add(sequence)
         self._lib.llama_memory_seq_cp(self._memory, source, sequence, start, end)
 
     def drop(self, sequence: int, start: int, end: int = -1) -> bool:
-        """Remove positions [start, end) from a sequence, by default to its end.
+        """Remove positions [start, end) from a sequence. By default, remove from `start` to the end.
 
         Returns:
-            Whether the memory supports this; a recurrent state cannot be cut at every position.
+            Whether the positions were removed. A recurrent state cannot be truncated at every position.
         """
         dropped = bool(self._lib.llama_memory_seq_rm(self._memory, sequence, start, end))
         if (start, end) == (0, -1):
@@ -300,7 +301,7 @@ class LlamaContext:
         return dropped
 
     def drop_others(self) -> None:
-        """Remove all sequences but 0, including what an error or an interrupt left behind."""
+        """Remove all sequences except 0, including any left behind by an error or an interrupt."""
         for sequence in self._others - {0}:
             self.drop(sequence, 0)
 
@@ -310,7 +311,7 @@ class LlamaContext:
         return bool(self._lib.llama_memory_can_shift(self._memory))
 
     def remove_range(self, start: int, end: int) -> None:
-        """Remove positions [start, end) from sequence 0 and shift later ones down at the next pass."""
+        """Remove positions [start, end) from sequence 0. The next pass shifts the later positions down."""
         self._lib.llama_memory_seq_rm(self._memory, 0, start, end)
         self._lib.llama_memory_seq_add(self._memory, 0, end, -1, start - end)
 
@@ -319,10 +320,10 @@ class LlamaContext:
         self._lib.llama_memory_clear(self._memory, False)
 
     def compact_branch(self, source: int, start: int, end: int) -> None:
-        """Move positions [start, end) of `source` to sequence 0 and remove everything else after `start`.
+        """Move positions [start, end) of `source` to sequence 0 and remove all other cells from `start` on.
 
-        The cells become contiguous. Attention sums cells in memory order, so a later token that filled a
-        gap would change that order and with it the rounding.
+        The moved cells are contiguous. Attention sums over cells in memory order, so if a later token filled
+        a gap between them, the order of the sum and thus its rounding would change.
         """
         parts = self.export_cells(source, start, end)
         for sequence in range(self._scratch + 1):
@@ -330,17 +331,17 @@ class LlamaContext:
         if not self.import_cells(parts, start, end):
             raise BackendError(
                 f"the KV cells of {end - start} accepted tokens cannot be moved",
-                "load the model without --draft-branches",
+                "do not use --draft-branches with this model",
             )
 
     def export_cells(self, source: int, start: int, end: int) -> list[memoryview]:
-        """Return the cells of `source` at positions [start, end), in parts for `import_cells`.
+        """Return the cells of `source` at positions [start, end) as a list of parts for `import_cells`.
 
-        A part is no longer than the sliding window: llama.cpp omits cells outside the window of a sequence's
-        last token, but a later rollback needs them.
+        No part is longer than the sliding window. When llama.cpp exports a sequence, it omits cells outside
+        the window of the last token, but a later rollback needs them.
         """
         parts = []
-        self.drop(self._scratch, 0)  # an interrupt may have left cells there
+        self.drop(self._scratch, 0)  # An interrupted call may have left cells in the scratch sequence.
         for begin, stop in self._parts(start, end):
             self.copy(source, self._scratch, begin, stop)
             parts.append(self.export_sequence(self._scratch))
@@ -351,7 +352,7 @@ class LlamaContext:
         """Append exported cells to sequence 0 at positions [start, end).
 
         Returns:
-            False if the parts do not match this model and context.
+            Whether the cells were imported. False if they do not match this model and context.
         """
         ranges = self._parts(start, end)
         if len(parts) != len(ranges):
@@ -370,19 +371,19 @@ class LlamaContext:
         return list(pairwise(cuts)) if start < end else []
 
     def apply_rollback(self) -> None:
-        """Make the recurrent state selected by `drop` the current one of sequence 0.
+        """Apply the rollback of the recurrent state that `drop` requested for sequence 0.
 
-        llama.cpp defers this to the next pass; checkpoints and copies of the context need it before.
+        llama.cpp would apply it in the next pass, but checkpoints and copies of the context need it earlier.
         """
         if not self.import_sequence(self.export_sequence(recurrent_only=True), recurrent_only=True):
-            raise BackendError("the recurrent state cannot be rolled back", "load the model again")
+            raise BackendError("the recurrent state cannot be rolled back", "reload the model")
 
     def state_bytes(self, *, recurrent_only: bool = False) -> int:
-        """Return the size of sequence 0 as exported by `export_sequence`."""
+        """Return the number of bytes that `export_sequence` exports for sequence 0."""
         return int(self._lib.llama_state_seq_get_size_ext(self._context, 0, self._flags(recurrent_only)))
 
     def export_sequence(self, sequence: int = 0, *, recurrent_only: bool = False) -> memoryview:
-        """Return a copy of what the next token of a sequence attends to, valid while it is referenced."""
+        """Return a copy of the KV cells and recurrent state that the next token of a sequence depends on."""
         self._check_allocated()
         flags = self._flags(recurrent_only)
         size = self._lib.llama_state_seq_get_size_ext(self._context, sequence, flags)
@@ -395,10 +396,10 @@ class LlamaContext:
     def import_sequence(
         self, data: bytes | memoryview, sequence: int = 0, *, recurrent_only: bool = False
     ) -> bool:
-        """Load exported memory into an empty sequence.
+        """Load an exported sequence into an empty one.
 
         Returns:
-            False if `data` does not match this model and context.
+            Whether the data was loaded. False if it does not match this model and context.
         """
         self._check_allocated()
         self._others.add(sequence)
@@ -417,7 +418,7 @@ class LlamaContext:
         return int(self._lib.LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY) if recurrent_only else 0
 
     def close(self) -> None:
-        """Free the native context and its batches."""
+        """Free the llama_context and its batches."""
         self._free()
         self._batch.free()
         if self._hidden is not None:

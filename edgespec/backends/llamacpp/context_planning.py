@@ -1,4 +1,4 @@
-"""The plan of a llama.cpp context: its size, its number formats, and the memory of its caches."""
+"""Plan the size, the KV-cache types and the memory of llama.cpp contexts."""
 
 from __future__ import annotations
 
@@ -40,28 +40,28 @@ __all__ = [
     "work_bytes",
 ]
 
-# llama.cpp can keep a recurrent state after each of the last tokens of a pass, for a rollback. It keeps this
-# many if all copies together stay below the second number, because every pass writes them. Chosen.
+# llama.cpp can keep the recurrent state after each of the last `UNDO_TOKENS` tokens in a pass, for rollback.
+# Every pass writes these copies, so they are only used if all of them take at most `_SMALL_STATES_BYTES`.
 UNDO_TOKENS = 8
 _SMALL_STATES_BYTES = 128 * 2**20
 _F16 = KvTypes("f16", "f16")
-# llama.cpp allocates logits for every row whose hidden state is read, though the lower part of a split model
-# has no use for them. Its passes are narrowed until they take at most this much, but not below the second
-# number of rows.
+# llama.cpp allocates logits for every row whose hidden state is read, although the lower part of a split
+# model never uses them. Its rows per pass are limited so that these logits take at most `_UNREAD_BYTES`, but
+# the limit is never less than `_FEWEST_ROWS`.
 _UNREAD_BYTES = 16 * 2**20
 _FEWEST_ROWS = 16
-# A saved cell begins with its position and its sequence.
+# The size of the header of an exported KV cell, which stores its position and sequence ids.
 _CELL_BYTES = 12
 
 
 @dataclass(frozen=True, slots=True)
 class States:
-    """The memory of one sequence in a model with recurrent layers.
+    """The memory requirements of one sequence in a model with recurrent layers.
 
     Attributes:
-        state_bytes: the recurrent state, whose size is fixed.
-        f16_bytes_per_token: keys and values per token, in f16.
-        keeps_earlier: whether llama.cpp can keep the states after the last few tokens of a pass.
+        state_bytes: The size of the recurrent state, which is independent of the context length.
+        f16_bytes_per_token: The size of the keys and values per token in f16.
+        keeps_earlier: Whether llama.cpp can keep the states after each of the last few tokens in a pass.
     """
 
     state_bytes: int
@@ -70,11 +70,11 @@ class States:
 
 
 def plan_context(weights: Any, options: LoadOptions) -> ContextPlan:
-    """Plan the context of a loaded model.
+    """Return a context plan for a loaded model.
 
     Raises:
-        MemoryBudgetError: the context does not fit `options.memory_bytes` beside the weights.
-        OptionError: the kv_type is unknown.
+        MemoryBudgetError: The weights and the context do not fit in `options.memory_bytes`.
+        OptionError: The kv_type is unknown.
     """
     states = _measured(weights, options) if remembers_by_state(weights) else None
     plan = choose_context(weights, options, states)
@@ -85,27 +85,27 @@ def plan_context(weights: Any, options: LoadOptions) -> ContextPlan:
 
 
 def remembers_by_state(weights: Any) -> bool:
-    """Return whether some layers are recurrent, so that `States` are needed."""
+    """Return whether the model has recurrent layers."""
     return bool(library().llama_model_is_recurrent(weights) or library().llama_model_is_hybrid(weights))
 
 
 def choose_context(weights: Any, options: LoadOptions, states: States | None) -> ContextPlan:
-    """Choose the context for the options, without checking that it fits.
+    """Return a context plan for the options, without checking that it fits in memory.
 
     Args:
-        weights: llama.cpp's model handle.
-        options: the load options.
-        states: sizes of the recurrent states; None for a model with KV caches only.
+        weights: The llama_model handle.
+        options: The load options.
+        states: The sizes of the recurrent states, or None if the model has no recurrent layers.
 
     Raises:
-        OptionError: the kv_type is unknown.
+        OptionError: The kv_type is unknown.
     """
-    # llama.cpp rounds the context up to whole blocks, but aborts in a pass beyond what was requested.
+    # llama.cpp allocates whole blocks, but aborts if a pass exceeds the requested size. Request whole blocks.
     wanted = round_up_to_block(requested_context(options, library().llama_model_n_ctx_train(weights)))
     if states is None:
         same_type = has_latent_attention(weights)
         types = choose_kv_types(options, kv_bytes(weights, _F16, wanted), same_type=same_type)
-        # One sequence per branch of a draft tree, and a spare one for moving cells.
+        # One sequence per branch of the draft tree, plus a scratch sequence for moving cells.
         plan = _with_rows(ContextPlan(wanted, types, options.max_branches + 1), options.max_logit_rows)
         if prefill_kernel_differs(types, options, threads_for(weights, options)) and not options.is_draft:
             plan = _with_rows(plan, min(SMALL_KERNEL_MAX_ROWS, plan.rows))
@@ -113,7 +113,7 @@ def choose_context(weights: Any, options: LoadOptions, states: States | None) ->
             plan, kv_bytes=kv_bytes(weights, types, wanted), token_bytes=kv_bytes_per_token(weights, types)
         )
     types = choose_kv_types(options, states.f16_bytes_per_token * wanted)
-    # One sequence that runs, and one per checkpoint.
+    # Sequence 0, plus one sequence per checkpoint.
     plan = _with_rows(ContextPlan(wanted, types, MAX_CHECKPOINTS + 1, recurrent=True), options.max_logit_rows)
     if states.keeps_earlier and _fixed_bytes(states, plan) * (1 + UNDO_TOKENS) <= _SMALL_STATES_BYTES:
         plan = replace(plan, undo_tokens=UNDO_TOKENS)
@@ -122,19 +122,19 @@ def choose_context(weights: Any, options: LoadOptions, states: States | None) ->
 
 
 def _with_rows(plan: ContextPlan, rows: int | None) -> ContextPlan:
-    """Limit the rows with logits per pass. llama.cpp requires at least one per sequence."""
+    """Limit the rows with logits per pass to `rows`. llama.cpp requires at least one per sequence."""
     return plan if rows is None else replace(plan, rows=max(rows, plan.sequences))
 
 
 def _fixed_bytes(states: States | None, plan: ContextPlan) -> int:
-    """Return the bytes of the recurrent states, which do not depend on the context length."""
+    """Return the total size of the recurrent states in bytes, which is independent of the context length."""
     return states.state_bytes * plan.sequences * (1 + plan.undo_tokens) if states else 0
 
 
 def kv_bytes(weights: Any, types: KvTypes, tokens: int) -> int:
-    """Return the KV cache bytes of `tokens` in whole blocks, without recurrent states.
+    """Return the size of the KV cache in bytes for `tokens` rounded up to whole blocks.
 
-    Layers with a sliding window count as if they kept all tokens.
+    Recurrent states are not included. Layers with a sliding window count as if they kept all tokens.
     """
     return round_up_to_block(tokens) * kv_bytes_per_token(weights, types)
 
@@ -142,17 +142,17 @@ def kv_bytes(weights: Any, types: KvTypes, tokens: int) -> int:
 def plan_split_contexts(
     lower: Any, upper: Any, weight_bytes: int, options: LoadOptions
 ) -> tuple[ContextPlan, ContextPlan]:
-    """Plan the contexts of the lower and the upper part of a split model.
+    """Return the context plans for the lower and the upper part of a split model.
 
     Args:
-        lower: llama.cpp's handle of the lower part.
-        upper: llama.cpp's handle of the upper part.
-        weight_bytes: the weights of both parts, shared ones counted once.
-        options: the load options.
+        lower: The llama_model handle of the lower part.
+        upper: The llama_model handle of the upper part.
+        weight_bytes: The size of the weights of both parts. Shared weights count once.
+        options: The load options.
 
     Raises:
-        MemoryBudgetError: the contexts do not fit `options.memory_bytes` beside the weights.
-        OptionError: the kv_type is unknown.
+        MemoryBudgetError: The weights and both contexts do not fit in `options.memory_bytes`.
+        OptionError: The kv_type is unknown.
     """
     plans = choose_split_contexts(lower, upper, options)
     total, wanted = sum(plan.kv_bytes for plan in plans), plans[0].tokens
@@ -163,7 +163,7 @@ def plan_split_contexts(
 
 
 def choose_split_contexts(lower: Any, upper: Any, options: LoadOptions) -> tuple[ContextPlan, ContextPlan]:
-    """Choose the contexts of the lower and the upper part of a split model, as `choose_context` does."""
+    """Return context plans for both parts of a split model, without checking that they fit in memory."""
     wanted = round_up_to_block(requested_context(options, library().llama_model_n_ctx_train(lower)))
     types = choose_kv_types(options, sum(kv_bytes(half, _F16, wanted) for half in (lower, upper)))
     first, second = (
@@ -180,12 +180,12 @@ def choose_split_contexts(lower: Any, upper: Any, options: LoadOptions) -> tuple
 
 
 def work_bytes(lower: Any, options: LoadOptions) -> int:
-    """Return the bytes of the lower part's logits, which exist twice: where they are computed, and copied."""
+    """Return the size of the lower part's logits in bytes. They count twice, because they are copied."""
     return 2 * _logits_bytes(lower, min(MAX_WIDTH, _lower_rows(lower, options)))
 
 
 def split_load_options(lower: Any, options: LoadOptions) -> tuple[LoadOptions, LoadOptions]:
-    """Return the load options of the lower and the upper part, which differ in the rows per pass."""
+    """Return the load options for the lower and the upper part, which differ only in `batch_tokens`."""
     below, above = _lower_rows(lower, options), min(MAX_WIDTH, options.batch_tokens)
     return replace(options, batch_tokens=below), replace(options, batch_tokens=above)
 
@@ -204,7 +204,7 @@ def _logits_bytes(weights: Any, rows: int) -> int:
 def _check_room(
     kv_bytes: int, asked: int, per_token: int, fixed: int, weight_bytes: int, options: LoadOptions
 ) -> None:
-    """Raise MemoryBudgetError if the caches do not fit beside the weights."""
+    """Raise MemoryBudgetError if the weights and the caches do not fit in memory together."""
     limit = options.memory_bytes if options.memory_bytes is not None else psutil.virtual_memory().available
     left = max(0, limit - weight_bytes)
     if kv_bytes > left:
@@ -213,10 +213,10 @@ def _check_room(
 
 
 def _measured(weights: Any, options: LoadOptions) -> States:
-    """Measure the sizes in a small context, because the metadata does not state them.
+    """Measure the state sizes in a small context, because the model's metadata does not contain them.
 
-    llama.cpp reports the state and a sliding window's keys in one number, so a model with both keeps no
-    earlier states.
+    llama.cpp reports the recurrent state and the keys of a sliding window as one size. Earlier states are
+    therefore never kept for a model with both.
     """
     small = ContextPlan(BLOCK_TOKENS, _F16, 1, undo_tokens=UNDO_TOKENS)
     context = LlamaContext(weights, replace(options, batch_tokens=BLOCK_TOKENS), small, threads=1)
@@ -225,7 +225,7 @@ def _measured(weights: Any, options: LoadOptions) -> States:
         with_one = context.state_bytes()
         context.append([0], 1)
         per_token = context.state_bytes() - with_one
-        # A saved cell has a header, which the cache does not hold.
+        # Subtract the header of the exported cell, which takes no space in the cache.
         per_token = max(0, per_token - _CELL_BYTES)
         state = with_one - per_token if context.window else context.state_bytes(recurrent_only=True)
         return States(state, per_token, context.undo_tokens > 0 and not context.window)

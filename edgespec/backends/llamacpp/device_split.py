@@ -1,4 +1,4 @@
-"""The memory that a GGUF model takes on GPUs for a given number of offloaded layers."""
+"""Compute how much GPU memory a GGUF model needs for a given number of offloaded layers."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ _LAYER = re.compile(r"blk\.(\d+)\.")
 
 
 def device_split(path: str, layers: int, gpu_layers: int | None) -> tuple[int, float, int]:
-    """Return the GPU memory that a model takes with `gpu_layers` offloaded layers.
+    """Return the share of a model that is on the GPU if `gpu_layers` layers are offloaded.
 
-    llama.cpp offloads the output layer first, then the last layers of the model. The token embedding stays
-    in main memory. If it is also the output layer, it is copied to the GPU as well.
+    llama.cpp offloads the output layer first, then the other layers from last to first. It keeps the token
+    embedding in main memory, and copies it to the GPU if it is also the output layer.
 
     Args:
-        path: The GGUF file, or its first part.
-        layers: The number of layers of the model.
-        gpu_layers: The number of offloaded layers; None means all.
+        path: The GGUF file, or the first file of a model in several parts.
+        layers: The number of layers in the model.
+        gpu_layers: The number of layers to offload. None means all.
 
     Returns:
-        The bytes of weights on the GPU, the fraction of the KV cache there, and the bytes of weights that
-        are in both memories. All are 0 if nothing is offloaded.
+        A tuple of the weight bytes on the GPU, the fraction of the KV cache on the GPU, and the weight bytes
+        that are both on the GPU and in main memory. All are 0 if nothing is offloaded.
 
     Raises:
-        ModelFileError: The file cannot be read.
+        ModelFileError: A file is incomplete or damaged, or cannot be read.
     """
     if not layers or gpu_layers == 0:
         return 0, 0.0, 0
@@ -42,7 +42,7 @@ def device_split(path: str, layers: int, gpu_layers: int | None) -> tuple[int, f
 
 @cache
 def _layer_bytes(path: str) -> tuple[dict[int, int], int, int]:
-    """Return the bytes of each layer, of the output tensors, and of an embedding tied to the output."""
+    """Return the sizes in bytes of each layer, of the output tensors, and of the embedding if it is tied."""
     import gguf
 
     layer_bytes: dict[int, int] = {}
@@ -60,7 +60,5 @@ def _layer_bytes(path: str) -> tuple[dict[int, int], int, int]:
                 elif tensor.name == "token_embd.weight":
                     embedding = int(tensor.n_bytes)
     except (OSError, ValueError, KeyError, IndexError) as error:
-        raise ModelFileError(
-            f"{path} is incomplete or damaged: {error}", "download it again and compare its size"
-        ) from error
+        raise ModelFileError(f"{path} is incomplete or damaged: {error}", "download it again") from error
     return layer_bytes, output, embedding if tied else 0

@@ -1,4 +1,4 @@
-"""Devices: the graphics cards that llama.cpp can use, and their free memory."""
+"""List the graphics cards that llama.cpp can use, and their free memory."""
 
 from __future__ import annotations
 
@@ -43,19 +43,20 @@ def _ggml() -> Any:
 
 
 def on_cpu(options: LoadOptions) -> bool:
-    """Return whether a model runs on the CPU alone."""
+    """Return whether a model runs entirely on the CPU."""
     return options.gpu_layers == 0 or not library().llama_supports_gpu_offload()
 
 
 def in_main_memory(options: LoadOptions) -> bool:
-    """Return whether a model is in system memory alone. An Apple GPU uses system memory."""
+    """Return whether a model is entirely in system memory. Apple GPUs also use system memory."""
     return sys.platform == "darwin" or on_cpu(options)
 
 
 def cards() -> tuple[Card, ...]:
-    """Return the graphics cards that llama.cpp would use.
+    """Return the graphics cards that llama.cpp can use.
 
-    None on a Mac, whose GPU uses system memory, and none if llama.cpp is built for the CPU only.
+    The result is empty on a Mac, where the GPU shares system memory, and if llama.cpp was built without GPU
+    support.
 
     Raises:
         BackendMissingError: llama.cpp is not installed.
@@ -76,5 +77,5 @@ def cards() -> tuple[Card, ...]:
 
 
 def has_own_memory() -> bool:
-    """Return whether there is a graphics card with its own memory."""
+    """Return whether llama.cpp can use a graphics card with its own memory."""
     return bool(cards())

@@ -1,4 +1,4 @@
-"""Early-exit drafting: a split model drafts with its lower layers alone."""
+"""Early-exit drafting, which uses the lower layers of a split model as its draft model."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ __all__ = ["EarlyExitTarget", "EarlyExitView"]
 
 
 class EarlyExitTarget(CacheOwner, Protocol):
-    """A target that can end a pass after `exit_layer` layers."""
+    """A target model that can stop a pass after its first `exit_layer` layers."""
 
     exit_layer: int
     vocabulary: Vocabulary
 
     def draft(self, tree: TokenTree, first: int) -> HostLogits:
-        """Run nodes `first` and up of a tree through the layers below the exit."""
+        """Run the tree's nodes, starting at index `first`, through the first `exit_layer` layers."""
 
     def interrupt(self, enabled: bool) -> None:
         """See `LanguageModel.interrupt`."""
 
 
 class EarlyExitView(SelfDraftView[EarlyExitTarget]):
-    """A draft model that runs the target's layers below the exit on the target's KV cache."""
+    """A draft model that runs the target's first `exit_layer` layers and shares its KV cache."""
 
     def __init__(self, target: EarlyExitTarget) -> None:
         super().__init__(target)
         self.vocabulary = target.vocabulary
         name = f"{target.facts.name}, first {target.exit_layer} layers"
-        # Weights and cache belong to the target.
+        # Report 0 bytes, because the weights and the KV cache belong to the target.
         self.facts = replace(target.facts, name=name, weight_bytes=0, kv_bytes=0)
 
     def verify(self, tree: TokenTree, first: int = 0) -> HostLogits:

@@ -1,6 +1,6 @@
-"""Validates GGUF headers, because llama.cpp aborts the process on some invalid values.
+"""Validate GGUF headers, because some invalid values make llama.cpp abort the process.
 
-Each check here corresponds to an assertion, a division by zero or an unchecked allocation in llama.cpp.
+Each check corresponds to an assertion, a division by zero or an unchecked allocation in llama.cpp.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from edgespec.errors import ModelFileError
 
 __all__ = ["check_header"]
 
-# LLAMA_MAX_LAYERS and LLAMA_MAX_EXPERTS.
+# llama.cpp's LLAMA_MAX_LAYERS and LLAMA_MAX_EXPERTS.
 _MAX_LAYERS = 512
 _MAX_EXPERTS = 1024
-# The largest accepted sizes, which llama.cpp divides by or allocates without a check. Chosen: far above any
-# model's.
+# The largest accepted value of each key. llama.cpp divides by these values or allocates memory for them
+# without a check. The limits are far above the values of any real model.
 _MAX_COUNTS = {
     "embedding_length": 1 << 20,
     "attention.head_count": 1 << 14,
@@ -36,30 +36,30 @@ _EPSILONS = (
     "attention.layer_norm_epsilon",
     "attention.group_norm_epsilon",
 )
-# Architectures in which llama.cpp ignores a single expert.
+# Architectures for which llama.cpp accepts and ignores an expert count of 1.
 _SINGLE_EXPERT_IGNORED = ("hunyuan-dense", "hunyuan_vl")
-# ggml types without a matrix multiplication, for which llama.cpp would call a null pointer.
+# ggml types without a matrix multiplication kernel. llama.cpp would call a null pointer for them.
 _NOT_WEIGHT_TYPES = {24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64"}
 _F32 = 0
-# Tensors that llama.cpp reads as F32 without checking their type.
+# Suffixes of tensors that llama.cpp reads as F32 without checking their type.
 _ALWAYS_F32 = (".ssm_a", ".ssm_d", ".ssm_conv1d.weight")
-# Tensors that are integer tables, not weights.
+# Suffixes of tensors that hold integer tables instead of weights.
 _TABLES = ("tid2eid",)
 _ROPE_SCALINGS = ("none", "linear", "yarn", "longrope")
-# Architectures whose recurrent layers must be twice as wide as the others.
+# Architectures whose `ssm.inner_size` must be twice the `embedding_length`.
 _DOUBLE_WIDTH_SSM = ("jamba", "granitehybrid")
-# llama.cpp requires this alignment of mapped weights.
+# The alignment that llama.cpp requires for memory-mapped weights.
 _ALIGNMENT_BYTES = 32
 
 
 def check_header(path: Path) -> None:
-    """Check the headers of all files of a model.
+    """Check the headers of all of a model's files.
 
     Args:
-        path: The file, or the first part of a model in several files.
+        path: The GGUF file, or the first file of a model in several parts.
 
     Raises:
-        ModelFileError: A file cannot be read, or has a header that llama.cpp would abort on.
+        ModelFileError: A file cannot be read, or its header would make llama.cpp abort.
     """
     for part in gguf_files(path):
         try:
@@ -73,11 +73,11 @@ def check_header(path: Path) -> None:
 
 @lru_cache(maxsize=64)
 def _check(path: Path, _size_bytes: int, _changed_ns: int) -> None:
-    """Check a file once per version, because reading a large vocabulary takes a while."""
+    """Check the header of a file once per version of the file, because large headers are slow to read."""
     try:
         header = read_header(path)
     except ModelFileError:
-        return  # llama.cpp rejects unreadable headers itself, with a better message
+        return  # llama.cpp rejects unreadable headers itself with a better message.
     problem = (
         _count_problem(header)
         or _expert_problem(header)
@@ -86,11 +86,11 @@ def _check(path: Path, _size_bytes: int, _changed_ns: int) -> None:
         or _tensor_problem(header)
     )
     if problem:
-        raise ModelFileError(f"{path} is damaged: {problem}", "download it again, or choose another model")
+        raise ModelFileError(f"{path} is damaged: {problem}", "download it again or choose another model")
 
 
 def _count_problem(header: GgufHeader) -> str:
-    """Return what is wrong with the counts and sizes of the header, or ""."""
+    """Return a description of the first invalid count or size in the header, or "" if all are valid."""
     layers = header.architecture_value("block_count")
     if isinstance(layers, int) and not 0 < layers <= _MAX_LAYERS:
         return f"its layer count is {layers:,}, outside 1 to {_MAX_LAYERS}"
@@ -111,7 +111,7 @@ def _count_problem(header: GgufHeader) -> str:
 
 
 def _expert_problem(header: GgufHeader) -> str:
-    """Return what is wrong with the numbers of experts, or ""."""
+    """Return a description of the first invalid expert count, or "" if all are valid."""
     experts, used = _largest(header, "expert_count"), _largest(header, "expert_used_count")
     groups, groups_used = _largest(header, "expert_group_count"), _largest(header, "expert_group_used_count")
     if experts <= 1 and header.architecture in _SINGLE_EXPERT_IGNORED:
@@ -126,7 +126,7 @@ def _expert_problem(header: GgufHeader) -> str:
 
 
 def _largest(header: GgufHeader, key: str) -> int:
-    """Return an integer of the header, or the largest of a list with one per layer; 0 if it is missing."""
+    """Return an integer from the header, the maximum of a per-layer list, or 0 if the key is missing."""
     value: Any = header.architecture_value(key, 0)
     if isinstance(value, np.ndarray):
         return int(value.max()) if value.size and value.dtype.kind in "iub" else 0
@@ -134,7 +134,7 @@ def _largest(header: GgufHeader, key: str) -> int:
 
 
 def _epsilon_problem(header: GgufHeader) -> str:
-    """Return what is wrong with the epsilons of the norms, or ""."""
+    """Return a description of the first invalid norm epsilon, or "" if all are valid."""
     for key in _EPSILONS:
         epsilon = header.architecture_value(key)
         if isinstance(epsilon, float) and not 0 <= epsilon < math.inf:
@@ -143,14 +143,14 @@ def _epsilon_problem(header: GgufHeader) -> str:
 
 
 def _vocabulary_problem(header: GgufHeader) -> str:
-    """Return what is wrong with the vocabulary, or ""."""
+    """Return a description of the vocabulary's first problem, or "" if it is valid."""
     tokens = header.metadata.get("tokenizer.ggml.tokens")
     if not isinstance(tokens, StringArray):
         return ""
     if duplicates := _duplicate_count(tokens):
         return f"its vocabulary has {duplicates:,} duplicate tokens"
     if header.metadata.get("tokenizer.ggml.model") == "llama":
-        # Characters without a token are split into bytes, and llama.cpp aborts if one of these has no token.
+        # llama.cpp splits characters without a token into bytes, and aborts if one of them has no token.
         byte_tokens = {name: byte for byte in range(256) for name in (b"<0x%02X>" % byte, bytes([byte]))}
         bytes_present = {byte_tokens[name] for name in _token_texts(tokens) if name in byte_tokens}
         if missing := 256 - len(bytes_present):
@@ -159,13 +159,13 @@ def _vocabulary_problem(header: GgufHeader) -> str:
 
 
 def _token_texts(tokens: StringArray) -> Iterator[bytes]:
-    """Yield the tokens as llama.cpp reads them: up to a zero byte, and without the empty ones it renames."""
+    """Yield the tokens as llama.cpp reads them: truncated at a zero byte, and without empty tokens."""
     return (text for token in tokens if (text := token.partition(b"\0")[0]))
 
 
 def _duplicate_count(tokens: StringArray) -> int:
-    """Return the number of tokens that repeat an earlier one."""
-    # Comparing hashes takes much less memory than a set of all tokens.
+    """Return the number of tokens that duplicate an earlier token."""
+    # Compare hashes first, because a set of all tokens takes much more memory.
     hashes = np.sort(np.fromiter(map(hash, _token_texts(tokens)), np.int64))
     if not (hashes[1:] == hashes[:-1]).any():
         return 0
@@ -174,13 +174,13 @@ def _duplicate_count(tokens: StringArray) -> int:
 
 
 def _tensor_problem(header: GgufHeader) -> str:
-    """Return what is wrong with the types or offsets of the tensors, or ""."""
+    """Return a description of the first invalid tensor type or offset, or "" if all are valid."""
     for tensor in header.tensors:
         if tensor.kind in _NOT_WEIGHT_TYPES and not tensor.name.endswith(_TABLES):
             return f"its {tensor.name[:80]} has the type {_NOT_WEIGHT_TYPES[tensor.kind]}, not a weight type"
         small = len(tensor.shape) == 1 and tensor.name.endswith(("norm.weight", ".bias"))
         if tensor.kind != _F32 and (small or tensor.name.endswith(_ALWAYS_F32)):
-            return f"its {tensor.name[:80]} is not of type F32, as it must be"
+            return f"its {tensor.name[:80]} must have the type F32"
     if header.tensors:
         begin = header.size_bytes + min(tensor.offset_bytes for tensor in header.tensors)
         if begin % _ALIGNMENT_BYTES:

@@ -1,4 +1,4 @@
-"""A hook that copies hidden states out of a running pass."""
+"""An eval callback that copies hidden states out of a running llama.cpp pass."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ __all__ = ["HiddenStateHook", "layer_output"]
 
 
 class HiddenStateHook:
-    """Copies tensors of every pass by name, as float32 [rows, row_size].
+    """Copies the named tensors from every pass as float32 arrays of shape [rows, row_size].
 
-    Belongs to one context, and is used by the thread that runs its passes. llama.cpp calls it for every node
-    of the graph, which costs about a microsecond per node.
+    Each hook belongs to one context and is used only by the thread that runs its passes. llama.cpp calls the
+    hook for every node in the graph, which takes about a microsecond per node.
 
     Attributes:
-        stop_after: End passes after the copied tensor.
+        stop_after: Whether to stop a pass after a named tensor has been copied.
         callback: The C callback for `llama_context_params.cb_eval`.
     """
 
@@ -33,12 +33,12 @@ class HiddenStateHook:
         self._row_size = row_size
         self._rows: dict[bytes, NDArray[np.float32]] = {}
         self._ggml = _ggml()
-        # ctypes keeps no reference to a callback that C holds.
+        # ctypes does not keep callbacks alive, so keep a reference for as long as C may call it.
         self.callback = library().ggml_backend_sched_eval_callback(self._on_node)
 
     def _on_node(self, tensor: int, is_query: bool, _user_data: object) -> bool:
         name = self._ggml.ggml_get_name(tensor)
-        if is_query:  # before the node is computed: is its result needed?
+        if is_query:  # Before computing a node, llama.cpp asks whether the hook needs its result.
             return name in self._names
         size = self._ggml.ggml_nbytes(tensor)
         rows = np.empty(size // 4, np.float32)
@@ -47,23 +47,23 @@ class HiddenStateHook:
         return not self.stop_after
 
     def take(self, name: str, count: int) -> NDArray[np.float32]:
-        """Return a tensor of the last pass, float32 [count, row_size], and forget it.
+        """Remove and return a tensor copied from the last pass, as float32 [count, row_size].
 
         Raises:
-            BackendError: The pass had no such tensor, or one with another number of rows.
+            BackendError: The tensor was not copied, or does not have `count` rows.
         """
         rows = self._rows.pop(name.encode(), None)
         if rows is None or len(rows) != count:
             raise BackendError(
                 f"llama.cpp returned {0 if rows is None else len(rows)} rows of {name} for {count} tokens",
-                "choose another model: hidden states of this architecture cannot be read",
+                "choose another model, because hidden states cannot be read from this architecture",
             )
         return rows
 
 
 @cache
 def _ggml() -> Any:
-    """Return the ggml library with typed functions; llama_cpp loads it but declares only a few of them."""
+    """Return the ggml library after declaring the signatures that llama_cpp does not declare."""
     from llama_cpp._ggml import libggml
 
     libggml.ggml_get_name.restype = ctypes.c_char_p
@@ -81,5 +81,5 @@ def _ggml() -> Any:
 
 
 def layer_output(layer: int) -> str:
-    """Return llama.cpp's name of the hidden states after a layer."""
+    """Return the name of the llama.cpp tensor that holds a layer's output hidden states."""
     return f"l_out-{layer}"

@@ -1,4 +1,4 @@
-"""Suffix decoding: draft what followed earlier occurrences of the last tokens."""
+"""Suffix decoding: draft the tokens that followed earlier occurrences of the current suffix."""
 
 from edgespec.drafters.suffix.automaton import SuffixAutomaton, SuffixMatcher
 from edgespec.drafters.suffix.drafter import ReplyRecorder, SuffixCorpus, SuffixDrafter

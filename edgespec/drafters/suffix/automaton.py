@@ -1,6 +1,6 @@
 """A suffix automaton over a growing token sequence, with occurrence counts.
 
-It is the index of the suffix drafter for sequences that change while a reply is generated.
+The suffix drafter uses it to index sequences that grow while a reply is generated.
 """
 
 from __future__ import annotations
@@ -13,31 +13,32 @@ from edgespec.drafters.token_buffer import MAX_CONTINUATION_TOKENS, MAX_MATCH_TO
 
 __all__ = ["StateContinuation", "SuffixAutomaton", "SuffixMatcher"]
 
-# (occurrences, position of the last occurrence, token, state after the token). Sorted in descending order,
-# the most frequent continuation comes first, and the latest of equally frequent ones.
+# (occurrences, position of the last occurrence, token, state after the token). Descending order sorts
+# continuations by frequency, then by recency.
 StateContinuation = tuple[int, int, int, int]
 
-# Longest substring whose occurrences are counted: a match plus its continuation.
+# Maximum length of substrings whose occurrences are counted: a match plus its continuation.
 _MAX_COUNTED_TOKENS = MAX_MATCH_TOKENS + MAX_CONTINUATION_TOKENS
-# States with at least this many transitions cache their frequent continuations. Chosen.
+# Cache the frequent continuations of states with at least this many transitions, which are slow to sort.
 _MIN_CACHED_TRANSITIONS = 16
-# Approximate memory of one integer in a dict.
+# Approximate memory used by one integer in a dict.
 _INTEGER_BYTES = 32
 
 
 class SuffixAutomaton:
-    """A suffix automaton of a token sequence (Blumer et al. 1985).
+    """A suffix automaton for a token sequence (Blumer et al. 1985).
 
     A state represents substrings that occur at exactly the same positions; `lengths[state]` is the length of
     the longest one. Its suffix link leads to the state of the longest suffix that also occurs elsewhere.
     Appending a token adds one or two states in amortised constant time and follows at most
-    `_MAX_COUNTED_TOKENS` links to update the counts. States are rows of flat arrays; only states with several
-    transitions have a dict. This takes about 100 bytes per token of code or prose, and at most 350.
+    `_MAX_COUNTED_TOKENS` links to update the counts. States are stored in flat arrays; only states with
+    several transitions have a dict. Memory use is about 100 bytes per token for code or prose, and at most
+    350.
 
     Args:
-        min_probability: `continuations` may omit tokens that follow a smaller share of the occurrences.
-        capacity_tokens: The index is rebuilt from the last `capacity_tokens` once the sequence is twice as
-            long, which bounds its memory.
+        min_probability: `continuations` may omit tokens that follow less than this fraction of occurrences.
+        capacity_tokens: To limit memory, the automaton is rebuilt from the last `capacity_tokens` tokens
+            whenever the sequence reaches twice this length.
     """
 
     def __init__(self, min_probability: float = 0.0, capacity_tokens: int = 1 << 15) -> None:
@@ -49,11 +50,11 @@ class SuffixAutomaton:
     def _clear(self) -> None:
         self.tokens = array("i")
         self._lengths, self._links = array("i", [0]), array("i", [-1])
-        # The first transition of each state; `_more` holds the others. No transition leads to the root, so
-        # target 0 means that there is none.
+        # The first transition of each state; `_more` holds the others. No transition leads to the root (state
+        # 0), so target 0 means no transition.
         self._labels, self._targets = array("i", [SEPARATOR]), array("i", [0])
         self._more: dict[int, dict[int, int]] = {}
-        # Number of occurrences of each state, and the end of the last one.
+        # Number of occurrences of each state, and the end position of the latest occurrence.
         self._counts, self._latest = array("i", [0]), array("i", [0])
         self._last = 0
         # The state of the last `_MAX_COUNTED_TOKENS` tokens, or of the whole sequence if it is shorter.
@@ -62,17 +63,17 @@ class SuffixAutomaton:
 
     @property
     def size_bytes(self) -> int:
-        """Memory of the automaton in bytes."""
+        """Memory used by the automaton in bytes."""
         columns = (self._lengths, self._links, self._labels, self._targets, self._counts, self._latest)
         arrays = sum(map(getsizeof, (self.tokens, *columns)))
         tables = getsizeof(self._more) + sum(map(getsizeof, self._more.values()))
         return arrays + tables + _INTEGER_BYTES * (len(self._more) + sum(map(len, self._more.values())))
 
     def set_tokens(self, tokens: Sequence[int]) -> int:
-        """Replace the sequence by `tokens`, reusing the automaton where the old sequence is a prefix of it.
+        """Replace the sequence with `tokens`. If the old sequence is a prefix, only new tokens are added.
 
         Returns:
-            The number of tokens that were added to the automaton.
+            The number of tokens added to the automaton.
         """
         end = self._dropped_tokens + len(self.tokens)
         if array("i", tokens[self._dropped_tokens : end]) == self.tokens:
@@ -88,7 +89,7 @@ class SuffixAutomaton:
         self.extend(tail)
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """Append `tokens`. No continuation crosses a SEPARATOR."""
+        """Append `tokens`. Continuations never cross a SEPARATOR."""
         if len(self.tokens) + len(tokens) > 2 * self._capacity_tokens:
             self._rebuild([*self.tokens, *tokens], self._dropped_tokens)
             return
@@ -122,7 +123,7 @@ class SuffixAutomaton:
                     others[token] = new
                 state = links[state]
             if known and lengths[known] > lengths[state] + 1:
-                # The shorter substrings of `known` now occur once more than its longest: split the state.
+                # Split the state, because its shorter substrings now occur once more than its longest one.
                 clone = new + 1
                 lengths.append(lengths[state] + 1)
                 for column in (links, labels, targets, counts, latest):
@@ -155,7 +156,7 @@ class SuffixAutomaton:
         self._last, self._near, self._near_length = last, near, near_length
 
     def longest_repeated_suffix(self) -> tuple[int, int]:
-        """Return the state and length of the longest suffix that occurred before in the text."""
+        """Return the state and length of the longest suffix that occurs earlier in the sequence."""
         state = self._near
         while self._lengths[self._links[state]] >= MAX_MATCH_TOKENS:
             state = self._links[state]
@@ -166,7 +167,7 @@ class SuffixAutomaton:
     def suffixes(self, state: int, length: int) -> Iterator[tuple[int, int]]:
         """Yield (length, state) for the suffixes of a state's substring, longest first.
 
-        Of several suffixes with the same occurrences, only the longest is yielded.
+        If several suffixes have the same occurrences, only the longest is yielded.
         """
         while state:
             yield length, state
@@ -174,7 +175,7 @@ class SuffixAutomaton:
             length = self._lengths[state]
 
     def continuations(self, state: int) -> tuple[int, list[StateContinuation]]:
-        """Return the number of continued occurrences of a state and its continuations, most frequent first.
+        """Return the total count and the list of continuations of a state, most frequent first.
 
         The counts are exact for substrings of fewer than `_MAX_COUNTED_TOKENS` tokens.
         """
@@ -193,10 +194,10 @@ class SuffixAutomaton:
         return sum([branch[0] for branch in branches]), branches
 
     def _frequent_continuations(self, state: int) -> tuple[int, list[StateContinuation]]:
-        """Return `continuations` of a state with many transitions, without those below the minimum share.
+        """Return the cached `continuations` of a state with many transitions, omitting infrequent ones.
 
-        The tokens are cached. All transitions are inspected again only when the total has grown so much that
-        an omitted token, had it received all of the growth, could have become frequent.
+        The cache is rebuilt only when the total count has grown so much that an omitted token could have
+        become frequent.
         """
         counts, latest = self._counts, self._latest
         total = counts[state] - (latest[state] == len(self.tokens))
@@ -223,14 +224,14 @@ class SuffixAutomaton:
         return total, branches
 
     def step(self, state: int, token: int) -> int:
-        """Return the state after one more token, or 0 where that substring never occurred."""
+        """Return the state after appending `token` to a match, or 0 if the longer match does not occur."""
         if self._labels[state] == token:
             return self._targets[state]
         others = self._more.get(state)
         return others.get(token, 0) if others is not None else 0
 
     def truncate_match(self, state: int, length: int) -> tuple[int, int]:
-        """Return the state and length of a match after dropping its first token beyond MAX_MATCH_TOKENS."""
+        """Return the state and length of a match, shortened to at most MAX_MATCH_TOKENS."""
         if length > MAX_MATCH_TOKENS:
             length = MAX_MATCH_TOKENS
             if self._lengths[self._links[state]] >= length:
@@ -238,16 +239,16 @@ class SuffixAutomaton:
         return state, length
 
     def shorten_match(self, state: int) -> tuple[int, int]:
-        """Return the state and length of the longest suffix that also occurs elsewhere."""
+        """Return the state and length of the longest suffix of a match that also occurs elsewhere."""
         state = self._links[state]
         return state, self._lengths[state]
 
 
 class SuffixMatcher:
-    """The longest suffix of one sequence that occurs in the automaton of another, updated token by token.
+    """Tracks the longest suffix of one sequence that occurs in the automaton of another sequence.
 
     Attributes:
-        state: State of the match in the automaton. Invalid once the automaton grows.
+        state: State of the match in the automaton. Becomes invalid when the automaton grows.
         length: Length of the match in tokens, at most MAX_MATCH_TOKENS.
     """
 
@@ -256,12 +257,12 @@ class SuffixMatcher:
         self.state = self.length = 0
 
     def restart(self, tokens: Sequence[int]) -> None:
-        """Match the end of a new sequence."""
+        """Start matching the end of a new sequence."""
         self.state = self.length = 0
         self.extend(tokens[-MAX_MATCH_TOKENS:])
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """Append `tokens` to the followed sequence."""
+        """Append `tokens` to the sequence and update the match."""
         automaton, state, length = self._automaton, self.state, self.length
         for token in tokens:
             target = automaton.step(state, token)

@@ -1,4 +1,4 @@
-"""Suffix decoding: draft what followed earlier occurrences of the last tokens (arXiv 2411.04975)."""
+"""Suffix decoding (arXiv 2411.04975): draft what followed earlier occurrences of the current suffix."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ _DEFAULT_CONFIG = SuffixConfig()
 
 
 class ReplyRecorder(Protocol):
-    """Stores finished replies for later chats.
+    """Saves finished replies so that later chats can draft from them.
 
     Attributes:
-        notice: What could not be read or written, for the user; empty without a problem.
+        notice: User-facing message about a read or write failure; empty if there is none.
     """
 
     notice: str
 
     def add(self, reply: Sequence[int], prompt: Sequence[int]) -> Sequence[Sequence[int]]:
-        """Store a reply and the parts of its prompt that are not stored yet; return the new texts."""
+        """Save a reply and any unsaved parts of its prompt, and return the newly saved token sequences."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,9 +39,9 @@ class SuffixCorpus:
     """Token sequences to draft from in addition to the current chat.
 
     Attributes:
-        index: Texts that do not change: the user's files and replies of earlier processes.
-        recorder: Receives each prompt and reply when the next reply begins or the drafter is closed. With a
-            recorder, the chats of this process also draft from each other.
+        index: Index of fixed texts: the user's files and replies saved by earlier processes.
+        recorder: Saves each prompt and reply when the next reply begins or the drafter is closed. If set, the
+            chats in this process also draft from each other.
     """
 
     index: SuffixArray | None = None
@@ -49,22 +49,22 @@ class SuffixCorpus:
 
 
 class SuffixDrafter(Drafter):
-    """Drafts a tree from counts of what followed earlier occurrences of the last tokens.
+    """Drafts a tree from the tokens that most often followed earlier occurrences of the current suffix.
 
-    Implements SuffixDecoding (Oliaro et al. 2024, arXiv 2411.04975). The longest match is updated token by
-    token, so the time of a lookup depends on the number of matches and not on the length of the chat. A chat
-    that continues is not indexed again; a different prompt is indexed as a whole.
+    Implements SuffixDecoding (Oliaro et al. 2024, arXiv 2411.04975). The longest match is updated with every
+    token, so lookup time depends on the number of matches, not on the length of the chat. When a chat
+    continues, only new tokens are indexed; a different prompt is indexed completely.
 
-    Drafts depend on emitted tokens only. They carry no draft probabilities, so rejection mode stays exact.
+    Drafts depend only on emitted tokens and have no draft probabilities, so rejection sampling remains exact.
 
     Args:
-        load_corpus: Called once, before the first reply.
-        config: Size limits of a draft.
+        load_corpus: Loads the corpus. Called once, before the first reply.
+        config: Size limits for drafts.
         is_end: Whether a token ends the reply. Nothing is drafted after such a token.
 
     Attributes:
-        cost: Time of the rounds per reply token.
-        prompt_cost: Time of indexing prompts per prompt token.
+        cost: Lookup time per reply token.
+        prompt_cost: Indexing time per prompt token.
     """
 
     name = "suffix"
@@ -87,7 +87,7 @@ class SuffixDrafter(Drafter):
         self._sources: list[DraftSource] = [self._chat]
         self._prompt: Sequence[int] = ()
         self._reply: list[int] = []
-        # Texts of this chat that other chats may draft from once another chat begins.
+        # New texts in the current chat. Other chats can draft from them once another chat begins.
         self._chat_texts: list[Sequence[int]] = []
 
     def warm_up(self) -> None:
@@ -126,7 +126,7 @@ class SuffixDrafter(Drafter):
             for source in self._sources:
                 drafts.append(source.propose(self._chat, root, draft_length))
                 if drafts[-1].score >= draft_length:
-                    # Every level is certain, so other sources have nothing to add.
+                    # The draft is expected to be accepted completely, so skip the other sources.
                     break
             draft = merge_drafts(drafts, self._config)
             parents = tuple(draft.parents)

@@ -1,4 +1,4 @@
-"""Build draft trees from counted continuations and score them, as in SuffixDecoding (arXiv 2411.04975)."""
+"""Build and score draft trees from continuation counts, as in SuffixDecoding (arXiv 2411.04975)."""
 
 from __future__ import annotations
 
@@ -20,27 +20,28 @@ __all__ = [
     "merge_drafts",
 ]
 
-# A place in an index where a match ends; its type depends on the index.
+# The position in an index where a match ends. Its type depends on the kind of index.
 Place = TypeVar("Place")
-# (occurrences, tie-break, token, place after the token). The larger tie-break comes first.
+# (occurrences, tie-breaker, token, place after the token). Larger tie-breakers come first.
 Continuation: TypeAlias = tuple[int, int, int, Place]
-# Returns the number of continued occurrences of a place and its continuations, most frequent first.
+# Returns the total count and the list of continuations of a place, most frequent first.
 ContinuationLookup: TypeAlias = Callable[[Place], tuple[int, list[Continuation[Place]]]]
 
 
 @dataclass(frozen=True, slots=True)
 class SuffixConfig:
-    """Size limits of a draft, with the defaults of ArcticInference's suffix decoding.
+    """Size limits for suffix drafts. The defaults match ArcticInference's suffix decoding.
 
     A match of m tokens allows a draft of `length_factor * m + length_offset` tokens.
 
     Attributes:
         length_factor: Drafted tokens per matched token.
-        length_offset: Drafted tokens added to that.
-        min_probability: Smallest path probability, estimated by counting, of a drafted token.
-        min_match_tokens: Shorter matches draft nothing.
+        length_offset: Additional drafted tokens, regardless of the match length.
+        min_probability: Minimum path probability of a drafted token, estimated from counts.
+        min_match_tokens: Minimum match length. Nothing is drafted after a shorter match.
         max_tokens: Largest number of drafted tokens.
-        can_branch: Draft trees. Otherwise draft chains, because the target cannot verify branches.
+        can_branch: Whether to draft trees. If False, only chains are drafted, for targets that cannot verify
+            trees.
     """
 
     length_factor: float = 1.0
@@ -51,7 +52,7 @@ class SuffixConfig:
     can_branch: bool = True
 
     def max_draft_tokens(self, match_tokens: int) -> int:
-        """Return the largest number of tokens to draft after a match of `match_tokens`."""
+        """Return the maximum number of tokens to draft after a match of `match_tokens` tokens."""
         if match_tokens < self.min_match_tokens:
             return 0
         return max(0, min(self.max_tokens, int(self.length_factor * match_tokens + self.length_offset)))
@@ -59,7 +60,7 @@ class SuffixConfig:
 
 @dataclass(frozen=True, slots=True)
 class ScoredDraft:
-    """A draft tree with the path probability of each node, estimated by counting. Node 0 is the root."""
+    """A draft tree with each node's path probability, estimated from counts. Node 0 is the root."""
 
     tokens: list[int]
     parents: list[int]
@@ -78,11 +79,11 @@ def best_draft(
     depth: int,
     config: SuffixConfig,
 ) -> ScoredDraft:
-    """Return the draft with the highest score over all matches, preferring longer matches on ties.
+    """Return the draft with the highest score over all matches. Ties favour the longer match.
 
     Args:
-        matches: Length and place of each match, longest first.
-        grow: Builds the draft of one match.
+        matches: (length, place) of each match, longest first.
+        grow: Builds the draft for one match.
         root: Last token of the sequence.
         depth: Largest depth of the draft.
         config: Size limits.
@@ -92,7 +93,8 @@ def best_draft(
         draft = grow(length, place)
         if (score := draft.score) > best_score:
             best, best_score = draft, score
-        # Each level and each node adds at most 1 to a score, so shorter matches cannot beat this bound.
+        # Each level and each node adds at most 1 to a draft's score, so no shorter match can score higher
+        # than this.
         if best_score >= min(depth, config.max_draft_tokens(length - 1)):
             break
     return best
@@ -107,7 +109,7 @@ def grow_draft(
     config: SuffixConfig,
     is_end: Callable[[int], bool],
 ) -> ScoredDraft:
-    """Return the most probable continuations of a place as a tree, grown best first.
+    """Build a tree of the most probable continuations of a place, adding the most probable node first.
 
     Args:
         lookup: Returns the continuations of a place.
@@ -120,7 +122,7 @@ def grow_draft(
     """
     depth = min(depth, max_tokens, MAX_CONTINUATION_TOKENS)
     tokens, parents, probs = [root], [-1], [1.0]
-    # (-path probability, insertion order, parent, token, depth of the token, place after it)
+    # Heap of (-path probability, insertion order, parent, token, token depth, place after the token).
     frontier: list[tuple[float, int, int, int, int, Place]] = []
     node = level = inserted = 0
     while True:
@@ -142,10 +144,11 @@ def grow_draft(
 
 
 def merge_drafts(drafts: Sequence[ScoredDraft], config: SuffixConfig) -> ScoredDraft:
-    """Return the best-scoring draft, extended by branches of the others.
+    """Return the draft with the highest score, extended by branches from the other drafts.
 
-    Where the children of a node have less than all of its probability, the children from another draft share
-    the remainder, and are added if that leaves them probable enough. Of equal scores the first draft wins.
+    If the children of a node account for less than all of its probability, children from another draft share
+    the rest. They are added only if they are still probable enough. If scores are equal, the first draft
+    wins.
     """
     first, *others = sorted(drafts, key=lambda draft: -draft.score)
     others = [other for other in others if len(other.tokens) > 1]

@@ -1,4 +1,4 @@
-"""Sources of suffix drafts: the current chat, other chats of this process, and texts that do not change."""
+"""Sources for suffix drafts: the current chat, other chats in this process, and fixed texts."""
 
 from __future__ import annotations
 
@@ -13,34 +13,34 @@ from edgespec.drafters.token_buffer import MAX_CONTINUATION_TOKENS, MAX_MATCH_TO
 
 __all__ = ["ChatSource", "DraftSource", "IndexedSource", "OtherChatsSource"]
 
-# The tokens after each occurrence, and how many of them are already on the path.
+# (The tokens following each occurrence, the number of them already on the draft path).
 _Rows: TypeAlias = tuple[list[list[int]], int]
 
-# Drafts cached per index. Chosen.
+# Maximum number of cached drafts per index.
 _MAX_CACHED_DRAFTS = 1 << 11
-# Tokens of other chats in the automaton, which is rebuilt at twice this size. Chosen.
+# Maximum tokens from other chats kept when their automaton is rebuilt, which happens at twice this size.
 _OTHER_CHATS_TOKENS = 1 << 13
 
 
 class DraftSource(Protocol):
-    """Token sequences that drafts are looked up in."""
+    """A source of token sequences to draft from."""
 
     @property
     def size_bytes(self) -> int:
-        """Memory of the index in bytes."""
+        """Memory used by the index in bytes."""
 
     def propose(self, chat: ChatSource, root: int, depth: int) -> ScoredDraft:
-        """Return the best draft after the last tokens of the chat.
+        """Return the best draft to continue the current chat.
 
         Args:
             chat: The current chat.
-            root: Its last token.
+            root: Last token of the chat.
             depth: Largest depth of the draft.
         """
 
 
 class ChatSource:
-    """The tokens of the current chat."""
+    """Drafts from the current chat."""
 
     def __init__(self, config: SuffixConfig, is_end: Callable[[int], bool]) -> None:
         self.automaton = SuffixAutomaton(config.min_probability)
@@ -51,7 +51,7 @@ class ChatSource:
         return self.automaton.size_bytes
 
     def last_tokens(self) -> Sequence[int]:
-        """Return the last tokens of the chat, at most MAX_MATCH_TOKENS."""
+        """Return up to MAX_MATCH_TOKENS tokens from the end of the chat."""
         return self.automaton.tokens[-MAX_MATCH_TOKENS:]
 
     def propose(self, chat: ChatSource, root: int, depth: int) -> ScoredDraft:
@@ -60,7 +60,7 @@ class ChatSource:
 
 
 class OtherChatsSource:
-    """Recent tokens of other chats in this process."""
+    """Drafts from recent tokens in other chats of this process."""
 
     def __init__(self, config: SuffixConfig, is_end: Callable[[int], bool]) -> None:
         self.automaton = SuffixAutomaton(config.min_probability, capacity_tokens=_OTHER_CHATS_TOKENS)
@@ -72,11 +72,11 @@ class OtherChatsSource:
         return self.automaton.size_bytes
 
     def add(self, tokens: Sequence[int]) -> None:
-        """Add a text. It is used from the next `begin` on."""
+        """Add a token sequence. It takes effect at the next `begin`."""
         self.automaton.extend([*tokens, SEPARATOR])
 
     def begin(self, last_tokens: Sequence[int]) -> None:
-        """Match the end of the chat that continues now."""
+        """Start matching the end of the current chat."""
         self._matcher.restart(last_tokens)
 
     def extend(self, tokens: Sequence[int]) -> None:
@@ -96,7 +96,7 @@ def _draft_from_automaton(
     config: SuffixConfig,
     is_end: Callable[[int], bool],
 ) -> ScoredDraft:
-    """Return the best draft after `match`, the (state, length) of the longest match in the automaton."""
+    """Return the best draft after `match`, which is the (state, length) of the longest match."""
 
     def grow(length: int, state: int) -> ScoredDraft:
         max_tokens = config.max_draft_tokens(length)
@@ -106,7 +106,7 @@ def _draft_from_automaton(
 
 
 class IndexedSource:
-    """Texts that do not change. Drafts after frequent contexts are cached."""
+    """Drafts from fixed texts. Drafts for frequent contexts are cached."""
 
     def __init__(self, index: SuffixArray, config: SuffixConfig, is_end: Callable[[int], bool]) -> None:
         self._index, self._config, self._is_end = index, config, is_end
@@ -128,7 +128,7 @@ class IndexedSource:
 
 
 def _count_rows(place: _Rows) -> tuple[int, list[Continuation[_Rows]]]:
-    """Count the next token of each row. Of equally frequent tokens, the first in row order comes first."""
+    """Count the next token in each row. Equally frequent tokens are returned in row order."""
     rows, depth = place
     if len(rows) == 1:
         token = rows[0][depth]

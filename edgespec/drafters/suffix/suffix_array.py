@@ -1,4 +1,4 @@
-"""A suffix array over token sequences that do not change: saved replies and the user's files."""
+"""A suffix array over fixed token sequences: saved replies and the user's files."""
 
 from __future__ import annotations
 
@@ -16,24 +16,25 @@ __all__ = ["SuffixArray", "SuffixRange"]
 # Half-open range of suffix array entries that share a match.
 SuffixRange: TypeAlias = tuple[int, int]
 
-# Occurrences of one match that are counted; larger ranges are sampled evenly. Chosen.
+# Count at most this many occurrences of a match. Larger ranges are sampled evenly to limit lookup time.
 MAX_SAMPLED_OCCURRENCES = 64
-# Big-endian, so that the bytes of two sequences compare as their tokens do.
+# Big-endian, so that comparing the bytes of two sequences gives the same order as comparing their tokens.
 _TOKEN = np.dtype(">i4")
-# Ranges of at least `_MIN_CACHED_RANGE` entries are cached, at most `_MAX_CACHED_RANGES` of them. Chosen.
+# Cache up to `_MAX_CACHED_RANGES` ranges that have at least `_MIN_CACHED_RANGE` entries.
 _MIN_CACHED_RANGE, _MAX_CACHED_RANGES = 64, 1 << 12
 
 
 class SuffixArray:
-    """A suffix array over reversed texts, in which all occurrences of a match form one range.
+    """A suffix array over reversed texts, so that all occurrences of a match form one range.
 
-    Positions are sorted by the MAX_MATCH_TOKENS tokens before them with prefix doubling (Manber and Myers
-    1990): log2(MAX_MATCH_TOKENS) sorts of all n tokens. The index takes 8 bytes per token. One binary search
-    finds the insertion point of the last tokens; the longest match is next to it, and shorter ones around it.
+    Positions are sorted by the preceding MAX_MATCH_TOKENS tokens with prefix doubling (Manber and Myers
+    1990), which needs log2(MAX_MATCH_TOKENS) sorts of all n tokens. The index uses 8 bytes per token. A
+    lookup binary-searches for the insertion point of the current suffix. The longest match is next to this
+    point, and shorter matches surround it.
 
     Attributes:
-        text: All texts with separators around them, big-endian int32 [n].
-        token_count: Number of tokens without the separators.
+        text: All texts, surrounded by separators, big-endian int32 [n].
+        token_count: Number of tokens, excluding separators.
     """
 
     def __init__(self, texts: Iterable[TokenArray]) -> None:
@@ -44,7 +45,7 @@ class SuffixArray:
         whole: TokenArray = np.concatenate([*parts, np.full(MAX_CONTINUATION_TOKENS, SEPARATOR, np.int32)])
         self._order = _sorted_positions(whole)
         self._positions = self._order.data
-        # Reversed, so that slices compare as the tokens before a position do, the nearest token first.
+        # The text is reversed, so that comparing slices compares the tokens before a position, nearest first.
         self._reversed = whole[::-1].astype(_TOKEN).tobytes()
         self.text = np.frombuffer(self._reversed, _TOKEN)[::-1]
         self.token_count = int(np.count_nonzero(whole != SEPARATOR))
@@ -52,13 +53,13 @@ class SuffixArray:
 
     @property
     def size_bytes(self) -> int:
-        """Memory of the index in bytes."""
+        """Memory used by the index in bytes."""
         return len(self._reversed) + self._order.nbytes
 
     def matches(self, last_tokens: Sequence[int]) -> Iterator[tuple[int, SuffixRange]]:
         """Yield (length, range) for suffixes of `last_tokens` that occur with a continuation, longest first.
 
-        Of several lengths with the same occurrences, only the longest is yielded.
+        If several lengths have the same occurrences, only the longest is yielded.
         """
         key = np.array(last_tokens[-MAX_MATCH_TOKENS:][::-1], _TOKEN).tobytes()
         positions, reverse, size, width = self._positions, self._reversed, len(self._positions), len(key)
@@ -70,7 +71,7 @@ class SuffixArray:
 
         low = high = bisect_left(positions, key, key=before)
         while True:
-            # Number of tokens that the entries just outside the range share with the key.
+            # Number of tokens that the key shares with the entries just below and above the range.
             left = _shared_tokens(before(positions[low - 1]), key) if low else 0
             right = _shared_tokens(before(positions[high]), key) if high < size else 0
             length = max(left, right)
@@ -90,7 +91,7 @@ class SuffixArray:
             yield length, (low, high)
 
     def _last_with_prefix(self, entry: int, step: int, prefix: bytes) -> int:
-        """Return the last entry with the prefix in the direction of `step`, galloping from `entry`."""
+        """Find the last entry with `prefix` in direction `step` from `entry`, using a galloping search."""
         positions, reverse, size = self._positions, self._reversed, len(self._positions)
         end, growing = len(reverse), True
         while step:
@@ -113,8 +114,8 @@ class SuffixArray:
         """Return the tokens that follow each entry of a range, or an even sample of a large range.
 
         Args:
-            matches: Range of entries, as given by `matches`.
-            count: Tokens per entry, at most MAX_CONTINUATION_TOKENS.
+            matches: Range of entries, as returned by `matches`.
+            count: Number of tokens per entry, at most MAX_CONTINUATION_TOKENS.
 
         Returns:
             One row of `count` tokens per entry, padded with separators after the end of a text.
@@ -135,14 +136,14 @@ def _shared_tokens(a: bytes, b: bytes) -> int:
 
 
 def _sorted_positions(text: TokenArray) -> NDArray[np.int32]:
-    """Return the positions with a token before and after, sorted by the tokens before them, nearest first."""
+    """Return the positions between two tokens, sorted by the tokens before them, nearest token first."""
     rank = text.astype(np.int64) + 1
-    # The bytes of the separator (-1) compare as the largest value, so rank it last.
+    # As bytes, the separator (-1) is the largest value, so rank it last.
     rank[text == SEPARATOR] = int(rank.max()) + 1
     span = 1
     while span < MAX_MATCH_TOKENS:
-        # Equal ranks mean equal `span` tokens. Combined with the rank of the `span` tokens before them, they
-        # order positions by twice as many.
+        # A rank orders positions by `span` tokens. Combining it with the rank of the preceding `span` tokens
+        # orders them by twice as many.
         earlier = np.zeros_like(rank)
         earlier[span:] = rank[:-span]
         key = rank * (int(rank.max()) + 1) + earlier
@@ -150,6 +151,6 @@ def _sorted_positions(text: TokenArray) -> NDArray[np.int32]:
         ordered = key[order]
         rank[order] = np.cumsum(np.concatenate(([0], ordered[1:] != ordered[:-1])))
         span *= 2
-    # Entry i of `rank` covers the tokens up to and including i, which are before position i + 1.
+    # `rank[i]` covers the tokens up to and including token i, so it belongs to position i + 1.
     has_both = np.flatnonzero((text[:-1] != SEPARATOR) & (text[1:] != SEPARATOR))
     return (has_both[np.argsort(rank[has_both], kind="stable")] + 1).astype(np.int32)

@@ -409,7 +409,7 @@ class TestAgreement:
             model.truncate(40)
             model.prefill(tokens[40:])
             assert share == np.mean(np.array(drafted) == np.array(said))
-        with pytest.raises(CapabilityError, match="look back"):
+        with pytest.raises(CapabilityError, match="cannot score the last"):
             model.top1_agreement((1,), [*tokens, 5])
         model.close()
 
