@@ -175,7 +175,7 @@ def _check_architecture(folder: Path, config: dict[str, Any]) -> None:
         from mlx_lm import __version__ as version
 
         raise ModelFileError(
-            f"{folder} uses the architecture {config['model_type']!r}, unsupported by mlx-lm {version}",
+            f"{folder} uses architecture {config['model_type']!r}, which mlx-lm {version} does not support",
             "update mlx-lm or choose another model",
         )
 
