@@ -86,7 +86,7 @@ def test_unknown_types_and_types_that_are_not_smaller_are_an_error(source: Path,
     quantise(source, small, "Q2_K")
     with pytest.raises(OptionError, match="already uses few bits per weight"):
         prepare_lowbit(small, "Q2_K")
-    with pytest.raises(OptionError, match="the type is 'Q9'; choose one of IQ3_M"):
+    with pytest.raises(OptionError, match="'Q9' is not a quantisation type; choose one of IQ3_M"):
         prepare_lowbit(source, "Q9")
     assert parse_quantisation_type("q3_k") == "Q3_K_M"
     assert in_store() == []
