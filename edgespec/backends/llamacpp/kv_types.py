@@ -130,7 +130,8 @@ def parse_kv_types(text: str) -> KvTypes:
         if name not in _TYPES:
             raise OptionError(
                 f"kv_type is {text!r}",
-                f"use auto, one of {', '.join(_TYPES)}, or two types for keys and values, such as q8_0/f16",
+                f"choose auto, one of {', '.join(_TYPES)}, or two of them for keys and values, such as"
+                " q8_0/f16",
             )
     return KvTypes(keys, values or keys)
 
