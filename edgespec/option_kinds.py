@@ -40,7 +40,7 @@ class Kind:
 
     Attributes:
         metavar: Placeholder for the value in help texts.
-        repeatable: Whether the option may be written several times on the command line.
+        repeatable: Whether the option may be repeated on the command line.
     """
 
     metavar = "TEXT"

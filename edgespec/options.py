@@ -1,4 +1,4 @@
-"""Every option of `load`, `plan` and a reply, declared once.
+"""All options of `load`, `plan` and replies.
 
 These declarations define the keyword arguments of the Python API, the command line options, the keys in the
 settings file, the EDGESPEC_ variables and the table in the documentation.

@@ -159,8 +159,8 @@ class _Bench:
         context = self._runtime.context_tokens
         if len(tokens) + self._plan.max_tokens > context:
             raise ContextFullError(
-                f"prompt {prompt.name} has {len(tokens)} tokens, which with {self._plan.max_tokens} of the"
-                f" reply do not fit a context of {context}",
+                f"prompt {prompt.name} does not fit: its {len(tokens)} tokens and {self._plan.max_tokens} for"
+                f" the reply exceed the context of {context}",
                 "use a larger --context, a smaller -n, or other prompts",
             )
         return tokens

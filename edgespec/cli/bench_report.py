@@ -36,7 +36,7 @@ _ENDINGS = {
 
 
 def print_report(report: Report, machine: Mapping[str, object], *, plot: bool) -> None:
-    """Print the tables, optional charts, notes, the legend and the verdict."""
+    """Print the tables, notes, legend and verdict, and charts if `plot` is true."""
     from edgespec.bench.charts import charts
 
     click.echo(
@@ -156,7 +156,7 @@ def _print_notes(report: Report) -> None:
 
 
 def _verdict(report: Report) -> str:
-    """Summarise the report in one sentence."""
+    """Return a one-sentence summary of the report."""
     of_all = [
         each
         for each in report.figures
@@ -179,7 +179,7 @@ def _ms(seconds: float) -> str:
 
 
 def _number(value: float) -> str:
-    """Format with three significant digits and without an exponent."""
+    """Format a number with three significant digits and no exponent."""
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}" if value >= 0.001 else "0"
 
 

@@ -75,9 +75,9 @@ class _Row:
 def command(ctx: click.Context, as_json: bool) -> int:
     """Show all settings, their values and where each value was set.
 
-    An option on the command line overrides its environment variable (EDGESPEC_TARGET), the variable overrides
-    the line in the file (target = "8b-q4"), and the line overrides the default. A section of the file, such
-    as [chat], is for that command only. The exit status is 1 if a setting cannot be used.
+    An option on the command line overrides its environment variable, such as EDGESPEC_TARGET. The variable
+    overrides the settings file, such as target = "8b-q4". The file overrides the default. A section in the
+    file, such as [chat], applies only to that command. The exit status is 1 if a setting is invalid.
     """
     if ctx.invoked_subcommand is not None:
         return DONE
@@ -356,6 +356,6 @@ def _change(path: KeyPath, literal: str | None) -> Path | None:
     except OSError as error:
         raise ConfigurationError(
             f"{file} cannot be written: {error_reason(error)}",
-            "make room or check the permissions, then try again",
+            "free some disk space or check the permissions, then try again",
         ) from error
     return file

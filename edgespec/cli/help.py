@@ -83,7 +83,7 @@ class HelpfulGroup(_Helpful, click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Find a subcommand. The error for an unknown name suggests the nearest one."""
+        """Return the subcommand. If the name is unknown, the error suggests the nearest one."""
         name, known = args[0], self.list_commands(ctx)
         if name not in known and not name.startswith("-") and not ctx.resilient_parsing:
             near = difflib.get_close_matches(name, known, 1)

@@ -25,7 +25,7 @@ _Result = TypeVar("_Result")
 
 
 class Stop:
-    """A request to stop, shared by the signal handler and the worker thread."""
+    """A stop request, shared by the signal handler and the worker thread."""
 
     def __init__(self) -> None:
         self._event = threading.Event()
@@ -55,7 +55,7 @@ def interruptible(work: Callable[[Stop], _Result]) -> _Result:
     A second signal ends the process immediately with exit status 130.
 
     Args:
-        work: Called with the `Stop` that it must observe.
+        work: Called with a `Stop`. It must return soon after a stop is requested.
 
     Returns:
         The result of `work`. An exception in `work` is raised in the caller's thread.

@@ -60,7 +60,7 @@ def max_tokens_option(default: int, help_text: str = "Maximum reply length in to
 
 
 def seed_option(help_text: str) -> Decorator:
-    """Return the option `--seed` with a fixed default, so that a measurement can be repeated."""
+    """Return the option `--seed`. Its default is fixed, so that measurements are reproducible."""
     return click.option(
         "--seed", type=whole(0, MAX_SEED), metavar="N", default=1, show_default=True, help=help_text
     )

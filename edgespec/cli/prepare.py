@@ -106,7 +106,7 @@ def layerskip(reference: str, exit_layer: str, to: Path | None, as_json: bool) -
 def lowbit(reference: str, type_name: str | None, to: Path | None, as_json: bool) -> None:
     """Make a copy of REF with fewer bits, for `--method lowbit`. The copy uses the model's KV cache to draft.
 
-    REF may also be a folder that `edgespec prepare layerskip` made.
+    REF may also be a folder made by `edgespec prepare layerskip`.
     """
 
     def make(path: Path, progress: ProgressLine) -> PreparedModel:

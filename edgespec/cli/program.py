@@ -96,6 +96,6 @@ def _reader_left() -> int:
 def program() -> None:
     """Talk to the largest language model this machine can hold, faster, and in its very own words.
 
-    A small draft model guesses ahead and the target model checks the guesses in one pass. The reply is
-    token for token what the target would have written alone. Without --target a small embedded demo runs.
+    A small draft model guesses ahead and the target model checks the guesses in one pass. The reply is the
+    same, token for token, as the target model's own. Without --target, a small embedded demo model is used.
     """

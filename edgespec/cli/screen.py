@@ -98,7 +98,7 @@ def print_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
 
 
 class ProgressLine:
-    """Progress callback that reports on stderr and passes stop requests on.
+    """A progress callback that prints to stderr and forwards stop requests.
 
     On a terminal, one line is updated in place and erased at the end. In a pipe, each slow step prints one
     line.

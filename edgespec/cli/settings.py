@@ -94,10 +94,10 @@ class SettingValue:
 
 
 class SettingOption(SectionOption):
-    """A command line option whose value may come from the environment or the settings file.
+    """A command line option that can also be set in the environment or the settings file.
 
     Attributes:
-        declaration: The option in `edgespec.options`.
+        declaration: The option's declaration in `edgespec.options`.
     """
 
     def __init__(self, *args: Any, declaration: Option, **settings: Any) -> None:
@@ -360,7 +360,7 @@ def _check_toml_type(given: Any, value: Any) -> None:
 
 
 def _configured(ctx: click.Context, name: str) -> SettingValue | None:
-    """Return the setting for an option of the running command. Raises ConfigurationError."""
+    """Return the setting for an option of the current command. Raises ConfigurationError."""
     settings = ctx.meta.get(_SETTINGS_KEY)
     if settings is None:
         settings = ctx.meta[_SETTINGS_KEY] = Settings.read()

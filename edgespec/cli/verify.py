@@ -144,7 +144,7 @@ def _verify(
             progress.clear()
         if stop.requested:
             raise CancelledError(
-                "verify was cancelled", "run it again; the replies compared so far are not a proof"
+                "verify was cancelled", "run it again; the replies compared so far do not prove anything"
             )
         return report
 
@@ -158,7 +158,7 @@ def _few_of_each_category(prompts: Sequence[Prompt]) -> list[Prompt]:
 
 
 def _all_methods(drafters: Sequence[str]) -> tuple[str, ...]:
-    """Return the default methods: every available drafter, and the combination that `auto` uses."""
+    """Return the default methods: all available drafters, and the combination that `auto` uses."""
     return (*drafters, "model+suffix") if "model" in drafters else tuple(drafters)
 
 

@@ -332,8 +332,8 @@ class TestReusedDrafts:
         ("how", "says"),
         [
             (EarlyExit(5), "was loaded for exit layer 4, not 5"),
-            (LowBit(), "holds its weights at one precision; make a copy with fewer bits"),
-            (SkippedLayers((1,)), "cannot skip layers: method swift needs an MLX model"),
+            (LowBit(), "was specified; make one with `edgespec prepare lowbit`"),
+            (SkippedLayers((1,)), "cannot skip layers, because the method swift requires an MLX model"),
         ],
     )
     def test_unsupported_self_draft_methods_are_refused(

@@ -181,6 +181,6 @@ class TestVocabularies:
     @pytest.mark.parametrize("token", [-1, 10**6])
     def test_an_unknown_token_is_refused(self, tmp_path: Path, token: int) -> None:
         model = load(write_llama(tmp_path / "tiny.gguf"))
-        with pytest.raises(EdgespecError, match="no token"):
+        with pytest.raises(EdgespecError, match="not in the vocabulary"):
             model.vocabulary.piece(token)
         model.close()

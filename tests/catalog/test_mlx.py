@@ -138,11 +138,11 @@ class TestEmbedded:
         assert resolve(str(target.path)).entry == target.entry
 
     def test_another_quantisation(self) -> None:
-        with pytest.raises(ModelNotFoundError, match="demo-mlx is available as 8-bit only, not as Q4_0"):
+        with pytest.raises(ModelNotFoundError, match="demo-mlx is available only as 8-bit, not as Q4_0"):
             resolve("demo-mlx:Q4_0")
         with pytest.raises(
             ModelNotFoundError,
-            match="8b-mlx is available as 4-bit only, not as Q8_0; use .*GGUF version llama-3.1-8b:Q8_0",
+            match="8b-mlx is available only as 4-bit, not as Q8_0; use .*GGUF version llama-3.1-8b:Q8_0",
         ):
             resolve("llama-3.1-8b-mlx:Q8_0")
 

@@ -61,10 +61,13 @@ def test_the_home_folder_is_expanded(own_home: Path) -> None:
         ("hf.co/user", "is not a Hugging Face repository; write it as"),
         ("hf:user/repo with spaces", "is not a Hugging Face repository; write it as"),
         ("hf:user/repo:", "ends in a colon without a quantisation; write hf:user/repo:Q4_K_M, or"),
-        ("8b-q4:", "ends in a colon without a quantisation; write 8b-q4:Q4_K_M, or leave"),
-        ("8b-q4@main", "8b-q4@main names revision main, and edgespec supports the newest only; write 8b-q4"),
-        ("user/repo@", "names a revision, and edgespec supports the newest only; write user/repo"),
-        ("hf:user/repo@v1:Q8_0", "names revision v1, and .* the newest only; write hf:user/repo:Q8_0"),
+        ("8b-q4:", "ends in a colon without a quantisation; write 8b-q4:Q4_K_M, or remove"),
+        ("8b-q4@main", "names revision main, but edgespec supports only the newest revision; write 8b-q4"),
+        ("user/repo@", "names a revision, but edgespec supports only the newest revision; write user/repo"),
+        (
+            "hf:user/repo@v1:Q8_0",
+            "names revision v1, but .* only the newest revision; write hf:user/repo:Q8_0",
+        ),
         ("https://example.com/a.gguf", "is not an address of Hugging Face; download the file"),
         ("https://huggingface.co/u/r/blob/dev/a.gguf", "is not a Hugging Face repository; write it as"),
         ("ollama:", "ollama: has no model name; write it as ollama:NAME"),
@@ -102,7 +105,7 @@ def test_the_path_of_the_demo_has_its_entry() -> None:
 
 
 def test_the_demo_has_one_quantisation() -> None:
-    with pytest.raises(ModelNotFoundError, match="is available as Q8_0 only, not as Q4_0"):
+    with pytest.raises(ModelNotFoundError, match="is available only as Q8_0, not as Q4_0"):
         resolve("demo:Q4_0")
     assert resolve("demo:q8_0").path == resolve("demo").path
 

@@ -30,7 +30,7 @@ DRAFT = ROOT / "models" / "demo-draft-q8_0.gguf"
         (["--method", "model", "--draft", "none"], "needs a draft model"),
         (["--draft-length", "99"], "'99' is not a whole number from 1 to 64"),
         (["--draft-branches", "3,x"], "'x' is not a whole number from 1 up: use auto, or numbers"),
-        (["--draft-branches", "3,,2"], "'--draft-branches': '' is not a whole number from 1 up: write auto"),
+        (["--draft-branches", "3,,2"], "'--draft-branches': '' is not a whole number from 1 up: use auto"),
         (["--draft-confidence", "2"], "draft_confidence is 2.0"),
         (["--kv-type", "q9"], "kv_type is 'q9'"),
         (["--acceptance", "maybe"], "'maybe' is not one of"),
