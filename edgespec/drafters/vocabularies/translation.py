@@ -157,7 +157,7 @@ class TokenTranslation:
         return pairs
 
     def _match_ends(self, pairs: dict[int, int], target_table: _TokenTable, draft_table: _TokenTable) -> None:
-        """Match the tokens that end a reply."""
+        """Match the end-of-reply tokens of both models."""
         self.target_end_token = _reply_end(self._target, target_table.ends)
         draft_end = _reply_end(self._draft, draft_table.ends)
         if draft_end is None or self.target_end_token is None:
