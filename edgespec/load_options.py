@@ -41,7 +41,7 @@ class LoadArguments(TypedDict, total=False):
             kind=Size(),
             group="model",
             default_text="5 % of the plan, at least 64 MiB",
-            help="Memory to leave for what the plan does not model.",
+            help="Memory to leave free for allocations that the plan does not include.",
         ),
     ]
     reserve: Annotated[
@@ -50,7 +50,7 @@ class LoadArguments(TypedDict, total=False):
             kind=Size(),
             group="model",
             default_text="512 MiB, or 5 % of what is available if less",
-            help="Memory to leave to other programs.",
+            help="Memory to leave free for other programs.",
         ),
     ]
     prefer: Annotated[
@@ -59,7 +59,7 @@ class LoadArguments(TypedDict, total=False):
             kind=Choice(("speed", "context")),
             group="model",
             default="speed",
-            help="What to keep when memory is short. speed: the draft model. context: long chats.",
+            help="What to keep if memory is short. speed: the draft model. context: the context length.",
         ),
     ]
     context: Annotated[
@@ -77,8 +77,8 @@ class LoadArguments(TypedDict, total=False):
             kind=Flag(),
             group="model",
             default=False,
-            help="Reserve memory for the whole context at the start, for 8192 tokens unless --context is"
-            " given. Otherwise caches grow with the chat.",
+            help="Reserve memory for the whole context when loading, for 8192 tokens unless --context is"
+            " given. Otherwise, caches grow with the chat.",
         ),
     ]
     threads: Annotated[
@@ -92,7 +92,12 @@ class LoadArguments(TypedDict, total=False):
     ]
     gpu_layers: Annotated[
         int | None,
-        Option(kind=Integer(0), group="model", default_text="all", help="Model layers to put on the GPU."),
+        Option(
+            kind=Integer(0),
+            group="model",
+            default_text="all",
+            help="Number of model layers to run on the GPU.",
+        ),
     ]
     kv_type: Annotated[
         str,
@@ -100,8 +105,8 @@ class LoadArguments(TypedDict, total=False):
             kind=Text("TYPE", "auto, f16, q8_0 or another type"),
             group="model",
             default="auto",
-            help="Number format of the KV cache: auto, f32, f16, bf16, q8_0, q5_1, q5_0, iq4_nl, q4_1, q4_0,"
-            " or two of them as keys/values.",
+            help="Data type of the KV cache: auto, f32, f16, bf16, q8_0, q5_1, q5_0, iq4_nl, q4_1, q4_0,"
+            " or two of them, as keys/values.",
         ),
     ]
     flash_attention: Annotated[
@@ -119,7 +124,7 @@ class LoadArguments(TypedDict, total=False):
             kind=Flag(),
             group="model",
             default=True,
-            help="Map the model file into memory. Otherwise the whole file is read at the start.",
+            help="Map the model file into memory. Otherwise, the whole file is read when loading.",
         ),
     ]
     mlock: Annotated[
@@ -128,7 +133,7 @@ class LoadArguments(TypedDict, total=False):
             kind=Flag(),
             group="model",
             default=False,
-            help="Keep the model in RAM, so that the system never swaps it out.",
+            help="Lock the model in RAM, so that the system never swaps it out.",
         ),
     ]
     exact: Annotated[
@@ -137,8 +142,8 @@ class LoadArguments(TypedDict, total=False):
             kind=Flag(),
             group="model",
             default=False,
-            help="Use only computations whose results equal plain decoding to the last bit. They are"
-            " determined when a model is first loaded. Drafting may be slower.",
+            help="Use only computations that are bit-identical to plain decoding. edgespec determines"
+            " them when a model is first loaded. Drafting may be slower.",
         ),
     ]
     adapter: Annotated[
@@ -147,7 +152,7 @@ class LoadArguments(TypedDict, total=False):
             kind=PathName(),
             group="model",
             per_run=True,
-            help="Folder of a LoRA or DoRA adapter for the model, as mlx-lm writes it. MLX models only.",
+            help="Folder of a LoRA or DoRA adapter for the model, in the format of mlx-lm. MLX models only.",
         ),
     ]
     prefix_cache: Annotated[
@@ -156,8 +161,8 @@ class LoadArguments(TypedDict, total=False):
             kind=Choice(("none", "memory", "disk")),
             group="prefix_cache",
             default="memory",
-            help="Where to cache earlier chats, so that going back to one is fast. disk also keeps them for"
-            " later runs, readable by you only.",
+            help="Where to cache earlier chats, so that returning to one is fast. disk also keeps them for"
+            " later runs, readable only by you.",
         ),
     ]
     prefix_cache_memory: Annotated[
@@ -166,7 +171,7 @@ class LoadArguments(TypedDict, total=False):
             kind=Size(),
             group="prefix_cache",
             default_text="a quarter of what --memory leaves, up to 4 GiB",
-            help="Largest size of that cache in memory.",
+            help="Maximum size of the prefix cache in memory.",
         ),
     ]
     prefix_cache_disk: Annotated[
@@ -175,7 +180,7 @@ class LoadArguments(TypedDict, total=False):
             kind=Size(),
             group="prefix_cache",
             default_text="4 GiB, or a tenth of the free disk space if that is less",
-            help="Largest size of that cache on disk.",
+            help="Maximum size of the prefix cache on disk.",
         ),
     ]
     draft_branches: Annotated[
@@ -186,8 +191,8 @@ class LoadArguments(TypedDict, total=False):
             default=(),
             default_text="none",
             read_by=("model", "layerskip", "lowbit"),
-            help="Alternatives to draft for each next token, such as 3,2 for the first two. auto: as many as"
-            " make replies faster.",
+            help="Number of alternatives to draft for each next token, such as 3,2 for the first two. auto:"
+            " as many as make replies faster.",
         ),
     ]
     draft_confidence: Annotated[
@@ -207,7 +212,7 @@ class LoadArguments(TypedDict, total=False):
             group="drafting",
             default_text="the whole text, up to the length the draft model was trained for",
             read_by=("model", "lowbit"),
-            help="Let the draft model read only the last N tokens of the text; 0 means all.",
+            help="Let the draft model read only the last N tokens; 0 means all.",
         ),
     ]
     draft_sinks: Annotated[
@@ -217,7 +222,8 @@ class LoadArguments(TypedDict, total=False):
             group="drafting",
             default=4,
             read_by=("model", "lowbit"),
-            help="First tokens of the text that the draft model reads in addition to its window.",
+            help="Number of tokens at the start of the text that the draft model reads in addition to its"
+            " window.",
         ),
     ]
     exit_layer: Annotated[
@@ -228,7 +234,7 @@ class LoadArguments(TypedDict, total=False):
             default_text="measured when the model is loaded",
             read_by=("layerskip",),
             per_run=True,
-            help="Number of layers that draft with method layerskip. MLX models only.",
+            help="Number of layers that method layerskip uses to draft. MLX models only.",
         ),
     ]
     corpus: Annotated[
@@ -237,7 +243,7 @@ class LoadArguments(TypedDict, total=False):
             kind=PathName(),
             group="drafting",
             read_by=("suffix",),
-            help="Text file or folder that method suffix looks up likely continuations in, for example the"
+            help="Text file or folder in which method suffix looks up likely continuations, such as the"
             " code you are editing.",
         ),
     ]
@@ -247,8 +253,8 @@ class LoadArguments(TypedDict, total=False):
             kind=Flag(),
             group="drafting",
             default=False,
-            help="Save prompts and replies on this machine, readable by you only. Method suffix drafts from"
-            " them later.",
+            help="Save prompts and replies on this machine, readable only by you, so that method suffix can"
+            " draft from them later.",
         ),
     ]
     learn: Annotated[
@@ -258,7 +264,7 @@ class LoadArguments(TypedDict, total=False):
             group="drafting",
             default=False,
             read_by=("model",),
-            help="Train an MLX draft model between replies, on tokens that it drafted wrongly.",
+            help="Train an MLX draft model between replies, on tokens that it predicted wrongly.",
         ),
     ]
     max_loss: Annotated[
@@ -267,8 +273,8 @@ class LoadArguments(TypedDict, total=False):
             kind=Share(),
             group="drafting",
             default_text="2% for auto, no limit for named drafters",
-            help="Largest slowdown of a reply that drafting may cause, as a share of the reply's time, plus"
-            " the time of two tokens. If given, it holds for named drafters too.",
+            help="Maximum slowdown of a reply that drafting may cause, as a share of the reply's time, plus"
+            " the time of two tokens. If set, it also applies to named drafters.",
         ),
     ]
     measure_costs: Annotated[
@@ -278,7 +284,7 @@ class LoadArguments(TypedDict, total=False):
             group="drafting",
             default=True,
             help="When a model is first loaded, measure for a second or two how fast it checks several"
-            " tokens at once. Otherwise this is measured during replies.",
+            " tokens at once. Otherwise, this is measured during replies.",
         ),
     ]
     method: Annotated[str, METHOD]
@@ -289,7 +295,8 @@ class LoadArguments(TypedDict, total=False):
             group="method",
             default=(),
             api_only=True,
-            help="Methods that replies may use besides `method`. What they need is loaded as well.",
+            help="Methods that replies may use in addition to `method`. Everything that they need is loaded"
+            " too.",
         ),
     ]
     draft_length: Annotated[int | None, DRAFT_LENGTH]

@@ -1,4 +1,4 @@
-"""The declaration of one option, and the options that loading a model and a reply share."""
+"""The `Option` class, and the options that are common to `load` and to replies."""
 
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, get_type_hints
@@ -27,16 +27,16 @@ class Option:
     """The declaration of one option.
 
     Attributes:
-        kind: How its value is read from text and checked.
+        kind: Parses and checks the value.
         help: One or two sentences for `--help` and the documentation.
-        group: The heading under which it is listed.
-        default: The value that holds where none is given.
-        default_text: The default in words, where the value itself does not say it.
+        group: The section in which it is listed.
+        default: The default value.
+        default_text: The default in words, if the value alone does not explain it.
         flags: Short forms on the command line, such as `-n`.
-        read_by: The drafters that read it. Given for a method without one of them, it is refused. Empty
-            where every method reads it.
-        per_run: Whether it belongs to one model or one run, so that no setting for all runs is offered.
-        api_only: Whether only Python code can give it.
+        read_by: The drafters that use the option. A method with none of them rejects it. Empty if every
+            method uses it.
+        per_run: Whether the option makes sense only for one model or run, and so cannot be set for all runs.
+        api_only: Whether the option is available only in Python.
     """
 
     kind: Kind
@@ -50,7 +50,7 @@ class Option:
     api_only: bool = False
 
     def check(self, name: str, value: Any) -> Any:
-        """Return a value in its usual form. Raises OptionError."""
+        """Check and normalise a value. Raises OptionError."""
         return self.default if value is None and self.default is None else self.kind.check(name, value)
 
 
@@ -59,26 +59,26 @@ METHOD = Option(
     group="method",
     default="auto",
     help="How tokens are drafted. auto: with the draft model and earlier text, while that makes replies"
-    " faster. none: not at all. Otherwise drafters joined by +, used whatever the speed: model, layerskip,"
-    " lowbit, swift, lookahead, suffix, ngram.",
+    " faster. none: no drafting. Otherwise, drafters joined by +, used whatever their speed: model,"
+    " layerskip, lowbit, swift, lookahead, suffix, ngram.",
 )
 DRAFT_LENGTH = Option(
     kind=Integer(1, MAX_DRAFT_LENGTH, metavar="K", hint=", or method none"),
     group="method",
     default_text="4; with auto up to 16, as the speed allows",
-    help=f"Tokens to draft ahead, 1 to {MAX_DRAFT_LENGTH}. With auto the most it may draft.",
+    help=f"Tokens to draft ahead, 1 to {MAX_DRAFT_LENGTH}. With auto, the maximum.",
 )
 ACCEPTANCE = Option(
     kind=Choice(ACCEPTANCES),
     group="method",
     default="invariant",
     help="invariant: a seed gives the same reply with every method. rejection: only the distribution of"
-    " replies is the same; a seed repeats a reply with one named drafter, but not with auto, which measures"
-    " time.",
+    " replies is the same. Then a seed reproduces a reply with one named drafter, but not with auto, whose"
+    " choices depend on measured times.",
 )
 
 
 def declared_options(arguments: type) -> dict[str, Option]:
-    """Return the options that annotate the keys of a TypedDict."""
+    """Return the `Option` annotations of a TypedDict, keyed by field name."""
     hints = get_type_hints(arguments, include_extras=True)
     return {name: hint.__metadata__[0] for name, hint in hints.items() if hasattr(hint, "__metadata__")}

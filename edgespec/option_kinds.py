@@ -1,4 +1,4 @@
-"""Kinds of option values: how each is read from text and checked when it comes from Python."""
+"""Kinds of option values: each parses strings, and checks values that are passed in Python."""
 
 from __future__ import annotations
 
@@ -32,32 +32,32 @@ __all__ = [
 ]
 
 _NO_LIMIT = (1 << 31) - 1
-_MAX_BRANCHES = 64  # leaves of a draft tree; chosen
+_MAX_BRANCHES = 64  # limit on the leaves of a draft tree
 
 
 class Kind:
-    """One kind of value. A subclass overrides what differs from plain text.
+    """A kind of value. The base class accepts any string.
 
     Attributes:
-        metavar: What stands for the value in help texts.
-        repeatable: Whether the option may be written several times on the command line.
+        metavar: Placeholder for the value in help texts.
+        repeatable: Whether the option may be repeated on the command line.
     """
 
     metavar = "TEXT"
     repeatable = False
 
     def parse(self, text: str) -> Any:
-        """Return the value that a text stands for. Raises ValueError with the reason."""
+        """Parse a string. Raises ValueError with the reason."""
         return text
 
     def check(self, name: str, value: Any, /) -> Any:
-        """Return a value given in Python, in its usual form. Raises OptionError."""
+        """Check and normalise a value that was passed in Python. Raises OptionError."""
         return check_text(name, value, "one text")
 
 
 @dataclass(frozen=True)
 class Text(Kind):
-    """A text whose form the backend checks. hint: examples for the error message."""
+    """A string that the backend checks. `hint` lists examples for the error message."""
 
     metavar: str = "TEXT"
     hint: str = "one text"
@@ -68,7 +68,7 @@ class Text(Kind):
 
 @dataclass(frozen=True)
 class ModelName(Kind):
-    """A model reference: a path, `user/repo:quant`, or a name. also: further words that may be given."""
+    """A model reference: a path, `user/repo:quant` or a name. `also` lists other accepted words."""
 
     metavar: str = "REF"
     also: str = ""
@@ -88,11 +88,11 @@ class MethodName(Kind):
 
 
 class MethodList(Kind):
-    """Several methods."""
+    """A list of methods."""
 
     def check(self, name: str, value: Any) -> tuple[str, ...]:
         if isinstance(value, str) or not isinstance(value, Sequence):
-            raise OptionError(f"{name} is {value!r}", 'give a list such as ["suffix", "model+ngram"]')
+            raise OptionError(f"{name} is {value!r}", 'pass a list such as ["suffix", "model+ngram"]')
         for method in value:
             parse_method(method)
         return tuple(value)
@@ -100,7 +100,7 @@ class MethodList(Kind):
 
 @dataclass(frozen=True)
 class Choice(Kind):
-    """One of a few words."""
+    """One of a fixed set of words."""
 
     values: tuple[str, ...]
 
@@ -124,7 +124,7 @@ class Flag(Kind):
 
 @dataclass(frozen=True)
 class Integer(Kind):
-    """A whole number within limits, both included. hint: an alternative for the error message."""
+    """A whole number within inclusive limits. `hint` adds an alternative to the error message."""
 
     low: int
     high: int = _NO_LIMIT
@@ -147,7 +147,7 @@ class Integer(Kind):
 
 @dataclass(frozen=True)
 class Number(Kind):
-    """A number within limits, the upper one excluded if `below_high`. hint: for the error message."""
+    """A number within limits. `below_high` excludes the upper one. `hint` extends the error message."""
 
     low: float = -math.inf
     high: float = math.inf
@@ -166,12 +166,12 @@ class Number(Kind):
         number = check_number(name, value, allowed)
         if not self.low <= number <= self.high or (self.below_high and number == self.high):
             hint = f" ({self.hint})" if self.hint else ""
-            raise OptionError(f"{name} is {value!r}", f"give a number {allowed}{hint}")
+            raise OptionError(f"{name} is {value!r}", f"use a number {allowed}{hint}")
         return number
 
 
 class Share(Kind):
-    """A part of a whole, from 0 to 1. As text, `2%` is the same as `0.02`."""
+    """A fraction from 0 to 1. The strings `2%` and `0.02` are equivalent."""
 
     metavar = "SHARE"
 
@@ -188,7 +188,7 @@ class Share(Kind):
     def check(self, name: str, value: Any) -> float:
         number = check_number(name, value, "such as 0.02")
         if not 0.0 <= number <= 1.0:
-            raise OptionError(f"{name} is {value!r}", "give a share from 0 to 1, such as 0.02")
+            raise OptionError(f"{name} is {value!r}", "use a share from 0 to 1, such as 0.02")
         return number
 
 
@@ -202,7 +202,7 @@ class Size(Kind):
 
 
 class PathName(Kind):
-    """A file or a folder. Whether it exists is checked where it is opened."""
+    """A file or a folder, which may not exist."""
 
     metavar = "PATH"
 
@@ -211,7 +211,7 @@ class PathName(Kind):
 
 
 class Branches(Kind):
-    """Children of each draft node at each depth, such as `3,2`; `auto` adapts the tree; empty is a chain."""
+    """Children per draft tree node at each depth, such as `3,2`, or `auto`. Empty means a chain."""
 
     metavar = "auto|N,N,..."
 
@@ -221,37 +221,37 @@ class Branches(Kind):
         try:
             return tuple(Integer(1).parse(part.strip()) for part in text.split(","))
         except ValueError as error:
-            raise ValueError(f"{error}: write auto, or numbers such as 3,2") from error
+            raise ValueError(f"{error}: use auto, or numbers such as 3,2") from error
 
     def check(self, name: str, value: Any) -> Any:
         if value == "auto":
             return value
         if not isinstance(value, tuple | list):
-            raise OptionError(f"{name} is {value!r}", "give auto, or numbers such as (3, 2)")
+            raise OptionError(f"{name} is {value!r}", "use auto, or numbers such as (3, 2)")
         for count in value:
             check_integer(name, count, 1, _MAX_BRANCHES)
         if math.prod(value) > _MAX_BRANCHES:
             raise OptionError(
                 f"{name} {tuple(value)!r} make {math.prod(value)} branches",
-                f"their product may be {_MAX_BRANCHES} at most",
+                f"their product must not exceed {_MAX_BRANCHES}",
             )
         return tuple(value)
 
 
 class TextList(Kind):
-    """One text or several, none of them empty."""
+    """One or more strings, none of them empty."""
 
     repeatable = True
 
     def check(self, name: str, value: Any) -> tuple[str, ...]:
         texts = (value,) if isinstance(value, str) else value
         if not isinstance(texts, list | tuple) or not all(isinstance(text, str) and text for text in texts):
-            raise OptionError(f"{name} is {value!r}", "give texts of at least one character")
+            raise OptionError(f"{name} is {value!r}", "use strings of at least one character")
         return tuple(texts)
 
 
 class TokenBiases(Kind):
-    """A number to add to the logit of each of some token ids. As text, one `ID=VALUE` each."""
+    """Numbers to add to the logits of some token ids. Each string has the form `ID=VALUE`."""
 
     metavar = "ID=VALUE"
     repeatable = True
@@ -271,7 +271,7 @@ class TokenBiases(Kind):
 
 @dataclass(frozen=True)
 class SamplingNumber(Kind):
-    """A number among the sampling settings, whose limits SamplingParams states."""
+    """A numeric sampling setting. `SamplingParams` checks its limits."""
 
     metavar: str = "X"
     whole: bool = False

@@ -1,7 +1,7 @@
-"""Every option of `load`, `plan` and a reply, declared once.
+"""All options of `load`, `plan` and replies.
 
-The keyword arguments of the Python API, the options of the command line, the keys of the settings file, the
-EDGESPEC_ variables and the table in the documentation all derive from these declarations.
+These declarations define the keyword arguments of the Python API, the command line options, the keys in the
+settings file, the EDGESPEC_ variables and the table in the documentation.
 """
 
 import difflib
@@ -70,7 +70,7 @@ SETTINGS: Mapping[str, Option] = MappingProxyType(
 
 
 def check_names(given: Iterable[str], known: Mapping[str, Option]) -> None:
-    """Raise OptionError, with the nearest name, for the first option that is not known."""
+    """Raise OptionError for the first unknown option. The message suggests the nearest name."""
     for name in given:
         if name not in known:
             near = difflib.get_close_matches(name, known, 1)
@@ -81,10 +81,10 @@ def check_names(given: Iterable[str], known: Mapping[str, Option]) -> None:
 
 
 def check_load_arguments(given: Mapping[str, Any]) -> LoadArguments:
-    """Return all options of `load`, each in its usual form, with defaults for what is not given.
+    """Check and normalise the options of `load`, and fill in the defaults.
 
     Raises:
-        OptionError: A name is unknown, a value is wrong, or no drafter of the methods reads an option.
+        OptionError: A name is unknown, a value is invalid, or no drafter in the methods uses an option.
     """
     check_names(given, LOAD_OPTIONS)
     values = {
@@ -98,15 +98,15 @@ def check_load_arguments(given: Mapping[str, Any]) -> LoadArguments:
         option = LOAD_OPTIONS[name]
         if values[name] != option.default:
             raise OptionError(
-                f"{name} is for {' and '.join(option.read_by)},"
-                f" and method {', '.join(dict.fromkeys(methods))} asks for none of them",
-                f"leave it out, or add {option.read_by[0]} to the method",
+                f"{name} applies to {' and '.join(option.read_by)},"
+                f" but method {', '.join(dict.fromkeys(methods))} uses none of them",
+                f"remove it, or add {option.read_by[0]} to the method",
             )
     return arguments
 
 
 def unread_options(methods: Iterable[str]) -> list[str]:
-    """Return the names of the options that no drafter of these methods reads. Raises OptionError."""
+    """Return the names of the options that no drafter in these methods uses. Raises OptionError."""
     drafters = {name for method in methods for name in parse_method(method)}
     return [
         name
@@ -133,13 +133,13 @@ On the command line an option is written `--draft-window`, in Python and in the 
 
 
 def documentation() -> str:
-    """Return the page of the documentation that lists every option (`docs/options.md`)."""
+    """Return the documentation page that lists every option (`docs/options.md`)."""
     load = options_table({**MODEL_OPTIONS, **LOAD_OPTIONS})
     return _PAGE.format(load=load, reply=options_table(REPLY_OPTIONS))
 
 
 def options_table(options: Mapping[str, Option]) -> str:
-    """Return a Markdown table of options: name, default, what they do, and which methods read them."""
+    """Return a Markdown table of options: name, default, description, and the methods that use them."""
     lines = ["| option | default | what it does | read by |", "| --- | --- | --- | --- |"]
     for name, option in options.items():
         default = option.default_text or (

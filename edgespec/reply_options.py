@@ -1,4 +1,4 @@
-"""The options of one reply."""
+"""The options for a reply."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, fields
@@ -15,9 +15,9 @@ _MAX_SEED = (1 << 63) - 1
 
 
 class ReplyArguments(TypedDict, total=False):
-    """Keyword arguments of a reply: `Runtime.generate`, `Runtime.stream` and `Chat.send`.
+    """Keyword arguments of `Runtime.generate`, `Runtime.stream` and `Chat.send`.
 
-    A method, draft length or acceptance of None is the one the model was loaded with.
+    If `method`, `draft_length` or `acceptance` is None, the value passed to `load` applies.
     """
 
     max_tokens: Annotated[
@@ -27,7 +27,7 @@ class ReplyArguments(TypedDict, total=False):
             group="reply",
             default_text="8192, or the end of the context",
             flags=("-n",),
-            help="Longest reply, in tokens.",
+            help="Maximum reply length in tokens.",
         ),
     ]
     seed: Annotated[
@@ -36,8 +36,7 @@ class ReplyArguments(TypedDict, total=False):
             kind=Integer(0, _MAX_SEED),
             group="reply",
             default_text="a new one each time",
-            help="Seed of the random draws. The same seed gives the same reply with every method (but see"
-            " --acceptance).",
+            help="Random seed. The same seed gives the same reply with every method (but see --acceptance).",
         ),
     ]
     stop: Annotated[
@@ -46,7 +45,7 @@ class ReplyArguments(TypedDict, total=False):
             kind=TextList(),
             group="reply",
             default=(),
-            help="End the reply before this text. May be repeated.",
+            help="End the reply before this string. May be repeated.",
         ),
     ]
     method: Annotated[str | None, METHOD]
@@ -64,20 +63,23 @@ class ReplyArguments(TypedDict, total=False):
     logit_bias: Mapping[int, float]
 
 
-# Defaults, limits and types of the sampling settings stand in SamplingParams.
+# SamplingParams defines the defaults, limits and types of the sampling settings.
 _SAMPLING_HELP = {
-    "temperature": ("T", "Randomness of the reply; 0 always takes the most likely token."),
+    "temperature": ("T", "Randomness of the reply; 0 always chooses the most likely token."),
     "top_k": ("N", "Consider only the N most likely tokens; 0 turns this off."),
-    "top_p": ("P", "Consider only the most likely tokens that add up to this probability; 1 turns this off."),
-    "min_p": ("P", "Drop tokens less likely than this share of the most likely one; 0 turns this off."),
-    "typical_p": ("P", "Typical sampling: keep this much probability; 1 turns this off."),
+    "top_p": ("P", "Consider only the most likely tokens whose probabilities add up to P; 1 turns this off."),
+    "min_p": ("P", "Drop tokens less likely than P times the most likely token; 0 turns this off."),
+    "typical_p": (
+        "P",
+        "Typical sampling: keep the most typical tokens whose probabilities add up to P; 1 turns this off.",
+    ),
     "repetition_penalty": ("X", "Make repeated tokens less likely by this factor; 1 turns this off."),
     "presence_penalty": ("X", "Subtract this from the score of every repeated token; 0 turns this off."),
     "frequency_penalty": ("X", "Subtract this from a token's score for each repetition; 0 turns this off."),
-    "penalty_window": ("N", "How many of the last tokens the penalties look at; -1 means all."),
+    "penalty_window": ("N", "Apply the penalties to the last N tokens; -1 means all."),
     "logit_bias": (
         "ID=VALUE",
-        "Add to the score of one token id, such as 1523=-2.5; -inf forbids it. May be repeated.",
+        "Add VALUE to the score of token ID, such as 1523=-2.5; -inf forbids the token. May be repeated.",
     ),
 }
 
@@ -98,4 +100,4 @@ def _sampling_options() -> dict[str, Option]:
 
 
 REPLY_OPTIONS: Mapping[str, Option] = MappingProxyType(declared_options(ReplyArguments) | _sampling_options())
-"""The options of one reply."""
+"""The options for a reply."""

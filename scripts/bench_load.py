@@ -59,7 +59,7 @@ class ReplyOptions:
 
 @dataclass(frozen=True)
 class TimedReply:
-    """One reply.
+    """A reply with the arrival times of its tokens.
 
     Attributes:
         prompt: Name of the prompt.
@@ -166,7 +166,11 @@ def _counts(text: str) -> list[int]:
 
 
 def _prompt_lists(args: argparse.Namespace) -> list[list[Prompt]]:
-    """Return the lists of prompts. Raises OptionError."""
+    """Split the prompts into lists of about `--list-size` prompts.
+
+    Raises:
+        OptionError: Two prompts have the same id, or a list has fewer prompts than there are replies at once.
+    """
     prompts = read_prompts(args.prompts)[:: args.every]
     if len({prompt.name for prompt in prompts}) < len(prompts):
         raise OptionError("two prompts have the same id", "give each prompt its own id")

@@ -1,23 +1,24 @@
 #!/usr/bin/env python3
-"""What each method was planned to take in memory against what its process really takes.
+"""Compare the memory that each method is planned to use with what its process really uses.
 
     scripts/bench_memory.py --target demo --draft demo-draft
     scripts/bench_memory.py --target demo-mlx --methods none,model,learn,swift --contexts 1024
 
-Every method makes the same replies in a process of its own. planned: what its drafter counts (weights;
-caches and whatever it looks guesses up in). measured: what the process holds at its peak more than that of
-`none`. Weights that llama.cpp maps are pages of a file, counted when they were touched (`mapped`); everything
-else is the process's own (`own`): caches, buffers to compute in, weights arranged anew, MLX's weights. A file
-that is mapped twice (`layerskip`) counts twice, though its pages are in memory once. buffers: what llama.cpp
-says it set aside to compute in, more than with `none`; it is part of the difference, but for what no pass has
-touched yet. The row of `none` compares the target's weights and cache
-with what its process holds more than before it loaded them. `learn` is `model` with --learn; after each reply
-every process rests for a moment.
+Every method generates the same replies in its own process. `learn` is `model` with --learn. Columns:
+
+- planned weights, caches: the drafter's own figures; for `none` those of the target.
+- measured mapped, own: the peak of the process above that of `none`. For `none`, the peak above the memory
+  before the load. Mapped memory is pages of files, which count once per mapping, so a file that is mapped
+  twice (`layerskip`) counts twice. Everything else is the process's own: caches, compute buffers, repacked
+  weights, and the weights of MLX.
+- difference: measured minus planned.
+- buffers: the compute buffers that llama.cpp logs, above those of `none`. They are part of the difference,
+  except for parts that no pass has touched.
 
     scripts/bench_memory.py --plan --target FILE --contexts 2048,32768 --kv-types auto,q8_0
 
-compares the plan instead: weights, caches, buffers and logits as `edgespec plan` tells them with the most
-that the process holds more than before, once a text has filled a part of the context.
+compares the whole plan of the models (weights, caches, compute buffers, logits, vocabulary) with the peak of
+the process above its memory before the load.
 """
 
 from __future__ import annotations
@@ -46,32 +47,50 @@ _MIB = 2**20
 
 
 @dataclass(frozen=True)
-class Held:
-    """Bytes a process holds. mapped: pages of files; 0 where the system does not tell them apart."""
+class Memory:
+    """Resident memory of a process in bytes.
+
+    Attributes:
+        own: memory that no file backs.
+        mapped: pages of mapped files; 0 where the system does not count them separately.
+    """
 
     own: int
     mapped: int
 
     @property
-    def all(self) -> int:
+    def total(self) -> int:
+        """All resident bytes."""
         return self.own + self.mapped
 
-    def __sub__(self, other: Held) -> Held:
-        return Held(self.own - other.own, self.mapped - other.mapped)
+    def __sub__(self, other: Memory) -> Memory:
+        return Memory(self.own - other.own, self.mapped - other.mapped)
 
 
-def held() -> Held:
-    """What this process holds now."""
+def current_memory() -> Memory:
+    """Return the resident memory of this process."""
     info = psutil.Process().memory_info()
     mapped = int(getattr(info, "shared", 0))
-    return Held(int(info.rss) - mapped, mapped)
+    return Memory(int(info.rss) - mapped, mapped)
 
 
 @dataclass(frozen=True)
-class Measured:
-    """One method in its process, in bytes.
+class Measurement:
+    """Planned and measured memory of one method, in bytes.
 
-    planned_weights, planned_caches: of `none`, the target's; else extra. buffers: by llama.cpp's own account.
+    Attributes:
+        method: the method.
+        context_tokens: the context length.
+        planned_weights: planned weights of the drafter; of the target for `none`.
+        planned_caches: planned caches and tables of the drafter; of the target for `none`.
+        buffers: compute buffers that llama.cpp logged.
+        started: memory before the load.
+        loaded: memory after the load.
+        peak: the peak.
+        drafted_tokens: tokens drafted in all replies.
+        tokens: the tokens of all replies.
+        planned: everything in the plan but the process and the headroom.
+        kv_type: type of the KV cache.
     """
 
     method: str
@@ -79,17 +98,17 @@ class Measured:
     planned_weights: int
     planned_caches: int
     buffers: int
-    started: Held
-    loaded: Held
-    peak: Held
+    started: Memory
+    loaded: Memory
+    peak: Memory
     drafted_tokens: int
     tokens: tuple[int, ...]
     planned: int = 0
     kv_type: str = "auto"
 
 
-class Buffers(logging.Handler):
-    """Adds up the buffers that llama.cpp logs."""
+class BufferLogHandler(logging.Handler):
+    """Adds up the sizes of the compute buffers that llama.cpp logs."""
 
     _SIZE = re.compile(r"compute buffer size = *([\d.]+) MiB")
 
@@ -103,36 +122,38 @@ class Buffers(logging.Handler):
             self.bytes += int(float(size[1]) * _MIB)
 
 
-class Watch:
-    """Sees the most that this process holds, while it is open."""
+class PeakSampler:
+    """Samples the memory of this process in a thread while it is open, for its peak."""
 
     def __init__(self) -> None:
         self._own: list[int] = []
         self._mapped: list[int] = []
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._look, daemon=True)
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
 
-    def _look(self) -> None:
-        while not self._over.wait(0.005):
-            self.look()
+    def _run(self) -> None:
+        while not self._stopped.wait(0.005):
+            self.sample()
 
-    def look(self) -> None:
-        now = held()
+    def sample(self) -> None:
+        """Take one sample."""
+        now = current_memory()
         self._own.append(now.own)
         self._mapped.append(now.mapped)
 
-    def __enter__(self) -> Watch:
+    def __enter__(self) -> PeakSampler:
         self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._over.set()
+        self._stopped.set()
         self._thread.join()
-        self.look()
+        self.sample()
 
     @property
-    def most(self) -> Held:
-        return Held(max(self._own), max(self._mapped))
+    def peak(self) -> Memory:
+        """The largest samples of both kinds of memory."""
+        return Memory(max(self._own), max(self._mapped))
 
 
 def main() -> None:
@@ -152,37 +173,39 @@ def main() -> None:
     parser.add_argument(
         "--options", type=json.loads, default={}, help="more options of edgespec.load, as JSON"
     )
-    parser.add_argument("--plan", action="store_true", help="compare the plan of each method and type")
-    parser.add_argument("--kv-types", default="auto", help="with --plan")
-    parser.add_argument("--json", action="store_true", help="print everything measured as JSON")
+    parser.add_argument(
+        "--plan", action="store_true", help="compare the whole plan, for each method and KV cache type"
+    )
+    parser.add_argument("--kv-types", default="auto", help="KV cache types, with --plan")
+    parser.add_argument("--json", action="store_true", help="print all measurements as JSON")
     parser.add_argument("--inside", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.inside:
         print(json.dumps(asdict(_measure(args, args.inside, int(args.contexts)))))
         return
     methods = ["none", *(method for method in args.methods.split(",") if method != "none")]
-    found = []
+    all_rows = []
     if args.plan:
         _compare_plans(methods, args.contexts.split(","), args.kv_types.split(","))
         return
     for context in args.contexts.split(","):
-        rows = [row for method in methods if (row := _in_a_process(method, context))]
-        found += rows
+        rows = [row for method in methods if (row := _run_in_process(method, context))]
+        all_rows += rows
         if not args.json:
             _print_table(rows)
     if args.json:
-        print(json.dumps([asdict(row) for row in found], indent=1))
+        print(json.dumps([asdict(row) for row in all_rows], indent=1))
 
 
-def _measure(args: argparse.Namespace, method: str, context: int) -> Measured:
-    """Load what a method needs, make the replies, and tell what that took."""
+def _measure(args: argparse.Namespace, method: str, context: int) -> Measurement:
+    """Load the models of a method in this process, generate the replies, and measure the memory."""
     name = "model" if method == "learn" else method
     needs_draft = "model" in name.split("+")
     _import_backend(args.target)
-    buffers = Buffers()
-    started = held()
+    buffers = BufferLogHandler()
+    started = current_memory()
     with (
-        Watch() as watch,
+        PeakSampler() as sampler,
         edgespec.load(
             args.target,
             args.draft if needs_draft else "none",
@@ -196,7 +219,7 @@ def _measure(args: argparse.Namespace, method: str, context: int) -> Measured:
             **args.options,
         ) as runtime,
     ):
-        loaded = held()
+        loaded = current_memory()
         prompt = _prompt(args.prompts, runtime.vocabulary, args.prompt_tokens)
         tokens: list[int] = []
         drafted = 0
@@ -213,25 +236,25 @@ def _measure(args: argparse.Namespace, method: str, context: int) -> Measured:
         planned = (stats.draft_weight_bytes, stats.draft_kv_bytes + stats.draft_other_bytes)
         if method == "none":
             planned = (runtime.target.weight_bytes, runtime.target.kv_bytes)
-    beside = ("process", "headroom")
+    other_kinds = ("process", "headroom")
     items = runtime.plan.items if runtime.plan else ()
-    return Measured(
+    return Measurement(
         method,
         context,
         *planned,
         buffers.bytes,
         started,
         loaded,
-        watch.most,
+        sampler.peak,
         drafted,
         tuple(tokens),
-        sum(item.bytes for item in items if item.kind not in beside),
+        sum(item.bytes for item in items if item.kind not in other_kinds),
         args.kv_types,
     )
 
 
 def _import_backend(target: str) -> None:
-    """Load the library that the target needs, and no model."""
+    """Load the library of the target's backend, without a model."""
     if resolve(target).format == "mlx":
         from edgespec.backends.mlx import model  # noqa: F401
     else:
@@ -241,7 +264,7 @@ def _import_backend(target: str) -> None:
 
 
 def _prompt(path: Path, vocabulary: Any, count: int) -> list[int]:
-    """The first tokens of all prompts of a file, one after the other."""
+    """Return the first `count` tokens of all prompts in a file, joined and repeated as needed."""
     messages = [
         message["content"]
         for line in path.read_text(encoding="utf-8").splitlines()
@@ -252,24 +275,25 @@ def _prompt(path: Path, vocabulary: Any, count: int) -> list[int]:
 
 
 def _compare_plans(methods: list[str], contexts: list[str], kv_types: list[str]) -> None:
+    """Print planned and measured memory for every combination."""
     print("| method | context | cache | planned MiB | measured MiB | planned / measured |")
     print("| --- | --- | --- | --- | --- | --- |")
     for method in methods:
         for context in contexts:
             for kv_type in kv_types:
-                if row := _in_a_process(method, context, "--kv-types", kv_type):
-                    held_bytes = (row.peak - row.started).all
-                    cells = f"{row.planned / _MIB:,.1f} | {held_bytes / _MIB:,.1f}"
-                    share = row.planned / held_bytes
+                if row := _run_in_process(method, context, "--kv-types", kv_type):
+                    measured = (row.peak - row.started).total
+                    cells = f"{row.planned / _MIB:,.1f} | {measured / _MIB:,.1f}"
+                    share = row.planned / measured
                     print(f"| {method} | {context} | {kv_type} | {cells} | {share:.3f} |", flush=True)
 
 
-def _in_a_process(method: str, context: str, *more: str) -> Measured | None:
-    """What `_measure` finds in a fresh process; nothing is kept from one to the next."""
+def _run_in_process(method: str, context: str, *options: str) -> Measurement | None:
+    """Run `_measure` in a new process with an empty data folder. Returns None if it failed."""
     with tempfile.TemporaryDirectory() as data:
-        # Of an option that is given twice the last one counts.
+        # If an option is given twice, argparse uses the last one.
         done = subprocess.run(
-            [sys.executable, *sys.argv, "--contexts", context, "--inside", method, *more],
+            [sys.executable, *sys.argv, "--contexts", context, "--inside", method, *options],
             capture_output=True,
             text=True,
             check=False,
@@ -277,32 +301,35 @@ def _in_a_process(method: str, context: str, *more: str) -> Measured | None:
         )
     if done.returncode:
         reason = done.stderr.strip().splitlines()
-        print(f"{method}: left out: {reason[-1] if reason else 'no reason given'}", file=sys.stderr)
+        print(f"{method} failed: {reason[-1] if reason else 'no error message'}", file=sys.stderr)
         return None
     row = json.loads(done.stdout)
     for name in ("started", "loaded", "peak"):
-        row[name] = Held(**row[name])
-    return Measured(**{**row, "tokens": tuple(row["tokens"])})
+        row[name] = Memory(**row[name])
+    return Measurement(**{**row, "tokens": tuple(row["tokens"])})
 
 
-def _print_table(rows: list[Measured]) -> None:
+def _print_table(rows: list[Measurement]) -> None:
+    """Print one line per method, compared with `none`."""
     if not rows or rows[0].method != "none":
         return
     plain = rows[0]
-    print(f"context {plain.context_tokens}, MiB; `none` holds {plain.peak.all / _MIB:,.1f} at its peak")
-    print("| method | planned weights | caches | measured mapped | own | difference | of all | buffers |")
+    print(f"context {plain.context_tokens}, MiB; the peak of `none` is {plain.peak.total / _MIB:,.1f}")
+    print(
+        "| method | planned weights | caches | measured mapped | own | difference | share of peak | buffers |"
+    )
     print("| --- | --- | --- | --- | --- | --- | --- | --- |")
     for row in rows:
-        more = row.peak - (row.started if row is plain else plain.peak)
+        extra = row.peak - (row.started if row is plain else plain.peak)
         planned = row.planned_weights + row.planned_caches
-        difference = more.all - planned
+        difference = extra.total - planned
         buffers = row.buffers - (0 if row is plain else plain.buffers)
         cells = " | ".join(
             f"{size / _MIB:,.1f}"
-            for size in (row.planned_weights, row.planned_caches, more.mapped, more.own, difference)
+            for size in (row.planned_weights, row.planned_caches, extra.mapped, extra.own, difference)
         )
-        name = row.method if row.tokens == plain.tokens else f"{row.method} (other tokens)"
-        print(f"| {name} | {cells} | {difference / row.peak.all:.1%} | {buffers / _MIB:,.1f} |")
+        name = row.method if row.tokens == plain.tokens else f"{row.method} (different tokens)"
+        print(f"| {name} | {cells} | {difference / row.peak.total:.1%} | {buffers / _MIB:,.1f} |")
 
 
 if __name__ == "__main__":

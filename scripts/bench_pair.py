@@ -35,8 +35,8 @@ def main() -> None:
     )
     parser.add_argument("--target", default="demo")
     parser.add_argument("--draft", default="auto")
-    parser.add_argument("--methods", default="model")
-    parser.add_argument("--draft-lengths", default="4")
+    parser.add_argument("--methods", default="model", help="such as model,suffix (default: model)")
+    parser.add_argument("--draft-lengths", default="4", help="such as 3,4,6 (default: 4)")
     parser.add_argument("--temperatures", default="0,0.8")
     parser.add_argument("--acceptance", default="invariant")
     parser.add_argument("--max-tokens", type=int, default=96)
@@ -79,39 +79,43 @@ def _compare(
     plain: list[edgespec.Reply] = []
     replies: dict[tuple[str, int], list[edgespec.Reply]] = defaultdict(list)
     for prompt in prompts:
-        plain.append(_ask(runtime, prompt, method="none", **options))
+        plain.append(_reply(runtime, prompt, method="none", **options))
         for config in configs:
             method, length = config
             replies[config].append(
-                _ask(runtime, prompt, method=method, draft_length=length, acceptance=acceptance, **options)
+                _reply(runtime, prompt, method=method, draft_length=length, acceptance=acceptance, **options)
             )
     speed = statistics.geometric_mean(reply.stats.tokens_per_second or 0.0 for reply in plain)
     print(f"T {options['temperature']:g}: plain {speed:.1f} tokens/s")
     skills = [prompt["skill"] for prompt in prompts]
-    for (method, length), got in replies.items():
-        print(f"  {method}, draft length {length}: {_line(skills, plain, got)}")
+    for (method, length), of_config in replies.items():
+        print(f"  {method}, draft length {length}: {_summary(skills, plain, of_config)}")
 
 
-def _ask(runtime: edgespec.Runtime, prompt: dict[str, Any], **options: Any) -> edgespec.Reply:
-    *before, last = [edgespec.Message(**message) for message in prompt["messages"]]
-    return runtime.chat(messages=before).ask(last.content, **options)
+def _reply(runtime: edgespec.Runtime, prompt: dict[str, Any], **options: Any) -> edgespec.Reply:
+    *history, last = [edgespec.Message(**message) for message in prompt["messages"]]
+    return runtime.chat(messages=history).ask(last.content, **options)
 
 
-def _line(skills: Sequence[str], plain: Sequence[edgespec.Reply], got: Sequence[edgespec.Reply]) -> str:
+def _summary(
+    skills: Sequence[str], plain: Sequence[edgespec.Reply], drafted_replies: Sequence[edgespec.Reply]
+) -> str:
+    """Return the report of one method and draft length."""
     by_skill: dict[str, list[float]] = defaultdict(list)
-    for skill, one, other in zip(skills, plain, got, strict=True):
-        by_skill[skill].append((other.stats.tokens_per_second or 0.0) / (one.stats.tokens_per_second or 1.0))
+    for skill, baseline, reply in zip(skills, plain, drafted_replies, strict=True):
+        ratio = (reply.stats.tokens_per_second or 0.0) / (baseline.stats.tokens_per_second or 1.0)
+        by_skill[skill].append(ratio)
     means = {skill: statistics.geometric_mean(ratios) for skill, ratios in by_skill.items()}
     worst = min(ratio for ratios in by_skill.values() for ratio in ratios)
     mean = statistics.geometric_mean(means.values())
     step = _sum(plain, "decode_seconds") / _sum(plain, "generated_tokens")
-    passes, emitted = _sum(got, "target_passes"), _sum(got, "generated_tokens")
-    drafted, accepted = _sum(got, "drafted_tokens"), _sum(got, "accepted_tokens")
-    v = _sum(got, "verify_seconds") / passes / step
-    c = _sum(got, "draft_seconds") / max(1, drafted) / step
+    passes, emitted = _sum(drafted_replies, "target_passes"), _sum(drafted_replies, "generated_tokens")
+    drafted, accepted = _sum(drafted_replies, "drafted_tokens"), _sum(drafted_replies, "accepted_tokens")
+    v = _sum(drafted_replies, "verify_seconds") / passes / step
+    c = _sum(drafted_replies, "draft_seconds") / max(1, drafted) / step
     cost = drafted / passes * c + v
-    differ = sum(one.tokens != other.tokens for one, other in zip(plain, got, strict=True))
-    stats = got[0].stats
+    differ = sum(a.tokens != b.tokens for a, b in zip(plain, drafted_replies, strict=True))
+    stats = drafted_replies[0].stats
     return (
         f"{mean:.2f}x plain decoding (geometric mean of {len(means)} skills; worst reply {worst:.2f}x)\n"
         f"    drafted {drafted}, accepted {accepted} ({accepted / max(1, drafted):.3f}),"
@@ -119,7 +123,7 @@ def _line(skills: Sequence[str], plain: Sequence[edgespec.Reply], got: Sequence[
         f" predicted {emitted / passes / cost:.2f}x, share {mean * cost * passes / emitted:.2f},"
         f" limit {(drafted / passes + 1) / cost:.2f}x\n"
         f"    extra weights {stats.draft_weight_bytes:,} bytes, extra cache {stats.draft_kv_bytes:,} bytes,"
-        f" rollback {_sum(got, 'rollback_seconds') / passes * 1e3:.2f} ms per pass,"
+        f" rollback {_sum(drafted_replies, 'rollback_seconds') / passes * 1e3:.2f} ms per pass,"
         f" replies that differ from plain decoding: {differ}\n"
         "    " + ", ".join(f"{skill} {ratio:.2f}x" for skill, ratio in sorted(means.items()))
     )

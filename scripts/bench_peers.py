@@ -127,7 +127,10 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--target", default="demo", help="a GGUF file or an MLX folder (default: demo)")
     parser.add_argument("--draft", default="auto", help="the draft model, or none (default: auto)")
     parser.add_argument("--llama-server", type=Path, help="the llama-server binary, for a GGUF target")
-    parser.add_argument("--grid", help=f"configurations of the other program (llama-server: {GRID})")
+    parser.add_argument(
+        "--grid",
+        help=f"configurations of the other program (llama-server: {GRID}; mlx-lm: {MLX_GRID})",
+    )
     parser.add_argument(
         "--methods",
         default="none,model:2,model:4,model:8,suffix,auto",

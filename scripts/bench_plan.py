@@ -18,7 +18,7 @@ filled by copying their own cells, except for MLX states. For MLX, the peak that
 too. With --grows, resizing the context copies the cache, which is allowed on top of the plan. Linux only.
 
 --limits sets RLIMIT_AS to shares of the plan. A plan that fits must run with its context full. One that does
-not fit must be refused, with at most 2 MiB more in use afterwards. Contexts that were not named may shrink.
+not fit must be rejected, with at most 2 MiB more in use afterwards. Contexts that were not named may shrink.
 The exit status is 1 if a row is not near or fails.
 """
 
@@ -43,9 +43,11 @@ _MIB = 2**20
 _NEAR_SHARE, _NEAR_BYTES = 0.03, 64 * _MIB
 _OTHER_KINDS = ("process", "headroom")
 _PROGRAM = Path(__file__).parent / "matrix" / "cell.py"
-# So much of what a plan says is given. What is refused may hold so much more afterwards.
+# Address space limits of --limits, as shares of the planned memory. Chosen, on both sides of the plan.
 _LIMITS = (0.5, 0.9, 1.03, 1.3)
-_LEFT_BYTES = 2 * _MIB
+# Memory that a rejected load may leave in use. Chosen.
+_MAX_LEFT_BYTES = 2 * _MIB
+# Limits the addresses for planning only, and is too large to matter.
 _NO_LIMIT = 2**42
 _SMALL = Sizes(vocab=4000, embedding=256, feed_forward=512, inner=512)
 _TINY = Sizes(vocab=300, embedding=256, feed_forward=256, layers=2, heads=1, heads_kv=1, inner=512)
@@ -53,7 +55,14 @@ _TINY = Sizes(vocab=300, embedding=256, feed_forward=256, layers=2, heads=1, hea
 
 @dataclass(frozen=True)
 class Row:
-    """A cell and what came of it, in bytes."""
+    """A planned and measured case, in bytes.
+
+    Attributes:
+        name: model kind, types and context length, for the table.
+        cell: the model and its load options.
+        plan: the plan as JSON.
+        run: the result of `matrix/cell.py`.
+    """
 
     name: str
     cell: Cell
@@ -62,56 +71,69 @@ class Row:
 
     @property
     def planned(self) -> int:
-        """What the plan says, without what is no model's."""
+        """The planned bytes of the models, without the process and the headroom."""
         return sum(item["bytes"] for item in self.plan["items"] if item["kind"] not in _OTHER_KINDS)
 
     @property
     def measured(self) -> int:
+        """The peak of the process above its memory before the load."""
         return int(self.run["peak"])
 
     @property
     def ratio(self) -> float:
+        """Planned divided by measured bytes."""
         return self.planned / self.measured
 
     @property
     def near(self) -> bool:
-        grain = max(_NEAR_SHARE * self.measured, _NEAR_BYTES)
-        # What is copied is given back before the wide passes, in the place of whose buffers it lies.
-        copied = max(0.0, self.of("cache") / 2 - self.of("compute", "output")) if self.cell.grows else 0.0
-        return self.planned - grain <= self.measured <= self.planned + grain + copied * _MIB
+        """Whether planned and measured bytes differ by at most 3 %, or 64 MiB if that is more."""
+        tolerance = max(_NEAR_SHARE * self.measured, _NEAR_BYTES)
+        # A resize frees its copy of the cache before the wide passes allocate their buffers, so the copy
+        # raises the peak only by what it exceeds those buffers.
+        copy_mib = (
+            max(0.0, self.mib_of("cache") / 2 - self.mib_of("compute", "output")) if self.cell.grows else 0.0
+        )
+        max_measured = self.planned + tolerance + copy_mib * _MIB
+        return self.planned - tolerance <= self.measured <= max_measured
 
-    def of(self, *kinds: str) -> float:
-        """MiB of some kinds in the plan."""
+    def mib_of(self, *kinds: str) -> float:
+        """Return the planned MiB of the given item kinds."""
         return sum(item["bytes"] for item in self.plan["items"] if item["kind"] in kinds) / _MIB
 
 
 def main() -> int:
-    """Print the table, or JSON; 1 where a cell is not near."""
+    """Run all cases and print the table. Returns 1 if a case failed or is not near its plan."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--kinds", default=",".join(KINDS), help="of GGUF models")
-    parser.add_argument("--types", default="F16,Q8_0,Q4_0,Q4_K_M", help="of their weights")
-    parser.add_argument("--contexts", default="2048,8192,32768,131072", help="the longest for F16 only")
+    parser.add_argument("--kinds", default=",".join(KINDS), help="kinds of GGUF models")
+    parser.add_argument("--types", default="F16,Q8_0,Q4_0,Q4_K_M", help="weight types of GGUF models")
+    parser.add_argument(
+        "--contexts",
+        default="2048,8192,32768,131072",
+        help="context lengths; types other than F16 run the first only",
+    )
     parser.add_argument("--small", action="store_true", help="GGUF models of 3 to 17 MiB")
-    parser.add_argument("--kv-types", default="f16,q8_0,q4_0", help="of caches, with the second context")
-    parser.add_argument("--mlx-kinds", default=",".join(MLX_KINDS))
-    parser.add_argument("--mlx-types", default="float16,8,4")
-    parser.add_argument("--mlx-contexts", default="2048,8192", help="of float16, the first for all")
-    parser.add_argument("--grows", action="store_true", help="let the contexts grow with the text instead")
-    parser.add_argument("--limits", action="store_true", help="run under hard limits instead")
-    parser.add_argument("--folder", type=Path, help="where models are written and kept")
-    parser.add_argument("--json", type=Path, help="also write all there")
+    parser.add_argument(
+        "--kv-types", default="f16,q8_0,q4_0", help="KV cache types, each with the second context length"
+    )
+    parser.add_argument("--mlx-kinds", default=",".join(MLX_KINDS), help="kinds of MLX models")
+    parser.add_argument("--mlx-types", default="float16,8,4", help="dtypes or bits of MLX models")
+    parser.add_argument("--mlx-contexts", default="2048,8192", help="like --contexts, for MLX")
+    parser.add_argument("--grows", action="store_true", help="start with small contexts that are resized")
+    parser.add_argument("--limits", action="store_true", help="run under hard memory limits instead")
+    parser.add_argument("--folder", type=Path, help="write the models here and keep them")
+    parser.add_argument("--json", type=Path, help="write all results to this file")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="edgespec-matrix-") as temporary:
         folder = args.folder or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
-        shop = _Models(folder, _SMALL if args.small else None)
-        cells = [*_gguf_cells(args, shop), *_mlx_cells(args, shop)]
+        models = _Models(folder, _SMALL if args.small else None)
+        cells = [*_gguf_cells(args, models), *_mlx_cells(args, models)]
         if args.grows:
             cells = [(f"{name}, growing", replace(cell, grows=True)) for name, cell in cells]
         if args.limits:
-            return _under_limits(cells)
+            return _run_under_limits(cells)
         rows = [row for name, cell in cells if (row := _run(name, cell))]
     if args.json:
         every = [asdict(row) | {"planned": row.planned, "ratio": row.ratio} for row in rows]
@@ -119,135 +141,143 @@ def main() -> int:
     bad = [row.name for row in rows if not row.near]
     if rows:
         worst = max(rows, key=lambda row: abs(row.planned - row.measured) / row.measured)
-        print(f"\n{len(rows)} of {len(cells)} cells; worst {worst.ratio:.3f} ({worst.name}); far: {bad or 0}")
+        print(f"\n{len(rows)} of {len(cells)} cases, not near: {bad or 0}")
+        print(f"worst ratio {worst.ratio:.3f}: {worst.name}")
     return 1 if bad or len(rows) < len(cells) else 0
 
 
 class _Models:
-    """Writes each model once, when it is asked for."""
+    """Writes models with random weights on demand, each once."""
 
-    def __init__(self, folder: Path, usual: Sizes | None) -> None:
-        self._folder, self._usual = folder, usual
+    def __init__(self, folder: Path, sizes: Sizes | None) -> None:
+        self._folder, self._sizes = folder, sizes
 
     def gguf(self, kind: str, type_name: str, sizes: Sizes | None = None, name: str = "") -> Path:
-        name = name or (f"small-{kind}" if self._usual else kind)
+        """Return the path of a GGUF model, with the default sizes unless others are given."""
+        name = name or (f"small-{kind}" if self._sizes else kind)
         path = self._folder / f"{name}-{type_name}.gguf"
-        return path if path.exists() else write_gguf(path, kind, type_name, sizes or self._usual)
+        return path if path.exists() else write_gguf(path, kind, type_name, sizes or self._sizes)
 
     def tiny(self, kind: str, type_name: str) -> str:
-        """A model of a kind and type of hardly any size."""
+        """Return a model of a kind and type that takes hardly any memory."""
         return str(self.gguf(kind, type_name, _TINY, f"tiny-{kind}"))
 
     def mlx(self, kind: str, type_name: str, name: str = "") -> Path:
+        """Return the folder of an MLX checkpoint; a tiny one if it has a name."""
         path = self._folder / f"{name or kind}-mlx-{type_name}"
         return path if path.exists() else write_mlx(path, kind, type_name, tiny=bool(name))
 
 
-def _gguf_cells(args: argparse.Namespace, shop: _Models) -> Iterator[tuple[str, Cell]]:
+def _gguf_cells(args: argparse.Namespace, models: _Models) -> Iterator[tuple[str, Cell]]:
+    """Yield the names and settings of all GGUF cases."""
     contexts = [int(context) for context in args.contexts.split(",")]
     for kind in filter(None, args.kinds.split(",")):
         for type_name in args.types.split(","):
-            basic = Cell(str(shop.gguf(kind, type_name)), warm=shop.tiny(kind, type_name))
+            basic = Cell(str(models.gguf(kind, type_name)), warm=models.tiny(kind, type_name))
             for context in contexts if type_name == "F16" else contexts[:1]:
                 yield f"{kind} {type_name}", replace(basic, context=context)
         for kv_type in filter(None, args.kv_types.split(",") if kind != "mamba" else ()):
             first = args.types.split(",")[0]
-            basic = Cell(str(shop.gguf(kind, first)), warm=shop.tiny(kind, first))
+            basic = Cell(str(models.gguf(kind, first)), warm=models.tiny(kind, first))
             context = contexts[-1 if len(contexts) < 2 else 1]
             yield f"{kind} {first}", replace(basic, context=context, kv_type=kv_type)
     if "gqa" in args.kinds.split(","):
         sizes = replace(_SMALL, layers=1) if args.small else Sizes(embedding=256, feed_forward=512)
-        draft = str(shop.gguf("gqa", "F16", sizes, "draft"))
+        draft = str(models.gguf("gqa", "F16", sizes, "draft"))
         for context in contexts[:2]:
-            target, warm = str(shop.gguf("gqa", "F16")), shop.tiny("gqa", "F16")
+            target, warm = str(models.gguf("gqa", "F16")), models.tiny("gqa", "F16")
             yield "gqa F16 with a draft", Cell(target, draft, context, warm=warm)
 
 
-def _mlx_cells(args: argparse.Namespace, shop: _Models) -> Iterator[tuple[str, Cell]]:
+def _mlx_cells(args: argparse.Namespace, models: _Models) -> Iterator[tuple[str, Cell]]:
+    """Yield the names and settings of all MLX cases."""
     for kind in filter(None, args.mlx_kinds.split(",")):
         for type_name in args.mlx_types.split(","):
-            basic = Cell(str(shop.mlx(kind, type_name)), warm=str(shop.mlx(kind, type_name, f"tiny-{kind}")))
+            basic = Cell(
+                str(models.mlx(kind, type_name)), warm=str(models.mlx(kind, type_name, f"tiny-{kind}"))
+            )
             contexts = [int(context) for context in args.mlx_contexts.split(",")]
             for context in contexts if type_name == "float16" else contexts[:1]:
                 yield f"{kind} MLX {type_name}", replace(basic, context=context)
 
 
 def _run(name: str, cell: Cell) -> Row | None:
-    """Plan and run a cell, and print its row."""
-    plan, run = _asked("plan", cell), _asked("run", cell)
+    """Plan and run a case, and print its row. Returns None if it failed."""
+    plan, run = _run_cell("plan", cell), _run_cell("run", cell)
     label = f"{name}, {cell.context:,}, {cell.kv_type}"
     if "items" not in plan or "peak" not in run:
         print(f"{label}: failed: {plan if 'items' not in plan else run}", flush=True)
         return None
     row = Row(label, cell, plan, run)
     kinds = (("weights",), ("cache",), ("compute", "output"), ("vocabulary",))
-    sizes = " + ".join(f"{row.of(*some):,.1f}" for some in kinds)
-    of_library = f" (MLX: {run['library_peak'] / _MIB:,.1f})" if run["library_peak"] else ""
+    sizes = " + ".join(f"{row.mib_of(*group):,.1f}" for group in kinds)
+    library_peak = f" (MLX: {run['library_peak'] / _MIB:,.1f})" if run["library_peak"] else ""
     print(
-        f"| {label} | {sizes} | {row.planned / _MIB:,.1f} | {row.measured / _MIB:,.1f}{of_library} |"
+        f"| {label} | {sizes} | {row.planned / _MIB:,.1f} | {row.measured / _MIB:,.1f}{library_peak} |"
         f" {row.ratio:.3f} |{'' if row.near else ' not near'}",
         flush=True,
     )
     return row
 
 
-def _asked(what: str, cell: Cell) -> dict[str, Any]:
-    """What the program of a cell says."""
+def _run_cell(action: str, cell: Cell) -> dict[str, Any]:
+    """Run `matrix/cell.py` with the action `plan` or `run`, and return its JSON."""
     with tempfile.TemporaryDirectory() as data:
         done = subprocess.run(
-            [sys.executable, str(_PROGRAM), what, json.dumps(asdict(cell))],
+            [sys.executable, str(_PROGRAM), action, json.dumps(asdict(cell))],
             capture_output=True,
             text=True,
             check=False,
             env={**os.environ, "EDGESPEC_DATA_DIR": data},
         )
     try:
-        found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+        result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     except (IndexError, ValueError):
-        return {"failed": done.returncode, "said": done.stderr[-500:]}
-    return found
+        return {"failed": done.returncode, "stderr": done.stderr[-500:]}
+    return result
 
 
-def _under_limits(cells: list[tuple[str, Cell]]) -> int:
-    """Run each cell under several limits of its addresses; 1 where any ended otherwise than it was told."""
-    counts = {"ran": 0, "ran with less": 0, "refused": 0, "failed": 0}
+def _run_under_limits(cells: list[tuple[str, Cell]]) -> int:
+    """Run each case under several address space limits. Returns 1 if any did not end as planned."""
+    counts = {"ran": 0, "ran with less": 0, "rejected": 0, "failed": 0}
     for name, cell in cells:
-        # Where addresses are limited more of them is planned than is touched.
-        plan = _asked("plan", replace(cell, address_bytes=_NO_LIMIT))
+        # Under an address limit the plan also counts addresses that are reserved and never used.
+        plan = _run_cell("plan", replace(cell, address_bytes=_NO_LIMIT))
         if "total_bytes" not in plan:
             print(f"{name}: not planned: {plan}")
             counts["failed"] += 1
             continue
-        beside = sum(item["bytes"] for item in plan["items"] if item["kind"] == "process")
+        process_bytes = sum(item["bytes"] for item in plan["items"] if item["kind"] == "process")
         for share in _LIMITS:
             for fixed in (True, False):
-                limit = int(share * (plan["total_bytes"] - beside))
-                run = _asked("run", replace(cell, address_bytes=limit, fixed=fixed))
-                how = _outcome(run, whole=fixed and share > 1)
-                counts[how] += 1
-                wished = "as named" if fixed else "free"
-                label = f"{name}, {cell.context:,}, {share:.2f} of the plan, {wished}"
-                print(f"{label}: {how}; {_told(run) if how != 'failed' else run}", flush=True)
-    print(", ".join(f"{how} {count}" for how, count in counts.items()))
+                limit = int(share * (plan["total_bytes"] - process_bytes))
+                run = _run_cell("run", replace(cell, address_bytes=limit, fixed=fixed))
+                outcome = _outcome(run, must_fit=fixed and share > 1)
+                counts[outcome] += 1
+                options = "fixed options" if fixed else "free options"
+                label = f"{name}, {cell.context:,}, {share:.2f} of the plan, {options}"
+                print(f"{label}: {outcome}; {_describe(run) if outcome != 'failed' else run}", flush=True)
+    print(", ".join(f"{outcome} {count}" for outcome, count in counts.items()))
     return 1 if counts["failed"] else 0
 
 
-def _outcome(run: dict[str, Any], *, whole: bool) -> str:
-    """whole: all of it fits, and nothing has to be given up."""
+def _outcome(run: dict[str, Any], *, must_fit: bool) -> str:
+    """Return how a run under a limit ended. With `must_fit`, a rejected load counts as failed."""
     if "peak" in run:
         return "ran with less" if run["plan"]["decisions"] else "ran"
-    early = run.get("refused", [""])[0] == "MemoryBudgetError" and run["taken"] <= _LEFT_BYTES
-    return "refused" if early and not whole else "failed"
+    is_clean = run.get("error", [""])[0] == "MemoryBudgetError" and run["left_bytes"] <= _MAX_LEFT_BYTES
+    return "rejected" if is_clean and not must_fit else "failed"
 
 
-def _told(run: dict[str, Any]) -> str:
-    if "refused" in run:
-        looked = f"{run['looked'] / _MIB:,.1f} MiB at most to look at it"
-        return f"{run['taken'] / _MIB:,.1f} MiB more held afterwards, {looked}: {run['refused'][1]}"
-    decided = "".join(f", {decision['what']}" for decision in run["plan"]["decisions"])
+def _describe(run: dict[str, Any]) -> str:
+    """Return one line on a run that ended as planned."""
+    if "error" in run:
+        planning = f"{run['planning_bytes'] / _MIB:,.1f} MiB at the peak of planning"
+        return f"{run['left_bytes'] / _MIB:,.1f} MiB still in use afterwards, {planning}: {run['error'][1]}"
+    decisions = "".join(f", {decision['what']}" for decision in run["plan"]["decisions"])
     return (
-        f"{run['addresses'] / _MIB:,.1f} of {run['limit'] / _MIB:,.1f} MiB of addresses taken,"
-        f" a context of {run['context']:,} tokens filled{decided}"
+        f"{run['addresses'] / _MIB:,.1f} of {run['limit'] / _MIB:,.1f} MiB of addresses used,"
+        f" a context of {run['context']:,} tokens filled{decisions}"
     )
 
 

@@ -32,9 +32,9 @@ def main() -> None:
     )
     parser.add_argument("--target", default="demo")
     parser.add_argument("--lengths", default="1000,10000", help="lengths of the chats in tokens")
-    parser.add_argument("--kv-type", default="auto")
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--kv-type", default="auto", help="type of the KV cache (default: auto)")
+    parser.add_argument("--repeats", type=int, default=3, help="runtimes of each kind (default: 3)")
+    parser.add_argument("--json", action="store_true", help="print the results as JSON")
     args = parser.parse_args()
     rows = [_row(args, int(length)) for length in args.lengths.split(",")]
     if args.json:
@@ -43,9 +43,8 @@ def main() -> None:
     for row in rows:
         print(
             "{tokens:,} tokens, {disk_mib:.1f} MiB on disk: {restored_seconds:.3f} s with the prefix cache"
-            " ({restored_tokens:,} tokens), {read_seconds:.3f} s without it: {times:.0f} times faster".format(
-                **row
-            )
+            " ({restored_tokens:,} tokens), {prefilled_seconds:.3f} s without it:"
+            " speed-up {speedup:.0f}x".format(**row)
         )
 
 
@@ -61,19 +60,21 @@ def _row(args: argparse.Namespace, length: int) -> dict[str, Any]:
             disk_bytes = runtime.memory().prefix_cache.disk_bytes
         chat += chat[:_NEXT_TURN_TOKENS]
         restored: list[Reply] = []
-        read: list[Reply] = []
-        for _ in range(args.repeats):  # interleaved, so that a drift of the machine affects both alike
-            for found, keep in ((restored, "disk"), (read, "none")):
-                with edgespec.load(args.target, prefix_cache=keep, **options) as runtime:
-                    found.append(_answer(runtime, chat))
-    kept, again = (float(np.median([r.stats.ttft_seconds for r in found])) for found in (restored, read))
+        prefilled: list[Reply] = []
+        for _ in range(args.repeats):  # interleaved, so that changes of the machine's speed affect both
+            for replies, prefix_cache in ((restored, "disk"), (prefilled, "none")):
+                with edgespec.load(args.target, prefix_cache=prefix_cache, **options) as runtime:
+                    replies.append(_answer(runtime, chat))
+    restored_seconds, prefilled_seconds = (
+        float(np.median([reply.stats.ttft_seconds for reply in replies])) for replies in (restored, prefilled)
+    )
     return {
         "tokens": length,
         "disk_mib": disk_bytes / 2**20,
         "restored_tokens": restored[0].stats.cached_prompt_tokens,
-        "restored_seconds": kept,
-        "read_seconds": again,
-        "times": again / kept,
+        "restored_seconds": restored_seconds,
+        "prefilled_seconds": prefilled_seconds,
+        "speedup": prefilled_seconds / restored_seconds,
     }
 
 

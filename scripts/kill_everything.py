@@ -37,7 +37,7 @@ from scripts.kill_chats import fork
 
 REPOSITORY = "someone/tiny-GGUF"
 SINGLE_FILE, PART = "tiny-Q4_K_M.gguf", "parts/tiny-Q8_0-{:05}-of-00003.gguf"
-# Share of the kills for each kind of work.
+# Share of the kills for each task.
 SHARES = {"chats": 0.2, "shared-chats": 0.2, "downloads": 0.3, "layerskip": 0.15, "lowbit": 0.15}
 # Programs that use the same chats at once.
 CHAT_PROCESSES = {"chats": 1, "shared-chats": 2}
@@ -45,13 +45,13 @@ CHAT_PROCESSES = {"chats": 1, "shared-chats": 2}
 
 @dataclass
 class Work:
-    """Work that is killed again and again.
+    """A task that the script starts and kills repeatedly.
 
     Attributes:
-        run: Does the work once.
+        run: Does the task once.
         check: Returns one message for each incomplete model that edgespec would use.
-        is_complete: Returns whether the result is there and complete.
-        reset: Deletes the result.
+        is_complete: Returns whether the result of the task exists and is complete.
+        reset: Deletes the result of the task.
         results: Numbers of kills and of complete runs, and the errors.
     """
 
@@ -67,8 +67,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--kills", type=int, default=200, help="of all kinds together (default: %(default)s)")
-    parser.add_argument("--only", choices=sorted(SHARES), help="only one kind of work")
+    parser.add_argument(
+        "--kills", type=int, default=200, help="number of kills of all tasks together (default: %(default)s)"
+    )
+    parser.add_argument("--only", choices=sorted(SHARES), help="run only one task")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     shares = {args.only: 1.0} if args.only else SHARES

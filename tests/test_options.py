@@ -76,10 +76,13 @@ def test_an_unknown_option_names_the_nearest(function: Any) -> None:
         ({"prefer": "both"}, "prefer is 'both'; choose one of speed, context"),
         ({"mmap": "no"}, "mmap is 'no'; give True or False"),
         ({"method": "modl"}, "did you mean 'model'"),
-        ({"methods": "suffix"}, "methods is 'suffix'; give a list"),
+        ({"methods": "suffix"}, "methods is 'suffix'; pass a list"),
         ({"draft_branches": (9, 9)}, "draft_branches \\(9, 9\\) make 81 branches"),
-        ({"max_loss": 2}, "max_loss is 2; give a share from 0 to 1"),
-        ({"method": "suffix", "draft_window": 9}, "draft_window is for model and lowbit, and method suffix"),
+        ({"max_loss": 2}, "max_loss is 2; use a share from 0 to 1"),
+        (
+            {"method": "suffix", "draft_window": 9},
+            "draft_window applies to model and lowbit, but method suffix",
+        ),
     ],
 )
 def test_a_wrong_value_is_refused(options: dict[str, Any], error: str) -> None:

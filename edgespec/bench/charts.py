@@ -22,7 +22,7 @@ class Bar:
 
     Attributes:
         label: Text before the bar.
-        parts: Pairs of length and fill character, drawn one after another.
+        parts: (length, fill character) pairs, drawn from left to right.
         value: Text after the bar.
     """
 

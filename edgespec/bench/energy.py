@@ -43,7 +43,7 @@ class EnergyMeter:
             return {}
 
     def joules(self, before: Mapping[Path, int], after: Mapping[Path, int]) -> float | None:
-        """Return the joules between two readings, or None if unknown. Handles counter overflow."""
+        """Return the energy in joules used between two readings, or None if unknown. Handles overflow."""
         if not after or before.keys() != after.keys():
             return None
         taken = 0

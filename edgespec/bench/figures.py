@@ -31,13 +31,13 @@ class MethodFigures:
             the repeats of each prompt, then the geometric mean over prompts. None if plain decoding was not
             measured.
         low, high: The 95 % confidence interval of `speed_up`. None for a single reply.
-        worst: The lowest speed-up of any prompt.
+        worst: The lowest speed-up among the prompts.
         whole_speed_up: The same as `speed_up`, but including prefill.
-        tokens_per_second: Geometric mean over replies.
-        ttft_seconds, tpot_seconds: Median time to first token, and time per output token.
+        tokens_per_second: Decoding speed, excluding prefill. Geometric mean over replies.
+        ttft_seconds, tpot_seconds: Median time to first token, and median time per output token.
         acceptance: Accepted tokens divided by drafted tokens. None if nothing was drafted.
         acceptance_by_depth: Fraction of the drafted tokens at each depth that were accepted.
-        seconds: Total seconds of all replies, by phase.
+        seconds: Total duration over all replies, keyed by phase.
         joules_per_token: Energy per token, used by the whole processors. None if the system does not report
             it.
         compared: Number of replies that should match plain decoding token for token.
@@ -119,7 +119,7 @@ def figures(
 def oracle_comparisons(
     rows: Sequence[Measurement], configs: Sequence[MethodConfig]
 ) -> list[OracleComparison]:
-    """Compare `auto` with the best fixed methods, by temperature and category.
+    """Compare `auto` with the best fixed methods, for each temperature and category.
 
     Only prompts that every method answered are included, because the others cannot be compared.
     """

@@ -28,11 +28,11 @@ _MAX_COUNT = 1 << 31
 
 @dataclass(frozen=True, slots=True)
 class MethodConfig:
-    """A method and a draft length to measure.
+    """A method to measure, with its draft length.
 
     Attributes:
-        method: Name of the method, as `--method` takes it.
-        draft_length: Draft length in tokens. None uses the runtime's default.
+        method: Name of the method, as in `--method`.
+        draft_length: Draft length in tokens. None for the runtime's default.
         again: True for the second measurement of plain decoding, which shows the measurement noise.
     """
 
@@ -112,9 +112,10 @@ class BenchPlan:
         return len(self.prompts) * len(self.temperatures) * self.repeats * len(self.configs)
 
     def rounds(self) -> Iterator[BenchRound]:
-        """Yield all rounds, alternating between categories so that a run that ends early covers all of them.
+        """Yield all rounds, alternating between categories so that a partial run covers all categories.
 
-        Each round starts with a different configuration, and every second repeat runs in reverse order. A
+        A round answers one prompt with every configuration. Each round starts with a different configuration,
+        and every second repeat runs in reverse order. A
         gradual slowdown of the machine, for example from heat, then affects all configurations equally.
         """
         for repeat in range(self.repeats):
@@ -136,7 +137,7 @@ def method_configs(
 
     Args:
         methods: Method names. `auto` and `none` have no draft length.
-        draft_lengths: Draft lengths in tokens. Empty uses the runtime's default.
+        draft_lengths: Draft lengths in tokens. If empty, the runtime's default is used.
         control: Also measure plain decoding a second time, to show the measurement noise.
     """
     configs = [PLAIN, CONTROL] if control else [PLAIN]

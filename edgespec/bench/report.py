@@ -21,7 +21,7 @@ class Report:
         planned: Number of replies in the plan. `rows` contains the replies that were measured.
         ending, error, no_energy: The same as in `BenchRun`.
         curve: Measured cost of verify passes, by number of tokens in the pass.
-        peak_memory_bytes: Peak memory of the process over all methods.
+        peak_memory_bytes: Peak memory of the process during the whole run.
         figures: Speed, acceptance and memory by temperature, category and method.
         oracle_comparisons: `auto` compared with the fixed methods that were best in hindsight.
     """

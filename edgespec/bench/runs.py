@@ -29,7 +29,7 @@ class Measurement:
     Attributes:
         prompt: Name of the prompt.
         repeat: Index of the repeat, from 0.
-        position: Position of the reply within its round, from 0.
+        position: Index of the reply within its `BenchRound`, from 0.
         config: The method configuration that produced the reply.
         seconds: Wall-clock time of the whole reply.
         joules: Energy that the whole processors used during the reply. None if the system does not report it.
@@ -159,8 +159,8 @@ class _Bench:
         context = self._runtime.context_tokens
         if len(tokens) + self._plan.max_tokens > context:
             raise ContextFullError(
-                f"prompt {prompt.name} has {len(tokens)} tokens, which with {self._plan.max_tokens} of the"
-                f" reply do not fit a context of {context}",
+                f"prompt {prompt.name} does not fit: its {len(tokens)} tokens and {self._plan.max_tokens} for"
+                f" the reply exceed the context of {context}",
                 "use a larger --context, a smaller -n, or other prompts",
             )
         return tokens

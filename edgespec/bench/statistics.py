@@ -26,7 +26,7 @@ def geometric_mean(ratios: Ratios) -> float:
 
 
 def worst(ratios: Ratios) -> float:
-    """Return the lowest typical ratio of any prompt."""
+    """Return the lowest of all prompts' typical ratios."""
     return min(typical(each) for each in ratios)
 
 

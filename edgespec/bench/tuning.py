@@ -43,7 +43,7 @@ class PassCost:
 
 @dataclass(frozen=True, slots=True)
 class DrafterResult:
-    """Measured performance of one drafter on the prompts.
+    """Performance of one drafter, measured on the prompts.
 
     Attributes:
         speed_up: Speed-up over plain decoding at a draft length of 4.
@@ -73,7 +73,7 @@ class Tuning:
         drafters: Performance of each drafter.
         limit: The highest possible speed-up on this machine, if every draft token is accepted and drafting
             costs nothing.
-        auto: Speed-up of the automatic mode. None if the models were loaded for another method.
+        auto: Speed-up of method `auto`. None if the models were loaded for another method.
         verdict: Recommendation in one sentence.
         notice: Why the pass costs could not be saved. Empty if they were saved.
     """
@@ -102,7 +102,7 @@ def tune(
 ) -> Tuning:
     """Measure and save pass costs, then try each drafter on the prompts.
 
-    Replies are sampled greedily. Each prompt is answered with all methods before the next, so that a gradual
+    Replies use greedy decoding. Each prompt is answered with all methods before the next, so that a gradual
     slowdown of the machine affects all methods equally.
 
     Args:
@@ -157,7 +157,7 @@ def break_even(v: float, width: int) -> float | None:
         width: Number of tokens in the pass.
 
     Returns:
-        The lowest a in [0, 1] with 1 + a + ... + a^(width - 1) >= v, or None if there is none.
+        The smallest a in [0, 1] for which 1 + a + ... + a^(width - 1) >= v, or None if there is none.
     """
     if v > width:
         return None

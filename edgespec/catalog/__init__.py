@@ -1,4 +1,4 @@
-"""The model catalogue: resolves references to models, downloads them, and finds installed ones."""
+"""The model catalogue: resolves model references, downloads models, and finds those on this machine."""
 
 from edgespec.backends.mlx_files import mlx_installed
 from edgespec.backends.model_info import ModelInfo

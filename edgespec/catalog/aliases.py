@@ -23,7 +23,7 @@ def check_alias(name: str, reference: str) -> str:
         A notice for the user. Empty if the model is on this machine.
 
     Raises:
-        OptionError: The name is not allowed, or the alias would refer to itself.
+        OptionError: The name is invalid, or the alias would refer to itself.
         ModelNotFoundError: No model matches the reference.
     """
     try:
@@ -53,7 +53,7 @@ def check_pair(target: str, draft: str) -> str:
         A notice for the user. Empty if both models are on this machine and have the same tokens.
 
     Raises:
-        OptionError: One of the names is not allowed.
+        OptionError: One of the names is invalid.
         ModelNotFoundError: No model matches one of the references.
     """
     if target.lower() in _RESERVED or draft.lower() == "auto":

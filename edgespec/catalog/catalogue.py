@@ -43,7 +43,7 @@ class ModelEntry:
         parameters: Number of weights.
         quantisation: The default quantisation.
         context_tokens: Context length that the model was trained for.
-        approximate_file_bytes: Size on disk at the default quantisation.
+        approximate_file_bytes: Approximate size on disk at the default quantisation.
         licence: The model's licence.
         chat_template: Name of the chat template.
         gguf_repository: Hugging Face repository with its GGUF files. Empty if there is none.
@@ -115,14 +115,14 @@ class Catalogue:
         return next(matches, None)
 
     def embedded_at(self, path: Path) -> ModelEntry | None:
-        """Return the embedded model at a path, or None."""
+        """Return the entry of the embedded model at a path, or None."""
         for entry in self.entries:
             if entry.embedded_path is not None and entry.embedded_path.resolve() == path.resolve():
                 return entry
         return None
 
     def nearest(self, name: str, also: Iterable[str] = ()) -> list[str]:
-        """Return up to three names similar to `name`, the most similar first.
+        """Return up to three names similar to `name`, most similar first.
 
         Args:
             name: What the user typed.

@@ -1,7 +1,7 @@
 """Downloads models into the Hugging Face cache. Downloads are resumable, verified and cancellable.
 
-`huggingface_hub` lists and locates the files. The bytes are streamed here, because that library discards
-partial files when a download is interrupted, and a model can take hours to download.
+`huggingface_hub` lists and locates the files. This module downloads them itself, because that library
+discards partial files when a download is interrupted, and a model can take hours to download.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def fetch(
 
     Args:
         repository: `user/repo`.
-        quantisation: As in `choose_files`.
+        quantisation: The same as in `choose_files`.
         allow_download: Download the model if it is not in the cache.
         progress: Called during the download. Returning False cancels it.
 
@@ -70,7 +70,7 @@ def fetch(
     Raises:
         ModelNotFoundError: The repository or quantisation does not exist.
         BackendMissingError: The model is an MLX model, which cannot run on this machine.
-        DownloadError: The download failed.
+        DownloadError: The download failed, for example because of the network or a full disk.
         CancelledError: `progress` returned False.
     """
     # Importing huggingface_hub takes 0.1 s, so import it only when it is needed.
@@ -144,7 +144,7 @@ def list_repository(repository: str) -> RepositoryListing:
 
 
 def _missing_files(folder: Path, listing: RepositoryListing, files: list[HubFile]) -> list[HubFile]:
-    """Return the files that are not in the Hugging Face cache yet."""
+    """Return the files that are not yet in the Hugging Face cache."""
     snapshot = folder / "snapshots" / listing.commit
     return [file for file in files if not listing.commit or not (snapshot / file.name).exists()]
 
@@ -194,7 +194,7 @@ class _Source:
     etag: str
 
     def new_digest(self) -> Any:
-        """Return a new hash object. The ETag is a SHA-256 for large files, and a git hash for small ones."""
+        """Return a new hash object. ETags are git hashes for small files, and SHA-256 for large files."""
         if len(self.etag) == _GIT_ETAG_CHARACTERS:
             return hashlib.sha1(b"blob %d\0" % self.size_bytes, usedforsecurity=False)
         return hashlib.sha256()
@@ -220,7 +220,7 @@ def _fetch_file(folder: Path, repository: str, file: HubFile, revision: str, rep
     etag, commit = metadata.etag, metadata.commit_hash
     if not etag or not commit:
         raise DownloadError(
-            f"{constants.ENDPOINT} does not answer like Hugging Face",
+            f"{constants.ENDPOINT} did not answer like Hugging Face",
             "check HF_ENDPOINT and the proxy settings",
         )
     size_bytes = metadata.size or file.size_bytes

@@ -111,7 +111,7 @@ def choose_files(repository: str, files: Iterable[HubFile], quantisation: str | 
     if len(matching) > 1:
         names = [parts[0].name for parts in matching]
         raise ModelNotFoundError(
-            f"{repository} has {len(matching)} models at {label}: {join_names(names)}",
+            f"{repository} has {len(matching)} models with quantisation {label}: {join_names(names)}",
             f"name the file, such as hf:{repository}:{names[0]}",
         )
     parts = matching[0]
@@ -124,7 +124,7 @@ def choose_files(repository: str, files: Iterable[HubFile], quantisation: str | 
 
 
 def holds_gguf(files: Iterable[HubFile]) -> bool:
-    """Return whether any of the files is a GGUF model."""
+    """Return whether any file is part of a GGUF language model."""
     return any(map(is_model_file, files))
 
 

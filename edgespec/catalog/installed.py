@@ -75,9 +75,9 @@ class InstalledModels:
     """All models found on this machine.
 
     Attributes:
-        models: The models that can be used.
-        prepared: Models that `edgespec prepare` created.
-        unusable: Models that cannot be used.
+        models: The models that edgespec can run.
+        prepared: Files that `edgespec prepare` created.
+        unusable: Models that edgespec cannot run.
         metadata: The cache that was used to read the models' metadata.
     """
 

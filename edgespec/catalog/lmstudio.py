@@ -50,7 +50,7 @@ def lmstudio_model(repository: str, quantisation: str | None = None) -> StoredMo
 
     Args:
         repository: `publisher/repository`.
-        quantisation: As in `choose_files`.
+        quantisation: The same as in `choose_files`.
 
     Raises:
         ModelNotFoundError: Several models match. The message lists them.
@@ -81,7 +81,7 @@ def lmstudio_file(reference: str) -> StoredModel | None:
 
 
 def lmstudio_models() -> Iterator[StoredModel]:
-    """Yield all models of LM Studio, including those that cannot be used."""
+    """Yield all models in LM Studio, including those that edgespec cannot run."""
     seen: set[Path] = set()
     for folder, name, files, has_config in _repositories():
         models = group_gguf_files(files)
@@ -162,7 +162,7 @@ def _repository(name: str) -> Iterator[_Repository]:
 
 
 def _repositories() -> Iterator[_Repository]:
-    """Yield all repository folders of LM Studio."""
+    """Yield all repository folders in LM Studio's models folders."""
     for root in _folders():
         files_by_name: dict[str, list[str]] = {}
         # Search once, so that the limit on folder entries applies to the whole models folder.

@@ -115,7 +115,7 @@ def _info(value: Mapping[str, Any]) -> ModelInfo:
     info = ModelInfo(**{**value, "heads": tuple(value["heads"])})
     for one in fields(info):
         if one.name not in ("kind", "heads") and type(getattr(info, one.name)).__name__ != one.type:
-            raise ValueError(f"the field {one.name} has the value {getattr(info, one.name)!r}")
+            raise ValueError(f"the field {one.name} has the invalid value {getattr(info, one.name)!r}")
     return info
 
 

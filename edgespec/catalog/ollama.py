@@ -44,7 +44,7 @@ def ollama_model(name: str, tag: str | None = None) -> StoredModel | None:
 
 
 def ollama_models() -> Iterator[StoredModel]:
-    """Yield all models of Ollama, including those that cannot be used."""
+    """Yield all models in Ollama, including those that edgespec cannot run."""
     for folder in _folders():
         for manifest, place in _manifests(folder):
             yield _stored(folder, manifest, place)

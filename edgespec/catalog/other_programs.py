@@ -25,7 +25,7 @@ __all__ = [
 
 
 def find_in_store(store: Literal["ollama", "lmstudio"], name: str) -> StoredModel:
-    """Return the model that Ollama or LM Studio lists as `name`.
+    """Return the model named `name` in Ollama or LM Studio.
 
     Raises:
         ModelNotFoundError: There is no such model. The hint lists similar names.
@@ -59,7 +59,7 @@ def find_by_missing_path(path: Path) -> StoredModel | None:
 def find_in_other_programs(
     repository: str, quantisation: str | None, *, hub_only: bool = False
 ) -> list[StoredModel]:
-    """Return the models that LM Studio and Ollama store under the name of a Hugging Face repository.
+    """Return the models from a Hugging Face repository that LM Studio and Ollama have downloaded.
 
     Args:
         repository: `user/repo`.

@@ -78,7 +78,7 @@ class Resolved:
 
     @property
     def backend(self) -> Backend:
-        """The backend that runs this model."""
+        """The backend that can run this model."""
         return backend_of(self.format)
 
     @property
@@ -99,8 +99,8 @@ def resolve(reference: str, *, allow_download: bool = True, progress: Progress |
         progress: Called during a download. Returning False cancels it.
 
     Raises:
-        ModelNotFoundError: There is no such model, or the reference is ambiguous.
-        ModelFileError: The file or folder is not a readable model.
+        ModelNotFoundError: No model or several models match the reference.
+        ModelFileError: The file or folder cannot be read, or is not a model.
         DownloadError: The download failed.
         CancelledError: `progress` returned False.
         BackendMissingError: The model is not on this machine, and no installed backend could run it.
@@ -170,7 +170,7 @@ def _resolve_entry(
         in_gguf = entry.name.removesuffix("-mlx")
         other = f", or its GGUF version {in_gguf}:{quantisation}" if entry.repository else ""
         raise ModelNotFoundError(
-            f"{entry.name} is available as {entry.quantisation} only, not as {quantisation}",
+            f"{entry.name} is available only as {entry.quantisation}, not as {quantisation}",
             f"use {entry.name}{other}",
         )
     if entry.embedded_path is not None:

@@ -38,7 +38,7 @@ class HubReference:
 
 @dataclass(frozen=True)
 class StoreReference:
-    """The model that Ollama or LM Studio lists as `name`."""
+    """The model named `name` in Ollama or LM Studio."""
 
     store: Literal["ollama", "lmstudio"]
     name: str
@@ -128,13 +128,13 @@ def _reject_near_misses(text: str) -> None:
     if revision := _REVISION.match(text):
         requested = f"revision {revision[2]}" if revision[2] else "a revision"
         raise ModelNotFoundError(
-            f"{_shorten(text)} names {requested}, and edgespec supports the newest only",
+            f"{_shorten(text)} names {requested}, but edgespec supports only the newest revision",
             f"write {_shorten(revision[1])}{revision[3] or ''}",
         )
     if text.endswith(":"):
         raise ModelNotFoundError(
             f"{_shorten(text)} ends in a colon without a quantisation",
-            f"write {_shorten(text)}Q4_K_M, or leave the colon out",
+            f"write {_shorten(text)}Q4_K_M, or remove the colon",
         )
 
 

@@ -34,7 +34,7 @@ def resolve_metadata(reference: str, folder: Path, progress: Progress | None = N
 
     Args:
         reference: What the user typed.
-        folder: Where to write the metadata of a model that is not on this machine.
+        folder: Folder for the downloaded metadata.
         progress: Called during the download. Returning False cancels it.
 
     Raises:
@@ -49,7 +49,7 @@ def resolve_metadata(reference: str, folder: Path, progress: Progress | None = N
             raise
     repository, quantisation, entry = source
     if progress is not None and not progress(f"reading metadata of {repository}", 0.0):
-        raise CancelledError(f"reading metadata of {repository} was cancelled")
+        raise CancelledError(f"reading the metadata of {repository} was cancelled")
     with translate_errors(repository):
         listing = list_repository(repository)
         # Skip files without metadata, such as the tokenizer of an MLX model.
@@ -60,7 +60,7 @@ def resolve_metadata(reference: str, folder: Path, progress: Progress | None = N
             if progress is not None and not progress(
                 f"reading metadata of {repository}", (done + 1) / len(files)
             ):
-                raise CancelledError(f"reading metadata of {repository} was cancelled")
+                raise CancelledError(f"reading the metadata of {repository} was cancelled")
     gguf = holds_gguf(files)
     path = target / Path(files[0].name).name if gguf else target
     label = f"hf:{repository}:{quantisation}" if quantisation else f"hf:{repository}"

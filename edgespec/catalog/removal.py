@@ -61,7 +61,7 @@ def plan_removal(resolved: Resolved) -> RemovalPlan:
         OptionError: The model is not in the Hugging Face cache.
     """
     if resolved.source != "hub":
-        raise OptionError(f"edgespec does not remove {resolved.name}", _HINTS[resolved.source])
+        raise OptionError(f"edgespec cannot remove {resolved.name}", _HINTS[resolved.source])
     cache = hub_cache_folder().resolve()
     links = (
         sorted(path for path in resolved.path.iterdir() if path.is_file()) if resolved.path.is_dir() else None

@@ -135,7 +135,7 @@ class _EntryBudget:
 
 
 def _parents(folder: Path) -> Iterator[tuple[int, int]]:
-    """Yield the device and inode of each parent folder."""
+    """Yield (device, inode) of each parent folder, which identifies it."""
     for parent in Path(os.path.realpath(folder)).parents:
         with suppress(OSError):
             yield _identity(parent.stat())

@@ -1,4 +1,4 @@
-"""The command line: `edgespec COMMAND`, one file per command. It uses the public API only."""
+"""The command line, `edgespec COMMAND`, with one file per command. It uses only the public API."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ __all__ = ["main"]
 
 
 def main() -> None:
-    """Run the command line of this process; does not return."""
+    """Parse this process's arguments, run the command and exit."""
     try:
         from edgespec.cli.program import program
     except KeyboardInterrupt:

@@ -1,4 +1,4 @@
-"""The memory plan on a terminal: one bar for each memory pool, and a table of the items."""
+"""Draws the memory plan in the terminal: one bar for each memory pool, and a table of its items."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _NAMES = {"memory": "memory", "gpu": "graphics cards"}
 
 
 def picture(preview: Preview) -> RenderableType:
-    """Return everything that `edgespec plan` shows about a plan."""
+    """Return the terminal output of `edgespec plan`."""
     plan = preview.plan
     pair = f"{preview.target} with {preview.draft}" if preview.draft else preview.target
     parts: list[RenderableType] = [_line(pair)]
@@ -65,7 +65,7 @@ def picture(preview: Preview) -> RenderableType:
 
 
 def _about_context(preview: Preview) -> str:
-    """Return a remark on the context length, in parentheses, or nothing."""
+    """Return a remark about the context length, in parentheses. May be empty."""
     tokens, first, trained = (
         preview.plan.context_tokens,
         preview.first_context_tokens,
@@ -80,12 +80,12 @@ def _about_context(preview: Preview) -> str:
 
 
 def _line(words: str, style: str = "") -> Text:
-    """Return one line of text. Names in it may contain control characters, which are removed."""
+    """Return one line of text, without the control characters that names may contain."""
     return Text(line_of(words), style)
 
 
 def bar(plan: MemoryPlan, pool: Pool) -> Text:
-    """Return one bar with the items of a pool side by side, and the free or missing memory after them."""
+    """Return one bar with a pool's items side by side, followed by the free or missing memory."""
     planned, budget = plan.planned_bytes(pool), plan.budget_bytes(pool)
     scale = _BAR_COLUMNS / max(planned, budget, 1)
     text = Text()

@@ -1,4 +1,4 @@
-"""`edgespec bench`: measure every method against plain decoding."""
+"""`edgespec bench`: compare the speed of every method with plain decoding."""
 
 from __future__ import annotations
 
@@ -120,16 +120,17 @@ def command(
     as_json: bool,
     **options: Any,
 ) -> int:
-    """Measure every method against plain decoding, on prompts of several kinds.
+    """Compare the speed of every method with plain decoding, on prompts of several kinds.
 
-    Every method answers each prompt in turn, in changing order, so that a machine that slows down affects all
-    methods alike. The prefix cache is off. The report ends with a legend and a verdict. Ctrl-C prints the
+    Each prompt is answered with every method. The order of methods changes, so that a slowdown of the machine
+    affects all
+    methods equally. The prefix cache is off. The report ends with a legend and a verdict. Ctrl-C prints the
     report of everything measured so far.
     """
     if options["remember"]:
         raise OptionError(
             "--remember would let the suffix method find its own earlier replies, because prompts repeat",
-            "leave --remember out",
+            "remove --remember",
         )
     texts = _texts(prompts, categories)
     _check_outputs(save, plots)
@@ -153,7 +154,7 @@ def command(
 
 
 def _texts(file: Path | None, categories: tuple[str, ...] | None) -> list[Prompt]:
-    """Return the prompts to measure, filtered by category. Raises OptionError for an unknown category."""
+    """Read the prompts and filter them by category. Raises OptionError for an unknown category."""
     from edgespec.bench import bench_prompts
     from edgespec.losslessness import read_prompts
 
@@ -168,15 +169,15 @@ def _texts(file: Path | None, categories: tuple[str, ...] | None) -> list[Prompt
 
 
 def _check_outputs(save: Path | None, plots: Path | None) -> None:
-    """Check before measuring that the output files can be written. Raises OptionError."""
+    """Raise OptionError if the output files cannot be written, before anything is measured."""
     if save is not None and (save.is_dir() or not save.absolute().parent.is_dir()):
-        raise OptionError(f"cannot write to {save}", "name a file in an existing folder")
+        raise OptionError(f"cannot write to {save}", "use a file in an existing folder")
     if plots is not None:
         from edgespec.bench.plots import check_plots
 
         check_plots()
         if plots.exists() and not plots.is_dir():
-            raise OptionError(f"--plots {plots} is a file", "name a folder")
+            raise OptionError(f"--plots {plots} is a file", "use a folder")
 
 
 def _bench(stop: Stop, texts: Sequence[Prompt], options: dict[str, Any]) -> Report:
@@ -185,8 +186,8 @@ def _bench(stop: Stop, texts: Sequence[Prompt], options: dict[str, Any]) -> Repo
     settings = pick(options, ("temperatures", "repeats", "max_tokens", "seed", "acceptance"))
     methods, lengths = options["methods"], options["draft_lengths"] or ()
     configs = partial(method_configs, draft_lengths=lengths, control=options["control"])
-    BenchPlan(tuple(texts), configs(methods or ()), **settings)  # checks the options before the models load
-    # A context that is enlarged during a reply would add time to that reply only.
+    BenchPlan(tuple(texts), configs(methods or ()), **settings)  # check the options before loading
+    # Reserve the full context, because enlarging it during a reply would slow down only that reply.
     wanted = {**pick(options, MODEL_NAMES), "reserve_full_context": True}
     with loaded(stop, **wanted, methods=methods or ()) as runtime:
         stop.on_request(runtime.cancel)
@@ -200,16 +201,17 @@ def _bench(stop: Stop, texts: Sequence[Prompt], options: dict[str, Any]) -> Repo
 
 
 def _all_methods(drafters: Sequence[str]) -> tuple[str, ...]:
-    """Return the default methods: `auto` and everything that `auto` may choose from."""
+    """Return the default methods: `auto` and all methods that it can choose."""
     return ("auto", *drafters, *(("model+suffix",) if "model" in drafters else ()))
 
 
 class _Progress:
-    """A progress bar with the current measurement and the remaining time."""
+    """A progress bar that shows the current measurement and the remaining time."""
 
     def __init__(self, stop: Stop) -> None:
         self._line = ProgressLine(stop)
-        # Fraction and time of the first finished reply. Loading and warm-up would distort the estimate.
+        # Fraction and time when the first reply finished. The estimate starts there, to exclude loading and
+        # warm-up.
         self._first = (0.0, 0.0)
 
     def __call__(self, what: str, fraction: float) -> bool:

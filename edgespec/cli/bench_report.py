@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 __all__ = ["print_report"]
 
-_PIPE_COLUMNS = 100  # chart width where there is no terminal
-_MIN_SPEED_UP = 1.03  # below this, run-to-run noise could explain the difference
+_PIPE_COLUMNS = 100  # chart width in columns if stdout is not a terminal
+_MIN_SPEED_UP = 1.03  # a smaller difference could be measurement noise
 _LEGEND = """\
 SPEED-UP      tokens per second divided by those of plain decoding on the same prompt, without prefill
 95 %          confidence interval of SPEED-UP
@@ -36,7 +36,7 @@ _ENDINGS = {
 
 
 def print_report(report: Report, machine: Mapping[str, object], *, plot: bool) -> None:
-    """Print the tables, optional charts, notes, the legend and the verdict."""
+    """Print the tables, notes, legend and verdict, and charts if `plot` is true."""
     from edgespec.bench.charts import charts
 
     click.echo(
@@ -156,7 +156,7 @@ def _print_notes(report: Report) -> None:
 
 
 def _verdict(report: Report) -> str:
-    """Summarise the report in one sentence."""
+    """Return a one-sentence summary of the report."""
     of_all = [
         each
         for each in report.figures
@@ -179,7 +179,7 @@ def _ms(seconds: float) -> str:
 
 
 def _number(value: float) -> str:
-    """Format with three significant digits and without an exponent."""
+    """Format a number with three significant digits and no exponent."""
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}" if value >= 0.001 else "0"
 
 

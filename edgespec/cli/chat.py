@@ -65,7 +65,7 @@ def command(
 ) -> int:
     """Chat with a model in the terminal. Press F1 in the chat for its keys and commands.
 
-    Chats are saved after each reply. Without --target the built-in demo model answers.
+    The chat is saved after each reply. Without --target, the built-in demo model is used.
     """
     if not (is_terminal(sys.stdin) and is_terminal(sys.stdout)):
         raise click.UsageError("the chat needs a terminal; in scripts and pipes use `edgespec generate`", ctx)
@@ -91,7 +91,7 @@ def command(
         terminated = True
         signal.raise_signal(signal.SIGINT)
 
-    # SIGTERM becomes SIGINT, so that the chat can restore the terminal before it ends.
+    # Handle SIGTERM like SIGINT, so that the chat can restore the terminal before it exits.
     before = signal.signal(signal.SIGTERM, on_terminate)
     try:
         run_chat(

@@ -1,4 +1,4 @@
-"""The names of the commands. Each is a file of this folder, imported when the command is used."""
+"""The names of all commands. Each has a module in this folder, which is imported when the command is used."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import click
 
 __all__ = ["COMMANDS", "load_command"]
 
-# In the order in which the help lists them.
+# In the order of the help text.
 COMMANDS = (
     "chat",
     "generate",
@@ -26,7 +26,7 @@ COMMANDS = (
 
 
 def load_command(name: str) -> click.Command | None:
-    """Import the command of that name; None if there is none."""
+    """Import and return the command with this name, or None if there is none."""
     if name not in COMMANDS:
         return None
     command: click.Command = import_module(f"edgespec.cli.{name.replace('-', '_')}").command

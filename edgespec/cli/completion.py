@@ -23,7 +23,7 @@ def command(ctx: click.Context, shell: str) -> None:
     """Print the script that completes commands, options and model names in your shell.
 
     \b
-    To install it, run one of these once and open a new shell:
+    To install it, run one of these commands once and open a new shell:
       bash   echo 'eval "$(edgespec completion bash)"' >> ~/.bashrc
       zsh    echo 'eval "$(edgespec completion zsh)"' >> ~/.zshrc
       fish   edgespec completion fish > ~/.config/fish/completions/edgespec.fish

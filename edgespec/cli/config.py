@@ -1,4 +1,4 @@
-"""`edgespec config`: show and change the settings for all runs."""
+"""`edgespec config`: show and change the settings that apply to all runs."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ _LOCK_SECONDS = 10
 
 @dataclass(frozen=True, slots=True)
 class _Row:
-    """One line of the list of settings.
+    """One line in the list of settings.
 
     Attributes:
-        value: The value, for JSON.
-        shown: The value as text; the default in words where nothing is set.
+        value: The value, for JSON output.
+        shown: The value as text. If the setting is not set, a description of the default.
         source: `environment`, `file` or `default`.
-        where: The name of the variable or the path of the file; empty for a default.
+        where: The name of the variable or the path of the file. Empty for a default.
     """
 
     value: Any
@@ -73,11 +73,11 @@ class _Row:
 @json_option
 @click.pass_context
 def command(ctx: click.Context, as_json: bool) -> int:
-    """Show every setting with its value and where the value was set.
+    """Show all settings, their values and where each value was set.
 
-    An option on the command line overrides its environment variable (EDGESPEC_TARGET), the variable overrides
-    the line in the file (target = "8b-q4"), and the line overrides the default. A section of the file, such
-    as [chat], is for that command only. The exit status is 1 if a setting cannot be used.
+    An option on the command line overrides its environment variable, such as EDGESPEC_TARGET. The variable
+    overrides the settings file, such as target = "8b-q4". The file overrides the default. A section in the
+    file, such as [chat], applies only to that command. The exit status is 1 if a setting is invalid.
     """
     if ctx.invoked_subcommand is not None:
         return DONE
@@ -109,14 +109,14 @@ def command(ctx: click.Context, as_json: bool) -> int:
 
 
 def _print_problems(settings: Settings) -> int:
-    """Print an error for each setting that cannot be used, and return the exit status."""
+    """Print an error for each invalid setting, and return the exit status."""
     for problem in settings.problems:
         click.echo(printable(describe(problem)), err=True)
     return FAILED if settings.problems else DONE
 
 
 def _own_rows(settings: Settings, name: str, rows: dict[str, _Row]) -> dict[str, _Row]:
-    """Return the rows in which one command differs from the settings for all commands."""
+    """Return the settings whose values for this command differ from those for all commands."""
     own = {key: _row(option, settings.find(name, key)) for key, option in settings_of(name).items()}
     return {
         key: row for key, row in own.items() if (row.value, row.source) != (rows[key].value, rows[key].source)
@@ -149,7 +149,7 @@ def _json(row: _Row) -> dict[str, object]:
 
 
 def _variables() -> dict[str, _Row]:
-    """Return a row for each environment variable that is not a setting."""
+    """Return a row for each environment variable that has no corresponding setting."""
     folders = {
         "EDGESPEC_CONFIG_DIR": config_folder,
         "EDGESPEC_DATA_DIR": data_folder,
@@ -177,7 +177,7 @@ def _print(head: str, rows: dict[str, _Row]) -> None:
 )
 @json_option
 def show_path(as_json: bool) -> int:
-    """Print the path of the settings file, even if the file does not exist."""
+    """Print the path of the settings file, whether or not the file exists."""
     path = settings_path()
     if as_json:
         print_json({"path": str(path), "exists": path.is_file()})
@@ -205,7 +205,7 @@ def _complete_value(ctx: click.Context, _param: click.Parameter, typed: str) -> 
 @json_option
 @click.pass_context
 def get_value(ctx: click.Context, key: str, as_json: bool) -> int:
-    """Print the value of KEY: the setting, or else the default."""
+    """Print the value of KEY. If it is not set, print the default."""
     path = _key_path(key)
     option = _option_at(path, ctx)
     settings = Settings.read()
@@ -234,10 +234,11 @@ def get_value(ctx: click.Context, key: str, as_json: bool) -> int:
 @json_option
 @click.pass_context
 def set_value(ctx: click.Context, key: str, values: tuple[str, ...], as_json: bool) -> int:
-    """Write a setting to the file. Comments in the file stay.
+    """Write a setting to the file. Comments in the file are preserved.
 
-    KEY is the name of an option, such as gpu_layers; chat.gpu_layers is for `edgespec chat` only. An option
-    that may be repeated takes several values. Write paths from / or ~ on: commands run in any folder.
+    KEY is the name of an option, such as gpu_layers. chat.gpu_layers applies only to `edgespec chat`. Options
+    that may be repeated accept several values. Use paths that begin with / or ~, because commands may run in
+    any folder.
     """
     path = _key_path(key)
     option = _option_at(path, ctx)
@@ -274,9 +275,9 @@ def _row_value(option: SettingOption, values: tuple[str, ...], value: Any) -> An
 @json_option
 @click.pass_context
 def unset_value(ctx: click.Context, key: str, as_json: bool) -> int:
-    """Remove a setting from the file, so that the default applies again. Unknown names are removed too."""
+    """Remove a setting from the file, so that the default applies again. Also removes unknown names."""
     path = _key_path(key)
-    # The key as typed comes first, so that a misspelt line can be removed.
+    # Try the key exactly as typed first, so that a misspelt line can be removed.
     file = _change(tuple(key.split(".")), None) or _change(path, None)
     if file is None:
         _option_at(path, ctx)
@@ -293,7 +294,7 @@ def _key_path(key: str) -> KeyPath:
 
 
 def _option_at(path: KeyPath, ctx: click.Context) -> SettingOption:
-    """Return the option that a key names. Raises click.UsageError."""
+    """Return the option that a key refers to. Raises click.UsageError."""
     options = every_setting()
     if len(path) == 2:
         if not (options := settings_of(path[0])):
@@ -307,7 +308,7 @@ def _option_at(path: KeyPath, ctx: click.Context) -> SettingOption:
 
 
 def _literal(option: SettingOption, values: tuple[str, ...], value: Any) -> str:
-    """Return a value as TOML."""
+    """Format a value as TOML."""
     if option.multiple:
         return f"[{', '.join(_quoted(each) for each in values)}]"
     if option.is_flag:
@@ -326,9 +327,9 @@ def _quoted(text: str) -> str:
 
 
 def _change(path: KeyPath, literal: str | None) -> Path | None:
-    """Write the file with this value, or without one.
+    """Set a value in the settings file, or remove it if `literal` is None.
 
-    Gives the file; None where there was nothing to take out. Raises ConfigurationError.
+    Returns the path of the file, or None if there was nothing to remove. Raises ConfigurationError.
     """
     from filelock import FileLock, Timeout
 
@@ -342,11 +343,12 @@ def _change(path: KeyPath, literal: str | None) -> Path | None:
             after = changed(before, path, literal)
             if after == before:
                 return file if literal is not None else None
-            # Write through a symbolic link, as people link settings to another folder.
+            # If the file is a symbolic link, write to its target, because some users keep settings in another
+            # folder.
             write_private_file(file.resolve(), after.encode())
     except NotEditableError:
         raise ConfigurationError(
-            f"{'.'.join(path)} cannot be changed in {file}, because of how it is written there",
+            f"{'.'.join(path)} cannot be changed in {file}, because of how the setting is written there",
             "change it in an editor",
         ) from None
     except Timeout as error:
@@ -354,6 +356,6 @@ def _change(path: KeyPath, literal: str | None) -> Path | None:
     except OSError as error:
         raise ConfigurationError(
             f"{file} cannot be written: {error_reason(error)}",
-            "make room or check the permissions, then try again",
+            "free some disk space or check the permissions, then try again",
         ) from error
     return file

@@ -33,12 +33,12 @@ def command(kind: str, as_json: bool) -> int:
     """Delete data that edgespec saved between runs.
 
     \b
-    replies       earlier replies and prompts that the suffix method searches
-    learned       trained draft models, measured pass costs, acceptance rates, layers for swift
-    prefix-cache  cached prompts of earlier chats, which are processed again when you return to a chat
+    replies       earlier replies and prompts that method suffix drafts from
+    learned       trained draft models, measured pass costs, acceptance rates, layers that swift skips
+    prefix-cache  cached prompts of earlier chats; they are processed again when you return to a chat
     all           all three [default]
 
-    Saved chats and the files of `edgespec prepare` stay.
+    Saved chats and the files made by `edgespec prepare` are kept.
     """
     import edgespec
 

@@ -23,20 +23,20 @@ if TYPE_CHECKING:
 __all__ = ["Check", "command"]
 
 _DEMO_TOKENS = 16
-_SLOW_DEMO = 50  # tokens/s; an idle machine is several times faster (chosen)
+_SLOW_DEMO = 50  # tokens/s; an idle machine is several times faster
 _LOW_MEMORY_BYTES = 2_000_000_000
 _BUILD_FLAG = {"metal": "-DGGML_METAL=on", "cuda": "-DGGML_CUDA=on"}
 
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One line of the report.
+    """One line in the report.
 
     Attributes:
         name: What was checked.
-        ok: False for a problem.
-        finding: Result in words.
-        next_step: What the user can do about a problem, or empty.
+        ok: False if there is a problem.
+        finding: The result in words.
+        next_step: What the user can do about the problem. May be empty.
     """
 
     name: str
@@ -55,7 +55,8 @@ class Check:
 def command(as_json: bool) -> int:
     """Check the machine, the installed libraries, the folders and the settings, and run the demo model.
 
-    Each line is ok, or warn with a next step. The exit status is 1 if the demo model does not run.
+    Each line begins with ok or warn. A warn line ends with a next step. The exit status is 1 if the demo
+    model does not run.
     """
     from edgespec.machine import inspect_machine
 
@@ -112,7 +113,7 @@ def _mlx(machine: MachineInfo) -> Check:
     extra = "mlx-cuda" if machine.accelerator == "cuda" else "mlx"
     install = f'pip install "edgespec[{extra}]"'
     if not library.version:
-        # A missing MLX is a problem only on Apple Silicon, where it is the faster backend.
+        # Report missing MLX only on Apple Silicon, where it is the faster backend.
         wanted = machine.accelerator == "metal" or library.problem != "not installed"
         finding = library.problem if wanted else f"{library.problem}; needed for MLX models only: {install}"
         return Check("mlx", not wanted, finding, install if wanted else "")
@@ -139,7 +140,7 @@ def _folders(machine: MachineInfo) -> list[Check]:
 
 
 def _settings() -> Check:
-    """Check the settings file. The demo of this command runs without it."""
+    """Check the settings file. The demo does not use it."""
     from edgespec.cli.settings import Settings
 
     settings = Settings.read()

@@ -1,4 +1,4 @@
-"""Turn any error into one line on stderr and an exit status."""
+"""Converts exceptions to a one-line error message and an exit status."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _DEBUG = "EDGESPEC_DEBUG"
 
 
 def exit_status(error: Exception) -> int:
-    """Return the exit status for an error: 1 failed, 2 wrong usage, 130 interrupted."""
+    """Return the exit status for an error: 1 for failure, 2 for wrong usage, 130 for an interrupt."""
     if isinstance(error, click.ClickException):
         return error.exit_code
     if isinstance(error, CancelledError):
@@ -25,7 +25,7 @@ def exit_status(error: Exception) -> int:
 
 
 def describe(error: Exception) -> str:
-    """Return the line to print for an error, followed by the usage if the command line was wrong."""
+    """Return the error message to print. If the command line was wrong, append the usage."""
     if isinstance(error, click.UsageError):
         return _wrong_usage(error)
     trace = "".join(traceback.format_exception(error)) if os.environ.get(_DEBUG) else ""
@@ -63,6 +63,6 @@ def _wrong_usage(error: click.UsageError) -> str:
 
 
 def _plain(message: str) -> str:
-    """Bring a message of click into the form of our errors: one line, lower case, no full stop."""
+    """Convert a message from click to the style of our errors: one line, lower case, no full stop."""
     line = " ".join(message.split()).rstrip(".")
     return line[:1].lower() + line[1:]

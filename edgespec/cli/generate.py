@@ -58,8 +58,8 @@ __all__ = ["command"]
 def command(words: tuple[str, ...], as_json: bool, raw: bool, **options: Any) -> int:
     """Answer one prompt.
 
-    The reply is streamed to stdout. The prompt is read from stdin if it is - or if it is missing and stdin is
-    a pipe. Ctrl-C ends the reply. The text printed so far stays.
+    The reply is streamed to stdout. If the prompt is -, or if it is missing and stdin is a pipe, it is read
+    from stdin. Ctrl-C ends the reply early.
     """
     if len(words) > 1:
         raise click.UsageError(
@@ -87,11 +87,11 @@ def _prompt_text(prompt: str | None) -> str:
                 f"stdin is not valid UTF-8 at byte {error.start + 1}",
                 "convert the text to UTF-8, for example with iconv",
             ) from error
-        # `echo` appends a line end that is not part of the prompt.
+        # `echo` appends a newline that is not part of the prompt.
         text = text.removesuffix("\n").removesuffix("\r")
     assert text is not None
     if not text.strip():
-        raise OptionError("the prompt is empty", "give at least one word")
+        raise OptionError("the prompt is empty", "enter at least one word")
     return text
 
 
@@ -114,7 +114,7 @@ def _answer(stop: Stop, prompt: str, raw: bool, as_json: bool, options: dict[str
 
 
 def _write(stream: ReplyStream, progress: ProgressLine, silent: bool) -> None:
-    """Write the reply as it arrives. Ends the last line even if the reply fails."""
+    """Write the reply as it arrives. Print a final newline even if an error occurs."""
     last = ""
     try:
         for piece in stream:
@@ -133,7 +133,7 @@ def _write(stream: ReplyStream, progress: ProgressLine, silent: bool) -> None:
 
 
 def summary(reply: Reply) -> str:
-    """Summarise a reply in one line: tokens, speed, acceptance and seed."""
+    """Return a one-line summary of a reply: tokens, speed, acceptance and seed."""
     stats = reply.stats
     parts = []
     if stats.tokens_per_second is not None:

@@ -1,4 +1,4 @@
-"""Commands whose help shows examples first and options in sections, and that suggest the nearest name."""
+"""Commands with examples and option sections in their help. Unknown names get a suggestion."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ BEFORE_COMMAND = "edgespec.cli.before_command"
 
 
 class SectionOption(click.Option):
-    """An option with the heading under which the help lists it."""
+    """An option that the help lists under a section heading."""
 
     def __init__(self, *args: Any, section: str = "Options", **settings: Any) -> None:
         self.section = section
@@ -25,7 +25,7 @@ class SectionOption(click.Option):
 
 
 class _Helpful(click.Command):
-    """A command whose help shows `examples`, each one line for the shell, before the options."""
+    """A command whose help shows `examples`, one shell command per line, before the options."""
 
     def __init__(self, *args: Any, examples: Sequence[str] = (), **settings: Any) -> None:
         self.examples = tuple(examples)
@@ -36,7 +36,7 @@ class _Helpful(click.Command):
         if self.examples:
             with formatter.section("Examples"):
                 for example in self.examples:
-                    # Not wrapped, so that it can be copied.
+                    # Do not wrap the example, so that it can be copied.
                     formatter.write(f"{'':{formatter.current_indent}}{example}\n")
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -55,14 +55,14 @@ class HelpfulCommand(_Helpful):
     """A command whose help has examples and sections."""
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run the command, after the function under BEFORE_COMMAND if there is one."""
+        """Call the function stored as BEFORE_COMMAND in the context, if any, then run the command."""
         if before := ctx.meta.get(BEFORE_COMMAND):
             before(ctx)
         return super().invoke(ctx)
 
 
 class HelpfulGroup(_Helpful, click.Group):
-    """A group of commands whose help has examples, and lists commands before options."""
+    """A group of commands. Its help shows examples, and lists commands before options."""
 
     command_class = HelpfulCommand
 
@@ -70,7 +70,7 @@ class HelpfulGroup(_Helpful, click.Group):
         super().__init__(*args, no_args_is_help=False, **settings)
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Parse arguments. A group without a command shows its help, which counts as wrong usage."""
+        """Parse arguments. If the command is missing, show the help and exit with status 2 (wrong usage)."""
         if not args and not ctx.resilient_parsing and not self.invoke_without_command:
             click.echo(ctx.get_help(), err=True)
             ctx.exit(WRONG_USAGE)
@@ -83,7 +83,7 @@ class HelpfulGroup(_Helpful, click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Find a subcommand. The error for an unknown name suggests the nearest one."""
+        """Return the subcommand. If the name is unknown, the error suggests the nearest one."""
         name, known = args[0], self.list_commands(ctx)
         if name not in known and not name.startswith("-") and not ctx.resilient_parsing:
             near = difflib.get_close_matches(name, known, 1)

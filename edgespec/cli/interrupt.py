@@ -1,7 +1,7 @@
-"""Ctrl-C handling: commands run in a worker thread, so that signals are handled during a long native call.
+"""Ctrl-C handling. Commands run in a worker thread, so that signals are handled during long native calls.
 
-Python runs signal handlers in the main thread, between two bytecode instructions. If a model ran there,
-Ctrl-C would have to wait until the running pass returns.
+Python runs signal handlers only in the main thread, between bytecode instructions. If models ran in that
+thread, Ctrl-C would take effect only after the current native call returns.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _Result = TypeVar("_Result")
 
 
 class Stop:
-    """A request to stop, shared by the signal handler and the worker thread."""
+    """A stop request, shared by the signal handler and the worker thread."""
 
     def __init__(self) -> None:
         self._event = threading.Event()
@@ -33,32 +33,32 @@ class Stop:
 
     @property
     def requested(self) -> bool:
-        """Return True once a stop was requested."""
+        """Return whether a stop was requested."""
         return self._event.is_set()
 
     def on_request(self, action: Callable[[], None]) -> None:
-        """Run `action` when a stop is requested, or now if one already was. The action may run twice."""
+        """Run `action` when a stop is requested, or immediately if one already was. It may run twice."""
         self._action = action
         if self.requested:
             action()
 
     def request(self) -> None:
-        """Request a stop and run the action."""
+        """Request a stop, and run the registered action."""
         self._event.set()
         if self._action is not None:
             self._action()
 
 
 def interruptible(work: Callable[[Stop], _Result]) -> _Result:
-    """Run `work` in a thread and turn Ctrl-C and SIGTERM into stop requests.
+    """Run `work` in a thread, and turn Ctrl-C and SIGTERM into stop requests.
 
-    A second signal ends the process at once with exit status 130.
+    A second signal ends the process immediately with exit status 130.
 
     Args:
-        work: Called with the `Stop` that it must observe.
+        work: Called with a `Stop`. It must return soon after a stop is requested.
 
     Returns:
-        The result of `work`. Its exceptions are raised here.
+        The result of `work`. An exception in `work` is raised in the caller's thread.
     """
     from edgespec.heap import limit_malloc_arenas
 
@@ -73,13 +73,13 @@ def interruptible(work: Callable[[Stop], _Result]) -> _Result:
 
     def on_signal(_number: int, _frame: FrameType | None) -> None:
         if stop.requested:
-            # The work may hang in a native call, so do not wait for it.
+            # Do not wait for `work`, because a native call may hang.
             click.echo("interrupted", err=True)
             sys.stdout.flush()
             os._exit(INTERRUPTED)
         stop.request()
 
-    # Signals that the parent disabled, as nohup does, stay disabled.
+    # Keep ignoring signals that the parent process disabled, as nohup does.
     handled = [s for s in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(s) is not signal.SIG_IGN]
     before = {number: signal.signal(number, on_signal) for number in handled}
     limit_malloc_arenas()

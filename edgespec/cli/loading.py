@@ -1,4 +1,4 @@
-"""Loads models for a command, with progress and notes on stderr. Ctrl-C stops it."""
+"""Loads models for a command, with progress and notes on stderr. Ctrl-C cancels loading."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["check_sampling", "loaded"]
 
 
 def check_sampling(settings: dict[str, Any]) -> None:
-    """Raise OptionError for invalid sampling settings, before a model is loaded."""
+    """Raise OptionError for invalid sampling settings. Call this before loading a model."""
     import edgespec
 
     edgespec.SamplingParams(**settings)
@@ -24,7 +24,7 @@ def check_sampling(settings: dict[str, Any]) -> None:
 
 @contextmanager
 def loaded(stop: Stop, **options: Any) -> Iterator[Runtime]:
-    """Load a runtime, print which files were loaded, and close the runtime at the end of the `with` block."""
+    """Load a runtime, print its model files, and close the runtime at the end of the `with` block."""
     import edgespec
     from edgespec.errors import CancelledError
 
@@ -46,5 +46,5 @@ def loaded(stop: Stop, **options: Any) -> Iterator[Runtime]:
 
 
 def _resolution(role: str, reference: str, path: str) -> str:
-    """Return the line that states which file a reference stands for."""
+    """Return a line that shows which file a reference was resolved to."""
     return f"{role}: {path}" if reference == path else f"{role}: {reference} -> {path}"

@@ -1,4 +1,4 @@
-"""Click options shared by the commands that run methods on prompts: bench, verify and tune."""
+"""Command line options shared by the commands that run methods on prompts: bench, verify and tune."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = [
 
 
 def methods_option(help_text: str) -> Decorator:
-    """Return the option `--methods`. Its value is None if it is not given."""
+    """Return the option `--methods`. Its default is None."""
     return click.option("--methods", type=listed(str), metavar="A,B", help=help_text)
 
 
@@ -41,7 +41,7 @@ def temperatures_option(default: str, help_text: str) -> Decorator:
 
 
 def draft_lengths_option(default: str | None, help_text: str) -> Decorator:
-    """Return the option `--draft-lengths`. A default of None leaves the length to each method."""
+    """Return the option `--draft-lengths`. With a default of None, each method chooses its draft length."""
     return click.option(
         "--draft-lengths",
         type=listed(whole(1, 64)),
@@ -60,7 +60,7 @@ def max_tokens_option(default: int, help_text: str = "Maximum reply length in to
 
 
 def seed_option(help_text: str) -> Decorator:
-    """Return the option `--seed` with a fixed default, so that a measurement can be repeated."""
+    """Return the option `--seed`. Its default is fixed, so that measurements are reproducible."""
     return click.option(
         "--seed", type=whole(0, MAX_SEED), metavar="N", default=1, show_default=True, help=help_text
     )

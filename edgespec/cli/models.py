@@ -78,11 +78,11 @@ def command() -> None:
 )
 @json_option
 def list_models(as_json: bool) -> None:
-    """List the catalogue, the models on this machine, and your own aliases and pairs.
+    """List the catalogue, the models on this machine, and your aliases and pairs.
 
-    DOWNLOADED shows which quantisations of a catalogue model are on this machine. Others are downloaded at
-    first use. The second table lists the models of Ollama, LM Studio and the Hugging Face cache. They are
-    used where they are, and nothing is copied.
+    DOWNLOADED shows which quantisations of a catalogue model are on this machine. Others are downloaded when
+    first used. The second table lists the models in Ollama, LM Studio and the Hugging Face cache. They are
+    used in place, without copying.
     """
     from edgespec.catalog import find_installed, load_catalogue
     from edgespec.catalog.catalogue import user_aliases, user_aliases_path, user_pairs
@@ -146,10 +146,10 @@ def list_models(as_json: bool) -> None:
 @click.option("--probe", is_flag=True, help="Also load the model and test its capabilities.")
 @json_option
 def show_model(reference: str, probe: bool, as_json: bool) -> int:
-    """Show which model REF is, its facts, and which models on this machine can draft for it.
+    """Show details of the model REF, and which models on this machine can draft for it.
 
-    The model is not loaded. The expected speed-up of a draft model is an estimate from the sizes of both
-    models until the pair has run. The exit status is 1 if a file could not be read.
+    The model is not loaded. Until a pair of models has been used, its expected speed-up is estimated from
+    their sizes. The exit status is 1 if a file could not be read.
     """
     from edgespec.catalog import choose_draft, draft_options, find_installed, read_model_info, resolve
 
@@ -194,9 +194,9 @@ def show_model(reference: str, probe: bool, as_json: bool) -> int:
 @model_reference("reference")
 @json_option
 def pull_model(reference: str, as_json: bool) -> None:
-    """Download REF into the Hugging Face cache, unless it is on this machine already.
+    """Download REF into the Hugging Face cache, unless it is already on this machine.
 
-    An interrupted download is resumed.
+    An interrupted download resumes where it stopped.
     """
     from edgespec.catalog import resolve
 
@@ -255,12 +255,12 @@ def set_alias(name: str, reference: str, as_json: bool) -> None:
 @click.option("--remove", is_flag=True, help="Delete the pair, so that edgespec chooses again.")
 @json_option
 def set_pair(target: str, draft: str | None, remove: bool, as_json: bool) -> None:
-    """Use DRAFT (or none) when `--draft auto` is given with the target REF."""
+    """Set the DRAFT model (or none) that `--draft auto` uses for the target REF."""
     from edgespec.catalog.aliases import check_pair
     from edgespec.cli.own_names import write_name
 
     if (draft is None) != remove:
-        raise click.UsageError("give either a DRAFT or --remove")
+        raise click.UsageError("specify either DRAFT or --remove")
     target = target.strip()
     remark = check_pair(target, draft.strip()) if draft is not None else ""
     write_name("pairs", target, draft.strip() if draft is not None else None)
@@ -283,9 +283,9 @@ def set_pair(target: str, draft: str | None, remove: bool, as_json: bool) -> Non
 @click.option("--yes", is_flag=True, help="Delete a download without asking.")
 @json_option
 def remove_model(reference: str, yes: bool, as_json: bool) -> None:
-    """Delete an alias, or a model in the Hugging Face cache, which other programs may share.
+    """Delete an alias, or a model in the Hugging Face cache, which other programs may also use.
 
-    Models of Ollama and LM Studio and your own files are not deleted.
+    Models in Ollama and LM Studio and your own files are never deleted.
     """
     from edgespec.catalog import resolve
     from edgespec.catalog.removal import plan_removal
@@ -301,7 +301,7 @@ def remove_model(reference: str, yes: bool, as_json: bool) -> None:
     size = format_bytes(removal.size_bytes)
     if not yes:
         if as_json or not is_terminal(sys.stdin):
-            raise OptionError(f"deleting {found.path} ({size}) needs a confirmation", "add --yes")
+            raise OptionError(f"deleting {found.path} ({size}) needs confirmation", "add --yes")
         click.confirm(f"Delete {found.path} ({size})?", abort=True, err=True)
     freed_bytes = removal.execute()
     _print_change(
@@ -310,7 +310,7 @@ def remove_model(reference: str, yes: bool, as_json: bool) -> None:
 
 
 def _print_change(what: str, remark: str, value: dict[str, Any], as_json: bool) -> None:
-    """Print the result of a change and a remark about it."""
+    """Print what was changed, and a remark."""
     if as_json:
         print_json(value | {"remark": remark})
         return
@@ -319,7 +319,7 @@ def _print_change(what: str, remark: str, value: dict[str, Any], as_json: bool) 
 
 
 def _files(entry: ModelEntry) -> dict[str, str]:
-    """Map the quantisations of a catalogue model on this machine to their files."""
+    """Return the files of a catalogue model on this machine, keyed by quantisation."""
     from edgespec.catalog import resolve
 
     files = {}
@@ -334,7 +334,7 @@ def _files(entry: ModelEntry) -> dict[str, str]:
 
 
 def _catalogued(reference: str) -> ModelEntry | None:
-    """Find the catalogue entry for a name, alias or repository, downloaded or not."""
+    """Return the catalogue entry for a name, alias or repository, whether or not it is downloaded."""
     from edgespec.catalog import load_catalogue
     from edgespec.catalog.catalogue import user_aliases
 
@@ -352,7 +352,7 @@ def _catalogued(reference: str) -> ModelEntry | None:
 
 
 def _facts(stop: Stop, reference: str, has_gpu_layers: bool) -> tuple[ModelFacts | None, str]:
-    """Load a model and return its facts, or (None, reason) if it cannot be loaded."""
+    """Load a model and return (facts, ""), or (None, reason) if it cannot be loaded."""
     import edgespec
 
     progress = ProgressLine(stop)

@@ -1,4 +1,4 @@
-"""Text and JSON forms of a model for `edgespec models`."""
+"""Formats models as text and JSON for `edgespec models`."""
 
 from __future__ import annotations
 
@@ -41,18 +41,18 @@ _MAX_DRAFTS = 8  # lines of `models show`
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """Everything `edgespec models show` reports about one model.
+    """Everything that `edgespec models show` reports about a model.
 
     Attributes:
-        reference: The reference the user typed.
+        reference: The reference that the user typed.
         entry: Catalogue entry, if there is one.
         found: The resolved model. None if it is not on this machine.
         missing: Why the model was not found.
-        info: Facts read from the model files.
-        facts: Facts of the loaded model, with `--probe`.
-        options: Models that can draft for it, best first.
+        info: Metadata read from the model files.
+        facts: Properties of the loaded model. None without `--probe`.
+        options: Models that can draft for this one, best first.
         choice: The draft model that `--draft auto` uses.
-        problem: Error while reading or loading the model.
+        problem: The error if the model could not be read or loaded.
     """
 
     reference: str
@@ -67,12 +67,12 @@ class Shown:
 
     @property
     def format(self) -> ModelFormat | None:
-        """Return the format of the files, or that of the catalogue entry."""
+        """Return the format of the model's files, or of its catalogue entry if there are no files."""
         known = self.found or self.entry
         return known.format if known else None
 
     def to_json(self) -> dict[str, Any]:
-        """Return the JSON object of `edgespec models show --json`."""
+        """Return the JSON output of `edgespec models show --json`."""
         found, choice = self.found, self.choice
         model = (_info_json(self.info) if self.info else {}) | (
             _loaded_json(self.facts) if self.facts else {}
@@ -113,7 +113,7 @@ class Shown:
 
 
 def catalogue_row(entry: ModelEntry, files: Mapping[str, str]) -> tuple[str, ...]:
-    """Return the table row of a catalogue model, most important columns first."""
+    """Return the table row for a catalogue model, most important columns first."""
     return (
         entry.name,
         entry.format,
@@ -129,7 +129,7 @@ def catalogue_row(entry: ModelEntry, files: Mapping[str, str]) -> tuple[str, ...
 
 
 def installed_row(installed_model: InstalledModel) -> tuple[str, ...]:
-    """Return the table row of a model on this machine, most important columns first."""
+    """Return the table row for a model on this machine, most important columns first."""
     return (
         installed_model.reference,
         installed_model.format,
@@ -190,7 +190,7 @@ def prepared_json(prepared: PreparedModel) -> dict[str, Any]:
 
 
 def _info_json(info: ModelInfo) -> dict[str, Any]:
-    """Return the facts read from model files as a JSON object."""
+    """Return the metadata from the model files as a JSON object."""
     return {
         "family": info.family,
         "architecture": info.architecture,
@@ -211,7 +211,7 @@ def _info_json(info: ModelInfo) -> dict[str, Any]:
 
 
 def _loaded_json(facts: ModelFacts) -> dict[str, Any]:
-    """Return the facts that only a loaded model has, as a JSON object."""
+    """Return the properties that are known only after loading, as a JSON object."""
     return {
         "description": facts.description,
         "weight_bytes": facts.weight_bytes,
@@ -282,7 +282,7 @@ def _capability_lines(facts: ModelFacts) -> list[tuple[str, str]]:
 
 
 def _draft_lines(options: Sequence[DraftOption], choice: DraftChoice) -> list[tuple[str, str]]:
-    """Return the lines about possible draft models and the choice of `--draft auto`."""
+    """Return the lines about possible draft models, and which one `--draft auto` uses."""
     lines = []
     for option in options[:_MAX_DRAFTS]:
         here = "" if option.path else ", not on this machine"

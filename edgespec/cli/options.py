@@ -1,4 +1,4 @@
-"""Command line options that several commands share, built from the declarations in `edgespec.options`."""
+"""Command line options shared by several commands, built from the declarations in `edgespec.options`."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ MODEL_NAMES = (*MODEL_OPTIONS, *_names(LOAD_OPTIONS, "model", "drafting"))
 PREFIX_CACHE_NAMES = _names(LOAD_OPTIONS, "prefix_cache")
 METHOD_NAMES = _names(LOAD_OPTIONS, "method")
 SAMPLING_NAMES = _names(REPLY_OPTIONS, "sampling")
-# Methods that a shell completes. Others can be typed.
+# Methods that shell completion suggests. Other combinations are valid too.
 METHODS = ("auto", "none", *DRAFTER_NAMES, "model+suffix", "layerskip+suffix", "lowbit+suffix")
 MAX_SEED = (1 << 63) - 1
 _HEADINGS = {
@@ -66,12 +66,12 @@ _HEADINGS = {
 
 
 def pick(options: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
-    """Return the options of a command that have one of these names."""
+    """Return only the options with these names."""
     return {name: options[name] for name in names if name in options}
 
 
 def given(ctx: click.Context, options: dict[str, Any]) -> dict[str, Any]:
-    """Return the options whose value is not merely the default."""
+    """Return the options that the user set, without those that have their default value."""
     return {
         name: value
         for name, value in options.items()
@@ -80,7 +80,7 @@ def given(ctx: click.Context, options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _reader(kind: Kind) -> Callable[[Any], Any]:
-    """Return a click type that reads a kind of value from text."""
+    """Return a click type that parses this kind of value."""
 
     def read(value: Any) -> Any:
         if not isinstance(value, str):
@@ -99,7 +99,7 @@ def whole(low: int, high: int | None = None) -> Callable[[Any], int]:
 
 
 def listed(read_item: Callable[[str], _Item]) -> Callable[[Any], tuple[_Item, ...]]:
-    """Return a click type for values joined by commas."""
+    """Return a click type for comma-separated values."""
 
     def read(value: Any) -> tuple[_Item, ...]:
         if not isinstance(value, str):
@@ -107,7 +107,7 @@ def listed(read_item: Callable[[str], _Item]) -> Callable[[Any], tuple[_Item, ..
         try:
             return tuple(read_item(part.strip()) for part in value.split(","))
         except ValueError as error:
-            raise click.BadParameter(f"{value!r} is not a list of values joined by commas") from error
+            raise click.BadParameter(f"{value!r} is not a comma-separated list of values") from error
 
     return read
 
@@ -117,7 +117,7 @@ def _as_mapping(_ctx: click.Context, _param: click.Parameter, pairs: Any) -> dic
 
 
 def _complete_model(_ctx: click.Context, _param: click.Parameter, typed: str) -> list[CompletionItem]:
-    """Complete aliases and names of the catalogue, Ollama and LM Studio, or files if none matches."""
+    """Complete aliases and model names in the catalogue, Ollama and LM Studio, or files if none matches."""
     from edgespec.catalog import load_catalogue
     from edgespec.catalog.catalogue import user_aliases
     from edgespec.catalog.other_programs import installed_names
@@ -137,7 +137,7 @@ def _complete_method(_ctx: click.Context, _param: click.Parameter, typed: str) -
 
 
 def model_reference(name: str) -> Decorator:
-    """Return the argument REF, which the shell completes."""
+    """Return the argument REF, with shell completion."""
     return click.argument(name, metavar="REF", shell_complete=_complete_model)
 
 
@@ -151,7 +151,7 @@ def _all_of(options: Sequence[Decorator]) -> Decorator:
 
 
 def _click_option(name: str, option: Option, *, per_run: bool = False, **changes: Any) -> Decorator:
-    """Return the click option for a declaration. per_run: settings for all runs do not apply to it."""
+    """Return the click option for a declaration. If `per_run` is true, ignore settings for all runs."""
     dashed = f"--{name.replace('_', '-')}"
     kind = option.kind
     names = [f"{dashed}/--no-{dashed[2:]}"] if isinstance(kind, Flag) else [*option.flags, dashed]
@@ -190,12 +190,12 @@ model_options = _all_of(
 
 
 def drafting_options(*, remember: bool = False, measuring: bool = False) -> Decorator:
-    """Return the options of how drafters draft.
+    """Return the drafting options.
 
     Args:
         remember: The default of `--remember`.
-        measuring: Whether the command measures. Its prompts are always the same, so that replies are saved
-            only if `--remember` is written on its command line.
+        measuring: Whether the command runs a benchmark. Benchmark prompts repeat, so replies are saved only
+            if `--remember` is on the command line, and never because of a setting.
     """
     changes: dict[str, dict[str, Any]] = {"remember": {"default": remember, "per_run": measuring}}
     names = _names(LOAD_OPTIONS, "drafting")
@@ -203,13 +203,13 @@ def drafting_options(*, remember: bool = False, measuring: bool = False) -> Deco
 
 
 def prefix_cache_options(*, default: str) -> Decorator:
-    """Return the options of the prefix cache. default: where it is, unless the user chooses."""
+    """Return the prefix cache options. `default` is the default value of `--prefix-cache`."""
     first, *others = PREFIX_CACHE_NAMES
     return _all_of([_click_option(first, LOAD_OPTIONS[first], default=default), *_from(LOAD_OPTIONS, others)])
 
 
 acceptance_option = _click_option("acceptance", LOAD_OPTIONS["acceptance"])
-# Method and drafting options that change what a model occupies in memory.
+# Method and drafting options that affect memory use.
 planned_options = _all_of(_from(LOAD_OPTIONS, ("method", "draft_branches", "draft_window", "draft_sinks")))
 method_options = _all_of(_from(LOAD_OPTIONS, METHOD_NAMES))
 
@@ -224,12 +224,12 @@ reply_options = _all_of(_from(SETTINGS, ("system", *_names(REPLY_OPTIONS, "reply
 
 
 def every_setting() -> dict[str, SettingOption]:
-    """Return the options that may be set once for all runs, by name."""
+    """Return the options that can be set for all runs, keyed by name."""
 
     @click.command()
     @_all_of(_from(SETTINGS, SETTINGS))
     def command(**_options: Any) -> None:
-        """Hold the options."""
+        """Collect the options. This command never runs."""
 
     return {each.name: each for each in command.params if isinstance(each, SettingOption) and each.name}
 

@@ -1,4 +1,4 @@
-"""Changes single lines of the file with a user's aliases and preferred draft models."""
+"""Edits the file with the user's aliases and draft pairs, one line at a time."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ _LOCK_SECONDS = 10
 
 
 def is_named(table: Table, name: str) -> bool:
-    """Return whether the user's file has that name, ignoring case."""
+    """Return whether the user's file contains this name, ignoring case."""
     return name.lower() in _names(table)
 
 
 def write_name(table: Table, name: str, reference: str | None) -> None:
-    """Set the reference that a name stands for, or remove the name if `reference` is None.
+    """Set the reference for a name, or remove the name if `reference` is None.
 
     Raises:
-        ModelNotFoundError: There is no such name to remove, or the file cannot be changed.
+        ModelNotFoundError: The name to remove does not exist, or the file cannot be changed.
     """
     from filelock import FileLock, Timeout
 
@@ -49,13 +49,14 @@ def write_name(table: Table, name: str, reference: str | None) -> None:
                 (one for one in tomllib.loads(text).get(table, {}) if one.lower() == name.lower()), name
             )
             literal = None if reference is None else json.dumps(reference, ensure_ascii=False)
-            # Write through a symbolic link, as people link settings to another folder.
+            # If the file is a symbolic link, write to its target, because some users keep settings in another
+            # folder.
             write_private_file(path.resolve(), changed(text, (table, spelled), literal).encode())
     except Timeout as error:
         raise ModelNotFoundError(f"another program is writing {path}", "try again when it is done") from error
     except (NotEditableError, ValueError) as error:
         raise ModelNotFoundError(
-            f"{name} cannot be changed in {path}, because of how it is written there",
+            f"{name} cannot be changed in {path}, because of how the name is written there",
             f"change it under [{table}] in an editor",
         ) from error
     except OSError as error:

@@ -1,4 +1,4 @@
-"""`edgespec plan`: show the memory that a model needs, before it is loaded."""
+"""`edgespec plan`: show how much memory a model needs before loading it."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ _WIDTH = 100
 @prefix_cache_options(default="memory")
 @planned_options
 def command(as_json: bool, **options: Any) -> int:
-    """Show the memory that a model and its draft model need, item by item, and what is given up to fit.
+    """Show how much memory a model and its draft model need, item by item, and what is reduced to fit.
 
-    Nothing is loaded and nothing is downloaded. For a model that is not on this machine, its metadata is read
-    from the hub. Loading follows the same plan. Options that you name are never given up. The prefix cache
-    is listed beside the plan, because it is dropped when memory is low. The exit status is 0 even if the
-    model does not fit: scripts read `fits` of --json.
+    The model is neither loaded nor downloaded. If it is not on this machine, its metadata is read from
+    Hugging Face. Loading uses the same plan. Options that you set are never reduced. The prefix cache is
+    listed separately, because it is freed when memory is low. The exit status is 0 even if the model does not
+    fit. Scripts can read `fits` in the --json output.
     """
     preview = interruptible(lambda stop: _preview(stop, options))
     if as_json:

@@ -35,7 +35,7 @@ _to_option = click.option(
     examples=("edgespec prepare layerskip demo", "edgespec prepare lowbit ./my-f16.gguf"),
 )
 def command() -> None:
-    """Make the files that a GGUF model needs to draft for itself. An interrupted run can be resumed."""
+    """Make the files that a GGUF model needs to draft for itself. Interrupted runs can be resumed."""
 
 
 @command.command(
@@ -61,8 +61,8 @@ def command() -> None:
 def layerskip(reference: str, exit_layer: str, to: Path | None, as_json: bool) -> None:
     """Split REF at an exit layer, for `--method layerskip`.
 
-    The two files together replace the original: edgespec proves that they give the same replies, and every
-    other method works with them too. You may delete the original file.
+    The two new files together replace the original. edgespec checks that they give the same replies. All
+    other methods work with them too, so you can delete the original file.
     """
     from edgespec.prepare.layerskip import measured_exit, prepare_layerskip
 
@@ -104,9 +104,9 @@ def layerskip(reference: str, exit_layer: str, to: Path | None, as_json: bool) -
 @_to_option
 @json_option
 def lowbit(reference: str, type_name: str | None, to: Path | None, as_json: bool) -> None:
-    """Make a copy of REF with fewer bits, for `--method lowbit`. The copy drafts on the model's own KV cache.
+    """Make a copy of REF with fewer bits, for `--method lowbit`. The copy uses the model's KV cache to draft.
 
-    REF may also be a folder that `edgespec prepare layerskip` made.
+    REF may also be a folder made by `edgespec prepare layerskip`.
     """
 
     def make(path: Path, progress: ProgressLine) -> PreparedModel:
@@ -130,7 +130,7 @@ def _exit(text: str) -> int | None:
     try:
         return int(text)
     except ValueError:
-        raise OptionError(f"--exit is {text!r}", "give a layer number, or auto") from None
+        raise OptionError(f"--exit is {text!r}", "use a layer number or auto") from None
 
 
 def _resolve_and_prepare(
@@ -141,7 +141,7 @@ def _resolve_and_prepare(
     Args:
         reference: The model to prepare.
         kind: What to make, such as `lowbit`.
-        make: Prepares the resolved path.
+        make: Function that prepares the model at the resolved path.
     """
     from edgespec.catalog import resolve
 
@@ -156,7 +156,7 @@ def _resolve_and_prepare(
                 )
             if kind not in found.file_format.preparations:
                 raise OptionError(
-                    f"{found.path} is already prepared", "give the GGUF file that it was made from"
+                    f"{found.path} is already prepared", "use the GGUF file that it was made from"
                 )
             return make(found.path, progress)
         finally:

@@ -1,4 +1,4 @@
-"""The program `edgespec`: its commands, and how a run ends."""
+"""The `edgespec` program: finds and runs commands, and sets the exit status."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ __all__ = ["Program", "program"]
 
 
 class Program(HelpfulGroup):
-    """The group of all commands. It imports a command when it is used, so that edgespec starts quickly."""
+    """The group of all commands. It imports a command on first use, so that edgespec starts quickly."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002
         """Return the names of the commands, most used first."""
         return list(COMMANDS)
 
     def get_command(self, ctx: click.Context, name: str) -> click.Command | None:  # noqa: ARG002
-        """Return the command of that name, or None."""
+        """Return the command with this name, or None."""
         return load_command(name)
 
     def make_context(self, *args: Any, **extra: Any) -> click.Context:
-        """Parse the command line. `--help` and `--version` print their text and exit."""
+        """Parse the command line. `--help` and `--version` print their output and exit."""
         try:
             return super().make_context(*args, **extra)
         except BrokenPipeError:
             raise click.exceptions.Exit(_reader_left()) from None
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run the command. A reader that closes the pipe early, such as `head -1`, is no failure."""
+        """Run the command. It is not an error if a reader such as `head -1` closes the pipe early."""
         try:
             return super().invoke(ctx)
         except BrokenPipeError:
@@ -51,12 +51,13 @@ class Program(HelpfulGroup):
             raise with_setting_source(error, ctx) from error
 
     def main(self, *args: Any, **extra: Any) -> NoReturn:
-        """Run one command and exit: 0 done, 1 failed, 2 wrong usage, 130 interrupted."""
+        """Run one command and exit. Status: 0 success, 1 failure, 2 wrong usage, 130 interrupted."""
         if sys.stdout is None:
-            # Started with a closed standard output: discard what is printed.
+            # Standard output was closed before the start. Discard all output.
             sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
         with suppress(AttributeError):
-            # A character that the terminal cannot show must not end a reply.
+            # Replace characters that the terminal cannot show. Otherwise, they would raise an error during a
+            # reply.
             sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]
             sys.stderr.reconfigure(errors="replace")  # type: ignore[union-attr]
         extra |= {"prog_name": "edgespec", "standalone_mode": False}
@@ -95,6 +96,6 @@ def _reader_left() -> int:
 def program() -> None:
     """Talk to the largest language model this machine can hold, faster, without changing its output.
 
-    A small draft model guesses ahead and the target model checks the guesses in one pass. The reply is
-    token for token what the target would have written alone. Without --target a small embedded demo runs.
+    A small draft model guesses ahead and the target model checks the guesses in one pass. The reply is the
+    same, token for token, as the target model's own. Without --target, a small embedded demo model is used.
     """

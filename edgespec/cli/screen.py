@@ -1,4 +1,4 @@
-"""Terminal output: results go to stdout, everything else to stderr, and colour to terminals only."""
+"""Terminal output: results on stdout, everything else on stderr, and colours only on terminals."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ __all__ = [
     "write_text",
 ]
 
-# Includes the characters that reverse the text direction, which could disguise one file name as another.
+# Includes characters that reverse the text direction, which can make a file name look like another one.
 _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
 _CLEAR_LINE = "\r\x1b[K"
-_TERMINAL_DELAY_SECONDS = 0.3  # work that ends sooner shows no progress line
-_PIPE_DELAY_SECONDS = 5.0  # in a pipe, one line for each step that takes longer
+_TERMINAL_DELAY_SECONDS = 0.3  # shorter work shows no progress line
+_PIPE_DELAY_SECONDS = 5.0  # in a pipe, print one line for each step that takes longer
 
 
 def is_terminal(stream: TextIO | None) -> bool:
@@ -64,7 +64,7 @@ def print_json(value: Mapping[str, object]) -> None:
 
 
 def note(text: str) -> None:
-    """Print a dim line on stderr if it is a terminal, and nothing otherwise."""
+    """Print a dim line on stderr if it is a terminal. Otherwise, print nothing."""
     if text and is_terminal(sys.stderr):
         plain = bool(os.environ.get("NO_COLOR")) or os.environ.get("TERM") == "dumb"
         line = printable(text)
@@ -73,7 +73,7 @@ def note(text: str) -> None:
 
 
 def print_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print a table, wrapped to the terminal and unwrapped in a pipe."""
+    """Print a table. Wrap it to the width of the terminal, but not in a pipe."""
     from rich.box import SIMPLE_HEAD
     from rich.console import Console
     from rich.table import Table
@@ -81,14 +81,14 @@ def print_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
 
     on_terminal = is_terminal(sys.stdout)
     table = Table(box=SIMPLE_HEAD if on_terminal else None, pad_edge=False, header_style="bold")
-    # The first column is what a user types. It is only wrapped if it would take more than half of the line.
+    # The first column is what a user types. Wrap it only if it is wider than half of the terminal.
     longest = max((len(row[0]) for row in rows), default=0)
     first_folds = 2 * longest > shutil.get_terminal_size().columns
     for column, head in enumerate(heads):
         folds = on_terminal and (column > 0 or first_folds)
         table.add_column(Text(head), overflow="fold", no_wrap=not folds)
     for row in rows:
-        # File names may contain line ends, which would break the table.
+        # File names may contain newlines, which would break the table.
         table.add_row(*(Text(line_of(cell)) for cell in row))
     console = Console(width=None if on_terminal else 10_000, highlight=False)
     with console.capture() as capture:
@@ -98,9 +98,10 @@ def print_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
 
 
 class ProgressLine:
-    """Progress callback that reports on stderr and passes stop requests on.
+    """A progress callback that prints to stderr and forwards stop requests.
 
-    A terminal shows one line that is updated and finally erased. A pipe gets one line per slow step.
+    On a terminal, one line is updated in place and erased at the end. In a pipe, each slow step prints one
+    line.
     """
 
     def __init__(self, stop: Stop) -> None:
@@ -112,7 +113,7 @@ class ProgressLine:
         self._is_terminal = is_terminal(sys.stderr)
 
     def __call__(self, description: str, fraction: float) -> bool:
-        """Report progress as the API does. Returns False once a stop was requested."""
+        """Show progress. Returns False if a stop was requested."""
         now = time.monotonic()
         if self._began is None:
             self._began = now

@@ -1,4 +1,4 @@
-"""Settings for all runs: options in the settings file or the environment. The command line overrides both."""
+"""Settings for all runs, from the settings file and the environment. The command line overrides both."""
 
 from __future__ import annotations
 
@@ -78,12 +78,12 @@ _PLACE = re.compile(r" \(at (?:line (\d+), column (\d+)|end of document)\)$")
 
 @dataclass(frozen=True, slots=True)
 class SettingValue:
-    """One value that was set.
+    """The value of one setting.
 
     Attributes:
-        written: The value as text, as on the command line.
-        value: The value that the text stands for.
-        source: The environment, or the file (DEFAULT_MAP).
+        written: The value as a string, as written on the command line.
+        value: The parsed value.
+        source: ENVIRONMENT, or DEFAULT_MAP for the settings file.
         where: The path of the file, or the name of the variable.
     """
 
@@ -94,10 +94,10 @@ class SettingValue:
 
 
 class SettingOption(SectionOption):
-    """A command line option whose value may come from the environment or the settings file.
+    """A command line option that can also be set in the environment or the settings file.
 
     Attributes:
-        declaration: The option in `edgespec.options`.
+        declaration: The option's declaration in `edgespec.options`.
     """
 
     def __init__(self, *args: Any, declaration: Option, **settings: Any) -> None:
@@ -105,10 +105,10 @@ class SettingOption(SectionOption):
         super().__init__(*args, **settings)
 
     def consume_value(self, ctx: click.Context, opts: Mapping[str, Any]) -> tuple[Any, ParameterSource]:
-        """Return the value on the command line, else the setting, else the default.
+        """Return the value from the command line, else from the settings, else the default.
 
         Raises:
-            ConfigurationError: A setting is wrong.
+            ConfigurationError: A setting is invalid.
         """
         value, source = super().consume_value(ctx, opts)
         if source is not ParameterSource.DEFAULT or ctx.resilient_parsing:
@@ -119,13 +119,13 @@ class SettingOption(SectionOption):
 
 @dataclass(frozen=True)
 class Settings:
-    """All settings of the environment and the file.
+    """All settings in the environment and the settings file.
 
     Attributes:
-        path: The settings file, which need not exist.
-        environment: Values of variables, by setting.
-        file: Values of the file, by command (ALL_COMMANDS for every command) and setting.
-        problems: One error for each setting that cannot be used. Such a setting has no value above.
+        path: Path of the settings file, which may not exist.
+        environment: Values from environment variables, keyed by setting.
+        file: Values from the file, keyed by command (ALL_COMMANDS for every command), then by setting.
+        problems: One error for each invalid setting. Invalid settings are not in `environment` or `file`.
     """
 
     path: Path
@@ -149,30 +149,30 @@ class Settings:
         return cls(path, environment, file, tuple(problems))
 
     def find(self, command: str, name: str) -> SettingValue | None:
-        """Return the setting of a command: from the environment, its section, or the lines for all."""
+        """Return a command's setting: from the environment, the command's section, or the common section."""
         places = (self.environment, self.file.get(command, {}), self.file.get(ALL_COMMANDS, {}))
         return next((place[name] for place in places if name in place), None)
 
 
 def settings_path() -> Path:
-    """Return the path of the settings file, which need not exist."""
+    """Return the path of the settings file, which may not exist."""
     return config_folder() / "config.toml"
 
 
 def variable_of(name: str) -> str:
-    """Return the environment variable of a setting."""
+    """Return the name of the environment variable for a setting."""
     return _PREFIX + name.upper()
 
 
 def settings_of(command: str) -> dict[str, SettingOption]:
-    """Return the settings that a command uses, by name."""
+    """Return the settings that a command uses, keyed by name."""
     loaded = load_command(command)
     options = loaded.params if loaded else ()
     return {option.name: option for option in options if isinstance(option, SettingOption) and option.name}
 
 
 def read_text(path: Path) -> str | None:
-    """Return the text of a settings file, or None if there is no file.
+    """Return the text of a settings file, or None if the file does not exist.
 
     Raises:
         ConfigurationError: The file cannot be read, or is not TOML.
@@ -198,7 +198,7 @@ def read_text(path: Path) -> str | None:
 
 
 def _syntax_error(path: Path, text: str, error: Exception) -> ConfigurationError:
-    """Return the error for a file that is not TOML, with the line and column."""
+    """Return an error with the line and column where a file is not valid TOML."""
     reason = str(error) if isinstance(error, ValueError) else "it is nested too deeply"
     place = _PLACE.search(reason)
     where = str(path)
@@ -213,17 +213,17 @@ def _syntax_error(path: Path, text: str, error: Exception) -> ConfigurationError
 
 
 def suggestion(name: str, known: Iterable[str], prefix: str = "") -> str:
-    """Return the next step for an unknown name: the nearest known one. prefix: common to all known names."""
+    """Return a hint that suggests the nearest known name. Removes `prefix` from it."""
     stems = [each.removeprefix(prefix) for each in known]
     near = difflib.get_close_matches(name.removeprefix(prefix), stems, 1)
     return f"did you mean {prefix}{near[0]}?" if near else "`edgespec config` shows all settings"
 
 
 def setting_value(name: str, text: Written) -> Any:
-    """Return the value of a setting that is written as text, or as several texts.
+    """Parse the value of a setting from a string or several strings.
 
     Raises:
-        ValueError: The text does not have the right form. Its subclass OptionError: the value is wrong.
+        ValueError: The string cannot be parsed. The subclass OptionError is raised if the value is invalid.
     """
     option = SETTINGS[name]
     if isinstance(option.kind, Flag):
@@ -243,14 +243,14 @@ def setting_value(name: str, text: Written) -> Any:
 
 
 def error_text(name: str, error: ValueError) -> str:
-    """Return one line that says what is wrong with a setting."""
+    """Return one line that explains why a setting is invalid."""
     return str(error) if isinstance(error, OptionError) else f"{name}: {str(error).rstrip('.')}"
 
 
 def _from_environment(
     environment: Mapping[str, str], problems: list[ConfigurationError]
 ) -> Iterator[tuple[str, SettingValue]]:
-    """Yield the settings among the environment variables. An empty variable counts as unset."""
+    """Yield the settings from environment variables. An empty variable counts as unset."""
     names = {variable_of(name): name for name in SETTINGS}
     for variable, text in sorted(environment.items()):
         if not variable.startswith(_PREFIX) or variable in VARIABLES or not text:
@@ -271,7 +271,7 @@ def _from_environment(
 
 
 class _FileReader:
-    """Reads the values of a TOML file. Errors in single settings are added to `problems`."""
+    """Reads settings from a TOML file. Appends an error to `problems` for each invalid setting."""
 
     def __init__(self, path: Path, text: str, problems: list[ConfigurationError]) -> None:
         self._path = path
@@ -279,7 +279,7 @@ class _FileReader:
         self._problems = problems
 
     def read(self) -> dict[str, dict[str, SettingValue]]:
-        """Return the values by command and setting."""
+        """Return the values, keyed by command, then by setting."""
         values: dict[str, dict[str, SettingValue]] = {ALL_COMMANDS: {}}
         for name, value in tomllib.loads(self._text).items():
             if name in COMMANDS and isinstance(value, dict):
@@ -328,7 +328,7 @@ class _FileReader:
 
 
 def _as_written(name: str, value: Any) -> Written:
-    """Return a TOML value as it would be written on the command line. Raises ValueError."""
+    """Convert a TOML value to its form on the command line. Raises ValueError."""
     kind = SETTINGS[name].kind
     if isinstance(kind, Flag):
         if isinstance(value, bool):
@@ -342,7 +342,7 @@ def _as_written(name: str, value: Any) -> Written:
         raise ValueError(f"{value!r} is not a list, such as {name} = [...]")
     elif _is_plain(value):
         return str(value)
-    raise ValueError(f"{value!r} is not what this setting takes")
+    raise ValueError(f"{value!r} is not a valid value for this setting")
 
 
 def _is_plain(value: Any) -> bool:
@@ -350,17 +350,17 @@ def _is_plain(value: Any) -> bool:
 
 
 def _check_toml_type(given: Any, value: Any) -> None:
-    """Raise ValueError for a TOML value of the wrong type, even if its text would be right."""
+    """Raise ValueError if a TOML value has the wrong type, even if its text could be parsed."""
     if isinstance(given, list) and not isinstance(value, tuple):
-        raise ValueError(f"{given!r} is a list, and this takes one value")
+        raise ValueError(f"{given!r} is a list, but this setting has one value")
     if isinstance(value, str) and not isinstance(given, str):
-        raise ValueError(f'{given!r} is not a text: write "{given}"')
+        raise ValueError(f'{given!r} is not a string: write "{given}"')
     if isinstance(given, str) and isinstance(value, int | float) and _NUMBER.fullmatch(given):
-        raise ValueError(f"{given!r} is a text: write it without quotes")
+        raise ValueError(f"{given!r} is a string: write it without quotes")
 
 
 def _configured(ctx: click.Context, name: str) -> SettingValue | None:
-    """Return the setting for an option of the running command. Raises ConfigurationError."""
+    """Return the setting for an option of the current command. Raises ConfigurationError."""
     settings = ctx.meta.get(_SETTINGS_KEY)
     if settings is None:
         settings = ctx.meta[_SETTINGS_KEY] = Settings.read()
@@ -374,9 +374,10 @@ def _configured(ctx: click.Context, name: str) -> SettingValue | None:
 
 
 def _leave_out_unread(ctx: click.Context) -> None:
-    """Reset settings that no drafter of this run's method reads to their defaults, and note each of them.
+    """Ignore settings that no drafter in this run's method uses, and print a note for each.
 
-    On the command line such an option is an error, but a setting for all runs need only fit some of them.
+    On the command line, such an option is an error. A setting, however, applies to all runs, whatever their
+    method.
     """
     from edgespec.cli.screen import note
 
@@ -387,11 +388,11 @@ def _leave_out_unread(ctx: click.Context) -> None:
     for name in unread_options((params.get("method") or "auto", *(params.get("methods") or ()))):
         if name in used:
             del params[name]  # `load` then uses its default
-            note(f"{name} ({used.pop(name).where}) is left out: this method does not read it")
+            note(f"{name} ({used.pop(name).where}) is ignored: this method does not use it")
 
 
 def with_setting_source(error: EdgespecError, ctx: click.Context) -> EdgespecError:
-    """Return the error, naming where the setting it is about was set if not on the command line."""
+    """Add to an error where its setting was set, unless it was set on the command line."""
     used: dict[str, SettingValue] = ctx.meta.get(_USED_KEY, {})
     for name, found in used.items():
         if isinstance(error, OptionError):

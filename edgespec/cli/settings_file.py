@@ -1,7 +1,7 @@
-"""Finds and changes single settings in the text of a TOML file.
+"""Edits individual settings in a TOML file without changing the rest of its text.
 
-The rest of the text, comments included, stays as the user wrote it. The changed text is parsed again and
-compared with the intended result, so that a file in a form that is not supported is refused, never damaged.
+Comments and layout are preserved. The new text is parsed and compared with the intended result. If they
+differ, the edit is rejected, so that an edit never damages the file.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ KeyPath: TypeAlias = tuple[str, ...]
 
 
 class NotEditableError(Exception):
-    """The setting is written in a form that cannot be changed automatically."""
+    """The setting is written in a form that edgespec cannot edit."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Statement:
-    """One statement of a TOML file.
+    """One statement in a TOML file.
 
     Attributes:
-        first: Its first line, counted from 0.
-        after: The line after its last one.
-        path: The key whose value it gives, or the table that it opens.
-        opens: Whether it opens a table.
+        first: Index of its first line, from 0.
+        after: Index of the line after its last line.
+        path: The key that it sets, or the table that it starts.
+        opens: Whether it starts a table.
     """
 
     first: int
@@ -42,7 +42,7 @@ class _Statement:
 
 
 def line_number(text: str, path: KeyPath) -> int | None:
-    """Return the line, counted from 1, where a value or table of a valid file begins, or None."""
+    """Return the line number (from 1) where a value or table begins, or None. The file must be valid."""
     for statement in _statements(text.replace("\r\n", "\n").split("\n")):
         if statement.path[: len(path)] == path:
             return statement.first + 1
@@ -50,10 +50,10 @@ def line_number(text: str, path: KeyPath) -> int | None:
 
 
 def changed(text: str, path: KeyPath, literal: str | None) -> str:
-    """Return the text of a valid file with the value at `path` set to a TOML literal; None removes it.
+    """Return the text of a valid file after setting `path` to a TOML literal, or removing it if None.
 
     Raises:
-        NotEditableError: The result would differ from the file in more than this value.
+        NotEditableError: The edit would change more than this value.
     """
     lines = text.replace("\r\n", "\n").split("\n")
     statements = list(_statements(lines))
@@ -68,7 +68,7 @@ def changed(text: str, path: KeyPath, literal: str | None) -> str:
 
 
 def _statements(lines: list[str]) -> Iterator[_Statement]:
-    """Yield the statements of a valid file. A value of several lines ends where the text first parses."""
+    """Yield the statements in a valid file. A multi-line value ends where the text first parses."""
     table: KeyPath = ()
     at = 0
     while at < len(lines):
@@ -92,7 +92,7 @@ def _read(text: str) -> dict[str, Any] | None:
 
 
 def _path(table: Any) -> KeyPath:
-    """Return the keys that lead into nested tables of one entry each."""
+    """Return the keys on the path through nested tables that have one entry each."""
     names = []
     while isinstance(table, dict) and len(table) == 1:
         ((name, table),) = table.items()
@@ -101,7 +101,7 @@ def _path(table: Any) -> KeyPath:
 
 
 def _replaced(lines: list[str], here: _Statement, literal: str) -> str:
-    """Return a statement with another value. A comment after the old value stays."""
+    """Return a statement with a new value. Preserve a comment after the old value."""
     old = "\n".join(lines[here.first : here.after])
     name, _, _ = old.partition("=")
     value = _read(old)
@@ -114,7 +114,7 @@ def _replaced(lines: list[str], here: _Statement, literal: str) -> str:
 
 
 def _insert(lines: list[str], statements: list[_Statement], path: KeyPath, literal: str) -> None:
-    """Add a line at the end of its table, which is added if there is none."""
+    """Append a line to its table. Add the table if it does not exist."""
     *table, name = path
     new = f"{_spelled(name)} = {literal}"
     of_table = [each for each in statements if each.path[:-1] == tuple(table) and not each.opens]
@@ -138,12 +138,12 @@ def _insert(lines: list[str], statements: list[_Statement], path: KeyPath, liter
 
 
 def _spelled(name: str) -> str:
-    """Return a TOML key, in quotes if it has characters such as dots or colons."""
+    """Return a TOML key, quoted if it contains characters such as dots or colons."""
     return name if re.fullmatch(r"[\w-]+", name, re.ASCII) else json.dumps(name, ensure_ascii=False)
 
 
 def _wanted(table: dict[str, Any], path: KeyPath, literal: str | None) -> dict[str, Any]:
-    """Return the contents that the changed file must have. Raises NotEditableError."""
+    """Return the parsed contents that the edited file must have. Raises NotEditableError."""
     wanted = copy.deepcopy(table)
     *inside, name = path
     part: Any = wanted
@@ -161,7 +161,7 @@ def _wanted(table: dict[str, Any], path: KeyPath, literal: str | None) -> dict[s
 def _compare(text: str, wanted: dict[str, Any], path: KeyPath) -> None:
     found = _read(text)
     if found is not None and len(path) > 1 and path[0] not in found:
-        # Removing the only line of a dotted table removes the table as well.
+        # Removing the only key of a dotted table also removes the table.
         found = {**found, path[0]: {}}
     if found != wanted:
         raise NotEditableError

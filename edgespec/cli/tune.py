@@ -1,4 +1,4 @@
-"""`edgespec tune`: measure what verify passes cost on this machine, and recommend a method."""
+"""`edgespec tune`: measure the cost of verify passes on this machine, and recommend a method."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SPEED-UP      measured on a few prompts at a draft length of 4
 ACCEPTED      share of the drafted tokens that the target accepted
 C             time to draft one token divided by the time for one token of the target
 EXPECTED      speed-up to expect at the best draft length, on similar text"""
-# One prompt each. More would take minutes per prompt on a large model.
+# One prompt from each category. On a large model, each prompt takes minutes.
 _SKILLS = ("code", "copy", "explain", "howto")
 
 
@@ -55,10 +55,9 @@ _SKILLS = ("code", "copy", "explain", "howto")
 @model_options
 @drafting_options(measuring=True)
 def command(method: str, max_tokens: int, as_json: bool, **options: Any) -> int:
-    """Measure what it costs to check several tokens at once on this machine, and try each method.
+    """Measure how fast this machine checks several tokens at once, and try each method.
 
-    The measured costs are saved, and the automatic mode uses them from then on. The report ends with a legend
-    and a recommendation.
+    The measured costs are saved for the automatic mode. The report ends with a legend and a recommendation.
     """
     tuning = interruptible(lambda stop: _tune(stop, method, max_tokens, options))
     note(tuning.notice)
@@ -77,7 +76,7 @@ def _tune(stop: Stop, method: str, max_tokens: int, options: dict[str, Any]) -> 
     if options["remember"]:
         raise OptionError(
             "--remember would let the suffix method find its own earlier replies, because prompts repeat",
-            "leave --remember out",
+            "remove --remember",
         )
     first: dict[str, Prompt] = {}
     for prompt in read_prompts(None):

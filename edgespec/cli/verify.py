@@ -1,4 +1,4 @@
-"""`edgespec verify`: prove on the user's own models that speculation does not change the reply."""
+"""`edgespec verify`: check on the user's own models that speculation does not change replies."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ if TYPE_CHECKING:
 
 __all__ = ["SMALLEST_P_VALUE", "command"]
 
-# Below this corrected p-value, a method counts as sampling from another distribution than the target.
+# Below this corrected p-value, a method's samples count as having a different distribution than the target's.
 SMALLEST_P_VALUE = 0.001
-_MAX_SHOWN_DIVERGENCES = 5  # per method
-# JSON key of each count, and its column head.
+_MAX_SHOWN_DIVERGENCES = 5  # differing replies listed per method
+# JSON key of each count, and its column heading.
 _COUNTS = {
     "prompts": "PROMPTS",
     "identical": "IDENTICAL",
@@ -89,7 +89,7 @@ def command(
 ) -> int:
     """Prove that speculation changes no token.
 
-    Plain decoding and each method answer every prompt, and the tokens are compared.
+    Plain decoding and each method answer every prompt, and their tokens are compared.
 
     \b
     identical   the same tokens
@@ -97,8 +97,8 @@ def command(
     violation   any other difference; the exit status is 1
 
     With --acceptance rejection, the distributions are compared instead, and a p-value below 0.001 is a
-    violation. Every method drafts in every round, even where that is slower. A method that drafted nothing
-    proves nothing, so the exit status is 1 as well.
+    violation. Methods draft before every pass, even if that is slower. If a method drafted nothing, nothing
+    was verified, and the exit status is also 1.
     """
     from edgespec import SamplingParams
     from edgespec.losslessness import read_prompts
@@ -144,13 +144,13 @@ def _verify(
             progress.clear()
         if stop.requested:
             raise CancelledError(
-                "verify was cancelled", "run it again; the replies compared so far are not a proof"
+                "verify was cancelled", "run it again; the replies compared so far do not prove anything"
             )
         return report
 
 
 def _few_of_each_category(prompts: Sequence[Prompt]) -> list[Prompt]:
-    """Return two prompts of each category. All of them would take hours on a large model."""
+    """Return two prompts from each category. All prompts would take hours on a large model."""
     by_category: dict[str, list[Prompt]] = {}
     for prompt in prompts:
         by_category.setdefault(prompt.category, []).append(prompt)
@@ -158,7 +158,7 @@ def _few_of_each_category(prompts: Sequence[Prompt]) -> list[Prompt]:
 
 
 def _all_methods(drafters: Sequence[str]) -> tuple[str, ...]:
-    """Return the default methods: every available drafter, and the combination that `auto` uses."""
+    """Return the default methods: all available drafters, and the combination that `auto` uses."""
     return (*drafters, "model+suffix") if "model" in drafters else tuple(drafters)
 
 

@@ -1,4 +1,4 @@
-"""What the suffix drafter looks drafts up in: replies of earlier chats and the user's files, as tokens."""
+"""Text for the suffix drafter to draft from: replies from earlier chats and the user's files."""
 
 from __future__ import annotations
 
@@ -31,18 +31,20 @@ def suffix_drafter(
 ) -> tuple[SuffixDrafter, str]:
     """Create a suffix drafter for a target's vocabulary.
 
-    Problems with saved replies are reported in the drafter's note.
+    The drafter's note reports problems with saved replies.
 
     Args:
         vocabulary: The target's vocabulary.
-        corpus: A text file or a folder of text files. They are read and tokenized at once.
-        remember: Draft from replies of earlier chats, which are loaded when the first reply begins, and save
-            new replies in the user's data folder. If False, no file of saved replies is opened.
-        can_branch: Draft trees instead of chains.
-        progress: Reports the reading of the corpus.
+        corpus: A text file or a folder of text files, which are read and tokenized before this function
+            returns.
+        remember: Whether to draft from replies in earlier chats and save new replies in the user's data
+            folder. Saved replies are loaded when the first reply begins. If False, they are neither read nor
+            written.
+        can_branch: Whether to draft trees instead of chains.
+        progress: Reports progress while reading the corpus.
 
     Returns:
-        The drafter and a notice on the corpus for the user, empty without a corpus.
+        The drafter, and a notice about the corpus for the user (empty if there is no corpus).
 
     Raises:
         OptionError: The corpus cannot be read.
@@ -63,7 +65,7 @@ def suffix_drafter(
 
 
 def vocabulary_fingerprint(vocabulary: Vocabulary) -> str:
-    """Return the SHA-256 of all tokens in order of their ids, as 64 hexadecimal digits."""
+    """Return the SHA-256 hash of all tokens in the order of their ids, as 64 hexadecimal digits."""
     digest = hashlib.sha256()
     for token in range(vocabulary.size):
         piece = vocabulary.raw_piece(token)

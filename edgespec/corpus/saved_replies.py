@@ -1,7 +1,7 @@
-"""Replies of earlier chats as tokens, in one private file per vocabulary.
+"""Save the tokens of replies for later chats, in one private file per vocabulary.
 
-A file is a header followed by records, which are appended under a lock. Each record has a magic number, its
-length and a checksum, so that damaged records are skipped without losing the others.
+A file consists of a header and records, which are appended while holding a lock. Each record has a magic
+number, its length and a checksum, so that damaged records can be skipped without losing the others.
 """
 
 from __future__ import annotations
@@ -39,23 +39,23 @@ _MAGIC = b"\xe5RPL"
 _RECORD_HEADER = struct.Struct("<4sII")  # magic, number of tokens, CRC-32 of the tokens
 _LOCK_SECONDS = 1.0
 _SUFFIX = ".replies"
-# An empty file whose modification time is the time of the last deletion of saved replies.
+# Name of an empty file whose modification time records when saved replies were last deleted.
 _DELETION_MARKER = "forgotten"
 
 
 class SavedReplies:
-    """Saved replies of one vocabulary, with the parts of their prompts that were new.
+    """Stores replies for one vocabulary, together with the new parts of their prompts.
 
-    No method raises because of the file: problems are reported in `notice`.
+    Methods report file errors in `notice` instead of raising them.
 
     Args:
-        vocabulary_fingerprint: Identifies the vocabulary, see `vocabulary_fingerprint`.
-        vocab_size: Records with larger token ids are damaged.
+        vocabulary_fingerprint: Identifies the vocabulary. See the function `vocabulary_fingerprint`.
+        vocab_size: Size of the vocabulary. Records with token ids beyond it are treated as damaged.
         folder: Folder of the file; by default one in the user's data folder.
-        max_tokens: Size limit. The oldest records are dropped first.
+        max_tokens: Maximum number of tokens in the file. The oldest records are dropped first.
 
     Attributes:
-        notice: What could not be read or written, for the user; empty without a problem.
+        notice: User-facing message about a read or write failure; empty if there is none.
     """
 
     def __init__(
@@ -70,21 +70,22 @@ class SavedReplies:
         self._header = f"edgespec replies {VERSION} {vocabulary_fingerprint} {vocab_size}\n".encode()
         self._vocab_size = vocab_size
         self._max_tokens = max_tokens
-        # A damaged file is rewritten with the next reply. After a failed write nothing is saved any more.
+        # A damaged file is rewritten when the next reply is saved. Saving is disabled after a failed write.
         self._must_rewrite = self._disabled = False
         self._unwritten: list[TokenArray] = []
         self._seen = NoveltyFilter(max_tokens)
         self._deletion_ns = self._last_deletion_ns()
 
     def load(self) -> list[TokenArray]:
-        """Return the saved texts, oldest first."""
+        """Return the saved token sequences, oldest first."""
         try:
             if not self.path.exists():
                 return []
             with self._lock():
                 data = read_regular_file(self.path)
         except (OSError, NotImplementedError):
-            # On a file system without locks nothing is written, so the file can be read without one.
+            # If the file system does not support locks, nothing is ever written, so reading without a lock is
+            # safe.
             try:
                 data = read_regular_file(self.path)
             except OSError as error:
@@ -99,18 +100,20 @@ class SavedReplies:
             )
         texts = self._newest(texts)
         if texts:
-            # A chat is saved turn by turn. Joined, its turns are recognised as one sequence.
+            # A chat is saved turn by turn. Concatenate the turns, so that they are recognised as one
+            # sequence.
             self._seen.add(np.concatenate(texts))
         return texts
 
     def add(self, reply: Sequence[int], prompt: Sequence[int] = ()) -> list[list[int]]:
-        """Save a reply together with the new parts of its prompt.
+        """Save a reply and the new parts of its prompt.
 
-        If another process holds the lock, they are written together with the next reply. The first turn after
-        saved replies were deleted is not saved, because it may contain what the user wanted to delete.
+        If another process holds the lock, writing is deferred until the next reply is saved. After saved
+        replies have been deleted, the next turn is not saved, because it may contain text that the user
+        wanted to delete.
 
         Returns:
-            The texts that were new: parts of the prompt, the last one followed by the reply.
+            The new token sequences: parts of the prompt, with the reply appended to the last one.
         """
         if not reply:
             return []
@@ -120,7 +123,7 @@ class SavedReplies:
         if (deletion_ns := self._last_deletion_ns()) != self._deletion_ns:
             self._deletion_ns, self._unwritten = deletion_ns, []
             return []
-        # Each part is limited to a quarter, so that one long prompt does not displace everything else.
+        # Limit each part to a quarter of the file, so that one long prompt does not evict everything else.
         *others, last = (part[-(self._max_tokens // 4) :] for part in new_parts)
         texts = [*others, np.concatenate([last, turn[len(prompt) :]])]
         self._save(texts)
@@ -139,13 +142,13 @@ class SavedReplies:
             self._unwritten = []
         except Timeout:
             self._unwritten = self._newest(self._unwritten)
-        except (OSError, NotImplementedError) as error:  # NotImplementedError: a file system without locks
+        except (OSError, NotImplementedError) as error:  # NotImplementedError: no lock support
             self._disabled = True
             self._unwritten = []
             self.notice = f"replies cannot be saved in {self.path}: {error_reason(error)}"
 
     def _write(self, texts: list[TokenArray]) -> None:
-        """Append records, or rewrite a file that is damaged, has another header or is a quarter too large."""
+        """Append records. Rewrite the file if it is damaged, has another header, or is 25 % too large."""
         try:
             size_bytes = regular_file_bytes(self.path)
             with self.path.open("rb") as file:
@@ -162,12 +165,12 @@ class SavedReplies:
         try:
             payload = b"".join(map(_record, texts))
             if os.write(handle, payload) < len(payload):
-                raise OSError(ENOSPC, "there is no space left")
+                raise OSError(ENOSPC, "no space left on the disk")
         finally:
             os.close(handle)
 
     def _parse(self, data: bytes) -> tuple[list[TokenArray], int]:
-        """Return the intact records of a file and the number of damaged bytes."""
+        """Return the intact records in a file and the number of damaged bytes."""
         if not data.startswith(self._header):
             return [], len(data)
         texts: list[TokenArray] = []
@@ -202,7 +205,7 @@ class SavedReplies:
             return 0
 
     def _newest(self, texts: list[TokenArray]) -> list[TokenArray]:
-        """Return the last texts that fit the size limit together."""
+        """Return the most recent texts that fit within the size limit."""
         total = 0
         for i in range(len(texts) - 1, -1, -1):
             total += len(texts[i]) + _RECORD_HEADER.size // 4
@@ -217,12 +220,12 @@ class SavedReplies:
 
 
 def delete_saved_replies(folder: Path | None = None) -> int:
-    """Delete the saved replies of all vocabularies.
+    """Delete the saved replies for all vocabularies.
 
-    A running chat drops the turn that it has not saved yet, because the turn may repeat deleted text.
+    A running chat discards its current unsaved turn, because it may repeat deleted text.
 
     Returns:
-        The number of freed bytes.
+        The number of bytes freed.
 
     Raises:
         OSError: A file cannot be deleted.

@@ -1,4 +1,4 @@
-"""Tokenize the user's files for the suffix drafter, because an edit of a file mostly repeats it."""
+"""Tokenize the user's files for the suffix drafter. A reply that edits a file mostly repeats its text."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ from edgespec.files import (
 __all__ = ["UserFiles", "read_user_files"]
 
 VERSION = 1
-# Larger files are skipped: they are rarely text that a person edits. Chosen.
+# Larger files are skipped, because people rarely edit such large text files by hand.
 _MAX_FILE_BYTES = 2 * 1024 * 1024
 _MAX_FILES = 20_000
-# Token caches in the cache folder, one per corpus and vocabulary. The oldest are deleted.
+# Maximum number of token caches, one per corpus and vocabulary. The oldest are deleted first.
 _MAX_CACHES = 16
 _SUFFIX = ".corpus"
 
 
 @dataclass(frozen=True, slots=True)
 class UserFiles:
-    """The tokens of a text file or of all text files in a folder.
+    """Tokens from one text file or from all text files in a folder.
 
     Attributes:
-        texts: Tokens of each file, the latest modified first.
-        notice: For the user: how many files and tokens are used, and which files were skipped and why.
+        texts: Tokens of each file, most recently modified first.
+        notice: User-facing summary of how many files and tokens are used, and why files were skipped.
     """
 
     texts: tuple[TokenArray, ...]
@@ -56,7 +56,7 @@ class _File:
 
     @property
     def key(self) -> str:
-        """Key of the cached tokens. It changes whenever the file is modified."""
+        """Cache key for the tokens, which changes whenever the file is modified."""
         return json.dumps([str(self.path), self.modified_ns, self.size_bytes])
 
 
@@ -69,18 +69,18 @@ def read_user_files(
     progress: Progress | None = None,
     cache: Path | None = None,
 ) -> UserFiles:
-    """Read and tokenize the text files at `path`, the latest modified first.
+    """Read and tokenize the text files at `path`, most recently modified first.
 
     Hidden files and folders, files that are not UTF-8 text, and files of more than 2 MiB are skipped. The
-    tokens of each file are cached by its path, modification time and size.
+    tokens are cached, keyed by the file's path, modification time and size.
 
     Args:
         path: A text file or a folder.
-        vocabulary: Tokenizes the files.
+        vocabulary: Vocabulary used to tokenize the files.
         vocabulary_fingerprint: Identifies the vocabulary in the cache.
-        max_tokens: Reading stops when this many tokens were read.
-        progress: Reports the share of files that were read.
-        cache: Folder of the cache; by default one in the user's cache folder.
+        max_tokens: Stop reading after this many tokens.
+        progress: Reports the fraction of files read so far.
+        cache: Cache folder. Defaults to one in the user's cache folder.
 
     Raises:
         OptionError: `path` does not exist or cannot be read.
@@ -128,7 +128,7 @@ def _plural(number: int, noun: str) -> str:
 
 
 def _list_files(root: Path) -> tuple[list[_File], list[tuple[str, int]]]:
-    """Return the files that may be text, latest first, and (reason, number) of the skipped files."""
+    """Return files that may be text, most recent first, and a (reason, count) list of skipped files."""
     try:
         paths: Iterator[Path] = _walk(root) if root.is_dir() else iter([root])
         if root.is_dir():
@@ -136,11 +136,13 @@ def _list_files(root: Path) -> tuple[list[_File], list[tuple[str, int]]]:
         elif stat.S_ISREG(root.stat().st_mode):
             root.open("rb").close()
         else:
-            # Reading from a pipe would block.
-            raise OptionError(f"--corpus {root} is neither a file nor a folder", "name a text file or folder")
+            # Reject pipes, because reading from one would block.
+            raise OptionError(
+                f"--corpus {root} is neither a file nor a folder", "specify a text file or a folder"
+            )
     except FileNotFoundError:
         raise OptionError(
-            f"--corpus {root} does not exist", "name a text file or a folder of text files"
+            f"--corpus {root} does not exist", "specify a text file or a folder of text files"
         ) from None
     except (OSError, ValueError) as error:  # ValueError: not a valid path
         raise OptionError(
@@ -188,7 +190,7 @@ def _tokenize_file(path: Path, vocabulary: Vocabulary) -> TokenArray | None:
 
 
 class _TokenCache:
-    """Cached tokens of the files of one corpus. Damaged or outdated entries are ignored."""
+    """Cached tokens for the files in one corpus. Damaged or outdated entries are ignored."""
 
     def __init__(self, folder: Path, root: Path, vocabulary_fingerprint: str, vocab_size: int) -> None:
         name = sha256(f"{vocabulary_fingerprint} {root}".encode("utf-8", "surrogateescape")).hexdigest()[:32]
@@ -215,7 +217,7 @@ class _TokenCache:
             return {}
 
     def save(self, texts: dict[str, TokenArray]) -> None:
-        """Replace the cache by `texts`, the tokens of each file by its key."""
+        """Replace the cache with `texts`, which maps file keys to tokens."""
         if texts.keys() == self.saved.keys():
             return
         payload = b"".join(tokens.astype("<i4").tobytes() for tokens in texts.values())
@@ -232,5 +234,5 @@ class _TokenCache:
             for path in caches[_MAX_CACHES:]:
                 path.unlink()
         except OSError:
-            # Without a cache the files are tokenized again next time.
+            # If the cache cannot be written, the files are tokenized again next time.
             return

@@ -223,7 +223,7 @@ class _Round:
         passes: Number of draft passes so far.
         width: Number of tokens in the tree, including the root.
         leaves: Number of leaves in the tree.
-        expected_tokens: Expected number of tokens emitted in this round.
+        expected_tokens: Expected number of tokens emitted with the current draft.
     """
 
     draft_length: int

@@ -96,7 +96,7 @@ class Drafter(ABC):
 
     @abstractmethod
     def commit(self, tokens: tuple[int, ...]) -> None:
-        """Append the emitted tokens and finish the draft-and-verify round."""
+        """Append the tokens emitted after verification."""
 
     @property
     def memory_use(self) -> MemoryUse:

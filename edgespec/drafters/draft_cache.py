@@ -1,4 +1,4 @@
-"""The KV cache of a draft model, and helpers for drafters that run one."""
+"""A draft model's KV cache, and helpers for drafters that run a model."""
 
 from __future__ import annotations
 

@@ -108,7 +108,7 @@ def expected_speed_up(curve: CostCurve, window: LookaheadWindow, hit_rate: HitRa
 def choose_window(
     curve: CostCurve, capabilities: Capabilities, draft_length: int, hit_rate: HitRate
 ) -> LookaheadWindow | None:
-    """Return the window with the largest expected speed-up, or None if plain decoding is faster.
+    """Return the window with the highest expected speed-up, or None if plain decoding is faster.
 
     Args:
         curve: Cost of verify passes by width on this machine.

@@ -27,12 +27,12 @@ _WARM_UP_TOKENS = 16
 class ModelDrafter(BudgetedDrafter):
     """Drafts with a language model (Leviathan et al. 2023, arXiv 2211.17192).
 
-    The model is a separate draft model, or a view of the target that runs only a part of it (`self_draft`).
-    Tree drafting follows SpecInfer (arXiv 2305.09781).
+    The model is either a separate draft model, or a view of the target that runs only part of it
+    (`self_draft`). Tree drafting follows SpecInfer (arXiv 2305.09781).
 
     Args:
         model: The draft model.
-        vocab_size: Vocabulary size of the target. Larger token ids are never drafted.
+        vocab_size: Vocabulary size of the target. Token ids outside it are never drafted.
         branches: Number of children per node at each depth, such as (3, 2). Deeper nodes have one child, so
             () drafts chains. Alternatively, a `TreeGrowth` that chooses the shape of each tree; it must not
             be shared with other drafters.

@@ -22,7 +22,7 @@ class NgramDrafter(Drafter):
     all tokens, so its time grows with the length of the chat.
 
     Args:
-        max_ngram_tokens: Longest n-gram to look up.
+        max_ngram_tokens: Maximum length of an n-gram to look up.
         min_ngram_tokens: Nothing is drafted after a shorter match.
     """
 

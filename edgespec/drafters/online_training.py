@@ -224,7 +224,7 @@ class OnlineTrainer:
         self._draft.truncate(0)
         self._cache_is_stale = False
         self._cache.begin(self._tokens)
-        with suppress(CancelledError):  # the rest is prefilled when a draft is needed
+        with suppress(CancelledError):  # `propose` will prefill the remaining tokens
             self._cache.prefill(progress=lambda *_: should_continue())
 
     def _saved_arrays(self) -> dict[str, NDArray[Any]]:

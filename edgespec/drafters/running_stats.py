@@ -42,7 +42,7 @@ class RunningMean:
             ValueError: The array is not a finite mean and a count.
         """
         if saved.shape != (2,) or not np.isfinite(saved).all() or saved[1] < 0.0:
-            raise ValueError(f"saved mean {saved} is not a finite value with a count")
+            raise ValueError(f"saved mean {saved} is not a finite mean and a count")
         value, count = map(float, saved)
         self.value, self.count = value, min(int(count), _MAX_RESTORED_COUNT)
 

@@ -50,7 +50,7 @@ def expected_speed_up(agreement: float, cost: float, pass_cost: Callable[[int], 
     """Return the highest expected speed-up over plain decoding, and the draft length that achieves it.
 
     Args:
-        agreement: Acceptance rate of a drafted token.
+        agreement: Probability that a drafted token is accepted.
         cost: Cost of a drafted token, in target steps.
         pass_cost: v(m), the cost of a verify pass of m tokens in target steps.
     """

@@ -69,8 +69,8 @@ class TokenBuffer:
             The length of the suffix and the position after its earlier occurrence; (0, 0) if there is none.
         """
         suffix = self.tokens[max(0, self.length - max_tokens) : self.length][::-1].tolist()
-        # Positions after earlier occurrences of the last token. The loop extends the suffix by one token at a
-        # time.
+        # Positions after earlier occurrences of the last token. The loop below extends the match to longer
+        # suffixes.
         ends = np.flatnonzero(self.tokens[: self.length - 1] == suffix[0]) + 1
         matched = 0
         while len(ends):

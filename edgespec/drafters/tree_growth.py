@@ -62,7 +62,7 @@ class TreeGrowth(ABC):
         """
 
     def force_draft(self) -> None:  # noqa: B027
-        """Draft a short tree in the next round, even if it is not expected to save time."""
+        """Make the next draft a short one, even if it is not expected to save time."""
 
     def finish_draft(self) -> None:  # noqa: B027
         """Record that the draft is complete and the verify pass begins."""
@@ -79,7 +79,7 @@ class TreeGrowth(ABC):
         """
 
     def record_skipped_round(self) -> None:  # noqa: B027
-        """Record a round without a draft."""
+        """Record that drafting was skipped in this round."""
 
     def saved_statistics(self) -> dict[str, NDArray[Any]]:
         """Return acceptance and cost statistics as named arrays to save for a later run."""

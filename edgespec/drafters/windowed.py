@@ -1,7 +1,7 @@
-"""Limit the attention of a draft model to the first and the last tokens.
+"""Limit a draft model's attention to the first and last tokens of the sequence.
 
-The cost and memory of the draft model stop growing with the sequence, and it never sees more positions than
-it was trained for.
+This bounds the draft model's cost and memory for long sequences, and keeps positions within its trained
+context.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from edgespec.errors import BackendError, CapabilityError, OptionError
 
 __all__ = ["AttentionWindow", "WindowedModel", "choose_draft_window"]
 
-# Room in the draft's context for the tree of a round, in addition to the window. Chosen.
+# Space reserved in the draft model's context, in addition to the window, for one draft tree.
 _MAX_TREE_TOKENS = 128
 
 
@@ -26,12 +26,13 @@ _MAX_TREE_TOKENS = 128
 class AttentionWindow:
     """Tokens that a draft model attends to: the first and the last tokens of the sequence.
 
-    The window may grow by `slack_tokens` before the oldest tokens are evicted, all at once, because eviction
-    has a fixed cost.
+    Each eviction has a fixed cost, so the window may grow by `slack_tokens` before the oldest tokens are
+    evicted all at once.
 
     Attributes:
-        sink_tokens: Number of first tokens, the attention sinks of StreamingLLM (arXiv 2309.17453).
-        window_tokens: Smallest number of last tokens.
+        sink_tokens: Number of first tokens to keep, called attention sinks in StreamingLLM (arXiv
+            2309.17453).
+        window_tokens: Minimum number of last tokens to keep.
     """
 
     sink_tokens: int = 4
@@ -44,16 +45,16 @@ class AttentionWindow:
 
     @property
     def context_tokens(self) -> int:
-        """Context size to load the draft model with."""
+        """Context size with which to load the draft model."""
         return self.sink_tokens + self.window_tokens + self.slack_tokens + _MAX_TREE_TOKENS
 
     @property
     def description(self) -> str:
-        """The window in words, for users."""
+        """User-facing description of the window."""
         return f"the first {self.sink_tokens:,} and the last {self.window_tokens:,} tokens"
 
     def limited_to(self, trained_tokens: int) -> AttentionWindow:
-        """Return this window, made smaller if it exceeds the trained context of the draft (0: unknown)."""
+        """Return this window, reduced to fit the draft model's trained context (0 if unknown)."""
         excess = self.context_tokens - trained_tokens
         if not trained_tokens or excess <= 0:
             return self
@@ -63,17 +64,18 @@ class AttentionWindow:
 def choose_draft_window(
     context_tokens: int, trained_tokens: int, window_tokens: int | None = None, sink_tokens: int = 4
 ) -> AttentionWindow | None:
-    """Choose the window of a draft model.
+    """Choose the attention window for a draft model.
 
     Args:
         context_tokens: Context size of the target.
-        trained_tokens: Context size that the draft was trained for (0: unknown).
-        window_tokens: The window requested by the user, 0 for none. With None, the draft gets a window only
-            if the sequence may exceed its trained context, because it predicts best from the whole sequence.
-        sink_tokens: Number of first tokens in the window.
+        trained_tokens: Trained context size of the draft model; 0 if unknown.
+        window_tokens: The window size requested by the user; 0 disables the window. If None, a window is used
+            only if the sequence may exceed the trained context, because predictions are best with the whole
+            sequence.
+        sink_tokens: Number of first tokens to keep in the window.
 
     Returns:
-        The window, or None for a draft that sees the whole sequence.
+        The window, or None if the draft model sees the whole sequence.
     """
     if window_tokens is None:
         if not 0 < trained_tokens < context_tokens:
@@ -84,21 +86,22 @@ def choose_draft_window(
 
 
 class WindowedModel(BaseModel):
-    """A LanguageModel with a long context on top of a model with a small one.
+    """A LanguageModel that supports long sequences with a model whose context is shorter.
 
     Implements StreamingLLM (arXiv 2309.17453) for draft models, as in MagicDec (arXiv 2408.11049). The inner
-    KV cache holds the sinks followed by the tokens from `_start` on. It may lag behind the sequence; missing
-    tokens are run before the next pass. Positions are those of the inner cache.
+    KV cache holds the attention sinks, followed by the tokens starting at `_start`. If it lags behind the
+    sequence, the missing tokens are run before the next pass. Token positions are relative to the inner
+    cache.
 
-    If the inner model cannot evict tokens, a full window is recomputed at half its length.
+    If the inner model cannot evict tokens, a full window is replaced by recomputing its most recent half.
 
     Args:
         model: The inner model.
         window: The window.
-        context_tokens: Longest sequence.
+        context_tokens: Maximum length of the sequence.
 
     Raises:
-        OptionError: The window does not fit the context of the inner model.
+        OptionError: The window does not fit the inner model's context.
     """
 
     def __init__(self, model: LanguageModel, window: AttentionWindow, context_tokens: int) -> None:
@@ -107,7 +110,7 @@ class WindowedModel(BaseModel):
         spare = inner.context_tokens - window.sink_tokens - window.window_tokens - window.slack_tokens
         if spare < 1 or window.window_tokens < 1 or window.sink_tokens < 0:
             raise OptionError(
-                f"--draft-window {window.window_tokens} does not fit the context of {inner.name},"
+                f"--draft-window {window.window_tokens} does not fit {inner.name}'s context of"
                 f" {inner.context_tokens} tokens",
                 f"use --draft-window {max(1, inner.context_tokens // 2)} or less",
             )
@@ -125,7 +128,7 @@ class WindowedModel(BaseModel):
                 trainable=False,
             ),
         )
-        # Largest size of the inner cache at the beginning of a round.
+        # Maximum size of the inner KV cache before a pass.
         self._max_cached_tokens = window.sink_tokens + window.window_tokens + window.slack_tokens
         self._tokens: list[int] = []
         self._start = window.sink_tokens
@@ -137,7 +140,7 @@ class WindowedModel(BaseModel):
 
     @property
     def _end(self) -> int:
-        """Position in the sequence after the last token in the inner cache."""
+        """Sequence position just after the last token in the inner KV cache."""
         cached, sinks = self._model.length, self._window.sink_tokens
         return cached if cached < sinks else cached - sinks + self._start
 
@@ -153,13 +156,13 @@ class WindowedModel(BaseModel):
             raise
 
     def _update_inner_cache(self, progress: Progress | None = None) -> None:
-        """Prefill the missing tokens, after evicting tokens if the window would become too large."""
+        """Prefill the missing tokens. Evict old tokens first if the window would become too large."""
         sinks, length = self._window.sink_tokens, len(self._tokens)
         cached = self._model.length
         if cached < sinks:
             self._start = sinks
         needed = cached + length - self._end
-        # A truncated sequence may leave a window that is too small. It is recomputed like a full one.
+        # Truncating the sequence may leave too few tokens in the window. Recompute the window in that case.
         too_small = self._start > sinks and needed < sinks + self._window.slack_tokens
         if needed > self._max_cached_tokens or too_small:
             self._evict()
@@ -169,7 +172,7 @@ class WindowedModel(BaseModel):
             self._model.prefill(self._tokens[self._end : length], progress)
 
     def _evict(self) -> None:
-        """Move the start of the window so that the window holds the last tokens."""
+        """Move the start of the window forward and evict older tokens, or recompute the window."""
         sinks, window_tokens = self._window.sink_tokens, self._window.window_tokens
         start = max(sinks, len(self._tokens) - window_tokens)
         if self._start < start < self._end:
@@ -177,7 +180,7 @@ class WindowedModel(BaseModel):
                 self._model.remove_range(sinks, sinks + start - self._start)
                 self._start = start
                 return
-            except CapabilityError:  # recompute half of the window, so that this is not needed again soon
+            except CapabilityError:  # recompute only half of the window to leave room for growth
                 start = max(sinks, len(self._tokens) - max(1, window_tokens // 2))
         self._model.truncate(min(sinks, self._model.length))
         self._start = start
@@ -187,7 +190,8 @@ class WindowedModel(BaseModel):
             self._check(tree.width)
             if tree.width > self.facts.capabilities.max_width:
                 raise CapabilityError(
-                    f"a tree of {tree.width} tokens is wider than {self.facts.capabilities.max_width}"
+                    f"a tree of {tree.width} tokens exceeds the maximum width of"
+                    f" {self.facts.capabilities.max_width}"
                 )
             if first == 0:
                 self._update_inner_cache()
@@ -210,7 +214,7 @@ class WindowedModel(BaseModel):
         self._round = ()
 
     def truncate(self, length: int) -> None:
-        """See `LanguageModel.truncate`. Evicted tokens that are in the window again are recomputed."""
+        """See `LanguageModel.truncate`. Evicted tokens that are needed again are recomputed later."""
         self._check(0)
         self._round = ()
         del self._tokens[length:]
@@ -222,11 +226,12 @@ class WindowedModel(BaseModel):
 
     def remove_range(self, start: int, end: int) -> None:
         raise CapabilityError(
-            f"tokens {start} to {end} of {self.facts.name} cannot be removed: its window evicts tokens itself"
+            f"tokens {start} to {end} of {self.facts.name} cannot be removed,"
+            " because the attention window manages eviction"
         )
 
     def snapshot(self, start: int = 0, end: int | None = None) -> Snapshot:
-        """See `LanguageModel.snapshot`. Only tokens are stored, because a window is recomputed quickly."""
+        """See `LanguageModel.snapshot`. Stores only token ids, because recomputing the window is fast."""
         self._check(0)
         self._end_round()
         return Snapshot(len(self._tokens), json.dumps(self._tokens).encode())
@@ -243,7 +248,7 @@ class WindowedModel(BaseModel):
         self._tokens = tokens
 
     def resize(self, context_tokens: int) -> None:
-        """See `LanguageModel.resize`. Only the longest sequence changes, not the window."""
+        """See `LanguageModel.resize`. Changes the maximum sequence length but not the window."""
         self._check_size(context_tokens)
         self._end_round()
         self._now_sized(context_tokens, self.facts.kv_bytes)

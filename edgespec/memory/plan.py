@@ -13,7 +13,7 @@ __all__ = ["Decision", "Item", "ItemKind", "MemoryPlan", "compute_headroom_bytes
 ItemKind = ModelMemoryKind | Literal["process", "headroom"]
 
 # The default headroom: what a plan adds for everything it does not model, such as llama.cpp's bookkeeping
-# and memory fragmentation. Chosen so that scripts/bench_plan.py finds no measured peak above its plan.
+# and memory fragmentation. Chosen.
 _HEADROOM_SHARE, _MIN_HEADROOM_BYTES = 0.05, 64 * 2**20
 
 _NAMES: dict[ModelMemoryKind, str] = {

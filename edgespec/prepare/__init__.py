@@ -1,1 +1,1 @@
-"""Files derived from a model once, such as a split model for early exit or a copy with fewer bits."""
+"""Prepare models once for faster drafting, such as splitting them for early exit or quantising a copy."""

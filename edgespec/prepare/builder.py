@@ -1,7 +1,8 @@
-"""Build prepared models: one process at a time, and interrupted builds are resumed.
+"""Build prepared models. Only one process builds a model at a time; interrupted builds can be resumed.
 
-Files are written to a folder with the suffix `.partial`, which is renamed when it is complete. So a folder
-without the suffix can always be used. A journal lists the files that an interrupted build has finished.
+Files are written to a folder with the suffix `.partial`, which is renamed when the build is complete. A
+folder without the suffix is therefore always complete. A journal lists the finished files, so that an
+interrupted build can be resumed.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ __all__ = ["BuildFolder", "build", "interrupted_settings"]
 _JOURNAL = "journal.json"
 _WAIT_SECONDS = 0.2
 _DISK_FULL_ERRORS = (ENOSPC, EDQUOT, EFBIG, EIO)
-_USE_NEW_FOLDER = "name a folder that does not exist"
+_USE_NEW_FOLDER = "choose a folder that does not exist"
 
 
 class BuildFolder:
@@ -48,7 +49,7 @@ class BuildFolder:
 
     Attributes:
         folder: The partial folder.
-        source: The model it is built from.
+        source: Path of the source model.
     """
 
     def __init__(
@@ -60,12 +61,12 @@ class BuildFolder:
         self._save = save
 
     def file(self, name: str, write: Callable[[Path], None], progress: Progress | None = None) -> Path:
-        """Return the path of the file `name`, which is written unless an earlier build has finished it.
+        """Return the path of the file `name`, and write the file unless an earlier build finished it.
 
         Args:
             name: Name of the file.
             write: Writes the file to the given path.
-            progress: Reports the hashing of the file.
+            progress: Reports progress while hashing the file.
         """
         path = self.folder / name
         finished = self._finished.get(name)
@@ -91,21 +92,21 @@ def build(
     to: Path | None = None,
     progress: Progress | None = None,
 ) -> PreparedModel:
-    """Build a prepared model, or return it if it exists and is intact.
+    """Build a prepared model, or return the existing one if it is intact.
 
     Args:
         kind: Kind of the prepared model.
         source: The model to build from.
-        settings: Settings of the build, which identify it together with the source.
+        settings: Build settings. Together with `source`, they identify the build.
         write_files: Writes all files and returns facts for the manifest. If it raises CapabilityError, the
             partial folder is deleted; after any other error, the next build resumes with the finished files.
-        needed_bytes: Free disk space that the build needs.
-        to: Folder to create; by default one in the store.
-        progress: Reports reading and writing.
+        needed_bytes: Free disk space required for the build.
+        to: Folder to create. Defaults to a folder in the store.
+        progress: Reports progress while reading and writing.
 
     Raises:
-        ModelFileError: The source cannot be read, the folder cannot be written or the disk is too small.
-        OptionError: `to` exists and holds something else.
+        ModelFileError: The source cannot be read, the folder cannot be written, or the disk is full.
+        OptionError: `to` exists but does not contain this prepared model.
         CancelledError: `progress` returned False.
     """
     source = absolute_path(source)
@@ -114,13 +115,13 @@ def build(
     folder = absolute_path(entry if to is None else to)
     if folder.is_symlink():
         if not folder.exists():
-            raise OptionError(f"{folder} is a broken symbolic link", "delete it, or name another folder")
+            raise OptionError(f"{folder} is a broken symbolic link", "delete it, or choose another folder")
         folder = folder.resolve()
     if not folder.name:
         raise OptionError(f"{folder} exists and is not a prepared model", _USE_NEW_FOLDER)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        # In a folder that is not writable, the lock below would wait forever. Fail here instead.
+        # If the folder is not writable, acquiring the lock below would wait forever, so fail here.
         tempfile.TemporaryFile(dir=folder.parent).close()
         with _exclusive(folder, progress):
             prepared = _existing(kind, folder, source, settings, progress)
@@ -151,7 +152,7 @@ def interrupted_settings(kind: PreparedKind, source: Path) -> BuildSettings | No
 def _existing(
     kind: PreparedKind, folder: Path, source: Path, settings: BuildSettings, progress: Progress | None
 ) -> PreparedModel | None:
-    """Return the prepared model in `folder` if it is intact; delete it if it is damaged or outdated."""
+    """Return the prepared model in `folder` if it is intact. Delete it if it is damaged or outdated."""
     if not folder.exists():
         return None
     if not (folder / MANIFEST).exists():
@@ -168,14 +169,14 @@ def _existing(
         existing = read_prepared(folder)
     except ModelFileError as error:
         if not _in_store(folder):
-            # The folder may belong to another program.
+            # The folder may belong to another program, so do not delete it.
             raise OptionError(f"{folder} exists, and {error.what}", _USE_NEW_FOLDER) from error
         _delete(folder)
         return None
     if (existing.kind, existing.source, dict(existing.settings)) != (kind, source, dict(settings)):
         raise OptionError(
             f"{folder} was prepared from {existing.source} with other settings",
-            "name another folder, or delete this one",
+            "choose another folder, or delete this one",
         )
     try:
         check_prepared(existing, source)
@@ -188,7 +189,7 @@ def _existing(
         foreign = [path for path in folder.iterdir() if path.name not in own or path.is_dir()]
         if foreign and not _in_store(folder):
             raise OptionError(
-                f"{folder} is damaged or outdated, and {foreign[0].name} in it is not a file of edgespec",
+                f"{folder} is damaged or outdated, and edgespec did not create {foreign[0].name} in it",
                 f"move that file, or {_USE_NEW_FOLDER}",
             )
         _delete(folder)
@@ -197,7 +198,7 @@ def _existing(
 
 
 def _delete(folder: Path) -> None:
-    """Delete a prepared folder, the manifest last, so that an interrupted deletion can be recognised."""
+    """Delete a prepared folder. Delete the manifest last, so that interrupted deletions are detectable."""
     for path in folder.iterdir():
         if path.name != MANIFEST:
             shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
@@ -223,13 +224,14 @@ def _build(
     journal = partial / _JOURNAL
     states = _file_states(parts)
     header = {"version": VERSION, "kind": kind, "source": str(source), "settings": dict(settings)}
-    # A build that was killed at the very end has left the manifest, which holds all that the journal holds.
+    # If a build was interrupted just after deleting the journal, use the manifest, which has the same
+    # entries.
     existing = next((path for path in (journal, partial / MANIFEST) if path.exists()), None)
     records, finished = _resume(existing, parts, header, progress) if existing else (None, {})
     if records is None:
         foreign = partial.exists() and not existing and not _in_store(folder)
         if foreign and not all(path.name.startswith(_JOURNAL) for path in partial.iterdir()):
-            raise OptionError(f"{partial} exists and is not an interrupted build", "name another folder")
+            raise OptionError(f"{partial} exists and is not an interrupted build", "choose another folder")
         shutil.rmtree(partial, ignore_errors=True)
         finished = {}
     _check_room(folder.parent, needed_bytes - sum(file.size_bytes for file in finished.values()))
@@ -251,7 +253,7 @@ def _build(
     if not _unchanged(parts, records, states, progress):
         shutil.rmtree(partial, ignore_errors=True)
         raise ModelFileError(
-            f"{source} changed while it was read", "run it again when no program writes to it"
+            f"{source} changed while it was read", "run it again when no other program writes to it"
         )
     prepared = PreparedModel(kind, folder, source, records, dict(settings), tuple(finished.values()), facts)
     manifest = header | {"source_files": records, "source_states": states, "files": prepared.files}
@@ -269,7 +271,7 @@ def _build(
 def _resume(
     journal: Path, parts: list[Path], header: Mapping[str, Any], progress: Progress | None
 ) -> tuple[tuple[FileRecord, ...] | None, dict[str, FileRecord]]:
-    """Return the source records and finished files of an interrupted build; (None, {}) if not reusable."""
+    """Return an interrupted build's source records and finished files; (None, {}) if not reusable."""
     try:
         value = json.loads(journal.read_text(encoding="utf-8"))
         records = tuple(map(FileRecord.from_json, value["source_files"]))
@@ -282,7 +284,7 @@ def _resume(
 
 
 def _file_states(parts: list[Path]) -> list[list[int]]:
-    """Return the identity, size and times of files, which change when a file is replaced or written."""
+    """Return the identity, size and timestamps of files, which change when a file is replaced or written."""
     stats = [part.stat() for part in parts]
     return [[one.st_dev, one.st_ino, one.st_size, one.st_mtime_ns, one.st_ctime_ns] for one in stats]
 
@@ -290,7 +292,7 @@ def _file_states(parts: list[Path]) -> list[list[int]]:
 def _unchanged(
     parts: list[Path], records: tuple[FileRecord, ...], states: Any, progress: Progress | None
 ) -> bool:
-    """Return whether the source is unchanged. It is read again if its files may have been written."""
+    """Return whether the source is unchanged. Hash it again if its file timestamps have changed."""
     if not all(map(matches_record, parts, records)):
         return False
     if _file_states(parts) == states:
@@ -303,14 +305,14 @@ def _check_room(folder: Path, needed_bytes: int) -> None:
     free_bytes = shutil.disk_usage(folder).free
     if needed_bytes > free_bytes:
         raise ModelFileError(
-            f"{folder} needs {format_bytes(needed_bytes)} of free space and has {format_bytes(free_bytes)}",
-            "free disk space, or name a folder on another disk with --to",
+            f"{folder} needs {format_bytes(needed_bytes)} of free space but has {format_bytes(free_bytes)}",
+            "free disk space, or choose a folder on another disk with --to",
         )
 
 
 @contextmanager
 def _exclusive(folder: Path, progress: Progress | None) -> Iterator[None]:
-    """Hold the lock of a folder, so that only one process builds it."""
+    """Hold a lock on a folder, so that only one process builds it."""
     from filelock import FileLock, Timeout
 
     lock = FileLock(folder.with_name(f".{folder.name}.lock"))
@@ -329,7 +331,7 @@ def _exclusive(folder: Path, progress: Progress | None) -> Iterator[None]:
 
 
 def _register(kind: PreparedKind, prepared: PreparedModel) -> None:
-    """Register a folder outside the store, so that `find_prepared` finds it."""
+    """Register a folder outside the store, so that `find_prepared` can find it."""
     name = f"{_entry_name(prepared.source, prepared.settings)}.elsewhere"
     entry = store_folder() / kind / name
     entry.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""A short prompt and the model's own reply to it, on which models are measured."""
+"""A calibration prompt and the model's greedy reply to it, used for measurements."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _MAX_REPLY_TOKENS = 96
 
 
 def calibration_prompt(vocabulary: Vocabulary) -> list[int]:
-    """Return the tokens of the calibration prompt, in the model's chat template if it has one."""
+    """Tokenize the calibration prompt, using the model's chat template if it has one."""
     if vocabulary.chat_template:
         try:
             template = ChatTemplate(vocabulary.chat_template, vocabulary.bos_text, vocabulary.eos_text)
@@ -36,9 +36,9 @@ def calibration_prompt(vocabulary: Vocabulary) -> list[int]:
 
 
 def greedy_reply(model: LanguageModel, prompt: Sequence[int]) -> list[int]:
-    """Return the model's greedy reply to a prompt, limited by its context.
+    """Return the model's greedy reply to a prompt, limited by the context size.
 
-    The KV cache must be empty. It holds the prompt and the reply afterwards.
+    The KV cache must be empty before the call. Afterwards, it contains the prompt and the reply.
     """
     model.prefill(prompt[:-1])
     reply: list[int] = []

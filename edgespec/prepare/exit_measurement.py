@@ -1,4 +1,4 @@
-"""Measure how often the exit layers of a GGUF model agree with the full model, and the cost of passes."""
+"""Measure how often a GGUF model's exit layers agree with the full model, and the cost of verify passes."""
 
 from __future__ import annotations
 
@@ -22,28 +22,28 @@ __all__ = ["measure_exits"]
 
 _CONTEXT_TOKENS = 256
 _MAX_EXITS = 16
-# Rows of the output head that are dequantised at a time, to limit memory. Chosen.
+# Dequantise the output head in blocks of this many rows to limit memory use.
 _HEAD_ROWS = 8192
-# Smallest agreement of the last layer with the model itself. A smaller one means that this file computes the
-# final norm or the head differently than the model does.
+# Minimum agreement between predictions computed here from the last layer and the model's own. A lower value
+# means that the final norm or the output head is computed differently here than in the model.
 _MIN_LAST_LAYER_AGREEMENT = 0.9
 
 
 def measure_exits(
     path: Path, source: GgufModel, exit_layer: int | None = None, progress: Progress | None = None
 ) -> ExitTable:
-    """Measure exits on the model's own greedy reply to a calibration prompt.
+    """Measure exit layers on the model's own greedy reply to a calibration prompt.
 
-    The cost of passes is measured on the device that the model normally runs on.
+    The cost of verify passes is measured on the device that the model normally runs on.
 
     Args:
         path: The GGUF file.
-        source: The same model, for its tensors.
-        exit_layer: Measure only this exit; None for up to 16 exits.
-        progress: Reports the loading of the model.
+        source: The same model, for reading its tensors.
+        exit_layer: Measure only this exit layer. If None, measure up to 16 exit layers.
+        progress: Reports progress while loading the model.
 
     Raises:
-        CapabilityError: The hidden states of the model cannot be read.
+        CapabilityError: The model's hidden states cannot be read.
         ModelFileError: The model cannot be loaded.
     """
     model = load(str(path), path.name, LoadOptions(context_tokens=_CONTEXT_TOKENS), progress)
@@ -53,9 +53,9 @@ def measure_exits(
         curve = measure_costs(model, EXIT_WIDTHS)
     finally:
         model.close()
-    # Row i of the hidden states predicts token i of the reply.
+    # With this input, row i of the hidden states predicts token i of the reply.
     tokens = [*prompt, *reply[:-1]]
-    # Hidden states are read on the CPU, because every build of llama.cpp supports it there.
+    # Read hidden states on the CPU, because every llama.cpp build supports that.
     options = LoadOptions(context_tokens=_CONTEXT_TOKENS, gpu_layers=0)
     try:
         hidden = hidden_states(str(path), path.name, tokens, options, progress)[:, len(prompt) - 1 :]
@@ -68,8 +68,8 @@ def measure_exits(
     *agreements, last = _agreement(source, hidden[layers], np.array(reply))
     if last < _MIN_LAST_LAYER_AGREEMENT:
         raise CapabilityError(
-            f"the exit layers of {path.name} cannot be measured: after its last layer only"
-            f" {last:.0%} of the tokens are right",
+            f"the exit layers of {path.name} cannot be measured: predictions from its last layer"
+            f" are correct for only {last:.0%} of the tokens",
             "choose one with --exit",
         )
     return exit_table(dict(zip(chosen, agreements, strict=True)), *_layer_bytes(source), curve.v)
@@ -82,7 +82,7 @@ def _candidates(layer_count: int) -> list[int]:
 
 
 def _layer_bytes(source: GgufModel) -> tuple[list[int], int]:
-    """Return the bytes of each layer and of the output head."""
+    """Return the weight bytes of each layer and of the output head."""
     shared = {tensor.name: tensor.size_bytes for tensor in source.shared()}
     head = shared.get("output.weight", shared.get("token_embd.weight", 0))
     layers = range(source.layer_count)
@@ -90,7 +90,7 @@ def _layer_bytes(source: GgufModel) -> tuple[list[int], int]:
 
 
 def _agreement(source: GgufModel, hidden: NDArray[np.float32], expected: NDArray[np.int64]) -> list[float]:
-    """Return how often the best token after each layer is the expected one.
+    """Return for each layer how often its most probable token is the expected token.
 
     Args:
         source: The model.
@@ -101,9 +101,7 @@ def _agreement(source: GgufModel, hidden: NDArray[np.float32], expected: NDArray
     head = tensors.get("output.weight", tensors.get("token_embd.weight"))
     norm = tensors.get("output_norm.weight")
     if head is None or norm is None:
-        raise CapabilityError(
-            "the output head of this model was not found", "choose an exit layer with --exit"
-        )
+        raise CapabilityError("cannot find the output head of this model", "choose an exit layer with --exit")
     states = _normed(source, hidden, norm, tensors.get("output_norm.bias"))
     count = states.shape[0] * states.shape[1]
     flat = states.reshape(count, -1)

@@ -1,6 +1,6 @@
-"""Choose the exit layer of early-exit drafting (LayerSkip, arXiv 2404.16710) by agreement and cost.
+"""Choose the exit layer for early-exit drafting (LayerSkip, arXiv 2404.16710) by agreement and cost.
 
-Only models that were trained for early exit predict well from their lower layers.
+Only models trained for early exit make good predictions from their lower layers.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ from edgespec.engine.draft_length import best_draft_length
 __all__ = ["EXIT_WIDTHS", "Exit", "ExitTable", "exit_table"]
 
 _MAX_DRAFT_LENGTH = 12
-# Widths of the verify passes whose cost the table needs, including the root.
+# Verify pass widths, including the root, whose cost is needed to compute the table.
 EXIT_WIDTHS = range(1, _MAX_DRAFT_LENGTH + 2)
-# Agreement from which on a model was probably trained for early exit. Chosen.
+# If agreement is at least this high, the model was probably trained for early exit. A heuristic.
 _MIN_TRAINED_AGREEMENT = 0.6
 
 
 @dataclass(frozen=True, slots=True)
 class Exit:
-    """A possible exit layer with its estimated value.
+    """A possible exit layer and its expected speed-up.
 
     Attributes:
-        exit_layer: Number of layers that a draft pass runs.
-        agreement: Share of positions where the best token after these layers is the full model's.
+        exit_layer: Number of layers run in a draft pass.
+        agreement: Fraction of positions where these layers predict the same token as the full model.
         cost: Cost of a drafted token, in target steps.
-        draft_length: Draft length with the largest expected speed-up.
-        speed_up: Expected speed-up over plain decoding (1.0: none).
+        draft_length: Draft length with the highest expected speed-up.
+        speed_up: Expected speed-up over plain decoding; 1.0 means no speed-up.
     """
 
     exit_layer: int
@@ -46,7 +46,7 @@ class Exit:
 
     @property
     def shortfall(self) -> str:
-        """Why the exit is not faster, as a phrase after the model's name; empty if it is faster."""
+        """Reason why this exit is not faster, phrased to follow the model's name; empty if it is faster."""
         if self.is_faster:
             return ""
         reason = "gains nothing from" if self.agreement >= _MIN_TRAINED_AGREEMENT else "was not trained for"
@@ -64,20 +64,20 @@ class Exit:
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Exit:
-        """Parse the result of `to_json`."""
+        """Create an `Exit` from the result of `to_json`."""
         return cls(**value)
 
 
 @dataclass(frozen=True, slots=True)
 class ExitTable:
-    """At least one exit of a model with `layer_count` layers, lowest first."""
+    """One or more exits for a model with `layer_count` layers, lowest first."""
 
     exits: tuple[Exit, ...]
     layer_count: int
 
     @property
     def best(self) -> Exit:
-        """The exit with the largest expected speed-up; of equals, the lowest."""
+        """The exit with the highest expected speed-up. Ties favour the lowest exit."""
         return max(self.exits, key=lambda one: one.speed_up)
 
     @property
@@ -87,7 +87,7 @@ class ExitTable:
 
     @property
     def verdict(self) -> str:
-        """The result for the user, as a line after the model's name and a colon."""
+        """User-facing summary of the result, phrased to follow the model's name and a colon."""
         best = self.best
         accuracy = (
             f"after {best.exit_layer} of {self.layer_count} layers it predicts the full model's token"
@@ -104,13 +104,13 @@ def exit_table(
     head_bytes: int,
     v: CostFunction = assumed_cost,
 ) -> ExitTable:
-    """Estimate the value of each exit from the bytes that its passes read.
+    """Estimate the speed-up of each exit from the weight bytes that its passes read.
 
     Args:
-        agreements: Agreement with the full model by exit layer, from 1 to the number of layers - 1.
+        agreements: Agreement with the full model for each exit layer, from 1 to the number of layers - 1.
         layer_bytes: Weight bytes of each layer.
-        head_bytes: Weight bytes read after the last layer.
-        v: Cost of a verify pass of the full model by its width, in target steps.
+        head_bytes: Weight bytes of the output head, which is read after the last layer.
+        v: Cost of a verify pass with the full model by width, in target steps.
     """
     total = sum(layer_bytes) + head_bytes
     exits = []
@@ -121,11 +121,12 @@ def exit_table(
 
 
 def _exit(layer: int, agreement: float, lower_cost: float, draft_cost: float, v: CostFunction) -> Exit:
-    """Return an exit with its best draft length.
+    """Return the exit at `layer` with its best draft length.
 
-    `lower_cost` is the cost of the layers below the exit, and `draft_cost` that of these layers and the head.
+    `lower_cost` is the cost of the layers below the exit. `draft_cost` also includes the output head.
     """
-    # The verify pass reuses the lower layers of the drafted tokens, except the last one, which was not run.
+    # The verify pass reuses the lower-layer results for all tokens except the last drafted one, which was not
+    # run.
     length, speed_up = best_draft_length(
         agreement, lambda k: k * draft_cost + lower_cost + (1 - lower_cost) * v(k + 1), _MAX_DRAFT_LENGTH
     )

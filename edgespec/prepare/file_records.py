@@ -1,4 +1,4 @@
-"""Sizes and hashes of files, and a quick check of whether a file has changed."""
+"""Record the size and hash of files, and quickly check whether a file has changed."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _CHUNK_BYTES = 1 << 22
 
 @dataclass(frozen=True, slots=True)
 class FileRecord:
-    """Content of a file at some time.
+    """A record of a file's content at a certain time.
 
     Attributes:
-        name: File name without the folder.
-        size_bytes: Size of the file.
-        sha256: SHA-256 of the file.
-        sample: SHA-256 of a few blocks, see `sampled_sha256`.
+        name: File name without its folder.
+        size_bytes: Size of the file in bytes.
+        sha256: SHA-256 hash of the file.
+        sample: SHA-256 hash of a few sampled blocks. See `sampled_sha256`.
     """
 
     name: str
@@ -45,11 +45,11 @@ class FileRecord:
 
     @classmethod
     def from_json(cls, value: Any) -> FileRecord:
-        """Parse a JSON object.
+        """Create a record from a JSON object.
 
         Raises:
             KeyError: A key is missing.
-            TypeError: A value has another type.
+            TypeError: A value has the wrong type.
             ValueError: The name is not a plain file name.
         """
         name, size = value["name"], value["size_bytes"]
@@ -63,8 +63,8 @@ def hash_files(paths: Sequence[Path], what: str, progress: Progress | None = Non
 
     Args:
         paths: The files.
-        what: Description of the work for `progress`.
-        progress: Reports the share of bytes that were read.
+        what: Description of the task to show with `progress`.
+        progress: Reports the fraction of bytes read so far.
 
     Raises:
         ModelFileError: A file cannot be read.

@@ -1,4 +1,4 @@
-"""Read the tensors and metadata of a GGUF model, and write parts of it to new files."""
+"""Read tensors and metadata from a GGUF model, and write parts of the model to new files."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ __all__ = [
 ]
 
 _LAYER = re.compile(r"blk\.(\d+)\.(.*)")
-# Arrays without one element per layer, even if their length equals the number of layers.
+# Keys of arrays that are not per layer, even if their length happens to equal the number of layers.
 _NOT_PER_LAYER = ("dimension_sections", "rope.scaling", "deepstack", "target_layer")
-# Numbers of layers, which are added when two parts of a model are merged.
+# Keys of layer counts, which are added together when two parts of a model are merged.
 _LAYER_COUNTS = ("block_count", "leading_dense_block_count")
-# Metadata that the writer sets itself, or that is not valid for a part of a model.
+# Metadata keys to omit, because the writer sets them or they do not apply to a part of a model.
 _OMITTED = ("GGUF.", "split.", "general.architecture", "general.alignment", "edgespec.")
 
 
 @dataclass(frozen=True, slots=True)
 class GgufTensor:
-    """A tensor with the name it will be written under. Its bytes stay in the source file."""
+    """A tensor and its name in the new file. The data is read from the source file when needed."""
 
     name: str
     source: Any
@@ -49,7 +49,7 @@ class GgufTensor:
 
     @property
     def parameters(self) -> int:
-        """Number of weights."""
+        """Number of weights in the tensor."""
         return int(self.source.n_elements)
 
 
@@ -57,7 +57,7 @@ class GgufModel:
     """A memory-mapped GGUF model.
 
     Args:
-        parts: All parts of the model, the one with the metadata first.
+        parts: Paths of all parts of the model. The first one contains the metadata.
 
     Raises:
         ModelFileError: A part is damaged.
@@ -79,16 +79,16 @@ class GgufModel:
         self.layer_count = int(self.value("block_count", 0))
 
     def value(self, key: str, default: Any) -> Any:
-        """Return a metadata value by its key without the architecture."""
+        """Return the metadata value for `key`, which excludes the architecture prefix."""
         field = self._fields.get(f"{self.architecture}.{key}")
         return default if field is None else field.contents()
 
     def shared(self) -> list[GgufTensor]:
-        """Return the tensors that belong to no layer."""
+        """Return the tensors that do not belong to a layer."""
         return [tensor for tensor in self.tensors if not _LAYER.fullmatch(tensor.name)]
 
     def layers(self, begin: int, end: int, first: int = 0) -> list[GgufTensor]:
-        """Return the tensors of the layers [begin, end), renumbered from `first`."""
+        """Return the tensors of layers [begin, end), with the layers renumbered starting at `first`."""
         chosen = []
         for tensor in self.tensors:
             match = _LAYER.fullmatch(tensor.name)
@@ -97,7 +97,7 @@ class GgufModel:
         return chosen
 
     def metadata(self, begin: int, end: int) -> dict[str, tuple[Any, Any, Any]]:
-        """Return the metadata of a model with the layers [begin, end): (value, type, element type) by key."""
+        """Return metadata for the layers [begin, end) as a dict from keys to (value, type, element type)."""
         metadata = {}
         for key, field in self._fields.items():
             if key.startswith(_OMITTED) or not field.types:
@@ -116,7 +116,7 @@ class GgufModel:
         return metadata
 
     def metadata_with(self, upper: GgufModel) -> dict[str, tuple[Any, Any, Any]]:
-        """Return the metadata of a model with these layers followed by those of `upper`, see `metadata`."""
+        """Return the `metadata` for a model with these layers followed by the layers of `upper`."""
         merged = self.metadata(0, self.layer_count)
         for key, (above, kind, element) in upper.metadata(0, upper.layer_count).items():
             below = merged[key][0]
@@ -141,14 +141,14 @@ def write_metadata_part(
     tensor_count: int,
     part_count: int,
 ) -> None:
-    """Write the first part of a model, which holds the metadata and no tensors.
+    """Write the first part of a model, which contains only metadata.
 
     Args:
         path: File to write.
         architecture: Architecture of the model.
-        metadata: Metadata as given by `GgufModel.metadata`.
+        metadata: Metadata as returned by `GgufModel.metadata`.
         extra: Additional metadata.
-        tensor_count: Number of tensors in all other parts.
+        tensor_count: Total number of tensors in the other parts.
         part_count: Number of parts.
     """
     writer = gguf.GGUFWriter(path, architecture)
@@ -170,7 +170,7 @@ def write_tensor_part(
     part_count: int,
     progress: Progress | None = None,
 ) -> None:
-    """Write tensors to part `number` (from 1) of a model.
+    """Write tensors to part `number` of a model, counting from 1.
 
     Raises:
         CancelledError: `progress` returned False.
@@ -195,10 +195,10 @@ def write_model(
     Args:
         path: File to write.
         architecture: Architecture of the model.
-        metadata: Metadata as given by `GgufModel.metadata`.
-        tensors: All tensors.
-        progress: Reports the share of bytes that were written.
-        header_only: Leave a hole of the same size instead of the tensor data.
+        metadata: Metadata as returned by `GgufModel.metadata`.
+        tensors: All tensors to write.
+        progress: Reports the fraction of bytes written so far.
+        header_only: Write a sparse file with a hole of the same size in place of the tensor data.
 
     Raises:
         CancelledError: `progress` returned False.
@@ -235,12 +235,14 @@ def _add_part_number(writer: Any, number: int, part_count: int, tensor_count: in
 def merged_file(
     folder: Path, path: Path, progress: Progress | None = None, *, header_only: bool = False
 ) -> Iterator[Path]:
-    """Merge the lower and upper part of a split model into one file, which is deleted afterwards.
+    """Merge the lower and upper parts of a split model into a temporary file.
+
+    The file is deleted on leaving the context.
 
     Args:
-        folder: The prepared folder of the split model.
+        folder: Folder of the split model.
         path: File to write.
-        progress: Reports the share of bytes that were written.
+        progress: Reports the fraction of bytes written so far.
         header_only: See `write_model`.
 
     Raises:
@@ -277,8 +279,8 @@ def _write_tensors(writer: Any, tensors: Sequence[GgufTensor], what: str, progre
             if progress and not progress(what, done / total):
                 raise CancelledError(f"{what} was cancelled")
     except OSError as error:
-        if error.errno is None:  # numpy reports an incomplete write without an error number
-            raise OSError(EIO, "the file could be written only in part") from error
+        if error.errno is None:  # numpy sets no errno for an incomplete write
+            raise OSError(EIO, "only part of the file could be written") from error
         raise
     finally:
         writer.close()

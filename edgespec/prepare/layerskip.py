@@ -1,4 +1,4 @@
-"""Prepare a GGUF model for early exit by splitting it into a lower and an upper part."""
+"""Prepare a GGUF model for early-exit drafting by splitting it into a lower and an upper part."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from edgespec.prepare.store import PreparedModel, check_prepared, find_prepared
 
 __all__ = ["measured_exit", "prepare_layerskip"]
 
-# Tokens of the test that compares the split model with the original.
+# Sizes for the test that compares the split model's logits with the original's.
 _TEST_CONTEXT_TOKENS = 256
 _TEST_PREFILL_TOKENS, _TEST_PASS_TOKENS, _TEST_STEPS = 40, 8, 8
-# Largest difference of their logits, in standard deviations of a row. Only the order of sums may differ.
-# Chosen.
+# Maximum difference between their logits, in standard deviations of a row. It only allows for rounding errors
+# from a different order of summation.
 _MAX_DIFFERENCE = 1e-3
 
 
@@ -40,24 +40,24 @@ def prepare_layerskip(
 ) -> PreparedModel:
     """Split a model at an exit layer for early-exit drafting (LayerSkip, arXiv 2404.16710).
 
-    The lower part drafts, and the upper part verifies on the lower part's hidden states. Both share the
-    embedding and the output head. The logits of the split model are compared with those of the original
-    before it is used. An existing valid split model is returned.
+    The lower part drafts, and the upper part verifies using the lower part's hidden states. Both share the
+    embedding and the output head. Before the split model is used, its logits are compared with the
+    original's. If a valid split model already exists, it is returned.
 
     Args:
-        path: A GGUF file.
-        exit_layer: Number of layers of the lower part; None measures which one is fastest.
-        to: Folder to create; by default one in the store.
-        progress: Reports reading and writing.
+        path: Path of a GGUF file.
+        exit_layer: Number of layers in the lower part. If None, the fastest exit layer is measured.
+        to: Folder to create. Defaults to a folder in the store.
+        progress: Reports progress while reading and writing.
 
     Returns:
-        The split model, with the facts `layer_count` and `exits`, the measurements. `exits` is empty if the
-        hidden states of the model cannot be read.
+        The split model. Its facts are `layer_count` and `exits`, the measurements. `exits` is empty if the
+        model's hidden states cannot be read.
 
     Raises:
-        OptionError: The model has no such layer.
+        OptionError: `exit_layer` is out of range for the model.
         CapabilityError: The model cannot be split, or no exit is faster than plain decoding.
-        ModelFileError: The file is damaged or not a model, or the disk is too small.
+        ModelFileError: The file is damaged or not a model, or there is not enough disk space.
         CancelledError: `progress` returned False.
     """
     source = GgufModel(gguf_files(path))
@@ -86,13 +86,13 @@ def prepare_layerskip(
 
 
 def measured_exit(prepared: PreparedModel) -> Exit | None:
-    """Return the measurement of the prepared exit, or None if it could not be measured."""
+    """Return the measurement for the prepared exit layer, or None if it could not be measured."""
     exits = map(Exit.from_json, prepared.facts.get("exits", ()))
     return next((one for one in exits if one.exit_layer == prepared.settings["exit_layer"]), None)
 
 
 def _find_valid(path: Path) -> PreparedModel | None:
-    """Return the split model of this file at any exit layer, if it is valid."""
+    """Return a valid split model of this file with any exit layer, or None if there is none."""
     existing = find_prepared("layerskip", path)
     try:
         if existing is not None:
@@ -105,9 +105,9 @@ def _find_valid(path: Path) -> PreparedModel | None:
 def _choose_exit(
     source: GgufModel, path: Path, progress: Progress | None
 ) -> tuple[int, tuple[Exit, ...] | None]:
-    """Return the exit layer with the largest expected speed-up, and all measurements.
+    """Return the exit layer with the highest expected speed-up, and all measurements.
 
-    An interrupted build is resumed with its exit layer, without new measurements.
+    If a build was interrupted, return its exit layer without measuring again, so that it can be resumed.
 
     Raises:
         CapabilityError: No exit is faster than plain decoding.
@@ -131,14 +131,14 @@ def _measure_exit(
     try:
         return measure_exits(path, source, exit_layer, progress).exits
     except CapabilityError:
-        return ()  # the split model works without measurements
+        return ()  # the split model also works without measurements
 
 
 def _check_source(source: GgufModel, path: Path) -> None:
-    """Check that the architecture can be split.
+    """Check that the model can be split into two parts.
 
     Raises:
-        CapabilityError: It cannot.
+        CapabilityError: The model cannot be split.
     """
     reason = ""
     if source.layer_count < 2:
@@ -194,7 +194,7 @@ def _options() -> LoadOptions:
 
 
 def _original_logits(path: Path, progress: Progress | None) -> tuple[NDArray[np.float32], str]:
-    """Return the logits of the original model for the test tokens, and its description."""
+    """Return the original model's logits for the test tokens, and the model's description."""
     model = load(str(path), path.name, _options(), progress)
     try:
         capabilities = model.facts.capabilities
@@ -211,10 +211,10 @@ def _original_logits(path: Path, progress: Progress | None) -> tuple[NDArray[np.
 def _test_split_model(
     folder: Path, path: Path, expected: NDArray[np.float32], progress: Progress | None
 ) -> None:
-    """Compare the logits of the split model with those of the original.
+    """Check that the split model computes the same logits as the original model.
 
     Raises:
-        CapabilityError: They differ, or the split model cannot be loaded.
+        CapabilityError: The logits differ, or the split model cannot be loaded.
     """
     try:
         model = load_layerskip(str(folder), path.name, _options(), progress)
@@ -227,14 +227,15 @@ def _test_split_model(
     difference = np.abs(actual - expected).max(axis=1) / expected.std(axis=1)
     if not np.isfinite(actual).all() or not (difference <= _MAX_DIFFERENCE).all():
         raise CapabilityError(
-            f"{path.name} computes other logits when it is split (difference {float(difference.max()):.2g}"
-            " standard deviations), so its layers depend on their position",
+            f"{path.name} computes different logits when it is split (difference"
+            f" {float(difference.max()):.2g} standard deviations), so its layers probably depend"
+            " on their position",
             "try another --exit",
         )
 
 
 def _test_logits(model: LanguageModel) -> NDArray[np.float32]:
-    """Return logits after a prefill, of one wide pass and of single steps, float32 [rows, vocabulary]."""
+    """Return logits from one wide pass and several single steps after a prefill, float32 [rows, vocab]."""
     size = model.facts.vocab_size
     tokens = (
         np.random.default_rng(0)

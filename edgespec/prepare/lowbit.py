@@ -1,4 +1,4 @@
-"""Prepare a copy of a GGUF model with fewer bits that drafts on the target's own KV cache (QSpec)."""
+"""Prepare a low-bit copy of a GGUF model that drafts on the target's own KV cache (QSpec)."""
 
 from __future__ import annotations
 
@@ -35,33 +35,34 @@ __all__ = [
 
 DEFAULT_TYPE = "Q4_0"
 _COPY = "copy.gguf"
-# Temporary file that a split model is merged into.
+# Name of the temporary file into which a split model is merged.
 _MERGED = "whole.gguf"
-# Allowance for the vocabulary and the tensor names, which `QuantisedSize` does not include.
+# Extra disk space for the vocabulary and tensor names, which `QuantisedSize` does not include.
 _HEADER_BYTES = 1 << 20
 
 
 def prepare_lowbit(
     path: Path, type_name: str = DEFAULT_TYPE, *, to: Path | None = None, progress: Progress | None = None
 ) -> PreparedModel:
-    """Make a copy of a model with fewer bits per weight, or return an existing valid copy.
+    """Create a copy of a model with fewer bits per weight, or return an existing valid copy.
 
-    The copy drafts for the model on the model's own KV cache, as in QSpec (arXiv 2410.11305).
+    The copy drafts for the model and shares its KV cache, as in QSpec (arXiv 2410.11305).
 
     Args:
-        path: A GGUF file, or a folder prepared for early exit. Such a folder is copied from the file it was
-            prepared from, or if that is gone, from its lower and upper part merged in a temporary file.
-        type_name: Quantisation type of the copy, such as Q4_0.
-        to: Folder to create; by default one in the store.
-        progress: Reports reading and writing.
+        path: A GGUF file, or a folder prepared for early exit. For such a folder, the copy is made from the
+            original file. If that file no longer exists, the lower and upper parts are merged into a
+            temporary file first.
+        type_name: Quantisation type for the copy, such as Q4_0.
+        to: Folder to create. Defaults to a folder in the store.
+        progress: Reports progress while reading and writing.
 
     Returns:
-        The copy, with the facts `type`, `source_weight_bytes`, `weight_bytes` and `saved_bytes`.
+        The copy. Its facts are `type`, `source_weight_bytes`, `weight_bytes` and `saved_bytes`.
 
     Raises:
         OptionError: The type is unknown, or would not make the model smaller.
         CapabilityError: The type needs an importance matrix, or the copy cannot share the model's KV cache.
-        ModelFileError: The model cannot be read, or the disk is too small.
+        ModelFileError: The model cannot be read, or there is not enough disk space.
         BackendError: llama.cpp failed.
         CancelledError: `progress` returned False.
     """
@@ -96,7 +97,7 @@ def prepare_lowbit(
         build_folder.file(_COPY, write_copy, progress)
         return facts
 
-    # The copy has the same header as the source.
+    # The copy's header is as large as the source's header.
     header_bytes = max(0, source_bytes - size.source_bytes) + _HEADER_BYTES
     merged_bytes = source_bytes if path.is_dir() else 0
     return build(
@@ -111,7 +112,7 @@ def prepare_lowbit(
 
 
 def _size(path: Path, type_name: str) -> QuantisedSize:
-    """Return the size of a copy, or raise the error of `prepare_lowbit` that applies."""
+    """Return the size of a copy, or raise an error if no copy can be made. See `prepare_lowbit`."""
     from edgespec.backends.llamacpp.quantise import importance_matrix_error, quantised_size
 
     try:
@@ -126,8 +127,8 @@ def _size(path: Path, type_name: str) -> QuantisedSize:
     if size.copy_bytes >= size.source_bytes:
         raise OptionError(
             f"a {type_name} copy would take {size.copy_bytes:,} bytes,"
-            f" and the model itself takes {size.source_bytes:,}",
-            "choose another method, because this model has few bits already"
+            f" but the model itself takes only {size.source_bytes:,} bytes",
+            "choose another method, because this model already uses few bits per weight"
             if type_name == "Q2_K"
             else "choose a type with fewer bits, such as Q2_K",
         )
@@ -137,7 +138,7 @@ def _size(path: Path, type_name: str) -> QuantisedSize:
 def _single_file(
     source: Path, folder: Path, progress: Progress | None = None, *, header_only: bool = False
 ) -> AbstractContextManager[Path]:
-    """Return the model as one GGUF file: its own file, or a split model merged into a file in `folder`."""
+    """Return the model as a single GGUF file. A split model is first merged into a file in `folder`."""
     if not source.is_dir():
         return nullcontext(source)
     from edgespec.prepare.gguf_parts import merged_file
@@ -146,7 +147,7 @@ def _single_file(
 
 
 def _is_valid(prepared: PreparedModel, source: Path) -> bool:
-    """Return whether the copy and the model it was made from exist and are unchanged."""
+    """Return whether the copy is intact and its source model has not changed."""
     try:
         check_lowbit(prepared, source)
     except ModelFileError:
@@ -155,13 +156,14 @@ def _is_valid(prepared: PreparedModel, source: Path) -> bool:
 
 
 def find_lowbit(path: Path, type_name: str | None = None) -> PreparedModel | None:
-    """Find the copy of the model at `path` without checking it, see `check_lowbit`.
+    """Find the low-bit copy of the model at `path` without checking its files.
 
-    For a model that was prepared for early exit, this includes a copy of the file it was prepared from.
+    For a model prepared for early exit, copies of its original file are also considered. To check the files,
+    use `check_lowbit`.
 
     Args:
         path: A GGUF file or a folder prepared for early exit.
-        type_name: Quantisation type of the copy; None for the newest copy.
+        type_name: Quantisation type of the copy. If None, the newest copy of any type is returned.
     """
     settings = None
     if type_name is not None:
@@ -178,7 +180,7 @@ def find_lowbit(path: Path, type_name: str | None = None) -> PreparedModel | Non
 
 
 def check_lowbit(prepared: PreparedModel, path: Path) -> None:
-    """Check that a copy is intact and that the model at `path` has not changed.
+    """Check that a low-bit copy is intact and that the model at `path` has not changed.
 
     Raises:
         ModelFileError: The copy is damaged, or the model has changed.
@@ -187,11 +189,11 @@ def check_lowbit(prepared: PreparedModel, path: Path) -> None:
 
 
 def find_valid_lowbit(path: Path) -> PreparedModel | None:
-    """Return the copy of the model at `path`, or None if it is missing, damaged or outdated."""
+    """Return the low-bit copy of the model at `path`, or None if it is missing, damaged or outdated."""
     prepared = find_lowbit(path)
     return prepared if prepared and _is_valid(prepared, path) else None
 
 
 def lowbit_file(prepared: PreparedModel) -> Path:
-    """Return the file of a copy, for `LowBit(copy=...)`."""
+    """Return the path of a copy's GGUF file, as required by `LowBit(copy=...)`."""
     return prepared.path(_COPY)

@@ -1,4 +1,4 @@
-"""The store of prepared models: one complete folder per model and settings."""
+"""The store of prepared models, with one folder for each combination of model and settings."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ class PreparedModel:
     """A prepared model, as described by the manifest in its folder.
 
     Attributes:
-        kind: How the model was prepared.
-        folder: Its folder.
-        source: Path of the model it was built from.
-        source_records: Records of all files of that model at the time of the build.
-        settings: Settings of the build.
+        kind: Kind of preparation.
+        folder: Folder that contains the prepared model.
+        source: Path of the source model.
+        source_records: Records of the source model's files at build time.
+        settings: Build settings.
         files: Records of the files in the folder.
         facts: Results of the build, such as measurements.
     """
@@ -63,16 +63,16 @@ class PreparedModel:
 
     @property
     def size_bytes(self) -> int:
-        """Total size of the files."""
+        """Total size of the files in bytes."""
         return sum(file.size_bytes for file in self.files)
 
     def path(self, name: str) -> Path:
-        """Return the path of a file in the folder."""
+        """Return the path of the file `name` in the folder."""
         return self.folder / name
 
 
 def store_folder() -> Path:
-    """Return the folder of all prepared models, in `$EDGESPEC_CACHE_DIR` or the user's cache folder."""
+    """Return the folder for prepared models, in `$EDGESPEC_CACHE_DIR` or the user's cache folder."""
     return cache_folder() / "prepared"
 
 
@@ -81,12 +81,12 @@ def find_prepared(
 ) -> PreparedModel | None:
     """Find the newest model that was prepared from `source`.
 
-    The files are not checked, see `check_prepared`. Folders with an unreadable manifest are ignored.
+    The files are not checked; use `check_prepared` for that. Folders with an unreadable manifest are ignored.
 
     Args:
         kind: Kind of the prepared model.
-        source: Path of the model it was built from.
-        settings: Settings of the build; None for any.
+        source: Path of the source model.
+        settings: Build settings to match. If None, any settings match.
     """
     source = absolute_path(source)
     found = []
@@ -99,7 +99,7 @@ def find_prepared(
 
 
 def list_prepared() -> list[PreparedModel]:
-    """Return all prepared models with a readable manifest, ordered by kind and folder."""
+    """Return all prepared models that have a readable manifest, sorted by kind and folder."""
     found = []
     for kind in _KINDS:
         for entry in sorted(_entries(kind)):
@@ -109,7 +109,7 @@ def list_prepared() -> list[PreparedModel]:
 
 
 def _entries(kind: PreparedKind) -> list[Path]:
-    """Return the folders in the store, and the files that point to folders outside it."""
+    """Return the folders in the store, and the files that refer to registered folders outside it."""
     try:
         return [entry for entry in (store_folder() / kind).iterdir() if entry.suffix in ("", ".elsewhere")]
     except OSError:
@@ -131,11 +131,11 @@ def read_prepared(folder: Path) -> PreparedModel:
         value = json.loads(path.read_text(encoding="utf-8"))
         if value["version"] != VERSION:
             raise ModelFileError(
-                f"{folder} has format version {value['version']}, and this edgespec reads version {VERSION}",
+                f"{folder} has format version {value['version']}, but this edgespec reads version {VERSION}",
                 _rebuild_hint(folder),
             )
         if value["kind"] not in _KINDS:
-            raise ValueError(f"kind {value['kind']!r}")
+            raise ValueError(f"unknown kind {value['kind']!r}")
         return PreparedModel(
             value["kind"],
             folder,
@@ -159,8 +159,8 @@ def check_prepared(prepared: PreparedModel, source: Path | None = None, *, full:
 
     Args:
         prepared: The prepared model.
-        source: The model it is used together with; None if the prepared files are used alone.
-        full: Read every byte. Otherwise, sizes and a few blocks of each file are compared.
+        source: Source model to check for changes. None if the prepared files are used without it.
+        full: Hash whole files. If False, compare only the size and a few blocks of each file.
 
     Raises:
         ModelFileError: A file is missing or damaged, or the source has changed.
@@ -172,7 +172,7 @@ def check_prepared(prepared: PreparedModel, source: Path | None = None, *, full:
         intact = hash_files([path], "checking")[0] == file if full else matches_record(path, file)
         if not intact:
             raise ModelFileError(
-                f"{path} is damaged: it differs from the {file.size_bytes:,} bytes that were prepared",
+                f"{path} is damaged: it differs from the prepared file of {file.size_bytes:,} bytes",
                 _rebuild_hint(prepared.folder),
             )
     if source is None:
@@ -187,7 +187,7 @@ def check_prepared(prepared: PreparedModel, source: Path | None = None, *, full:
 
 
 def model_files(source: Path) -> list[Path]:
-    """Return all files of a model: the parts of a GGUF file, or the files of a prepared folder.
+    """Return all files of a model: the parts of a GGUF model, or the files in a prepared folder.
 
     Raises:
         ModelFileError: The model cannot be read.

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""One cell of the matrix, in a process of its own: given as JSON, what came of it is printed as JSON."""
+"""Plan or run one case of scripts/bench_plan.py in this process. Reads and prints JSON."""
 
 from __future__ import annotations
 
@@ -24,23 +24,32 @@ from edgespec.memory.limits import address_limit
 
 __all__ = ["Cell"]
 
-# Prefill in whole passes, then as wide a pass as one may be, then steps.
+# Tokens at the end of the context that are really prefilled, and single-token passes after them. Chosen.
 _LAST_TOKENS, _STEPS = 1100, 3
+# Rows by which MLX caches grow, and tokens of the widest prefill pass.
 _BLOCK_ROWS, _WIDE_TOKENS = 256, 512
+# Context of the tiny model that is loaded first. Chosen.
 _WARM_TOKENS = 1024
-# So many sequences of a context are left to what models remember of earlier moments.
-_LEFT_SEQUENCES = 2
-# Sequences that no model uses, and how much of a text four checkpoints hold: more than twice all of it.
-_BEYOND, _HELD_SHARES = 100, (1.0, 1.0, 0.3)
+# Sequences of a context that are left free for checkpoints.
+_FREE_SEQUENCES = 2
+# Sequence ids from here on are unused by models. The checkpoints of a long prompt hold these shares of it.
+_FIRST_UNUSED_SEQUENCE, _CHECKPOINT_SHARES = 100, (1.0, 1.0, 0.3)
 
 
 @dataclass(frozen=True)
 class Cell:
-    """A model, and how it is loaded. full: fill the context, else read some passes only.
+    """One case: a model and how to load it.
 
-    warm: a model of hardly any size, which is loaded before anything is measured: then all is imported.
-    address_bytes: the process may have so many addresses more from then on, and those of stacks.
-    grows: the context grows with the text, in two steps of which the second copies what is in it.
+    Attributes:
+        target: the model's path.
+        draft: the draft model's path, or `none`.
+        context: the context length in tokens.
+        kv_type: type of the KV cache.
+        grows: resize the context twice instead of allocating it in full.
+        full: fill the context. Otherwise only a few passes run.
+        warm: a tiny model that is loaded and closed before the measurement, so that all imports are done.
+        address_bytes: address space that may be used on top of that, besides thread stacks; 0 for no limit.
+        fixed: pass `context` and `kv_type` to the load. Otherwise the planner chooses them.
     """
 
     target: str
@@ -55,49 +64,49 @@ class Cell:
 
     @property
     def is_mlx(self) -> bool:
-        """Which backend runs it."""
+        """Whether the model is an MLX checkpoint."""
         return Path(self.target).is_dir()
 
     @property
     def options(self) -> dict[str, Any]:
-        """What `edgespec.plan` and `edgespec.load` are both given."""
+        """The options for both `edgespec.plan` and `edgespec.load`."""
         named = {"context": self.context, "kv_type": self.kv_type} if self.fixed else {}
         drafting = {"method": "model", "draft_window": 0} if self.draft != "none" else {"method": "none"}
         return {"target": self.target, "draft": self.draft, "prefix_cache": "none", **named, **drafting}
 
 
 def planned(cell: Cell) -> dict[str, Any]:
-    """What `edgespec plan --json` says of it."""
+    """Return the plan of a case, as `edgespec plan --json` prints it."""
     if cell.address_bytes:
         _limit_addresses(_status(), cell.address_bytes)
     return edgespec.plan(**cell.options).plan.to_json()
 
 
 def measured(cell: Cell) -> dict[str, Any]:
-    """What loading it and filling its context took, in bytes, more than the process held before.
+    """Load the model, fill its context, and return the bytes used on top of those before the load.
 
-    Where loading was refused, why, and what the process held afterwards and at most meanwhile.
+    If the load fails, the result has the error, and the bytes used after it and at the peak of planning.
     """
     with edgespec.load(
         cell.warm, "none", method="none", prefix_cache="none", context=_WARM_TOKENS
     ) as smallest:
         list(smallest.stream_tokens([1, 2, 3], max_tokens=2))
         _read(smallest._target, cell)
-    with suppress(edgespec.EdgespecError):  # what says that nothing fits is imported too
+    with suppress(edgespec.EdgespecError):  # imports the code for this error too
         edgespec.load(cell.warm, "none", memory="1MiB", method="none", prefix_cache="none").close()
-    _forget_unused()
-    _forget_peak()
+    _free_unused()
+    _reset_peak()
     before = _status()
     limit = _limit_addresses(before, cell.address_bytes) if cell.address_bytes else 0
     try:
         runtime = edgespec.load(**cell.options, reserve_full_context=not cell.grows)
     except edgespec.EdgespecError as error:
-        _forget_unused()
+        _free_unused()
         after = _status()
         return {
-            "refused": [type(error).__name__, error.what, error.next_step],
-            "taken": after["VmRSS"] - before["VmRSS"],
-            "looked": after["VmHWM"] - before["VmRSS"],
+            "error": [type(error).__name__, error.what, error.next_step],
+            "left_bytes": after["VmRSS"] - before["VmRSS"],
+            "planning_bytes": after["VmHWM"] - before["VmRSS"],
         }
     with runtime:
         loaded = _status()
@@ -123,11 +132,13 @@ def measured(cell: Cell) -> dict[str, Any]:
 
 
 def _limit_addresses(before: dict[str, int], more_bytes: int) -> int:
-    """Let the process have so many addresses more, and those of threads it may start, of what Python is
-    planned to take and has not taken yet, and of the steps in which a budget counts. Returns the limit.
+    """Limit the address space of this process to `more_bytes` on top of the present size. Returns the limit.
+
+    The limit also covers thread stacks, the part of the planned process memory that is not in use yet, and
+    the steps to which a budget is rounded.
     """
-    _, most = resource.getrlimit(resource.RLIMIT_AS)
-    resource.setrlimit(resource.RLIMIT_AS, (before["VmSize"] + 2**40, most))
+    _, hard_limit = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (before["VmSize"] + 2**40, hard_limit))
     found = address_limit(0, 0)
     stacks = found.stack_bytes or 0 if found else 0
     process = process_bytes()
@@ -138,23 +149,23 @@ def _limit_addresses(before: dict[str, int], more_bytes: int) -> int:
 
 
 def _grow(runtime: edgespec.Runtime) -> None:
-    """Read a text that fills less than half of the context, then one that goes on from it to the end."""
+    """Prefill a prompt for less than half of the context, then extend it to the end of the context."""
     context = runtime._target.facts.max_context_tokens
     for tokens in (context * 2 // 5, context - 280):
-        list(runtime.stream_tokens(_text(tokens), max_tokens=4, temperature=0.0))
+        list(runtime.stream_tokens(_prompt(tokens), max_tokens=4, temperature=0.0))
     for model in filter(None, (runtime._target, runtime._draft)):
         model.truncate(context - 280)
         _verify(model, 256)
-    _forget_unused()
+    _free_unused()
 
 
 def _read(model: Any, cell: Cell) -> None:
-    """Fill the context of a model; the last passes of each width see all of it."""
+    """Fill the context of a model. The last passes of each width attend to all of it."""
     room = model.facts.context_tokens - 8
     if cell.is_mlx and isinstance(model, ReplayModel):
         _read_turns(model, room if cell.full else _LAST_TOKENS)
     elif not cell.full or room <= 4 * _LAST_TOKENS:
-        model.prefill(_text((room if cell.full else _LAST_TOKENS) - 260))
+        model.prefill(_prompt((room if cell.full else _LAST_TOKENS) - 260))
     elif cell.is_mlx:
         _fill_rows(model, room)
     else:
@@ -165,61 +176,66 @@ def _read(model: Any, cell: Cell) -> None:
         and model.facts.capabilities.partial_truncate
         and room > 2 * _WIDE_TOKENS
     ):
-        # The widest pass there is sees all of the context.
+        # The widest prefill pass attends to the whole context.
         model.truncate(room - _WIDE_TOKENS)
-        model.prefill(_text(_WIDE_TOKENS))
+        model.prefill(_prompt(_WIDE_TOKENS))
         model.truncate(room - 260)
     for width in (256, *[1] * _STEPS):
         _verify(model, width)
-    _forget_unused()
+    _free_unused()
 
 
 def _verify(model: Any, width: int) -> None:
-    """A pass that is so wide, or as wide as it may be; nothing of it is kept but the first token."""
-    able = model.facts.capabilities
-    tree = TokenTree.chain(5, range(6, 5 + min(width, able.max_width if able.rollback else 1)))
+    """Run a verify pass of this width, or of the model's largest, and keep only its first token."""
+    capabilities = model.facts.capabilities
+    tree = TokenTree.chain(
+        5, range(6, 5 + min(width, capabilities.max_width if capabilities.rollback else 1))
+    )
     if tree.width <= model.free_tokens:
         model.verify(tree).best(0, 1)
         model.commit(())
 
 
 def _fill_cells(model: Any, room: int) -> None:
-    """Read a part of what fits, and copy its cells until the rest has no more room than for the last passes.
+    """Prefill part of the context, and copy its cells to other sequences until only `_LAST_TOKENS` are free.
 
-    Attention goes over all cells of a context, whatever sequence they belong to.
+    This is faster than prefilling everything, and llama.cpp's attention runs over the cells of all sequences.
     """
     context = getattr(model, "_inner", model)._context
-    others = range(1, max(2, context.plan.sequences - _LEFT_SEQUENCES))
+    others = range(1, max(2, context.plan.sequences - _FREE_SEQUENCES))
     part = (room - _LAST_TOKENS) // (len(others) + 1)
-    model.prefill(_text(part))
-    # Of a sequence the library copies no cell that lies before a window: those are copied window by window.
+    model.prefill(_prompt(part))
+    # llama.cpp exports no cells before the attention window of a sequence, so cells are copied per window.
     parts = [context.export_sequence()] if context.plan.recurrent else context.export_cells(0, 0, part)
     for sequence in others:
         whole = context.plan.recurrent
-        if not (context.import_sequence(parts[0], sequence) if whole else _put(context, parts, sequence)):
+        if not (
+            context.import_sequence(parts[0], sequence) if whole else _import_cells(context, parts, sequence)
+        ):
             raise SystemExit("the cells of a sequence could not be copied")
         if whole:
-            _hold(context, sequence, part)
-    # No text is ever copied like that: what the copy was written to is no part of a plan.
+            _add_checkpoints(context, sequence, part)
+    # Real replies never copy cells like this, so the buffers of the copy are not part of the plan.
     del parts
     context._copies = BufferPool()
-    _forget_unused()
-    _forget_peak()
-    model.prefill(_text(_LAST_TOKENS - 270))
+    _free_unused()
+    _reset_peak()
+    model.prefill(_prompt(_LAST_TOKENS - 270))
 
 
-def _hold(context: Any, sequence: int, tokens: int) -> None:
-    """Let cells be held as often as those of a long text, over which checkpoints are spread (replay.py)."""
-    for share, held in enumerate(_HELD_SHARES):
-        context.copy(sequence, _BEYOND + share + len(_HELD_SHARES) * sequence, 0, int(held * tokens))
+def _add_checkpoints(context: Any, sequence: int, tokens: int) -> None:
+    """Share the cells with as many sequences as the checkpoints of a long prompt do (replay.py)."""
+    for number, share in enumerate(_CHECKPOINT_SHARES):
+        copy = _FIRST_UNUSED_SEQUENCE + number + len(_CHECKPOINT_SHARES) * sequence
+        context.copy(sequence, copy, 0, int(share * tokens))
 
 
 def _fill_rows(model: Any, room: int) -> None:
-    """The same with MLX."""
+    """Prefill part of the context of an MLX model, and repeat its rows, like `_fill_cells`."""
     import mlx.core as mx
 
-    model.prefill(_text(_LAST_TOKENS))
-    # Rows move by whole blocks, of which windows are made.
+    model.prefill(_prompt(_LAST_TOKENS))
+    # Rows must move by whole blocks, because sliding-window caches consist of blocks.
     more = (room - 2 * _LAST_TOKENS) // _BLOCK_ROWS * _BLOCK_ROWS
     for cache in model.memory.attention:
         (start, end), arrays = cache.dump(0, model.length)
@@ -232,20 +248,20 @@ def _fill_rows(model: Any, room: int) -> None:
     model._passes.kept = model.memory.mark()
     del arrays
     mx.clear_cache()
-    _forget_unused()
-    _forget_peak()
-    model.prefill(_text(room - 260 - model.length))
+    _free_unused()
+    _reset_peak()
+    model.prefill(_prompt(room - 260 - model.length))
 
 
 def _read_turns(model: ReplayModel, room: int) -> None:
-    """States that recur are had by reading only: in turns, each of which leaves one to go back to."""
-    text = _text(room - 260)
+    """Prefill a recurrent model in several turns, each of which leaves a checkpoint."""
+    text = _prompt(room - 260)
     for start in range(0, len(text), _BLOCK_ROWS):
         model.prefill(text[start : start + _BLOCK_ROWS])
 
 
-def _put(context: Any, parts: Sequence[memoryview], sequence: int) -> bool:
-    """As `LlamaContext.import_cells`, in another sequence than the first."""
+def _import_cells(context: Any, parts: Sequence[memoryview], sequence: int) -> bool:
+    """Import cells like `LlamaContext.import_cells`, into a given sequence."""
     start = 0
     for part in parts:
         stop = start + (context.window or context.tokens)
@@ -257,7 +273,7 @@ def _put(context: Any, parts: Sequence[memoryview], sequence: int) -> bool:
     return True
 
 
-def _text(tokens: int) -> list[int]:
+def _prompt(tokens: int) -> list[int]:
     return [1, *(5 + (7 * i) % 199 for i in range(tokens - 1))]
 
 
@@ -268,24 +284,24 @@ def _mlx_peak() -> int:
 
 
 def _status() -> dict[str, int]:
-    """Bytes, by the kernel's names."""
+    """Return the sizes in /proc/self/status in bytes, by name."""
     lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
     words = (line.split() for line in lines if line.endswith(" kB"))
     return {name.rstrip(":"): int(size) * 1024 for name, size, _ in words}
 
 
-def _forget_peak() -> None:
+def _reset_peak() -> None:
     Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
 
 
-def _forget_unused() -> None:
+def _free_unused() -> None:
     gc.collect()
     release_free_memory()
 
 
 if __name__ == "__main__":
-    what, given = sys.argv[1], Cell(**json.loads(sys.argv[2]))
+    action, given = sys.argv[1], Cell(**json.loads(sys.argv[2]))
     try:
-        print(json.dumps(planned(given) if what == "plan" else measured(given)))
+        print(json.dumps(planned(given) if action == "plan" else measured(given)))
     except edgespec.EdgespecError as error:
         print(json.dumps({"failed": [type(error).__name__, error.what, error.next_step]}))

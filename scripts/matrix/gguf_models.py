@@ -1,6 +1,7 @@
-"""GGUF files with random weights of every kind of memory, large enough to be told from noise.
+"""GGUF files with random weights, one for each kind of memory that llama.cpp allocates.
 
-Most of the weights are embedding and head, of which a pass reads a row a token: long texts are read quickly.
+Most weights are in the embedding and the output layer, so that long prompts are prefilled quickly although
+the files are large enough to measure.
 """
 
 from __future__ import annotations
@@ -26,7 +27,22 @@ _CONTROL, _NORMAL, _BYTE = 3, 1, 6
 
 @dataclass(frozen=True)
 class Sizes:
-    """Rows of the vocabulary, of the embedding, of a feed-forward block; layers; heads of attention."""
+    """The dimensions of a model.
+
+    Attributes:
+        vocab: tokens of the vocabulary.
+        embedding: width of the hidden states.
+        feed_forward: width of the feed-forward blocks.
+        layers: number of layers.
+        heads: attention heads.
+        heads_kv: key and value heads.
+        head: width of a head.
+        experts: experts of a mixture.
+        window: size of the sliding attention window in tokens.
+        inner: width of a Mamba mixer.
+        state: state size of a Mamba mixer.
+        rank: time step rank of a Mamba mixer.
+    """
 
     vocab: int = 24_576
     embedding: int = 1024
@@ -42,7 +58,7 @@ class Sizes:
     rank: int = 64
 
     def attention(self, layer: int, heads_kv: int | None = None) -> Tensors:
-        """Attention of one layer and its norm."""
+        """Yield the tensors of one layer's attention and its norm."""
         kv = (self.heads_kv if heads_kv is None else heads_kv) * self.head
         yield f"blk.{layer}.attn_norm.weight", (self.embedding,)
         yield f"blk.{layer}.attn_q.weight", (self.heads * self.head, self.embedding)
@@ -50,15 +66,15 @@ class Sizes:
         yield f"blk.{layer}.attn_v.weight", (kv, self.embedding)
         yield f"blk.{layer}.attn_output.weight", (self.embedding, self.heads * self.head)
 
-    def mixed(self, layer: int) -> Tensors:
-        """The feed-forward block of one layer and its norm."""
+    def feed_forward_block(self, layer: int) -> Tensors:
+        """Yield the tensors of one layer's feed-forward block and its norm."""
         yield f"blk.{layer}.ffn_norm.weight", (self.embedding,)
         yield f"blk.{layer}.ffn_gate.weight", (self.feed_forward, self.embedding)
         yield f"blk.{layer}.ffn_up.weight", (self.feed_forward, self.embedding)
         yield f"blk.{layer}.ffn_down.weight", (self.embedding, self.feed_forward)
 
-    def experts_of(self, layer: int) -> Tensors:
-        """A mixture of experts in its place."""
+    def mixture_of_experts(self, layer: int) -> Tensors:
+        """Yield the tensors of a mixture of experts, in place of a feed-forward block."""
         yield f"blk.{layer}.ffn_norm.weight", (self.embedding,)
         yield f"blk.{layer}.ffn_gate_inp.weight", (self.experts, self.embedding)
         yield f"blk.{layer}.ffn_gate_exps.weight", (self.experts, self.feed_forward, self.embedding)
@@ -66,7 +82,7 @@ class Sizes:
         yield f"blk.{layer}.ffn_down_exps.weight", (self.experts, self.embedding, self.feed_forward)
 
     def state_space(self, layer: int) -> Tensors:
-        """Mamba's mixer and its norm."""
+        """Yield the tensors of one layer's Mamba mixer and its norm."""
         yield f"blk.{layer}.attn_norm.weight", (self.embedding,)
         yield f"blk.{layer}.ssm_in.weight", (2 * self.inner, self.embedding)
         yield f"blk.{layer}.ssm_conv1d.weight", (self.inner, 4)
@@ -94,14 +110,14 @@ def _dense(writer: gguf.GGUFWriter, sizes: Sizes) -> Tensors:
     _heads(writer, sizes, sizes.heads)
     for layer in range(sizes.layers):
         yield from sizes.attention(layer, sizes.heads)
-        yield from sizes.mixed(layer)
+        yield from sizes.feed_forward_block(layer)
 
 
 def _gqa(writer: gguf.GGUFWriter, sizes: Sizes) -> Tensors:
     _heads(writer, sizes)
     for layer in range(sizes.layers):
         yield from sizes.attention(layer)
-        yield from sizes.mixed(layer)
+        yield from sizes.feed_forward_block(layer)
 
 
 def _moe(writer: gguf.GGUFWriter, sizes: Sizes) -> Tensors:
@@ -110,17 +126,17 @@ def _moe(writer: gguf.GGUFWriter, sizes: Sizes) -> Tensors:
     writer.add_expert_used_count(2)
     for layer in range(sizes.layers):
         yield from sizes.attention(layer)
-        yield from sizes.experts_of(layer)
+        yield from sizes.mixture_of_experts(layer)
 
 
 def _window(writer: gguf.GGUFWriter, sizes: Sizes) -> Tensors:
-    """Of six layers all but the last look back over a window."""
+    """Yield six layers, of which all but the last have a sliding attention window."""
     _heads(writer, sizes)
     writer.add_sliding_window(sizes.window)
     writer.add_final_logit_softcapping(30.0)
     for layer in range(6):
         yield from sizes.attention(layer)
-        yield from sizes.mixed(layer)
+        yield from sizes.feed_forward_block(layer)
         for name, size in (
             ("post_attention_norm", sizes.embedding),
             ("post_ffw_norm", sizes.embedding),
@@ -145,7 +161,7 @@ def _states(writer: gguf.GGUFWriter, sizes: Sizes) -> None:
 
 
 def _jamba(writer: gguf.GGUFWriter, sizes: Sizes) -> Tensors:
-    """A state in every other layer. Heads of attention are as wide as the embedding."""
+    """Yield Mamba and attention layers in turn. The attention is as wide as the embedding."""
     sizes = replace(sizes, heads=sizes.embedding // sizes.head)
     here = [sizes.heads_kv * (layer % 2) for layer in range(sizes.layers)]
     _heads(writer, sizes, here)
@@ -158,11 +174,11 @@ def _jamba(writer: gguf.GGUFWriter, sizes: Sizes) -> Tensors:
             yield f"blk.{layer}.ssm_dt_norm.weight", (sizes.rank,)
             yield f"blk.{layer}.ssm_b_norm.weight", (sizes.state,)
             yield f"blk.{layer}.ssm_c_norm.weight", (sizes.state,)
-        yield from sizes.mixed(layer)
+        yield from sizes.feed_forward_block(layer)
 
 
 def _lfm2(writer: gguf.GGUFWriter, sizes: Sizes) -> Tensors:
-    """A short convolution in every other layer. Heads of attention are as wide as the embedding."""
+    """Yield short convolution and attention layers in turn. The attention is as wide as the embedding."""
     sizes = replace(sizes, heads=sizes.embedding // sizes.head)
     here = [sizes.heads_kv * (layer % 2) for layer in range(sizes.layers)]
     _heads(writer, sizes, here)
@@ -177,11 +193,11 @@ def _lfm2(writer: gguf.GGUFWriter, sizes: Sizes) -> Tensors:
             yield f"blk.{layer}.shortconv.conv.weight", (sizes.embedding, 3)
             yield f"blk.{layer}.shortconv.in_proj.weight", (3 * sizes.embedding, sizes.embedding)
             yield f"blk.{layer}.shortconv.out_proj.weight", (sizes.embedding, sizes.embedding)
-        yield from sizes.mixed(layer)
+        yield from sizes.feed_forward_block(layer)
 
 
 def _latent(writer: gguf.GGUFWriter, sizes: Sizes) -> Tensors:
-    """Keys and values of all heads in one vector of a token (DeepSeek-V2, arXiv 2405.04434)."""
+    """Yield layers with multi-head latent attention (DeepSeek-V2, arXiv 2405.04434)."""
     rope, rank = sizes.head // 2, 4 * sizes.head
     writer.add_head_count(sizes.heads)
     writer.add_head_count_kv(1)
@@ -207,10 +223,10 @@ def _latent(writer: gguf.GGUFWriter, sizes: Sizes) -> Tensors:
         yield f"blk.{layer}.attn_k_b.weight", (sizes.heads, rank, sizes.head - rope)
         yield f"blk.{layer}.attn_v_b.weight", (sizes.heads, sizes.head, rank)
         yield f"blk.{layer}.attn_output.weight", (sizes.embedding, sizes.heads * sizes.head)
-        yield from sizes.mixed(layer)
+        yield from sizes.feed_forward_block(layer)
 
 
-# The library's architecture, what a kind adds, and how the last norm is called.
+# For each kind: llama.cpp's architecture name, the function for its layers, and the name of the final norm.
 KINDS: dict[str, tuple[str, _Kind, str]] = {
     "dense": ("llama", _dense, "output_norm"),
     "gqa": ("llama", _gqa, "output_norm"),
@@ -224,7 +240,14 @@ KINDS: dict[str, tuple[str, _Kind, str]] = {
 
 
 def write_gguf(path: Path, kind: str, type_name: str = "F16", sizes: Sizes | None = None) -> Path:
-    """A model of a kind with weights of that type: F16, or one that the library's quantiser makes."""
+    """Write a model of a kind, and return `path`.
+
+    Args:
+        path: the file to write.
+        kind: a key of `KINDS`.
+        type_name: F16, or a type that llama.cpp's quantiser supports.
+        sizes: the dimensions; None for the defaults.
+    """
     sizes = sizes or Sizes()
     if type_name != "F16":
         whole = path.with_suffix(".f16")
@@ -261,7 +284,7 @@ def _weights(random: np.random.Generator, name: str, shape: tuple[int, ...]) -> 
     if len(shape) == 1:
         return np.ones(shape, np.float32)
     weights = random.standard_normal(shape, np.float32) / np.float32(np.sqrt(shape[-1]))
-    # The library takes these in float32 only.
+    # llama.cpp supports convolution weights in float32 only.
     return weights if "conv" in name and "proj" not in name else weights.astype(np.float16)
 
 

@@ -1,4 +1,4 @@
-"""The loaded programs, of which only the one being measured runs."""
+"""A pool of loaded programs that suspends all of them except the one being measured."""
 
 from __future__ import annotations
 

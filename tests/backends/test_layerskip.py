@@ -217,7 +217,7 @@ class TestSeveralPasses:
         # The size of the files is checked before anything is loaded.
         assert enough > facts.file_bytes
         load_layerskip(str(folders[4]), "demo", _options(memory_bytes=enough)).close()
-        with pytest.raises(MemoryBudgetError, match="the cache for 512 tokens"):
+        with pytest.raises(MemoryBudgetError, match="the KV cache for a context of 512 tokens"):
             load_layerskip(str(folders[4]), "demo", _options(memory_bytes=enough - 1))
 
 
@@ -332,8 +332,8 @@ class TestReusedDrafts:
         ("how", "says"),
         [
             (EarlyExit(5), "was loaded for exit layer 4, not 5"),
-            (LowBit(), "holds its weights at one precision; make a copy with fewer bits"),
-            (SkippedLayers((1,)), "cannot skip layers: method swift needs an MLX model"),
+            (LowBit(), "was specified; make one with `edgespec prepare lowbit`"),
+            (SkippedLayers((1,)), "cannot skip layers, because the method swift requires an MLX model"),
         ],
     )
     def test_unsupported_self_draft_methods_are_refused(

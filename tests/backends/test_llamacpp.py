@@ -75,7 +75,7 @@ class TestErrorMessages:
 
     def test_a_context_larger_than_memory(self, tmp_path: Path) -> None:
         path = write_llama(tmp_path / "tiny.gguf")
-        self.refused(MemoryBudgetError, path, "the cache for", context_tokens=10**9, memory_bytes=1 << 30)
+        self.refused(MemoryBudgetError, path, "the KV cache for", context_tokens=10**9, memory_bytes=1 << 30)
 
     def test_a_small_context_is_rounded_up(self, tmp_path: Path) -> None:
         model = load(write_llama(tmp_path / "model.gguf"), context_tokens=1)
@@ -181,6 +181,6 @@ class TestVocabularies:
     @pytest.mark.parametrize("token", [-1, 10**6])
     def test_an_unknown_token_is_refused(self, tmp_path: Path, token: int) -> None:
         model = load(write_llama(tmp_path / "tiny.gguf"))
-        with pytest.raises(EdgespecError, match="no token"):
+        with pytest.raises(EdgespecError, match="not in the vocabulary"):
             model.vocabulary.piece(token)
         model.close()

@@ -352,7 +352,7 @@ class TestAttentionWindow:
             target.commit((1, 2))
         assert_like_fresh_view(full, view, LowBit(str(full.copy), 4, 100), tree_of(target, TREES["binary"]))
         target.truncate(100)
-        with pytest.raises(CapabilityError, match="wider than"):
+        with pytest.raises(CapabilityError, match="exceeds the limit"):
             view.verify(TokenTree.chain(3, [4] * view.facts.capabilities.max_width))
         view.close()
         whole.close()
@@ -427,9 +427,9 @@ class TestRefusals:
             full.target.self_draft(LowBit())
         with pytest.raises(CapabilityError, match="at least 1"):
             full.view(window=0)
-        with pytest.raises(CapabilityError, match=r"by early exit: .*; run `edgespec prepare layerskip`"):
+        with pytest.raises(CapabilityError, match=r"by early exit, .*; run `edgespec prepare layerskip`"):
             full.target.self_draft(EarlyExit(1))
-        with pytest.raises(CapabilityError, match=r"cannot skip layers: .*; choose another method"):
+        with pytest.raises(CapabilityError, match=r"cannot skip layers, .*; choose another method"):
             full.target.self_draft(SkippedLayers((1,)))
 
     def test_a_recurrent_model_is_refused(self, tmp_path: Path) -> None:

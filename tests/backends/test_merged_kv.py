@@ -134,7 +134,7 @@ class TestInvalidBytes:
             (0, 1, "their headers differ"),
             (8, 2, "there is more than one stream"),
             (12, 2, "the cells have an unknown layout"),
-            (16, 9, "they hold different cells"),
+            (16, 9, "they contain different cells"),
             (20, 2, "a cell belongs to several sequences"),
             (52, 2, "the cells have an unknown layout"),
             (52, 1, "the data ends too early"),

@@ -70,7 +70,7 @@ class TestOutOfMemory:
         model.prefill(tokens_for(model, 100))
         with monkeypatch.context() as patch:
             patch.setattr(LlamaContext, "export_sequence", no_memory)
-            with pytest.raises(MemoryBudgetError, match="the copy of 100 cached tokens"):
+            with pytest.raises(MemoryBudgetError, match="a copy of 100 cached tokens"):
                 model.resize(512)
         assert (model.length, model.facts.context_tokens) == (100, SMALL)
         model.resize(512)

@@ -140,7 +140,7 @@ def test_the_only_model_is_the_default_whatever_its_quantisation() -> None:
 
 def test_a_file_can_be_named_where_two_models_share_a_quantisation() -> None:
     names = ["a-Q4_K_M.gguf", "b-Q4_K_M.gguf"]
-    with pytest.raises(ModelNotFoundError, match=r"has 2 models at Q4_K_M.*hf:u/r:a-Q4_K_M\.gguf"):
+    with pytest.raises(ModelNotFoundError, match=r"2 models with quantisation Q4_K_M.*hf:u/r:a-Q4_K_M\.gguf"):
         choose(names, None)
     assert choose(names, "B-q4_k_m.gguf") == ["b-Q4_K_M.gguf"]
 

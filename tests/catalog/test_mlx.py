@@ -114,11 +114,11 @@ class TestFolders:
 
     def test_a_gguf_file_in_the_folder_is_named(self, tmp_path: Path) -> None:
         folder = folder_of(tmp_path, "config.json", "a.gguf")
-        with pytest.raises(ModelFileError, match=r"give the path of the GGUF file in it: .*a\.gguf"):
+        with pytest.raises(ModelFileError, match=r"use the path of the GGUF file in it: .*a\.gguf"):
             resolve(str(folder))
 
     def test_a_file_of_a_model_is_not_the_model(self) -> None:
-        with pytest.raises(ModelFileError, match="is only one file of a model; give its folder: .*demo-mlx"):
+        with pytest.raises(ModelFileError, match="is only one file of a model; use its folder: .*demo-mlx"):
             resolve(str(models_folder() / "demo-mlx" / "model.safetensors"))
 
     def test_a_gguf_file_beside_a_config_is_still_gguf(self, tmp_path: Path) -> None:
@@ -138,11 +138,11 @@ class TestEmbedded:
         assert resolve(str(target.path)).entry == target.entry
 
     def test_another_quantisation(self) -> None:
-        with pytest.raises(ModelNotFoundError, match="demo-mlx is available as 8-bit only, not as Q4_0"):
+        with pytest.raises(ModelNotFoundError, match="demo-mlx is available only as 8-bit, not as Q4_0"):
             resolve("demo-mlx:Q4_0")
         with pytest.raises(
             ModelNotFoundError,
-            match="8b-mlx is available as 4-bit only, not as Q8_0; use .*GGUF version llama-3.1-8b:Q8_0",
+            match="8b-mlx is available only as 4-bit, not as Q8_0; use .*GGUF version llama-3.1-8b:Q8_0",
         ):
             resolve("llama-3.1-8b-mlx:Q8_0")
 

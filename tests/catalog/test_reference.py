@@ -54,24 +54,27 @@ def test_the_home_folder_is_expanded(own_home: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "line"),
     [
-        ("", "the model reference is empty; give a path"),
-        ("  ", "the model reference is empty; give a path"),
+        ("", "the model reference is empty; use a path"),
+        ("  ", "the model reference is empty; use a path"),
         ("hf:", "hf: is not a Hugging Face repository; write it as hf:user/repo"),
         ("hf:repo", "hf:repo is not a Hugging Face repository; write it as"),
         ("hf.co/user", "is not a Hugging Face repository; write it as"),
         ("hf:user/repo with spaces", "is not a Hugging Face repository; write it as"),
         ("hf:user/repo:", "ends in a colon without a quantisation; write hf:user/repo:Q4_K_M, or"),
-        ("8b-q4:", "ends in a colon without a quantisation; write 8b-q4:Q4_K_M, or leave"),
-        ("8b-q4@main", "8b-q4@main names revision main, and edgespec supports the newest only; write 8b-q4"),
-        ("user/repo@", "names a revision, and edgespec supports the newest only; write user/repo"),
-        ("hf:user/repo@v1:Q8_0", "names revision v1, and .* the newest only; write hf:user/repo:Q8_0"),
+        ("8b-q4:", "ends in a colon without a quantisation; write 8b-q4:Q4_K_M, or remove"),
+        ("8b-q4@main", "names revision main, but edgespec supports only the newest revision; write 8b-q4"),
+        ("user/repo@", "names a revision, but edgespec supports only the newest revision; write user/repo"),
+        (
+            "hf:user/repo@v1:Q8_0",
+            "names revision v1, but .* only the newest revision; write hf:user/repo:Q8_0",
+        ),
         ("https://example.com/a.gguf", "is not an address of Hugging Face; download the file"),
         ("https://huggingface.co/u/r/blob/dev/a.gguf", "is not a Hugging Face repository; write it as"),
         ("ollama:", "ollama: has no model name; write it as ollama:NAME"),
         ("LMStudio: ", "LMStudio: has no model name; write it as lmstudio:NAME"),
-        ("a" * 5000, r"a reference of 5,000 characters is too long: a{60}\.\.\.; give"),
-        ("a" * 600, r"a reference of 600 characters is too long: a{60}\.\.\.; give"),
-        ("u/" + "a" * 600, r"a reference of 602 characters is too long: u/a{58}\.\.\.; give"),
+        ("a" * 5000, r"a reference of 5,000 characters is too long: a{60}\.\.\.; use"),
+        ("a" * 600, r"a reference of 600 characters is too long: a{60}\.\.\.; use"),
+        ("u/" + "a" * 600, r"a reference of 602 characters is too long: u/a{58}\.\.\.; use"),
         ("hf:u/" + "a" * 600 + ":Q4_0", r"a reference of 602 characters is too long"),
     ],
 )
@@ -102,7 +105,7 @@ def test_the_path_of_the_demo_has_its_entry() -> None:
 
 
 def test_the_demo_has_one_quantisation() -> None:
-    with pytest.raises(ModelNotFoundError, match="is available as Q8_0 only, not as Q4_0"):
+    with pytest.raises(ModelNotFoundError, match="is available only as Q8_0, not as Q4_0"):
         resolve("demo:Q4_0")
     assert resolve("demo:q8_0").path == resolve("demo").path
 
@@ -131,10 +134,10 @@ class TestFiles:
             resolve(str(tmp_path / "lama-8b.gguf"))
 
     def test_a_folder_suggests_a_model_in_it(self, tmp_path: Path) -> None:
-        with pytest.raises(ModelFileError, match="is a folder, not a model file or an MLX.*; give the path"):
+        with pytest.raises(ModelFileError, match="is a folder, not a model file or an MLX.*; use the path"):
             resolve(str(tmp_path))
         (tmp_path / "a.gguf").touch()
-        with pytest.raises(ModelFileError, match=r"give the path of the GGUF file in it: .*a\.gguf"):
+        with pytest.raises(ModelFileError, match=r"use the path of the GGUF file in it: .*a\.gguf"):
             resolve(str(tmp_path))
 
     def test_a_folder_that_could_be_a_repository(

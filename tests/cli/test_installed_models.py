@@ -133,7 +133,7 @@ class TestNamesOfOnesOwn:
         assert "did you mean demo?" in one_line_error(run("models", "pair", "dmo", "--remove"), 1)
         run("models", "pair", "demo", "--remove")
         assert json_of(run("models", "show", "demo", "--json"))["auto_draft"]["draft"] == "demo-draft"
-        assert "give either a DRAFT or --remove" in one_line_error(run("models", "pair", "demo"), 2)
+        assert "specify either DRAFT or --remove" in one_line_error(run("models", "pair", "demo"), 2)
         assert "there is no model named dmo" in one_line_error(run("models", "pair", "dmo", "none"), 1)
         assert "is not a valid pair" in one_line_error(run("models", "pair", "demo", "auto"), 2)
 
@@ -151,7 +151,7 @@ class TestNamesOfOnesOwn:
         file.parent.mkdir(parents=True)
         file.write_text('aliases = {mine = "demo"}\n')
         line = one_line_error(run("models", "alias", "mine", "demo-draft"), 1)
-        assert "because of how it is written there; change it under [aliases] in an editor" in line
+        assert "because of how the name is written there; change it under [aliases] in an editor" in line
         assert file.read_text() == 'aliases = {mine = "demo"}\n'
 
     def test_concurrent_changes_are_all_kept(self, start: Start, file: Path) -> None:

@@ -70,7 +70,7 @@ def test_what_was_prepared_for_early_exit_is_not_prepared_for_it_again(
     assert run("prepare", "layerskip", str(model), "--exit", "1", "--to", str(halves)).exit_code == 0
     result = run("prepare", "layerskip", str(halves))
     assert result.exit_code == 2
-    assert f"{halves} is already prepared; give the GGUF file" in result.stderr
+    assert f"{halves} is already prepared; use the GGUF file" in result.stderr
 
 
 def test_what_was_prepared_for_early_exit_gets_a_copy(run: Run, model: Path, tmp_path: Path) -> None:
@@ -86,7 +86,7 @@ def test_what_was_prepared_for_early_exit_gets_a_copy(run: Run, model: Path, tmp
     (Path(first["folder"]) / "copy.gguf").rename(tmp_path / "copy.gguf")
     result = run("prepare", "lowbit", str(first["folder"]))
     assert result.exit_code == 1
-    assert f"name the model it was made from: {halves}" in result.stderr
+    assert f"use the model it was made from: {halves}" in result.stderr
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="there are no such limits")
@@ -101,4 +101,4 @@ def test_a_file_that_may_not_grow_is_said_in_words(tmp_path: Path) -> None:
         capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
     assert result.returncode == 1
-    assert "cannot be written: the file could be written only in part; free disk" in result.stderr
+    assert "cannot be written: only part of the file could be written; free disk" in result.stderr

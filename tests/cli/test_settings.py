@@ -117,7 +117,7 @@ def test_settings_that_the_method_does_not_read_are_left_out(run: Run, file: Pat
     file.write_text("draft_window = 100\ndraft_confidence = 0.3\n")
     assert reply(run, "--method", "suffix", "-n", "2")["method"]["requested"] == "suffix"
     error = one_line_error(run("generate", "--method", "suffix", "--draft-window", "100", "hi"), 2)
-    assert error.startswith("draft_window is for model")
+    assert error.startswith("draft_window applies to model")
 
 
 # What is wrong
@@ -135,19 +135,19 @@ def test_settings_that_the_method_does_not_read_are_left_out(run: Run, file: Pat
         ("[doctor]\n", "line 1: doctor has no settings; take the section out"),
         ("[aliases]\nbig = 'demo'", "line 1: aliases are not settings; put them into "),
         ("[pairs]\nbig = 'demo'", "line 1: pairs are not settings; put them into "),
-        ("context = '4096'", "line 1: context: '4096' is a text: write it without quotes; correct it, or"),
+        ("context = '4096'", "line 1: context: '4096' is a string: write it without quotes; correct it, or"),
         ("context = 4096.5", "line 1: context: '4096.5' is not a whole number from 1 up; correct it, or"),
-        ("context = true", "line 1: context: True is not what this setting takes"),
-        ("context = [1]", "line 1: context: [1] is a list, and this takes one value"),
-        ("target = 8", "line 1: target: 8 is not a text: write \"8\""),
-        ("target = 2020-01-01", "line 1: target: datetime.date(2020, 1, 1) is not what this setting takes"),
-        ("[target]\n", "line 1: target: {} is not what this setting takes"),
+        ("context = true", "line 1: context: True is not a valid value for this setting"),
+        ("context = [1]", "line 1: context: [1] is a list, but this setting has one value"),
+        ("target = 8", "line 1: target: 8 is not a string: write \"8\""),
+        ("target = 2020-01-01", "line 1: target: datetime.date(2020, 1, 1) is not a valid value"),
+        ("[target]\n", "line 1: target: {} is not a valid value for this setting"),
         ("mmap = 'yes'", "line 1: mmap: 'yes' is neither true nor false, without quotes"),
         ("stop = '###'", "line 1: stop: '###' is not a list, such as stop = [...]"),
         ("prefix_cache_disk = -1", "line 1: prefix_cache_disk is '-1'; write a size such as 8GiB"),
         ("prefix_cache_memory = '-4'", "line 1: prefix_cache_memory is '-4'; write a size such as 8GiB"),
         ("memory = 'much'", "line 1: memory is 'much'; write a size such as 8GiB"),
-        ("memory = true", "line 1: memory: True is not what this setting takes"),
+        ("memory = true", "line 1: memory: True is not a valid value for this setting"),
         ("temperature = -1", "line 1: temperature is -1.0; give a number from 0"),
         ("method = 'modle'", "line 1: method 'modle' is unknown; did you mean 'model'?"),
         ("flash_attention = 'of'", "line 1: flash_attention: 'of' is not one of 'auto', 'on', 'off'"),
@@ -228,7 +228,7 @@ def test_a_variable_that_is_wrong(
 @pytest.mark.parametrize(
     ("line", "error"),
     [
-        ('kv_type = "q9"', "kv_type is 'q9' (kv_type is set in {file}); choose auto"),
+        ('kv_type = "q9"', "kv_type is 'q9' (kv_type is set in {file}); "),
         ('target = "nonesuch"', "there is no model named nonesuch (target is set in {file}); "),
         ('target = "nonesuch\\n"', "there is no model named nonesuch (target is set in {file}); "),
         ("learn = true", "(learn is set in {file}); "),

@@ -155,7 +155,7 @@ def test_too_little_free_space(demo: Path, monkeypatch: pytest.MonkeyPatch) -> N
     free = shutil.disk_usage(demo)._replace(free=15 << 20)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: free)
     with pytest.raises(
-        ModelFileError, match=r"needs \d\d\.\d MiB of free space and has 15\.0 MiB; free disk"
+        ModelFileError, match=r"needs \d\d\.\d MiB of free space but has 15\.0 MiB; free disk"
     ):
         prepare_lowbit(demo)
 

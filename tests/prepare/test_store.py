@@ -98,7 +98,7 @@ def test_links_are_followed_and_broken_links_are_errors(source: Path, tmp_path: 
     link = tmp_path / "link"
     link.symlink_to(tmp_path / "mine")
     with pytest.raises(
-        OptionError, match="link is a broken symbolic link; delete it, or name another folder"
+        OptionError, match="link is a broken symbolic link; delete it, or choose another folder"
     ):
         _made(source, to=link)
     assert not (tmp_path / "link.partial").exists()
@@ -334,7 +334,7 @@ def test_free_space_is_checked_before_writing(source: Path, monkeypatch: pytest.
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(10**12, 10**12, 5 * 2**30))
     write = Writer()
-    with pytest.raises(ModelFileError, match=r"needs 7\.0 GiB of free space and has 5\.0 GiB"):
+    with pytest.raises(ModelFileError, match=r"needs 7\.0 GiB of free space but has 5\.0 GiB"):
         build("layerskip", source, _SETTINGS, write, needed_bytes=7 * 2**30)
     assert write.written == []
     assert not list(store_folder().rglob("first*"))

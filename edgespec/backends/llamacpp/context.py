@@ -186,7 +186,7 @@ class LlamaContext:
 
     @property
     def is_lost(self) -> bool:
-        """Whether the context has no KV cache because the last call of `allocate` failed."""
+        """Whether the context has no KV cache because the last call to `allocate` failed."""
         return not self._context
 
     def _check_allocated(self) -> None:
@@ -290,7 +290,7 @@ class LlamaContext:
         self._lib.llama_memory_seq_cp(self._memory, source, sequence, start, end)
 
     def drop(self, sequence: int, start: int, end: int = -1) -> bool:
-        """Remove positions [start, end) from a sequence. By default, remove everything from `start`.
+        """Remove positions [start, end) from a sequence. By default, remove from `start` to the end.
 
         Returns:
             Whether the positions were removed. A recurrent state cannot be truncated at every position.
@@ -341,7 +341,7 @@ class LlamaContext:
         the window of the last token, but a later rollback needs them.
         """
         parts = []
-        self.drop(self._scratch, 0)  # An interrupted call may have left cells there.
+        self.drop(self._scratch, 0)  # An interrupted call may have left cells in the scratch sequence.
         for begin, stop in self._parts(start, end):
             self.copy(source, self._scratch, begin, stop)
             parts.append(self.export_sequence(self._scratch))

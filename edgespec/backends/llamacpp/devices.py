@@ -48,7 +48,7 @@ def on_cpu(options: LoadOptions) -> bool:
 
 
 def in_main_memory(options: LoadOptions) -> bool:
-    """Return whether all of a model is in system memory. This includes Apple GPUs, which share it."""
+    """Return whether a model is entirely in system memory. Apple GPUs also use system memory."""
     return sys.platform == "darwin" or on_cpu(options)
 
 

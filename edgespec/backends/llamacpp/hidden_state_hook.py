@@ -38,7 +38,7 @@ class HiddenStateHook:
 
     def _on_node(self, tensor: int, is_query: bool, _user_data: object) -> bool:
         name = self._ggml.ggml_get_name(tensor)
-        if is_query:  # Asked before the node is computed: should its result be copied?
+        if is_query:  # Before computing a node, llama.cpp asks whether the hook needs its result.
             return name in self._names
         size = self._ggml.ggml_nbytes(tensor)
         rows = np.empty(size // 4, np.float32)

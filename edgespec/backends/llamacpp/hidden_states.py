@@ -1,4 +1,4 @@
-"""Hidden states between the layers of a GGUF model."""
+"""Compute the hidden states after each layer of a GGUF model."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ __all__ = ["hidden_states"]
 def hidden_states(
     path: str, name: str, tokens: Sequence[int], options: LoadOptions, progress: Progress | None = None
 ) -> NDArray[np.float32]:
-    """Return the hidden states after every layer.
+    """Load a model, run it on `tokens`, and return the hidden states after every layer.
 
     Args:
-        path: The GGUF file, or its first part.
-        name: The model's name, for progress and messages.
-        tokens: The tokens to run, from position 0.
-        options: How to load the model; its context must hold all tokens.
-        progress: Called while the weights load.
+        path: The GGUF file, or the first file of a model in several parts.
+        name: The model's name, used in progress reports and error messages.
+        tokens: The input tokens. The first is at position 0.
+        options: The load options. The context must be large enough for all tokens.
+        progress: Called repeatedly while the weights are loaded.
 
     Returns:
-        float32 [layers, tokens, embd].
+        The hidden states, float32 [layers, tokens, embd].
 
     Raises:
-        BackendError: The architecture does not name the outputs of its layers.
-        EdgespecError: Loading failed; see `load`.
+        BackendError: llama.cpp does not expose the layer outputs of this architecture.
+        EdgespecError: The model cannot be loaded. See `edgespec.backends.llamacpp.load`.
     """
     lib = library()
     weights = load_weights(path, name, options, progress)

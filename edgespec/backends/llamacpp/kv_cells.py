@@ -1,4 +1,4 @@
-"""The cells of a context's KV cache: committed tokens, and the tree of an open round."""
+"""Track the KV cells of a context: the committed tokens, and the draft tree that is being verified."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ __all__ = ["KvCells", "UnchangedPrefix"]
 
 @dataclass(eq=False, slots=True)
 class UnchangedPrefix:
-    """The length of the prefix that has not changed since a draft model copied its cells.
+    """The prefix of the target's cache that has not changed since a draft model copied its cells.
 
     Attributes:
-        tokens: The number of unchanged tokens. The draft model sets it; every rollback lowers it.
+        tokens: The number of unchanged tokens. The draft model sets it, and every rollback reduces it.
     """
 
     tokens: int = 0
 
 
 class KvCells:
-    """The tokens in the KV cache of one context.
+    """Assigns the tokens in a context's KV cache to sequences.
 
-    Sequence 0 holds the `length` committed tokens. During a round every branch of the tree has a sequence
-    that shares the cells of its ancestors. The first child continues its parent's sequence, and each further
-    child opens a new one. A commit makes one of these sequences the new sequence 0.
+    Sequence 0 holds the `length` committed tokens. While a draft tree is being verified, each of its branches
+    has a sequence that shares the cells of its ancestors. The first child of a node continues its parent's
+    sequence, and each further child starts a new one. `commit` moves the accepted branch to sequence 0.
 
     Args:
-        context: The context whose cells these are.
-        max_branches: The maximum number of sequences of a round.
-        replays: The memory cannot be truncated exactly, and a `ReplayModel` restores it from checkpoints.
+        context: The context that owns the cells.
+        max_branches: The maximum number of sequences for the branches of a tree.
+        replays: Whether a `ReplayModel` restores checkpoints, because the cache cannot be truncated exactly.
     """
 
     def __init__(self, context: LlamaContext, max_branches: int, *, replays: bool = False) -> None:
@@ -41,7 +41,7 @@ class KvCells:
         self._context = context
         self._max_branches = max_branches
         self._replays = replays
-        # Sequence and position of each node of the round.
+        # The sequence and position of each node in the uncommitted tree.
         self._sequences: list[int] = []
         self._positions: list[int] = []
 
@@ -57,13 +57,13 @@ class KvCells:
             prefix.tokens = min(prefix.tokens, length)
 
     def track_prefix(self) -> UnchangedPrefix:
-        """Return a prefix whose length is reduced on every rollback, until `untrack_prefix`."""
+        """Return a prefix that every rollback shortens until it is passed to `untrack_prefix`."""
         prefix = UnchangedPrefix()
         self._tracked.append(prefix)
         return prefix
 
     def untrack_prefix(self, prefix: UnchangedPrefix) -> None:
-        """Stop updating a prefix from `track_prefix`."""
+        """Stop updating a prefix returned by `track_prefix`."""
         self._tracked.remove(prefix)
 
     @property
@@ -72,13 +72,13 @@ class KvCells:
         return bool(self._tracked)
 
     def place_tree(self, tree: TokenTree, first: int) -> tuple[list[int], list[list[int]]]:
-        """Assign positions and sequences to the nodes `first` and up of a tree.
+        """Assign positions and sequences to the tree's nodes, starting at index `first`.
 
         Returns:
-            The position of each of these nodes, and the sequences that pass through it.
+            The position of each of these nodes, and the ids of all sequences that contain it.
 
         Raises:
-            CapabilityError: The tree has too many branches. The round is closed.
+            CapabilityError: The tree has too many branches. The uncommitted tree is removed.
         """
         passing: list[list[int]] = []
         continued = set(tree.parents[1:first])
@@ -100,14 +100,14 @@ class KvCells:
     def _open_branch(
         self, tree: TokenTree, parent: int, sequence: int, first: int, passing: list[list[int]]
     ) -> None:
-        """Open a sequence that shares the cells of `parent` and its ancestors."""
+        """Start a new sequence that shares the cells of `parent` and its ancestors."""
         if sequence >= self._max_branches:
             self.end_round()
             raise CapabilityError(
                 f"the draft tree has more than {self._max_branches} branches",
-                "load the model with a larger --draft-branches",
+                "use a larger --draft-branches",
             )
-        # Ancestors of this call are not in the cache yet: their rows carry the new sequence too.
+        # Ancestors placed by the same call are not in the cache yet, so add the new sequence to their rows.
         while parent >= first:
             passing[parent - first].append(sequence)
             parent = tree.parents[parent]
@@ -117,16 +117,16 @@ class KvCells:
         self._context.copy(source, sequence, 0, end)
 
     def commit(self, path: tuple[int, ...]) -> bool:
-        """Keep the root and the nodes of `path`, and close the round.
+        """Commit the root and the nodes in `path`, and remove all other nodes of the tree.
 
         Returns:
-            Whether every node of the round was kept.
+            Whether all nodes of the tree were committed.
         """
         last = path[-1] if path else 0
         length = self._positions[last] + 1
         kept_all = length == self._positions[-1] + 1
         if last == len(path):
-            # The path consists of the first nodes of the pass, so its cells are contiguous already.
+            # The path consists of the first nodes in the tree, so its cells are already contiguous.
             self.truncate(length)
         else:
             self._context.compact_branch(self._sequences[last], self.length, length)
@@ -135,24 +135,24 @@ class KvCells:
         return kept_all
 
     def end_round(self) -> None:
-        """Remove the cells of the open round, if there is one."""
+        """Remove the cells of the uncommitted tree, if there is one."""
         if self._sequences:
             self.truncate(self.length)
 
     def truncate(self, length: int) -> None:
-        """Keep the first `length` tokens of sequence 0 and remove all branches.
+        """Truncate sequence 0 to `length` tokens and remove all branches.
 
-        A memory without rollback is cleared, unless checkpoints restore it.
+        If the cache cannot be rolled back and no checkpoints are used, it is cleared instead.
         """
-        if not self._replays:  # the other sequences hold checkpoints then
+        if not self._replays:  # With replay, the other sequences hold checkpoints.
             self._context.drop_others()
         self.length = length
         if not self._context.drop(0, length) and not self._replays:
-            # The remaining state includes the removed tokens, so it belongs to no prefix.
+            # The recurrent state still includes the removed tokens, so it is invalid for any prefix.
             self._context.clear()
             self.length = 0
         self.clear_round()
 
     def clear_round(self) -> None:
-        """Forget the open round, whose cells the caller has handled."""
+        """Discard the records of the uncommitted tree after the caller has committed or removed its cells."""
         self._sequences, self._positions = [], []

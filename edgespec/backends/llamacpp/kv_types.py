@@ -1,4 +1,4 @@
-"""Data types of the KV cache, and their sizes."""
+"""KV-cache data types and their sizes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = [
 
 # llama.cpp's CPU flash attention switches to a tiled kernel at 64 rows.
 SMALL_KERNEL_MAX_ROWS = 63
-# ggml's number of each type, and the bytes of 32 elements.
+# The ggml_type number of each type, and the size of 32 elements in bytes.
 _TYPES = {
     "f32": (0, 128),
     "f16": (1, 64),
@@ -35,38 +35,41 @@ _TYPES = {
     "iq4_nl": (20, 18),
     "q4_0": (2, 18),
 }
-# Up to this size of the cache, `auto` prefers passes that are bit-identical at all widths over a faster
-# prefill. Chosen: the slower kernel is not noticeable for a cache this small.
+# The largest cache for which `auto` prefers logits that are independent of the number of tokens per pass over
+# a faster prefill. The slower kernel makes no noticeable difference for a cache this small.
 _SMALL_CACHE_BYTES = 64 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
 class KvTypes:
-    """The data types of keys and values, by ggml's names."""
+    """The data types of keys and values, as ggml type names."""
 
     keys: str
     values: str
 
     def bytes_per_token(self, f16_bytes: int) -> int:
-        """Return the bytes per token, given those of f16, for keys and values of equal size."""
+        """Convert a size per token from f16 to these types.
+
+        Keys and values must have the same number of elements.
+        """
         return f16_bytes * (_TYPES[self.keys][1] + _TYPES[self.values][1]) // (2 * _TYPES["f16"][1])
 
     @property
     def can_shift_keys(self) -> bool:
         """Whether llama.cpp can move cached keys to other positions.
 
-        It has no RoPE kernel for bf16, and crashes on quantised keys unless heads have 64 elements.
+        llama.cpp has no RoPE kernel for bf16, and crashes on quantised keys unless the head size is 64.
         """
         return self.keys in ("f32", "f16")
 
     @property
     def has_single_kernel(self) -> bool:
-        """Whether llama.cpp's CPU attention uses the same kernel for all widths and thread counts."""
+        """Whether llama.cpp's CPU attention uses the same kernel for any number of tokens and threads."""
         return self.keys != self.values or self.keys not in ("f32", "f16")
 
     @property
     def text(self) -> str:
-        """The value of `--kv-type` for these types."""
+        """These types in the format of `--kv-type`."""
         return self.keys if self.keys == self.values else f"{self.keys}/{self.values}"
 
     @property
@@ -78,22 +81,23 @@ class KvTypes:
 def choose_kv_types(options: LoadOptions, f16_bytes: int, *, same_type: bool = False) -> KvTypes:
     """Return the data types for `options.kv_type`.
 
-    For f16 values llama.cpp's CPU attention has three kernels: for one token over a long context, for a few
-    tokens and for many. They sum in different orders and in half precision, so the logits of a verify pass
-    differ slightly from those of single steps. bf16 values take the same memory, but a single kernel handles
-    all widths. It sums in single precision and prefills more slowly. `auto` chooses bf16 values for
-    `options.exact` and for caches so small that the slower prefill does not matter.
+    For f16 values, llama.cpp's CPU attention has three kernels: one for a single token and a long context,
+    one for a few tokens, and one for many tokens. They sum in half precision and in different orders, so the
+    logits of a verify pass differ slightly from those of single-token passes. bf16 values take as much memory
+    as f16, but a single kernel handles any number of tokens. It sums in single precision, and its prefill is
+    slower. `auto` uses bf16 values if `options.exact` is set, and for caches so small that the slower prefill
+    does not matter.
 
     Args:
         options: The load options.
         f16_bytes: The size of the whole cache in f16.
-        same_type: Keys and values must have the same type.
+        same_type: Whether keys and values must have the same type.
 
     Raises:
-        OptionError: `options.kv_type` is unknown, or violates `same_type`.
+        OptionError: `options.kv_type` is unknown, or specifies two types although `same_type` is set.
     """
     if options.kv_type == "auto":
-        # The rounding of a draft model does not affect the output.
+        # A draft model's rounding does not affect the output.
         prefers_exact = (options.exact or f16_bytes <= _SMALL_CACHE_BYTES) and not options.is_draft
         supported = on_cpu(options) and options.flash_attention != "off" and not same_type
         return KvTypes("f16", "bf16") if prefers_exact and supported else KvTypes("f16", "f16")
@@ -107,21 +111,27 @@ def choose_kv_types(options: LoadOptions, f16_bytes: int, *, same_type: bool = F
 
 
 def prefill_kernel_differs(types: KvTypes, options: LoadOptions, threads: int) -> bool:
-    """Return whether prefill uses another attention kernel than target steps and verify passes.
+    """Return whether prefill uses a different attention kernel than target steps and verify passes.
 
-    This is so on one CPU thread only: with more threads, even target steps and verify passes differ.
+    This function only returns True for a single CPU thread. With more threads, even target steps and verify
+    passes use different kernels.
     """
     return threads == 1 and on_cpu(options) and not types.has_single_kernel
 
 
 def parse_kv_types(text: str) -> KvTypes:
-    """Parse `f16` for keys and values, or `q8_0/f16` for each. Raises OptionError for unknown types."""
+    """Parse a single type, such as `f16`, or the types of keys and values, such as `q8_0/f16`.
+
+    Raises:
+        OptionError: A type is unknown.
+    """
     keys, _, values = text.partition("/")
     for name in (keys, values or keys):
         if name not in _TYPES:
             raise OptionError(
                 f"kv_type is {text!r}",
-                f"choose auto, one of {', '.join(_TYPES)}, or two of them for keys and values: q8_0/f16",
+                f"choose auto, one of {', '.join(_TYPES)}, or two of them for keys and values, such as"
+                " q8_0/f16",
             )
     return KvTypes(keys, values or keys)
 
@@ -133,7 +143,7 @@ def has_latent_attention(weights: Any) -> bool:
 
 
 def kv_bytes_per_token(weights: Any, types: KvTypes) -> int:
-    """Return the bytes of the keys and values of one token in all layers."""
+    """Return the size of one token's keys and values in bytes, summed over all layers."""
     lib = library()
     arch = metadata(weights, "general.architecture") or ""
     head_size = lib.llama_model_n_embd(weights) // (lib.llama_model_n_head(weights) or 1)
@@ -143,6 +153,6 @@ def kv_bytes_per_token(weights: Any, types: KvTypes) -> int:
     layers: int = lib.llama_model_n_layer(weights)
     heads = sum(map(int, listed)) if len(listed) > 1 else lib.llama_model_n_head_kv(weights) * layers
     if has_latent_attention(weights):
-        # The values are a part of the keys.
+        # The values are stored as part of the keys.
         value_size = 0
     return int(heads * (key_size * _TYPES[types.keys][1] + value_size * _TYPES[types.values][1]) // 32)

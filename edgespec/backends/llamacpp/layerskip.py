@@ -1,4 +1,7 @@
-"""A GGUF model split at an exit layer, which drafts with its lower layers (LayerSkip, arXiv 2404.16710)."""
+"""Load a GGUF model that is split at an exit layer and drafts with its lower layers.
+
+The method is LayerSkip (arXiv 2404.16710).
+"""
 
 from __future__ import annotations
 
@@ -72,9 +75,9 @@ from edgespec.errors import (
 
 __all__ = ["LayerSkipModel", "load_layerskip"]
 
-# llama.cpp's RoPE types with one position per token, or none: LLAMA_ROPE_TYPE_NONE, NORM and NEOX.
+# llama.cpp's RoPE types with at most one position per token: LLAMA_ROPE_TYPE_NONE, NORM and NEOX.
 _SINGLE_POSITION_ROPES = (-1, 0, 2)
-# The header of a snapshot: the bytes of the lower split's cells.
+# The header of a snapshot, which stores the size of the lower split's cells in bytes.
 _SIZE = struct.Struct("<Q")
 
 
@@ -83,17 +86,17 @@ def load_layerskip(
 ) -> LayerSkipModel:
     """Load the lower and the upper split of a model.
 
-    Both splits map the tensors they share from the same file, so these are in memory once. Weights that
-    llama.cpp repacks cannot be mapped; shared tensors are in memory twice then.
+    Both splits memory-map the tensors they share from the same file, so these tensors are in memory only
+    once. If llama.cpp repacks the weights, they cannot be mapped, and the shared tensors are in memory twice.
 
     Args:
         folder: The folder written by `edgespec prepare layerskip`.
-        name: The model's name, for progress and messages.
+        name: The model's name, used in progress reports and error messages.
         options: The load options.
-        progress: Called while the weights load; may cancel.
+        progress: Called repeatedly while the weights are loaded. Returns False to cancel.
 
     Raises:
-        EdgespecError: Loading failed; see `edgespec.backends.llamacpp.load`.
+        EdgespecError: The model cannot be loaded. See `edgespec.backends.llamacpp.load`.
     """
     if options.kv_type != "auto":
         parse_kv_types(options.kv_type)
@@ -114,20 +117,21 @@ def load_layerskip(
 
 
 class LayerSkipModel(BaseModel):
-    """A model whose layers run in two contexts: the upper split runs on the hidden states of the lower.
+    """A model that runs its lower and upper layers in two separate contexts.
 
-    Drafting runs the lower split only. A verify pass runs the lower split for nodes that were not drafted,
-    then the upper split for all nodes. Both contexts always hold the same committed tokens.
+    The upper split takes the hidden states of the lower split as input. Drafting runs only the lower split. A
+    verify pass runs the lower split for nodes that were not drafted, then the upper split for all nodes. Both
+    contexts always contain the same committed tokens.
 
     Args:
-        lower: The llama_model of the lower split.
-        upper: The llama_model of the upper split.
-        folder: The folder of both.
+        lower: The llama_model handle of the lower split.
+        upper: The llama_model handle of the upper split.
+        folder: The folder that contains both splits.
         name: The model's name.
         options: The load options.
 
     Attributes:
-        exit_layer: The number of layers of the lower split.
+        exit_layer: The number of layers in the lower split.
     """
 
     def __init__(self, lower: Any, upper: Any, folder: str, name: str, options: LoadOptions) -> None:
@@ -139,7 +143,8 @@ class LayerSkipModel(BaseModel):
         _check_supported(lower, name)
         weight_bytes = lib.llama_model_size(lower) + lib.llama_model_size(upper)
         if options.mmap and in_main_memory(options):
-            # Both splits use the same mapped pages. GPUs with their own memory hold a copy for each.
+            # In main memory, both splits share mapped pages. A GPU with its own memory stores a copy for
+            # each.
             weight_bytes -= int(metadata(lower, SHARED_BYTES_KEY) or 0)
         max_plans = plan_split_contexts(lower, upper, weight_bytes, options)
         plans = [initial_plan(lower, plan, options) for plan in max_plans]
@@ -153,7 +158,7 @@ class LayerSkipModel(BaseModel):
             self._context = LlamaContext(upper, upper_options, plans[1], threads, takes_hidden=True)
             undo.callback(self._context.close)
             _probe(lower_context, lower, plans[0], options)
-            # The upper split limits the width of a pass: the lower one runs wider trees in several passes.
+            # Report the limits of the upper split. The lower split can run a wide tree in several passes.
             result = _probe(self._context, upper, plans[1], options)
             self._lower = LowerSplit(lower_context, hook, exit_name, options.max_branches)
             self._cells = KvCells(self._context, options.max_branches)
@@ -161,7 +166,7 @@ class LayerSkipModel(BaseModel):
             facts = describe(lower, first_file, name, max_plans[0], self.vocabulary, result)
             self._options, self._max_plan = options, max_plans[0]
             if options.memory_bytes is not None:
-                # A low-bit copy gets what is left of this budget.
+                # Reserve memory for the lower split's logits. A low-bit copy may use the rest of the budget.
                 left = max(0, options.memory_bytes - work_bytes(lower, options))
                 self._options = replace(options, memory_bytes=left)
             capabilities = replace(result.capabilities, self_draft_methods=frozenset({"layerskip"}))
@@ -178,7 +183,7 @@ class LayerSkipModel(BaseModel):
                 capabilities=capabilities,
                 cache_variant=cache_variant(lower, max_plans[0]),
             )
-            # Why no low-bit copy can draft for this model; None if one can.
+            # The reason that a low-bit copy cannot draft for this model, or None if it can.
             self._merge_error = self._try_merging_cells()
             if self._merge_error is None:
                 methods = capabilities.self_draft_methods | {"lowbit"}
@@ -187,7 +192,7 @@ class LayerSkipModel(BaseModel):
             undo.pop_all()
 
     def _try_merging_cells(self) -> CapabilityError | None:
-        """Merge the cells of both splits once and return the error, if any. Leaves the cache empty."""
+        """Try to merge the KV cells of both splits, and return the error if it fails. Clears the cache."""
         self.prefill([0, 0])
         try:
             self._shared_target().export_cells(0, 2)
@@ -242,7 +247,10 @@ class LayerSkipModel(BaseModel):
         return HostLogits(rows)
 
     def draft(self, tree: TokenTree, first: int) -> HostLogits:
-        """Run nodes `first` and up through the lower split; the next `verify` reuses their hidden states."""
+        """Run the tree's nodes, starting at index `first`, through the lower split.
+
+        The next call to `verify` reuses their hidden states.
+        """
         try:
             self._check_pass(tree)
             if first == 0:
@@ -256,7 +264,7 @@ class LayerSkipModel(BaseModel):
         self._check(tree.width)
         if tree.width > self._context.max_width:
             raise CapabilityError(
-                f"a draft of {tree.width} tokens is wider than the limit of {self._context.max_width}",
+                f"a draft of {tree.width} tokens exceeds the limit of {self._context.max_width} per pass",
                 "use a shorter --draft-length or fewer --draft-branches",
             )
 
@@ -313,7 +321,7 @@ class LayerSkipModel(BaseModel):
             self._cut(0)
         if not self._append_snapshot(snapshot):
             self._cut(min(snapshot.start, self.length))
-            raise BackendError("the snapshot does not fit this model and context", "prefill its tokens")
+            raise BackendError("the snapshot does not fit this model and context", "prefill the tokens again")
         self._lower.cells.length = self._cells.length = snapshot.length
 
     def _append_snapshot(self, snapshot: Snapshot) -> bool:
@@ -337,7 +345,7 @@ class LayerSkipModel(BaseModel):
             for context, plan in zip(contexts, after, strict=True):
                 rebuild_context(context, plan, self.length)
         except BaseException:
-            # The failed context has its old size again. Restore the other one.
+            # `rebuild_context` has restored the context that failed. Restore the other one too.
             for context, plan in zip(contexts, before, strict=True):
                 if not context.is_lost:
                     rebuild_context(context, plan, self.length)
@@ -358,13 +366,13 @@ class LayerSkipModel(BaseModel):
             return low_bit_view
         if isinstance(method, SkippedLayers):
             raise CapabilityError(
-                f"{self.facts.name} cannot skip layers: method swift needs an MLX model",
-                "choose another method, or load the model in MLX format",
+                f"{self.facts.name} cannot skip layers, because the method swift requires an MLX model",
+                "choose another method or load an MLX version of the model",
             )
         if method.exit_layer != self.exit_layer:
             raise CapabilityError(
                 f"{self.facts.name} was loaded for exit layer {self.exit_layer}, not {method.exit_layer}",
-                f"run `edgespec prepare layerskip --exit {method.exit_layer}` on the model",
+                f"run `edgespec prepare layerskip --exit {method.exit_layer}` for this model",
             )
         view = EarlyExitView(self)
         self._views.add(view)
@@ -386,13 +394,13 @@ class LayerSkipModel(BaseModel):
 
 
 def _check_supported(weights: Any, name: str) -> None:
-    """Raise ModelFileError for an architecture that cannot run as two splits."""
+    """Raise ModelFileError if the architecture cannot run as two splits."""
     lib = library()
     reason = ""
     if lib.llama_model_is_recurrent(weights) or lib.llama_model_is_hybrid(weights):
         reason = "its recurrent state cannot be rolled back"
     elif lib.llama_model_rope_type(weights) not in _SINGLE_POSITION_ROPES:
-        reason = "its tokens have several positions each"
+        reason = "it uses more than one position per token"
     if reason:
         raise ModelFileError(f"{name} does not support layerskip: {reason}", "load the original model file")
 

@@ -1,4 +1,4 @@
-"""File names and metadata keys of a model that was split for LayerSkip."""
+"""File names and metadata keys of models that were split for LayerSkip."""
 
 __all__ = [
     "DESCRIPTION_KEY",
@@ -13,16 +13,16 @@ __all__ = [
     "UPPER_FIRST",
 ]
 
-# Tensors that both splits use (embedding, final norm, output head), and the layers of each split.
+# The tensors that both splits use (embedding, final norm, output head), and the layers of each split.
 SHARED, LOWER, UPPER = "shared.gguf", "lower.gguf", "upper.gguf"
-# The first part of each split holds its metadata and no tensors.
+# The first file of each split contains only metadata.
 LOWER_FIRST, UPPER_FIRST = "lower-first.gguf", "upper-first.gguf"
 # The files of each split in the order in which llama.cpp loads them.
 PARTS = ((LOWER_FIRST, SHARED, LOWER), (UPPER_FIRST, SHARED, UPPER))
 FILES = (LOWER_FIRST, UPPER_FIRST, SHARED, LOWER, UPPER)
 
-# Metadata that `edgespec prepare layerskip` adds to both first parts: the size of SHARED, and the parameter
-# count and description of the whole model.
+# Metadata that `edgespec prepare layerskip` adds to the first file of each split: the size of SHARED, and the
+# parameter count and description of the whole model.
 SHARED_BYTES_KEY = "edgespec.layerskip.shared_bytes"
 PARAMETERS_KEY = "edgespec.layerskip.parameters"
 DESCRIPTION_KEY = "edgespec.layerskip.description"

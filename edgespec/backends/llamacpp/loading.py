@@ -1,4 +1,4 @@
-"""Loads GGUF files with llama.cpp, translates its errors, and describes loaded models."""
+"""Load GGUF files with llama.cpp, translate its errors, and describe loaded models."""
 
 from __future__ import annotations
 
@@ -33,35 +33,39 @@ __all__ = [
     "threads_for",
 ]
 
-# Smaller models run on one thread, see `default_threads`. Chosen.
+# Smaller models run on one thread. See `default_threads`.
 _SMALL_MODEL_BYTES = 64 * 2**20
-# The model size that `default_threads` assumes by default: any model larger than the small ones.
+# The default argument of `default_threads`. Any size above `_SMALL_MODEL_BYTES` gives the same result.
 _LARGE_MODEL_BYTES = 1 << 40
 
 
 def check_file(path: str) -> int:
-    """Return the bytes of a GGUF model, including all parts. Raises ModelFileError for other files."""
+    """Return the total size in bytes of all of a GGUF model's files.
+
+    Raises:
+        ModelFileError: The file is missing or is not a GGUF file.
+    """
     return sum(part.stat().st_size for part in gguf_files(Path(path)))
 
 
 def load_weights(path: str, name: str, options: LoadOptions, progress: Progress | None) -> Any:
-    """Load the weights of a GGUF file.
+    """Load the weights of a GGUF model.
 
-    Weights that llama.cpp repacks for this processor are read instead of mapped. Otherwise the mapped pages
-    would stay in memory beside the repacked copy, although nothing reads them again.
+    If llama.cpp repacks the weights for this CPU, the file is read instead of memory-mapped. Otherwise the
+    mapped pages would occupy memory next to the repacked copy although they are never used again.
 
     Args:
-        path: The file, or the first part of a model in several files.
-        name: The model's name, for progress and messages.
+        path: The GGUF file, or the first file of a model in several parts.
+        name: The model's name, used in progress reports and error messages.
         options: The load options.
-        progress: Called while the weights load; may cancel.
+        progress: Called repeatedly while the weights are loaded. Returns False to cancel.
 
     Returns:
-        A llama_model, which the caller must free.
+        A llama_model handle, which the caller must free.
 
     Raises:
         ModelFileError: The file is damaged or unsupported.
-        MemoryBudgetError: The weights exceed the budget or cannot be allocated.
+        MemoryBudgetError: The weights exceed the memory budget or cannot be allocated.
         CancelledError: `progress` returned False.
     """
     size = check_file(path)
@@ -81,11 +85,13 @@ def load_weights(path: str, name: str, options: LoadOptions, progress: Progress 
 
 
 def repacks_weights(paths: str | Sequence[str], gpu_layers: int | None) -> bool:
-    """Return whether llama.cpp repacks weights of these files for this processor, without reading them.
+    """Return whether llama.cpp would repack the weights in these files for this CPU.
+
+    The weights themselves are not read.
 
     Args:
-        paths: The files, see `load_skeleton`.
-        gpu_layers: The number of offloaded layers; None means all.
+        paths: The GGUF files, as for `load_skeleton`.
+        gpu_layers: The number of layers to offload. None means all.
     """
     with captured_log() as lines:
         weights = _from_files(paths, _skeleton_params(gpu_layers))
@@ -95,12 +101,12 @@ def repacks_weights(paths: str | Sequence[str], gpu_layers: int | None) -> bool:
 
 
 def load_skeleton(paths: str | Sequence[str], name: str, gpu_layers: int | None) -> Any:
-    """Return a llama_model that knows the size and device of each tensor but has allocated no weights.
+    """Return a llama_model handle with the size and device of each tensor, but without allocated weights.
 
     Args:
-        paths: A file, or the parts of a model under any names.
-        name: The model's name, for messages.
-        gpu_layers: The number of offloaded layers; None means all.
+        paths: A GGUF file, or all of a model's files, which may have any names.
+        name: The model's name, used in error messages.
+        gpu_layers: The number of layers to offload. None means all.
 
     Raises:
         ModelFileError: The file is damaged or unsupported.
@@ -115,7 +121,7 @@ def load_skeleton(paths: str | Sequence[str], name: str, gpu_layers: int | None)
 
 
 def _from_files(paths: str | Sequence[str], params: Any) -> Any:
-    """Return the llama_model of a file or of several parts, or a null pointer on failure."""
+    """Load a model from one file or a list of files. Return a llama_model, or a null pointer on failure."""
     lib = library()
     if isinstance(paths, str):
         return lib.llama_model_load_from_file(os.fsencode(paths), params)
@@ -132,12 +138,16 @@ def _skeleton_params(gpu_layers: int | None) -> Any:
 
 
 def _native_gpu_layers(gpu_layers: int | None) -> int:
-    """Return the value of n_gpu_layers, where any negative number means all layers."""
+    """Return the value for llama.cpp's `n_gpu_layers`, where any negative number means all layers."""
     return -1 if gpu_layers is None else gpu_layers
 
 
 def load_vocabulary(path: str, name: str) -> Any:
-    """Return a llama_model with metadata and vocabulary but without tensors. Raises ModelFileError."""
+    """Return a llama_model handle with only the metadata and the vocabulary.
+
+    Raises:
+        ModelFileError: The file is damaged or unsupported.
+    """
     lib = library()
 
     def load(params: Any) -> Any:
@@ -148,7 +158,7 @@ def load_vocabulary(path: str, name: str) -> Any:
 
 
 def load_parts(paths: Sequence[str], name: str, options: LoadOptions, progress: Progress | None) -> Any:
-    """Load a model from parts under any names. See `load_weights` for arguments and errors."""
+    """Load a model from a list of files with any names. See `load_weights` for arguments and errors."""
     size = sum(map(check_file, paths))
     return _loaded(lambda params: _from_files(paths, params), paths[0], name, size, options, progress)
 
@@ -190,7 +200,7 @@ def _loaded(
 
 
 def _load_error(path: str, size: int, lines: list[str]) -> ModelFileError | MemoryBudgetError:
-    """Translate llama.cpp's log lines of a failed load into an error."""
+    """Return an exception for the error messages that llama.cpp logged when loading failed."""
     text = " ".join(lines)
     if match := re.search(r"unknown model architecture: '([^']*)'", text):
         return ModelFileError(
@@ -200,19 +210,17 @@ def _load_error(path: str, size: int, lines: list[str]) -> ModelFileError | Memo
     if re.search(
         r"not within the file bounds|corrupted or incomplete|failed to read|unexpectedly reached end", text
     ):
-        return ModelFileError(
-            f"{path} is incomplete or damaged ({size:,} bytes)", "download it again and compare its size"
-        )
+        return ModelFileError(f"{path} is incomplete or damaged ({size:,} bytes)", "download it again")
     if re.search(
         r"failed to allocate|unable to allocate|out of memory|cudaMalloc failed", text, re.IGNORECASE
     ):
         return MemoryBudgetError(
-            f"the {size:,} bytes of {path} cannot be allocated",
-            "close other programs, choose a smaller quantisation, or use fewer --gpu-layers",
+            f"{size:,} bytes of memory for {path} cannot be allocated",
+            "close other programs, choose a smaller quantisation, or reduce --gpu-layers",
         )
-    detail = lines[0] if lines else "llama.cpp gave no reason"
+    detail = lines[0] if lines else "llama.cpp reported no reason"
     return ModelFileError(
-        f"{path} ({size:,} bytes) could not be loaded: {detail}", "check the file, or download it again"
+        f"{path} ({size:,} bytes) could not be loaded: {detail}", "check the file or download it again"
     )
 
 
@@ -224,15 +232,15 @@ def describe(
     vocabulary: Vocabulary,
     probe_result: ProbeResult,
 ) -> ModelFacts:
-    """Return the facts of a loaded model.
+    """Return a description of a loaded model.
 
     Args:
-        weights: The llama_model.
-        path: Its file.
-        name: Its name.
-        plan: The context at its maximum size.
-        vocabulary: Its vocabulary.
-        probe_result: Its measured capabilities.
+        weights: The llama_model handle.
+        path: The model's GGUF file.
+        name: The model's name.
+        plan: The context plan at its maximum size.
+        vocabulary: The model's vocabulary.
+        probe_result: The capabilities measured by `probe`.
     """
     lib = library()
     buffer = ctypes.create_string_buffer(256)
@@ -242,7 +250,7 @@ def describe(
     if plan.tokens > trained:
         notice = (
             f"{name} was trained for a context of {trained} tokens;"
-            f" replies may lose quality beyond that, so consider --context {trained}"
+            f" replies may be worse in longer contexts, so consider --context {trained}"
         )
     return ModelFacts(
         name=name,
@@ -267,15 +275,16 @@ def describe(
 
 
 def threads_for(weights: Any, options: LoadOptions) -> int:
-    """Return the number of CPU threads for a model: `options.threads`, or a default for its size."""
+    """Return `options.threads`, or the default number of CPU threads for the model's size."""
     return options.threads or default_threads(library().llama_model_size(weights))
 
 
 def default_threads(weight_bytes: int = _LARGE_MODEL_BYTES) -> int:
-    """Return the default number of CPU threads: the usable physical cores, or 1 for a small model.
+    """Return the default number of CPU threads: the number of usable physical cores, or 1 for a small model.
 
-    Hyper-threads share a core and only add synchronisation. With a small model the threads wait for each
-    other longer than they compute, and far longer if another program occupies one of the cores.
+    Hyper-threads are not used, because they share a core and only add synchronisation. In a small model,
+    threads spend more time waiting for each other than computing, especially if another program occupies one
+    of the cores.
     """
     if weight_bytes < _SMALL_MODEL_BYTES:
         return 1

@@ -1,8 +1,8 @@
-"""Drafting with a low-bit copy of the target that reuses the target's KV cells.
+"""Draft with a low-bit copy of the target model that reuses the target's KV cells.
 
-The method is QSpec (arXiv 2410.11305): the target's verified cells overwrite those of the draft, so the draft
-never prefills. With a sparse attention window the draft attends to the first and the last tokens only, and
-its memory does not grow with the context (MagicDec, arXiv 2408.11049).
+The method is QSpec (arXiv 2410.11305). The verified cells of the target overwrite those of the draft model,
+so the draft model never has to prefill. With a sparse attention window, it attends only to the first and the
+last tokens, and its memory does not grow with the context (MagicDec, arXiv 2408.11049).
 """
 
 from __future__ import annotations
@@ -51,22 +51,24 @@ from edgespec.errors import (
 
 __all__ = ["WINDOW_EXTRA_TOKENS", "LowBitView", "check_can_share_cache", "load_low_bit_view"]
 
-# The minimum space for drafted tokens in a context with a window. Chosen.
+# The minimum number of cells for drafted tokens in a context with a window.
 _DRAFT_TOKENS = 64
-# The window advances in steps of this many tokens, so that cells are moved rarely. Chosen.
+# The window advances by this many tokens at a time, so that cells are rarely moved.
 _WINDOW_STEP_TOKENS = 64
-# Tokens that a context with a window holds in addition to sinks and window.
+# The number of cells that a context with a window needs in addition to the sinks and the window.
 WINDOW_EXTRA_TOKENS = _WINDOW_STEP_TOKENS + _DRAFT_TOKENS
-# Stands for a window over the whole context.
+# A window size that means the whole context.
 _ALL_TOKENS = 1 << 62
-# Cells copied from the target at once. Chosen: bounds how long an interrupt waits, and the copy's memory.
+# The maximum number of cells per copy from the target. Bounds the delay of an interrupt and the copy's
+# memory.
 _COPY_CHUNK_TOKENS = 256
-# Metadata that counts layers. The counts of a split model's parts add up to that of the whole model.
+# Metadata keys of layer counts. For a split model, the counts of both splits add up to that of the whole
+# model.
 _LAYER_COUNTS = ("block_count", "leading_dense_block_count")
 
 
 def check_can_share_cache(path: Path) -> None:
-    """Check that a low-bit copy can use the KV cells of the model in a GGUF file.
+    """Check that low-bit copies of a GGUF model can reuse its KV cells.
 
     Raises:
         CapabilityError: The model has recurrent layers.
@@ -77,8 +79,8 @@ def check_can_share_cache(path: Path) -> None:
     try:
         if lib.llama_model_is_recurrent(model) or lib.llama_model_is_hybrid(model):
             raise CapabilityError(
-                f"{path.name} does not support lowbit: it has recurrent layers, and a low-bit copy can reuse"
-                " keys and values only",
+                f"{path.name} does not support lowbit: it has recurrent layers, but a low-bit copy can reuse"
+                " only keys and values",
                 "use a method that needs no copy of the model, such as suffix",
             )
     finally:
@@ -86,22 +88,22 @@ def check_can_share_cache(path: Path) -> None:
 
 
 def load_low_bit_view(target: SharedTarget, method: LowBit) -> LowBitView:
-    """Load the low-bit copy named by `method` and return a draft model on the target's KV cells.
+    """Load a low-bit copy of the target and return a draft model that uses the target's KV cells.
 
     Args:
-        target: The loaded target.
-        method: The file of the copy, and its attention window.
+        target: The loaded target model.
+        method: The file of the low-bit copy, and its attention window.
 
     Raises:
-        CapabilityError: The target does not support this, the window is invalid, or the file is not a copy of
-            the target.
-        MemoryBudgetError: The copy exceeds what is left of the target's budget.
+        CapabilityError: The target does not support this method, the window is invalid, or the file is not a
+            copy of the target.
+        MemoryBudgetError: The copy exceeds the rest of the target's memory budget.
         ModelFileError: The file cannot be loaded.
     """
     if method.copy is None:
         raise CapabilityError(
-            f"{target.facts.name} holds its weights at one precision",
-            "make a copy with fewer bits: edgespec prepare lowbit",
+            f"no low-bit copy of {target.facts.name} was specified",
+            "make one with `edgespec prepare lowbit`",
         )
     if method.sink_tokens < 0 or (method.window_tokens is not None and method.window_tokens < 1):
         raise CapabilityError(
@@ -119,7 +121,7 @@ def load_low_bit_view(target: SharedTarget, method: LowBit) -> LowBitView:
         left = options.memory_bytes - target.facts.weight_bytes - target.facts.max_kv_bytes
         options = replace(options, memory_bytes=max(0, left))
     name = f"{target.facts.name} at low bits"
-    # Report an error before loading, which may take minutes.
+    # Check the size before loading, which may take minutes.
     check_weights_fit(name, check_file(method.copy), options)
     weights = load_weights(method.copy, name, options, None)
     try:
@@ -131,15 +133,15 @@ def load_low_bit_view(target: SharedTarget, method: LowBit) -> LowBitView:
 
 
 def _check_same_model(weights: Sequence[Any], copy: Any, path: str) -> None:
-    """Check that a copy has the architecture and vocabulary of the target.
+    """Check that a copy has the same architecture and vocabulary as the target.
 
-    Weight values are not compared. A copy of a differently trained model would draft badly, but the target
-    still verifies every token.
+    The weights are not compared. With a copy of a differently trained model, few drafts would be accepted,
+    but the output would still be correct because the target verifies every token.
 
     Args:
-        weights: The llama_model of the target, or those of its splits.
-        copy: The llama_model of the copy.
-        path: The file of the copy.
+        weights: The llama_model handle of the target, or those of its splits.
+        copy: The llama_model handle of the copy.
+        path: The GGUF file of the copy.
 
     Raises:
         CapabilityError: The architectures or vocabularies differ.
@@ -162,7 +164,7 @@ def _check_same_model(weights: Sequence[Any], copy: Any, path: str) -> None:
 
 
 def _shape(weights: Sequence[Any]) -> Mapping[str, str]:
-    """Return the metadata that describes the architecture, without how the weights are stored."""
+    """Return the metadata that describes the architecture, but not how the weights are stored."""
     parts = [all_metadata(part) for part in weights]
     architecture = parts[0].get("general.architecture", "")
     shape = {key: value for key, value in parts[0].items() if key.startswith(f"{architecture}.")}
@@ -175,12 +177,12 @@ def _shape(weights: Sequence[Any]) -> Mapping[str, str]:
 def _other_model_error(path: str, difference: str) -> CapabilityError:
     return CapabilityError(
         f"{path} is not a copy of the target: {difference}",
-        "make a copy of the target: edgespec prepare lowbit",
+        "make a copy of the target with `edgespec prepare lowbit`",
     )
 
 
 def _plan(target: SharedTarget, weights: Any, method: LowBit, options: LoadOptions) -> ContextPlan:
-    """Plan a context of the target's maximum size, or of the window and the drafts after it."""
+    """Plan a context of the target's maximum size, or one for the window and the drafted tokens."""
     tokens = target.plan.tokens
     if method.window_tokens is not None:
         windowed = method.sink_tokens + method.window_tokens + WINDOW_EXTRA_TOKENS
@@ -196,23 +198,23 @@ def _plan(target: SharedTarget, weights: Any, method: LowBit, options: LoadOptio
 
 
 class LowBitView(SelfDraftView[SharedTarget]):
-    """A draft model with the weights of a low-bit copy and the KV cells of the target.
+    """A draft model that uses the weights of a low-bit copy and the KV cells of the target.
 
-    Its context holds copies of the target's cells [0, sinks) and [begin, length), then the drafted tokens of
-    an open round. Without a window `begin` equals `sinks`, and the context is resized with the target's. With
-    a window `begin` advances in steps.
+    Its context contains copies of the target's cells [0, sinks) and [begin, length), followed by the drafted
+    tokens. Without a window, `begin` equals `sinks`, and the context is resized together with the target's.
+    With a window, `begin` advances in steps.
 
     Args:
-        target: The loaded target.
-        weights: The llama_model of the copy. `close` frees it.
-        path: The file of the copy.
+        target: The loaded target model.
+        weights: The llama_model handle of the copy, which `close` frees.
+        path: The GGUF file of the copy.
         method: The attention window.
         options: The load options of the copy.
         name: The name of the draft model.
 
     Raises:
-        CapabilityError: Copied cells differ from the target's.
-        MemoryBudgetError: The context exceeds the budget or cannot be allocated.
+        CapabilityError: The copy cannot use the target's KV cells.
+        MemoryBudgetError: The context exceeds the memory budget or cannot be allocated.
     """
 
     def __init__(
@@ -229,7 +231,8 @@ class LowBitView(SelfDraftView[SharedTarget]):
         threads = threads_for(weights, options)
         plan = max_plan.with_tokens(target.facts.context_tokens) if full else max_plan
         self._context = LlamaContext(weights, options, plan, threads)
-        # Its length includes the tokens between sinks and window: it is the position of the next draft.
+        # `length` includes the tokens between sinks and window, so it is the position of the next drafted
+        # token.
         self._cells = KvCells(self._context, options.max_branches)
         self._unchanged = target.cells.track_prefix()
         try:
@@ -263,7 +266,7 @@ class LowBitView(SelfDraftView[SharedTarget]):
         return max(0, min(room, self._context.tokens - self.length)) if self._has_full_context else room
 
     def resized(self) -> None:
-        """Resize the context to the target's. If there is no memory for that, it keeps its size."""
+        """Resize the context to match the target's. Keep the current size if there is too little memory."""
         super().resized()
         if not self._has_full_context:
             return
@@ -280,7 +283,11 @@ class LowBitView(SelfDraftView[SharedTarget]):
         self.facts = replace(self.facts, kv_bytes=self._context.plan.kv_bytes)
 
     def _check_cells_arrive_unchanged(self) -> None:
-        """Copy the cells of two tokens and run a third. Raise CapabilityError if the cells changed."""
+        """Copy the cells of two tokens from the target and run a third token on them.
+
+        Raises:
+            CapabilityError: The copied cells differ from the originals, or the logits are not finite.
+        """
         target = self._target
         if is_empty := target.length == 0:
             target.model.prefill([0, 0])
@@ -296,7 +303,7 @@ class LowBitView(SelfDraftView[SharedTarget]):
         if not handed or not np.isfinite(self._context.run([0], [count], [[0]])).all():
             raise CapabilityError(
                 f"the low-bit copy cannot use the KV cells of {target.facts.name}",
-                "make the copy again: edgespec prepare lowbit",
+                "make the copy again with `edgespec prepare lowbit`",
             )
         self._cells.truncate(0)
 
@@ -306,8 +313,8 @@ class LowBitView(SelfDraftView[SharedTarget]):
             check_tokens_fit(self, tree.width)
             if tree.width > self.facts.capabilities.max_width:
                 raise CapabilityError(
-                    f"a draft of {tree.width} tokens is wider than the limit of"
-                    f" {self.facts.capabilities.max_width}",
+                    f"a draft of {tree.width} tokens exceeds the limit of"
+                    f" {self.facts.capabilities.max_width} per pass",
                     "use a shorter --draft-length or fewer --draft-branches",
                 )
             if first == 0:
@@ -319,19 +326,19 @@ class LowBitView(SelfDraftView[SharedTarget]):
             raise
 
     def _copy_target_cells(self) -> None:
-        """Make the context hold the target's cells, and remove drafted tokens and rolled-back cells."""
+        """Remove drafted and rolled-back tokens, then copy the missing cells from the target."""
         cells, length = self._cells, self._target.length
         passed = (length - self._window - self._sinks) // _WINDOW_STEP_TOKENS * _WINDOW_STEP_TOKENS
         begin = self._sinks + max(0, passed)
         same = min(cells.length, self._unchanged.tokens)
         if same < cells.length and self._begin > self._sinks:
-            # After a rollback the window may include tokens again that it had passed.
+            # After a rollback, the window may again include tokens whose cells were removed. Copy all cells.
             same = 0
         if begin > self._begin and self._context.window:
-            # Layers with a sliding window of their own would reuse the passed cells for drafts too early.
+            # In layers with a sliding window, drafted tokens could overwrite the removed cells too early.
             same = 0
         try:
-            cells.truncate(same)  # ends the round too
+            cells.truncate(same)  # This also removes the drafted tokens.
             if same <= self._sinks:
                 self._copy_range(same, min(self._sinks, length))
             elif begin > self._begin:
@@ -339,21 +346,22 @@ class LowBitView(SelfDraftView[SharedTarget]):
             self._begin = begin
             self._copy_range(max(begin, cells.length), length)
         except BaseException:
-            # The content is unknown after an interrupted copy. Start over with the next draft.
+            # The cache's contents are unknown after an interrupted copy. Clear it and start over with the
+            # next draft.
             self._context.clear()
             cells.truncate(0)
             raise
         cells.length = self._unchanged.tokens = length
 
     def _copy_range(self, start: int, end: int) -> None:
-        """Append copies of the target's cells [start, end)."""
+        """Append copies of the target's cells at positions [start, end)."""
         for begin in range(start, end, _COPY_CHUNK_TOKENS):
             if self._context.interrupt.requested:
                 raise CancelledError("cancelled")
             stop = min(begin + _COPY_CHUNK_TOKENS, end)
             if not self._context.import_cells(self._target.export_cells(begin, stop), begin, stop):
                 raise BackendError(
-                    f"{stop - begin} KV cells of {self._target.facts.name} cannot be copied to its draft",
+                    f"{stop - begin} KV cells of {self._target.facts.name} cannot be copied to the draft",
                     "use another method",
                 )
             self._cells.length = stop

@@ -1,4 +1,4 @@
-"""The lower split of a LayerSkip model: it drafts, and computes the input of the upper split."""
+"""Run the lower split of a LayerSkip model, which drafts tokens and computes the input of the upper split."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ __all__ = ["LowerSplit"]
 
 
 class LowerSplit:
-    """The context of the lower layers, and the tree that it has run in the current round.
+    """The context of the lower layers, and the uncommitted tree of nodes that it has run.
 
-    The tree starts with the drafted nodes. `hidden_of` adds the nodes of the target's tree that the draft has
-    not run. Nodes are identified by their path of tokens, so a node of both trees is run once.
+    The drafted nodes come first. `hidden_of` adds nodes from the target's tree that were not drafted. Nodes
+    are identified by the tokens on the path from the root, so a node that is in both trees runs only once.
 
     Args:
         context: The context of the lower layers.
-        hook: The hook that reads the output of the last of these layers.
-        exit_name: llama.cpp's name of that output.
-        max_branches: The maximum number of branches of a tree.
+        hook: A hook that copies the output of the last lower layer.
+        exit_name: The name of that output tensor in llama.cpp.
+        max_branches: The maximum number of branches in a tree.
     """
 
     def __init__(
@@ -40,18 +40,18 @@ class LowerSplit:
 
     def _reset(self) -> None:
         self._tree = TreeBuilder()
-        # For each node of the target's tree, the same node in `_tree`.
+        # Maps each node of the target's tree to its index in `_tree`.
         self._nodes: list[int] = []
-        # For each node of `_tree`, its hidden state.
+        # The hidden state of each node in `_tree`.
         self._hidden: list[NDArray[np.float32]] = []
 
     def end_round(self) -> None:
-        """Remove the tree and its cells."""
+        """Remove the uncommitted tree and its cells."""
         self.cells.end_round()
         self._reset()
 
     def append(self, tokens: Sequence[int]) -> NDArray[np.float32]:
-        """Append tokens to the cache outside a round, and return their hidden states, float32 [n, embd]."""
+        """Append committed tokens to the cache and return their hidden states, float32 [n, embd]."""
         count, length = len(tokens), self.cells.length
         hidden = self._run(tokens, range(length, length + count), [(0,)] * count)
         self.cells.length += count
@@ -67,15 +67,15 @@ class LowerSplit:
         return np.concatenate(parts)
 
     def _split_rows(self, count: int) -> list[slice]:
-        """Split rows into passes that are no wider than the context supports."""
+        """Split `count` rows into passes that do not exceed the context's maximum width."""
         step = self.context.max_width
         return [slice(start, start + step) for start in range(0, count, step)]
 
     def draft(self, tree: TokenTree, first: int) -> NDArray[np.float32]:
-        """Run the nodes `first` and up of a draft tree through the lower layers and the output head.
+        """Run a draft tree's nodes, starting at index `first`, through the lower layers and the output head.
 
         Returns:
-            Logits, float32 [nodes, vocab]: a view that the next pass overwrites.
+            The logits, float32 [nodes, vocab]. This may be a view that the next pass overwrites.
         """
         if first == 0:
             self.end_round()
@@ -89,9 +89,12 @@ class LowerSplit:
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
     def hidden_of(self, tree: TokenTree, first: int) -> NDArray[np.float32]:
-        """Return the hidden states of the nodes `first` and up of the target's tree, float32 [nodes, embd].
+        """Return the hidden states of the nodes in the target's tree, starting at index `first`.
 
-        Nodes that the draft or an earlier call has run are not run again.
+        Nodes that were drafted, or run by an earlier call, are not run again.
+
+        Returns:
+            The hidden states, float32 [nodes, embd].
         """
         if first == 0:
             self._nodes = []
@@ -101,7 +104,7 @@ class LowerSplit:
         self._map_nodes(tree, first)
         whole = self._tree.build()
         if first == 0 and done and not self._fits(whole):
-            # Drafted nodes outside the target's tree take cells that it needs. Start without them.
+            # Drafted nodes that the target does not verify occupy cells that its tree needs. Remove them.
             self.end_round()
             return self.hidden_of(tree, 0)
         if whole.width > done:
@@ -110,7 +113,7 @@ class LowerSplit:
         return np.stack([self._hidden[node] for node in self._nodes[first:]])
 
     def _map_nodes(self, tree: TokenTree, first: int) -> None:
-        """Map nodes of the target's tree to nodes of `_tree`, adding the missing ones."""
+        """Map the nodes of the target's tree to nodes in `_tree`, and add the missing ones."""
         for node in range(first, tree.width):
             parent = self._nodes[tree.parents[node]] if node else -1
             self._nodes.append(self._tree.add_path(parent, tree.tokens[node : node + 1]))
@@ -120,6 +123,6 @@ class LowerSplit:
         return tree.width <= room and tree.leaf_count <= self._max_branches
 
     def commit(self, path: tuple[int, ...]) -> None:
-        """Keep the root and the nodes of `path`, numbered as in the target's tree."""
+        """Commit the root and the nodes in `path`, which are indices into the target's tree."""
         self.cells.commit(tuple(self._nodes[node] for node in path))
         self._reset()

@@ -1,4 +1,7 @@
-"""Memory estimates of GGUF models, from sizes that llama.cpp logs while it sets up a context without data."""
+"""Estimate the memory for GGUF models from the sizes that llama.cpp logs when it creates a context.
+
+The weights are not loaded.
+"""
 
 from __future__ import annotations
 
@@ -37,31 +40,32 @@ _STATES = re.compile(r"size = *([\d.]+) MiB \( *\d+ cells.*\), R \(")
 _COMPUTE = re.compile(r": +(\S+) compute buffer size = *([\d.]+) MiB")
 _NODES = re.compile(r"max_nodes = (\d+)")
 _MERGES = re.compile(r"tokenizer\.ggml\.merges +arr\[str,(\d+)\]")
-# llama.cpp logs sizes rounded to 0.01 MiB. Divided by this many tokens, the error is below a byte per token.
+# The context size for measuring bytes per token. llama.cpp rounds logged sizes to 0.01 MiB, so with this many
+# tokens the error is less than 1 byte per token.
 _MEASURED_TOKENS = 32768
-# Simulating a longer context would itself take tens of MiB of bookkeeping, so sizes are extrapolated.
+# Sizes of longer contexts are extrapolated, because the simulation itself would need tens of MiB.
 _MAX_SIMULATED_TOKENS = 2**18
-# A state smaller than this is measured on many sequences, because of the rounding.
+# Smaller recurrent states are measured for `_MANY_SEQUENCES` sequences, to reduce the rounding error.
 _SMALL_STATE_BYTES, _MANY_SEQUENCES = 2**20, 64
-# llama.cpp's bookkeeping per cell of the cache: position, sequences and two set nodes (llama-kv-cells.h).
+# llama.cpp's bookkeeping per KV cell: position, sequence ids and two set nodes (llama-kv-cells.h).
 _CELL_BYTES = 148
-# llama.cpp's bookkeeping per graph node, in three graphs and the scheduler. With several devices it also
-# reserves addresses for 30 inputs of a split, twice (GGML_SCHED_MAX_SPLIT_INPUTS), which it hardly touches.
+# llama.cpp's bookkeeping per graph node, in three graphs and the scheduler. For multiple devices, llama.cpp
+# also reserves address space for twice 30 inputs per split (GGML_SCHED_MAX_SPLIT_INPUTS), but rarely uses it.
 _NODE_BYTES, _NODE_ADDRESS_BYTES = 1400, 21_120
-# Per token: its text, its number by text, and Python's tables. Per merge: the pair and its rank. Measured
-# over the vocabularies that llama.cpp is tested with.
+# Memory per token, for its text, the map from text to id and Python's tables, and memory per merge, for the
+# pair and its rank. Measured with the vocabularies in llama.cpp's test suite.
 _TOKEN_BYTES, _MERGE_BYTES = 192, 112
 
 
 @dataclass(frozen=True, slots=True)
 class ContextBuffers:
-    """Sizes that llama.cpp logged while it made a context.
+    """The buffer sizes that llama.cpp logged when it created a context.
 
     Attributes:
-        cache_bytes: KV caches and recurrent states.
-        cells: places for tokens, summed over all caches.
-        compute: name and bytes of each compute buffer, such as `CPU` or `CUDA0`.
-        nodes: most nodes that a graph may have.
+        cache_bytes: The total size of KV caches and recurrent states.
+        cells: The number of cells, summed over all caches.
+        compute: The name of each compute buffer, such as `CPU` or `CUDA0`, and its size in bytes.
+        nodes: The maximum number of nodes in a graph.
     """
 
     cache_bytes: int
@@ -71,13 +75,13 @@ class ContextBuffers:
 
     @property
     def bookkeeping_bytes(self) -> int:
-        """What llama.cpp allocates for cells and graphs beside the logged buffers."""
+        """The memory that llama.cpp allocates for cells and graphs in addition to the logged buffers."""
         node_bytes = _NODE_BYTES + (_NODE_ADDRESS_BYTES if address_space_is_limited() else 0)
         return self.cells * _CELL_BYTES + self.nodes * node_bytes
 
 
 def parse_buffers(lines: Sequence[str]) -> ContextBuffers:
-    """Return the buffer sizes in llama.cpp's log of one new context."""
+    """Parse the buffer sizes from the lines that llama.cpp logged when it created a context."""
     caches = [match for line in lines if (match := _CACHE.search(line))]
     compute = tuple((match[1], _mib(match[2])) for line in lines if (match := _COMPUTE.search(line)))
     nodes = max((int(match[1]) for line in lines if (match := _NODES.search(line))), default=0)
@@ -90,19 +94,19 @@ def _mib(text: str) -> int:
 
 
 def simulate(weights: Any, plan: ContextPlan, options: LoadOptions, **context_options: Any) -> ContextBuffers:
-    """Return the buffer sizes of a context for weights that were opened without their data."""
+    """Create a context for a model without weight data and return the sizes of its buffers."""
     with captured_log() as lines:
         LlamaContext(weights, options, plan, 1, **context_options).close()
         return parse_buffers(lines)
 
 
 class GgufMemoryEstimator:
-    """The memory estimate of a GGUF model.
+    """Estimates the memory that a GGUF model needs.
 
-    llama.cpp places layers when it opens a file, so another `gpu_layers` opens the file again.
+    llama.cpp assigns layers to devices when it opens a file, so a change of `gpu_layers` reopens the file.
 
     Raises:
-        ModelFileError: the file cannot be loaded.
+        ModelFileError: The file cannot be loaded.
     """
 
     def __init__(self, path: str, name: str) -> None:
@@ -114,7 +118,7 @@ class GgufMemoryEstimator:
         self.longrope_switch_tokens: int = longrope_switch_tokens(self._weights)
         self.layers: int = library().llama_model_n_layer(self._weights) if has_own_memory() else 0
         self._states: States | None = None
-        # Two simulated contexts to extrapolate from, by the options that they depend on.
+        # Pairs of simulated contexts for extrapolation, keyed by the options that affect them.
         self._long: dict[tuple[ContextPlan, int, str], tuple[ContextBuffers, ContextBuffers]] = {}
 
     def estimate(self, options: LoadOptions) -> MemoryEstimate:
@@ -146,7 +150,7 @@ class GgufMemoryEstimator:
         return MemoryEstimate(plan.tokens, plan.kv_types.text, tuple(part for part in parts if part.bytes))
 
     def _buffers(self, plan: ContextPlan, options: LoadOptions) -> ContextBuffers:
-        """Simulate the context, or extrapolate from two shorter ones where it is very long."""
+        """Simulate the context, or extrapolate from two shorter ones if it is very long."""
         if plan.tokens <= _MAX_SIMULATED_TOKENS:
             return simulate(self._weights, plan, options)
         longest = replace(plan, tokens=_MAX_SIMULATED_TOKENS, kv_bytes=0)
@@ -174,10 +178,10 @@ class GgufMemoryEstimator:
 
 
 class SplitModelMemoryEstimator:
-    """The memory estimate of a GGUF model that was prepared for early exit: two models that share weights.
+    """Estimates the memory that a split GGUF model needs. Its two parts share some of their weights.
 
     Raises:
-        ModelFileError: a file of the folder cannot be loaded.
+        ModelFileError: A file in the folder cannot be loaded.
     """
 
     layers = 0
@@ -236,14 +240,17 @@ class SplitModelMemoryEstimator:
 
 
 def _open(paths: str | Sequence[str], name: str, gpu_layers: int | None) -> tuple[Any, int]:
-    """Open a model without its data. Returns it, and the number of merges in its vocabulary."""
+    """Open a model without its weights. Return the model and the number of merges in its vocabulary."""
     with captured_log() as lines:
         weights = load_skeleton(paths, name, gpu_layers)
     return weights, max((int(match[1]) for line in lines if (match := _MERGES.search(line))), default=0)
 
 
 def _extrapolate(half: ContextBuffers, whole: ContextBuffers, tokens: int) -> ContextBuffers:
-    """Return the buffers of a longer context, given those of half and all of `_MAX_SIMULATED_TOKENS`."""
+    """Return the buffers of a context with `tokens` cells.
+
+    `half` and `whole` are the buffers of contexts with half of `_MAX_SIMULATED_TOKENS` and all of them.
+    """
 
     def grow(first: int, second: int) -> int:
         return second + (second - first) * (tokens - _MAX_SIMULATED_TOKENS) // (_MAX_SIMULATED_TOKENS // 2)
@@ -258,7 +265,7 @@ def _extrapolate(half: ContextBuffers, whole: ContextBuffers, tokens: int) -> Co
 
 
 def _simulate_states(weights: Any, options: LoadOptions) -> States:
-    """Return the sizes of recurrent states, as `context_planning` measures them on real weights."""
+    """Return the sizes of recurrent states without loading the weights."""
 
     def look(sequences: int) -> tuple[int, int, LlamaContext]:
         plan = ContextPlan(_MEASURED_TOKENS, _F16, sequences, undo_tokens=UNDO_TOKENS)
@@ -277,19 +284,22 @@ def _simulate_states(weights: Any, options: LoadOptions) -> States:
 
 
 def _is_on_gpu(buffer: str) -> bool:
-    """Return whether a buffer such as `CUDA0` is on the card; `CPU` and `CUDA_Host` are not."""
+    """Return whether a buffer is in GPU memory, such as `CUDA0`, unlike `CPU` and `CUDA_Host`."""
     return not (buffer.startswith("CPU") or buffer.endswith("_Host"))
 
 
 def _attention_bytes(weights: Any, plan: ContextPlan, options: LoadOptions) -> int:
-    """Return the attention weights of the widest pass in f16, which the CPU holds without flash attention."""
+    """Return the bytes for the f16 attention matrix of the largest pass, or 0 if it is not allocated.
+
+    Only the CPU backend allocates this matrix, and only without flash attention.
+    """
     lib = library()
     if options.flash_attention != "off" or plan.kv_types.values == "f32" or not on_cpu(options):
         return 0
     if lib.llama_model_is_recurrent(weights):
         return 0
     arch = metadata(weights, "general.architecture") or ""
-    # Some models have a different number of heads in each layer, logged as a list.
+    # If the number of heads differs between layers, the metadata contains a list.
     heads = re.findall(r"\d+", metadata(weights, f"{arch}.attention.head_count") or "")
     return min(options.batch_tokens, plan.tokens) * plan.tokens * max(map(int, heads), default=0) * 2
 

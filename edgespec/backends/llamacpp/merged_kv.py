@@ -1,14 +1,15 @@
-"""Merges exported KV cells of a split model into the bytes that the whole model would export.
+"""Merge the exported KV cells of both splits into the bytes that the unsplit model would export.
 
-llama.cpp's format (llama_kv_cache::state_write) is:
+llama.cpp exports cells in this format (llama_kv_cache::state_write):
 
 1. an 8-byte header: a magic number and the sequence id;
-2. the number of streams, always 1 here, and the number of cells;
+2. the number of streams, which is always 1 here, and the number of cells;
 3. the position and the sequence ids of each cell;
 4. whether values are stored transposed, and the number of layers;
 5. the keys of each layer, then the values of each layer.
 
-For models with sliding-window layers, 2 to 5 follow twice: for the other layers, then for these.
+If the model has sliding-window layers, items 2 to 5 occur twice: first for the other layers, then for the
+sliding-window layers.
 """
 
 from __future__ import annotations
@@ -29,10 +30,10 @@ Bytes: TypeAlias = NDArray[np.uint8]
 
 _HEADER_BYTES = 8
 _COUNT = struct.Struct("=I")
-# Header of a layer: ggml_type and bytes per row; if transposed, ggml_type, bytes per element and elements per
-# row.
+# The header of a layer's data. `_ROWS`: ggml_type and bytes per row. `_TRANSPOSED`: ggml_type, bytes per
+# element and elements per row.
 _ROWS, _TRANSPOSED = struct.Struct("=iQ"), struct.Struct("=iII")
-# Integers per cell: its position, the number of its sequences, and the id of its only sequence.
+# The number of integers per cell: its position, the number of its sequences, and the id of its only sequence.
 _CELL_FIELDS = 3
 
 
@@ -41,8 +42,8 @@ class _Layer:
     """The keys or values of a layer.
 
     Attributes:
-        header: The layer's header as exported.
-        cells: The data, uint8 [..., cells, bytes].
+        header: The layer's exported header.
+        cells: The keys or values, uint8 [..., cells, bytes].
     """
 
     header: memoryview
@@ -51,10 +52,10 @@ class _Layer:
 
 @dataclass(frozen=True, slots=True)
 class _Memory:
-    """The cache of all layers with the same attention window.
+    """The exported cache of all layers with the same attention window.
 
     Attributes:
-        cells: int32 [cells, _CELL_FIELDS].
+        cells: The position and sequence of each cell, int32 [cells, _CELL_FIELDS].
         transposed: 1 if values are stored transposed, else 0.
         keys: The keys of each layer.
         values: The values of each layer.
@@ -66,7 +67,7 @@ class _Memory:
     values: Sequence[_Layer]
 
     def sorted_by_position(self) -> _Memory:
-        """Return the same cache with its cells in order of position."""
+        """Return a copy with the cells sorted by position."""
         order = np.argsort(self.cells[:, 0])
 
         def ordered(layers: Sequence[_Layer]) -> list[_Layer]:
@@ -78,25 +79,25 @@ class _Memory:
 def merge_kv(
     lower: Sequence[memoryview], upper: Sequence[memoryview], name: str
 ) -> Sequence[bytes | memoryview]:
-    """Merge the exported cells of both splits into those of the whole model.
+    """Merge the exported cells of both splits into those of the unsplit model.
 
     Args:
         lower: The parts that `LlamaContext.export_cells` returned for the lower split.
-        upper: The parts of the upper split, for the same positions.
-        name: The model's name, for the error message.
+        upper: The parts that it returned for the upper split, for the same positions.
+        name: The model's name, used in the error message.
 
     Returns:
-        The parts as the whole model would export them.
+        The parts that the unsplit model would export.
 
     Raises:
-        CapabilityError: The parts have another format than expected, or hold different cells.
+        CapabilityError: The parts have an unexpected format or contain different cells.
     """
     try:
         return [_join(*both) for both in zip(lower, upper, strict=True)]
     except ValueError as error:
         raise CapabilityError(
             f"the KV cells of {name}'s lower and upper split cannot be merged: {error}",
-            "load the original model file for lowbit, or choose another method",
+            "load the original model file to use lowbit, or choose another method",
         ) from error
 
 
@@ -106,10 +107,10 @@ def _join(lower: memoryview, upper: memoryview) -> bytes:
     pieces: list[bytes | memoryview] = [lower[:_HEADER_BYTES]]
     for below, above in zip(_memories(lower), _memories(upper), strict=True):
         if not np.array_equal(below.cells, above.cells):
-            # Each context reuses freed cells in its own order.
+            # The contexts may have reused freed cells in different orders.
             below, above = below.sorted_by_position(), above.sorted_by_position()
         if not np.array_equal(below.cells, above.cells) or below.transposed != above.transposed:
-            raise ValueError("they hold different cells")
+            raise ValueError("they contain different cells")
         pieces += [_COUNT.pack(1), _COUNT.pack(len(below.cells)), below.cells.tobytes()]
         pieces += [_COUNT.pack(below.transposed), _COUNT.pack(len(below.keys) + len(above.keys))]
         for layer in (*below.keys, *above.keys, *below.values, *above.values):
@@ -126,7 +127,7 @@ def _memories(data: memoryview) -> list[_Memory]:
 
 
 class _Reader:
-    """Parses exported cells. Raises ValueError for bytes of another format."""
+    """Parses exported cells. The methods raise ValueError if the data has an unexpected format."""
 
     def __init__(self, data: memoryview) -> None:
         self._data = data

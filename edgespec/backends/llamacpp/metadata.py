@@ -1,4 +1,4 @@
-"""Metadata of a loaded GGUF model."""
+"""Read the metadata of a loaded GGUF model."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from edgespec.backends.llamacpp.native import library
 
 __all__ = ["all_metadata", "metadata"]
 
-# Longer metadata values are truncated. Chosen: only numbers and short names are read.
+# Longer metadata values are truncated. The callers only read numbers and short names.
 _MAX_VALUE_BYTES = 4096
 
 
 def metadata(weights: Any, key: str) -> str | None:
-    """Return a metadata value as text, or None if the model has no such key."""
+    """Return a metadata value as a string, or None if the key does not exist."""
     buffer = ctypes.create_string_buffer(_MAX_VALUE_BYTES)
     count = library().llama_model_meta_val_str(weights, key.encode(), buffer, len(buffer))
     return buffer.value.decode("utf-8", "replace") if count >= 0 else None
 
 
 def all_metadata(weights: Any) -> dict[str, str]:
-    """Return all metadata values as text, except arrays."""
+    """Return all metadata keys and their values as strings, except arrays."""
     lib = library()
     buffer = ctypes.create_string_buffer(_MAX_VALUE_BYTES)
 

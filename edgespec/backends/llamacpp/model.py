@@ -1,4 +1,4 @@
-"""A GGUF model as a LanguageModel."""
+"""Implement `LanguageModel` for GGUF models."""
 
 from __future__ import annotations
 
@@ -53,26 +53,26 @@ __all__ = ["LlamaCppModel", "load"]
 
 
 def load(path: str, name: str, options: LoadOptions, progress: Progress | None = None) -> LanguageModel:
-    """Load a GGUF file.
+    """Load a GGUF model.
 
     Args:
-        path: The file, or the first part of a model in several files.
-        name: The model's name, for progress and messages.
+        path: The GGUF file, or the first file of a model in several parts.
+        name: The model's name, used in progress reports and error messages.
         options: The load options.
-        progress: Called while the weights load; may cancel.
+        progress: Called repeatedly while the weights are loaded. Returns False to cancel.
 
     Returns:
-        The model. One with recurrent layers is wrapped in a `ReplayModel`.
+        The model, wrapped in a `ReplayModel` if it can only be rolled back with checkpoints.
 
     Raises:
-        ModelFileError: The file is not a GGUF, damaged, or of an unsupported architecture.
-        MemoryBudgetError: Weights or context exceed the budget or cannot be allocated.
+        ModelFileError: The file is not a GGUF file, is damaged, or has an unsupported architecture.
+        MemoryBudgetError: The weights or the context exceed the memory budget or cannot be allocated.
         OptionError: An option is invalid for this model.
         BackendMissingError: llama-cpp-python is not installed.
         CancelledError: `progress` returned False.
     """
     if options.kv_type != "auto":
-        parse_kv_types(options.kv_type)  # report a typo before loading, which may take minutes
+        parse_kv_types(options.kv_type)  # Report invalid types before loading, which may take minutes.
     weights = load_weights(path, name, options, progress)
     try:
         model = LlamaCppModel(weights, path, name, options)
@@ -84,23 +84,23 @@ def load(path: str, name: str, options: LoadOptions, progress: Progress | None =
 
 
 class LlamaCppModel(BaseModel):
-    """A GGUF model with one context.
+    """A GGUF model that runs in a single context.
 
-    `KvCells` tracks its tokens. A model with recurrent layers verifies chains only, and its other sequences
-    hold checkpoints instead of branches.
+    A model with recurrent layers can only verify chains, so its additional sequences hold checkpoints instead
+    of branches.
 
     Args:
-        weights: The llama_model. `close` frees it.
-        path: The file it was loaded from.
+        weights: The llama_model handle, which `close` frees.
+        path: The GGUF file.
         name: The model's name.
         options: The load options.
 
     Attributes:
-        probe_result: What the model can do, as measured at load.
+        probe_result: The capabilities that were measured when the model was loaded.
 
     Raises:
-        ModelFileError: The model has no vocabulary or does not generate text.
-        MemoryBudgetError: The context exceeds the budget or cannot be allocated.
+        ModelFileError: The model has no vocabulary or cannot generate text.
+        MemoryBudgetError: The context exceeds the memory budget or cannot be allocated.
         OptionError: An option is invalid for this model.
     """
 
@@ -109,7 +109,7 @@ class LlamaCppModel(BaseModel):
         self._vocabulary = LlamaVocabulary(weights)
         self.vocabulary: Vocabulary = self._vocabulary
         if self.vocabulary.size == 0:
-            raise ModelFileError(f"{path} has no vocabulary", "choose the file of a complete language model")
+            raise ModelFileError(f"{path} has no vocabulary", "choose a complete language model")
         max_plan = plan_context(weights, options)
         plan = initial_plan(weights, max_plan, options)
         threads = threads_for(weights, options)
@@ -132,7 +132,7 @@ class LlamaCppModel(BaseModel):
         self._options, self._max_plan = options, max_plan
         self._recurrent = plan.recurrent
         self._can_shift = plan.kv_types.can_shift_keys and not plan.recurrent and self._context.can_shift
-        # Whether a rejection selected an earlier recurrent state that llama.cpp applies in the next pass.
+        # Whether a rollback to an earlier recurrent state is pending. llama.cpp applies it in the next pass.
         self._rollback_pending = False
 
     @property
@@ -176,7 +176,7 @@ class LlamaCppModel(BaseModel):
             raise CapabilityError(f"{self.facts.name} cannot verify drafts", capabilities.reason)
         if tree.width > self._context.max_width:
             raise CapabilityError(
-                f"a draft of {tree.width} tokens is wider than the limit of {self._context.max_width}",
+                f"a draft of {tree.width} tokens exceeds the limit of {self._context.max_width} per pass",
                 "use a shorter --draft-length or fewer --draft-branches",
             )
 
@@ -209,7 +209,7 @@ class LlamaCppModel(BaseModel):
             self._cells.length -= end - start
 
     def checkpoint(self) -> StateCheckpoint:
-        """Return a checkpoint of the cache, see `StateCheckpoints`."""
+        """Save a checkpoint of the cache. See `StateCheckpoints.save`."""
         self._check(0)
         self._apply_pending_rollback()
         return self._checkpoints.save(self.length)
@@ -220,7 +220,7 @@ class LlamaCppModel(BaseModel):
             self._rollback_pending = False
 
     def rewind(self, checkpoint: StateCheckpoint) -> None:
-        """Reset the cache to a checkpoint and close the round."""
+        """Roll the cache back to a checkpoint and discard the uncommitted tree."""
         self._check(0)
         self._checkpoints.restore(checkpoint)
         self._cells.length, self._rollback_pending = checkpoint.length, False
@@ -243,11 +243,11 @@ class LlamaCppModel(BaseModel):
                 self._cells.truncate(min(snapshot.start, self.length))
             else:
                 self._context.clear()
-            raise BackendError("the snapshot does not fit this model and context", "prefill its tokens")
+            raise BackendError("the snapshot does not fit this model and context", "prefill the tokens again")
         self._cells.length = snapshot.length
 
     def _append_snapshot(self, snapshot: Snapshot) -> bool:
-        """Append a snapshot; return False if it does not start at the end of the cache or does not fit."""
+        """Append a snapshot. Return False if it does not match, or does not start at the end of the cache."""
         start, length = snapshot.start, snapshot.length
         fits = self.length == start <= length <= self._context.tokens
         return fits and snapshot_from_bytes(self._context, snapshot.data, start, length, self._recurrent)
@@ -262,7 +262,8 @@ class LlamaCppModel(BaseModel):
         try:
             rebuild_context(context, plan, self.length, recurrent=self._recurrent)
         finally:
-            # The resize emptied all checkpoints. Reuse the sequences of those that nobody references.
+            # The resize invalidated all checkpoints. Free the sequences of those that are no longer
+            # referenced.
             self._checkpoints.release_dropped()
             if context.is_lost:
                 self._cells.length = 0
@@ -273,13 +274,13 @@ class LlamaCppModel(BaseModel):
         self._check(0)
         if isinstance(method, EarlyExit):
             raise CapabilityError(
-                f"{self.facts.name} cannot draft by early exit: it is not split at an exit layer",
-                "run `edgespec prepare layerskip` on its file",
+                f"{self.facts.name} cannot draft by early exit, because it is not split at an exit layer",
+                "run `edgespec prepare layerskip` for this model",
             )
         if isinstance(method, SkippedLayers):
             raise CapabilityError(
-                f"{self.facts.name} cannot skip layers: method swift needs an MLX model",
-                "choose another method, or load the model in MLX format",
+                f"{self.facts.name} cannot skip layers, because the method swift requires an MLX model",
+                "choose another method or load an MLX version of the model",
             )
         view = load_low_bit_view(self._shared_target(), method)
         self._views.add(view)

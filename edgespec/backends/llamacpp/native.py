@@ -1,4 +1,4 @@
-"""Loads llama_cpp on first use, writes its log to a file, and interrupts running passes."""
+"""Load llama_cpp on first use, write its log to a file, and interrupt running passes."""
 
 from __future__ import annotations
 
@@ -22,21 +22,25 @@ from edgespec.files import log_folder
 __all__ = ["Interrupt", "captured_log", "library", "recent_errors"]
 
 _LOG = logging.getLogger("edgespec.llamacpp")
-# Levels of ggml_log_level.
+# Values of ggml's enum ggml_log_level.
 _WARN, _ERROR = 3, 4
-# Delay before a Ctrl-C that arrived inside a callback is sent again. Chosen: the callback has usually
-# returned by then, and otherwise the signal is sent once more.
+# The delay before resending a Ctrl-C that was lost in a callback. The callback has usually returned by then.
+# If not, the signal is resent again.
 _RESEND_SECONDS = 0.02
 _errors: deque[str] = deque(maxlen=20)
-# The lists that `captured_log` fills.
+# The line lists of the currently active `captured_log` blocks.
 _captures: list[list[str]] = []
-# ctypes does not keep a reference to a callback that C code holds.
+# ctypes does not keep callbacks alive, so keep references for as long as C code may call them.
 _callbacks: list[Any] = []
 
 
 @cache
 def library() -> ModuleType:
-    """Return the initialised llama_cpp module. Raises BackendMissingError if it cannot be imported."""
+    """Import and initialise the llama_cpp module and return it.
+
+    Raises:
+        BackendMissingError: llama_cpp cannot be imported.
+    """
     try:
         import llama_cpp
     except (ImportError, OSError, RuntimeError) as error:
@@ -69,10 +73,10 @@ def _open_log() -> None:
 
 
 def _resend_interrupts_in_callbacks() -> None:
-    """Send Ctrl-C again if it arrives while C code runs one of our callbacks.
+    """Resend a Ctrl-C that arrives while C code runs a Python callback.
 
-    ctypes prints and drops an exception in a callback, so the KeyboardInterrupt would be lost. It may even be
-    raised before the callback's first instruction, where no `try` could catch it.
+    ctypes prints and discards exceptions in callbacks, so the KeyboardInterrupt would be lost. A `try` block
+    in the callback does not help, because the exception may be raised before its first instruction.
     """
     default_hook = sys.unraisablehook
 
@@ -89,7 +93,7 @@ def _resend_interrupts_in_callbacks() -> None:
 
 
 def _interrupt_main_thread() -> None:
-    """Send Ctrl-C to the main thread, and wake it from a system call where the platform supports that."""
+    """Send Ctrl-C to the main thread. If the platform supports it, also interrupt a blocking system call."""
     main = threading.main_thread().ident
     if sys.platform != "win32" and main is not None:
         signal.pthread_kill(main, signal.SIGINT)
@@ -105,13 +109,13 @@ def _on_line(level: int, text: bytes, _user_data: object) -> None:
         _errors.append(line)
     for lines in _captures:
         lines.append(line)
-    # A log that cannot be written (disk full, folder deleted) must not fail a reply.
+    # Ignore errors while writing the log, such as a full disk, because they must not interrupt a reply.
     logging.raiseExceptions = False
     _LOG.log(logging.WARNING if level in (_WARN, _ERROR) else logging.INFO, line)
 
 
 def recent_errors(clear: bool = False) -> list[str]:
-    """Return the last 20 errors that llama.cpp logged, oldest first. `clear` resets the list."""
+    """Return the last 20 errors that llama.cpp logged, oldest first, and clear the list if `clear` is set."""
     lines = list(_errors)
     if clear:
         _errors.clear()
@@ -120,22 +124,22 @@ def recent_errors(clear: bool = False) -> list[str]:
 
 @contextmanager
 def captured_log() -> Iterator[list[str]]:
-    """Collect the lines that llama.cpp logs in any thread while the block runs."""
+    """Collect all lines that llama.cpp logs, in any thread, during the `with` block."""
     lines: list[str] = []
     _captures.append(lines)
     try:
         yield lines
     finally:
-        # Compare by identity, because two captures may hold equal lines.
+        # Compare by identity, because two captures may contain equal lines.
         _captures[:] = [capture for capture in _captures if capture is not lines]
 
 
 class Interrupt:
     """A flag that stops a running pass. Any thread may set it.
 
-    llama.cpp calls an abort callback hundreds of times per pass. A Python callback would take the GIL each
-    time. Instead the callback is C's `strlen` on a two-byte buffer, which returns 0 (continue) while the
-    buffer is empty and 1 (abort) after a byte is set.
+    llama.cpp calls the abort callback hundreds of times per pass, and a Python callback would acquire the GIL
+    each time. The callback is therefore C's `strlen` on a two-byte buffer. It returns 0 (continue) while the
+    first byte is zero, and 1 (abort) after the byte is set.
     """
 
     def __init__(self) -> None:
@@ -143,7 +147,7 @@ class Interrupt:
 
     @property
     def requested(self) -> bool:
-        """Whether passes are stopped and refused."""
+        """Whether to stop the running pass and reject further ones."""
         return self._buffer.raw[0] != 0
 
     @requested.setter

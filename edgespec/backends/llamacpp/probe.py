@@ -1,4 +1,4 @@
-"""Probes what a loaded model can do by running a few tokens, because metadata does not tell."""
+"""Measure the capabilities of a loaded model, because its metadata does not describe them."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from edgespec.errors import BackendError, ModelFileError
 
 __all__ = ["ProbeResult", "probe"]
 
-# Tokens cached before the probe's checkpoint, and tokens of the pass after it.
+# The tokens before the probe's checkpoint, and the tokens of the pass after it.
 _PREFIX, _PASS = [0, 1], [1, 0, 1]
 
 
 @dataclass(frozen=True, slots=True)
 class ProbeResult:
-    """What a model can do, as measured by `probe`.
+    """The capabilities of a model, as measured by `probe`.
 
     Attributes:
-        capabilities: The capabilities without a `ReplayModel`.
-        rollback: How the cache is rolled back, in words.
-        replays: Whether the model restores checkpoints exactly, so that a `ReplayModel` can verify chains.
-        undo_tokens: The number of tokens at the end of a pass that are rolled back without a checkpoint.
+        capabilities: The capabilities of the model when it is not wrapped in a `ReplayModel`.
+        rollback: A description of how the cache is rolled back.
+        replays: Whether checkpoints are restored exactly, so that a `ReplayModel` can verify chains.
+        undo_tokens: The number of tokens at the end of a pass that can be rolled back without a checkpoint.
     """
 
     capabilities: Capabilities
@@ -45,24 +45,26 @@ def probe(
     options: LoadOptions,
     checkpoints: StateCheckpoints,
 ) -> ProbeResult:
-    """Run a few tokens, roll some of them back, and compare logits. The context is empty afterwards.
+    """Measure a model's capabilities by running a few tokens and rolling some of them back.
+
+    The context is empty afterwards.
 
     Args:
         context: The model's context.
-        weights: Its llama_model.
+        weights: The llama_model handle.
         plan: The layout of the context.
         options: The load options.
-        checkpoints: The checkpoints of the context, for recurrent models.
+        checkpoints: The checkpoints of the context, used only for recurrent models.
 
     Raises:
-        ModelFileError: The model does not generate text token by token.
+        ModelFileError: The model cannot generate text token by token.
     """
     lib = library()
     if not context.has_memory or not lib.llama_model_has_decoder(weights):
         raise ModelFileError("this model does not generate text", "choose a decoder-only language model")
     if lib.llama_model_has_encoder(weights) or lib.llama_model_is_diffusion(weights):
         raise ModelFileError(
-            "encoder-decoder and diffusion models do not generate token by token",
+            "encoder-decoder and diffusion models do not generate text token by token",
             "choose a decoder-only language model",
         )
     try:
@@ -74,7 +76,7 @@ def probe(
 
 
 def _probe_cells(context: LlamaContext, plan: ContextPlan, options: LoadOptions) -> ProbeResult:
-    """Remove a token from the KV cache, and copy one out and in again."""
+    """Check whether tokens can be removed from the KV cache, and cells can be exported and imported."""
     context.append([0, 0], 0)
     if not context.drop(0, 1):
         return _without_rollback("its cache cannot be rolled back")
@@ -84,7 +86,8 @@ def _probe_cells(context: LlamaContext, plan: ContextPlan, options: LoadOptions)
     tree = options.max_branches > 1
     reason = "" if tree else "it was loaded with --draft-branches 1"
     prefix_reuse_exact = not prefill_kernel_differs(plan.kv_types, options, context.threads)
-    # A wider verify pass would use the prefill kernel. The rounding of a draft model does not matter.
+    # A wider verify pass would use the prefill kernel, which rounds differently. This is harmless in a draft
+    # model.
     max_width = context.max_width
     if not prefix_reuse_exact and not options.is_draft:
         max_width = min(max_width, SMALL_KERNEL_MAX_ROWS)
@@ -95,7 +98,7 @@ def _probe_cells(context: LlamaContext, plan: ContextPlan, options: LoadOptions)
             reason,
             max_width,
             options.max_branches,
-            # A low-bit copy drafts on copied cells.
+            # A low-bit copy drafts with copied KV cells.
             self_draft_methods=frozenset({"lowbit"}) if copyable else frozenset(),
             prefix_reuse_exact=prefix_reuse_exact,
         ),
@@ -104,14 +107,14 @@ def _probe_cells(context: LlamaContext, plan: ContextPlan, options: LoadOptions)
 
 
 def _probe_replay(context: LlamaContext, plan: ContextPlan, checkpoints: StateCheckpoints) -> ProbeResult:
-    """Restore a checkpoint and compare logits bit by bit; then roll back without one and compare again."""
+    """Check whether restoring a checkpoint is bit-exact, and whether rollback works without one."""
     context.append(_PREFIX, 0)
     checkpoint = checkpoints.save(len(_PREFIX))
     first = _rows(context, 0)
     checkpoints.restore(checkpoint)
     try:
         exact = np.array_equal(first, _rows(context, 0))
-    except BackendError:  # llama.cpp rejects a restore that leaves cells behind
+    except BackendError:  # llama.cpp rejects the pass if the restore left cells behind.
         exact = False
     if not exact:
         return _without_rollback("restoring its recurrent state is not exact")
@@ -121,7 +124,8 @@ def _probe_replay(context: LlamaContext, plan: ContextPlan, checkpoints: StateCh
         checkpoints.restore(checkpoint)
         context.append(_PASS[:1], len(_PREFIX))
         narrow = _rows(context, 1)
-        # Passes of different widths round differently. The undone state must not differ by more than that.
+        # Passes of different widths round differently. The rolled-back state must not differ by more than
+        # that.
         if _distance(undone, narrow) <= 2 * _distance(first[1:], narrow):
             undo_tokens = context.undo_tokens
     rollback = f"checkpoints and replay, {plan.sequences - 1} held"

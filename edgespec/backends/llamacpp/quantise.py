@@ -1,7 +1,7 @@
-"""Quantises GGUF files with llama.cpp's quantiser, in a separate process.
+"""Quantise GGUF files with llama.cpp in a child process.
 
-The quantiser cannot be cancelled and may crash its process, so it runs in a child process. This module is
-also the main module of that process.
+llama.cpp's quantiser cannot be cancelled and may crash, so it runs in a child process. This module is also
+the main module of the child process.
 """
 
 from __future__ import annotations
@@ -33,12 +33,14 @@ __all__ = [
     "quantised_size",
 ]
 
-# Types of llama.cpp that make no useful draft: unquantised ones, and ones for specially trained weights.
+# Quantisation types that are unsuitable for drafting: unquantised types, and types for specially trained
+# models.
 _UNSUITABLE = {"F16", "BF16", "TQ1_0", "TQ2_0", "MXFP4_MOE", "NVFP4", "Q1_0", "Q2_0"}
-# Prefixes of types that need an importance matrix. Used to shorten a hint; llama.cpp itself decides.
+# Prefixes of types that usually need an importance matrix. Error messages do not suggest these types.
 _MATRIX_PREFIXES = ("IQ1", "IQ2", "IQ3_X", "Q2_K_S")
 _PREFIX = "LLAMA_FTYPE_MOSTLY_"
-# Interval of the child's heartbeat, an empty line, which lets the parent notice a cancellation. Chosen.
+# The interval at which the child process prints an empty line. Each line lets the parent check for
+# cancellation.
 _HEARTBEAT_SECONDS = 0.2
 _PARTIAL_SUFFIX = ".growing"
 _SHORT_NAMES = {"Q3_K": "Q3_K_M", "Q4_K": "Q4_K_M", "Q5_K": "Q5_K_M"}
@@ -46,12 +48,12 @@ _SHORT_NAMES = {"Q3_K": "Q3_K_M", "Q4_K": "Q4_K_M", "Q5_K": "Q5_K_M"}
 
 @dataclass(frozen=True, slots=True)
 class QuantisedSize:
-    """The effect of quantising a model.
+    """The size of a model before and after quantisation.
 
     Attributes:
-        source_bytes: The size of the weights now.
-        copy_bytes: Their size in the quantised copy.
-        needs_importance_matrix: Whether the type needs an importance matrix, which edgespec cannot make.
+        source_bytes: The size of the original weights.
+        copy_bytes: The size of the quantised weights.
+        needs_importance_matrix: Whether the type requires an importance matrix, which edgespec cannot make.
     """
 
     source_bytes: int
@@ -61,7 +63,11 @@ class QuantisedSize:
 
 @cache
 def quantisation_types() -> dict[str, int]:
-    """Return the quantisation types for copies with llama.cpp's numbers. Raises BackendMissingError."""
+    """Return the names of the supported quantisation types and their llama_ftype numbers.
+
+    Raises:
+        BackendMissingError: llama.cpp is not installed.
+    """
     from edgespec.backends.llamacpp.native import library
 
     lib = library()
@@ -70,22 +76,26 @@ def quantisation_types() -> dict[str, int]:
 
 
 def parse_quantisation_type(name: str) -> str:
-    """Return the official name of a type given in any case or in short. Raises OptionError if unknown."""
+    """Return the full name of a quantisation type, such as Q4_K_M for q4_k.
+
+    Raises:
+        OptionError: The type is unknown.
+    """
     upper = name.upper()
     upper = _SHORT_NAMES.get(upper, upper)
     if upper not in quantisation_types():
         usable = (known for known in quantisation_types() if not known.startswith(_MATRIX_PREFIXES))
-        raise OptionError(f"the type is {name!r}", f"choose one of {', '.join(usable)}")
+        raise OptionError(f"{name!r} is not a quantisation type", f"choose one of {', '.join(usable)}")
     return upper
 
 
 def quantised_size(source: Path, type_name: str) -> QuantisedSize:
-    """Return the sizes of a model before and after quantisation, without writing a copy.
+    """Return the size of a model before and after quantisation, without writing a copy.
 
     Raises:
-        BackendError: The file cannot be read.
+        BackendError: llama.cpp cannot quantise the file.
     """
-    text = "\n".join(_run(source, None, type_name, None, "looking at the weights"))
+    text = "\n".join(_run(source, None, type_name, None, "reading the weights"))
     sizes = [re.search(rf"{word} size *= *([0-9.]+) MiB", text) for word in ("model", "quant")]
     if sizes[0] is None or sizes[1] is None:
         raise BackendError(f"llama.cpp did not report the size of a {type_name} copy of {source}")
@@ -94,20 +104,20 @@ def quantised_size(source: Path, type_name: str) -> QuantisedSize:
 
 
 def quantise(source: Path, copy: Path, type_name: str, progress: Progress | None = None) -> None:
-    """Write a quantised copy of a model. After an error no copy exists.
+    """Write a quantised copy of a model. If this function fails, the copy is deleted.
 
     Args:
         source: The GGUF file to quantise.
-        copy: The file to write.
+        copy: The path of the copy.
         type_name: A type from `quantisation_types`.
-        progress: Called while the quantiser works; may cancel.
+        progress: Called repeatedly during quantisation. Returns False to cancel.
 
     Raises:
-        CapabilityError: The type needs an importance matrix.
-        BackendError: llama.cpp failed, with its reason.
+        CapabilityError: The type requires an importance matrix.
+        BackendError: llama.cpp failed to quantise the model.
         CancelledError: `progress` returned False.
     """
-    # A unique name, because the quantiser of an earlier, killed run may still write for a moment.
+    # Use a unique name, because a killed quantiser from an earlier run may still be writing to its file.
     for leftover in copy.parent.glob(f"{glob.escape(copy.name)}.*{_PARTIAL_SUFFIX}"):
         leftover.unlink(missing_ok=True)
     partial = copy.with_name(f"{copy.name}.{token_hex(4)}{_PARTIAL_SUFFIX}")
@@ -121,7 +131,7 @@ def quantise(source: Path, copy: Path, type_name: str, progress: Progress | None
 
 
 def _run(source: Path, copy: Path | None, type_name: str, progress: Progress | None, what: str) -> list[str]:
-    """Run the quantiser in a child process and return its output. A `copy` of None makes a dry run."""
+    """Run the quantiser in a child process and return its output. If `copy` is None, do a dry run."""
     command = [
         sys.executable,
         "-m",
@@ -140,7 +150,7 @@ def _run(source: Path, copy: Path | None, type_name: str, progress: Progress | N
             assert process.stdout is not None
             for line in process.stdout:
                 if match := re.match(r"\[ *(\d+)/ *(\d+)\]", line):
-                    # This line is printed when the tensor of that number begins.
+                    # llama.cpp prints this line before it quantises the tensor with this number.
                     fraction = (int(match[1]) - 1) / int(match[2])
                 elif line.strip():
                     output.append(line.strip())
@@ -158,13 +168,13 @@ def _run(source: Path, copy: Path | None, type_name: str, progress: Progress | N
     reason = re.search(r"failed to quantize: (.*?)(?=  |$)", "  ".join(output))
     raise BackendError(
         f"llama.cpp could not make a {type_name} copy of {source}:"
-        f" {reason[1] if reason else (output or ['no reason was given'])[-1]} (status {status})",
-        "check the file and the free space, or choose another --type",
+        f" {reason[1] if reason else (output or ['llama.cpp reported no reason'])[-1]} (status {status})",
+        "check the file and the free disk space, or choose another --type",
     )
 
 
 def importance_matrix_error(type_name: str) -> CapabilityError:
-    """Return the error for a type that needs an importance matrix."""
+    """Return the error for a type that requires an importance matrix."""
     return CapabilityError(
         f"{type_name} needs an importance matrix, which edgespec cannot make",
         "choose Q2_K, Q3_K_S, IQ4_NL or Q4_0",
@@ -172,13 +182,13 @@ def importance_matrix_error(type_name: str) -> CapabilityError:
 
 
 def _main(source: str, copy: str, type_number: str) -> int:
-    """Run the child process: print llama.cpp's log to stdout, with an empty line as a heartbeat.
+    """Quantise a model in the child process, and print llama.cpp's log and a regular heartbeat to stdout.
 
-    The process exits when stdout is closed, which means that its parent has ended.
+    The child process exits if stdout is closed, because its parent process has ended.
     """
     import llama_cpp
 
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent kills this process on Ctrl-C
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # On Ctrl-C, the parent process kills this one.
     lock = threading.Lock()
 
     def write(text: str) -> None:
@@ -204,7 +214,7 @@ def _main(source: str, copy: str, type_number: str) -> int:
     params.allow_requantize = True
     params.dry_run = not copy
     status = llama_cpp.llama_model_quantize(os.fsencode(source), os.fsencode(copy), ctypes.byref(params))
-    with lock:  # the heartbeat must not write after the exit status is decided
+    with lock:  # The lock keeps the heartbeat from writing while the process exits.
         os._exit(status)
 
 

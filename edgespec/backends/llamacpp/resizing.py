@@ -1,7 +1,7 @@
-"""Resizes a context: export its cells, allocate a new context, import the cells.
+"""Resize a context by exporting its cells, allocating a new context and importing the cells.
 
-llama.cpp cannot enlarge a context. Exported cells do not depend on the context's size, so the content is
-bit-identical afterwards. The old memory is freed before the new memory is allocated.
+llama.cpp cannot resize a context in place. The format of exported cells is independent of the context size,
+so the cells are bit-identical after a resize. The old memory is freed before the new memory is allocated.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = ["cache_variant", "check_resize_fits", "initial_plan", "longrope_switc
 
 
 def initial_plan(weights: Any, max_plan: ContextPlan, options: LoadOptions) -> ContextPlan:
-    """Return the plan to allocate at load for a context that may grow to `max_plan`."""
+    """Return the initial plan for a context that can later be enlarged to `max_plan`."""
     if options.initial_context_tokens is None:
         return max_plan
     return max_plan.with_tokens(
@@ -33,9 +33,10 @@ def initial_plan(weights: Any, max_plan: ContextPlan, options: LoadOptions) -> C
 
 
 def cache_variant(weights: Any, max_plan: ContextPlan) -> str:
-    """Return a text that differs between contexts whose cached keys or values are not interchangeable.
+    """Return a string that identifies the format of cached keys and values.
 
-    The text is part of the identity of saved prefix caches, so changing it invalidates them.
+    Cached cells can only be exchanged between contexts with the same string. It is part of the identity of
+    saved prefix caches, so changing it invalidates them.
     """
     switch = longrope_switch_tokens(weights)
     variant = f", turned for more than {switch}" if 0 < switch < max_plan.tokens else ""
@@ -43,9 +44,10 @@ def cache_variant(weights: Any, max_plan: ContextPlan) -> str:
 
 
 def longrope_switch_tokens(weights: Any) -> int:
-    """Return the context size above which LongRoPE (arXiv 2402.13753) uses other factors, or 0.
+    """Return the context size above which LongRoPE (arXiv 2402.13753) uses its long factors.
 
-    Cached keys were rotated with the factors of their context, so a resize must not cross this size.
+    Return 0 if the model does not use LongRoPE. The factors affect the cached keys, so a resize must not
+    cross this size.
     """
     arch = metadata(weights, "general.architecture") or ""
     if metadata(weights, f"{arch}.rope.scaling.type") not in (None, "longrope"):
@@ -56,16 +58,16 @@ def longrope_switch_tokens(weights: Any) -> int:
 def check_resize_fits(
     before: Sequence[ContextPlan], after: Sequence[ContextPlan], weight_bytes: int, options: LoadOptions
 ) -> None:
-    """Check that enlarged contexts fit the memory.
+    """Check that resized contexts fit in memory.
 
     Args:
-        before: The current plans.
-        after: The new plans.
-        weight_bytes: The size of the weights.
-        options: The load options, with the memory budget.
+        before: The current context plans.
+        after: The new context plans.
+        weight_bytes: The size of the weights in bytes.
+        options: The load options, which contain the memory budget.
 
     Raises:
-        MemoryBudgetError: The contexts exceed the budget or the available memory.
+        MemoryBudgetError: The contexts exceed the memory budget or the available memory.
     """
     new_bytes, old_bytes = sum(plan.kv_bytes for plan in after), sum(plan.kv_bytes for plan in before)
     if new_bytes <= old_bytes:
@@ -77,13 +79,13 @@ def check_resize_fits(
         raise cache_too_large_error(
             after[0].tokens, new_bytes, left_bytes, max(0, fitting_tokens) // BLOCK_TOKENS * BLOCK_TOKENS
         )
-    # The exported cells take no more memory than the freed context. A GPU's own memory is not checked here:
-    # its allocation fails without harm.
+    # The exported cells need no more memory than the freed context. GPU memory is not checked here, because a
+    # failed allocation on a GPU is handled safely.
     available_bytes = int(psutil.virtual_memory().available)
     if new_bytes > available_bytes and in_main_memory(options):
         raise MemoryBudgetError(
             f"a context of {after[0].tokens:,} tokens needs {format_bytes(new_bytes)} of memory,"
-            f" but only {format_bytes(available_bytes)} are free",
+            f" but only {format_bytes(available_bytes)} is free",
             "close other programs or use a smaller --context",
         )
 
@@ -91,10 +93,10 @@ def check_resize_fits(
 def rebuild_context(
     context: LlamaContext, plan: ContextPlan, length: int, *, recurrent: bool = False
 ) -> None:
-    """Resize a context and keep sequence 0; all other sequences are removed.
+    """Resize a context. Preserve sequence 0 and remove all other sequences.
 
-    After an error the context has its old size and content again. If even that cannot be allocated, it has no
-    memory (`LlamaContext.is_lost`).
+    After an error, the old size and contents are restored. If this also fails, the context has no KV cache
+    (`LlamaContext.is_lost`).
 
     Args:
         context: The context to resize.
@@ -103,7 +105,7 @@ def rebuild_context(
         recurrent: Whether the model has recurrent layers.
 
     Raises:
-        MemoryBudgetError: The new context, or the copy of its cells, cannot be allocated.
+        MemoryBudgetError: The new context or the copy of the cells cannot be allocated.
     """
     old_plan = context.plan
     if plan == old_plan and not context.is_lost:
@@ -114,7 +116,7 @@ def rebuild_context(
             saved = [context.export_sequence()] if recurrent else context.export_cells(0, 0, length)
         except MemoryError as error:
             raise MemoryBudgetError(
-                f"the copy of {length:,} cached tokens, needed to resize the context, cannot be allocated",
+                f"the context cannot be resized: a copy of {length:,} cached tokens cannot be allocated",
                 "close other programs or use a smaller --context",
             ) from error
     try:
@@ -122,7 +124,7 @@ def rebuild_context(
     except BaseException:
         _fill(context, old_plan, saved, length, recurrent)
         raise
-    # Otherwise malloc may retain the old memory and the copy.
+    # Return the freed memory to the system, because malloc may retain it otherwise.
     saved = ()
     release_free_memory()
 
@@ -130,7 +132,7 @@ def rebuild_context(
 def _fill(
     context: LlamaContext, plan: ContextPlan, saved: Sequence[memoryview], length: int, recurrent: bool
 ) -> None:
-    """Allocate the memory of a context and import saved cells."""
+    """Allocate a context's KV cache and import the saved cells."""
     context.allocate(plan)
     if saved and not (
         context.import_sequence(saved[0]) if recurrent else context.import_cells(saved, 0, length)

@@ -1,4 +1,4 @@
-"""The parts of a loaded target that a low-bit draft uses."""
+"""The parts of a loaded target model that a low-bit draft model uses."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ __all__ = ["SharedTarget"]
 
 @dataclass(frozen=True, slots=True)
 class SharedTarget:
-    """A loaded target, or the lower and upper split of one, whose KV cells a draft copies.
+    """A loaded target model whose KV cells a low-bit draft model copies.
 
     Attributes:
-        model: The target.
-        weights: Its llama_model, or those of the lower and the upper split.
-        contexts: The contexts of `weights`.
-        cells: The tokens that all of the contexts hold.
+        model: The target model.
+        weights: The target's llama_model handle, or those of its lower and upper split.
+        contexts: The context of each llama_model in `weights`.
+        cells: The tokens in the KV cache, which are the same in all contexts.
         plan: The layout of each context at its maximum size.
-        options: How the target was loaded.
-        check_open: Raises ClosedError after the target was closed.
+        options: The options that the target was loaded with.
+        check_open: A function that raises ClosedError if the target has been closed.
     """
 
     model: LanguageModel
@@ -38,7 +38,7 @@ class SharedTarget:
 
     @property
     def facts(self) -> ModelFacts:
-        """The facts of the target."""
+        """The `ModelFacts` of the target."""
         return self.model.facts
 
     @property
@@ -48,11 +48,11 @@ class SharedTarget:
 
     @property
     def free_tokens(self) -> int:
-        """The number of tokens that the target's context has left."""
+        """The number of free cells in the target's context."""
         return self.model.free_tokens
 
     def export_cells(self, start: int, end: int) -> Sequence[bytes | memoryview]:
-        """Return the cells at positions [start, end) in all layers, as `LlamaContext.export_cells` does.
+        """Return the cells of all layers at positions [start, end). See `LlamaContext.export_cells`.
 
         Raises:
             CapabilityError: The cells of the two splits cannot be merged.

@@ -1,4 +1,4 @@
-"""Serialised cells of a context, for snapshots of a model."""
+"""Serialise the KV cells of a context for snapshots."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ _SIZE = struct.Struct("<Q")
 
 
 def snapshot_to_bytes(context: LlamaContext, start: int, end: int, recurrent: bool) -> bytes:
-    """Serialise tokens [start, end) of sequence 0; a recurrent state is always saved whole.
+    """Serialise the cells of sequence 0 at positions [start, end).
 
-    The format is a list of parts, each after its size as a little-endian 64-bit integer.
+    A recurrent state is always saved as a whole. The result is a sequence of parts, each preceded by its size
+    as a little-endian 64-bit integer.
     """
     parts = [context.export_sequence()] if recurrent else context.export_cells(0, start, end)
     return b"".join(piece for part in parts for piece in (_SIZE.pack(len(part)), part))
@@ -23,10 +24,10 @@ def snapshot_to_bytes(context: LlamaContext, start: int, end: int, recurrent: bo
 def snapshot_from_bytes(
     context: LlamaContext, data: bytes | memoryview, start: int, length: int, recurrent: bool
 ) -> bool:
-    """Append a snapshot of tokens [start, length) to the cache.
+    """Append a snapshot of positions [start, length) to sequence 0.
 
     Returns:
-        False if the snapshot does not match this model and context.
+        Whether the snapshot was loaded. False if it does not match this model and context.
     """
     parts, rest = [], memoryview(data)
     while rest:

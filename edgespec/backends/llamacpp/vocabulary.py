@@ -1,4 +1,4 @@
-"""llama.cpp's tokenizer."""
+"""A vocabulary that uses llama.cpp's tokenizer."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ __all__ = ["LlamaVocabulary"]
 class LlamaVocabulary:
     """The vocabulary of a loaded llama.cpp model.
 
-    Any thread may use it. After the model was closed, it raises ClosedError.
+    Any thread may use it. Its methods raise ClosedError after the model has been closed.
 
     Args:
-        model: The llama_model, which must outlive this object until `close`.
+        model: The llama_model handle, which must not be freed before `close` is called.
     """
 
     def __init__(self, model: Any) -> None:
         self._lib = library()
         self._closed = False
-        # Other threads tokenize while the model's thread may close the model.
+        # Prevents the model from being freed while another thread is tokenizing.
         self._lock = threading.Lock()
         self._vocab = self._lib.llama_model_get_vocab(model)
         self.size: int = self._lib.llama_vocab_n_tokens(self._vocab)
@@ -42,7 +42,11 @@ class LlamaVocabulary:
         return self.raw_piece(token).decode("utf-8", "replace") if 0 <= token < self.size else ""
 
     def tokenize(self, text: str, *, special: bool, start: bool) -> list[int]:
-        """See `Vocabulary`. Raises BackendError if the text cannot be tokenized."""
+        """See `Vocabulary`.
+
+        Raises:
+            BackendError: The text cannot be tokenized.
+        """
         data = text.encode("utf-8", "surrogatepass").decode("utf-8", "replace").encode()
         room = len(data) + 16
         while True:
@@ -55,7 +59,8 @@ class LlamaVocabulary:
                 return list(buffer[:count])
             if count < -(1 << 30) or -count <= room:
                 raise BackendError(
-                    f"{len(data):,} bytes of text cannot be tokenized", "use a shorter text or another model"
+                    f"a text of {len(data):,} bytes cannot be tokenized",
+                    "use a shorter text or another model",
                 )
             room = -count
 
@@ -75,7 +80,8 @@ class LlamaVocabulary:
     def _text(self, token: int, special: bool) -> bytes:
         if not 0 <= token < self.size:
             raise BackendError(
-                f"there is no token {token} in a vocabulary of {self.size:,} tokens", "use a smaller token id"
+                f"token {token} is not in the vocabulary of {self.size:,} tokens",
+                f"use a token id from 0 to {self.size - 1}",
             )
         room = 64
         while True:
@@ -93,13 +99,17 @@ class LlamaVocabulary:
 
     @contextmanager
     def _open(self) -> Iterator[None]:
-        """Keep the model from being closed inside the block. Raises ClosedError if it is closed."""
+        """Prevent the model from being closed during the `with` block.
+
+        Raises:
+            ClosedError: The model is already closed.
+        """
         with self._lock:
             if self._closed:
                 raise ClosedError("the model is closed", "load it again")
             yield
 
     def close(self) -> None:
-        """Refuse further calls, before the model is freed."""
+        """Make further calls raise ClosedError. This must be called before the model is freed."""
         with self._lock:
             self._closed = True

@@ -1,7 +1,7 @@
-"""KV caches with exact rollback, used in place of mlx-lm's.
+"""KV caches with exact rollback, which replace mlx-lm's caches.
 
-mlx-lm's `trim_prompt_cache` silently does nothing for some architectures. The caches here offer the methods
-that mlx-lm's models call (`update_and_fetch`, `make_mask`, `offset`) and roll back by moving the offset.
+mlx-lm's `trim_prompt_cache` silently does nothing for some architectures. Our caches implement the interface
+that mlx-lm's models use (`update_and_fetch`, `make_mask`, `offset`), and roll back by decreasing the offset.
 """
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ from edgespec.backends.mlx.pass_layout import PassLayout
 
 __all__ = ["AttentionCache", "QuantizedAttentionCache", "cache_rows"]
 
-# Keys or values: one array [batch, heads, rows, head size], or the three arrays of their quantised form.
+# Keys or values: one array [batch, heads, rows, head size], or its three arrays if quantised.
 Rows: TypeAlias = tuple[mx.array, ...]
 
-# Rows that a cache grows by, as in mlx-lm.
+# Number of rows by which a cache grows. Same as in mlx-lm.
 _GROWTH_ROWS = 256
-# A windowed layer attends from a multiple of this many rows. The kernel then groups its sums over keys in the
-# same way for every pass width.
+# In windowed layers, the position of the first key is rounded down to a multiple of this number, so that the
+# attention kernel groups its sums over keys in the same way for every pass width.
 _BLOCK_ROWS = 64
 
 
 def cache_rows(window: int | None, context_tokens: int) -> int:
-    """Return how many rows a cache allocates when a context of `context_tokens` is full.
+    """Return the number of rows that a cache allocates for a full context.
 
     Args:
         window: Sliding window of the layer in tokens; None for full attention.
-        context_tokens: Tokens of the context.
+        context_tokens: Context length in tokens.
     """
     rows = context_tokens
     if window is not None:
@@ -40,13 +40,13 @@ def cache_rows(window: int | None, context_tokens: int) -> int:
 class AttentionCache:
     """Keys and values of one attention layer.
 
-    Row i holds the token at position `start + i`. While a token tree is verified, the rows of the round are
-    the nodes of the tree in the order in which they were run.
+    Row i holds the token at position `start + i`. While a token tree is being verified, the last rows
+    hold the tree's nodes in the order in which they were run.
 
     Attributes:
-        slack: Rows that a windowed cache holds beyond its window, which bounds how far it can roll back.
-        window: Tokens that the layer attends to, the current one included; None for full attention.
-        start: Position of the first row. Above 0 once a windowed cache has dropped old rows.
+        slack: Number of extra rows that a windowed cache keeps to be able to roll back.
+        window: Sliding window in tokens, including the current token; None for full attention.
+        start: Position of the first row. Positive once a windowed cache has dropped old rows.
         offset: Position of the next token.
     """
 
@@ -65,7 +65,7 @@ class AttentionCache:
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Any, Any]:
         """Append rows, and return the keys and values that the pass attends to.
 
-        In a scratch pass (`PassLayout.scratch`) the rows are not stored.
+        In a scratch pass (`PassLayout.scratch`), the rows are returned but not stored.
         """
         added = keys.shape[2]
         new_keys, new_values = self._encode(keys), self._encode(values)
@@ -82,7 +82,7 @@ class AttentionCache:
         return self._fetched(self._keys, spans), self._fetched(self._values, spans)
 
     def _joined(self, cached: Rows, new: Rows) -> Rows:
-        """Return the rows in use followed by new ones, without storing them."""
+        """Return the cached rows followed by the new ones, without storing the new ones."""
         used = self.offset - self.start
         if not cached:
             return new
@@ -93,10 +93,10 @@ class AttentionCache:
     def make_mask(
         self, count: int, return_array: bool = False, window_size: int | None = None
     ) -> mx.array | str | None:
-        """Return the attention mask of the next `count` tokens over the rows `update_and_fetch` will return.
+        """Return the mask for the next `count` tokens over the rows that `update_and_fetch` will return.
 
         Returns:
-            A bool array [count, keys], `"causal"`, or None where the one token sees every row.
+            A bool array [count, keys], `"causal"`, or None if a single token sees every row.
         """
         window = window_size or self.window
         if self._layout.positions is not None:
@@ -114,7 +114,7 @@ class AttentionCache:
         return mask if window is None else mask & (queries < keys + window)
 
     def is_trimmable(self) -> bool:
-        return False  # mlx-lm must not trim this cache; use `rewind`.
+        return False  # Prevents mlx-lm from trimming this cache. We use `rewind` instead.
 
     def size(self) -> int:
         return self.offset
@@ -124,7 +124,7 @@ class AttentionCache:
 
     @property
     def state(self) -> Rows:
-        """All arrays of the cache."""
+        """All arrays in the cache."""
         return self._keys + self._values
 
     @property
@@ -135,29 +135,29 @@ class AttentionCache:
 
     @property
     def bytes_per_token(self) -> int:
-        """Bytes of one row of keys and values. The cache must not be empty."""
+        """Bytes per row of keys and values. The cache must not be empty."""
         return self.nbytes // self._keys[0].shape[2]
 
     @property
     def side_bytes_per_token(self) -> int:
-        """Bytes of one row of keys or of values, whichever is larger. The cache must not be empty."""
+        """Bytes per row of keys or values, whichever is larger. The cache must not be empty."""
         sides = (sum(array.nbytes for array in side) for side in (self._keys, self._values))
         return max(sides) // self._keys[0].shape[2]
 
     def can_rewind(self, length: int) -> bool:
-        """Return whether the cache still holds every row that the token at position `length` attends to."""
+        """Return whether the cache still holds every row that a token at position `length` attends to."""
         return self.start == 0 or (self.window is not None and length - self.window + 1 >= self.start)
 
     def rewind(self, length: int) -> None:
-        """Drop the rows from position `length` on."""
+        """Drop the rows at position `length` and later."""
         self.offset = min(self.offset, length)
 
     def keep_path(self, round_start: int, path: list[int]) -> None:
-        """Keep the rows of an accepted path, moved together, and drop the other rows of the round.
+        """Move the rows of an accepted path together, and drop all other rows of the tree.
 
         Args:
             round_start: Position of the tree's root.
-            path: Tree nodes to keep, as indices into the rows of the round.
+            path: Indices of the tree nodes to keep.
         """
         low = round_start - self.start
         kept_rows = mx.array([low + node for node in path])
@@ -166,23 +166,23 @@ class AttentionCache:
         self.offset = round_start + len(path)
 
     def dump(self, first: int, end: int) -> tuple[list[int], list[mx.array]]:
-        """Return [start, end] and the arrays of rows [first, end), for a snapshot."""
+        """Return `[start, end]` and the arrays of rows [first, end) for a snapshot."""
         low, high = max(0, first - self.start), end - self.start
         return [self.start, end], [array[..., low:high, :] for array in self.state]
 
     def load(self, numbers: list[int], arrays: list[mx.array], first: int = 0) -> None:
-        """Restore what `dump` returned, after the cached rows before position `first`."""
+        """Restore rows returned by `dump`, and keep the cached rows before position `first`."""
         if first:
             used = first - self.start
             cached = [array[..., :used, :] for array in self.state]
             arrays = [mx.concatenate([old, new], axis=2) for old, new in zip(cached, arrays, strict=True)]
         half = len(arrays) // 2
         keys, values = tuple(arrays[:half]), tuple(arrays[half:])
-        # A single assignment, so that an interrupt cannot leave the cache half restored.
+        # Assign everything at once, so that an interrupt cannot leave the cache half restored.
         (self.start, self.offset), self._keys, self._values = numbers, keys, values
 
     def _spans(self, end: int) -> list[tuple[int, int]]:
-        """Return the position ranges [first, end) below `end` that the next pass attends to."""
+        """Return the ranges of positions [first, stop) below `end` that the next pass attends to."""
         near, before = self._layout.sink_window, self._layout.round_start
         if near and self.window is None and before > near.sinks + near.recent:
             return [(0, near.sinks), (before - near.recent, end)]
@@ -193,12 +193,12 @@ class AttentionCache:
         if self.window is None:
             return self.start
         layout = self._layout
-        # In a tree, both the mask and the keys begin with rows from before the round.
+        # In a tree pass, both the mask and the keys begin with rows before the tree.
         first = self.offset if layout.positions is None else min(*layout.positions, layout.round_start)
         return max(self.start, (first - self.window + 1) // _BLOCK_ROWS * _BLOCK_ROWS)
 
     def _make_room(self, added: int, keys: Rows, values: Rows) -> None:
-        """Grow the arrays for `added` rows, and drop the rows that have left the window and its slack."""
+        """Grow the arrays to fit `added` more rows, and drop old rows beyond the window and its slack."""
         used = self.offset - self.start
         if self._keys and used + added <= self._keys[0].shape[2]:
             return
@@ -208,15 +208,15 @@ class AttentionCache:
             drop = max(0, oldest // _BLOCK_ROWS * _BLOCK_ROWS - self.start)
         rows = -(-(used - drop + added) // _GROWTH_ROWS) * _GROWTH_ROWS
         if self.window is not None and drop:
-            rows += _GROWTH_ROWS  # Otherwise a full window would be copied again at the next few tokens.
+            rows += _GROWTH_ROWS  # Otherwise a full window would be copied again after a few tokens.
         moved_keys = self._moved(self._keys, keys, drop, used, rows)
         moved_values = self._moved(self._values, values, drop, used, rows)
-        # A single assignment, so that an interrupt cannot leave the cache half moved.
+        # Assign everything at once, so that an interrupt cannot leave the cache half moved.
         self._keys, self._values, self.start = moved_keys, moved_values, self.start + drop
 
     @staticmethod
     def _moved(cached: Rows, like: Rows, drop: int, used: int, rows: int) -> Rows:
-        """Return rows [drop, used) of `cached` in arrays of `rows` rows, shaped like `like`."""
+        """Copy rows [drop, used) of `cached` into new arrays of `rows` rows, otherwise shaped like `like`."""
         moved = []
         for i, new in enumerate(like):
             batch, heads, _, size = new.shape
@@ -239,7 +239,7 @@ class AttentionCache:
 class QuantizedAttentionCache(AttentionCache):
     """An AttentionCache with quantised keys and values.
 
-    mlx-lm's attention takes the quantised kernel for caches that have `bits` and `group_size`.
+    mlx-lm uses its quantised attention kernel for caches that have `bits` and `group_size`.
     """
 
     def __init__(self, layout: PassLayout, window: int | None, bits: int) -> None:
@@ -260,6 +260,6 @@ class QuantizedAttentionCache(AttentionCache):
 
 
 def _positions(spans: list[tuple[int, int]]) -> mx.array:
-    """Return the positions of all spans as one int array [1, n]."""
+    """Return all positions in the spans as one int array [1, n]."""
     parts = [mx.arange(begin, end) for begin, end in spans]
     return (parts[0] if len(parts) == 1 else mx.concatenate(parts))[None]

@@ -1,4 +1,4 @@
-"""Lazy imports of mlx and mlx-lm, and the versions and the device that they run on."""
+"""Lazy imports of mlx and mlx-lm, and information about their versions and device."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from edgespec.errors import BackendMissingError
 
 __all__ = ["MlxBuildInfo", "build_info", "mlx_core", "mlx_lm_utils"]
 
-# Minimum soft limit of open files, in descriptors. Chosen: a model is split into a few hundred files at most.
+# Minimum soft limit on open file descriptors. Enough for a model that is split into hundreds of files.
 _MIN_OPEN_FILES = 2048
 
 
 @dataclass(frozen=True, slots=True)
 class MlxBuildInfo:
-    """Versions of mlx and mlx-lm, and the device that models run on by default.
+    """Versions of mlx and mlx-lm, and the default device.
 
     Attributes:
         version: The version of mlx.
         mlx_lm_version: The version of mlx-lm.
-        device: `CPU` or `GPU`, with the device's name where mlx reports one.
+        device: `CPU` or `GPU`, followed by the device's name if mlx reports one.
         metal: Whether this build of mlx can use Metal.
         cuda: Whether this build of mlx can use CUDA.
-        memory_bytes: Memory of the device.
-        recommended_working_set_bytes: Memory that Metal keeps resident at most; 0 on other devices.
+        memory_bytes: Total memory of the device.
+        recommended_working_set_bytes: The maximum memory that Metal keeps resident; 0 on other devices.
     """
 
     version: str
@@ -49,7 +49,7 @@ def mlx_core() -> Any:
     """Import and return `mlx.core`.
 
     Raises:
-        BackendMissingError: mlx is not installed, or does not load on this machine.
+        BackendMissingError: mlx is not installed, or cannot be loaded on this machine.
     """
     try:
         import mlx.core
@@ -63,11 +63,11 @@ def mlx_lm_utils() -> Any:
     """Import and return `mlx_lm.utils`.
 
     Raises:
-        BackendMissingError: mlx or mlx-lm is not installed, or does not load on this machine.
+        BackendMissingError: mlx or mlx-lm is not installed, or cannot be loaded on this machine.
     """
     mlx = mlx_core()
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    # transformers prints a warning when torch is missing, and its tokenizers warn about forks.
+    # Silence the warnings of transformers about missing torch, and of its tokenizers about forks.
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     try:
@@ -83,16 +83,16 @@ def mlx_lm_utils() -> Any:
 
 def _missing(library: str, error: Exception) -> BackendMissingError:
     return BackendMissingError(
-        f"cannot load {library}, which runs MLX models: {error}",
-        'install it with `pip install "edgespec[mlx]"`, or choose a GGUF model',
+        f"cannot load {library}, which is required for MLX models: {error}",
+        'install it with `pip install "edgespec[mlx]"`, or use a GGUF model',
     )
 
 
 @contextlib.contextmanager
 def _preserve_open_file_limit() -> Iterator[None]:
-    """Keep the limit of open files at its value or at `_MIN_OPEN_FILES`, whichever is higher.
+    """Ignore changes to the open file limit in the block, then raise it to `_MIN_OPEN_FILES` if it is lower.
 
-    mlx_lm sets this limit on import, which lowers higher limits and fails where the hard limit is lower.
+    mlx_lm sets this limit on import, which would lower a higher limit, or fail if the hard limit is lower.
     """
     if sys.platform == "win32":
         yield
@@ -114,10 +114,10 @@ def _preserve_open_file_limit() -> Iterator[None]:
 
 
 def build_info() -> MlxBuildInfo:
-    """Return the versions of mlx and mlx-lm, and their device.
+    """Return the versions of mlx and mlx-lm, and the default device.
 
     Raises:
-        BackendMissingError: mlx or mlx-lm is not installed, or does not load on this machine.
+        BackendMissingError: mlx or mlx-lm is not installed, or cannot be loaded on this machine.
     """
     mx = mlx_core()
     try:

@@ -1,4 +1,4 @@
-"""Serialisation of a model's caches for snapshots, as a line of JSON followed by the raw arrays."""
+"""Serialises a model's caches for snapshots, as a line of JSON followed by the raw arrays."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ _DTYPES = {
 
 
 def serialize_caches(caches: LayerCaches, start: int, end: int, fingerprint: str) -> bytes:
-    """Serialise the rows of tokens [start, end).
+    """Serialise the cached rows of tokens [start, end).
 
     Args:
-        caches: The caches.
+        caches: The caches to serialise.
         start: First token. Must be 0 unless the caches are `truncatable`.
         end: End of the range. Must be the length of the caches unless they are `truncatable`.
-        fingerprint: Identifies the model. It must match when the caches are restored.
+        fingerprint: Identifies the model. Restoring the caches requires the same fingerprint.
 
     Raises:
-        BackendError: The caches have layers of an unknown kind.
+        BackendError: A cache is of an unknown kind.
     """
     if caches.unknown_kinds:
         raise BackendError(
             f"caches of type {', '.join(sorted(caches.unknown_kinds))} cannot be saved",
-            "read the prompt again",
+            "process the prompt again",
         )
     parts: list[dict[str, Any]] = []
     blobs: list[bytes] = []
@@ -52,7 +52,7 @@ def serialize_caches(caches: LayerCaches, start: int, end: int, fingerprint: str
 
 
 def _array_header(array: mx.array | None, blobs: list[bytes]) -> dict[str, Any] | None:
-    """Append the data of an array to `blobs` and return its dtype and shape."""
+    """Append an array's data to `blobs`, and return the array's dtype and shape."""
     if array is None:
         return None
     stored = array.view(_STORED_AS.get(array.dtype, array.dtype))
@@ -63,13 +63,13 @@ def _array_header(array: mx.array | None, blobs: list[bytes]) -> dict[str, Any] 
 def deserialize_caches(
     caches: LayerCaches, snapshot: Snapshot, fingerprint: str, context_tokens: int
 ) -> None:
-    """Append a snapshot that `serialize_caches` wrote to the caches.
+    """Append the rows in a snapshot from `serialize_caches` to the caches.
 
-    The caches must hold exactly the `snapshot.start` tokens that come before it.
+    The caches must hold exactly the `snapshot.start` tokens that precede the snapshot.
 
     Raises:
-        BackendError: The snapshot is damaged, of another model, or longer than the context. The caches are
-            empty then.
+        BackendError: The snapshot is damaged, was saved by another model, or exceeds the context. In this
+            case, the caches are cleared.
     """
     start = snapshot.start
     try:
@@ -78,9 +78,9 @@ def deserialize_caches(
         if header["model"] != fingerprint:
             raise ValueError("it was saved by another model")
         if header["start"] != start or caches.length != start:
-            raise ValueError(f"it follows {header['start']} tokens, and the cache holds {caches.length}")
+            raise ValueError(f"it starts after {header['start']} tokens, but the cache holds {caches.length}")
         if not start <= header["length"] <= context_tokens:
-            raise ValueError(f"it has {header['length']} tokens, and the context has {context_tokens}")
+            raise ValueError(f"it has {header['length']} tokens, but the context size is {context_tokens}")
         offset = 0
         for cache, part in zip([*caches.attention, *caches.recurrent], header["parts"], strict=True):
             arrays = []
@@ -93,18 +93,18 @@ def deserialize_caches(
             else:
                 cache.cache = arrays
         if offset != len(rest):
-            raise ValueError(f"it has {len(rest)} bytes of arrays, and {offset} are expected")
+            raise ValueError(f"it has {len(rest)} bytes of arrays, but {offset} are expected")
         mx.eval(*caches.arrays)
         caches.length = header["length"]
     except (ValueError, KeyError, TypeError, IndexError) as error:
         caches.clear()
         raise BackendError(
-            f"the saved state does not fit this model and context: {error}", "read the prompt again"
+            f"the saved state does not fit this model and context: {error}", "process the prompt again"
         ) from error
 
 
 def _read_array(header: dict[str, Any] | None, data: bytes, offset: int) -> tuple[mx.array | None, int]:
-    """Return the array at byte `offset`, and its size in bytes."""
+    """Return the array stored at byte `offset`, and its size in bytes."""
     if header is None:
         return None, 0
     dtype = _DTYPES[header["dtype"]]

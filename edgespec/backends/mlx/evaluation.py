@@ -1,4 +1,4 @@
-"""Evaluation of MLX arrays with translated exceptions, and cleanup of MLX's buffers and thread state."""
+"""Evaluates MLX arrays with translated exceptions, and frees MLX's buffers and per-thread state."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ __all__ = [
     "translate_errors",
 ]
 
-# Freed buffers that MLX may hold for reuse. Chosen: the buffers of one target step fit on the CPU; on a GPU
-# more are worth holding, because allocating there is slow.
+# Maximum bytes of freed buffers that MLX keeps for reuse. The CPU limit is enough for one target step. The
+# GPU limit is higher, because allocating GPU memory is slow.
 _CPU_FREED_BUFFERS_BYTES, _GPU_FREED_BUFFERS_BYTES = 2 * 2**20, 64 * 2**20
 
 
 @contextmanager
 def translate_errors(failure: str) -> Iterator[None]:
-    """Turn exceptions that MLX raises inside the block into a BackendError that begins with `failure`."""
+    """Convert MLX exceptions inside the block to a BackendError whose message begins with `failure`."""
     try:
         yield
     except (RuntimeError, ValueError, TypeError, IndexError, AttributeError, MemoryError) as error:
@@ -35,36 +35,36 @@ def translate_errors(failure: str) -> Iterator[None]:
             raise OutOfMemoryError(
                 f"{failure}: {text}", "free some memory or use a smaller --context"
             ) from error
-        raise BackendError(f"{failure}: {text}", "try another model, or report this one") from error
+        raise BackendError(f"{failure}: {text}", "try another model, or report this as a bug") from error
 
 
 def start_evaluation(*arrays: mx.array) -> None:
-    """Start computing arrays in the background. Raises BackendError."""
+    """Start computing arrays in the background. Raises BackendError if MLX fails."""
     with translate_errors("MLX failed"):
         mx.async_eval(*arrays)
 
 
 def evaluate(*arrays: mx.array) -> None:
-    """Compute arrays and wait for them. Raises BackendError."""
+    """Compute arrays and wait for them. Raises BackendError if MLX fails."""
     with translate_errors("MLX failed"):
         mx.eval(*arrays)
 
 
 def freed_buffers_bytes() -> int:
-    """Return how many bytes of freed buffers MLX may hold for reuse on the default device."""
+    """Return the maximum bytes of freed buffers that MLX keeps for reuse on the default device."""
     return _CPU_FREED_BUFFERS_BYTES if mx.default_device() == mx.cpu else _GPU_FREED_BUFFERS_BYTES
 
 
 def limit_freed_buffers() -> None:
-    """Limit the freed buffers that MLX holds for reuse; by default they may fill the memory."""
+    """Limit the freed buffers that MLX keeps for reuse. Without a limit, they may fill the memory."""
     mx.set_cache_limit(freed_buffers_bytes())
 
 
 def release_thread_state() -> None:
     """Free the compiled functions and streams that MLX holds for the calling thread.
 
-    Call this before a thread ends. MLX frees compiled functions with the thread and needs the interpreter
-    for it, so the process aborts if both end at the same time. The thread can go on using MLX afterwards.
+    Call this before a thread ends. Otherwise MLX frees its compiled functions at thread exit, and the process
+    aborts if the interpreter shuts down at the same time. The thread can still use MLX afterwards.
     """
     if threading.current_thread() is threading.main_thread():
         return

@@ -1,4 +1,4 @@
-"""The caches of all layers of a model: KV caches and recurrent states, rolled back together."""
+"""The caches of all layers in a model: KV caches and recurrent states, rolled back together."""
 
 from __future__ import annotations
 
@@ -18,10 +18,12 @@ __all__ = ["CacheCheckpoint", "LayerCaches"]
 
 @dataclass(frozen=True, slots=True)
 class CacheCheckpoint:
-    """A state of the caches to go back to. It holds references only, since passes replace recurrent states.
+    """A state that the caches can be rolled back to.
+
+    It stores references instead of copies, because passes never modify recurrent states in place.
 
     Attributes:
-        length: Tokens in the caches.
+        length: Number of cached tokens.
         offsets: Offset of each attention cache.
         states: Arrays of each recurrent layer.
     """
@@ -33,7 +35,7 @@ class CacheCheckpoint:
 
 @dataclass(frozen=True, slots=True)
 class _CachesByKind:
-    """The caches of a model, grouped by how they roll back."""
+    """A model's caches, grouped by how they roll back."""
 
     attention: list[AttentionCache]
     recurrent: list[Any]
@@ -44,12 +46,12 @@ class LayerCaches:
     """The caches of one model.
 
     Attributes:
-        layers: One cache per layer, as the model's `__call__` takes it in `cache`.
-        attention: The KV caches among them.
-        recurrent: mlx-lm's caches of recurrent states among them.
-        unknown_kinds: Class names of caches with unknown semantics. With any of these, the caches can only
-            be cleared as a whole.
-        length: Tokens in the caches, including the rows of an open round and of prelaunched passes.
+        layers: One cache per layer, for the `cache` argument of the model's `__call__`.
+        attention: The KV caches in `layers`.
+        recurrent: mlx-lm's recurrent-state caches in `layers`.
+        unknown_kinds: Class names of unsupported caches. If there are any, the caches cannot be rolled back,
+            only cleared.
+        length: Number of cached tokens, including uncommitted ones.
     """
 
     def __init__(self, model: Any, layout: PassLayout, kv_bits: int | None = None) -> None:
@@ -59,10 +61,10 @@ class LayerCaches:
         self.clear()
 
     def clear(self) -> None:
-        """Replace all caches by empty ones."""
+        """Replace all caches with empty ones."""
         by_kind = _CachesByKind([], [], set())
         layers = [self._replace(cache, by_kind) for cache in mlx_lm_cache.make_prompt_cache(self._model)]
-        # A single assignment, so that an interrupt cannot leave the caches half cleared.
+        # Assign everything at once, so that an interrupt cannot leave the caches half cleared.
         self.layers, self.attention, self.recurrent, self.unknown_kinds, self.length = (
             layers,
             by_kind.attention,
@@ -72,9 +74,9 @@ class LayerCaches:
         )
 
     def _replace(self, cache: Any, by_kind: _CachesByKind) -> Any:
-        """Return our cache for one of mlx-lm's, and add it to `by_kind`.
+        """Return our replacement for an mlx-lm cache, and add it to `by_kind`.
 
-        The exact type is compared, because a subclass may have other semantics.
+        Types are compared exactly, because a subclass may behave differently.
         """
         kind = type(cache)
         if kind is mlx_lm_cache.KVCache:
@@ -99,17 +101,17 @@ class LayerCaches:
 
     @property
     def truncatable(self) -> bool:
-        """Whether every layer has one row per token from the first token on."""
+        """Whether every layer stores exactly one row for each token."""
         return not (self.recurrent or self.unknown_kinds or self.windowed)
 
     @property
     def windowed(self) -> bool:
-        """Whether some layers have a sliding window."""
+        """Whether any layer has a sliding window."""
         return any(cache.window is not None for cache in self.attention)
 
     @property
     def arrays(self) -> list[mx.array]:
-        """All arrays of all caches."""
+        """All arrays in all caches."""
         arrays = [array for cache in self.attention for array in cache.state]
         arrays += [array for cache in self.recurrent for array in cache.cache if array is not None]
         if self.unknown_kinds:
@@ -118,7 +120,7 @@ class LayerCaches:
 
     @property
     def states(self) -> list[list[mx.array]]:
-        """The arrays of each recurrent layer. MLX leaves them unevaluated, as no logits depend on them."""
+        """The arrays of each recurrent layer. Evaluating a pass's logits does not evaluate them."""
         return [[array for array in cache.cache if array is not None] for cache in self.recurrent]
 
     def detach_states(self) -> None:
@@ -128,17 +130,17 @@ class LayerCaches:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that the caches occupy now."""
+        """Current size of the caches in bytes."""
         return sum(cache.nbytes for cache in self.attention) + sum(cache.nbytes for cache in self.recurrent)
 
     def bytes_by_context(self) -> Callable[[int], int]:
-        """Return a function from context tokens to the bytes of the caches when that context is full.
+        """Return a function that maps a context length in tokens to the bytes of its full caches.
 
-        At least one token must be cached. The function returns 0 for caches of an unknown kind.
+        At least one token must be cached. The function returns 0 if any cache is of an unknown kind.
         """
         rows = [(cache.bytes_per_token, cache.window) for cache in self.attention]
         fixed = sum(cache.nbytes for cache in self.recurrent)
-        # The current recurrent state, and one for each checkpoint.
+        # Memory holds the current recurrent state and one state per checkpoint.
         fixed *= MAX_CHECKPOINTS + 1
         known = not self.unknown_kinds
         return lambda tokens: (
@@ -146,7 +148,7 @@ class LayerCaches:
         )
 
     def can_rewind(self, length: int) -> bool:
-        """Return whether the tokens from position `length` on can be dropped in place."""
+        """Return whether the tokens at position `length` and later can be dropped in place."""
         return (
             not self.recurrent
             and not self.unknown_kinds
@@ -154,25 +156,25 @@ class LayerCaches:
         )
 
     def rewind(self, length: int) -> None:
-        """Drop the attention rows from position `length` on. `restore` rolls recurrent states back."""
+        """Drop the attention rows at position `length` and later. `restore` rolls back recurrent states."""
         for cache in self.attention:
             cache.rewind(length)
         self.length = length
 
     def set_offset(self, length: int) -> None:
-        """Put the next token at position `length` in every layer, whatever rows lie there."""
+        """Set the position of the next token to `length` in every layer, without changing any rows."""
         for cache in self.attention:
             cache.offset = length
         self.length = length
 
     def keep_path(self, round_start: int, path: list[int]) -> None:
-        """Keep the accepted path of a round and drop its other rows; see `AttentionCache.keep_path`."""
+        """Keep the accepted path of a tree and drop its other rows; see `AttentionCache.keep_path`."""
         for cache in self.attention:
             cache.keep_path(round_start, path)
         self.length = round_start + len(path)
 
     def checkpoint(self) -> CacheCheckpoint:
-        """Return a checkpoint of the caches. No array is copied."""
+        """Return a checkpoint of the caches. No arrays are copied."""
         return CacheCheckpoint(
             self.length,
             tuple(cache.offset for cache in self.attention),
@@ -184,7 +186,7 @@ class LayerCaches:
         return not self.unknown_kinds and all(cache.can_rewind(checkpoint.length) for cache in self.attention)
 
     def restore(self, checkpoint: CacheCheckpoint) -> None:
-        """Roll back to a checkpoint. No token before it may have been dropped since."""
+        """Roll back to a checkpoint. The caches must still hold all tokens before it."""
         for cache, state in zip(self.recurrent, checkpoint.states, strict=True):
             cache.cache = list(state)
         for attention, offset in zip(self.attention, checkpoint.offsets, strict=True):

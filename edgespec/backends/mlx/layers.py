@@ -1,4 +1,4 @@
-"""Access to the layers of any mlx-lm model: record hidden states, skip layers, or resume at a layer."""
+"""Access to the layers of any mlx-lm model, to record hidden states, skip layers, or resume after a layer."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["HiddenStateHooks", "LayerList", "SkippedLayer"]
 
 
 class _LayerProxy:
-    """Replaces a layer temporarily and forwards attributes to it.
+    """Temporarily replaces a layer and forwards attribute access to it.
 
     It is not an `nn.Module`, because it has no weights of its own.
     """
@@ -30,10 +30,10 @@ class _LayerProxy:
 
 
 class SkippedLayer(_LayerProxy):
-    """A layer that is not computed. It returns its input, or the given `output`.
+    """A layer that is not computed. It returns `output` if that was given, else its input.
 
     Attributes:
-        last_input: Hidden states [1, tokens, size] that the last pass brought here.
+        last_input: Hidden states [1, tokens, size] that the layer received in the last pass.
     """
 
     def __init__(self, layer: Any, output: mx.array | None = None) -> None:
@@ -47,10 +47,10 @@ class SkippedLayer(_LayerProxy):
 
 
 class LayerList:
-    """The list of layers of a model, which passes can replace.
+    """A model's list of layers, which can be replaced temporarily.
 
     Raises:
-        CapabilityError: The model does not hold its layers in one list.
+        CapabilityError: The model does not store its layers in a single list.
     """
 
     def __init__(self, model: Any) -> None:
@@ -58,17 +58,17 @@ class LayerList:
         self.layers: list[Any] = self._parent[self._name]
 
     def without(self, indices: Collection[int]) -> list[Any]:
-        """Return the layers with those at `indices` skipped."""
+        """Return the list of layers with those at `indices` skipped."""
         return [SkippedLayer(layer) if i in indices else layer for i, layer in enumerate(self.layers)]
 
     def resumed_at(self, layer: int, states: mx.array) -> list[Any]:
-        """Return layers that skip those below `layer` and go on with `states`, their hidden states."""
+        """Return the list of layers with the first `layer` layers skipped, and `states` as their output."""
         skipped = [SkippedLayer(one) for one in self.layers[: layer - 1]]
         return [*skipped, SkippedLayer(self.layers[layer - 1], states), *self.layers[layer:]]
 
     @contextmanager
     def replaced(self, layers: list[Any]) -> Iterator[None]:
-        """Run the passes inside the block with these layers."""
+        """Use `layers` in passes inside the block."""
         self._parent[self._name] = layers
         try:
             yield
@@ -92,12 +92,12 @@ class HiddenStateHooks:
     """Records the hidden states that enter and leave layers while the model runs.
 
     Attributes:
-        count: Number of layers.
-        inputs: Hidden states [1, tokens, size] that entered each hooked layer in the last pass, by layer.
-        outputs: Hidden states [1, tokens, size] that left each hooked layer in the last pass, by layer.
+        count: Number of layers in the model.
+        inputs: Hidden states [1, tokens, size] that entered each hooked layer in the last pass, by index.
+        outputs: Hidden states [1, tokens, size] that left each hooked layer in the last pass, by index.
 
     Raises:
-        CapabilityError: The model does not hold its layers in one list.
+        CapabilityError: The model does not store its layers in a single list.
     """
 
     def __init__(self, model: Any) -> None:
@@ -107,13 +107,13 @@ class HiddenStateHooks:
         self.outputs: dict[int, mx.array] = {}
 
     def record(self, index: int, states: mx.array, result: Any) -> None:
-        """Store the input and the result of one layer."""
+        """Store the input and output of a layer."""
         self.inputs[index] = states
         self.outputs[index] = result[0] if isinstance(result, tuple) else result
 
     @contextmanager
     def on(self, indices: Sequence[int]) -> Iterator[None]:
-        """Record the hidden states of these layers in passes inside the block."""
+        """Record the hidden states of the layers at `indices` in passes inside the block."""
         self.inputs, self.outputs = {}, {}
         hooked_indices = set(indices)
         hooked = [
@@ -125,11 +125,11 @@ class HiddenStateHooks:
 
 
 def _find_layers(model: Any) -> tuple[Any, str]:
-    """Return the module that holds the list of layers, and the name of the list in it."""
+    """Return the module that contains the list of layers, and the attribute name of that list."""
     layers = model.layers
     for _, module in model.named_modules():
         for name, value in module.items():
             same = isinstance(value, list) and len(value) == len(layers)
             if same and all(a is b for a, b in zip(value, layers, strict=True)):
                 return module, name
-    raise CapabilityError("the model does not hold its layers in one list")
+    raise CapabilityError("the model does not store its layers in a single list")

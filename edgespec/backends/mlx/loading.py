@@ -1,4 +1,4 @@
-"""Loads an MLX model from a folder and probes what it can do."""
+"""Loads an MLX model from a folder and tests its capabilities."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 
 __all__ = ["KV_BITS", "MAX_WIDTH", "check_options", "load"]
 
-# Maximum rows of a verify pass. Chosen: no controller asks for more. The memory plan counts the buffers of
-# the widest pass.
+# Maximum rows in a verify pass. Memory estimates include buffers for a pass of this width, and no controller
+# requests a wider one.
 MAX_WIDTH = 64
-# Bits of cached keys and values by `LoadOptions.kv_type`; None for the data type that the model computes in.
+# Bits of cached keys and values, keyed by `LoadOptions.kv_type`. None means the model's compute data type.
 KV_BITS = {"auto": None, "q8_0": 8, "q4_0": 4}
 
 
@@ -33,20 +33,21 @@ def load(path: str, name: str, options: LoadOptions, progress: Progress | None =
     """Load the MLX or Hugging Face model in a folder.
 
     Args:
-        path: The folder.
-        name: Name of the model for messages.
-        options: Load options. Options that MLX does not support must have their default.
-        progress: Called while weights load. It cancels by returning False.
+        path: Path of the model folder.
+        name: Model name for error messages.
+        options: Load options. Those that MLX does not support must have their default values.
+        progress: Called while the weights load. If it returns False, loading is cancelled.
 
     Raises:
-        ModelFileError: The folder holds no model, or it is damaged or of an unknown architecture.
-        MemoryBudgetError: The model or its context does not fit the memory.
+        ModelFileError: The folder does not contain a model, or the model is damaged or unsupported.
+        MemoryBudgetError: The model and its context do not fit in memory.
         OptionError: An option is not supported.
         BackendMissingError: mlx or mlx-lm is not installed.
         CancelledError: `progress` returned False.
     """
     check_options(options)
-    mlx_core()  # Raises BackendMissingError before the imports below can fail.
+    # If mlx is missing, this raises BackendMissingError. The imports below would raise ImportError.
+    mlx_core()
     from edgespec.backends.mlx.evaluation import limit_freed_buffers, release_thread_state
 
     unmap_freed_buffers()
@@ -70,7 +71,7 @@ def _load(path: str, name: str, options: LoadOptions, progress: Progress | None)
     facts = replace(facts, vocab_size=vocabulary.size, chat_template=vocabulary.chat_template is not None)
     model = MlxModel(
         loaded,
-        # The context must hold the probe's tokens, even if the requested one is smaller.
+        # The context must fit the probe's tokens, even if a smaller one was requested.
         replace(facts, context_tokens=max(context_tokens, PROBE_TOKENS)),
         vocabulary,
         kv_bits=KV_BITS[options.kv_type],
@@ -106,7 +107,7 @@ def _probe(model: MlxModel, options: LoadOptions) -> ProbeResult:
         if options.kv_type == "auto":
             raise
         raise OptionError(
-            f"{model.facts.name} does not run with kv_type {options.kv_type!r}: {error.what}",
+            f"{model.facts.name} does not support kv_type {options.kv_type!r}: {error.what}",
             "use --kv-type auto",
         ) from error
 
@@ -116,24 +117,24 @@ def check_options(options: LoadOptions) -> None:
     if options.kv_type not in KV_BITS:
         raise OptionError(
             f"kv_type {options.kv_type!r} is not available for MLX models",
-            f"with MLX choose one of {', '.join(KV_BITS)}; auto is the type that the model computes in",
+            f"with MLX choose one of {', '.join(KV_BITS)}; auto uses the model's compute data type",
         )
     for name, is_set, reason in (
-        ("threads", options.threads is not None, "MLX chooses its threads itself"),
+        ("threads", options.threads is not None, "MLX chooses the number of threads itself"),
         ("gpu_layers", options.gpu_layers is not None, "MLX runs the whole model on one device"),
-        ("flash_attention", options.flash_attention != "auto", "MLX has one attention kernel"),
-        ("mlock", options.mlock, "MLX keeps the weights in memory anyway"),
-        ("mmap", not options.mmap, "MLX reads the weights into memory anyway"),
+        ("flash_attention", options.flash_attention != "auto", "MLX has only one attention kernel"),
+        ("mlock", options.mlock, "MLX always keeps the weights in memory"),
+        ("mmap", not options.mmap, "MLX always reads the weights into memory"),
     ):
         if is_set:
-            raise OptionError(f"{name} has no effect on an MLX model: {reason}", f"leave {name} out")
+            raise OptionError(f"{name} has no effect on an MLX model: {reason}", f"omit {name}")
 
 
 def _facts_before_probe(loaded: LoadedModel, path: str, name: str, context_tokens: int) -> ModelFacts:
     trained = loaded.trained_context_tokens or context_tokens
     notice = ""
     if context_tokens > trained:
-        notice = f"{name} was trained for a context of {trained} tokens; longer texts may come out incoherent"
+        notice = f"{name} was trained for a context of {trained} tokens; longer text may be incoherent"
     return ModelFacts(
         name=name,
         path=path,
@@ -156,7 +157,7 @@ def _facts_before_probe(loaded: LoadedModel, path: str, name: str, context_token
 def _checked_kv_bytes(
     kv_bytes_for: Callable[[int], int], weight_bytes: int, options: LoadOptions, context_tokens: int
 ) -> int:
-    """Return the bytes of a full context. Raises MemoryBudgetError if they do not fit beside the weights."""
+    """Return the size of the full caches in bytes. Raises MemoryBudgetError if they do not fit in memory."""
     limit = options.memory_bytes
     free_bytes = psutil.virtual_memory().available if limit is None else limit - weight_bytes
     needed_bytes = kv_bytes_for(context_tokens)

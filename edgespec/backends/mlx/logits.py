@@ -1,4 +1,4 @@
-"""Logits on the device: filters and samples there, so that only tokens have to be copied to the host."""
+"""Logits on the device. They are filtered and sampled there, so that only tokens are copied to the host."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from edgespec.engine.processors import Candidates, LogitsProcessor, MinP, Temper
 
 __all__ = ["DeviceLogits"]
 
-# Candidates that are fetched beyond those needed, so that ties at the last place are noticed. Chosen.
+# Extra candidates to fetch, so that ties at the last rank are detected.
 _SPARE_CANDIDATES = 16
-# Candidates that `above` fetches before it falls back to the whole row. Chosen.
+# Number of candidates that `above` fetches. If there may be more, it fetches the whole row.
 _ABOVE_CANDIDATES = 64
 
 
 class _DeviceChain(NamedTuple):
-    """The settings of a sampling chain that the device code implements. Temperature 0 is greedy."""
+    """The settings of a sampling chain that can run on the device. Temperature 0 means greedy."""
 
     temperature: float = 0.0
     top_k: int = 0
@@ -34,14 +34,14 @@ class _DeviceChain(NamedTuple):
     min_p: float = 0.0
 
 
-# The processors that the device code implements, in the only order in which it applies them.
+# Processors that the device code implements, in the only order that it supports.
 _ON_DEVICE = (Temperature, TopK, TopP, MinP)
 
 
 def _device_chain(processors: Sequence[LogitsProcessor], noise: Noise | None) -> _DeviceChain | None:
-    """Return the settings of a chain that can run on the device, or None if it must run on the host.
+    """Return the chain's settings if it can run on the device, or None if it must run on the host.
 
-    This is an allowlist of exact types: a chain with any other processor runs on the host.
+    Types are compared exactly. A chain with any other processor runs on the host.
     """
     kinds = [type(processor) for processor in processors]
     if kinds != [kind for kind in _ON_DEVICE if kind in kinds] or (Temperature in kinds) != bool(noise):
@@ -61,13 +61,13 @@ def _device_chain(processors: Sequence[LogitsProcessor], noise: Noise | None) ->
 
 
 class DeviceLogits:
-    """Logits of a pass, [rows, vocab], on the device. Each query is answered for all rows in one transfer.
+    """Logits of a pass, [rows, vocab], on the device. Each query fetches the answers for all rows at once.
 
     Attributes:
-        chosen: The best token of the last row; None until it was fetched.
-        vocab_size: Number of logits in a row.
-        waited_seconds: Time that callers have waited for the device.
-        overlapped_seconds: Time spent on launching the pass while the draft was still running.
+        chosen: The best token of the last row; None until it is fetched.
+        vocab_size: Number of logits per row.
+        waited_seconds: Total time that callers have waited for the device.
+        overlapped_seconds: Time spent launching the pass while the draft model was still running.
     """
 
     def __init__(
@@ -80,9 +80,9 @@ class DeviceLogits:
 
         Args:
             rows: Lazy logits, [rows, vocab].
-            depths: Depth of each row's token in its tree. The noise depends on the position.
+            depths: Depth of each row's token in its tree. It determines the position for the noise.
             on_best_started: Called with the best token of the last row (uint32 [1] on the device) as soon as
-                its computation was started, so that the next pass can be launched before anybody waits.
+                its computation has started, so that the next pass can be launched without waiting.
         """
         self.chosen: int | None = None
         self._rows = rows.astype(mx.float32)
@@ -131,7 +131,7 @@ class DeviceLogits:
         begin = now()
         results = [tokens, peaks] if kept is None else [tokens, peaks, kept]
         if on_best_started is not None:
-            # Queue the results before the next pass, or the device would compute them after it.
+            # Start the results first. Otherwise the device would compute them after the next pass.
             start_evaluation(*results)
             on_best_started(tokens[-1], self)
         evaluate(*results)
@@ -147,7 +147,7 @@ class DeviceLogits:
             return self._row(row).top(0, count)
         tokens, values = self._largest(fetch_count)
         tokens, values = tokens[row], values[row]
-        if values[count - 1] == values[-1]:  # A tie that may continue in the rest of the row.
+        if values[count - 1] == values[-1]:  # The rest of the row may contain more ties.
             return self._row(row).top(0, count)
         return _ascending(tokens, values, values >= values[count - 1])
 
@@ -172,7 +172,7 @@ class DeviceLogits:
         return DeviceLogits(self._rows[:, :vocab_size], self._depths, self._on_best_started)
 
     def _largest(self, count: int) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-        """Return (tokens, logits) of the `count` largest logits of every row; see `_largest`."""
+        """Fetch the tokens and values of the `count` largest logits in every row; see `_largest`."""
         if count not in self._fetched:
             tokens, values = _largest(self._rows, count)
             fetched = self._host(values)
@@ -181,7 +181,7 @@ class DeviceLogits:
         return largest
 
     def _row(self, row: int) -> HostLogits:
-        """Copy a whole row to the host."""
+        """Return a copy of a whole row on the host."""
         return HostLogits(self._host(self._rows[row])[None])
 
     def _host(self, array: mx.array) -> NDArray[np.float32]:
@@ -197,9 +197,9 @@ def _ascending(tokens: NDArray[np.int64], values: NDArray[np.float32], keep: NDA
 
 
 def _largest(rows: mx.array, count: int) -> tuple[mx.array, mx.array]:
-    """Return tokens and values, [rows, count], of the largest logits: best first, lowest id first on ties.
+    """Return the tokens and values of the largest logits, [rows, count], in descending order.
 
-    A tie at the last place is broken arbitrarily.
+    Ties are ordered by token id, except at the last rank, where they are broken arbitrarily.
     """
     if count >= rows.shape[-1]:
         tokens = mx.broadcast_to(mx.arange(rows.shape[-1]), rows.shape)
@@ -213,19 +213,19 @@ def _largest(rows: mx.array, count: int) -> tuple[mx.array, mx.array]:
 def _drawn(
     rows: mx.array, peaks: mx.array, keys: mx.array, count: int, chain: _DeviceChain
 ) -> tuple[mx.array, mx.array | None]:
-    """Return the `count` tokens with the largest log p + noise of each row, best first.
+    """Return the `count` tokens with the largest log p + noise in each row, best first.
 
-    The chain is that of the classes in `engine.processors`, in single precision.
+    The filters are the same as in `engine.processors`, but in single precision.
 
     Args:
         rows: Logits, float32 [rows, vocab].
         peaks: Largest logit of each row, [rows].
-        keys: Keys of the noise, uint64 [rows].
-        count: Tokens to return.
+        keys: Noise keys, uint64 [rows].
+        count: Number of tokens to return.
         chain: Settings of the sampling chain.
 
     Returns:
-        The tokens [rows, count], and how many of them the filters kept in each row (None if all).
+        The tokens [rows, count], and the number of them that pass the filters in each row (None if all do).
     """
     if chain.top_k > 0 or chain.top_p < 1:
         size = rows.shape[-1]
@@ -245,7 +245,7 @@ def _drawn(
         keep = likely if keep is None else keep & likely
     if keep is not None:
         scores = mx.where(keep, scores, -mx.inf)
-    if count == 1:  # The filters never remove the best token of all.
+    if count == 1:  # At least one token always passes the filters.
         return mx.take_along_axis(tokens, mx.argmax(scores, axis=-1, keepdims=True), axis=-1), None
     place = mx.argsort(-scores, axis=-1)[:, :count]
     kept = None if keep is None else mx.minimum(keep.sum(axis=-1), count)
@@ -253,7 +253,7 @@ def _drawn(
 
 
 def _words(values: Iterable[int]) -> mx.array:
-    """Return a uint64 array [n]. MLX accepts values above 2^63 from numpy only."""
+    """Return a uint64 array [n]. MLX accepts values of 2^63 and above only from numpy."""
     return mx.array(np.fromiter(values, np.uint64))
 
 
@@ -264,10 +264,10 @@ _GOLDEN, _M1, _M2, _LAST = map(
 
 @partial(mx.compile, shapeless=True)
 def _gumbel(keys: mx.array, tokens: mx.array) -> mx.array:
-    """Return the noise of `engine.noise.gumbel`, rounded to float32.
+    """Return the same noise as `engine.noise.gumbel`, rounded to float32.
 
     Args:
-        keys: Keys of the noise, uint64 [rows].
+        keys: Noise keys, uint64 [rows].
         tokens: Token ids, [rows, n].
     """
     words = tokens.astype(mx.uint64) ^ keys[:, None]
@@ -275,7 +275,7 @@ def _gumbel(keys: mx.array, tokens: mx.array) -> mx.array:
     words = (words ^ (words >> 30)) * _M1
     words = (words ^ (words >> 27)) * _M2
     words = (words ^ (words >> 31)) >> 12
-    # float32 cannot represent numbers close to 1 finely enough, but it can represent their distance to 1.
+    # float32 is too coarse for numbers close to 1, so compute their distance from 1 instead.
     unit = (words.astype(mx.float32) + 0.5) * 2.0**-52
     distance = ((_LAST - words).astype(mx.float32) + 0.5) * 2.0**-52
     return -mx.log(-mx.where(unit < 0.5, mx.log(unit), mx.log1p(-distance)))

@@ -1,6 +1,6 @@
-"""Trains a LoRA adapter beside a draft model's weights, on the target's corrections.
+"""Trains a LoRA adapter for a draft model on the target's corrections.
 
-Sources: online speculative decoding (OSD, arXiv 2310.07177) and LoRA (arXiv 2106.09685).
+Based on online speculative decoding (OSD, arXiv 2310.07177) and LoRA (arXiv 2106.09685).
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from edgespec.errors import BackendError, CapabilityError
 
 __all__ = ["MlxTrainer"]
 
-# Hyperparameters, chosen: common values for LoRA adapters of small models.
+# Hyperparameters. These are common values for LoRA adapters of small models.
 RANK = 8
 _SCALE = 2.0
 _LEARNING_RATE = 3e-4
 _MAX_GRADIENT_NORM = 1.0
-# Weight of the rows that the draft predicted correctly, against 1 for the corrected rows. Chosen.
+# Weight of the rows that the draft predicted correctly, relative to the corrected rows. A heuristic.
 _RETENTION_WEIGHT = 1.0
 
 _Weights: TypeAlias = dict[str, mx.array]
@@ -40,14 +40,14 @@ _Weights: TypeAlias = dict[str, mx.array]
 
 @dataclass(frozen=True, slots=True)
 class _AdaptedLayer:
-    """A linear layer and the LoRA layer that can replace it.
+    """A linear layer and the LoRA layer that replaces it while the adapter is on.
 
     Attributes:
         name: Unique name within the model.
-        parent: The module that holds the layer.
-        attribute: Name of the layer in `parent`.
-        original: The layer as it was loaded.
-        adapted: The LoRA layer over `original`.
+        parent: The module that contains the layer.
+        attribute: Attribute name of the layer in `parent`.
+        original: The layer as loaded.
+        adapted: The LoRA layer that wraps `original`.
     """
 
     name: str
@@ -58,9 +58,9 @@ class _AdaptedLayer:
 
 
 class MlxTrainer:
-    """Trains LoRA layers of rank 8 for the linear layers of a model's blocks. It implements `Trainer`.
+    """Trains rank-8 LoRA layers for the linear layers in a model's blocks. It implements `Trainer`.
 
-    With the adapter off, the loaded modules themselves are in place again, so the model is exactly as loaded.
+    While the adapter is off, the model uses its original modules, so its output is exactly as loaded.
     """
 
     def __init__(
@@ -71,14 +71,14 @@ class MlxTrainer:
         identity: str,
         end_round: Callable[[], None],
     ) -> None:
-        """Create a trainer with an adapter that changes nothing yet.
+        """Create a trainer with an adapter that does not change the model's output yet.
 
         Args:
             net: The mlx `nn.Module` of the model.
-            layout: The layout of its passes.
-            model_name: Name for error messages.
-            identity: Identifies the model and its weights.
-            end_round: Drops the open round of the model. Called before the weights change.
+            layout: The model's pass layout.
+            model_name: Model name for error messages.
+            identity: Fingerprint of the model and its weights.
+            end_round: Discards the model's uncommitted rows. Called before the weights change.
 
         Raises:
             CapabilityError: The model has no linear layers that can be adapted.
@@ -92,13 +92,13 @@ class MlxTrainer:
         self._end_round = end_round
         self._layers = list(_adapted_layers(net))
         if not self._layers:
-            raise CapabilityError(f"{model_name} has no linear layers that could be adapted")
+            raise CapabilityError(f"{model_name} has no linear layers that can be adapted")
         self._optimiser = optimizers.Adam(learning_rate=_LEARNING_RATE)
         evaluate(*self._weights().values(), *self._optimiser_state())
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of the adapter and of Adam's two moments, which the first step allocates."""
+        """Bytes of the adapter and of Adam's two moments. The first step allocates the moments."""
         return 3 * sum(array.nbytes for array in self._weights().values())
 
     def set_adapted(self, enabled: bool) -> None:
@@ -112,7 +112,7 @@ class MlxTrainer:
 
     @contextmanager
     def _running(self, adapted: bool) -> Iterator[None]:
-        """Run the model with or without the adapter inside the block, without its caches."""
+        """Make the model run with or without the adapter inside the block. No caches are used."""
         before = self.adapted
         self._end_round()
         self._layout.set_chain(0)
@@ -126,7 +126,7 @@ class MlxTrainer:
     def train_step(self, example: TrainingExample) -> float:
         tokens, weights = mx.array([example.tokens]), self._weights()
         corrected = np.isin(np.arange(len(example.tokens)), example.rows)
-        # Corrected rows share a weight of 1, and the other rows share the retention weight.
+        # The weights of the corrected rows sum to 1, and those of the other rows to the retention weight.
         row_weights = mx.array(
             np.where(corrected, 1.0 / corrected.sum(), _RETENTION_WEIGHT / max(1, (~corrected).sum())),
             mx.float32,
@@ -135,8 +135,8 @@ class MlxTrainer:
         def loss(weights: _Weights) -> mx.array:
             """Return the forward KL divergence, up to a constant.
 
-            Its reference is the target at corrected rows and the original draft at the others. Without the
-            second term, a few corrections would make the draft forget what it predicted correctly.
+            The reference is the target's distribution in corrected rows, and the original draft's elsewhere.
+            Without these other rows, the draft would forget what it already predicts correctly.
             """
             self._set_weights(weights)
             logits = self._net(tokens)[0].astype(mx.float32)
@@ -158,7 +158,7 @@ class MlxTrainer:
                     gradients, norm = optimizers.clip_grad_norm(gradients, _MAX_GRADIENT_NORM)
                     evaluate(value, norm)
                     if not mx.isfinite(value + norm).item():
-                        raise BackendError(f"training {self._model_name} gives no finite loss")
+                        raise BackendError(f"training {self._model_name} produced a loss that is not finite")
                     updated: Any = self._optimiser.apply_gradients(gradients, weights)
                     evaluate(*updated.values(), *self._optimiser_state())
                 except BaseException:
@@ -213,7 +213,7 @@ class MlxTrainer:
 
 
 def _adapted_layers(net: Any) -> Iterator[_AdaptedLayer]:
-    """Yield every linear layer of the blocks with a LoRA layer that does not change its output yet."""
+    """Yield every linear layer in the blocks, with a LoRA layer that does not change its output yet."""
     random = np.random.default_rng(0)
     for index, block in enumerate(net.layers):
         for parent_name, parent in sorted(block.named_modules()):

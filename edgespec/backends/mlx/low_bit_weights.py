@@ -1,8 +1,8 @@
 """Weights that each pass can read at full precision or at fewer bits.
 
-An 8-bit affine weight is s * code + b with code = 16 * high + low. Stored as two 4-bit weights, it takes the
-same bytes. The high one alone is a 4-bit model (the idea of Any-Precision LLM, arXiv 2402.10517), and both
-together are exactly the 8-bit weight. Other weights get a second copy with fewer bits.
+An 8-bit affine weight is s * code + b, where code = 16 * high + low. We store it as two 4-bit weights of
+the same total size. The high half alone is a 4-bit weight (as in Any-Precision LLM, arXiv 2402.10517), and
+both halves together are exactly the 8-bit weight. For other weights, we store a second copy with fewer bits.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ __all__ = ["LowBitWeights", "SplitEmbedding", "SplitLinear", "install_low_bit_we
 
 # Bits in each half of a split weight.
 _HALF_BITS = 4
-# Mean of the 16 values of the low bits, which replaces them when only the high bits are read.
+# Mean of the 16 possible values of the low half, used in its place when only the high half is read.
 _MEAN_LOW = 7.5
 
 
 class LowBitWeights:
-    """The weights of one model that can be read at fewer bits, and the switch between the two precisions.
+    """The low-bit weights of a model, and the switch between full and reduced precision.
 
     Attributes:
-        weights: The modules that hold such weights.
-        low: Whether passes read the weights at fewer bits now.
+        weights: The modules whose weights can be read at fewer bits.
+        low: Whether passes currently read the weights at fewer bits.
     """
 
     def __init__(self) -> None:
@@ -41,7 +41,7 @@ class LowBitWeights:
 
     @contextmanager
     def lowered(self) -> Iterator[None]:
-        """Read the weights at fewer bits in passes inside the block."""
+        """Make passes inside the block read the weights at fewer bits."""
         self.low = True
         try:
             yield
@@ -49,24 +49,24 @@ class LowBitWeights:
             self.low = False
 
     def zeros(self, like: mx.array) -> mx.array:
-        """Return zero biases for the low half of a weight. Weights of the same shape share one array."""
+        """Return zero biases for the low half of a weight. Weights with the same shape share one array."""
         key = (like.shape, like.dtype)
         if key not in self._zeros:
             self._zeros[key] = mx.zeros_like(like)
         return self._zeros[key]
 
     def clear_zeros(self) -> None:
-        """Drop the arrays of zeros. `zeros` creates them again."""
+        """Free the shared zero arrays. `zeros` creates them again on demand."""
         self._zeros = {}
 
     @property
     def array_bytes(self) -> int:
-        """Bytes that the weights take beyond those of the original model."""
+        """Bytes that the low-bit weights add to the original model, without the shared zero arrays."""
         return sum(weight.extra_bytes for weight in self.weights)
 
     @property
     def nbytes(self) -> int:
-        """`array_bytes` plus the shared arrays of zeros."""
+        """`array_bytes` plus the bytes of the shared zero arrays."""
         shapes = {
             (one.scales.shape, one.scales.dtype): one.scales.nbytes
             for one in self.weights
@@ -76,15 +76,15 @@ class LowBitWeights:
 
 
 class _SplitWeight(Module):
-    """An 8-bit affine weight, stored as its high four bits and its low four bits.
+    """An 8-bit affine weight that stores its high and low four bits separately.
 
     Attributes:
         high: Packed high bits, uint32 [rows, columns / 8].
         low: Packed low bits, uint32 [rows, columns / 8].
         scales: Scales of the 8-bit weight, [rows, groups].
         biases: Biases of the 8-bit weight, [rows, groups].
-        high_scales: Scales of the high bits, [rows, groups].
-        draft_biases: Biases for reading the high bits alone, [rows, groups].
+        high_scales: Scales for the high bits, [rows, groups].
+        draft_biases: Biases used when only the high bits are read, [rows, groups].
     """
 
     def __init__(self, module: Any, low_bits: LowBitWeights) -> None:
@@ -102,7 +102,7 @@ class _SplitWeight(Module):
 
     @property
     def extra_bytes(self) -> int:
-        """Bytes beyond those of the 8-bit weight."""
+        """Bytes added to those of the 8-bit weight."""
         return int(self.high_scales.nbytes + self.draft_biases.nbytes)
 
     def _multiply(self, x: mx.array) -> mx.array:
@@ -124,7 +124,7 @@ class SplitLinear(_SplitWeight):
 
 
 class SplitEmbedding(_SplitWeight):
-    """A split embedding table that is also the output head. Lookups always use all bits."""
+    """A split embedding table that also serves as the output head. Lookups always use all eight bits."""
 
     is_head = False
 
@@ -138,12 +138,12 @@ class SplitEmbedding(_SplitWeight):
 
 
 def _pack(codes: mx.array) -> mx.array:
-    """Pack 4-bit codes, uint8 [..., n], as mlx does: uint32 [..., n / 8]."""
+    """Pack 4-bit codes, uint8 [..., n], into mlx's format, uint32 [..., n / 8]."""
     return (codes[..., 0::2] | (codes[..., 1::2] << _HALF_BITS)).view(mx.uint32)
 
 
 def merge_halves(high: mx.array, low: mx.array) -> mx.array:
-    """Return the packed 8-bit codes, uint32 [..., n / 4], of a split weight.
+    """Return a split weight's packed 8-bit codes, uint32 [..., n / 4].
 
     Args:
         high: Packed high bits, uint32 [..., n / 8].
@@ -156,7 +156,7 @@ def merge_halves(high: mx.array, low: mx.array) -> mx.array:
 
 
 class _CopiedWeight:
-    """A weight at full precision, and a quantised copy with fewer bits (the arrays `_COPY_NAMES`)."""
+    """A full-precision weight with a quantised copy at fewer bits (the arrays in `_COPY_NAMES`)."""
 
     _low_bits: LowBitWeights
     copy_group_size: int
@@ -164,7 +164,7 @@ class _CopiedWeight:
 
     @property
     def extra_bytes(self) -> int:
-        """Bytes of the copy."""
+        """Size of the copy in bytes."""
         return sum(self[name].nbytes for name in _COPY_NAMES)  # type: ignore[index]
 
     def _multiply_copy(self, x: mx.array) -> mx.array:
@@ -194,19 +194,19 @@ class _CopiedTable(_CopiedWeight):
 
 
 class CopiedLinear(_CopiedLinear, Linear):
-    """A linear layer with a low-bit copy."""
+    """A linear layer with a low-bit copy of its weight."""
 
 
 class CopiedQuantizedLinear(_CopiedLinear, QuantizedLinear):
-    """A quantised linear layer with a low-bit copy."""
+    """A quantised linear layer with a low-bit copy of its weight."""
 
 
 class CopiedEmbedding(_CopiedTable, Embedding):
-    """An embedding table, also the output head, with a low-bit copy."""
+    """An embedding table that also serves as the output head, with a low-bit copy."""
 
 
 class CopiedQuantizedEmbedding(_CopiedTable, QuantizedEmbedding):
-    """A quantised embedding table, also the output head, with a low-bit copy."""
+    """A quantised embedding table that also serves as the output head, with a low-bit copy."""
 
 
 _COPIES: dict[type, Any] = {
@@ -219,14 +219,14 @@ _SPLITS: dict[type, Any] = {QuantizedLinear: SplitLinear, QuantizedEmbedding: Sp
 
 
 def install_low_bit_weights(model: Any, trace_pass: Callable[[], object]) -> LowBitWeights:
-    """Replace every linear weight of a model by one that can also be read at fewer bits.
+    """Replace every linear weight in a model with one that can also be read at fewer bits.
 
-    Nothing is computed yet. Expert weights, and weights that DoRA adapters read directly, are not replaced.
+    Nothing is evaluated. Expert weights and weights that DoRA adapters read directly are not replaced.
 
     Args:
         model: An mlx `nn.Module`.
-        trace_pass: Builds the graph of one pass. It shows which embedding tables are also the output head;
-            the other tables are left as they were.
+        trace_pass: Builds the graph of one pass, which reveals the embedding tables that also serve as the
+            output head. The other tables are not replaced.
     """
     low_bits = LowBitWeights()
     modules = model.named_modules()
@@ -244,7 +244,7 @@ def install_low_bit_weights(model: Any, trace_pass: Callable[[], object]) -> Low
     lookups = [name for name, new in replaced if isinstance(new, _TABLES) and not new.is_head]
     model.update_modules(tree_unflatten([(name, before[name]) for name in lookups]))
     low_bits.weights = [new for name, new in replaced if name not in lookups]
-    low_bits.clear_zeros()  # The traced pass created them, and nobody evaluates its graph.
+    low_bits.clear_zeros()  # The traced pass created them, but is never evaluated.
     return low_bits
 
 
@@ -252,7 +252,7 @@ _TABLES = (SplitEmbedding, _CopiedTable)
 
 
 def _low_bit_module(module: Any, low_bits: LowBitWeights) -> Any:
-    """Return the replacement of a module, or None if its weight cannot be read at fewer bits."""
+    """Return a module's replacement, or None if its weight cannot be read at fewer bits."""
     kind, bits, weight = type(module), 32, module["weight"]
     if "scales" in module:
         bits = module.bits
@@ -266,7 +266,7 @@ def _low_bit_module(module: Any, low_bits: LowBitWeights) -> Any:
     if group_size is None or copy_bits is None:
         return None
     copied = _COPIES[kind].__new__(_COPIES[kind])
-    # The same arrays and attributes, in a class that also has the copy.
+    # Transfer the arrays and attributes to an instance of the subclass that also holds the copy.
     dict.update(copied, module)
     vars(copied).update(vars(module))
     copied._low_bits, copied.copy_group_size, copied.copy_bits = low_bits, group_size, copy_bits
@@ -275,5 +275,5 @@ def _low_bit_module(module: Any, low_bits: LowBitWeights) -> Any:
     return copied
 
 
-# (minimum bits of a weight, bits of its copy). Chosen: about half the bytes.
+# (minimum bits of the weight, bits of its copy), highest precision first.
 _COPY_BITS = ((8, 4), (4, 3), (3, 2))

@@ -1,7 +1,7 @@
-"""Memory estimates of MLX models, from their configuration and the headers of their weight files.
+"""Memory estimates for MLX models, from their configuration and the headers of their weight files.
 
-MLX evaluates lazily. The model is built and one token is passed through it without evaluation, and only the
-shapes of the resulting arrays are read.
+MLX evaluates lazily. We build the model, pass one token through it without evaluation, and read only the
+shapes of the resulting arrays.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from edgespec.heap import address_space_is_limited
 
 __all__ = ["MlxMemoryEstimator"]
 
-# Per token: its text, its number by text and its merge, in the tokenizers library and in Python. Measured.
+# Bytes per vocabulary entry (text, id and merge rule) in the tokenizers library and in Python. Measured.
 _TOKEN_BYTES = 500
-# MLX allocates this many times the memory of a recurrent layer that it writes to at one time. Measured.
+# Memory that MLX allocates for a recurrent layer, divided by the memory in use at one time. Measured.
 _ALLOCATED_AHEAD = 2
-# Bytes of MLX's graph per row of a recurrent layer that mlx-lm evaluates row by row. Measured.
+# Bytes in MLX's graph per row of a recurrent layer that mlx-lm evaluates row by row. Measured.
 _GRAPH_ROW_BYTES = 8_000
-# Copies of the state that exist at one time in a layer that mlx-lm evaluates row by row. Measured.
+# Simultaneous copies of the state of a recurrent layer that mlx-lm evaluates row by row. Measured.
 _LOOPED_COPIES = 3
 _KV_NAMES = {8: "q8_0", 4: "q4_0"}
 _FileStamps = tuple[tuple[str, int, int], ...]
@@ -39,13 +39,13 @@ _CacheSizes = Callable[[int], "_CacheBytes"]
 
 
 class _CacheBytes(NamedTuple):
-    """Bytes of the caches of a full context.
+    """Sizes of the caches in bytes when the context is full.
 
     Attributes:
-        total: all layers.
-        largest_layer: keys and values of the largest layer.
-        largest_side: the keys alone, or the values alone, whichever is larger in any layer.
-        states: recurrent states of one sequence.
+        total: All layers.
+        largest_layer: Keys and values of the largest layer.
+        largest_side: Either the keys or the values of one layer, whichever is largest.
+        states: Recurrent states of one sequence.
     """
 
     total: int
@@ -55,13 +55,13 @@ class _CacheBytes(NamedTuple):
 
 
 class _RecurrentLayer(NamedTuple):
-    """The shapes of a recurrent layer. A layer without a state only convolves.
+    """The dimensions of a recurrent layer. A layer without a state has only a convolution.
 
     Attributes:
-        channels: channels of the convolution.
-        kernel_tokens: width of the convolution.
-        heads, head_size, state_size: shape of the state.
-        copies: copies of the state per row; 0 if all rows are computed at once, as in Mamba 2.
+        channels: Channels of the convolution.
+        kernel_tokens: Width of the convolution in tokens.
+        heads, head_size, state_size: Shape of the state.
+        copies: Copies of the state per row; 0 if all rows are computed at once, as in Mamba 2.
     """
 
     channels: int
@@ -72,7 +72,7 @@ class _RecurrentLayer(NamedTuple):
     copies: int = 0
 
     def scan_elements(self, rows: int) -> int:
-        """Return the array elements that exist at one time while `rows` rows are computed. Measured."""
+        """Return the peak number of array elements while computing `rows` rows. Measured."""
         inner = self.heads * self.head_size
         if self.copies:
             states = self.copies * rows * inner * self.state_size
@@ -83,17 +83,17 @@ class _RecurrentLayer(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _ModelShape:
-    """Everything that an estimate needs, read once per model.
+    """The model properties that an estimate is based on, read once per model.
 
     Attributes:
-        sizes: parameter counts and the rule for widening to float32.
-        weight_bytes: bytes of the weights as stored, and widened to float32.
-        zero_bytes: bytes of weights that are all zero and not in the files.
-        vocab_size: tokens in the vocabulary.
-        hidden_size, intermediate_size: elements of one row between layers, and within the feed-forward.
-        heads: attention heads, whose scores a CPU writes to memory.
-        recurrent_layers: the layers with a recurrent state.
-        caches: cache sizes by (bits, widened); combinations that the model cannot run are missing.
+        sizes: Sizes used to decide whether to widen weights to float32.
+        weight_bytes: Bytes of the weights as stored, and after widening to float32.
+        zero_bytes: Bytes of all-zero weights that are not in the files.
+        vocab_size: Number of tokens in the vocabulary.
+        hidden_size, intermediate_size: Elements per row between layers, and in the feed-forward network.
+        heads: Number of attention heads.
+        recurrent_layers: The layers with a recurrent state.
+        caches: Cache sizes keyed by (bits, widened). Combinations that the model lacks are missing.
     """
 
     sizes: WeightSizes
@@ -108,7 +108,13 @@ class _ModelShape:
 
 
 class MlxMemoryEstimator:
-    """The memory estimate of the MLX model in a folder. Raises what loading it would."""
+    """Estimates the memory of the MLX model in a folder.
+
+    Raises:
+        ModelFileError: The folder does not contain a model, or the model is damaged or unsupported.
+        MemoryBudgetError: The weights do not fit in memory.
+        BackendMissingError: mlx or mlx-lm is not installed.
+    """
 
     layers = 0
     longrope_switch_tokens = 0
@@ -120,7 +126,7 @@ class MlxMemoryEstimator:
         self.trained_context_tokens: int = self._shape.sizes.trained_context_tokens
 
     def estimate(self, options: LoadOptions) -> MemoryEstimate:
-        """See `MemoryEstimator`. On a CPU, 16-bit weights become float32 if that fits."""
+        """See `MemoryEstimator`. On a CPU, 16-bit weights are widened to float32 if they fit in memory."""
         check_options(options)
         shape = self._shape
         tokens = requested_context(options, self.trained_context_tokens)
@@ -128,7 +134,7 @@ class MlxMemoryEstimator:
         bits = KV_BITS[options.kv_type]
         if (bits, widened) not in shape.caches:
             raise OptionError(
-                f"{self.name} does not run with kv_type {options.kv_type!r}", "use --kv-type auto"
+                f"{self.name} does not support kv_type {options.kv_type!r}", "use --kv-type auto"
             )
         cache = shape.caches[bits, widened](tokens)
         parts = (
@@ -141,17 +147,17 @@ class MlxMemoryEstimator:
         return MemoryEstimate(tokens, kv_type, parts)
 
     def _rows(self, options: LoadOptions) -> int:
-        """Return the rows of the widest prefill pass."""
+        """Return the number of rows in the widest prefill pass."""
         from edgespec.backends.mlx.model import CPU_BATCH_TOKENS
 
         return min(options.batch_tokens, CPU_BATCH_TOKENS) if _runs_on_cpu() else options.batch_tokens
 
     def _compute_bytes(self, tokens: int, cache: _CacheBytes, options: LoadOptions, widened: bool) -> int:
-        """Return the memory of the widest pass, and of the second copy of a cache while it grows. Measured.
+        """Return the memory of the widest pass, including the temporary copy of a growing cache. Measured.
 
-        A CPU writes first to the new keys, then to the new values, then to the scores, and frees each
-        predecessor, so only the largest of them counts. Where allocated memory counts although nothing is
-        written to it yet (on a GPU, and under `ulimit -v`), a whole layer exists twice beside the scores.
+        A CPU writes the new keys, the new values and the scores in turn and frees each before the next, so
+        only the largest of them counts. On a GPU and under `ulimit -v`, memory counts as soon as it is
+        allocated, so we add a second copy of the largest layer to the scores.
         """
         on_cpu = _runs_on_cpu()
         counts_touched = on_cpu and not address_space_is_limited()
@@ -162,7 +168,7 @@ class MlxMemoryEstimator:
             pass_bytes = max(pass_bytes, cache.largest_side)
         else:
             pass_bytes += cache.largest_layer
-        # Under `ulimit -v`, the addresses of buffers that a CPU freed are reused at once.
+        # Under `ulimit -v`, addresses that were freed on a CPU are reused immediately.
         freed_bytes = 0 if on_cpu and not counts_touched else freed_buffers_bytes()
         return pass_bytes + cache.states + graph_bytes + freed_bytes
 
@@ -170,18 +176,18 @@ class MlxMemoryEstimator:
         """Return the memory of one pass: logits, feed-forward, attention scores and recurrent states.
 
         Args:
-            tokens: context length that the attention scores cover.
-            options: the load options.
-            widened: whether the weights are float32.
-            counts_touched: count what is written to at one time, instead of everything that is allocated.
+            tokens: Context length that the attention scores cover.
+            options: The load options.
+            widened: Whether the weights are widened to float32.
+            counts_touched: Whether to count only memory in use at one time, not all allocated memory.
         """
         shape, on_cpu = self._shape, _runs_on_cpu()
         rows = self._rows(options)
-        # A CPU writes all scores to memory. The fused attention kernels of a GPU do not.
+        # A CPU writes all attention scores to memory. Fused attention kernels on a GPU do not.
         scores = shape.heads * tokens if on_cpu else 0
         hidden, middle, logits = 6 * shape.hidden_size, 2 * shape.intermediate_size, 2 * shape.vocab_size
         scan = max((layer.scan_elements(max(rows, MAX_WIDTH)) for layer in shape.recurrent_layers), default=0)
-        # A prefill pass computes no logits. The widest verify pass has MAX_WIDTH rows of them.
+        # A prefill pass computes no logits. The widest verify pass computes them for MAX_WIDTH rows.
         if counts_touched:
             row = hidden + max(middle, scores)
             elements = max(rows * row, MAX_WIDTH * max(row, hidden + logits), scan)
@@ -200,7 +206,7 @@ def _runs_on_cpu() -> bool:
 
 
 def _file_stamps(folder: Path) -> _FileStamps:
-    """Return name, size and time of the model's files, which change when a file is replaced."""
+    """Return the name, size and modification time of each model file, to detect replaced files."""
     files = [*folder.glob("*.json"), *folder.glob("*.safetensors")]
     stats = [(file.name, file.stat()) for file in sorted(files) if file.is_file()]
     return tuple((name, stat.st_size, stat.st_mtime_ns) for name, stat in stats)
@@ -210,7 +216,7 @@ def _file_stamps(folder: Path) -> _FileStamps:
 def _read_shape(
     path: str, name: str, adapter: str | None, low_bits: bool, _stamps: tuple[_FileStamps, ...]
 ) -> _ModelShape:
-    """Build the model without evaluating it, and read its shape. Cached until one of its files changes."""
+    """Return the shape of a model without evaluating it. The result is cached until a model file changes."""
     try:
         skeleton = read_skeleton(path, name, LoadOptions(adapter=adapter, low_bits=low_bits))
         return _shape_of(skeleton)
@@ -250,7 +256,7 @@ def _shape_of(skeleton: ModelSkeleton) -> _ModelShape:
 
 
 def _recurrent_layers(model: Any) -> tuple[_RecurrentLayer, ...]:
-    """Return the recurrent layers of a model, told from the shapes of their states."""
+    """Return a model's recurrent layers, inferred from the shapes of their states."""
     layers = []
     for states in _memory_of_one_token(model, None).states:
         # The convolution's state is [1, tokens, channels], with fewer tokens than channels.
@@ -268,7 +274,7 @@ def _recurrent_layers(model: Any) -> tuple[_RecurrentLayer, ...]:
 
 
 def _cache_sizes(model: Any, bits: int | None) -> _CacheSizes:
-    """Return a function from the tokens of a full context to the bytes of its caches."""
+    """Return a function that maps a context length in tokens to the sizes of its full caches."""
     from edgespec.backends.mlx.attention_cache import cache_rows
 
     memory = _memory_of_one_token(model, bits)
@@ -286,7 +292,7 @@ def _cache_sizes(model: Any, bits: int | None) -> _CacheSizes:
 
 
 def _memory_of_one_token(model: Any, bits: int | None) -> Any:
-    """Return the `LayerCaches` of a model after one token that is not evaluated."""
+    """Return a model's `LayerCaches` after a pass over one token, without evaluating it."""
     from edgespec.backends.mlx.layer_caches import LayerCaches
     from edgespec.backends.mlx.pass_layout import PassLayout
 

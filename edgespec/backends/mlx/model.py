@@ -1,4 +1,4 @@
-"""MLX models that implement the LanguageModel Protocol, and views of them that draft for themselves."""
+"""The MLX implementation of the `LanguageModel` protocol, and of self-drafting with the same weights."""
 
 from __future__ import annotations
 
@@ -39,19 +39,19 @@ from edgespec.errors import BackendError, CancelledError, CapabilityError, Conte
 
 __all__ = ["CPU_BATCH_TOKENS", "MlxModel", "measure_exits"]
 
-# Maximum tokens of a prefill batch on the CPU. Chosen: a pass cannot be interrupted, so it has to be short.
+# Maximum tokens in a prefill batch on the CPU. Small, because a running pass cannot be interrupted.
 CPU_BATCH_TOKENS = 64
 
 
 class MlxModel(BaseModel):
-    """One MLX model with one set of caches. It checks each call and leaves the work to a `PassRunner`.
+    """A loaded MLX model with its caches. It validates each call and delegates the work to a `PassRunner`.
 
     Attributes:
-        rounding: Machine epsilon of the data type that the model computes in.
+        rounding: Machine epsilon of the model's compute data type.
         caches: The caches of all layers.
-        partial_models: Creates the partial models that the model drafts with.
-        kv_bytes_for: Maps the tokens of a context to the bytes of its full caches. Raises MemoryBudgetError
-            if they do not fit the memory.
+        partial_models: Creates the partial models used for self-drafting.
+        kv_bytes_for: Returns the size of the full caches in bytes for a context length in tokens. Raises
+            MemoryBudgetError if they do not fit in memory.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class MlxModel(BaseModel):
         self._runner = PassRunner(self._net, facts.context_tokens, facts.capabilities.max_width, kv_bits)
         self.caches = self._runner.caches
         self._fingerprint = f"{facts.architecture} {facts.quantisation} {kv_bits} {_weights_crc(self._net)}"
-        self.kv_bytes_for: Callable[[int], int] = lambda _: 0  # `loading` sets this after the probe.
+        self.kv_bytes_for: Callable[[int], int] = lambda _: 0  # Set by `loading` after the probe.
         self.partial_models = PartialModelFactory(self._net, self._runner.layout, loaded.low_bits)
         self._scorer = PartialModelScorer(self._runner.forward_partial, self.caches, self._runner.layout)
         on_cpu = mx.default_device() == mx.cpu
@@ -94,12 +94,12 @@ class MlxModel(BaseModel):
         return self._runner.verify(tree, first)
 
     def draft(self, partial_model: PartialModel, tree: TokenTree, first: int) -> DeviceLogits:
-        """Run `verify` with a partial model. The next call of the target ends the round."""
+        """Run `verify` with a partial model. The target's next call discards the drafted rows."""
         self._check_pass(tree)
         return self._runner.draft(partial_model, tree, first)
 
     def _check_pass(self, tree: TokenTree) -> None:
-        """Raise the errors of `verify` that do not depend on MLX, and end the round with them."""
+        """Validate a `verify` call. If it is invalid, discard the uncommitted rows and raise the error."""
         try:
             self._check(tree.width)
             if tree.width > 1:
@@ -136,20 +136,20 @@ class MlxModel(BaseModel):
 
     def remove_range(self, start: int, end: int) -> None:
         raise CapabilityError(
-            f"tokens {start} to {end} cannot be removed from the cache of {self.facts.name}, because MLX"
-            " models cannot move cached keys to other positions"
+            f"tokens {start} to {end} cannot be removed from the cache of {self.facts.name}, because the MLX"
+            " backend cannot move cached keys to other positions"
         )
 
     def hidden_state_hooks(self) -> HiddenStateHooks:
         """Return hooks that record hidden states.
 
         Raises:
-            CapabilityError: The model does not hold its layers in one list.
+            CapabilityError: The model does not store its layers in a single list.
         """
         return HiddenStateHooks(self._net)
 
     def checkpoint(self) -> CacheCheckpoint:
-        """End the round and return a checkpoint for `rewind`. No array is copied."""
+        """Discard the uncommitted rows and return a checkpoint for `rewind`. No arrays are copied."""
         self._check(0)
         self._runner.end_round()
         return self.caches.checkpoint()
@@ -187,7 +187,7 @@ class MlxModel(BaseModel):
         self._runner.committed = self.caches.checkpoint()
 
     def resize(self, context_tokens: int) -> None:
-        """Change the limit of the context. The caches grow with the tokens, so nothing is allocated here."""
+        """Set the maximum context length. The caches grow on demand, so nothing is allocated here."""
         self._check_size(context_tokens)
         self._runner.end_round()
         kv_bytes = self.kv_bytes_for(context_tokens)
@@ -195,7 +195,7 @@ class MlxModel(BaseModel):
         self._now_sized(context_tokens, kv_bytes)
 
     def trainer(self) -> Trainer:
-        """Return a trainer that adapts this model; see `Trainable`."""
+        """Return a trainer for an adapter of this model; see `Trainable`."""
         from edgespec.backends.mlx.lora_trainer import MlxTrainer
 
         self._check(0)
@@ -220,7 +220,7 @@ class MlxModel(BaseModel):
         start = self.length - len(tokens)
         if not tokens or start < 0 or not all(cache.can_rewind(start) for cache in self.caches.attention):
             raise CapabilityError(
-                f"{self.facts.name} cannot look back {len(tokens)} tokens; its cache holds fewer"
+                f"{self.facts.name} cannot score the last {len(tokens)} tokens, because its cache holds fewer"
             )
         try:
             return self._scorer.agreement(self._runner.committed, tokens, partial_model.active(0))
@@ -228,9 +228,9 @@ class MlxModel(BaseModel):
             self._runner.end_round()
 
     def best_by_exit(self, tokens: Sequence[int]) -> list[BestTokens]:
-        """Return the best next token after each of `tokens` at each exit layer.
+        """Return the most likely next token after each of `tokens`, for each exit layer.
 
-        The tokens follow the cached ones, and the cache is left as it is.
+        `tokens` continue the cached ones. The cache is not modified.
         """
         self._check_scoring(len(tokens))
         try:
@@ -261,7 +261,7 @@ class MlxModel(BaseModel):
         release_thread_state()
 
     def end_round(self) -> None:
-        """Drop the open round and prelaunched passes."""
+        """Discard the uncommitted rows and prelaunched passes."""
         self._check(0)
         self._runner.end_round()
 
@@ -271,10 +271,10 @@ class MlxModel(BaseModel):
 
 
 class MlxSelfDraftView(SelfDraftView[MlxModel]):
-    """An MLX model as its own draft model: it runs a partial model on the target's caches.
+    """An MLX model as its own draft model. It runs a partial model on the target's caches.
 
     Attributes:
-        facts: The target's facts, where `weight_bytes` is the weights held for this draft alone.
+        facts: The target's facts, except that `weight_bytes` counts only the weights added for drafting.
     """
 
     def __init__(
@@ -310,22 +310,22 @@ class MlxSelfDraftView(SelfDraftView[MlxModel]):
 def measure_exits(
     model: LanguageModel, tokens: Sequence[int], first: int = 0
 ) -> tuple[dict[int, float], list[int], int]:
-    """Measure how often each early exit of a model agrees with the whole model.
+    """Measure how often each early exit predicts the same token as the whole model.
 
-    All exits are measured in one pass. The cache is left as it is.
+    The cache is not modified.
 
     Args:
-        model: The model.
-        tokens: 64 to 256 tokens of ordinary text, which must fit the context.
-        first: Index of the first token that counts.
+        model: The model to measure.
+        tokens: 64 to 256 tokens of ordinary text. They must fit in the context.
+        first: Index of the first token to include in the agreement.
 
     Returns:
-        The top-1 agreement (0 to 1) by exit layer, the bytes of each layer, and the bytes that a pass reads
-        after the last layer.
+        The top-1 agreement (0 to 1) keyed by exit layer, the size of each layer in bytes, and the number of
+        bytes that a pass reads after the last layer.
 
     Raises:
         CapabilityError: The model has no early exits.
-        ContextFullError: The tokens do not fit the context.
+        ContextFullError: The tokens do not fit in the context.
     """
     if not isinstance(model, MlxModel):
         raise CapabilityError(f"{model.facts.name} has no early exits", "choose another method")
@@ -339,7 +339,7 @@ def measure_exits(
 
 
 def _weights_crc(net: Any) -> int:
-    """Return a checksum over a few elements of each weight, to tell models apart."""
+    """Return a checksum of a few elements of each weight, to distinguish models."""
     weights: Any = tree_flatten(net.parameters())
     few = [weight.reshape(-1)[:8].astype(mx.float32) for _, weight in weights]
     return zlib.crc32(np.array(mx.concatenate(few)).tobytes())

@@ -1,4 +1,4 @@
-"""Validation of the folder of a model or an adapter before loading, from headers and configuration."""
+"""Validates model and adapter folders before loading, from their configuration and weight headers."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from edgespec.errors import ModelFileError
 
 __all__ = ["StoredWeights", "check_adapter", "check_tokenizer", "check_weights", "read_config", "read_json"]
 
-# Maximum size of a safetensors header, as in the safetensors library.
+# Maximum size of a safetensors header. Same as in the safetensors library.
 _MAX_HEADER_BYTES = 100 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
 class StoredWeights:
-    """Sizes of weight files.
+    """Sizes of a model's weight files and of the tensors in them.
 
     Attributes:
-        file_bytes: Size of the files.
-        by_dtype: Bytes of tensors by the name of their data type in safetensors, such as `BF16`.
+        file_bytes: Total size of the files.
+        by_dtype: Bytes of the tensors, keyed by safetensors data type, such as `BF16`.
     """
 
     file_bytes: int
@@ -31,7 +31,7 @@ class StoredWeights:
 
     @property
     def tensor_bytes(self) -> int:
-        """Bytes of all tensors."""
+        """Total bytes of all tensors."""
         return self.by_dtype.total()
 
     def __add__(self, other: StoredWeights) -> StoredWeights:
@@ -39,30 +39,30 @@ class StoredWeights:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """Return the contents of config.json.
+    """Return the contents of config.json in a model folder.
 
     Raises:
-        ModelFileError: The folder has no config.json of a language model that mlx-lm supports itself.
+        ModelFileError: The folder has no valid config.json, or the model requires its own Python code.
     """
     if folder.is_file():
         with folder.open("rb") as stream:
             gguf = stream.read(4) == b"GGUF"
         if gguf:
             raise ModelFileError(
-                f"{folder} is a GGUF file, and the MLX backend loads folders only",
-                "use llama.cpp for GGUF models, or give the folder of an MLX model",
+                f"{folder} is a GGUF file, but the MLX backend loads only folders",
+                "use llama.cpp for GGUF models, or specify the folder of an MLX model",
             )
-        raise ModelFileError(f"{folder} is a file, not a folder", "give the folder that holds config.json")
+        raise ModelFileError(f"{folder} is a file, not a folder", "use the folder that contains config.json")
     config = read_json(folder, "config.json")
     if not isinstance(config.get("model_type"), str):
         raise ModelFileError(
-            f"{folder / 'config.json'} does not state a model_type",
-            "choose a folder that holds a language model",
+            f"{folder / 'config.json'} has no model_type",
+            "choose a folder that contains a language model",
         )
     if config.get("model_file") is not None:
         raise ModelFileError(
-            f"{folder} needs to run its own Python file, {str(config['model_file'])!r}; edgespec runs none",
-            "choose a model that mlx-lm supports itself",
+            f"{folder} requires its own Python file {str(config['model_file'])!r}, which edgespec never runs",
+            "choose a model that mlx-lm supports without custom code",
         )
     return config
 
@@ -71,12 +71,12 @@ def read_json(folder: Path, file: str, hint: str = "download the model again") -
     """Return the JSON object in a file.
 
     Args:
-        folder: The folder of the model.
+        folder: The model folder.
         file: Name of the file.
-        hint: What to do if the file is missing, for the error message.
+        hint: Hint in the error message if the file is missing.
 
     Raises:
-        ModelFileError: The file is missing or holds no JSON object.
+        ModelFileError: The file is missing or does not contain a JSON object.
     """
     try:
         value = json.loads((folder / file).read_text(encoding="utf-8"))
@@ -85,20 +85,20 @@ def read_json(folder: Path, file: str, hint: str = "download the model again") -
             raise ModelFileError(f"{folder} does not exist", "check the path") from error
         raise ModelFileError(f"{folder} has no {file}", hint) from error
     except (ValueError, RecursionError) as error:
-        raise ModelFileError(f"{folder / file} is not JSON: {error}", "download it again") from error
+        raise ModelFileError(f"{folder / file} is not valid JSON: {error}", "download it again") from error
     if not isinstance(value, dict):
-        raise ModelFileError(f"{folder / file} holds no JSON object", "download it again")
+        raise ModelFileError(f"{folder / file} does not contain a JSON object", "download it again")
     return value
 
 
 def check_tokenizer(folder: Path) -> None:
     """Raise ModelFileError if the folder has no tokenizer."""
     if not any(any(folder.glob(pattern)) for pattern in TOKENIZERS):
-        raise ModelFileError(f"{folder} has no tokenizer.json", "download the tokenizer's files as well")
+        raise ModelFileError(f"{folder} has no tokenizer.json", "download the tokenizer files as well")
 
 
 def check_weights(folder: Path) -> StoredWeights:
-    """Return the sizes of a model's weights. Raises ModelFileError if weights are missing or damaged."""
+    """Return the sizes of a model's weights. Raises ModelFileError if any are missing or damaged."""
     return _stored(_weight_files(folder))
 
 
@@ -106,13 +106,13 @@ def check_adapter(folder: Path) -> StoredWeights:
     """Return the sizes of an adapter's weights.
 
     Raises:
-        ModelFileError: The folder holds no adapter of mlx-lm, or it is incomplete or damaged.
+        ModelFileError: The folder does not contain an mlx-lm adapter, or it is damaged or incomplete.
     """
     if (folder / "adapter_model.safetensors").exists() and not (folder / "adapters.safetensors").exists():
         raise ModelFileError(
-            f"{folder} holds an adapter of PEFT, not of mlx-lm", "train or convert it with mlx-lm"
+            f"{folder} contains a PEFT adapter, not an mlx-lm adapter", "train or convert it with mlx-lm"
         )
-    hint = "give the folder that `mlx_lm.lora --adapter-path` wrote"
+    hint = "use the folder that `mlx_lm.lora --adapter-path` wrote"
     read_json(folder, "adapter_config.json", hint)
     weights = folder / "adapters.safetensors"
     if not weights.exists():
@@ -123,12 +123,12 @@ def check_adapter(folder: Path) -> StoredWeights:
 def _stored(files: list[Path]) -> StoredWeights:
     by_dtype = sum((_tensor_bytes(file) for file in files), Counter[str]())
     if not by_dtype:
-        raise ModelFileError(f"{files[0]} holds no tensors", "download the model again")
+        raise ModelFileError(f"{files[0]} contains no tensors", "download the model again")
     return StoredWeights(sum(file.stat().st_size for file in files), by_dtype)
 
 
 def _weight_files(folder: Path) -> list[Path]:
-    """Return the files that mlx-lm reads. Raises ModelFileError if one that the index names is missing."""
+    """Return the weight files that mlx-lm reads. Raises ModelFileError if any are missing."""
     files = sorted(folder.glob(WEIGHTS))
     index = folder / WEIGHTS_INDEX
     if index.exists():
@@ -137,7 +137,7 @@ def _weight_files(folder: Path) -> list[Path]:
         missing = [shard for shard in named if not (folder / shard).exists()]
         if missing:
             raise ModelFileError(
-                f"{len(missing)} of {len(named)} weight files of {folder} are missing, such as {missing[0]}",
+                f"{len(missing)} of {len(named)} weight files in {folder} are missing, such as {missing[0]}",
                 "download them again",
             )
     if files:
@@ -150,16 +150,17 @@ def _weight_files(folder: Path) -> list[Path]:
     others = sorted(file.name for kind in ("*.bin", "*.pt", "*.pth", "*.npz") for file in folder.glob(kind))
     if others:
         raise ModelFileError(
-            f"the weights of {folder} are in {others[0]}, and MLX reads safetensors only",
-            "convert the model with `mlx_lm.convert`, or choose one with safetensors",
+            f"the weights in {folder} are stored in {others[0]}, but MLX reads only safetensors",
+            "convert the model with `mlx_lm.convert`, or choose a model with safetensors files",
         )
     raise ModelFileError(f"{folder} has no weights (model*.safetensors)", "download the model again")
 
 
 def _tensor_bytes(file: Path) -> Counter[str]:
-    """Return the bytes of tensors by data type, from the header of a safetensors file.
+    """Return the tensor bytes per data type, read from the header of a safetensors file.
 
-    The header is its own length in 8 bytes, then JSON with the byte range of every tensor.
+    The file begins with the length of the header (8 bytes), followed by the header itself, which is JSON with
+    the byte range of every tensor.
     """
     size = file.stat().st_size
     with file.open("rb") as stream:

@@ -1,4 +1,4 @@
-"""Skeletons of MLX models: the configuration and lazy weights, before any weight data is read."""
+"""Model skeletons: a model's configuration and lazy weights, created without reading any weight data."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ _OUT_OF_MEMORY = re.compile(
     r"unable to allocate|out of memory|maximum allowed buffer|bad_alloc", re.IGNORECASE
 )
 _DENSE_NAMES = {"F16": "float16", "BF16": "bfloat16", "F32": "float32"}
-# Maximum characters of an exception's text in an error message. Chosen.
+# Maximum length of an exception's text in an error message.
 _MAX_DETAIL_CHARACTERS = 300
 
 
 @dataclass(frozen=True, slots=True)
 class WeightSizes:
-    """The sizes that decide whether 16-bit weights are widened to float32.
+    """Sizes used to decide whether to widen 16-bit weights to float32.
 
     Attributes:
         tensor_bytes: Bytes of all weights as stored.
-        half_bytes: Bytes of the 16-bit weights among them.
-        kv_elements_per_token: Numbers that the caches hold for each token.
-        trained_context_tokens: Context that the model was trained for; 0 if unknown.
+        half_bytes: Bytes of the 16-bit weights alone.
+        kv_elements_per_token: Number of elements that the KV caches store per token.
+        trained_context_tokens: Context length that the model was trained for; 0 if unknown.
     """
 
     tensor_bytes: int
@@ -51,8 +51,8 @@ class WeightSizes:
     def widens(self, options: LoadOptions) -> bool:
         """Return whether to widen 16-bit weights to float32.
 
-        mlx's CPU kernels multiply quantised weights 9 to 40 times faster in float32 (measured). Weights are
-        widened on the CPU if they fit the memory together with the context.
+        On a CPU, mlx multiplies quantised weights 9 to 40 times faster in float32 (measured). We therefore
+        widen weights on a CPU if they fit in memory together with the context.
         """
         mx = mlx_core()
         if mx.default_device() != mx.cpu:
@@ -67,17 +67,17 @@ class WeightSizes:
 
 @dataclass(frozen=True, slots=True)
 class ModelSkeleton:
-    """A model whose weights are lazy: only its configuration and the headers of its weight files were read.
+    """A model with lazy weights. Only its configuration and the headers of its weight files have been read.
 
     Attributes:
         model: An mlx `nn.Module`.
         config: The contents of config.json.
         weights: Sizes of the weight files.
         parameters: Number of weights.
-        quantisation: Description of the data type of most weights.
-        vocab_size: Number of logits of the model.
-        kv_elements_per_token: Numbers that the caches hold for each token.
-        low_bits: The weights that can be read at fewer bits; None if this was not requested.
+        quantisation: Quantisation or data type of most weights.
+        vocab_size: Number of logits per token.
+        kv_elements_per_token: Number of elements that the KV caches store per token.
+        low_bits: The weights that can be read at fewer bits; None if not requested.
     """
 
     model: Any = field(repr=False)
@@ -91,17 +91,17 @@ class ModelSkeleton:
 
     @property
     def trained_context_tokens(self) -> int:
-        """Context that the model was trained for; 0 if the configuration does not state it."""
+        """Context length that the model was trained for; 0 if the configuration does not specify it."""
         return _trained_context(self.config)
 
     @property
     def tensor_bytes(self) -> int:
-        """Bytes of the weights as stored, and of the additional low-bit weights."""
+        """Bytes of the weights as stored, plus the bytes added by low-bit weights."""
         return self.weights.tensor_bytes + (self.low_bits.nbytes if self.low_bits else 0)
 
     @property
     def zero_bytes(self) -> int:
-        """Bytes of the shared arrays of zeros that low-bit weights create at the first pass."""
+        """Bytes of the shared zero arrays that low-bit weights allocate in the first pass."""
         return self.low_bits.nbytes - self.low_bits.array_bytes if self.low_bits else 0
 
     @property
@@ -110,7 +110,7 @@ class ModelSkeleton:
         return WeightSizes(self.tensor_bytes, halves, self.kv_elements_per_token, self.trained_context_tokens)
 
     def held_bytes(self, widened: bool) -> int:
-        """Return the bytes of the loaded weights, with or without widening to float32."""
+        """Return the size of the loaded weights in bytes, optionally after widening to float32."""
         mx = mlx_core()
         halves = (mx.float16, mx.bfloat16)
         arrays = [weight for _, weight in named_arrays(self.model.parameters())]
@@ -121,13 +121,13 @@ def read_skeleton(path: str, name: str, options: LoadOptions) -> ModelSkeleton:
     """Create the skeleton of the model in a folder.
 
     Args:
-        path: The folder.
-        name: Name of the model for messages.
-        options: Load options, of which the adapter, the low bits and the memory limit matter here.
+        path: Path of the model folder.
+        name: Model name for error messages.
+        options: Load options. Only the adapter, `low_bits` and the memory limit are used.
 
     Raises:
-        ModelFileError: The folder holds no model, or it is damaged or of an unknown architecture.
-        MemoryBudgetError: The weights do not fit the memory limit.
+        ModelFileError: The folder does not contain a model, or the model is damaged or unsupported.
+        MemoryBudgetError: The weights exceed the memory limit.
         BackendMissingError: mlx or mlx-lm is not installed.
     """
     folder, adapter = Path(path), None if options.adapter is None else Path(options.adapter)
@@ -138,12 +138,12 @@ def read_skeleton(path: str, name: str, options: LoadOptions) -> ModelSkeleton:
         with translate_load_errors(str(adapter)):
             weights += check_adapter(adapter)
     check_weights_fit(name, weights.tensor_bytes, options)
-    # Some architectures print messages, and stdout is reserved for results.
+    # Some architectures print messages to stdout, which is reserved for results.
     with translate_load_errors(path), contextlib.redirect_stdout(sys.stderr):
         _check_architecture(folder, config)
         model, config = mlx_lm_utils().load_model(folder, lazy=True)
-    # New layers draw random weights, which are never used. The random state would hold the whole graph of
-    # these draws unless it is evaluated.
+    # mlx-lm initialises layers with random weights that are never used. Until the random state is evaluated,
+    # it keeps the whole lazy graph of these weights in memory.
     mlx_core().eval(mlx_core().random.state)
     if adapter:
         with translate_load_errors(str(adapter)):
@@ -169,13 +169,13 @@ def _check_architecture(folder: Path, config: dict[str, Any]) -> None:
     if known:
         try:
             mlx_lm_utils()._get_classes(config)
-        except (ValueError, AttributeError, SystemExit):  # olmo exits if its library is missing.
+        except (ValueError, AttributeError, SystemExit):  # olmo calls exit() if its library is missing.
             known = False
     if not known:
         from mlx_lm import __version__ as version
 
         raise ModelFileError(
-            f"{folder} is of architecture {config['model_type']!r}, which mlx-lm {version} does not support",
+            f"{folder} uses architecture {config['model_type']!r}, which mlx-lm {version} does not support",
             "update mlx-lm or choose another model",
         )
 
@@ -190,7 +190,7 @@ def named_arrays(tree: Any) -> list[tuple[str, Any]]:
 
 @contextlib.contextmanager
 def translate_load_errors(path: str) -> Iterator[None]:
-    """Turn what the file system, mlx, mlx-lm and transformers raise into errors of one line."""
+    """Convert exceptions from the file system, mlx, mlx-lm and transformers to one-line EdgespecErrors."""
     try:
         yield
     except EdgespecError:
@@ -212,10 +212,10 @@ def translate_load_errors(path: str) -> Iterator[None]:
 
 
 def _describe_quantisation(model: Any, config: dict[str, Any], weights: StoredWeights) -> str:
-    """Return the quantisation or the data type of most weights."""
+    """Return the quantisation or data type of most weights."""
     kinds: Counter[str] = Counter()
     for module in model.modules():
-        # An mlx module is a dict of its arrays. Only quantised modules have scales beside their weight.
+        # An mlx module is a dict of its arrays. Only quantised modules have both a weight and scales.
         if "scales" in module and "weight" in module:
             mode = getattr(module, "mode", "affine")
             kind = mode if mode != "affine" else f"{module.bits}-bit affine, group {module.group_size}"
@@ -229,7 +229,7 @@ def _describe_quantisation(model: Any, config: dict[str, Any], weights: StoredWe
 
 
 def _text_config(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the configuration of the language part. Vision models store it in a table of its own."""
+    """Return the configuration of the language model. Vision models store it under a separate key."""
     text = config.get("text_config")
     return {**config, **text} if isinstance(text, dict) else config
 
@@ -249,10 +249,10 @@ def _trained_context(config: dict[str, Any]) -> int:
 
 
 def _trace_one_token(model: Any) -> tuple[int, int]:
-    """Build the graph of a pass over one token, which computes nothing.
+    """Build the graph of a pass over one token, without evaluating it.
 
     Returns:
-        The number of logits, and how many numbers the KV caches hold for each token.
+        The number of logits, and the number of elements that the KV caches store per token.
     """
     from mlx_lm.models import cache as kinds
 

@@ -1,4 +1,4 @@
-"""Scores partial models: how often they predict the same token as the whole model."""
+"""Measures how often partial models predict the same token as the whole model."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from edgespec.backends.mlx.pass_layout import PassLayout
 
 __all__ = ["BestTokens", "PartialModelScorer"]
 
-# The most likely next token after each token of a pass, [tokens].
+# The most likely next token after each token in a pass, [tokens].
 BestTokens: TypeAlias = NDArray[np.uint32]
 
 
 @dataclass(frozen=True, slots=True)
 class _WholeModelScore:
-    """The whole model's best tokens after the last cached tokens."""
+    """The whole model's predictions after each of the last cached tokens."""
 
     checkpoint: CacheCheckpoint
     tokens: tuple[int, ...]
@@ -32,9 +32,9 @@ class _WholeModelScore:
 
 
 class PartialModelScorer:
-    """Runs partial models over known tokens without changing the rows in the caches.
+    """Runs partial models on known tokens without changing the cached rows.
 
-    The caller must restore the offsets of the caches after each call.
+    After each call, the caller must restore the offsets of the caches.
     """
 
     def __init__(
@@ -47,8 +47,8 @@ class PartialModelScorer:
 
         Args:
             forward: Runs tokens [n] inside a context manager and returns their logits [n, vocab].
-            caches: The caches of the model.
-            layout: The layout that the caches share.
+            caches: The model's caches.
+            layout: The pass layout that the caches use.
         """
         self._forward = forward
         self._caches = caches
@@ -58,12 +58,13 @@ class PartialModelScorer:
     def agreement(
         self, checkpoint: CacheCheckpoint, tokens: Sequence[int], partial_model: AbstractContextManager[None]
     ) -> float:
-        """Return how often (0 to 1) a partial model has the same best token as the whole model.
+        """Return how often (0 to 1) a partial model predicts the same token as the whole model.
 
         Args:
-            checkpoint: The caches now. While it stays the same object, the whole model is not run again.
-            tokens: The last cached tokens.
-            partial_model: Context manager in which passes run the partial model.
+            checkpoint: Checkpoint of the current caches. If it is the same object as in the last call, the
+                whole model is not run again.
+            tokens: The most recent cached tokens.
+            partial_model: Context manager that makes passes run the partial model.
         """
         start = checkpoint.length - len(tokens)
         whole = self._whole
@@ -75,7 +76,7 @@ class PartialModelScorer:
     def best_by_exit(
         self, start: int, tokens: Sequence[int], layers: LayerList, hooks: HiddenStateHooks
     ) -> list[BestTokens]:
-        """Return the best tokens at each exit layer, for tokens run at position `start`."""
+        """Return the predictions at each exit layer for `tokens`, which begin at position `start`."""
         self._best_tokens(tokens, start, hooks.on(range(hooks.count)))
         return [
             self._best_tokens(

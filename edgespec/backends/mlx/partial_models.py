@@ -1,7 +1,7 @@
 """Partial models: the target with fewer layers or fewer bits, used to draft for itself.
 
-A partial model takes effect while the graph of a draft pass is built. The rows that a draft pass writes into
-the caches belong to a round that the target ends.
+A partial model takes effect while the graph of a draft pass is built. Draft passes append rows to the caches
+but never commit them: the target rolls the caches back before it verifies the draft.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = ["EarlyExitModel", "LowBitModel", "PartialModel", "PartialModelFactory
 
 
 class PartialModel(ABC):
-    """One way to draft with the target's weights and caches.
+    """A way to draft with the target's own weights and caches.
 
     Attributes:
         run_ahead: Whether to prelaunch the next draft step; see `LanguageModel.run_ahead`.
@@ -35,22 +35,22 @@ class PartialModel(ABC):
 
     @abstractmethod
     def active(self, first: int) -> AbstractContextManager[None]:
-        """Return a context manager in which passes run this partial model.
+        """Return a context manager that makes passes run this partial model.
 
         Args:
-            first: First tree node of the pass.
+            first: First tree node in the pass.
         """
 
     def background_arrays(self) -> list[mx.array]:
-        """Return the arrays of the last draft pass that a later pass needs."""
+        """Return the arrays from the last draft pass that later passes need."""
         return []
 
     def end_round(self) -> None:  # noqa: B027
-        """Drop the data of the current round."""
+        """Discard the data of the current tree."""
 
 
 class SkippedLayersModel(PartialModel):
-    """The target without some layers (SWIFT, arXiv 2410.06916)."""
+    """The target with some layers skipped (SWIFT, arXiv 2410.06916)."""
 
     def __init__(self, layers: LayerList, skipped: frozenset[int]) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ class SkippedLayersModel(PartialModel):
 
 
 class LowBitModel(PartialModel):
-    """The target at fewer bits, optionally with attention to a sink window only (QSpec, arXiv 2410.11305)."""
+    """The target at fewer bits, optionally with sink-window attention (QSpec, arXiv 2410.11305)."""
 
     def __init__(self, low_bits: LowBitWeights, layout: PassLayout, sink_window: SinkWindow | None) -> None:
         super().__init__()
@@ -81,10 +81,10 @@ class LowBitModel(PartialModel):
 
 
 class EarlyExitModel(PartialModel):
-    """The layers below `exit_layer`, the final norm and the output head (LayerSkip, arXiv 2404.16710).
+    """The first `exit_layer` layers, the final norm and the output head (LayerSkip, arXiv 2404.16710).
 
-    It holds the hidden states at the exit layer for each node of the round, so that the verify pass can
-    resume there instead of computing the lower layers again.
+    It stores the hidden states of each drafted node at the exit layer, so that the verify pass can resume
+    there instead of computing the lower layers again.
     """
 
     def __init__(self, layers: LayerList, exit_layer: int) -> None:
@@ -92,7 +92,7 @@ class EarlyExitModel(PartialModel):
         self._list = layers
         self._exit_layer = exit_layer
         self._lower = layers.without(range(exit_layer, len(layers.layers)))
-        # (first node, hidden states [1, nodes, size]) of each draft pass of the round.
+        # (first node, hidden states [1, nodes, size]) from each draft pass over the current tree.
         self._states: list[tuple[int, mx.array]] = []
 
     @contextmanager
@@ -102,7 +102,7 @@ class EarlyExitModel(PartialModel):
         with self._list.replaced(self._lower):
             yield
         assert first_skipped.last_input is not None
-        # A prelaunched pass that was discarded has left states of the same nodes.
+        # Replace the states that a discarded prelaunched pass may have left for the same nodes.
         self._states = [(node, states) for node, states in self._states if node < first]
         self._states.append((first, first_skipped.last_input))
         first_skipped.last_input = None
@@ -114,11 +114,11 @@ class EarlyExitModel(PartialModel):
         self._states = []
 
     def exit_states(self, count: int) -> mx.array:
-        """Return the hidden states [1, count, size] at the exit layer of the first nodes of the round."""
+        """Return the hidden states [1, count, size] of the first `count` nodes at the exit layer."""
         return mx.concatenate([states for _, states in self._states], axis=1)[:, :count]
 
     def resumed_from(self, states: mx.array) -> AbstractContextManager[None]:
-        """Return a context manager in which passes start at the exit layer, with states [1, tokens, size]."""
+        """Return a context manager that resumes passes at the exit layer from states [1, tokens, size]."""
         return self._list.replaced(self._list.resumed_at(self._exit_layer, states))
 
 
@@ -131,8 +131,8 @@ class PartialModelFactory:
     """Creates the partial models of one loaded model.
 
     Attributes:
-        low_bits: Weights that can be read at fewer bits; None if the model was loaded without them.
-        unavailable: Why a self-draft method cannot be used, by the name of the method.
+        low_bits: The weights that can be read at fewer bits; None if the model was loaded without `low_bits`.
+        unavailable: Reasons why self-draft methods are unavailable, keyed by method name.
     """
 
     def __init__(self, net: Any, layout: PassLayout, low_bits: LowBitWeights | None) -> None:
@@ -143,13 +143,14 @@ class PartialModelFactory:
 
     @property
     def layer_count(self) -> int:
-        """Number of layers. Raises CapabilityError if the model does not hold its layers in one list."""
+        """Number of layers. Raises CapabilityError if the model does not store them in a single list."""
         return len(LayerList(self._net).layers)
 
     def layer_bytes(self) -> tuple[list[int], int]:
-        """Return the bytes of each layer, and the bytes that a pass reads after the last layer.
+        """Return the size of each layer in bytes, and the bytes that a pass reads after the last layer.
 
-        An embedding table beside a separate output head is not counted, as a pass reads few rows of it.
+        If there is a separate output head, the embedding table is not counted, because a pass reads only a
+        few rows of it.
         """
         layers = [_parameter_bytes(layer) for layer in LayerList(self._net).layers]
         tables = sum(
@@ -164,11 +165,11 @@ class PartialModelFactory:
         """Create the partial model of a self-draft method.
 
         Returns:
-            The partial model, its description, and the bytes of weights held for it alone.
+            The partial model, its description, and the number of bytes of the weights that only it needs.
 
         Raises:
-            CapabilityError: The model cannot draft this way, or not exactly.
-            OptionError: `method` names layers that the model does not have.
+            CapabilityError: The model does not support this method.
+            OptionError: The layers or the attention window of `method` are invalid.
         """
         if isinstance(method, EarlyExit):
             self.check("layerskip", facts)
@@ -183,7 +184,7 @@ class PartialModelFactory:
         return self.skipped_layers(method.layers, facts.name), f"without {len(method.layers)} layers", 0
 
     def check(self, name: str, facts: ModelFacts) -> None:
-        """Raise CapabilityError with the reason if the model cannot use the self-draft method `name`."""
+        """Raise CapabilityError with the reason if the model does not support self-draft method `name`."""
         if name not in facts.capabilities.self_draft_methods:
             reason = self.unavailable.get(name, facts.capabilities.reason)
             raise CapabilityError(
@@ -191,11 +192,11 @@ class PartialModelFactory:
             )
 
     def early_exit(self, exit_layer: int, name: str) -> EarlyExitModel:
-        """Return the model that runs its first `exit_layer` layers.
+        """Return a partial model that runs only the first `exit_layer` layers.
 
         Raises:
             OptionError: The exit layer is not between 1 and the number of layers minus 1.
-            CapabilityError: The model does not hold its layers in one list.
+            CapabilityError: The model does not store its layers in a single list.
         """
         layers = LayerList(self._net)
         last = len(layers.layers) - 1
@@ -207,11 +208,11 @@ class PartialModelFactory:
         return EarlyExitModel(layers, exit_layer)
 
     def skipped_layers(self, skipped: Collection[int], name: str) -> SkippedLayersModel:
-        """Return the model that skips these layers, counted from 0.
+        """Return a partial model that skips the given layers, counted from 0.
 
         Raises:
-            OptionError: One of them is the first or the last layer, or does not exist.
-            CapabilityError: The model does not hold its layers in one list.
+            OptionError: A layer in `skipped` is the first or last layer, or does not exist.
+            CapabilityError: The model does not store its layers in a single list.
         """
         layers = LayerList(self._net)
         last = len(layers.layers) - 1
@@ -223,15 +224,15 @@ class PartialModelFactory:
         return SkippedLayersModel(layers, frozenset(skipped))
 
     def low_bit(self, method: LowBit, name: str) -> LowBitModel:
-        """Return the model that reads its weights at fewer bits. It must have been loaded with `low_bits`.
+        """Return a partial model that reads weights at fewer bits. Requires a model loaded with `low_bits`.
 
         Raises:
-            CapabilityError: `method` names a copy of the weights.
-            OptionError: The attention window of `method` has no recent tokens.
+            CapabilityError: `method` specifies a separate copy of the weights.
+            OptionError: The attention window of `method` is invalid.
         """
         if method.copy is not None:
             raise CapabilityError(
-                f"{name} holds both precisions itself and takes no copy", "leave the copy out"
+                f"{name} stores both precisions itself and does not accept a copy", "omit the copy"
             )
         window = None
         if method.window_tokens is not None:
@@ -239,7 +240,7 @@ class PartialModelFactory:
                 raise OptionError(
                     f"an attention window of the first {method.sink_tokens} and the last"
                     f" {method.window_tokens} tokens is invalid",
-                    "choose a window of at least one last token",
+                    "choose a window with at least one recent token",
                 )
             window = SinkWindow(method.sink_tokens, method.window_tokens)
         assert self.low_bits is not None

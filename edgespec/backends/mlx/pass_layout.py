@@ -1,4 +1,4 @@
-"""Positions and visibility of the tokens of a pass, for attention masks and rotary embeddings."""
+"""Positions and visibility of the tokens in a pass, for attention masks and rotary embeddings."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ __all__ = ["PassLayout", "SinkWindow", "install_tree_ropes"]
 
 @dataclass(frozen=True, slots=True)
 class SinkWindow:
-    """A window of the first and the most recent cached tokens (StreamingLLM, arXiv 2309.17453).
+    """An attention window over the first and the most recent cached tokens (StreamingLLM, arXiv 2309.17453).
 
     Attributes:
-        sinks: Number of first tokens.
+        sinks: Number of tokens at the beginning of the context.
         recent: Number of most recent tokens.
     """
 
@@ -27,19 +27,18 @@ class SinkWindow:
 
 @dataclass
 class PassLayout:
-    """The layout of the next pass: a chain, or some nodes of a token tree.
+    """The layout of the next pass: a chain, or part of a token tree.
 
-    All caches and rotary embeddings of a model share one instance. `PassRunner` updates it before each pass.
+    All caches and rotary embeddings in a model share one instance. `PassRunner` updates it before each pass.
 
     Attributes:
-        round_start: Rows in the cache before the round. They lie at their own positions, and every token of
-            the pass sees them.
-        positions: Position of each token of the pass; None for a chain, where they follow from the cache.
-        known: Position of each row of the round so far, those of this pass included.
-        visible: For each token of the pass, which rows of the round it sees.
+        round_start: Number of cached rows before the chain or tree. Every token in the pass sees them.
+        positions: Position of each token in the pass; None for a chain, whose positions are consecutive.
+        known: Position of each tree node run so far, including those in this pass.
+        visible: For each token in the pass, which tree nodes it sees.
         offsets: `positions` as an array; None for a chain.
-        sink_window: Restricts full-attention layers to a part of the rows before the round; None for no
-            restriction.
+        sink_window: Limits the rows before the chain or tree that full-attention layers see; None for no
+            limit.
         scratch: Whether the pass leaves the caches unchanged.
     """
 
@@ -52,17 +51,17 @@ class PassLayout:
     scratch: bool = False
 
     def set_chain(self, round_start: int) -> None:
-        """Lay out a chain: the tokens follow the cache, and each sees all tokens before it."""
+        """Lay out a chain: its tokens follow the cached ones, and each sees all tokens before it."""
         self.round_start, self.positions, self.offsets = round_start, None, None
 
     def set_tree(self, round_start: int, parents: Sequence[int], depths: Sequence[int], first: int) -> None:
-        """Lay out nodes `first` and up of a tree.
+        """Lay out the nodes of a tree from index `first`.
 
         Args:
             round_start: Position of the tree's root.
             parents: Parent of each node; -1 for the root.
             depths: Depth of each node; 0 for the root.
-            first: First node of the pass. Earlier passes of the round have run the nodes before it.
+            first: First node in the pass. Earlier passes have run the nodes before it.
         """
         self.round_start = round_start
         self.known = [round_start + depth for depth in depths]
@@ -76,14 +75,14 @@ class PassLayout:
         self.visible = ancestors[first:]
 
     def tree_mask(self, before: mx.array, window: int | None) -> mx.array:
-        """Return the attention mask of a tree pass.
+        """Return the attention mask for a tree pass.
 
         Args:
-            before: Positions of the keys before the round, int [1, n]. The keys of the round follow them.
+            before: Positions of the keys before the tree, int [1, n]. The tree's keys follow them.
             window: Sliding window of the layer in tokens; None for full attention.
 
         Returns:
-            A bool array [tokens of the pass, keys], True where a token sees a key.
+            A bool array [tokens, keys] that is True where a token sees a key.
         """
         assert self.offsets is not None
         queries = self.offsets[:, None]
@@ -96,10 +95,10 @@ class PassLayout:
 
 
 class _TreeRope:
-    """A rotary embedding that gives each token of a tree its own position.
+    """A rotary embedding that rotates each token in a tree by the token's own position.
 
-    `mx.fast.rope` takes one offset for each sequence of a batch, so tokens are folded into the batch.
-    It is not an `nn.Module`, because mlx must not load, save or count it as a layer.
+    `mx.fast.rope` takes one offset per sequence in a batch, so tokens are folded into the batch dimension.
+    It is not an `nn.Module`, so that mlx does not load, save or count it as a layer.
     """
 
     def __init__(self, rope: Any, layout: PassLayout) -> None:
@@ -124,7 +123,7 @@ class _TreeRope:
 
 
 def install_tree_ropes(model: Any, layout: PassLayout) -> None:
-    """Wrap every rotary embedding of a model, so that it uses the positions of `layout`."""
+    """Wrap every rotary embedding in a model, so that it uses the positions in `layout`."""
     for _, module in model.named_modules():
         for name, part in list({**vars(module), **module}.items()):
             kind = type(part).__name__.lower()

@@ -1,4 +1,4 @@
-"""Runs a model's passes over its caches: prefill, verify and draft passes, and passes launched early."""
+"""Runs a model's prefill, verify and draft passes on its caches, and launches passes early."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from edgespec.errors import BackendError, CapabilityError
 
 __all__ = ["PassRunner"]
 
-# Tokens after which MLX's freed buffers are released. Chosen: the step size in which caches grow.
+# Number of committed tokens between releases of MLX's freed buffers. Caches grow in steps of this size.
 _CLEAR_EVERY_TOKENS = 256
 
 
 class _Round(TreeBuilder):
-    """The nodes of the open round, in the order in which they were run."""
+    """The nodes of the current uncommitted tree, in the order in which they were run."""
 
     __slots__ = ()
 
     def common_nodes(self, tree: TokenTree) -> int:
-        """Return how many nodes, from the root on, are the same in this round and in `tree`."""
+        """Return the number of leading nodes that are the same in this tree and in `tree`."""
         mine = zip(self.tokens, self.parents, strict=True)
         others = zip(tree.tokens, tree.parents, strict=True)
         return sum(takewhile(bool, (a == b for a, b in zip(mine, others, strict=False))))
@@ -39,13 +39,13 @@ class _Round(TreeBuilder):
 
 @dataclass(slots=True)
 class _PrelaunchedPass:
-    """A chain that runs before the caller has asked for it.
+    """A pass over a chain that was launched before the caller requested it.
 
     Attributes:
-        known: The first tokens of the chain.
+        known: All tokens of the chain except the last.
         source: Logits whose best token is the last token of the chain.
-        logits: Logits of the chain.
-        before: The caches before the pass.
+        logits: Logits of the pass.
+        before: Checkpoint of the caches before the pass.
     """
 
     known: tuple[int, ...]
@@ -55,21 +55,21 @@ class _PrelaunchedPass:
 
 
 class PassRunner:
-    """Runs tokens after the caches of one model, and commits or drops the rows that they leave there.
+    """Runs passes on one model's caches, and commits or discards the rows that they append.
 
     Invariants:
 
-    - Every pass goes through `_forward`, which runs tokens after the caches in the layout of `PassLayout`.
-    - No call returns with unstarted computation, because MLX can evaluate an array only in the thread that
-      created it, and the model may be called from several threads, one after another.
-    - `committed` describes the caches without the open round, prelaunched passes and rows that an interrupt
-      left behind. `end_round` drops all of these, and all new work begins with it.
+    - Every pass goes through `_forward`, which runs tokens after the cached ones as laid out by `PassLayout`.
+    - Every call starts its computation before it returns. MLX can evaluate an array only in the thread that
+      created it, and the next call may come from another thread.
+    - `committed` excludes the rows of the current tree, of prelaunched passes and of interrupted passes.
+      `end_round` discards all of these rows, and runs before any new work.
 
     Attributes:
-        context_tokens: Size of the context. No pass is prelaunched beyond it.
-        committed: The caches with the committed tokens only.
+        context_tokens: Size of the context in tokens. Passes that exceed it are not prelaunched.
+        committed: Checkpoint of the caches with only the committed tokens.
         run_ahead: Whether to prelaunch the next step; see `LanguageModel.run_ahead`.
-        interrupted: Whether prelaunching is off because the model was interrupted.
+        interrupted: Whether the model was interrupted. If so, no passes are prelaunched.
     """
 
     def __init__(self, net: Any, context_tokens: int, max_width: int, kv_bits: int | None) -> None:
@@ -83,10 +83,10 @@ class PassRunner:
         self.context_tokens = context_tokens
         self._max_width = max_width
         self._round = _Round()
-        # The partial model that runs the open round, if the model drafts for itself.
+        # The partial model that drafts the current tree, if the model is drafting for itself.
         self._partial_model: PartialModel | None = None
         self._prelaunched: _PrelaunchedPass | None = None
-        # The runner of the target that verifies this model's chains, and of the draft whose chains we verify.
+        # A draft model refers to the runner of its target, and a target to the runner of its draft model.
         self._target: PassRunner | None = None
         self._draft: PassRunner | None = None
         self._clear_at = _CLEAR_EVERY_TOKENS
@@ -98,7 +98,7 @@ class PassRunner:
         return self.committed.length
 
     def _forward(self, tokens: mx.array) -> mx.array:
-        """Run tokens, integers [n], after the caches; return lazy logits, float32 [n, vocab]."""
+        """Run tokens, integers [n], after the cached ones; return lazy logits, float32 [n, vocab]."""
         with translate_errors("the model could not be run"):
             rows: mx.array = self._net(tokens[None], cache=self.caches.layers)[0]
         self.caches.length += tokens.size
@@ -109,7 +109,7 @@ class PassRunner:
     def forward_partial(self, tokens: mx.array, partial_model: AbstractContextManager[None]) -> mx.array:
         """Run tokens, integers [n], with a partial model; return lazy logits, float32 [n, vocab].
 
-        The caches of skipped layers get no rows, but their offsets move on as well. Raises BackendError.
+        The caches of skipped layers receive no rows, but their offsets advance too.
         """
         with partial_model:
             rows = self._forward(tokens)
@@ -117,12 +117,12 @@ class PassRunner:
         return rows
 
     def append(self, tokens: Sequence[int]) -> None:
-        """Run and commit tokens outside a round. Raises BackendError, and then no token is committed."""
+        """Run tokens and commit them at once. If MLX fails, raise BackendError and commit none of them."""
         self.layout.set_chain(self.length)
         try:
             self._forward(mx.array(list(tokens)))
             self._start_states(len(tokens))
-            # The logits stay lazy and are never computed.
+            # Only the caches are evaluated, so MLX does not compute the logits.
             evaluate(*self.caches.arrays)
         except BackendError:
             self.end_round()
@@ -131,7 +131,7 @@ class PassRunner:
         mx.clear_cache()
 
     def verify(self, tree: TokenTree, first: int) -> DeviceLogits:
-        """Run `LanguageModel.verify` for a tree that the model supports."""
+        """Implement `LanguageModel.verify` for a tree that the model supports."""
         exit_states = self._end_draft(tree)
         prelaunched = self._take_prelaunched(tree, first)
         try:
@@ -148,9 +148,9 @@ class PassRunner:
             raise
 
     def draft(self, partial_model: PartialModel, tree: TokenTree, first: int) -> DeviceLogits:
-        """Run `verify` with a partial model. The next call of the target ends the round."""
+        """Run `verify` with a partial model. The target's next call discards the drafted rows."""
         if first > 0 and partial_model is not self._partial_model:
-            raise BackendError("the target ended the round of this draft", "begin another one")
+            raise BackendError("the target model has discarded the tree of this draft", "start a new tree")
         prelaunched = self._take_prelaunched(tree, first) if first > 0 else None
         try:
             if first == 0:
@@ -159,12 +159,12 @@ class PassRunner:
                 self._partial_model = partial_model
             self._round.extend(tree, first)
             return prelaunched.logits if prelaunched else self._logits(self._run(tree.tokens, first), first)
-        except BaseException:  # An interrupted pass leaves incomplete hidden states.
+        except BaseException:  # An interrupted pass may leave incomplete hidden states.
             self.end_round()
             raise
 
     def end_round(self) -> None:
-        """Drop everything that is not committed."""
+        """Discard everything that is not committed."""
         if self._partial_model:
             self._partial_model.end_round()
         self._partial_model = self._prelaunched = None
@@ -177,14 +177,14 @@ class PassRunner:
             self.caches.clear()
 
     def clear(self) -> None:
-        """Empty the caches."""
+        """Clear the caches."""
         self.committed = CacheCheckpoint(0, (), ())
         self.caches.clear()
         self.committed = self.caches.checkpoint()
         self._clear_at = _CLEAR_EVERY_TOKENS
 
     def truncate(self, length: int) -> None:
-        """Keep the first `length` committed tokens, or none if the caches cannot be cut there."""
+        """Keep the first `length` committed tokens, or none if the caches cannot be truncated there."""
         self.end_round()
         if 0 < length < self.length and self.caches.can_rewind(length):
             self.caches.rewind(length)
@@ -193,8 +193,8 @@ class PassRunner:
             self.clear()
 
     def commit(self, path: tuple[int, ...]) -> None:
-        """Run `LanguageModel.commit`. Raises CapabilityError if a recurrent state would have to be cut."""
-        if self._partial_model:  # The round holds rows of a draft only.
+        """Implement `LanguageModel.commit`. Raises CapabilityError if a recurrent state must be truncated."""
+        if self._partial_model:  # All uncommitted rows are drafts.
             self.end_round()
             return
         kept, prelaunched = [0, *path], self._prelaunched
@@ -210,20 +210,20 @@ class PassRunner:
             elif len(kept) < len(self._round):
                 if self.caches.recurrent:
                     raise CapabilityError(
-                        "a recurrent state cannot drop its last tokens", "go back to a checkpoint"
+                        "a recurrent state cannot drop its last tokens", "rewind to a checkpoint"
                     )
                 self.caches.rewind(self.length + len(kept))
             self.committed = self.caches.checkpoint()
         self._round = _Round()
 
     def _clear_buffers(self) -> None:
-        """Release the buffers that growing caches have left behind, as MLX would hold them for reuse."""
+        """Release the buffers that caches freed when they grew. Otherwise MLX keeps them for reuse."""
         if self.length >= self._clear_at:
             mx.clear_cache()
             self._clear_at = self.length + _CLEAR_EVERY_TOKENS
 
     def _run(self, tokens: Sequence[int], first: int) -> mx.array:
-        """Run nodes `first` and up of the open round; return their lazy logits."""
+        """Run the nodes of the current tree from index `first`; return their lazy logits."""
         self._set_layout(first)
         return self._pass(mx.array(list(tokens[first:])), first)
 
@@ -239,7 +239,7 @@ class PassRunner:
         return self.forward_partial(tokens, self._partial_model.active(first))
 
     def _start(self, rows: mx.array) -> None:
-        """Start computing logits, and all that later passes need of this one."""
+        """Start computing the logits and everything that later passes need from this pass."""
         states = self._partial_model.background_arrays() if self._partial_model else []
         self._start_states(rows.shape[0])
         start_evaluation(rows, *states, *(array for layer in self.caches.states for array in layer))
@@ -247,7 +247,8 @@ class PassRunner:
     def _start_states(self, width: int) -> None:
         """Start computing recurrent states layer by layer.
 
-        In one call, MLX would compute all of them last and hold the inputs of all layers until then.
+        If they were all started in one call, MLX would compute them last and keep the inputs of all layers in
+        memory until then.
         """
         for layer in self.caches.states if width > 1 else ():
             start_evaluation(*layer)
@@ -259,18 +260,18 @@ class PassRunner:
         )
 
     def _end_draft(self, tree: TokenTree) -> tuple[EarlyExitModel, mx.array] | None:
-        """End the round of an early-exit draft or another partial model, if one is open.
+        """Discard the tree that a partial model is drafting, if there is one.
 
         Returns:
-            For an early exit, the partial model and its hidden states [1, nodes, size] of the first nodes
-            that the draft and `tree` share; else None.
+            For an early-exit model, the model and its hidden states [1, nodes, size] for the leading nodes
+            that the draft and `tree` share; otherwise None.
         """
         partial_model = self._partial_model
         if partial_model is None:
             return None
         common = self._round.common_nodes(tree)
         exit_states = None
-        # With no committed tokens the caches are replaced when the round ends, rows of lower layers included.
+        # If no tokens are committed, `end_round` clears the caches, including the rows of the lower layers.
         if isinstance(partial_model, EarlyExitModel) and common > 0 and self.length > 0:
             exit_states = partial_model, partial_model.exit_states(common)
         self.end_round()
@@ -280,16 +281,16 @@ class PassRunner:
         """Verify a tree with the layers above an early exit.
 
         Args:
-            tree: The tree.
-            exit_model: The partial model that drafted it.
-            states: Hidden states [1, nodes, size] at the exit of the first nodes of the tree. The lower
-                layers are run for the other nodes.
+            tree: The tree to verify.
+            exit_model: The early-exit model that drafted it.
+            states: Hidden states [1, nodes, size] at the exit layer, for the leading nodes of the tree. The
+                lower layers are run for the other nodes.
         """
         known = states.shape[1]
         if known < tree.width:
             self.caches.set_offset(self.length + known)
             self._set_layout(known)
-            # The logits of this pass stay lazy and are never computed.
+            # This pass is run for its hidden states. Its logits are never evaluated.
             self.forward_partial(mx.array(list(tree.tokens[known:])), exit_model.active(known))
             states = mx.concatenate([states, exit_model.exit_states(tree.width)], axis=1)
             exit_model.end_round()
@@ -298,7 +299,7 @@ class PassRunner:
         return self.forward_partial(mx.array(tree.tokens), exit_model.resumed_from(states))
 
     def pipeline_with(self, draft: PassRunner | None) -> None:
-        """Prelaunch verify passes on the last token of this draft's chains; None stops that."""
+        """Prelaunch a verify pass for each chain from this draft model; None disables this."""
         if self._draft:
             self._draft._target = None
         self._draft = draft
@@ -306,26 +307,26 @@ class PassRunner:
             draft._target = self
 
     def _prelaunch_next(self, token: mx.array, source: DeviceLogits) -> None:
-        """Launch the pass after `token`, which is being computed: a next step, or the target's verify."""
+        """Launch this model's next step or the target's verify pass while `token` is still being computed."""
         if self._partial_model:
             if self._partial_model.run_ahead:
                 self._prelaunch((), token, source)
         elif self.run_ahead:
             self._prelaunch((), token, source)
         elif self._target and not len(self._target._round):
-            # The draft's cache may be shorter, and its chain then begins with tokens that the target has.
+            # If the draft's cache is shorter, its chain begins with tokens that the target has cached.
             chain = tuple(self._round.tokens[max(0, self._target.length - self.length) :])
             if 0 < len(chain) < self._target._max_width:
                 self._target._prelaunch(chain, token, source)
 
     def _prelaunch(self, known: tuple[int, ...], token: mx.array, source: DeviceLogits) -> None:
-        """Launch a chain of known tokens and one that is being computed."""
+        """Launch a pass over the `known` tokens followed by `token`, which is still being computed."""
         width = len(known) + 1
         if self._prelaunched or self._closed or self.interrupted:
             return
         if self.length + len(self._round) + width > self.context_tokens:
             return
-        if self.caches.unknown_kinds:  # Such caches cannot roll back.
+        if self.caches.unknown_kinds:  # Unknown kinds of caches cannot roll back.
             return
         started = now()
         before = self.caches.checkpoint()
@@ -338,7 +339,7 @@ class PassRunner:
         self._prelaunched = _PrelaunchedPass(known, source, logits, before)
 
     def _take_prelaunched(self, tree: TokenTree, first: int) -> _PrelaunchedPass | None:
-        """Return the prelaunched pass if it is the requested one; otherwise roll it back and return None."""
+        """Return the prelaunched pass if it matches the request; otherwise roll it back and return None."""
         prelaunched, self._prelaunched = self._prelaunched, None
         if not prelaunched:
             return None
@@ -349,7 +350,7 @@ class PassRunner:
         return None
 
     def close(self) -> None:
-        """Free the weights and the caches. Logits that are still referenced launch nothing more."""
+        """Free the weights and the caches. Logits that are still referenced launch no more passes."""
         self._closed = True
         self.pipeline_with(None)
         if self._target:

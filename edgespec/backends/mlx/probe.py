@@ -1,8 +1,8 @@
-"""Probes what a loaded model can do, with a few short passes.
+"""Tests the capabilities of a loaded model with a few short passes.
 
-mlx-lm has over a hundred architectures, each in its own file. Some ignore the attention mask, and some cannot
-run passes wider than one token. A capability is therefore enabled only if its logits equal those of
-single-token passes, up to the rounding of the model's data type.
+mlx-lm implements over a hundred architectures independently. Some ignore the attention mask, and some cannot
+run passes wider than one token. We therefore enable a capability only if it produces the same logits as
+single-token passes, up to rounding in the model's data type.
 """
 
 from __future__ import annotations
@@ -24,24 +24,25 @@ from edgespec.errors import EdgespecError, ModelFileError
 
 __all__ = ["PROBE_TOKENS", "ProbeResult", "probe"]
 
-# Tokens that the probe runs.
+# Number of tokens that the probe runs.
 PROBE_TOKENS = 8
-# Differences of logits up to this many machine epsilons, or up to this share of the largest logit, count as
-# rounding, because the order of additions depends on the pass width. In float32 the share is the larger
-# limit: recurrent scans and quantised products round more coarsely than the data type. Chosen.
+# Differences between logits count as rounding up to this many machine epsilons, or up to this share of the
+# largest logit, whichever is larger. Logits differ because the order of additions depends on the pass width.
+# In float32 the share is the larger limit, because recurrent scans and quantised products are less precise
+# than the data type. Both limits are heuristics.
 _MAX_EPSILONS, _MAX_LOGIT_SHARE = 32, 1e-3
 
 
 @dataclass(frozen=True, slots=True)
 class ProbeResult:
-    """What the probe found out about a model.
+    """The result of testing a model's capabilities.
 
     Attributes:
-        capabilities: The capabilities that gave correct logits.
+        capabilities: The capabilities that produced correct logits.
         rollback: Description of how rejected tokens are removed from the cache.
-        needs_replay: Whether rollback returns to a checkpoint and runs the accepted tokens again.
-        kv_bytes_for: Maps the tokens of a context to the bytes of its full caches.
-        unavailable_self_drafts: Why the model cannot draft for itself, by the name of the method.
+        needs_replay: Whether rollback restores a checkpoint and runs the accepted tokens again.
+        kv_bytes_for: Returns the size of the full caches in bytes for a context length in tokens.
+        unavailable_self_drafts: Reasons why self-draft methods are unavailable, keyed by method name.
     """
 
     capabilities: Capabilities
@@ -52,7 +53,7 @@ class ProbeResult:
 
 
 def probe(model: MlxModel) -> ProbeResult:
-    """Try all capabilities of a model. Its cache is empty before and after.
+    """Test all capabilities of a model. Its cache must be empty, and is empty afterwards.
 
     Raises:
         ModelFileError: The model cannot run single tokens, or its logits are not finite.
@@ -64,7 +65,7 @@ def probe(model: MlxModel) -> ProbeResult:
         raise ModelFileError(f"{model.facts.name} cannot be run: {error}", "choose another model") from error
     if not np.isfinite(steps).all():
         raise ModelFileError(
-            f"the logits of {model.facts.name} are not finite numbers", "download the model again"
+            f"{model.facts.name} produced logits that are not finite", "download the model again"
         )
     kv_bytes_for = model.caches.bytes_by_context()
     width = model.facts.capabilities.max_width
@@ -84,7 +85,7 @@ def probe(model: MlxModel) -> ProbeResult:
         capabilities = Capabilities(
             True,
             False,
-            "its recurrent state takes chains only",
+            "its recurrent state supports only chains",
             width,
             hidden_states=hooks_work,
             partial_truncate=False,
@@ -95,7 +96,7 @@ def probe(model: MlxModel) -> ProbeResult:
     problem = _find_problem(model, expected, _check_tree)
     rollback = "by offset"
     if model.caches.windowed:
-        rollback += f"; windows keep {AttentionCache.slack} tokens more"
+        rollback += f"; sliding windows keep {AttentionCache.slack} extra tokens"
     expected = replace(expected, trees=not problem)
     problems = {name: _find_problem(model, expected, check) for name, check in _SELF_DRAFT_CHECKS.items()}
     unavailable = {name: reason for name, reason in problems.items() if reason}
@@ -114,12 +115,12 @@ def probe(model: MlxModel) -> ProbeResult:
 
 @dataclass(frozen=True, slots=True)
 class _Expected:
-    """The reference of all checks.
+    """The reference logits for all checks.
 
     Attributes:
-        tokens: The tokens of the probe.
-        steps: Logits after each of them in single-token passes, [tokens, vocab].
-        trees: Whether the model supports token trees, so that self-drafts are checked with them too.
+        tokens: The tokens that the probe runs.
+        steps: Logits after each token, from single-token passes, [tokens, vocab].
+        trees: Whether the model supports token trees. If so, self-drafting is also checked with trees.
     """
 
     tokens: list[int]
@@ -128,7 +129,7 @@ class _Expected:
 
 
 def _find_problem(model: MlxModel, expected: _Expected, check: Callable[[MlxModel, _Expected], str]) -> str:
-    """Return the problem that a check finds, or an empty string. The cache is empty before and after."""
+    """Return the problem that a check finds, or an empty string. Clears the cache before and after."""
     model.truncate(0)
     try:
         return check(model, expected)
@@ -140,7 +141,7 @@ def _find_problem(model: MlxModel, expected: _Expected, check: Callable[[MlxMode
 
 def _check_wide_pass(model: MlxModel, expected: _Expected) -> str:
     logits = model.verify(TokenTree.chain(expected.tokens[0], expected.tokens[1:5]))
-    return _differs(model, "a pass of several tokens", logits, [0, 1, 2, 3, 4], expected, [0, 1, 2, 3, 4])
+    return _differs(model, "a multi-token pass", logits, [0, 1, 2, 3, 4], expected, [0, 1, 2, 3, 4])
 
 
 def _check_rollback(model: MlxModel, expected: _Expected) -> str:
@@ -159,13 +160,13 @@ def _check_replay(model: MlxModel, expected: _Expected) -> str:
     model.commit((1, 2))
     model.rewind(checkpoint)
     logits = model.verify(TokenTree.chain(tokens[2], tokens[3:5]))
-    return _differs(model, "going back to a checkpoint", logits, [0, 1, 2], expected, [2, 3, 4])
+    return _differs(model, "rewinding to a checkpoint", logits, [0, 1, 2], expected, [2, 3, 4])
 
 
 def _check_tree(model: MlxModel, expected: _Expected) -> str:
     tokens = expected.tokens
     model.prefill(tokens[:2])
-    # The correct path is 0, 2, 4. Nodes 1 and 3 are wrong tokens beside it.
+    # Nodes 0, 2 and 4 form the correct path. Nodes 1 and 3 are a wrong branch.
     upper = TokenTree((tokens[2], tokens[6], tokens[3]), (-1, 0, 0), (None,) * 3)
     logits = model.verify(upper)
     problem = _differs(model, "a token tree", logits, [0, 2], expected, [2, 3])
@@ -174,11 +175,11 @@ def _check_tree(model: MlxModel, expected: _Expected) -> str:
     problem = problem or _differs(model, "a token tree", logits, [1], expected, [4])
     model.commit((2, 4))
     logits = model.verify(TokenTree.chain(tokens[5]))
-    return problem or _differs(model, "keeping a path of a tree", logits, [0], expected, [5])
+    return problem or _differs(model, "keeping one path of a tree", logits, [0], expected, [5])
 
 
 def _check_hooks(model: MlxModel, expected: _Expected) -> str:
-    """Check that each layer runs once, passes its output to the next layer, and that logits do not change."""
+    """Check that each layer runs and feeds the next one, and that hooks do not change the logits."""
     tokens, hooks = expected.tokens, model.hidden_state_hooks()
     with hooks.on(range(hooks.count)):
         logits = model.verify(TokenTree.chain(tokens[0]))
@@ -193,7 +194,7 @@ def _check_hooks(model: MlxModel, expected: _Expected) -> str:
 def _check_early_exit(model: MlxModel, expected: _Expected) -> str:
     layers = model.layer_count
     if layers < 2:
-        return "it has one layer"
+        return "it has only one layer"
     for exit_layer in {1, layers - 1}:
         partial_model = model.partial_models.early_exit(exit_layer, model.facts.name)
         problem = _check_partial_model(model, expected, partial_model)
@@ -215,12 +216,12 @@ def _check_low_bits(model: MlxModel, expected: _Expected) -> str:
     if low_bits is None:
         return "it was loaded without low_bits"
     if not low_bits.weights:
-        return "its weights have no fewer bits to be read at"
+        return "none of its weights can be read at fewer bits"
     return _check_partial_model(model, expected, model.partial_models.low_bit(LowBit(), model.facts.name))
 
 
 def _check_partial_model(model: MlxModel, expected: _Expected, partial_model: PartialModel) -> str:
-    """Check that the target's logits do not change after a round that a partial model has drafted."""
+    """Check that drafting with a partial model does not change the target's logits."""
     tokens, subject = expected.tokens, "drafting for itself"
     model.truncate(0)
     model.prefill(tokens[:2])
@@ -261,7 +262,7 @@ def _differs(
     """Compare rows of logits with the reference.
 
     Returns:
-        A sentence with the largest difference if it is more than rounding, else an empty string.
+        A sentence with the largest difference if it exceeds rounding; otherwise an empty string.
     """
     all_tokens = np.arange(model.vocabulary.size)
     got = np.stack([logits.at(row, all_tokens) for row in rows])
@@ -269,7 +270,7 @@ def _differs(
     limit = max(_MAX_EPSILONS * model.rounding, _MAX_LOGIT_SHARE) * float(np.abs(expected.steps).max())
     if difference <= limit:
         return ""
-    return f"{subject} gives other logits than single-token passes (by {difference:.2g})"
+    return f"{subject} produces different logits than single-token passes (by up to {difference:.2g})"
 
 
 def _step(model: MlxModel, token: int) -> NDArray[np.float64]:

@@ -1,7 +1,7 @@
-"""The tokenizer of an MLX model, with the same bytes, control tokens and end tokens as in llama.cpp.
+"""The vocabulary of an MLX model, with the same bytes, control tokens and end tokens as in llama.cpp.
 
-An MLX model and a GGUF model may draft for each other. Their vocabularies are compared token by token, so
-this module follows what llama.cpp would read from a GGUF that was converted from the same files.
+An MLX model and a GGUF model can draft for each other only if their vocabularies match. This module therefore
+reproduces the vocabulary that llama.cpp would read if the same model were converted to GGUF.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from edgespec.errors import BackendError, ClosedError, ModelFileError
 
 __all__ = ["MlxVocabulary"]
 
-# Texts of the tokens that end a reply in llama.cpp (llama-vocab.cpp, `special_eog_ids`).
+# Tokens that end a reply in llama.cpp (llama-vocab.cpp, `special_eog_ids`).
 _END_TEXTS = frozenset(
     (
         "<|eot_id|>",
@@ -44,8 +44,8 @@ _END_TEXTS = frozenset(
         "[e~[",
     )
 )
-# Padding and file separators of code models, which llama.cpp also treats as the end of a reply. Each group
-# lists the spellings of one token.
+# Padding and file-separator tokens of code models, which also end a reply in llama.cpp. Each group lists the
+# spellings of one token.
 _CODE_END_TEXTS = (
     ("<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]"),
     ("<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>"),
@@ -57,20 +57,20 @@ _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 class MlxVocabulary:
-    """The vocabulary of an MLX model. It may be called from several threads."""
+    """The vocabulary of an MLX model. It is thread-safe."""
 
     def __init__(self, tokenizer: Any, vocab_size: int) -> None:
         """Create the vocabulary.
 
         Args:
             tokenizer: mlx_lm's TokenizerWrapper.
-            vocab_size: Number of logits of the model. Ids beyond the tokenizer's tokens are padding.
+            vocab_size: Number of logits per token. Ids that the tokenizer does not have are padding.
 
         Raises:
             ModelFileError: The tokenizer has no tokens.
         """
         self.size = vocab_size
-        # The tokenizer stores the option to parse control tokens as state, so calls must not overlap.
+        # The tokenizer stores the setting for parsing control tokens, so concurrent calls would conflict.
         self._lock = threading.Lock()
         vocab: dict[str, int] = tokenizer.get_vocab()
         if not vocab:
@@ -92,17 +92,17 @@ class MlxVocabulary:
         self._pieces: dict[int, bytes] = {}
 
     def tokenize(self, text: str, *, special: bool, start: bool) -> list[int]:
-        """Convert text to token ids. Raises BackendError for an id beyond the model's logits."""
+        """Convert text to token ids. Raises BackendError if the model has no logit for one of them."""
         text = text.encode("utf-8", "surrogatepass").decode("utf-8", "replace")
         tokens = self._encode(text, special)
         if special and any(token >= self.size for token in tokens):
-            # A control token that this model has no logit for is read as plain text.
+            # If the model has no logit for a control token, treat the token's text as plain text.
             tokens = self._encode(text, special=False)
         beyond = [token for token in tokens if token >= self.size]
         if beyond:
             raise BackendError(
-                f"the tokenizer gives token {beyond[0]}, and the model has {self.size} tokens",
-                "check that the tokenizer and the weights are of the same model",
+                f"the tokenizer returned token {beyond[0]}, but the model has only {self.size} tokens",
+                "check that the tokenizer and the weights belong to the same model",
             )
         return [*self._start, *tokens] if start else tokens
 
@@ -125,7 +125,7 @@ class MlxVocabulary:
         return piece
 
     def raw_piece(self, token: int) -> bytes:
-        """Return the token's entry in the vocabulary, control tokens included."""
+        """Return a token's bytes in the vocabulary, even for control tokens."""
         tokenizer = self._check_open()
         if not 0 <= token < self.size:
             raise BackendError(f"there is no token {token} in a vocabulary of {self.size}")
@@ -166,7 +166,7 @@ def _control_tokens(added: dict[int, Any], vocab: dict[str, int]) -> frozenset[i
 
 
 def _with_control_tokens(tokenizer: Any, added: dict[int, Any], control: frozenset[int]) -> Any:
-    """Return a tokenizer whose added tokens are control tokens if and only if they are in `control`."""
+    """Return a tokenizer that treats an added token as a control token only if it is in `control`."""
     if not tokenizer.is_fast or all(entry.special == (token in control) for token, entry in added.items()):
         return tokenizer
     from tokenizers import Tokenizer
@@ -187,7 +187,7 @@ def _end_tokens(tokenizer: Any, vocab: dict[str, int]) -> frozenset[int]:
 
 
 def _other_family_ends(vocab: dict[str, int]) -> set[int]:
-    """Return tokens whose text ends a reply in other model families, but not in this vocabulary."""
+    """Return the tokens that end a reply in other model families, but not in this one."""
     harmony = {"<|return|>", "<|call|>"} <= vocab.keys() or {"<|calls|>", "<|flush|>"} <= vocab.keys()
     keeps_eos = "<|tool_response>" in vocab or "<|plamo:eos|>" in vocab
     texts = (["<|end|>"] if harmony else []) + (["</s>"] if keeps_eos else [])
@@ -195,7 +195,7 @@ def _other_family_ends(vocab: dict[str, int]) -> set[int]:
 
 
 def _is_byte_level(tokenizer: Any) -> bool:
-    """Return whether the tokens are written in GPT-2's byte alphabet."""
+    """Return whether the vocabulary is written in GPT-2's byte alphabet."""
     if not tokenizer.is_fast:
         return False
     backend = tokenizer.backend_tokenizer
@@ -203,13 +203,13 @@ def _is_byte_level(tokenizer: Any) -> bool:
 
 
 def _sentencepiece_bytes(text: str) -> bytes:
-    """Return the bytes of a token of a SentencePiece vocabulary."""
+    """Return the bytes of a token in a SentencePiece vocabulary."""
     byte = _BYTE.fullmatch(text)
     return bytes([int(byte[1], 16)]) if byte else text.replace("▁", " ").encode()
 
 
 def _byte_level_bytes(text: str) -> bytes:
-    """Return the bytes of a token in GPT-2's byte alphabet. Other characters are written as in llama.cpp."""
+    """Return the bytes of a token in GPT-2's byte alphabet. Other characters are encoded as in llama.cpp."""
     alphabet = _byte_alphabet()
     parts = []
     for character in text:
@@ -220,7 +220,7 @@ def _byte_level_bytes(text: str) -> bytes:
 
 @cache
 def _byte_alphabet() -> dict[str, bytes]:
-    """Return GPT-2's byte alphabet: printable bytes stand for themselves, others for U+0100 and up."""
+    """Return GPT-2's byte alphabet: printable bytes map to themselves, others to U+0100 and above."""
     printable = {
         *range(ord("!"), ord("~") + 1),
         *range(ord("¡"), ord("¬") + 1),

@@ -1,4 +1,4 @@
-"""Loads the weights and the tokenizer of an MLX model."""
+"""Loads the weights and tokenizer of an MLX model."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = ["LoadedModel", "load_model"]
 
-# Bytes of weights that are evaluated between two progress reports. Chosen: a few milliseconds of work.
+# Bytes of weights evaluated between two progress reports. Loading them takes a few milliseconds.
 _PIECE_BYTES = 4 * 2**20
 
 
@@ -39,13 +39,13 @@ class LoadedModel:
         file_bytes: Size of the weight files.
         weight_bytes: Memory of the weights.
         low_bits_bytes: Additional memory of the low-bit weights.
-        quantisation: Description of the data type of most weights.
+        quantisation: Quantisation or data type of most weights.
         widened: Whether 16-bit weights were widened to float32.
-        trained_context_tokens: Context that the model was trained for; 0 if unknown.
-        vocab_size: Number of logits of the model.
-        kv_elements_per_token: Numbers that the caches hold for each token.
-        dtype: The mx.Dtype that the model computes in.
-        low_bits: The weights that can be read at fewer bits; None if this was not requested.
+        trained_context_tokens: Context length that the model was trained for; 0 if unknown.
+        vocab_size: Number of logits per token.
+        kv_elements_per_token: Number of elements that the KV caches store per token.
+        dtype: Compute data type, an mx.Dtype.
+        low_bits: The weights that can be read at fewer bits; None if not requested.
     """
 
     model: Any = field(repr=False)
@@ -66,7 +66,7 @@ class LoadedModel:
 
     @property
     def description(self) -> str:
-        """Architecture, size and quantisation in one line."""
+        """One-line description of the architecture, size and quantisation."""
         text = f"{self.architecture} {self.parameters / 1e6:,.1f}M {self.quantisation}"
         return f"{text}, computed in float32" if self.widened else text
 
@@ -75,15 +75,15 @@ def load_model(path: str, name: str, options: LoadOptions, progress: Progress | 
     """Load the model in a folder.
 
     Args:
-        path: The folder.
-        name: Name of the model for messages.
+        path: Path of the model folder.
+        name: Model name for error messages.
         options: Load options.
-        progress: Called while weights load. It cancels by returning False.
+        progress: Called while the weights load. If it returns False, loading is cancelled.
 
     Raises:
-        ModelFileError: The folder holds no model, or it is damaged, of an unknown architecture, or the
-            adapter is of another model.
-        MemoryBudgetError: The weights do not fit the memory limit.
+        ModelFileError: The folder does not contain a model, the model is damaged or unsupported, or the
+            adapter belongs to another model.
+        MemoryBudgetError: The weights exceed the memory limit.
         BackendMissingError: mlx or mlx-lm is not installed.
         CancelledError: `progress` returned False.
     """
@@ -125,7 +125,7 @@ def _report(progress: Progress | None, name: str, fraction: float) -> None:
 
 
 def _load_tokenizer(folder: Path, config: dict[str, Any]) -> Any:
-    """Return mlx_lm's TokenizerWrapper, with the EOS tokens of all the model's configuration files."""
+    """Return mlx_lm's TokenizerWrapper, with the EOS tokens from all of the model's configuration files."""
     from transformers.utils import logging
 
     logging.set_verbosity_error()
@@ -141,9 +141,10 @@ def _load_tokenizer(folder: Path, config: dict[str, Any]) -> Any:
 
 
 def _evaluate_weights(model: Any, widen: bool, report: Callable[[float], None]) -> bool:
-    """Read all weights into memory, a few megabytes at a time.
+    """Load all weights into memory, a few megabytes at a time.
 
-    MLX can evaluate an array only in the thread that created it, and the model may run in another thread.
+    No weight may stay lazy, because MLX can evaluate an array only in the thread that created it, and the
+    model may run in another thread.
 
     Returns:
         Whether 16-bit weights were widened to float32.
@@ -151,8 +152,8 @@ def _evaluate_weights(model: Any, widen: bool, report: Callable[[float], None]) 
     from mlx.utils import tree_unflatten
 
     mx = mlx_core()
-    # Popping each weight frees its 16-bit array before the next one is widened. The largest go first, while
-    # there is room for both versions.
+    # Popping each weight frees its 16-bit array before the next one is widened. The largest weights come
+    # first, while there is enough memory for both versions.
     waiting = sorted(named_arrays(model.parameters()), key=lambda each: each[1].nbytes)
     total = max(1, sum(weight.nbytes for _, weight in waiting))
     done, widened = 0, False
@@ -169,13 +170,13 @@ def _evaluate_weights(model: Any, widen: bool, report: Callable[[float], None]) 
         model.update(tree_unflatten(piece))
         done += size
         report(done / total)
-    # Tables that are not parameters, such as rotary frequencies, are lazy as well.
+    # Tables that are not parameters, such as rotary frequencies, are also lazy.
     mx.eval([array for _, array in named_arrays(model)])
     return widened
 
 
 def _compute_dtype(model: Any) -> Any:
-    """Return the data type of most floating-point weights. Quantised weights count by their scales."""
+    """Return the data type of most floating-point weights. For quantised weights, count the scales."""
     mx = mlx_core()
     floating: Counter[Any] = Counter()
     for _, weight in named_arrays(model.parameters()):

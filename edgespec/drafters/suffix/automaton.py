@@ -57,7 +57,7 @@ class SuffixAutomaton:
         # Number of occurrences of each state, and the end position of the latest occurrence.
         self._counts, self._latest = array("i", [0]), array("i", [0])
         self._last = 0
-        # The state of the last `_MAX_COUNTED_TOKENS` tokens, or of the whole sequence if it is shorter.
+        # State that represents the last `_MAX_COUNTED_TOKENS` tokens, or the whole sequence if it is shorter.
         self._near = self._near_length = 0
         self._frequent: dict[int, tuple[float, list[int]]] = {}
 

@@ -39,7 +39,7 @@ class SuffixConfig:
         length_offset: Additional drafted tokens, regardless of the match length.
         min_probability: Minimum path probability of a drafted token, estimated from counts.
         min_match_tokens: Minimum match length. Nothing is drafted after a shorter match.
-        max_tokens: Largest number of drafted tokens.
+        max_tokens: Maximum number of drafted tokens.
         can_branch: Whether to draft trees. If False, only chains are drafted, for targets that cannot verify
             trees.
     """
@@ -85,7 +85,7 @@ def best_draft(
         matches: (length, place) of each match, longest first.
         grow: Builds the draft for one match.
         root: Last token of the sequence.
-        depth: Largest depth of the draft.
+        depth: Maximum depth of the draft.
         config: Size limits.
     """
     best, best_score = ScoredDraft([root], [-1], [1.0]), 0.0
@@ -115,8 +115,8 @@ def grow_draft(
         lookup: Returns the continuations of a place.
         place: Where the match ends.
         root: Last token of the sequence.
-        depth: Largest depth of the tree.
-        max_tokens: Largest number of drafted tokens.
+        depth: Maximum depth of the tree.
+        max_tokens: Maximum number of drafted tokens.
         config: Further size limits.
         is_end: Whether a token ends the reply. Nothing is drafted after such a token.
     """

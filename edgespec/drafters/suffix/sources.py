@@ -35,7 +35,7 @@ class DraftSource(Protocol):
         Args:
             chat: The current chat.
             root: Last token of the chat.
-            depth: Largest depth of the draft.
+            depth: Maximum depth of the draft.
         """
 
 

@@ -13,7 +13,7 @@ from edgespec.drafters.token_buffer import MAX_CONTINUATION_TOKENS, MAX_MATCH_TO
 
 __all__ = ["SuffixArray", "SuffixRange"]
 
-# Half-open range of suffix array entries that share a match.
+# Half-open range of suffix array entries with the same match.
 SuffixRange: TypeAlias = tuple[int, int]
 
 # Count at most this many occurrences of a match. Larger ranges are sampled evenly to limit lookup time.
@@ -111,7 +111,7 @@ class SuffixArray:
         self._cached_ranges[prefix] = matches
 
     def continuations(self, matches: SuffixRange, count: int) -> list[list[int]]:
-        """Return the tokens that follow each entry of a range, or an even sample of a large range.
+        """Return the tokens that follow each entry in a range. Large ranges are sampled evenly.
 
         Args:
             matches: Range of entries, as returned by `matches`.

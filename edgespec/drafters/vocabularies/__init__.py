@@ -1,7 +1,7 @@
-"""Drafting with a model that has another vocabulary than the target.
+"""Draft with a model whose vocabulary differs from the target's.
 
-Implements both methods of Timor et al. 2025 (arXiv 2502.05202): token-level intersection (TLI), where ids of
-shared tokens are translated, and drafting of text that is tokenized again for the target, as in Universal
+Implements two methods from Timor et al. 2025 (arXiv 2502.05202). Token-level intersection (TLI) translates
+the ids of shared tokens. The other method retokenizes the drafted text for the target, as in Universal
 Assisted Generation (UAG).
 """
 

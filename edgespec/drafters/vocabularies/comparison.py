@@ -11,9 +11,10 @@ from edgespec.errors import VocabularyMismatchError
 
 __all__ = ["MappingKind", "VocabularyComparison", "compare_vocabularies"]
 
-# From this share of shared tokens on, token ids are translated; below it, text is tokenized again. Chosen.
+# If at least this fraction of the target's tokens is shared, token ids are translated. Otherwise, the draft's
+# text is retokenized. A heuristic.
 _MIN_TRANSLATED_FRACTION = 0.5
-# Below this share, the user is warned of a lower acceptance rate. Chosen.
+# If a smaller fraction is shared, warn the user about a lower acceptance rate. A heuristic.
 _MIN_GOOD_FRACTION = 0.9
 
 MappingKind = Literal["same", "translated", "retokenised"]
@@ -21,14 +22,14 @@ MappingKind = Literal["same", "translated", "retokenised"]
 
 @dataclass(frozen=True, slots=True)
 class VocabularyComparison:
-    """Result of comparing a draft's vocabulary with the target's.
+    """Result of comparing the draft model's vocabulary with the target's.
 
     Attributes:
         target_name: Name of the target.
         draft_name: Name of the draft model.
-        first_difference: The first difference in words; empty if all ids mean the same.
-        shared_fraction: Share of the target's tokens that the draft has, under any id.
-        translation: Maps token ids; None if all ids mean the same.
+        first_difference: Description of the first difference; empty if all token ids match.
+        shared_fraction: Fraction of the target's tokens that the draft model also has, under any id.
+        translation: Maps token ids; None if all token ids match.
     """
 
     target_name: str
@@ -39,14 +40,14 @@ class VocabularyComparison:
 
     @property
     def mapping(self) -> MappingKind:
-        """How to use the draft: with the same ids, with translated ids, or by tokenizing its text again."""
+        """How to use the draft model: with the same ids, with translated ids, or by retokenizing its text."""
         if self.translation is None:
             return "same"
         return "translated" if self.shared_fraction >= _MIN_TRANSLATED_FRACTION else "retokenised"
 
     @property
     def explanation(self) -> str:
-        """One line for the user about the consequences; empty if all ids mean the same."""
+        """One-line explanation of the consequences for the user; empty if all token ids match."""
         if self.translation is None:
             return ""
         share = _share_text(self.translation, self.target_name)
@@ -63,7 +64,7 @@ class VocabularyComparison:
 
 
 def _share_text(translation: TokenTranslation, target_name: str) -> str:
-    """Return the share of common tokens in words, never rounded to all tokens or to none."""
+    """Describe how many tokens are shared, without rounding to all or none."""
     shared, total = len(translation.target_ids), translation.target_token_count
     percent = round(100 * shared / total)
     share = f"{percent} %"
@@ -79,10 +80,10 @@ def compare_vocabularies(
 ) -> VocabularyComparison:
     """Compare the vocabularies of a target and a draft model.
 
-    Sizes may differ by a few padding tokens. Ids that only one vocabulary has are never drafted.
+    Vocabulary sizes may differ by a few padding tokens. Ids that exist in only one of them are never drafted.
 
     Raises:
-        VocabularyMismatchError: The vocabularies have no token in common.
+        VocabularyMismatchError: The vocabularies have no tokens in common.
     """
     difference = _first_difference(target, draft, target_name, draft_name)
     if not difference:
@@ -91,7 +92,7 @@ def compare_vocabularies(
     if not len(translation.target_ids):
         raise VocabularyMismatchError(
             f"{draft_name} cannot draft for {target_name}: they have no token in common, {difference}",
-            "choose a draft model of the same family, or --draft none",
+            "choose a draft model from the same family, or use --draft none",
         )
     fraction = len(translation.target_ids) / translation.target_token_count
     return VocabularyComparison(target_name, draft_name, difference, fraction, translation)

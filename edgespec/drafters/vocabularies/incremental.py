@@ -1,4 +1,4 @@
-"""Tokenize a growing sequence for a draft model with another vocabulary."""
+"""Tokenize a growing sequence incrementally for a draft model with a different vocabulary."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from edgespec.engine.prefix import common_prefix_length
 
 __all__ = ["IncrementalRetokeniser"]
 
-# The end of the text is tokenized again whenever it grows, because its tokens may change: at least the first
-# number of bytes, at most about the second. Chosen.
+# When text is appended, the tokens at its end may change. So the end is retokenized each time: at least
+# `_MIN_OPEN_BYTES` and at most about `_MAX_OPEN_BYTES`. Both are heuristics.
 _MIN_OPEN_BYTES, _MAX_OPEN_BYTES = 64, 256
 
 
 class IncrementalRetokeniser:
-    """The draft's tokens of a growing sequence of the target's tokens.
+    """Incrementally converts a growing sequence of target tokens to draft model tokens.
 
-    Control tokens split the text into parts that are tokenized on their own. The end of the last part is
-    open, because its tokens may change with the text that follows. The tokens before it are final.
+    Control tokens split the text into parts that are tokenized separately. The tokens at the end of the last
+    part are open: they may change when text is appended. All earlier tokens are final.
 
     Attributes:
-        tokens: All tokens. The first `_final_tokens` of them never change.
-        incomplete_bytes: The first bytes of a character at the end, which are not tokenized yet.
+        tokens: All draft model tokens. The first `_final_tokens` never change.
+        incomplete_bytes: Bytes of an incomplete character at the end, which are not tokenized yet.
     """
 
     def __init__(self, vocabulary: Vocabulary, translation: TokenTranslation) -> None:
@@ -36,7 +36,7 @@ class IncrementalRetokeniser:
         self._unchanged_tokens = 0
 
     def add(self, tokens: Sequence[int]) -> None:
-        """Append tokens of the target."""
+        """Append target tokens."""
         for token in tokens:
             piece = self._vocabulary.piece(token)
             if piece:
@@ -45,7 +45,8 @@ class IncrementalRetokeniser:
             self._replace_open_tokens(self._translation.draft_tokenizer.tokenize(self._open_text))
             self._open_text = b""
             translated = self._translation.translate(token, first=False)
-            # A start token of the target does not repeat the draft's own start tokens.
+            # Do not add the translated start token if the sequence already begins with the draft's start
+            # tokens.
             only_start = self.tokens == list(self._translation.draft_start_tokens)
             if not only_start or list(translated) != self.tokens:
                 self.tokens += translated
@@ -53,7 +54,7 @@ class IncrementalRetokeniser:
         self._tokenize()
 
     def take_unchanged(self) -> int:
-        """Return the number of first tokens that have not changed since the last call."""
+        """Return the number of leading tokens that have not changed since the last call."""
         unchanged, self._unchanged_tokens = self._unchanged_tokens, len(self.tokens)
         return unchanged
 
@@ -67,14 +68,14 @@ class IncrementalRetokeniser:
             self._finalize(tokens)
 
     def _replace_open_tokens(self, tokens: Sequence[int]) -> None:
-        """Replace the tokens after the final ones."""
+        """Replace all tokens that are not final."""
         final = self._final_tokens
         unchanged = final + common_prefix_length(self.tokens[final:], tokens)
         self._unchanged_tokens = min(self._unchanged_tokens, unchanged)
         self.tokens[unchanged:] = tokens[unchanged - final :]
 
     def _finalize(self, open_tokens: list[int]) -> None:
-        """Make tokens final up to a space, or up to any token that is far enough from the end."""
+        """Mark tokens as final up to a space, or up to any token far enough from the end."""
         position, boundaries = 0, [(0, 0)]
         for count, token in enumerate(open_tokens):
             raw = self._translation.draft_token_bytes(token)
@@ -88,7 +89,7 @@ class IncrementalRetokeniser:
 
 
 def _incomplete_byte_count(text: bytes) -> int:
-    """Return the number of bytes at the end that begin a UTF-8 character without completing it."""
+    """Return the number of trailing bytes that belong to an incomplete UTF-8 character."""
     for back in range(1, min(4, len(text)) + 1):
         byte = text[-back]
         if byte >= 0xC0:

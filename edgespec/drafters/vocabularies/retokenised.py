@@ -1,4 +1,4 @@
-"""Draft with a model of another vocabulary by tokenizing its text for the target."""
+"""Draft with a model that has a different vocabulary, by retokenizing its text for the target."""
 
 from __future__ import annotations
 
@@ -16,29 +16,29 @@ from edgespec.engine.tree import TokenTree
 
 __all__ = ["RetokenisedDrafter"]
 
-# Last tokens of the sequence that are tokenized again together with the draft's text. Chosen.
+# Number of preceding tokens to retokenize together with the drafted text, so that tokens can merge.
 _CONTEXT_TOKENS = 8
-# Up to this many missing tokens are run as a part of the next proposal, without a prefill. Chosen.
+# Up to this many uncached tokens are run within `propose` instead of counting as a separate prefill.
 _MAX_TOKENS_WITH_PROPOSAL = 16
 
 
 class RetokenisedDrafter(BudgetedDrafter):
-    """Drafts chains of the target's tokens from the text that a draft model continues with.
+    """Drafts chains of target tokens by retokenizing the text that a draft model generates.
 
-    Implements drafting for disjoint vocabularies of Timor et al. 2025 (arXiv 2502.05202, section 4). The
-    sequence is tokenized for the draft, which continues it greedily. Its text is tokenized for the target.
-    Drafts carry no draft probabilities.
+    Implements drafting with disjoint vocabularies (Timor et al. 2025, arXiv 2502.05202, section 4). The
+    sequence is tokenized for the draft model, which continues it greedily. The generated text is then
+    tokenized for the target. Drafts have no draft probabilities.
 
-    If there is no budget to prefill the whole sequence, the draft model sees only its end.
+    If the budget does not allow prefilling the whole sequence, the draft model sees only its end.
 
     Args:
         model: The draft model.
         vocabulary: The target's vocabulary.
         translation: Maps between the vocabularies.
-        min_confidence: Stop after a token of the draft with a smaller probability.
+        min_confidence: Stop after a draft model token with a lower probability.
 
     Raises:
-        CapabilityError: The model cannot roll back.
+        CapabilityError: The model does not support rollback.
     """
 
     name = "model"
@@ -57,12 +57,12 @@ class RetokenisedDrafter(BudgetedDrafter):
         self._translation = translation
         self._min_confidence = min_confidence
         self._tokens: list[int] = []
-        # The sequence in the draft's tokens, which is complete unless only its end was tokenized.
+        # The sequence in draft model tokens. `_is_complete` is False if only its end was tokenized.
         self._new_input()
-        # Tokens in the draft's KV cache. The first `_matching` are known to equal the input.
+        # Tokens in the draft model's KV cache. The first `_matching` tokens are known to match the input.
         self._cached: list[int] = []
         self._matching = 0
-        # Input tokens that are not in the KV cache, without the last one.
+        # Number of input tokens that are not in the KV cache, excluding the last token.
         self._lag = 0
 
     def _new_input(self) -> None:
@@ -107,11 +107,11 @@ class RetokenisedDrafter(BudgetedDrafter):
         self._lag = len(self._missing_tokens())
 
     def _missing_tokens(self) -> list[int]:
-        """Truncate the KV cache to its common prefix with the input, and return the missing tokens."""
+        """Truncate the KV cache to its common prefix with the input, and return the uncached tokens."""
         tokens = self._input.tokens
         if not tokens:
             return []
-        # Only tokens that changed since the last call are compared, because the sequence may be long.
+        # The sequence may be long, so compare only tokens that have changed since the last call.
         self._matching = min(self._matching, self._input.take_unchanged())
         same = min(self._matching, self._model.length)
         same += common_prefix_length(self._cached[same : self._model.length], tokens[same:])
@@ -121,7 +121,7 @@ class RetokenisedDrafter(BudgetedDrafter):
         return tokens[cached:-1]
 
     def _catch_up(self) -> bool:
-        """Prefill the input without its last token; return False if it exceeds the draft's context."""
+        """Prefill all input tokens except the last. Return False if they exceed the draft model's context."""
         missing = self._missing_tokens()
         if not self._input.tokens or len(missing) >= self._model.free_tokens:
             return False
@@ -140,7 +140,7 @@ class RetokenisedDrafter(BudgetedDrafter):
         return TokenTree.chain(last, self._target_tokens(text, ended)[:draft_length])
 
     def _generate(self, max_tokens: int) -> tuple[bytes, bool]:
-        """Continue with up to `max_tokens` of the draft; return the text and whether the reply ended."""
+        """Generate up to `max_tokens` draft model tokens. Return the text and whether the reply ended."""
         text, ended = b"", False
         chain = [self._input.tokens[-1]]
         count = min(max_tokens, self._model.free_tokens, self._model.facts.capabilities.max_width)
@@ -162,10 +162,10 @@ class RetokenisedDrafter(BudgetedDrafter):
         return text, ended
 
     def _target_tokens(self, text: bytes, ended: bool) -> list[int]:
-        """Return the draft's text in tokens of the target."""
+        """Tokenize the drafted text for the target."""
         incomplete = self._input.incomplete_bytes
         if not text.startswith(incomplete):
-            return []  # the draft does not complete the character that the target has begun
+            return []  # the draft does not complete the target's incomplete character
         text = _complete_characters(text[len(incomplete) :], incomplete)
         tokens = self._tokenize_in_context(text) if text else []
         if ended and self._translation.target_end_token is not None:
@@ -173,7 +173,7 @@ class RetokenisedDrafter(BudgetedDrafter):
         return tokens
 
     def _tokenize_in_context(self, text: bytes) -> list[int]:
-        """Tokenize `text` after the last tokens of the sequence, provided that those do not change."""
+        """Tokenize `text` as a continuation of the sequence, or on its own if earlier tokens would change."""
         tokenize = self._translation.target_tokenizer.tokenize
         context: list[int] = []
         for token in reversed(self._tokens[-_CONTEXT_TOKENS:]):
@@ -198,7 +198,7 @@ class RetokenisedDrafter(BudgetedDrafter):
 
 
 def _complete_characters(text: bytes, begin: bytes) -> bytes:
-    """Return `text` without an incomplete last character; `begin` holds the first bytes of its first one."""
+    """Return `text` without an incomplete last character. `begin` are the bytes that precede `text`."""
     for cut in range(4):
         complete = text[: len(text) - cut]
         try:

@@ -1,4 +1,4 @@
-"""Use a draft model with another vocabulary under the target's token ids."""
+"""Use a draft model with a different vocabulary through the target's token ids."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ __all__ = ["TranslatedModel"]
 
 
 class TranslatedModel(BaseModel):
-    """A LanguageModel with the target's vocabulary on top of a draft model with another one.
+    """Wraps a draft model with a different vocabulary as a LanguageModel with the target's vocabulary.
 
-    Implements token-level intersection (TLI) of Timor et al. 2025 (arXiv 2502.05202). A shared token is
-    translated to one token of the draft; other tokens of the target are spelled with the draft's tokens. The
-    inner KV cache holds a prefix of the translated sequence, and missing tokens are run before the next pass.
-    Only shared tokens have logits. `run_ahead` has no effect, because the target may lack the draft's best
-    token.
+    Implements token-level intersection (TLI, Timor et al. 2025, arXiv 2502.05202). A shared token is
+    translated to one draft model token; other target tokens are spelled with several draft model tokens. The
+    draft model's KV cache holds a prefix of the translated sequence, and missing tokens are run before the
+    next pass. Only shared tokens have logits. `run_ahead` has no effect, because the draft model's best token
+    may not exist in the target's vocabulary.
 
     Args:
         model: The draft model.
@@ -37,7 +37,8 @@ class TranslatedModel(BaseModel):
         self.vocabulary = vocabulary
         capabilities = model.facts.capabilities
         self._max_spelling_tokens = max(1, min(MAX_SPELLING_TOKENS, capabilities.max_width // 4))
-        # A pass begins with the root and at most one token before it. Each may need several draft tokens.
+        # A pass begins with the root and at most one earlier token. Each may be spelled with several draft
+        # tokens.
         self._margin = 2 * (self._max_spelling_tokens - 1)
         self.facts: ModelFacts = replace(
             model.facts,
@@ -52,12 +53,13 @@ class TranslatedModel(BaseModel):
                 trainable=False,
             ),
         )
-        # The sequence in both vocabularies. The first i target tokens are the first `_ends[i]` draft tokens.
+        # The sequence in both vocabularies. The first i target tokens correspond to the first `_ends[i]`
+        # draft tokens.
         self._tokens: list[int] = []
         self._translated: list[int] = []
         self._ends: list[int] = [0]
         self._round: tuple[int, ...] = ()
-        # The draft's tree of the current round. `_inner_nodes[i]` is the last draft node of target node i.
+        # The verified tree in draft model tokens. `_inner_nodes[i]` is the last draft node for target node i.
         self._inner_tree = TreeBuilder()
         self._inner_nodes: list[int] = []
 
@@ -67,13 +69,13 @@ class TranslatedModel(BaseModel):
 
     @property
     def free_tokens(self) -> int:
-        """See `LanguageModel.free_tokens`. All but the next two tokens are assumed to be shared."""
+        """See `LanguageModel.free_tokens`. Assumes that all tokens after the next two are shared."""
         lag = len(self._translated) - self._model.length
         left = self._model.free_tokens - lag - self._margin
         return max(0, min(self.facts.context_tokens - len(self._tokens), left))
 
     def prefill(self, tokens: Sequence[int], progress: Progress | None = None) -> None:
-        """See `LanguageModel.prefill`. If the spelling exceeds the inner context, `free_tokens` becomes 0."""
+        """See `LanguageModel.prefill`. `free_tokens` becomes 0 if the translation exceeds the context."""
         self._check(len(tokens))
         before = len(self._tokens)
         self._add(tokens)
@@ -95,11 +97,11 @@ class TranslatedModel(BaseModel):
         return self._translation.translate(token, first)[-self._max_spelling_tokens :]
 
     def _whole_tokens(self, inner_length: int) -> int:
-        """Return the number of target tokens that the first `inner_length` draft tokens cover completely."""
+        """Return the number of target tokens fully covered by the first `inner_length` draft tokens."""
         return next(i for i in range(len(self._ends) - 1, -1, -1) if self._ends[i] <= inner_length)
 
     def _update_inner_cache(self, progress: Progress | None = None) -> None:
-        """Prefill the translated tokens that the inner KV cache lacks."""
+        """Prefill the translated tokens that are missing from the draft model's KV cache."""
         lag = self._translated[self._model.length :]
         if lag:
             self._model.prefill(lag, progress)
@@ -121,7 +123,7 @@ class TranslatedModel(BaseModel):
         return TranslatedLogits(logits, rows, self._translation, self.facts.vocab_size)
 
     def _translate_tree(self, tree: TokenTree, first: int) -> None:
-        """Add the nodes from `first` on to the draft's tree, each as a chain of draft tokens."""
+        """Translate the nodes starting at `first`, and add each as a chain to the draft model's tree."""
         for node in range(first, tree.width):
             parent = tree.parents[node]
             inner_node = -1 if parent < 0 else self._inner_nodes[parent]

@@ -1,4 +1,4 @@
-"""Logits of a draft model under the target's token ids."""
+"""Map a draft model's logits to the target's token ids."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from edgespec.engine.processors import Candidates, LogitsProcessor
 
 __all__ = ["TranslatedLogits"]
 
-# Extra tokens to request, because the target lacks some of the draft's best tokens. Chosen.
+# Extra top tokens to request, because some of the draft's best tokens may not exist in the target.
 _EXTRA_TOKENS = 16
 
 
 class TranslatedLogits:
-    """Logits of the shared tokens, under the target's ids. Other tokens have probability 0.
+    """Logits of the shared tokens, indexed by target ids. All other tokens have probability 0.
 
     Args:
-        logits: The draft's logits.
+        logits: The draft model's logits.
         rows: Rows of `logits` to use, in order.
         translation: Maps the token ids.
-        vocab_size: Only target ids below this size are returned.
+        vocab_size: Only target ids below this value are returned.
     """
 
     __slots__ = ("_logits", "_rows", "_translation", "vocab_size")
@@ -65,7 +65,8 @@ class TranslatedLogits:
     def above(self, row: int, margin: float) -> Candidates:
         tokens, values = self.top(row, 1)
         floor = values.max(initial=-np.inf) - margin
-        # The draft measures margins from its largest logit, which may belong to a token that is not shared.
+        # The draft's margins are relative to its largest logit, which may belong to a token that is not
+        # shared.
         _, best = self._logits.top(self._rows[row], 1)
         draft_margin = float(best.max(initial=-np.inf)) - floor
         if not np.isfinite(draft_margin):

@@ -1,4 +1,4 @@
-"""Map tokens of the target's vocabulary to tokens of the draft's."""
+"""Translate tokens between the vocabularies of a target and a draft model."""
 
 from __future__ import annotations
 
@@ -10,17 +10,18 @@ from edgespec.backends.base import Vocabulary
 
 __all__ = ["ByteTokenizer", "TokenTranslation"]
 
-# A token that the draft lacks is replaced by at most this many of its own tokens, the last ones. Chosen.
+# A target token missing from the draft's vocabulary is spelled with several draft tokens. Keep only the last
+# ones, up to this number.
 MAX_SPELLING_TOKENS = 16
 
 
 class _TokenTable:
-    """The tokens of a vocabulary by their bytes.
+    """Lookup tables from bytes to token ids for one vocabulary.
 
     Attributes:
         text: First id of each text token.
         control: First id of each control token.
-        duplicates: All ids of text tokens that have the same bytes.
+        duplicates: All ids of text tokens that share the same bytes.
         ends: Tokens that end a reply.
     """
 
@@ -41,16 +42,16 @@ class _TokenTable:
 
     @property
     def count(self) -> int:
-        """Number of different tokens, without padding."""
+        """Number of distinct tokens, excluding padding."""
         return len(self.text) + len(self.control)
 
     def control_token(self, text: str) -> int | None:
-        """Return the control token with this text."""
+        """Return the id of the control token with this text, or None."""
         return self.control.get(text.encode())
 
 
 class ByteTokenizer:
-    """Tokenizes bytes as in the middle of a text, without start tokens or an added space."""
+    """Tokenizes bytes as if in the middle of a text, without adding start tokens or a space."""
 
     def __init__(self, vocabulary: Vocabulary, ids: Mapping[bytes, int]) -> None:
         self._vocabulary = vocabulary
@@ -58,12 +59,12 @@ class ByteTokenizer:
         self._max_token_bytes = max(map(len, ids), default=0)
 
     def tokenize(self, data: bytes) -> list[int]:
-        """Return tokens whose bytes are `data`. Bytes that no token has are left out."""
+        """Return tokens whose bytes are `data`, skipping any bytes that no token can represent."""
         try:
             text = data.decode()
         except UnicodeDecodeError:
             return self._longest_match(data)
-        # Some tokenizers add a space at the beginning of a text, so it is also tried after other characters.
+        # Some tokenizers add a space at the beginning of a text, so also try the text after other characters.
         for prefix in ("", "\n", "a"):
             tokens = self._vocabulary.tokenize(prefix + text, special=False, start=False)
             suffix = self._suffix_with_bytes(tokens, data)
@@ -86,7 +87,7 @@ class ByteTokenizer:
         return None
 
     def _longest_match(self, data: bytes) -> list[int]:
-        """Tokenize greedily, always with the longest token that matches."""
+        """Tokenize greedily, always choosing the longest matching token."""
         tokens = []
         position = 0
         while position < len(data):
@@ -102,21 +103,21 @@ class ByteTokenizer:
 
 
 class TokenTranslation:
-    """Translation of tokens between the vocabularies of a target and a draft model.
+    """Translates tokens between the vocabularies of a target and a draft model.
 
-    Text tokens match by their bytes, control tokens by their text. The token that ends a reply of one model
-    matches that of the other.
+    Text tokens are matched by their bytes, and control tokens by their text. The tokens that end a reply in
+    each model are matched with each other.
 
     Attributes:
-        target_ids: Ids of the shared tokens in the target, int64 [n], ascending.
-        draft_ids: Ids of the same tokens in the draft, int64 [n].
+        target_ids: Target ids of the shared tokens, int64 [n], ascending.
+        draft_ids: Draft ids of the same tokens, int64 [n].
         draft_id_of: Draft id of each target id, int64; -1 for tokens that are not shared.
         target_id_of: Target id of each draft id, int64; -1 for tokens that are not shared.
-        target_token_count: Number of different tokens of the target.
-        target_end_token: The token that ends a reply of the target.
+        target_token_count: Number of distinct tokens in the target's vocabulary.
+        target_end_token: The token that ends a reply in the target's vocabulary.
         target_tokenizer: Tokenizes bytes for the target.
-        draft_tokenizer: Tokenizes bytes for the draft.
-        draft_start_tokens: Tokens that the draft expects at the beginning of a sequence; may be empty.
+        draft_tokenizer: Tokenizes bytes for the draft model.
+        draft_start_tokens: Tokens that the draft model expects at the beginning of a sequence; may be empty.
     """
 
     def __init__(self, target: Vocabulary, draft: Vocabulary) -> None:
@@ -129,7 +130,7 @@ class TokenTranslation:
         control = target_table.control.items()
         pairs = {token: draft_table.control[raw] for raw, token in control if raw in draft_table.control}
         pairs |= dict(self._text_pairs(target_table, draft_table))
-        # Control tokens that the draft lacks, and the draft's tokens of the same function.
+        # Maps target control tokens that the draft lacks to draft tokens with the same function.
         self._substitutes: dict[int, int] = {}
         self._match_ends(pairs, target_table, draft_table)
         self.draft_start_tokens = tuple(draft.tokenize("", special=True, start=True))
@@ -143,7 +144,7 @@ class TokenTranslation:
         self._translations: dict[int, tuple[int, ...]] = {}
 
     def _text_pairs(self, target_table: _TokenTable, draft_table: _TokenTable) -> list[tuple[int, int]]:
-        """Match text tokens; of several ids with the same bytes, the ones that the tokenizers produce."""
+        """Match text tokens. If several ids share the same bytes, use the ids that the tokenizers produce."""
         pairs = []
         for raw, target_id in target_table.text.items():
             draft_id = draft_table.text.get(raw)
@@ -156,7 +157,7 @@ class TokenTranslation:
         return pairs
 
     def _match_ends(self, pairs: dict[int, int], target_table: _TokenTable, draft_table: _TokenTable) -> None:
-        """Match the tokens that end a reply."""
+        """Match the end-of-reply tokens of both models."""
         self.target_end_token = _reply_end(self._target, target_table.ends)
         draft_end = _reply_end(self._draft, draft_table.ends)
         if draft_end is None or self.target_end_token is None:
@@ -166,18 +167,18 @@ class TokenTranslation:
         self._substitutes |= {token: draft_end for token in target_table.ends if token not in pairs}
 
     def _match_starts(self, target_table: _TokenTable, draft_table: _TokenTable) -> None:
-        """Replace the target's start token by the draft's."""
+        """Map the target's start token to the draft's start token."""
         target_start = target_table.control_token(self._target.bos_text)
         draft_start = draft_table.control_token(self._draft.bos_text)
         if target_start is not None and draft_start is not None:
             self._substitutes.setdefault(target_start, draft_start)
 
     def translate(self, token: int, first: bool) -> tuple[int, ...]:
-        """Return the draft's tokens for a token of the target, at least one.
+        """Return at least one draft token for a target token.
 
         Args:
-            token: Token of the target.
-            first: The token is the first one of the sequence, so the draft's start tokens are added.
+            token: The target token.
+            first: Whether the token is the first in the sequence. If so, the draft's start tokens are added.
         """
         translated = self._translations.get(token)
         if translated is None:
@@ -188,7 +189,7 @@ class TokenTranslation:
         return translated
 
     def draft_token_bytes(self, token: int) -> bytes:
-        """Return the bytes of a token of the draft."""
+        """Return the bytes of a draft token."""
         return self._draft.raw_piece(token)
 
     def _translate(self, token: int) -> tuple[int, ...]:
@@ -203,7 +204,7 @@ class TokenTranslation:
 
 
 def _produced_id(vocabulary: Vocabulary, raw: bytes, ids: list[int]) -> int:
-    """Return the id that the tokenizer produces for these bytes, or the first id if that cannot be found."""
+    """Return the id that the tokenizer produces for these bytes, or the first id if unknown."""
     if len(ids) == 1:
         return ids[0]
     try:
@@ -218,7 +219,7 @@ def _produced_id(vocabulary: Vocabulary, raw: bytes, ids: list[int]) -> int:
 
 
 def _reply_end(vocabulary: Vocabulary, ends: list[int]) -> int | None:
-    """Return the token that ends a reply in a chat: the last end token in the chat template."""
+    """Return the token that ends a chat reply: the end token that occurs last in the chat template."""
     template = vocabulary.chat_template or ""
     positions = {
         token: template.rfind(vocabulary.raw_piece(token).decode("utf-8", "replace")) for token in ends

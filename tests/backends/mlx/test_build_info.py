@@ -23,5 +23,5 @@ def test_build_info_names_the_missing_library(monkeypatch: pytest.MonkeyPatch) -
         raise metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(metadata, "version", missing)
-    with pytest.raises(BackendMissingError, match="mlx-lm, which runs MLX models"):
+    with pytest.raises(BackendMissingError, match="mlx-lm, which is required for MLX models"):
         build_info()

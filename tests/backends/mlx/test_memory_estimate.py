@@ -160,7 +160,7 @@ def test_what_is_touched_is_told(kind: str, config: dict[str, int], tmp_path: Pa
 def test_what_does_not_run_is_refused(tmp_path: Path) -> None:
     path = write_checkpoint(tmp_path / "llama", "llama")
     tiny = MlxMemoryEstimator(str(path), "tiny", LoadOptions())
-    with pytest.raises(OptionError, match="does not run with kv_type 'q8_0'"):  # its heads are too small
+    with pytest.raises(OptionError, match="does not support kv_type 'q8_0'"):  # its heads are too small
         tiny.estimate(LoadOptions(kv_type="q8_0"))
     with pytest.raises(OptionError, match="with MLX choose one of"):
         tiny.estimate(LoadOptions(kv_type="q5_0"))

@@ -69,7 +69,7 @@ class TestProbe:
     @pytest.mark.parametrize(
         ("lie", "rollback", "reason"),
         [
-            ("wide", False, "a pass of several tokens"),
+            ("wide", False, "a multi-token pass"),
             ("positions", True, "a token tree"),
             ("raises", True, "the model could not be run"),
         ],

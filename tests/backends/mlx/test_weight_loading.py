@@ -211,9 +211,9 @@ def test_broken_adapters(tmp_path: Path, llama: Path) -> None:
     with pytest.raises(ModelFileError, match="has no adapters.safetensors"):
         _open(llama, adapter=str(adapter))
     (adapter / "adapter_model.safetensors").touch()
-    with pytest.raises(ModelFileError, match="an adapter of PEFT"):
+    with pytest.raises(ModelFileError, match="a PEFT adapter"):
         _open(llama, adapter=str(adapter))
-    with pytest.raises(ModelFileError, match="has no adapter_config.json; give the folder that"):
+    with pytest.raises(ModelFileError, match="has no adapter_config.json; use the folder that"):
         _open(llama, adapter=str(llama))
 
 
@@ -276,17 +276,17 @@ def _without_a_tensor(folder: Path) -> None:
 _HEADER = json.dumps({"a": {"dtype": "F16", "shape": [1], "data_offsets": "x"}}).encode()
 
 TROUBLES: dict[str, tuple[Callable[[Path], Path | None], str]] = {
-    "gguf": (_gguf, "is a GGUF file, and the MLX backend loads folders only; use llama.cpp"),
-    "file": (_a_file, "is a file, not a folder; give the folder that holds config.json"),
+    "gguf": (_gguf, "is a GGUF file, but the MLX backend loads only folders; use llama.cpp"),
+    "file": (_a_file, "is a file, not a folder; use the folder that contains config.json"),
     "missing": (_no_folder, "nowhere does not exist; check the path"),
     "no config": (_remove("config.json"), "has no config.json; download"),
-    "config cut": (_write("config.json", b'{"model_type": '), "config.json is not JSON"),
-    "config nested": (_write("config.json", b"[" * 100_000), "config.json is not JSON"),
-    "config bytes": (_write("config.json", b"\xff\xfe\x00"), "config.json is not JSON"),
-    "config list": (_write("config.json", b"[]"), "config.json holds no JSON object"),
-    "config folder": (_write("generation_config.json", b"{"), "generation_config.json is not JSON"),
-    "no model_type": (_config(model_type=None), "does not state a model_type"),
-    "code": (_config(model_file="evil.py"), "needs to run its own Python file, 'evil.py'"),
+    "config cut": (_write("config.json", b'{"model_type": '), "config.json is not valid JSON"),
+    "config nested": (_write("config.json", b"[" * 100_000), "config.json is not valid JSON"),
+    "config bytes": (_write("config.json", b"\xff\xfe\x00"), "config.json is not valid JSON"),
+    "config list": (_write("config.json", b"[]"), "config.json does not contain a JSON object"),
+    "config folder": (_write("generation_config.json", b"{"), "generation_config.json is not valid JSON"),
+    "no model_type": (_config(model_type=None), "has no model_type"),
+    "code": (_config(model_file="evil.py"), "requires its own Python file 'evil.py'"),
     "unknown": (
         _config(model_type="gpt99"),
         r"'gpt99', which mlx-lm 0\.\d+\.\d+ does not support; update mlx-lm",
@@ -299,15 +299,15 @@ TROUBLES: dict[str, tuple[Callable[[Path], Path | None], str]] = {
     "fewer tensors": (_without_a_tensor, "could not be loaded: Missing 1 parameters: .*model.norm.weight"),
     "no weights": (
         _remove("model.safetensors"),
-        "1 of 1 weight files of .* are missing, such as model.safetensors",
+        "1 of 1 weight files in .* are missing, such as model.safetensors",
     ),
     "no index": (_renamed("weights.safetensors"), "none is named model.*safetensors; rename"),
     "torch": (
         _renamed("pytorch_model.bin"),
-        "weights of .* are in pytorch_model.bin, and MLX reads safetensors only; convert",
+        "weights in .* are stored in pytorch_model.bin, but MLX reads only safetensors; convert",
     ),
     "nothing": (_renamed("weights"), "has no weights"),
-    "index": (_write("model.safetensors.index.json", b"nonsense"), "index.json is not JSON"),
+    "index": (_write("model.safetensors.index.json", b"nonsense"), "index.json is not valid JSON"),
     "cut": (
         _weights(lambda data: data[:-1]),
         r"truncated: it has [\d,]+ of [\d,]+ bytes; download it again",
@@ -320,7 +320,7 @@ TROUBLES: dict[str, tuple[Callable[[Path], Path | None], str]] = {
         _weights(lambda data: len(_HEADER).to_bytes(8, "little") + _HEADER),
         "the header of .* is damaged",
     ),
-    "no tensors": (_weights(lambda data: (2).to_bytes(8, "little") + b"{}"), "holds no tensors"),
+    "no tensors": (_weights(lambda data: (2).to_bytes(8, "little") + b"{}"), "contains no tensors"),
     "pointer": (_weights(lambda data: b"version https://git-lfs.github.com/spec/v1\n"), "Git LFS pointer"),
     "no tokenizer": (_remove("tokenizer.json"), "has no tokenizer.json"),
     "bad tokenizer": (_write("tokenizer.json", b"{"), "could not be loaded: "),
@@ -340,7 +340,7 @@ def test_damaged_folders_give_errors_of_one_line(trouble: str, folder: Path) -> 
 def test_missing_shards_are_counted(folder: Path) -> None:
     shards = {"a": "model.safetensors", "b": "model-00002.safetensors", "c": "model-00003.safetensors"}
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": shards}))
-    with pytest.raises(ModelFileError, match="2 of 3 weight files of .* such as model-00002.safetensors"):
+    with pytest.raises(ModelFileError, match="2 of 3 weight files in .* such as model-00002.safetensors"):
         _open(folder)
 
 

@@ -51,7 +51,11 @@ def test_files_with_an_invalid_header_are_ignored(tmp_path: Path, key: str, quot
         assert PrefixCacheDisk("a model", quota_bytes, tmp_path).list_segments() == []
 
 
-@pytest.mark.parametrize("header", [b"[]", b"7", b"null", b"[" * 100_000, b"\xff", b""])
+@pytest.mark.parametrize(
+    "header",
+    [b"[]", b"7", b"null", b"[" * 100_000, b"\xff", b""],
+    ids=["list", "number", "null", "deeply nested list", "invalid UTF-8", "empty"],
+)
 def test_files_whose_header_is_no_json_object_are_ignored(tmp_path: Path, header: bytes) -> None:
     disk = PrefixCacheDisk("a model", 1 << 30, tmp_path)
     assert written(disk, 0, 40)

@@ -82,21 +82,21 @@ def test_lookup_speeds_up_copied_text(machine: SimulatedMachine) -> None:
 
 @pytest.mark.parametrize("name", ["2 CPU cores, Q8_0", "2 CPU cores, Q4_0", "2 CPU cores, Q4_K_M"])
 def test_lookup_is_used_where_the_draft_model_is_unaffordable(name: str) -> None:
-    """Most of what the loss_limit lends would go into drafting, where wide passes are dear."""
+    """Lookups cost no drafting time, so they fit into the loss limit where wide passes are expensive."""
     texts = [passages(stationary(0.3, 200, seed), 0.4, 30, seed) for seed in range(8)]
     assert evaluate(BY_NAME[name], Case("copied", texts)).auto >= 1.05
 
 
 @pytest.mark.parametrize("name", ["M3 Ultra", "2 CPU cores, Q8_0"])
 def test_short_replies_lose_little(name: str) -> None:
-    """Whoever tries has to read the prompt first, which is most of the price of a try."""
+    """Trying the draft model requires prefilling the prompt into it, which is most of the cost."""
     found = evaluate(BY_NAME[name], Case("short", replies(0.0)[:16], warm=12))
     assert found.auto >= 0.99
     assert found.slower <= 0.3
 
 
 def test_forced_drafts_discover_that_long_drafts_save_time() -> None:
-    """Short drafts do not pay there, long ones do: it never finds out by itself."""
+    """Short drafts lose time on this machine, so the controller would not try long ones by itself."""
     texts = [stationary(0.95, 200, seed) for seed in range(8)]
     assert evaluate(BY_NAME["2 CPU cores, Q8_0"], Case("after others", texts, warm=3)).auto >= 1.25
 
@@ -122,7 +122,7 @@ def test_target_step_is_measured_after_a_slowdown() -> None:
 
 
 def test_credit_matches_the_clock() -> None:
-    """What the account says was gained is what the clock says."""
+    """The credit of the loss limit equals the time saved by the clock."""
     for machine in MACHINES:
         world = World(machine)
         drafter = make_controller(world, lookup=True)

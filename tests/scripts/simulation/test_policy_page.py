@@ -19,7 +19,7 @@ def _numbers(cells: tuple[str, ...]) -> list[float]:
 
 
 def _shown(machine: str) -> dict[str, tuple[str, ...]]:
-    """The rows of a machine's table, by their text."""
+    """Return the rows of a machine's table."""
     table = PAGE.split(f"**{machine}**")[1].split("\n\n")[1].partition("<!--")[0]
     rows = [tuple(cell.strip() for cell in line.strip("|").split("|")) for line in table.splitlines()[2:]]
     return {first: tuple(rest) for first, *rest in rows}
