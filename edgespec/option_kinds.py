@@ -137,7 +137,8 @@ class Integer(Kind):
         except ValueError:
             number = self.low - 1
         if not self.low <= number <= self.high:
-            span = f"from {self.low} up" if self.high >= _NO_LIMIT else f"from {self.low} to {self.high}"
+            is_unlimited = self.high >= _NO_LIMIT and number <= self.high
+            span = f"from {self.low} up" if is_unlimited else f"from {self.low} to {self.high}"
             raise ValueError(f"{text!r} is not a whole number {span}")
         return number
 

@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from queue import SimpleQueue
 from typing import Any
 
-from edgespec.chat.message import Message
+from edgespec.chat.message import Message, as_messages
+from edgespec.checks import check_integer
 from edgespec.errors import BusyError, CancelledError, ClosedError, EdgespecError
 from edgespec.reply import Reply, TextChunk
 from edgespec.runtime import Runtime
@@ -22,6 +23,8 @@ class RequestQueue:
 
     Replies are generated in a thread of the queue, so a caller that reads its reply slowly does not hold up
     the others. All methods may be called from any thread. Closing the queue does not close the runtime.
+    Call `cancel` on a reply that nobody will read. The callback `on_end` runs in the thread of the queue and
+    must not wait for another queued reply.
 
     Args:
         runtime: The runtime. Other replies on it make queued requests fail with BusyError.
@@ -30,7 +33,7 @@ class RequestQueue:
 
     def __init__(self, runtime: Runtime, *, max_waiting: int = 16) -> None:
         self._runtime = runtime
-        self._max_waiting = max_waiting
+        self._max_waiting = check_integer("max_waiting", max_waiting, 0, (1 << 31) - 1)
         self._waiting: deque[QueuedReply] = deque()
         self._running: QueuedReply | None = None
         self._closed = False
@@ -58,8 +61,11 @@ class RequestQueue:
         Raises:
             BusyError: Too many requests are waiting.
             ClosedError: The queue was closed.
+            OptionError: A message is invalid.
         """
-        return self._submit(lambda: self._runtime.stream_messages(messages, **options))
+        # A copy: the caller may change its list before the request's turn.
+        checked = as_messages(messages)
+        return self._submit(lambda: self._runtime.stream_messages(checked, **options))
 
     def _submit(self, start: Callable[[], ReplyStream]) -> QueuedReply:
         with self._changed:
@@ -154,6 +160,8 @@ class QueuedReply:
         if isinstance(chunk, TextChunk):
             return chunk
         self._ended = chunk or StopIteration()
+        # Other threads may be waiting for the end of the same reply.
+        self._chunks.put(chunk)
         raise self._ended
 
     def wait(self) -> Reply:
@@ -181,6 +189,11 @@ class QueuedReply:
                 self._chunks.put(chunk)
         except Exception as error:
             return error
+        except BaseException as error:
+            # A callback of the caller may raise SystemExit. It must not end the thread of the queue.
+            failure = EdgespecError(f"the reply was ended by {type(error).__name__}", "submit it again")
+            failure.__cause__ = error
+            return failure
         return None
 
     def _end(self, error: Exception | None) -> None:

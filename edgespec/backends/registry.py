@@ -172,11 +172,17 @@ def register(backend: Backend) -> Callable[[], None]:
     Raises:
         ValueError: One of its formats has a name that is taken.
     """
-    for form in backend.formats:
-        if is_registered(form.name):
-            raise ValueError(f"a format named {form.name!r} is registered already")
+    names = [form.name for form in backend.formats]
+    for name in names:
+        if is_registered(name) or names.count(name) > 1:
+            raise ValueError(f"a format named {name!r} is already registered")
     _registered.append(backend)
-    return lambda: _registered.remove(backend)
+
+    def unregister() -> None:
+        if backend in _registered:
+            _registered.remove(backend)
+
+    return unregister
 
 
 def backends() -> tuple[Backend, ...]:

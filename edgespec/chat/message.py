@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -31,6 +31,8 @@ def as_messages(items: Sequence[Message | Mapping[str, Any]]) -> list[Message]:
     Raises:
         OptionError: A role is unknown, a content is not text, or the last message is not from the user.
     """
+    if isinstance(items, str | Mapping) or not isinstance(items, Iterable):
+        raise OptionError(f"messages must be a list, not a {type(items).__name__}", "pass a list of messages")
     messages = [_as_message(number, item) for number, item in enumerate(items, 1)]
     if not messages or messages[-1].role != "user":
         last = f"ends with a message of the {messages[-1].role}" if messages else "is empty"
@@ -41,6 +43,11 @@ def as_messages(items: Sequence[Message | Mapping[str, Any]]) -> list[Message]:
 def _as_message(number: int, item: Message | Mapping[str, Any]) -> Message:
     if isinstance(item, Message):
         return item
+    if not isinstance(item, Mapping):
+        raise OptionError(
+            f"message {number} is a {type(item).__name__}",
+            "use a Message, or a dictionary with the keys role and content",
+        )
     role = _ROLES.get(str(item.get("role")))
     if role is None:
         raise OptionError(

@@ -74,5 +74,5 @@ def test_a_file_counts_as_gguf_and_a_folder_as_mlx(tmp_path: Path) -> None:
 
 
 def test_a_taken_format_name_is_refused() -> None:
-    with pytest.raises(ValueError, match="'gguf' is registered already"):
+    with pytest.raises(ValueError, match="'gguf' is already registered"):
         register(backends()[0])

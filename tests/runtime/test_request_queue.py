@@ -169,3 +169,45 @@ class TestClosing:
             runtime.close()
             with pytest.raises(ClosedError):
                 queue.stream(HOWTO, **OPTIONS).wait()
+
+
+def test_a_callback_that_exits_does_not_end_the_queue(queue: RequestQueue) -> None:
+    def leave(_reply: object) -> None:
+        raise SystemExit
+
+    with pytest.raises(EdgespecError, match="ended by SystemExit"):
+        queue.stream(HOWTO, on_end=leave, **OPTIONS).wait()
+    assert queue.stream(HOWTO, **OPTIONS).wait().tokens
+
+
+def test_several_threads_may_wait_for_one_reply(queue: RequestQueue) -> None:
+    queued = queue.stream(HOWTO, **OPTIONS)
+    threads = [threading.Thread(target=queued.wait, daemon=True) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert not any(thread.is_alive() for thread in threads)
+
+
+def test_later_changes_of_the_list_do_not_reach_a_queued_request(
+    demo: Runtime, queue: RequestQueue, hold: threading.Event
+) -> None:
+    blocked(queue, hold)
+    messages = [{"role": "user", "content": HOWTO}]
+    queued = queue.stream_messages(messages, **OPTIONS)
+    messages.append({"role": "assistant", "content": "later"})
+    hold.set()
+    assert queued.wait().tokens == demo.generate(HOWTO, **OPTIONS).tokens
+
+
+@pytest.mark.parametrize("messages", ["hi", None, [None], {"role": "user", "content": "x"}])
+def test_messages_that_are_no_list_are_refused(queue: RequestQueue, messages: Any) -> None:
+    with pytest.raises(OptionError):
+        queue.stream_messages(messages)
+
+
+@pytest.mark.parametrize("max_waiting", [-1, None, 1.5])
+def test_a_wrong_limit_is_refused(demo: Runtime, max_waiting: Any) -> None:
+    with pytest.raises(OptionError, match="max_waiting"):
+        RequestQueue(demo, max_waiting=max_waiting)
