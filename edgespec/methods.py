@@ -107,6 +107,12 @@ class DrafterSet:
         """Names of the available drafters."""
         return tuple(name for name in DRAFTER_NAMES if name in self._drafters)
 
+    @property
+    def loss_limits(self) -> tuple[float, float] | None:
+        """The loss limit: a share of the plain decoding time, plus target steps. None without one."""
+        limits = self._auto_config.limits if self._auto_config else None
+        return (limits.rate, limits.steps) if limits else None
+
     def choose(self, method: str) -> tuple[Drafter | None, MethodReport]:
         """Return the drafter of a method, and a report on what runs.
 

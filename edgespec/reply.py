@@ -53,8 +53,7 @@ class MethodReport:
         if self.requested != self.effective:
             name += f" (method {self.requested})"
         if self.effective == "none":
-            loss, error = -(self.gain or 0.0), self._gain_error
-            slower = f"; trying drafts cost {loss:.0%} ± {error:.0%} of its speed" if loss > error else ""
+            slower = f"; trying drafts cost {self.loss_text} of its speed" if self.loss_text else ""
             return f"{name}: {self.reason}{slower}"
         speed_up = f"speed-up {self.speed_up_text}; " if self.speed_up_text else ""
         return f"{name}: {speed_up}{self.reason}"
@@ -63,6 +62,12 @@ class MethodReport:
     def speed_up_text(self) -> str:
         """The speed-up with its standard error, such as `1.62x ± 0.08`. Empty if it is not measured."""
         return "" if self.gain is None else f"{1 + self.gain:.2f}x ± {self._gain_error:.2f}"
+
+    @property
+    def loss_text(self) -> str:
+        """The loss of speed, such as `13% ± 3%`. Empty if it is within two standard errors of none."""
+        loss, error = -(self.gain or 0.0), self._gain_error
+        return f"{loss:.0%} ± {error:.0%}" if loss > 2.0 * error else ""
 
     @property
     def _gain_error(self) -> float:

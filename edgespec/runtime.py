@@ -143,6 +143,11 @@ class Runtime:
         """
         return self._session.context.limit_tokens
 
+    @property
+    def loss_limits(self) -> tuple[float, float] | None:
+        """The loss limit: a share of a reply's plain decoding time, plus target steps. None without one."""
+        return self._session.drafters.loss_limits
+
     def method_for(self, method: str) -> MethodReport:
         """Return what `method` uses with this target. Raises OptionError if it cannot be used."""
         return self._session.drafters.choose(method)[1]

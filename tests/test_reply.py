@@ -33,6 +33,11 @@ from edgespec import MethodReport
             "0.87x ± 0.03",
         ),
         (
+            MethodReport("auto", "none", "no draft was right", "", -0.41, 0.23),
+            "plain decoding (method auto): no draft was right",
+            "0.59x ± 0.23",
+        ),
+        (
             MethodReport("auto", "none", "the first token has no draft", "", -0.9, 1.3),
             "plain decoding (method auto): the first token has no draft",
             "0.10x ± 1.30",

@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import os
+import re
 import shutil
 import time
 from collections.abc import Callable, Iterator
@@ -372,8 +373,9 @@ def translate_errors(repository: str) -> Iterator[None]:
             "write it as user/repo or hf:user/repo:Q4_K_M",
         ) from error
     except httpx2.HTTPError as error:
+        reason = re.sub(r"^\[Errno -?\d+\] ", "", str(error)) or type(error).__name__
         raise DownloadError(
-            f"{constants.ENDPOINT} cannot be reached for {repository}: {str(error) or type(error).__name__}",
+            f"{constants.ENDPOINT} cannot be reached for {repository}: {reason}",
             "check the network and try again, or specify the path of a file",
         ) from error
     except Timeout as error:

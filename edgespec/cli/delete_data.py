@@ -24,7 +24,7 @@ _DESCRIPTIONS = {
 @click.command(
     "delete-data",
     cls=HelpfulCommand,
-    short_help="Delete data saved between runs, but no chats.",
+    short_help="Delete data saved between runs (chats are kept).",
     examples=("edgespec delete-data", "edgespec delete-data replies", "edgespec delete-data prefix-cache"),
 )
 @click.argument("kind", type=click.Choice(tuple(_DESCRIPTIONS)), default="all")

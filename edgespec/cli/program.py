@@ -94,7 +94,7 @@ def _reader_left() -> int:
 )
 @click.version_option(__version__, "-V", "--version", message="%(prog)s %(version)s")
 def program() -> None:
-    """Talk to the largest language model this machine can hold, faster, and in its very own words.
+    """Talk to the largest language model this machine can hold, faster, without changing its output.
 
     A small draft model guesses ahead and the target model checks the guesses in one pass. The reply is the
     same, token for token, as the target model's own. Without --target, a small embedded demo model is used.

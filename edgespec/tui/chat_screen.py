@@ -21,6 +21,7 @@ from edgespec.tui.screens.help import HelpScreen
 from edgespec.tui.screens.settings import SettingsScreen
 from edgespec.tui.screens.system import SystemScreen
 from edgespec.tui.settings import accepted
+from edgespec.tui.texts import not_set
 from edgespec.tui.widgets.prompt import PromptInput
 from edgespec.tui.widgets.sidebar import Sidebar
 from edgespec.tui.widgets.transcript import Transcript
@@ -104,6 +105,7 @@ class ChatScreen(ChatView):
         if selected:
             await self.copy(selected, "selection")
             self.clear_selection()
+            self.prompt.move_cursor(self.prompt.cursor_location)
         elif self.turns.writing:
             self.turns.stop()
         elif self.prompt.text:
@@ -300,7 +302,7 @@ class ChatScreen(ChatView):
             if "method" in settings:
                 self.runtime.method_for(str(settings["method"]))
         except OptionError as error:
-            await self.transcript.note(f"Not set: {error}.")
+            await self.transcript.note(not_set(error))
             return False
         self.current_chat.settings = settings
         await self.transcript.note(note)

@@ -91,6 +91,10 @@ class RuntimeLike(Protocol):
     def context_tokens(self) -> int:
         """The context size."""
 
+    @property
+    def loss_limits(self) -> tuple[float, float] | None:
+        """How much time guessing may cost: a share of the reply's time plus the time of some tokens."""
+
     def method_for(self, method: str) -> MethodReport:
         """Return what `method` uses with this target. Raises OptionError if it cannot be used."""
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from edgespec.errors import OptionError
 from edgespec.tui.commands import Typed, nearest
 from edgespec.tui.settings import default_text, field_named, parse, shown
-from edgespec.tui.texts import memory_rows, show_rows
+from edgespec.tui.texts import memory_rows, not_set, show_rows
 from edgespec.tui.widgets.messages import Panel
 from edgespec.tui.widgets.pairs import Pairs
 
@@ -25,6 +25,8 @@ async def run_command(screen: ChatScreen, typed: Typed) -> bool:
             f"There is no /{typed.name}. Did you mean /{nearest(typed.name)}? "
             "To send it as a message, put a blank in front."
         )
+        # Typing then replaces the command.
+        screen.prompt.select_all()
         return False
     return await _ACTIONS[typed.command.name](screen, typed.argument)
 
@@ -104,7 +106,7 @@ async def _set(screen: ChatScreen, argument: str) -> bool:
             settings[field.name] = parse(field, _unquoted(text))
             note = f"{field.name} is now {shown(settings[field.name])}."
     except OptionError as error:
-        await screen.transcript.note(f"Not set: {error}.")
+        await screen.transcript.note(not_set(error))
         return False
     return await screen.set_settings(settings, note)
 

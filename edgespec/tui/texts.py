@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING
 
 from edgespec.errors import EdgespecError
@@ -17,7 +18,11 @@ if TYPE_CHECKING:
 __all__ = [
     "error_text",
     "facts_line",
+    "in_chat_words",
+    "loss_limit_text",
     "memory_rows",
+    "method_text",
+    "not_set",
     "notices",
     "show_rows",
     "speed_up_short",
@@ -35,6 +40,26 @@ _SOURCES = {
     "suffix": "repeated text",
     "swift": "some layers of the model",
 }
+_NAME = rf"(?:{'|'.join(_SOURCES)})"
+# Replacements that turn the reasons and notes of edgespec into the words of the screen, in this order.
+# Names of files and options, such as demo-draft and --draft, stay.
+_CHAT_WORDS = (
+    (
+        rf"{_NAME}(?:\+{_NAME})* found no draft likely to save time, in (\d+ \w+)",
+        r"\1 found no guess likely to save time",
+    ),
+    (rf"{_NAME}(?:\+{_NAME})* is retried", "it is retried"),
+    (r"(?<![\w/+.-])(?:suffix|ngram) takes", "searching for repeated text takes"),
+    (r"(?<![\w/.-])draft model(?![\w/-])", "helper model"),
+    (r"(?<![\w/.-])drafting(?![\w/-])", "guessing"),
+    (r"(?<![\w/.-])drafts(?![\w/-])", "guesses"),
+    (r"(?<![\w/.-])draft(?![\w/-])", "guess"),
+)
+# Added to the welcome of the demo.
+_DEMO_EXPLANATION = (
+    " This demo is so small that guessing often costs more than it saves. It then switches itself off"
+    " (F3 says why)."
+)
 
 
 def facts_line(facts: ModelFacts) -> str:
@@ -47,11 +72,49 @@ def facts_line(facts: ModelFacts) -> str:
 def speed_up_text(method: MethodReport) -> str:
     """Return whether the speed-up is on, where the guesses come from, and how much faster replies are."""
     if method.effective == "none":
-        return "off" if method.requested == "none" else f"off now: {method.reason}"
-    sources = " + ".join(dict.fromkeys(_SOURCES.get(name, name) for name in method.effective.split("+")))
+        return "off" if method.requested == "none" else f"off for now: {in_chat_words(method.reason)}"
+    sources = _sources(method)
     mode = "automatic" if method.requested == "auto" else "on"
     factor = "" if method.gain is None else f"{1 + method.gain:.1f}× as fast · "
     return f"{factor}{mode} ({sources})"
+
+
+def _sources(method: MethodReport) -> str:
+    """Return where the guesses come from, such as `helper model + repeated text`."""
+    return " + ".join(dict.fromkeys(_SOURCES.get(name, name) for name in method.effective.split("+")))
+
+
+def method_text(method: MethodReport) -> str:
+    """Return the speed-up, its size and the reason for the details panel."""
+    reason = in_chat_words(method.reason)
+    if method.effective == "none":
+        state = "off" if method.requested == "none" else "off for now"
+        slower = f"; trying guesses cost {method.loss_text} of the speed" if method.loss_text else ""
+        return f"Speed-up {state}: {reason}{slower}"
+    mode = "automatic" if method.requested == "auto" else "on"
+    speed_up = f"speed-up {method.speed_up_text}; " if method.speed_up_text else ""
+    return f"Speed-up {mode} ({_sources(method)}): {speed_up}{reason}"
+
+
+def in_chat_words(text: str) -> str:
+    """Return a reason or note with `guess` for draft and `helper model` for draft model."""
+    for pattern, replacement in _CHAT_WORDS:
+        text = re.sub(pattern, replacement, text)
+    return text
+
+
+def loss_limit_text(limits: tuple[float, float] | None, stats: Stats) -> str:
+    """Return the loss limit, such as `2% + 2 tokens (12% of this reply)`. Empty without one.
+
+    Args:
+        limits: The share of a reply's time that guessing may cost, and the tokens' time in addition to it.
+        stats: Stats of the reply.
+    """
+    if limits is None or stats.worst_case_loss is None:
+        return ""
+    share, tokens = limits
+    noun = "token" if tokens == 1 else "tokens"
+    return f"{100 * share:g}% + {tokens:g} {noun} ({percent(stats.worst_case_loss)} of this reply)"
 
 
 def speed_up_short(method: MethodReport) -> str:
@@ -68,7 +131,7 @@ def welcome_rows(runtime: RuntimeLike) -> list[tuple[str, str]]:
     if runtime.draft is not None:
         rows.append(("Helper model", facts_line(runtime.draft)))
     elif method.requested == "auto" and method.effective != "none":
-        rows.append(("Helper model", f"none: {method.reason}"))
+        rows.append(("Helper model", f"none: {in_chat_words(method.reason)}"))
     rows.append(("Speed-up", speed_up_text(method)))
     if explanation := _explanation(runtime):
         rows += [("", ""), ("", explanation)]
@@ -84,6 +147,7 @@ def _explanation(runtime: RuntimeLike) -> str:
         f"{guesser} the next words, and {runtime.target.name} checks several guesses at once. Correct guesses"
         " make replies faster. Wrong guesses are thrown away, so the answers do not change."
         " The line at the bottom shows the speed-up."
+        f"{_DEMO_EXPLANATION if runtime.target.name == 'demo' else ''}"
     )
 
 
@@ -109,22 +173,22 @@ def show_rows(
         rows.append(("helper model", facts_line(runtime.draft)))
     rows.append(("speed-up", speed_up_text(method)))
     if method.effective != "none":
-        rows.append(("reason", method.reason))
-    if stats is not None and stats.worst_case_loss is not None:
-        rows.append(
-            ("loss limit", f"wrong guesses cost at most {percent(stats.worst_case_loss)} of a reply's time")
-        )
+        rows.append(("reason", in_chat_words(method.reason)))
+    if stats is not None and (loss_limit := loss_limit_text(runtime.loss_limits, stats)):
+        rows.append(("loss limit", f"wrong guesses cost at most {loss_limit}"))
     rows += [
-        ("cache rollback", runtime.target.rollback or "–"),
         ("context", _context(runtime.context_tokens, runtime.target.context_tokens)),
         ("memory", format_bytes(runtime.memory_bytes())),
         ("system prompt", chat.system or "none"),
     ]
-    rows += [
-        (field.name, shown(chat.settings[field.name])) for field in FIELDS if field.name in chat.settings
-    ]
-    defaults = [f"{field.name} {default_text(field)}" for field in FIELDS if field.name not in chat.settings]
-    return [*rows, ("defaults", ", ".join(defaults))]
+    for field in FIELDS:
+        if field.name in chat.settings:
+            value = shown(chat.settings[field.name])
+        else:
+            default = runtime.method.requested if field.name == "method" else default_text(field)
+            value = f"{default} (default)"
+        rows.append((field.name, value))
+    return rows
 
 
 def _context(max_tokens: int, current_tokens: int) -> str:
@@ -147,7 +211,7 @@ def memory_rows(use: MemoryUse) -> list[tuple[str, str]]:
         used, limit = format_bytes(cache.disk_bytes), format_bytes(cache.disk_limit_bytes)
         rows.append(("on disk", f"{used} for this model, at most {limit} for all models"))
     hits, tokens = count(cache.hits, "time"), count(cache.reused_tokens, "token")
-    rows.append(("reused", f"{hits}, which saved reading {tokens}"))
+    rows.append(("reused", f"{hits}, which saved reading {tokens}" if cache.hits else "not yet"))
     return [*rows, ("problem", cache.notice)] if cache.notice else rows
 
 
@@ -177,9 +241,15 @@ def _plan_rows(plan: MemoryPlan | None) -> list[tuple[str, str]]:
     for pool in plan.pools:
         planned = plan.planned_bytes(pool)
         name = "planned" if pool == "memory" else "on the GPU"
-        rows.append((name, f"{format_bytes(planned)} of {format_bytes(plan.budget_bytes(pool))}"))
+        rows.append((name, f"{format_bytes(planned)}; limit {format_bytes(plan.budget_bytes(pool))}"))
     rows.append(("limit set by", plan.budget.source))
     return [*rows, *(("left out", f"{each.what}: {each.why}") for each in plan.decisions)]
+
+
+def not_set(error: Exception) -> str:
+    """Return the message that a setting was refused, as a sentence."""
+    text = f"Not set: {error}"
+    return text if text.endswith("?") else f"{text}."
 
 
 def error_text(error: Exception) -> tuple[str, str]:

@@ -179,7 +179,9 @@ class TestMlx:
     def test_the_error_for_a_recurrent_model_gives_the_reason(self, name: str, tmp_path: Path) -> None:
         checkpoints = pytest.importorskip("tests.backends.mlx.tiny_checkpoints")
         model = str(checkpoints.write_checkpoint(tmp_path / "model", "lfm2"))
-        with pytest.raises(OptionError, match="cannot draft for itself: its recurrent state takes chains"):
+        with pytest.raises(
+            OptionError, match="cannot draft for itself: its recurrent state supports only chains"
+        ):
             edgespec.load(model, "none", context=256, method=name)
 
     def test_learn_needs_an_mlx_draft(self) -> None:

@@ -217,7 +217,7 @@ class TestSeveralPasses:
         # The size of the files is checked before anything is loaded.
         assert enough > facts.file_bytes
         load_layerskip(str(folders[4]), "demo", _options(memory_bytes=enough)).close()
-        with pytest.raises(MemoryBudgetError, match="the cache for 512 tokens"):
+        with pytest.raises(MemoryBudgetError, match="the KV cache for a context of 512 tokens"):
             load_layerskip(str(folders[4]), "demo", _options(memory_bytes=enough - 1))
 
 

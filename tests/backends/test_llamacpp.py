@@ -75,7 +75,7 @@ class TestErrorMessages:
 
     def test_a_context_larger_than_memory(self, tmp_path: Path) -> None:
         path = write_llama(tmp_path / "tiny.gguf")
-        self.refused(MemoryBudgetError, path, "the cache for", context_tokens=10**9, memory_bytes=1 << 30)
+        self.refused(MemoryBudgetError, path, "the KV cache for", context_tokens=10**9, memory_bytes=1 << 30)
 
     def test_a_small_context_is_rounded_up(self, tmp_path: Path) -> None:
         model = load(write_llama(tmp_path / "model.gguf"), context_tokens=1)

@@ -25,6 +25,7 @@ async def test_a_question_gets_a_streamed_markdown_reply(demo: Load, tmp_path: P
         welcome = d.transcript()
         assert "demo-draft" in welcome
         assert "--target 8b-q4" in welcome
+        assert "This demo is so small" in " ".join(welcome.split())
         await d.say(ASK)
         reply = d.chat.transcript.query_one(ReplyMessage)
         assert reply.text == d.chat.current_chat.entries[-1].content
@@ -104,14 +105,14 @@ async def test_details_show_acceptance_and_phases(demo: Load, tmp_path: Path) ->
             "Speed",
             "Guesses right",
             "Tokens per pass",
-            "draft",
-            "verify",
-            "rollback",
-            "sampling",
-            "overhead",
+            "read prompt",
+            "guess ",
+            "model ",
+            "undo",
+            "other",
         ):
             assert word in text
-        assert "model+suffix" in text
+        assert "helper model + repeated" in text
 
 
 async def test_tokens_are_coloured_by_origin(demo: Load, tmp_path: Path) -> None:
@@ -323,11 +324,12 @@ async def test_show_and_set(demo: Load, tmp_path: Path) -> None:
         assert "Not set" in d.transcript()
         await d.say("/set tempreture 1")
         assert "did you mean temperature?" in d.transcript()
+        assert "?." not in d.transcript()
         await d.say("/set num_ctx 4096")
         assert "--context" in d.transcript()
         d.chat.prompt.clear()
         await d.say("/show")
-        assert "top_k 40" in d.transcript()
+        assert "top_k 40 (default)" in " ".join(d.transcript().split())
         await d.say("/set temperature default")
         assert d.chat.current_chat.settings == {}
 
@@ -338,5 +340,10 @@ async def test_unknown_command_suggests_the_nearest_name(demo: Load, tmp_path: P
         assert "Did you mean /regen?" in d.transcript()
         assert d.chat.prompt.text == "/regne"
         assert d.chat.current_chat.entries == []
+        await d.write("hi")
+        assert d.chat.prompt.text == "hi"
+        await d.say("/regne")
+        await d.press("ctrl+c", "ctrl+c")
+        assert d.chat.prompt.text == ""
         await d.say("/etc/hosts")
         assert d.chat.current_chat.entries[0].content == "/etc/hosts"

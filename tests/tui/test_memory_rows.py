@@ -16,19 +16,21 @@ def _rows(budget: Budget, *decisions: Decision) -> dict[str, str]:
 
 def test_plan_of_one_memory_pool() -> None:
     rows = _rows(Budget(3 * 10**9, "--memory"), Decision("no draft model", "it is short", 5))
-    assert rows["planned"] == "1.9 GiB of 2.8 GiB"
+    assert rows["planned"] == "1.9 GiB; limit 2.8 GiB"
     assert rows["limit set by"] == "--memory"
     assert rows["left out"] == "no draft model: it is short"
 
 
 def test_plan_with_gpu_memory() -> None:
     rows = _rows(Budget(3 * 10**9, "here", gpu_bytes=8 * 10**9))
-    assert rows["on the GPU"] == "0 B of 7.5 GiB"
+    assert rows["on the GPU"] == "0 B; limit 7.5 GiB"
     assert "left out" not in rows
 
 
 def test_memory_rows_without_a_plan() -> None:
-    assert "planned" not in dict(memory_rows(MemoryUse(1, 2, 3, PrefixCacheUsage())))
+    rows = dict(memory_rows(MemoryUse(1, 2, 3, PrefixCacheUsage())))
+    assert "planned" not in rows
+    assert rows["reused"] == "not yet"
 
 
 def test_free_and_reclaimed_memory_are_shown() -> None:

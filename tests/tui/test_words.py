@@ -11,7 +11,9 @@ from textual.content import Content
 
 from edgespec.chat.message import Message
 from edgespec.chat.store import Setting
+from edgespec.engine.sampling_params import SamplingParams
 from edgespec.errors import OptionError
+from edgespec.reply_options import REPLY_OPTIONS
 from edgespec.request import DEFAULT_MAX_TOKENS
 from edgespec.tui import commands, numbers
 from edgespec.tui.history import History
@@ -126,6 +128,12 @@ def test_any_stop_text_survives_being_shown(text: str) -> None:
     assert parse(field_named("stop"), shown([text, "END"])) == [text, "END"]
 
 
+def test_every_option_of_a_reply_can_be_set_in_the_chat() -> None:
+    sampling = {field.name for field in FIELDS if field.is_sampling}
+    assert sampling == set(SamplingParams.names()) - {"logit_bias"}
+    assert {field.name for field in FIELDS} == set(REPLY_OPTIONS) - {"logit_bias"}
+
+
 def test_every_setting_has_a_default_to_show() -> None:
     assert all(default_text(field) for field in FIELDS)
     assert default_text(field_named("max_tokens")) == f"{DEFAULT_MAX_TOKENS:,}"
@@ -195,7 +203,7 @@ def test_a_nearly_full_context_is_marked() -> None:
 def test_details_fit_their_width(width: int) -> None:
     text = details_content(made_up_stats(23), width, method=METHOD, reply=None, memory_bytes=1).plain
     told = text[text.index("This reply") :].splitlines()
-    assert max(Content(line).cell_length for line in told) <= max(width, 31)
+    assert max(Content(line).cell_length for line in told) <= max(width, 32)
     assert "92%" in text
 
 

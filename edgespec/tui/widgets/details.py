@@ -12,6 +12,7 @@ from textual.widgets import Static
 
 from edgespec.files import format_bytes
 from edgespec.tui.numbers import bar, count, percent, rate, seconds_text
+from edgespec.tui.texts import in_chat_words, loss_limit_text, method_text
 
 if TYPE_CHECKING:
     from edgespec import MethodReport, Reply, Stats
@@ -29,13 +30,15 @@ def details_content(
     method: MethodReport,
     reply: Reply | None,
     memory_bytes: int,
+    loss_limits: tuple[float, float] | None = None,
 ) -> Content:
     """Return the contents of the panel, laid out for `width` cells."""
     parts = [_method(method)]
     if stats is None or not (stats.generated_tokens or stats.prompt_tokens):
         parts.append(Content("Numbers appear with the first reply.\n").stylize("$muted"))
     else:
-        parts += [_speed(stats, method, reply, width), _positions(stats, width), _phases(stats, width)]
+        parts += [_speed(stats, method, reply, loss_limits, width), _positions(stats, width)]
+        parts.append(_phases(stats, width))
     parts.append(_memory(stats, memory_bytes, width))
     return Content("\n").join([part for part in parts if part])
 
@@ -45,31 +48,40 @@ def _heading(text: str) -> Content:
 
 
 def _row(label: str, value: str, width: int) -> Content:
-    gap = " " * max(1, width - len(label) - len(value))
+    # A value that does not fit beside its label goes to the next line.
+    fits = len(label) + len(value) < width
+    gap = " " * (width - len(label) - len(value)) if fits else "\n" + " " * max(0, width - len(value))
     return Content.assemble((label, "$muted"), gap, value, "\n")
 
 
-def _speed(stats: Stats, method: MethodReport, reply: Reply | None, width: int) -> Content:
-    read = stats.prompt_tokens - stats.cached_prompt_tokens
+def _speed(
+    stats: Stats,
+    method: MethodReport,
+    reply: Reply | None,
+    loss_limits: tuple[float, float] | None,
+    width: int,
+) -> Content:
+    cached = stats.cached_prompt_tokens
+    read = f"{count(stats.prompt_tokens - cached)} of {count(stats.prompt_tokens)}"
     rows = [
         _heading("This reply"),
         _row("Speed", rate(stats.tokens_per_second), width),
         _row("First token after", seconds_text(stats.ttft_seconds), width),
         _row("Per token", seconds_text(stats.tpot_seconds), width),
         _row("Tokens generated", count(stats.generated_tokens), width),
-        _row("Prompt read", f"{count(read)} of {count(stats.prompt_tokens)}", width),
+        _row("Prompt read", f"{read} ({count(cached)} cached)" if cached else read, width),
     ]
     if stats.drafted_tokens:
         share = f"{count(stats.accepted_tokens)} of {count(stats.drafted_tokens)}"
         rows.append(_row("Guesses right", f"{share} ({percent(stats.acceptance_rate)})", width))
     if stats.tokens_per_target_pass is not None:
-        rows.append(_row("Tokens per pass", f"{stats.tokens_per_target_pass:.2f}", width))
+        rows.append(_row("Tokens per pass", f"{stats.tokens_per_target_pass:.2f} (1 = no speed-up)", width))
     if method.speed_up_text and method.effective != "none":
         rows.append(_row("Speed-up", method.speed_up_text, width))
     elif method.gain is None and stats.drafted_tokens and stats.speedup_estimate is not None:
         rows.append(_row("Speed-up", f"{stats.speedup_estimate:.2f}x", width))
-    if stats.worst_case_loss is not None:
-        rows.append(_row("Loss limit", percent(stats.worst_case_loss), width))
+    if loss_limit := loss_limit_text(loss_limits, stats):
+        rows.append(_row("Loss limit", loss_limit, width))
     if reply is not None:
         rows.append(_row("Seed", str(reply.seed), width))
     return Content.assemble(*rows)
@@ -92,19 +104,18 @@ def _positions(stats: Stats, width: int) -> Content:
 
 def _phases(stats: Stats, width: int) -> Content:
     phases = (
-        ("prefill", stats.prefill_seconds),
-        ("draft", stats.draft_seconds),
-        ("verify", stats.verify_seconds),
-        ("rollback", stats.rollback_seconds),
-        ("sampling", stats.sampling_seconds),
-        ("overhead", stats.overhead_seconds),
+        ("read prompt", stats.prefill_seconds),
+        ("guess", stats.draft_seconds),
+        ("model", stats.verify_seconds),
+        ("undo", stats.rollback_seconds),
+        ("other", stats.sampling_seconds + stats.overhead_seconds),
     )
     total = sum(seconds for _, seconds in phases)
     if not total:
         return Content("")
     rows = [_heading("Time")]
     rows += [
-        _bar_row(f"{name:<8}", seconds / total, seconds_text(seconds), "$primary", width)
+        _bar_row(f"{name:<11}", seconds / total, seconds_text(seconds), "$primary", width)
         for name, seconds in phases
     ]
     return Content.assemble(*rows)
@@ -118,15 +129,17 @@ def _bar_row(label: str, share: float, value: str, style: str, width: int) -> Co
 
 
 def _method(method: MethodReport) -> Content:
-    note = f"{method.note}\n" if method.note else ""
-    return Content.assemble(_heading("Method"), f"{method.summary}\n", (note, "$muted"))
+    note = f"{in_chat_words(method.note)}\n" if method.note else ""
+    return Content.assemble(_heading("Method"), f"{method_text(method)}\n", (note, "$muted"))
 
 
 def _memory(stats: Stats | None, memory_bytes: int, width: int) -> Content:
     rows = [_heading("Memory"), _row("Now", format_bytes(memory_bytes), width)]
     if stats is not None:
+        # The peak is measured at the end of a reply, and memory may have grown since.
+        peak_bytes = max(stats.peak_memory_bytes, memory_bytes) if stats.peak_memory_bytes else 0
         named = (
-            ("Peak", stats.peak_memory_bytes),
+            ("Peak", peak_bytes),
             ("Draft weights", stats.draft_weight_bytes),
             ("Draft cache", stats.draft_kv_bytes),
             ("Draft tables", stats.draft_other_bytes),

@@ -202,7 +202,7 @@ def test_impossible_low_bit_options_are_rejected(llama: Any, folder: Path) -> No
     with pytest.raises(CapabilityError, match="without low_bits"):
         llama.self_draft(LowBit())
     model = load(folder / "llama", low_bits=True)
-    with pytest.raises(CapabilityError, match="takes no copy"):
+    with pytest.raises(CapabilityError, match="does not accept a copy"):
         model.self_draft(LowBit(copy="other"))
     with pytest.raises(OptionError, match="window"):
         model.self_draft(LowBit(window_tokens=0))

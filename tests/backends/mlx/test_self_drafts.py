@@ -334,7 +334,7 @@ class TestViews:
         view, other = llama.self_draft(EarlyExit(1)), llama.self_draft(EarlyExit(1))
         view.verify(TokenTree.chain(9))
         other.verify(TokenTree.chain(9))
-        with pytest.raises(BackendError, match="ended"):
+        with pytest.raises(BackendError, match="discarded"):
             view.verify(TokenTree.chain(9, [10]), 1)
         llama.commit(())
         assert llama.length == len(PROMPT)

@@ -248,7 +248,7 @@ def test_a_token_beyond_the_logits_is_plain_text_or_an_error(tmp_path: Path) -> 
     tokens = without.tokenize("a<|im_end|>", special=True, start=False)
     assert max(tokens) < TOKENS - 1
     assert b"".join(without.piece(token) for token in tokens) == b"a<|im_end|>"
-    with pytest.raises(BackendError, match=r"gives token \d+, and the model has 20"):
+    with pytest.raises(BackendError, match=r"returned token \d+, but the model has only 20"):
         _of(folder, 20).tokenize("the list", special=False, start=False)
 
 
