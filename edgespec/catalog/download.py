@@ -278,7 +278,7 @@ def _stream(source: _Source, partial: Path, report: Callable[[int], None]) -> No
                 if failures > _MAX_RETRIES:
                     raise DownloadError(
                         f"the connection was lost {failures} times at {format_bytes(done_bytes)} of"
-                        f" {format_bytes(source.size_bytes)}: {error}",
+                        f" {format_bytes(source.size_bytes)}: {_network_reason(error)}",
                         "try again later to resume the download",
                     ) from error
                 time.sleep(_RETRY_SECONDS)
@@ -333,6 +333,11 @@ def _chunks(url: str, start: int) -> Iterator[tuple[bool, bytes]]:
             restarted = False
 
 
+def _network_reason(error: Exception) -> str:
+    """Return the reason of a network error without the error number."""
+    return re.sub(r"^\[Errno -?\d+\] ", "", str(error)) or type(error).__name__
+
+
 @contextmanager
 def translate_errors(repository: str) -> Iterator[None]:
     """Translate exceptions from `huggingface_hub`, the network and the disk into one-line edgespec errors."""
@@ -373,9 +378,8 @@ def translate_errors(repository: str) -> Iterator[None]:
             "write it as user/repo or hf:user/repo:Q4_K_M",
         ) from error
     except httpx2.HTTPError as error:
-        reason = re.sub(r"^\[Errno -?\d+\] ", "", str(error)) or type(error).__name__
         raise DownloadError(
-            f"{constants.ENDPOINT} cannot be reached for {repository}: {reason}",
+            f"{constants.ENDPOINT} cannot be reached for {repository}: {_network_reason(error)}",
             "check the network and try again, or specify the path of a file",
         ) from error
     except Timeout as error:

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import edgespec
@@ -294,6 +294,7 @@ class TestTheBudget:
             with edgespec.load("demo", **options, memory=least + more) as runtime:
                 assert runtime.target.context_tokens == expected
 
+    @settings(deadline=None)
     @given(st.integers(1, 40), st.lists(st.integers(1, 3000), max_size=12))
     def test_no_more_than_half_is_copied(self, limit_blocks: int, texts: list[int]) -> None:
         limit = limit_blocks * 256
