@@ -15,7 +15,7 @@ from edgespec.engine.tree import TokenTree
 
 __all__ = ["MAX_PROB_SUM", "AcceptanceStats"]
 
-# Upper limit for the summed acceptance probabilities of siblings. The rest is left for other drafters.
+# Upper limit for the summed acceptance probabilities of siblings. The rest is reserved for other drafters.
 MAX_PROB_SUM = 0.98
 
 
@@ -33,7 +33,7 @@ class AcceptanceStats:
         was_empty: Whether the last draft was empty.
     """
 
-    # Streaks of a lookup, in accepted tokens: 0, 1 to 3, 4 to 15, and 16 or more.
+    # Boundaries of the streak buckets, in consecutive accepted tokens: 0, 1-3, 4-15, 16+.
     _STREAKS = (1, 4, 16)
     # Prior acceptance probability of a node's first, second and later children; for lookups one row per
     # streak. Round numbers: in tests/auto/test_combined_drafter.py they lose next to nothing against the
@@ -80,12 +80,12 @@ class AcceptanceStats:
 
     @property
     def level_seconds(self) -> float:
-        """Duration of drafting one level."""
+        """Mean time to draft one level."""
         return self.draft_seconds.value / max(self.levels.value, 1.0)
 
     @property
     def level_rows(self) -> float:
-        """Drafted tokens per level."""
+        """Mean number of drafted tokens per level."""
         return self.rows.value / max(self.levels.value, 1.0)
 
     def reach_probs(self, levels: int) -> list[float]:

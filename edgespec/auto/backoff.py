@@ -1,4 +1,4 @@
-"""Pauses of drafting where it costs more time than it saves."""
+"""Pause drafting while it costs more time than it saves."""
 
 from __future__ import annotations
 

@@ -62,12 +62,12 @@ class DrafterStats:
 
     @property
     def pending_tokens(self) -> int:
-        """Tokens that the drafter must prefill before its next draft."""
+        """Number of tokens that the drafter must prefill before its next draft."""
         return self._budgeted.pending_tokens if self._budgeted else 0
 
     @property
     def full_pending_tokens(self) -> int:
-        """Tokens to prefill so that the drafter sees the whole sequence."""
+        """Number of tokens to prefill so that the drafter sees the whole sequence."""
         return self._budgeted.full_pending_tokens if self._budgeted else 0
 
     def prefill(self, max_tokens: int) -> None:

@@ -1,1 +1,1 @@
-"""What runs a model. Each backend is one folder behind the Protocol in `base.py`."""
+"""Backends that run models. Each one is a folder that implements the Protocol in `base.py`."""

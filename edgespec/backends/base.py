@@ -43,10 +43,10 @@ class EarlyExit:
 
 @dataclass(frozen=True, slots=True)
 class LowBit:
-    """Self-drafting with the target's weights at fewer bits, on its KV cache (QSpec, arXiv 2410.11305).
+    """Self-drafting with the target quantised to fewer bits, on its KV cache (QSpec, arXiv 2410.11305).
 
     Attributes:
-        copy: Path of a copy of the model at fewer bits. None if the loaded weights hold both precisions.
+        copy: Path of a copy of the model quantised to fewer bits. None if the loaded weights hold both precisions.
         sink_tokens: First tokens that the sparse attention window always includes (MagicDec,
             arXiv 2408.11049).
         window_tokens: Last tokens in the attention window. None attends to the whole context.

@@ -20,7 +20,7 @@ FinishReason = Literal["stop", "length", "cancelled"]
 
 
 class Verifier(Protocol):
-    """The target as the loop uses it. Its KV cache holds every token but the last."""
+    """Interface of the target model. Its KV cache contains every token except the last."""
 
     @property
     def free_tokens(self) -> int:
@@ -34,7 +34,7 @@ class Verifier(Protocol):
 
 
 class Proposer(Protocol):
-    """The drafter as the loop uses it."""
+    """Interface of the drafter."""
 
     def propose(self, sampler: Sampler, acceptance: Acceptance, draft_length: int) -> TokenTree:
         """Return a tree of up to `draft_length` levels after the last token."""

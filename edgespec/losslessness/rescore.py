@@ -25,7 +25,7 @@ __all__ = ["MAX_ROUNDING_ERROR", "Rescored", "is_near_tie", "rescore", "score_ga
 # Largest rounding error, in logits, that may explain a difference. Correct kernels stay far below it. A
 # larger error is a bug by itself.
 MAX_ROUNDING_ERROR = 1.0
-# Rows over which the rounding error is measured.
+# Maximum number of logit rows over which the rounding error is measured.
 _MAX_ROWS = 64
 
 
@@ -59,7 +59,7 @@ def rescore(
     Args:
         model: The model.
         prompt: Tokens of the prompt.
-        reply: Tokens of the reply before the position.
+        reply: Tokens of the reply before the compared token position.
         widths: Widths of the verify passes to compare with single-token passes.
         batch_sizes: Batch sizes of the prefill to compare with, followed by single-token passes. A cached
             prefix may have been computed in such batches.

@@ -188,7 +188,7 @@ class _Verification:
     def check(
         self, findings: _MethodFindings, method: str, prompt: Prompt, temperature: float, draft_length: int
     ) -> None:
-        """Verify one method on one prompt at one temperature and draft length."""
+        """Verify one method for one prompt, temperature and draft length."""
         if self._acceptance == "rejection" and temperature > 0:
             self._check_distribution(findings, method, prompt, temperature, draft_length)
         else:
