@@ -143,7 +143,7 @@ class AttentionCache:
 
     @property
     def side_bytes_per_token(self) -> int:
-        """Number of bytes per token of the keys or values, whichever is larger. Requires a non-empty cache."""
+        """Like `bytes_per_token`, but only for the keys or the values, whichever are larger."""
         sides = (sum(array.nbytes for array in side) for side in (self._keys, self._values))
         return max(sides) // self._keys[0].shape[2]
 
@@ -219,7 +219,7 @@ class AttentionCache:
 
     @staticmethod
     def _moved(cached: Rows, like: Rows, drop: int, used: int, rows: int) -> Rows:
-        """Copy rows `drop` to `used` of `cached` to new arrays of `rows` rows, with data types from `like`."""
+        """Copy rows `drop` to `used` of `cached` to new arrays of `rows` rows, otherwise shaped like `like`."""
         moved = []
         for i, new in enumerate(like):
             batch, heads, _, size = new.shape

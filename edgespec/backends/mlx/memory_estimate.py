@@ -29,9 +29,9 @@ __all__ = ["MlxMemoryEstimator"]
 _TOKEN_BYTES = 500
 # Ratio of the memory that MLX allocates for a recurrent layer to the memory it uses at one time. Measured.
 _ALLOCATED_AHEAD = 2
-# Size of MLX's graph per token, in bytes, for a recurrent layer that mlx-lm computes token by token. Measured.
+# Size of MLX's graph in bytes per token, for recurrent layers that mlx-lm computes token by token. Measured.
 _GRAPH_ROW_BYTES = 8_000
-# Number of copies of the state in memory, for a recurrent layer that mlx-lm computes token by token. Measured.
+# Copies of the state in memory, for recurrent layers that mlx-lm computes token by token. Measured.
 _LOOPED_COPIES = 3
 _KV_NAMES = {8: "q8_0", 4: "q4_0"}
 _FileStamps = tuple[tuple[str, int, int], ...]
@@ -44,7 +44,7 @@ class _CacheBytes(NamedTuple):
     Attributes:
         total: Size of the caches of all layers.
         largest_layer: Size of the keys and values in the layer where they are largest.
-        largest_side: Size of the largest single array of keys or values in any layer.
+        largest_side: Size of the keys or the values of one layer, whichever is the largest of all layers.
         states: Size of the recurrent states of one sequence.
     """
 
@@ -72,7 +72,7 @@ class _RecurrentLayer(NamedTuple):
     copies: int = 0
 
     def scan_elements(self, rows: int) -> int:
-        """Return the maximum number of array elements in memory during a pass over `rows` tokens. Measured."""
+        """Return the maximum number of array elements in memory while computing `rows` tokens. Measured."""
         inner = self.heads * self.head_size
         if self.copies:
             states = self.copies * rows * inner * self.state_size
@@ -156,8 +156,8 @@ class MlxMemoryEstimator:
     def _compute_bytes(self, tokens: int, cache: _CacheBytes, options: LoadOptions, widened: bool) -> int:
         """Return the memory of the largest pass in bytes, including a copy of a cache that grows. Measured.
 
-        On a CPU, the new keys, the new values and the attention scores are computed one after another, and each
-        is freed before the next. We count only the largest of them. On a GPU and under `ulimit -v`, memory
+        On a CPU, the new keys, the new values and the attention scores are computed one after another, and
+        each is freed before the next. We count only the largest of them. On a GPU and under `ulimit -v`, memory
         counts as soon as it is allocated, so we count the scores plus a copy of the largest layer's cache.
         """
         on_cpu = _runs_on_cpu()

@@ -52,8 +52,8 @@ class MlxModel(BaseModel):
         rounding: Machine epsilon of the model's compute data type.
         caches: The caches of all layers.
         partial_models: Factory for the partial models that are used for self-drafting.
-        kv_bytes_for: Function that maps a context length in tokens to the size of the full caches in bytes. It
-            raises MemoryBudgetError if they do not fit in memory.
+        kv_bytes_for: Function that maps a context length in tokens to the size of the full caches in bytes.
+            Raises MemoryBudgetError if they do not fit in memory.
     """
 
     def __init__(

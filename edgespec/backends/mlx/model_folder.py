@@ -159,8 +159,8 @@ def _weight_files(folder: Path) -> list[Path]:
 def _tensor_bytes(file: Path) -> Counter[str]:
     """Return the size of the tensors in a safetensors file, in bytes, keyed by data type.
 
-    Only the header is read. The file starts with the length of the header (8 bytes), followed by the header in
-    JSON format, which contains the byte range of every tensor.
+    Only the header is read. The file starts with the length of the header (8 bytes), followed by the header
+    in JSON format, which contains the byte range of every tensor.
     """
     size = file.stat().st_size
     with file.open("rb") as stream:
