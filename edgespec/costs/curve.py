@@ -93,11 +93,11 @@ def measure_costs(
 ) -> CostCurve:
     """Measure the duration of verify passes over token chains, and return the cost curve.
 
-    The passes start after the tokens in the model's cache, and leave the cache unchanged. Width 1 is
-    always measured, and so are 2, 4 and 8 if `widths` contains them. The others follow in ascending order
-    until half of the time budget is spent. The first pass of each width is often slower, because its data is
-    not cached yet, so it only counts if there is no other. All widths are measured in turn before any is repeated, so that a
-    change in the machine's speed affects all of them equally.
+    The passes start after the tokens in the model's cache, and leave the cache unchanged. Width 1 is always
+    measured, and so are 2, 4 and 8 if `widths` contains them. The others follow in ascending order until half
+    of the time budget is spent. The first pass of each width is often slower, because its data is not cached
+    yet, so it only counts if there is no other. Each repeat measures all widths in turn, so that a change in
+    the machine's speed affects all of them equally.
 
     Args:
         model: The target model.
@@ -113,8 +113,7 @@ def measure_costs(
     able = model.facts.capabilities
     max_width = min(able.max_width, model.free_tokens) if able.rollback else 1
     chosen = [width for width in sorted(set(widths)) if 1 < width <= max_width]
-    # The very first pass may load all weights from disk, so it does not count towards the
-    # time budget.
+    # The very first pass may load all weights from disk, so it does not count towards the time budget.
     cold = _pass_seconds(model, 1)
     started = now()
     seconds: dict[int, list[float]] = {1: [cold, _pass_seconds(model, 1)]}

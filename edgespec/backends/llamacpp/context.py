@@ -323,11 +323,9 @@ class LlamaContext:
         self._lib.llama_memory_clear(self._memory, False)
 
     def compact_branch(self, source: int, start: int, end: int) -> None:
-        """Replace sequence 0 after `start` tokens by positions [start, end) of `source`.
+        """Move positions [start, end) of `source` to sequence 0, and remove all other sequences.
 
-        All other sequences are removed.
-
-        The moved cells are contiguous. Attention sums over cells in memory order, so if a later token filled
+        Cells of sequence 0 at `start` and later are replaced. The moved cells are contiguous. Attention sums over cells in memory order, so if a later token filled
         a gap between them, the order of the sum and thus its rounding would change.
         """
         parts = self.export_cells(source, start, end)

@@ -336,7 +336,7 @@ class LowBitView(SelfDraftView[SharedTarget]):
             # A rollback moves the window back to tokens whose cells may have been removed. Copy all cells.
             same = 0
         if begin > self._begin and self._context.window:
-            # Copy all cells. In sliding-window layers, drafted tokens could overwrite removed cells too early.
+            # Copy all cells. In sliding-window layers, drafted tokens may overwrite removed cells too early.
             same = 0
         try:
             cells.truncate(same)  # This also removes the drafted tokens.
@@ -347,7 +347,7 @@ class LowBitView(SelfDraftView[SharedTarget]):
             self._begin = begin
             self._copy_range(max(begin, cells.length), length)
         except BaseException:
-            # The contents of the cache are unknown after an interrupted copy. Clear it, so that the next draft
+            # The contents of the cache are unknown after an interrupted copy. Clear it so that the next draft
             # copies all cells again.
             self._context.clear()
             cells.truncate(0)

@@ -104,7 +104,8 @@ class LowerSplit:
         self._map_nodes(tree, first)
         whole = self._tree.build()
         if first == 0 and done and not self._fits(whole):
-            # The target's tree needs the cells of drafted nodes that are not verified. Start again without them.
+            # Drafted nodes that the target does not verify occupy cells that its tree needs. Start over without
+            # the draft.
             self.end_round()
             return self.hidden_of(tree, 0)
         if whole.width > done:
