@@ -68,8 +68,8 @@ class TargetCosts:
     Args:
         model: The loaded target model.
         options: The options that the target was loaded with.
-        is_measuring: Whether to measure wide passes. If False and no saved curve applies, measure only the target
-            step and estimate the cost of wider passes.
+        is_measuring: Whether to measure wide passes. If False and no saved curve applies, measure only the
+            target step and estimate the cost of wider passes.
     """
 
     has_loss_limit = True

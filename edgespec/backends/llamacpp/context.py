@@ -325,8 +325,9 @@ class LlamaContext:
     def compact_branch(self, source: int, start: int, end: int) -> None:
         """Move positions [start, end) of `source` to sequence 0, and remove all other sequences.
 
-        Cells of sequence 0 at `start` and later are replaced. The moved cells are contiguous. Attention sums over cells in memory order, so if a later token filled
-        a gap between them, the order of the sum and thus its rounding would change.
+        Cells of sequence 0 at `start` and later are replaced. The moved cells are contiguous. Attention sums
+        over cells in memory order, so if a later token filled a gap between them, the order of the sum and
+        thus its rounding would change.
         """
         parts = self.export_cells(source, start, end)
         for sequence in range(self._scratch + 1):

@@ -104,8 +104,8 @@ class LowerSplit:
         self._map_nodes(tree, first)
         whole = self._tree.build()
         if first == 0 and done and not self._fits(whole):
-            # Drafted nodes that the target does not verify occupy cells that its tree needs. Start over without
-            # the draft.
+            # Drafted nodes that the target does not verify occupy cells that its tree needs. Start over
+            # without the draft.
             self.end_round()
             return self.hidden_of(tree, 0)
         if whole.width > done:
