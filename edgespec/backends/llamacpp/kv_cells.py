@@ -41,7 +41,7 @@ class KvCells:
         self._context = context
         self._max_branches = max_branches
         self._replays = replays
-        # The sequence and position of each node in the uncommitted tree.
+        # For each node in the uncommitted tree, its sequence and its position.
         self._sequences: list[int] = []
         self._positions: list[int] = []
 
@@ -57,7 +57,7 @@ class KvCells:
             prefix.tokens = min(prefix.tokens, length)
 
     def track_prefix(self) -> UnchangedPrefix:
-        """Return a prefix that every rollback shortens until it is passed to `untrack_prefix`."""
+        """Return a new prefix. Rollbacks shorten it until it is passed to `untrack_prefix`."""
         prefix = UnchangedPrefix()
         self._tracked.append(prefix)
         return prefix
@@ -68,7 +68,7 @@ class KvCells:
 
     @property
     def is_tracked(self) -> bool:
-        """Whether a draft model holds copies of these cells."""
+        """Whether a draft model uses copies of these cells."""
         return bool(self._tracked)
 
     def place_tree(self, tree: TokenTree, first: int) -> tuple[list[int], list[list[int]]]:
@@ -144,7 +144,7 @@ class KvCells:
 
         If the cache cannot be rolled back and no checkpoints are used, it is cleared instead.
         """
-        if not self._replays:  # With replay, the other sequences hold checkpoints.
+        if not self._replays:  # With replay, the other sequences contain checkpoints, which must be kept.
             self._context.drop_others()
         self.length = length
         if not self._context.drop(0, length) and not self._replays:
@@ -154,5 +154,5 @@ class KvCells:
         self.clear_round()
 
     def clear_round(self) -> None:
-        """Discard the records of the uncommitted tree after the caller has committed or removed its cells."""
+        """Forget the uncommitted tree. The caller must already have committed or removed its cells."""
         self._sequences, self._positions = [], []
