@@ -13,13 +13,13 @@ from edgespec.drafters.token_buffer import MAX_CONTINUATION_TOKENS, MAX_MATCH_TO
 
 __all__ = ["StateContinuation", "SuffixAutomaton", "SuffixMatcher"]
 
-# (occurrences, position of the last occurrence, token, state after the token). Descending order sorts
-# continuations by frequency, then by recency.
+# (number of occurrences, position of the last occurrence, token, state after the token). In descending order,
+# frequent continuations come first, and recent ones before old ones.
 StateContinuation = tuple[int, int, int, int]
 
-# Maximum length of substrings whose occurrences are counted: a match plus its continuation.
+# Occurrences are counted only for substrings up to this length, which is a match and its continuation.
 _MAX_COUNTED_TOKENS = MAX_MATCH_TOKENS + MAX_CONTINUATION_TOKENS
-# Cache the frequent continuations of states with at least this many transitions, which are slow to sort.
+# Minimum number of transitions for caching a state's frequent continuations. Sorting so many is slow.
 _MIN_CACHED_TRANSITIONS = 16
 # Approximate memory used by one integer in a dict.
 _INTEGER_BYTES = 32
@@ -36,7 +36,8 @@ class SuffixAutomaton:
     350.
 
     Args:
-        min_probability: `continuations` may omit tokens that follow less than this fraction of occurrences.
+        min_probability: Tokens that follow a smaller fraction of occurrences may be missing from
+            `continuations`.
         capacity_tokens: To limit memory, the automaton is rebuilt from the last `capacity_tokens` tokens
             whenever the sequence reaches twice this length.
     """
@@ -54,7 +55,7 @@ class SuffixAutomaton:
         # 0), so target 0 means no transition.
         self._labels, self._targets = array("i", [SEPARATOR]), array("i", [0])
         self._more: dict[int, dict[int, int]] = {}
-        # Number of occurrences of each state, and the end position of the latest occurrence.
+        # For each state, the number of its occurrences and the end position of the latest one.
         self._counts, self._latest = array("i", [0]), array("i", [0])
         self._last = 0
         # State that represents the last `_MAX_COUNTED_TOKENS` tokens, or the whole sequence if it is shorter.
@@ -70,7 +71,7 @@ class SuffixAutomaton:
         return arrays + tables + _INTEGER_BYTES * (len(self._more) + sum(map(len, self._more.values())))
 
     def set_tokens(self, tokens: Sequence[int]) -> int:
-        """Replace the sequence with `tokens`. If the old sequence is a prefix, only new tokens are added.
+        """Replace the sequence. If `tokens` begins with the old sequence, only new tokens are added.
 
         Returns:
             The number of tokens added to the automaton.
@@ -165,7 +166,7 @@ class SuffixAutomaton:
         return state, min(self._lengths[state], MAX_MATCH_TOKENS)
 
     def suffixes(self, state: int, length: int) -> Iterator[tuple[int, int]]:
-        """Yield (length, state) for the suffixes of a state's substring, longest first.
+        """Yield the length and the state of each suffix of the matched substring, longest first.
 
         If several suffixes have the same occurrences, only the longest is yielded.
         """
@@ -175,7 +176,7 @@ class SuffixAutomaton:
             length = self._lengths[state]
 
     def continuations(self, state: int) -> tuple[int, list[StateContinuation]]:
-        """Return the total count and the list of continuations of a state, most frequent first.
+        """Return the total number of continuations of a state, and a list of them, most frequent first.
 
         The counts are exact for substrings of fewer than `_MAX_COUNTED_TOKENS` tokens.
         """
@@ -196,8 +197,8 @@ class SuffixAutomaton:
     def _frequent_continuations(self, state: int) -> tuple[int, list[StateContinuation]]:
         """Return the cached `continuations` of a state with many transitions, omitting infrequent ones.
 
-        The cache is rebuilt only when the total count has grown so much that an omitted token could have
-        become frequent.
+        The cache is rebuilt only when the state occurs so often that an omitted token could have become
+        frequent.
         """
         counts, latest = self._counts, self._latest
         total = counts[state] - (latest[state] == len(self.tokens))
@@ -231,7 +232,7 @@ class SuffixAutomaton:
         return others.get(token, 0) if others is not None else 0
 
     def truncate_match(self, state: int, length: int) -> tuple[int, int]:
-        """Return the state and length of a match, shortened to at most MAX_MATCH_TOKENS."""
+        """Shorten a match to at most MAX_MATCH_TOKENS tokens, and return its state and length."""
         if length > MAX_MATCH_TOKENS:
             length = MAX_MATCH_TOKENS
             if self._lengths[self._links[state]] >= length:
@@ -239,7 +240,7 @@ class SuffixAutomaton:
         return state, length
 
     def shorten_match(self, state: int) -> tuple[int, int]:
-        """Return the state and length of the longest suffix of a match that also occurs elsewhere."""
+        """Shorten a match to its longest suffix that occurs elsewhere. Return its state and length."""
         state = self._links[state]
         return state, self._lengths[state]
 
