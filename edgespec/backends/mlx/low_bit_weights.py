@@ -2,8 +2,8 @@
 
 We split each 8-bit weight into its high and its low four bits. Draft passes read only the high bits, which
 are a 4-bit weight (as in Any-Precision LLM, arXiv 2402.10517). Other passes read both halves, which together
-are exactly the 8-bit weight: scale * code + bias, where code = 16 * high + low. The total size is the same. For
-weights that are not 8-bit, we store an additional copy with fewer bits.
+are exactly the 8-bit weight: scale * code + bias, where code = 16 * high + low. The total size is the same.
+For other weights, we store an additional copy with fewer bits.
 """
 
 from __future__ import annotations
