@@ -158,7 +158,7 @@ class MlxMemoryEstimator:
 
         On a CPU, the new keys, the new values and the attention scores are computed one after another, and
         each is freed before the next. We count only the largest of them. On a GPU and under `ulimit -v`,
-        memory counts as soon as it is allocated, so we count the scores plus a copy of the largest layer's cache.
+        memory counts as soon as it is allocated, so we add a copy of the largest layer's cache.
         """
         on_cpu = _runs_on_cpu()
         counts_touched = on_cpu and not address_space_is_limited()

@@ -38,8 +38,8 @@ class PassLayout:
         known: Position of each tree node in this pass and in earlier passes over the same tree.
         visible: For each token in the pass, whether it attends to each tree node.
         offsets: `positions` as an array, or None for a chain.
-        sink_window: Window of cached tokens that full-attention layers attend to. Defaults to all cached tokens
-            if None.
+        sink_window: Window of cached tokens that full-attention layers attend to. Defaults to all cached
+            tokens if None.
         scratch: Whether the pass must not store its keys and values in the caches.
     """
 
