@@ -30,7 +30,7 @@ _BUILD_FLAG = {"metal": "-DGGML_METAL=on", "cuda": "-DGGML_CUDA=on"}
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One line in the report.
+    """Describes one line in the report.
 
     Attributes:
         name: What was checked.
@@ -140,7 +140,7 @@ def _folders(machine: MachineInfo) -> list[Check]:
 
 
 def _settings() -> Check:
-    """Check the settings file. The demo does not use it."""
+    """Check the settings file, which the demo does not use."""
     from edgespec.cli.settings import Settings
 
     settings = Settings.read()

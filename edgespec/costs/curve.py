@@ -103,8 +103,8 @@ def measure_costs(
         model: The target model.
         widths: The widths to measure. Those that exceed the limits of the model or its context are skipped.
         repeats: The number of additional passes per width.
-        budget_seconds: The time after which no more passes start. It is raised to the duration of 12 target
-            steps if it is shorter.
+        budget_seconds: The time budget, after which only the required widths are still measured. It is raised
+            to the duration of 12 target steps if it is shorter.
 
     Raises:
         CancelledError: `model.interrupt` was called.

@@ -111,7 +111,7 @@ class TargetCosts:
         Args:
             progress: Called before the measurement. Returns False to cancel it.
             repeats: The number of additional passes per width.
-            budget_seconds: The time after which no more passes start. See `measure_costs`.
+            budget_seconds: The time budget. See `measure_costs`.
 
         Raises:
             CancelledError: `progress` returned False.

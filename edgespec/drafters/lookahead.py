@@ -85,7 +85,7 @@ class NgramPool:
 
 @dataclass(slots=True)
 class _Column:
-    """One column of the Jacobi window.
+    """One column of the window of guessed tokens.
 
     Attributes:
         tokens: The tokens in the column, starting with level 0.

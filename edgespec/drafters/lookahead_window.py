@@ -31,7 +31,7 @@ class LookaheadWindow(NamedTuple):
 
     @property
     def levels(self) -> int:
-        """Number of tokens in a column. A candidate has as many tokens after its first."""
+        """Number of tokens in a column. A candidate has one more token."""
         return self.ngram_tokens - 1
 
     @property

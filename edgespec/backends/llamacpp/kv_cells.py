@@ -23,7 +23,7 @@ class UnchangedPrefix:
 
 
 class KvCells:
-    """Assigns the tokens in a context's KV cache to sequences.
+    """Manages the tokens in a context's KV cache and the sequences they belong to.
 
     Sequence 0 holds the `length` committed tokens. While a draft tree is being verified, each of its branches
     has a sequence that shares the cells of its ancestors. The first child of a node continues its parent's
@@ -107,7 +107,8 @@ class KvCells:
                 f"the draft tree has more than {self._max_branches} branches",
                 "use a larger --draft-branches",
             )
-        # Ancestors placed by the same call are not in the cache yet, so add the new sequence to their rows.
+        # Ancestors that are placed by the same call are not in the cache yet, so there are no cells to share.
+        # Add the new sequence to their rows in the batch instead.
         while parent >= first:
             passing[parent - first].append(sequence)
             parent = tree.parents[parent]

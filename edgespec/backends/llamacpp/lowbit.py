@@ -232,8 +232,8 @@ class LowBitView(SelfDraftView[SharedTarget]):
         threads = threads_for(weights, options)
         plan = max_plan.with_tokens(target.facts.context_tokens) if full else max_plan
         self._context = LlamaContext(weights, options, plan, threads)
-        # `length` includes the tokens between sinks and window, so it is the position of the next drafted
-        # token.
+        # `length` also counts the tokens between the sinks and the window, which have no cells here, because
+        # it is the position of the next drafted token.
         self._cells = KvCells(self._context, options.max_branches)
         self._unchanged = target.cells.track_prefix()
         try:

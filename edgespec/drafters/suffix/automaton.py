@@ -1,6 +1,6 @@
 """A suffix automaton over a growing token sequence, with occurrence counts.
 
-The suffix drafter uses it to index sequences that grow while a reply is generated.
+The suffix drafter uses it to index texts that grow while a reply is being generated.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ _INTEGER_BYTES = 32
 class SuffixAutomaton:
     """A suffix automaton for a token sequence (Blumer et al. 1985).
 
-    A state represents substrings that occur at exactly the same positions; `lengths[state]` is the length of
-    the longest one. Its suffix link leads to the state of the longest suffix that also occurs elsewhere.
+    A state represents all substrings that end at exactly the same positions. `lengths[state]` is the length
+    of the longest one. Its suffix link leads to the state of the longest suffix that also occurs elsewhere.
     Appending a token adds one or two states in amortised constant time and follows at most
     `_MAX_COUNTED_TOKENS` links to update the counts. States are stored in flat arrays; only states with
     several transitions have a dict. Memory use is about 100 bytes per token for code or prose, and at most
@@ -58,13 +58,13 @@ class SuffixAutomaton:
         # For each state, the number of its occurrences and the end position of the latest one.
         self._counts, self._latest = array("i", [0]), array("i", [0])
         self._last = 0
-        # State that represents the last `_MAX_COUNTED_TOKENS` tokens, or the whole sequence if it is shorter.
+        # State of the last `_MAX_COUNTED_TOKENS` tokens, or of the whole sequence if it is shorter.
         self._near = self._near_length = 0
         self._frequent: dict[int, tuple[float, list[int]]] = {}
 
     @property
     def size_bytes(self) -> int:
-        """Memory used by the automaton in bytes."""
+        """Memory currently used by the automaton, in bytes."""
         columns = (self._lengths, self._links, self._labels, self._targets, self._counts, self._latest)
         arrays = sum(map(getsizeof, (self.tokens, *columns)))
         tables = getsizeof(self._more) + sum(map(getsizeof, self._more.values()))
@@ -124,7 +124,7 @@ class SuffixAutomaton:
                     others[token] = new
                 state = links[state]
             if known and lengths[known] > lengths[state] + 1:
-                # Split the state, because its shorter substrings now occur once more than its longest one.
+                # Split the state, because its shorter substrings now occur more often than its longest one.
                 clone = new + 1
                 lengths.append(lengths[state] + 1)
                 for column in (links, labels, targets, counts, latest):
@@ -197,8 +197,8 @@ class SuffixAutomaton:
     def _frequent_continuations(self, state: int) -> tuple[int, list[StateContinuation]]:
         """Return the cached `continuations` of a state with many transitions, omitting infrequent ones.
 
-        The cache is rebuilt only when the state occurs so often that an omitted token could have become
-        frequent.
+        The cache is rebuilt only when the state occurs so much more often that an omitted token could have
+        become frequent.
         """
         counts, latest = self._counts, self._latest
         total = counts[state] - (latest[state] == len(self.tokens))

@@ -1,4 +1,4 @@
-"""Suffix decoding (arXiv 2411.04975): draft what followed earlier occurrences of the current suffix."""
+"""Suffix decoding (arXiv 2411.04975): draft what followed earlier occurrences of the last tokens."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class SuffixCorpus:
 
 
 class SuffixDrafter(Drafter):
-    """Drafts a tree from the tokens that most often followed earlier occurrences of the current suffix.
+    """Drafts a tree of the tokens that most often followed earlier occurrences of the last tokens.
 
     Implements SuffixDecoding (Oliaro et al. 2024, arXiv 2411.04975). The longest match is updated with every
     token, so lookup time depends on the number of matches, not on the length of the chat. When a chat
@@ -63,8 +63,8 @@ class SuffixDrafter(Drafter):
         is_end: Whether a token ends the reply. Nothing is drafted after such a token.
 
     Attributes:
-        cost: Lookup time per reply token.
-        prompt_cost: Indexing time per prompt token.
+        cost: Measures the lookup time per reply token.
+        prompt_cost: Measures the indexing time per prompt token.
     """
 
     name = "suffix"

@@ -27,7 +27,7 @@ class DraftSource(Protocol):
 
     @property
     def size_bytes(self) -> int:
-        """Memory used by the index in bytes."""
+        """Memory currently used by the index, in bytes."""
 
     def propose(self, chat: ChatSource, root: int, depth: int) -> ScoredDraft:
         """Return the draft that is most likely to continue the current chat correctly.
@@ -51,7 +51,7 @@ class ChatSource:
         return self.automaton.size_bytes
 
     def last_tokens(self) -> Sequence[int]:
-        """Return up to MAX_MATCH_TOKENS tokens from the end of the chat."""
+        """Return the last tokens of the chat, at most MAX_MATCH_TOKENS."""
         return self.automaton.tokens[-MAX_MATCH_TOKENS:]
 
     def propose(self, chat: ChatSource, root: int, depth: int) -> ScoredDraft:
@@ -128,7 +128,7 @@ class IndexedSource:
 
 
 def _count_rows(place: _Rows) -> tuple[int, list[Continuation[_Rows]]]:
-    """Count the next token in each row. Equally frequent tokens are returned in row order."""
+    """Count how often each token comes next in the rows. Equally frequent tokens stay in row order."""
     rows, depth = place
     if len(rows) == 1:
         token = rows[0][depth]
