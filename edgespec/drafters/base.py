@@ -22,7 +22,7 @@ __all__ = ["BudgetedDrafter", "Drafter", "MemoryUse", "check_rollback"]
 
 @dataclass(frozen=True, slots=True)
 class MemoryUse:
-    """Memory used by a drafter. Memory used by the target model is excluded.
+    """Memory used by a drafter, not including the target model.
 
     Attributes:
         weight_bytes: Size of the draft model's weights.
@@ -50,9 +50,9 @@ class MemoryUse:
 class Drafter(ABC):
     """Proposes tokens for the target to verify. Drafts change only how fast a reply is generated.
 
-    Each draft-and-verify round calls `propose`, the target's `verify`, `observe`, the target's `commit`, and
-    `commit`, in this order. `propose` may be skipped. The caller may shorten a draft, or merge it with other
-    drafts, before it is verified.
+    In each draft-and-verify round, the caller calls `propose`, the target's `verify`, `observe`, the target's
+    `commit`, and `commit`, in this order. It may skip `propose`. Before a draft is verified, the caller may
+    shorten it or merge it with other drafts.
 
     Attributes:
         name: Name of the method in options and reports.
@@ -70,7 +70,7 @@ class Drafter(ABC):
 
     @abstractmethod
     def begin(self, tokens: Sequence[int]) -> None:
-        """Begin a reply. Reuses previous work on tokens shared with the beginning of the last sequence.
+        """Begin a reply. Work on a prefix shared with the previous sequence is reused.
 
         Args:
             tokens: The whole prompt, including earlier turns of the chat.
@@ -114,11 +114,11 @@ class Drafter(ABC):
         """Perform slow one-time work, such as loading an index, so that it does not delay a reply."""
 
     def note(self) -> str:
-        """Return a one-line status for the user, such as why the drafter does not draft; may be empty."""
+        """Return a one-line status for the user, such as why nothing is drafted, or an empty string."""
         return ""
 
     def run_idle_work(self, should_continue: Callable[[], bool]) -> None:  # noqa: B027
-        """Improve the drafter between replies, until `should_continue()` returns False.
+        """Do work between replies that improves later drafts, until `should_continue()` returns False.
 
         Runs on the idle thread. Call `should_continue` before every step, and keep steps short, because a new
         reply waits for the current step. This method may run the target, but must leave its KV cache

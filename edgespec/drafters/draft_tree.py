@@ -85,9 +85,9 @@ class DraftTree:
     def tree(self, block: bool) -> TokenTree:
         """Return the draft tree, ordered so that the nodes run by the draft model come first.
 
-        This lets a target that shares layers with the draft model reuse their results. Siblings keep their
-        order. The order does not depend on which tokens were drawn, so the draft may be truncated after any
-        node without bias.
+        If the target shares layers with the draft model, this order lets it reuse their results. Siblings
+        keep their order. The order does not depend on which tokens were drawn, so cutting off the draft after
+        any node causes no bias.
         """
         order = sorted(range(len(self.drafted)), key=lambda node: self.model_nodes[node] is None)
         return self.drafted.build(block).subtree(order)

@@ -70,7 +70,7 @@ class OnlineTrainer:
 
     Args:
         cache: The draft model's KV cache.
-        trainer: Trains the draft model's adapter.
+        trainer: Runs the training steps for the draft model's adapter.
         store: Saves the adapter for later runs.
     """
 
@@ -116,7 +116,7 @@ class OnlineTrainer:
     def record_round(
         self, proposed: TokenTree, verified: TokenTree, logits: Logits, tokens: tuple[int, ...]
     ) -> None:
-        """Record the target's distribution if a draft token was rejected.
+        """Record the target's probabilities if it rejected a draft token.
 
         Args:
             proposed: The draft.
@@ -128,7 +128,7 @@ class OnlineTrainer:
         accepted_path = proposed.walk(tokens)
         accepted = len(accepted_path) - 1
         rows = verified.walk(tokens[:accepted])
-        if len(rows) <= accepted:  # the rest of the draft was correct but not verified
+        if len(rows) <= accepted:  # the rest of the draft was not verified, so nothing was rejected
             return
         if accepted < len(tokens) and proposed.children(accepted_path[-1]):
             position = len(self._tokens) - 1 + accepted
@@ -193,7 +193,7 @@ class OnlineTrainer:
             self._evaluations.popleft()
 
     def _train(self, should_continue: Callable[[], bool]) -> bool:
-        """Run the pending training steps, and return whether any weight has changed."""
+        """Run the training steps that are due, and return whether any weight has changed."""
         changed = False
         while self._pending_steps and self._examples and should_continue():
             # The larger of two random indices favours recent examples but sometimes selects old ones.
@@ -225,7 +225,7 @@ class OnlineTrainer:
         self._draft.truncate(0)
         self._cache_is_stale = False
         self._cache.begin(self._tokens)
-        with suppress(CancelledError):  # `propose` will prefill the remaining tokens
+        with suppress(CancelledError):  # `propose` prefills the remaining tokens later
             self._cache.prefill(progress=lambda *_: should_continue())
 
     def _saved_arrays(self) -> dict[str, NDArray[Any]]:

@@ -121,7 +121,7 @@ class SwiftDrafter(Drafter):
         self._tokens.extend(tokens)
 
     def run_idle_work(self, should_continue: Callable[[], bool]) -> None:
-        """Test on the end of the chat how well the target predicts tokens without certain layers.
+        """Evaluate how well the target predicts the end of the chat when some layers are skipped.
 
         The best set so far is evaluated first, even if the limit has been reached, because it may be worse
         for the current text.

@@ -71,7 +71,7 @@ class SwiftSearch:
         seed: Random seed for generating sets.
 
     Attributes:
-        tried: Number of sets tried, including sets that have since been evicted.
+        tried: Number of sets tried so far, including those no longer stored.
     """
 
     def __init__(self, layer_count: int, pass_cost: Callable[[int], float], seed: int) -> None:
@@ -81,7 +81,7 @@ class SwiftSearch:
         self._random = np.random.default_rng(seed)
         # Number of correct tokens and of all tokens drafted with each set.
         self._counts: dict[LayerSet, tuple[int, int]] = {}
-        # Cached score of each set, recomputed when its counts change.
+        # Cached score of each set, which is recomputed when the set's counts change.
         self._scored: dict[LayerSet, ScoredLayerSet] = {}
 
     @property
@@ -98,7 +98,7 @@ class SwiftSearch:
         self._scored[layers] = ScoredLayerSet(layers, agreement, speed_up, length)
 
     def record(self, layers: LayerSet, right: int, total: int) -> None:
-        """Record that `right` of the `total` tokens drafted without these layers were correct."""
+        """Record that `right` of `total` tokens were correct when drafted without these layers."""
         if total == 0:
             return
         if layers not in self._counts:
@@ -197,7 +197,7 @@ def _gaussian_process(
         candidates: Sets to predict [m, layers].
 
     Returns:
-        Mean and standard deviation of each candidate [m].
+        Mean and standard deviation of each candidate's predicted speed-up [m].
     """
     centre, spread = float(values.mean()), max(float(values.std()), 1e-6)
     length_scale = max(2.0, SKIP_RATIO * tried.shape[1])

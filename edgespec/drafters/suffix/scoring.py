@@ -33,7 +33,7 @@ ContinuationLookup: TypeAlias = Callable[[Place], tuple[int, list[Continuation[P
 class SuffixConfig:
     """Size limits for suffix drafts. The defaults match ArcticInference's suffix decoding.
 
-    A match of m tokens allows a draft of `length_factor * m + length_offset` tokens.
+    After a match of m tokens, at most `length_factor * m + length_offset` tokens are drafted.
 
     Attributes:
         length_factor: Number of drafted tokens per matched token.
@@ -70,7 +70,7 @@ class ScoredDraft:
 
     @property
     def score(self) -> float:
-        """Expected number of accepted tokens."""
+        """Expected number of accepted tokens in the draft."""
         return sum(self.probs[1:])
 
 
@@ -95,8 +95,8 @@ def best_draft(
         draft = grow(length, place)
         if (score := draft.score) > best_score:
             best, best_score = draft, score
-        # Each level and each node adds at most 1 to a draft's score, so no shorter match can score higher
-        # than this.
+        # Every node and every level adds at most 1 to the score, so shorter matches cannot score higher than
+        # this.
         if best_score >= min(depth, config.max_draft_tokens(length - 1)):
             break
     return best

@@ -91,7 +91,7 @@ class SuffixArray:
             yield length, (low, high)
 
     def _last_with_prefix(self, entry: int, step: int, prefix: bytes) -> int:
-        """Go from `entry` in direction `step`, and return the last entry that begins with `prefix`."""
+        """Find the last entry that begins with `prefix`, by a galloping search from `entry` by `step`."""
         positions, reverse, size = self._positions, self._reversed, len(self._positions)
         end, growing = len(reverse), True
         while step:
@@ -118,7 +118,7 @@ class SuffixArray:
             count: Number of tokens per entry, at most MAX_CONTINUATION_TOKENS.
 
         Returns:
-            One row of `count` tokens per entry, padded with separators after the end of a text.
+            One row of `count` tokens per entry. If a text ends earlier, its row is filled up with separators.
         """
         low, high = matches
         if high - low == 1:

@@ -57,7 +57,8 @@ class RetokenisedDrafter(BudgetedDrafter):
         self._translation = translation
         self._min_confidence = min_confidence
         self._tokens: list[int] = []
-        # The sequence in draft model tokens. `_is_complete` is False if only its end was tokenized.
+        # The sequence converted to draft model tokens. If only its end was converted, `_is_complete` is
+        # False.
         self._new_input()
         # Tokens in the draft model's KV cache. The first `_matching` tokens are known to match the input.
         self._cached: list[int] = []
@@ -165,7 +166,7 @@ class RetokenisedDrafter(BudgetedDrafter):
         """Tokenize the drafted text for the target."""
         incomplete = self._input.incomplete_bytes
         if not text.startswith(incomplete):
-            return []  # the draft does not complete the target's incomplete character
+            return []  # the draft contradicts the character that the target has begun
         text = _complete_characters(text[len(incomplete) :], incomplete)
         tokens = self._tokenize_in_context(text) if text else []
         if ended and self._translation.target_end_token is not None:

@@ -59,7 +59,8 @@ class TranslatedModel(BaseModel):
         self._translated: list[int] = []
         self._ends: list[int] = [0]
         self._round: tuple[int, ...] = ()
-        # The verified tree in draft model tokens. `_inner_nodes[i]` is the last draft node for target node i.
+        # The verified tree, translated to draft tokens. `_inner_nodes[i]` is the last node that spells target
+        # node i.
         self._inner_tree = TreeBuilder()
         self._inner_nodes: list[int] = []
 
@@ -97,7 +98,7 @@ class TranslatedModel(BaseModel):
         return self._translation.translate(token, first)[-self._max_spelling_tokens :]
 
     def _whole_tokens(self, inner_length: int) -> int:
-        """Return the number of target tokens fully covered by the first `inner_length` draft tokens."""
+        """Return how many target tokens are fully represented by the first `inner_length` draft tokens."""
         return next(i for i in range(len(self._ends) - 1, -1, -1) if self._ends[i] <= inner_length)
 
     def _update_inner_cache(self, progress: Progress | None = None) -> None:

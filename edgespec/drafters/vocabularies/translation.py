@@ -22,7 +22,7 @@ class _TokenTable:
         text: First id of each text token.
         control: First id of each control token.
         duplicates: All ids of text tokens that share the same bytes.
-        ends: Tokens that end a reply.
+        ends: Ids of the tokens that end a reply.
     """
 
     def __init__(self, vocabulary: Vocabulary) -> None:
@@ -105,8 +105,8 @@ class ByteTokenizer:
 class TokenTranslation:
     """Translates tokens between the vocabularies of a target and a draft model.
 
-    Text tokens are matched by their bytes, and control tokens by their text. The tokens that end a reply in
-    each model are matched with each other.
+    Text tokens match if they have the same bytes, and control tokens if they have the same text. The tokens
+    that end a reply also match each other.
 
     Attributes:
         target_ids: Target ids of the shared tokens, int64 [n], ascending.
