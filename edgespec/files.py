@@ -143,7 +143,7 @@ def delete_stale_temporaries(folder: Path, name: str = "", older_seconds: float 
     Args:
         folder: The folder to clean.
         name: Delete only the temporary files of the file with this name, or those of all files if empty.
-        older_seconds: Keep files younger than this, because they may still be being written.
+        older_seconds: Keep files younger than this, because another process may still be writing them.
     """
     with suppress(OSError):
         for path in folder.glob(f".{glob.escape(name)}.*.tmp" if name else ".*.tmp"):

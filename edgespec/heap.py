@@ -22,9 +22,9 @@ __all__ = [
 
 # Parameter numbers of mallopt, from malloc.h.
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8
-# Thresholds set by `unmap_freed_buffers`. Buffers of at least the first size get their own memory mapping. A
-# heap keeps at most the second number of free bytes at its end. By default, glibc starts with 128 KiB for
-# both and raises them.
+# Thresholds set by `unmap_freed_buffers`. Buffers of at least the first size get their own memory mapping.
+# The heap keeps at most the second number of free bytes at its end. By default, glibc starts with 128 KiB for
+# both and raises them over time.
 _LARGE_BUFFER_BYTES, _RETAINED_BYTES = 128 * 2**10, 2**20
 
 

@@ -17,8 +17,8 @@ __all__ = ["IdleWorker", "drafters_with_idle_work"]
 _IdleWork: TypeAlias = Callable[[Callable[[], bool]], None]
 _Watch: TypeAlias = Callable[[Callable[[], bool]], bool]
 
-# Idle time before background work begins. Long enough for a script to start its next reply, or a command to
-# exit.
+# Idle time before background work begins. Scripts start their next reply, and commands exit, sooner than
+# this.
 QUIET_SECONDS = 0.3
 # Interval between calls of the watch function.
 WATCH_SECONDS = 2.0

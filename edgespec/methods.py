@@ -56,7 +56,8 @@ class DrafterSet:
     Args:
         target: The target.
         draft: The draft model, if there is one.
-        branches: Shape of the draft model's tree, or a rule for growing it that is used by no other drafter.
+        branches: Shape of the draft model's tree, or a rule for growing it. No other drafter may use the same
+            rule object.
         min_confidence: The draft model stops drafting when its confidence falls below this probability.
         why_no_draft: Why there is no draft model, for reports and errors.
         others: Other drafters by name, or explanations of why they are missing. An entry `model` replaces the

@@ -25,7 +25,7 @@ __all__ = [
 # Default maximum length of a reply, in tokens. Without it, a reply stuck in a loop would fill the whole
 # context.
 DEFAULT_MAX_TOKENS = 8192
-# Default draft length, in tokens, for a fixed length and for one that adapts to the text.
+# Default fixed draft length, and default maximum for a length that adapts to the text, in tokens.
 _FIXED_DRAFT_LENGTH = 4
 _MAX_ADAPTIVE_DRAFT_LENGTH = 16
 _MAX_INTEGER = (1 << 63) - 1

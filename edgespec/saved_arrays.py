@@ -35,7 +35,7 @@ _WEIGHT_SUFFIXES = (".safetensors", ".gguf", ".npz")
 class SavedArrays:
     """File of named arrays that belongs to particular models.
 
-    File errors are not raised but reported in `notice`, and the caller creates the data anew.
+    Problems with the file are not raised but reported in `notice`, and the data is created anew.
 
     Args:
         kind: Kind of data, such as `swift`.

@@ -12,7 +12,7 @@ class ReplyText:
     """Collects the text of one reply token by token.
 
     A character that spans several tokens is emitted with its last byte. Text that may be the start of a stop
-    string is withheld until later tokens settle the question.
+    string is withheld until later tokens show whether it is.
     """
 
     def __init__(

@@ -158,7 +158,7 @@ class ChatScreen(ChatView):
     # Chats
 
     async def action_new_chat(self) -> None:
-        """Start a new chat with the settings given on the command line."""
+        """Start a new chat with the system prompt and settings that edgespec was started with."""
         await self.when_free(self._new_chat)
 
     async def _new_chat(self) -> None:

@@ -20,7 +20,7 @@ from edgespec.memory.prefix_cache.store import SegmentStore
 
 __all__ = ["PrefixCache", "PrefixCacheUsage"]
 
-# Minimum length of a segment, in tokens. A heuristic: each file or copy has a fixed cost.
+# Do not split off segments with fewer tokens. A heuristic: each file or copy has a fixed cost.
 _MIN_SEGMENT_TOKENS = 64
 # Merge a last segment of up to this many tokens into the segment that continues it, so that a chat of many
 # short turns does not become many segments. A heuristic.
