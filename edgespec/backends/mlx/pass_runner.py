@@ -21,8 +21,8 @@ from edgespec.errors import BackendError, CapabilityError
 
 __all__ = ["PassRunner"]
 
-# Number of committed tokens after which the buffers that MLX keeps for reuse are released. Caches allocate this
-# number of rows at a time.
+# Number of committed tokens after which the buffers that MLX keeps for reuse are released. Caches allocate
+# this number of rows at a time.
 _CLEAR_EVERY_TOKENS = 256
 
 
@@ -132,7 +132,7 @@ class PassRunner:
         mx.clear_cache()
 
     def verify(self, tree: TokenTree, first: int) -> DeviceLogits:
-        """Run a verify pass; see `LanguageModel.verify`. The caller has checked that the tree is supported."""
+        """Run a verify pass; see `LanguageModel.verify`. The caller ensures that the tree is supported."""
         exit_states = self._end_draft(tree)
         prelaunched = self._take_prelaunched(tree, first)
         try:
