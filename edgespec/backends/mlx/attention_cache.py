@@ -219,7 +219,7 @@ class AttentionCache:
 
     @staticmethod
     def _moved(cached: Rows, like: Rows, drop: int, used: int, rows: int) -> Rows:
-        """Copy rows `drop` to `used` of `cached` to new arrays with `rows` rows and the shape of `like`."""
+        """Return arrays with `rows` rows that start with rows `drop` to `used` of `cached`."""
         moved = []
         for i, new in enumerate(like):
             batch, heads, _, size = new.shape

@@ -263,7 +263,7 @@ class MlxModel(BaseModel):
         release_thread_state()
 
     def end_round(self) -> None:
-        """Discard the uncommitted tokens and prelaunched passes."""
+        """Discard all uncommitted tokens, and passes that were launched early."""
         self._check(0)
         self._runner.end_round()
 

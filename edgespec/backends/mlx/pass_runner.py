@@ -63,7 +63,7 @@ class PassRunner:
     - Every pass uses `_forward`, which runs tokens after the cached ones as described by the `PassLayout`.
     - Every method starts its computation before it returns. MLX can evaluate an array only in the thread that
       created it, and the next call may come from another thread.
-    - `committed` does not include rows of the current tree, of prelaunched passes or of interrupted passes.
+    - `committed` does not include rows of the current tree, or of early or interrupted passes.
       `end_round` discards all of these rows before any new work.
 
     Attributes:
@@ -165,7 +165,7 @@ class PassRunner:
             raise
 
     def end_round(self) -> None:
-        """Discard all uncommitted tokens and prelaunched passes."""
+        """Discard all uncommitted tokens, and passes that were launched early."""
         if self._partial_model:
             self._partial_model.end_round()
         self._partial_model = self._prelaunched = None
@@ -341,7 +341,7 @@ class PassRunner:
         self._prelaunched = _PrelaunchedPass(known, source, logits, before)
 
     def _take_prelaunched(self, tree: TokenTree, first: int) -> _PrelaunchedPass | None:
-        """Return the prelaunched pass if it matches the requested pass. Otherwise, roll it back."""
+        """Return the pass that was launched early if it matches the requested one. Otherwise, discard it."""
         prelaunched, self._prelaunched = self._prelaunched, None
         if not prelaunched:
             return None
