@@ -13,7 +13,7 @@ __all__ = ["Bar", "bar_chart", "charts"]
 
 _FULL, _UNCERTAIN = "█", "▒"
 _SHADES = dict(zip(PHASES[:-1], "░█▒▓·", strict=True))
-_MIN_BAR_WIDTH = 10  # characters
+_MIN_BAR_WIDTH = 10  # in characters
 
 
 @dataclass(frozen=True, slots=True)

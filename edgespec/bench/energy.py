@@ -1,4 +1,4 @@
-"""Measures processor energy with RAPL counters, if the system allows it."""
+"""Measure the processors' energy use with RAPL counters, if the system allows it."""
 
 from __future__ import annotations
 

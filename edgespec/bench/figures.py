@@ -26,22 +26,22 @@ class MethodFigures:
     Attributes:
         category: Category of the prompts. None for all prompts.
         effective: Methods that actually ran, as reported by the replies.
-        note: The last note from the drafters, or why no drafter ran.
+        note: The last note from the drafters, or the reason why no drafter ran.
         speed_up: Decoding speed, excluding prefill, divided by that of plain decoding. It is the median over
             the repeats of each prompt, then the geometric mean over prompts. None if plain decoding was not
             measured.
-        low, high: The 95 % confidence interval of `speed_up`. None for a single reply.
+        low, high: The 95 % confidence interval of `speed_up`. None if there is only one reply.
         worst: The lowest speed-up among the prompts.
         whole_speed_up: Speed-up like `speed_up`, but including prefill.
         tokens_per_second: Decoding speed, excluding prefill. Geometric mean over replies.
         ttft_seconds, tpot_seconds: Median time to first token, and median time per output token.
         acceptance: Accepted tokens divided by drafted tokens. None if nothing was drafted.
         acceptance_by_depth: Fraction of the drafted tokens at each depth that were accepted.
-        seconds: Total duration over all replies, keyed by phase.
+        seconds: Total duration of each phase over all replies.
         joules_per_token: Energy per token, used by the whole processors. None if the system does not report
             it.
         compared: Number of replies that should match plain decoding token for token.
-        identical: Number of `compared` replies that do match.
+        identical: Number of the `compared` replies that match plain decoding.
     """
 
     temperature: float

@@ -115,8 +115,8 @@ class BenchPlan:
         """Yield all rounds, alternating between categories so that a partial run covers all categories.
 
         A round answers one prompt with every configuration. Each round starts with a different configuration,
-        and every second repeat runs in reverse order. A
-        gradual slowdown of the machine, for example from heat, then affects all configurations equally.
+        and every second repeat runs in reverse order. A gradual slowdown of the machine, for example from
+        heat, then affects all configurations equally.
         """
         for repeat in range(self.repeats):
             turn = repeat // 2

@@ -17,13 +17,13 @@ __all__ = ["DrafterResult", "PassCost", "Tuning", "break_even", "tune"]
 
 # Minimum speed-up to recommend a method. A smaller one could be measurement noise.
 _MIN_SPEED_UP = 1.05
-_DRAFT_LENGTH = 4  # tokens; used to try each drafter
-_MAX_DRAFT_LENGTH = 16  # tokens; the longest draft length to recommend
+_DRAFT_LENGTH = 4  # in tokens, for trying each drafter
+_MAX_DRAFT_LENGTH = 16  # in tokens; no longer draft length is recommended
 
 
 @dataclass(frozen=True, slots=True)
 class PassCost:
-    """Cost of a verify pass.
+    """Describes the cost of a verify pass.
 
     Attributes:
         width: Number of tokens in the pass.
@@ -47,8 +47,8 @@ class DrafterResult:
 
     Attributes:
         speed_up: Speed-up over plain decoding at a draft length of 4.
-        acceptance: Fraction of draft tokens that were accepted, out of those whose predecessors were all
-            accepted.
+        acceptance: Fraction of draft tokens that were accepted, counting only those whose predecessors were
+            all accepted.
         c: Time to draft one token, divided by the duration of a plain decoding step.
         best_length: Draft length with the highest expected speed-up.
         expected: Expected speed-up at `best_length`, for replies with the same acceptance.
@@ -254,7 +254,7 @@ def _acceptance(replies: Sequence[Reply]) -> float:
     for reply in replies:
         drafted, accepted = reply.stats.drafted_per_position, reply.stats.accepted_per_position
         hits += sum(accepted)
-        # At most one token per depth of a tree can be accepted, so each depth counts as one attempt.
+        # At most one token per depth of a draft tree can be accepted, so each depth counts as one attempt.
         judged += sum(
             min(pair) for pair in zip(drafted, [reply.stats.target_passes, *accepted], strict=False)
         )

@@ -1,4 +1,4 @@
-"""The catalogue of models that edgespec knows by name, and the user's own aliases and draft pairs."""
+"""Load the catalogue of models that edgespec knows by name, and the user's aliases and draft pairs."""
 
 from __future__ import annotations
 

@@ -40,8 +40,8 @@ def estimate_speedup(
 
     Args:
         size_ratio: Parameters of the draft model divided by those of the target.
-        step_cost: Cost of a draft step, in target steps. Memory bandwidth limits decoding, so this is the
-            ratio of the bytes that the two models read per token.
+        step_cost: Cost of a draft step, relative to a target step. Memory bandwidth limits decoding, so this
+            is the ratio of the bytes that the two models read per token.
         shared_token_fraction: Fraction of the target's tokens that the draft model has.
         acceptance_rate: The measured acceptance rate. Estimated from the sizes if None.
     """

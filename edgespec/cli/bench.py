@@ -122,10 +122,9 @@ def command(
 ) -> int:
     """Compare the speed of every method with plain decoding, on prompts of several kinds.
 
-    Each prompt is answered with every method. The order of methods changes, so that a slowdown of the
-    machine affects all methods equally. The prefix cache is off. The report ends with a legend and a verdict.
-    Ctrl-C prints the
-    report of everything measured so far.
+    Each prompt is answered with every method. The order of methods changes, so that a slowdown of the machine
+    affects all methods equally. The prefix cache is off. The report ends with a legend and a verdict. Ctrl-C
+    prints the report of everything measured so far.
     """
     if options["remember"]:
         raise OptionError(

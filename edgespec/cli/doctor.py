@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 __all__ = ["Check", "command"]
 
 _DEMO_TOKENS = 16
-_SLOW_DEMO = 50  # tokens/s; an idle machine is several times faster
+_SLOW_DEMO = 50  # in tokens per second; an idle machine is several times faster
 _LOW_MEMORY_BYTES = 2_000_000_000
 _BUILD_FLAG = {"metal": "-DGGML_METAL=on", "cuda": "-DGGML_CUDA=on"}
 

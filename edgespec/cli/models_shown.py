@@ -36,7 +36,7 @@ _STORED_BY = {
     "lmstudio": "LM Studio",
     "hub": "Hugging Face cache",
 }
-_MAX_DRAFTS = 8  # lines of `models show`
+_MAX_DRAFTS = 8  # maximum number listed by `models show`
 
 
 @dataclass(frozen=True, slots=True)

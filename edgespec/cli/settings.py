@@ -387,7 +387,7 @@ def _leave_out_unread(ctx: click.Context) -> None:
     params = ctx.params
     for name in unread_options((params.get("method") or "auto", *(params.get("methods") or ()))):
         if name in used:
-            del params[name]  # `load` then uses its default
+            del params[name]  # `load` then uses its default value
             note(f"{name} ({used.pop(name).where}) is ignored: this method does not use it")
 
 

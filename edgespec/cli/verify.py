@@ -39,7 +39,7 @@ __all__ = ["SMALLEST_P_VALUE", "command"]
 # If the corrected p-value is lower, the method's samples are considered to differ in distribution from the
 # target's.
 SMALLEST_P_VALUE = 0.001
-_MAX_SHOWN_DIVERGENCES = 5  # differing replies listed per method
+_MAX_SHOWN_DIVERGENCES = 5  # maximum number of differing replies to list per method
 # JSON key of each count, and its column heading.
 _COUNTS = {
     "prompts": "PROMPTS",
