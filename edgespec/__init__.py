@@ -1,4 +1,4 @@
-"""edgespec: the largest model your machine can hold, at the best speed it allows, the same tokens.
+"""edgespec runs the largest model that fits your machine, as fast as possible, with unchanged output.
 
 import edgespec
 
@@ -87,7 +87,7 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Names are imported on first use, so that `import edgespec` and `edgespec --help` are quick."""
+    """Import a public name on first use, so that `import edgespec` and `edgespec --help` are fast."""
     if name in _HOMES:
         return getattr(import_module(_HOMES[name]), name)
     raise AttributeError(f"module 'edgespec' has no attribute {name!r}")

@@ -1,4 +1,4 @@
-"""`python -m edgespec` is `edgespec`."""
+"""Makes `python -m edgespec` run the `edgespec` command."""
 
 from edgespec.cli import main
 

@@ -1,4 +1,4 @@
-"""Linux control groups of this process, which may limit it to less than the whole machine."""
+"""Reads this process's Linux control groups, which may limit it to a part of the machine."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ class ControlGroup:
     """A Linux control group.
 
     Attributes:
-        folder: Its folder below /sys/fs/cgroup.
-        name: Its path as this process sees it, such as `/app.slice/chat`.
-        version_1: Whether it belongs to a cgroup v1 hierarchy.
+        folder: Folder of the group below /sys/fs/cgroup.
+        name: Path of the group as this process sees it, such as `/app.slice/chat`.
+        version_1: Whether the group belongs to a cgroup v1 hierarchy.
     """
 
     folder: Path
@@ -32,7 +32,7 @@ class ControlGroup:
 
 
 def control_groups(controller: str, root: Path = Path("/")) -> Iterator[ControlGroup]:
-    """Yield the groups of this process that `controller` may limit, innermost first.
+    """Yield this process's control groups that `controller` may limit, innermost first.
 
     Args:
         controller: `memory` or `cpu`.
@@ -42,8 +42,8 @@ def control_groups(controller: str, root: Path = Path("/")) -> Iterator[ControlG
         lines = (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()
     except (OSError, ValueError):
         lines = []
-    # A container may show the group's path on the host, which does not exist inside. Only the root group is
-    # readable then, so all parents are yielded too.
+    # A container may report the group's path on the host, which does not exist inside the container. Then
+    # only the root group is readable, so yield all parents too.
     for line in lines or ["0::/"]:
         _, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")

@@ -12,7 +12,7 @@ __all__ = ["check_boolean", "check_integer", "check_number", "check_path", "chec
 
 _UNITS = {"": 1, "k": 1000, "m": 1000**2, "g": 1000**3, "t": 1000**4}
 _BINARY_UNITS = {"k": 1024, "m": 1024**2, "g": 1024**3, "t": 1024**4}
-# Sizes without a unit below this many bytes are refused: `--memory 8` means 8 GiB, not 8 bytes.
+# Smaller sizes without a unit are rejected, because `--memory 8` surely means 8 GiB and not 8 bytes.
 _MIN_UNITLESS_BYTES = 1024
 _SIZE = re.compile(r"\s*([0-9]{1,18}(?:\.[0-9]{1,18})?)\s*([kmgt]?)(i?)b?\s*", re.IGNORECASE)
 
@@ -54,7 +54,7 @@ def check_number(name: str, value: object, allowed: str) -> float:
 
 
 def parse_size(name: str, value: str | int) -> int:
-    """Return the bytes of a size such as `8GiB`, `8GB`, `800M` or a plain number of bytes.
+    """Convert a size such as `8GiB`, `8GB`, `800M` or a plain number to bytes.
 
     Args:
         name: The option's name, for the error message.
@@ -76,7 +76,7 @@ def parse_size(name: str, value: str | int) -> int:
 
 
 def check_boolean(name: str, value: object) -> bool:
-    """Return `value` if it is True or False. Raises OptionError with the option's `name` otherwise."""
+    """Return `value` if it is True or False. Otherwise raises OptionError that mentions `name`."""
     if not isinstance(value, bool):
         raise OptionError(f"{name} is {value!r}", "give True or False")
     return value
@@ -99,6 +99,6 @@ def check_text(name: str, value: object, allowed: str) -> str:
 
 
 def check_path(name: str, value: object) -> str:
-    """Return a path, given as a string or path object, as a string. Raises OptionError otherwise."""
+    """Convert a path to a string. Raises OptionError if it is neither a string nor a path object."""
     path = os.fspath(value) if isinstance(value, os.PathLike) else value
     return check_text(name, path, "one path")

@@ -31,13 +31,13 @@ class _MessageRuntime(Protocol):
 
 
 class Chat:
-    """A conversation over a runtime. `Runtime.chat` creates it.
+    """A conversation with a loaded model. Created by `Runtime.chat`.
 
     Attributes:
         system: Instructions for the model. A change takes effect with the next turn.
-        messages: The messages of user and assistant in turn. Do not change the list during a reply.
-        dropped_messages: Oldest messages that the last turn left out of the prompt because the context is
-            full.
+        messages: The messages of user and assistant, in order. Do not change the list during a reply.
+        dropped_messages: Number of oldest messages that the last turn left out of the prompt because the
+            context was full.
     """
 
     def __init__(
@@ -52,15 +52,15 @@ class Chat:
         self.dropped_messages = 0
         self._runtime = runtime
         self._context_full = context_full
-        # None until the first turn of a conversation that began with messages.
+        # None if the conversation began with messages and has not had a turn yet.
         self._used_tokens: int | None = None if self.messages else 0
 
     @property
     def context_used_tokens(self) -> int:
-        """The tokens that prompt and reply of the last turn take of the context.
+        """Number of context tokens used by the prompt and reply of the last turn.
 
-        Before the first turn this counts the messages that the conversation began with, which may be more
-        than the context holds. It is 0 if the chat template rejects them.
+        Before the first turn, this is the length of the initial messages, which may exceed the context. It is
+        0 if the chat template rejects them.
         """
         if self._used_tokens is None:
             with suppress(TemplateError):
@@ -78,7 +78,7 @@ class Chat:
             **options: Options of `Runtime.stream_tokens`.
 
         Raises:
-            ContextFullError: The message does not fit the context.
+            ContextFullError: The message does not fit in the context.
             OptionError: An option is unknown or has an invalid value.
             TemplateError: The chat template rejects the conversation.
         """
@@ -97,7 +97,7 @@ class Chat:
         return self._answer([*self.messages[: self._last_user_index()], Message("user", text)], options)
 
     def clear(self) -> None:
-        """Remove all messages. The system prompt stays."""
+        """Remove all messages except the system prompt."""
         self.messages = []
         self.dropped_messages = self._used_tokens = 0
 

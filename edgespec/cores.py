@@ -1,4 +1,4 @@
-"""The number of processor cores that this process may use."""
+"""Determines the number of processor cores that this process may use."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ __all__ = ["usable_cores"]
 def usable_cores(root: Path = Path("/")) -> int:
     """Return the number of physical cores that this process may use, at least 1.
 
-    The process affinity and the CPU quotas of its control groups (`docker run --cpus`) both limit it.
+    It is limited by the CPU affinity of the process and by the CPU quotas of its control groups (`docker run
+    --cpus`).
 
     Args:
         root: The folder that contains `proc` and `sys`.
@@ -29,7 +30,7 @@ def usable_cores(root: Path = Path("/")) -> int:
 
 
 def _cpu_quota(group: ControlGroup) -> float | None:
-    """Return the CPU quota of a group in cores, or None if it has none."""
+    """Return the CPU quota of a control group in cores, or None if it has no quota."""
     if group.version_1:
         fields = [group.read("cpu.cfs_quota_us"), group.read("cpu.cfs_period_us")]
     else:

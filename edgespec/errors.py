@@ -1,4 +1,4 @@
-"""The exceptions that edgespec raises. Each message is one line: what failed, the value, the next step."""
+"""The exceptions that edgespec raises. Each message says what failed, with which value, and what to do."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class ConfigurationError(EdgespecError):
 
 
 class ModelNotFoundError(EdgespecError):
-    """Raised when a model reference matches no model. `edgespec models` lists the installed ones."""
+    """Raised when a model reference matches no model. `edgespec models` lists the installed models."""
 
 
 class ModelFileError(EdgespecError):

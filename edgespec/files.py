@@ -1,4 +1,4 @@
-"""edgespec's own folders, atomic and private file writes, and descriptions of sizes and errors."""
+"""edgespec's own folders, atomic writing of private files, and formatting of sizes and errors."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ __all__ = [
     "write_private_file",
 ]
 
-# What `sampled_sha256` reads of a file: its head, then this many blocks spread evenly over the file. Chosen
-# so that a fingerprint takes milliseconds.
+# The parts of a file that `sampled_sha256` reads: its first bytes, then a number of blocks spread evenly over
+# the file. Small enough that hashing takes only milliseconds.
 _HEAD_BYTES = 1 << 20
 _BLOCK_BYTES = 1 << 16
 _BLOCKS = 16
@@ -42,13 +42,13 @@ _SIZE_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 def _chosen(variable: str) -> Path | None:
     """Return the folder named by an environment variable, or None if it is unset."""
-    # Values read from a file may end with a line break.
+    # A value that was read from a file may end with a line break.
     text = os.environ.get(variable, "").rstrip("\r\n")
     return Path(text).expanduser() if text else None
 
 
 def data_folder() -> Path:
-    """Return the folder of the user's data: `$EDGESPEC_DATA_DIR`, or the platform's user data folder."""
+    """Return the folder for user data: `$EDGESPEC_DATA_DIR`, or the platform's user data folder."""
     if chosen := _chosen("EDGESPEC_DATA_DIR"):
         return chosen
     from platformdirs import user_data_path
@@ -75,7 +75,7 @@ def config_folder() -> Path:
 
 
 def log_folder() -> Path:
-    """Return the folder of llama.cpp's log file."""
+    """Return the folder that contains llama.cpp's log file."""
     from platformdirs import user_log_path
 
     return user_log_path("edgespec", appauthor=False)
@@ -97,7 +97,7 @@ def regular_file_bytes(path: Path) -> int:
 
 
 def read_regular_file(path: Path) -> bytes:
-    """Return the content of a regular file. Raises OSError for pipes and devices too: they may never end."""
+    """Read a regular file. Raises OSError for pipes and devices, because reading them may never end."""
     regular_file_bytes(path)
     return path.read_bytes()
 
@@ -106,7 +106,7 @@ def write_private_file(path: Path, *payload: bytes) -> None:
     """Write a file that only its owner can read, atomically replacing an older version.
 
     A missing parent folder is created as a private one; an existing one keeps its permissions. Temporary
-    files that earlier, killed writers of this file left behind are deleted.
+    files left behind when an earlier write of this file was killed are deleted.
 
     Args:
         path: The file to write.
@@ -138,12 +138,12 @@ def touch_private(path: Path) -> None:
 
 
 def delete_stale_temporaries(folder: Path, name: str = "", older_seconds: float = 3600.0) -> None:
-    """Delete temporary files that killed writers of `write_private_file` left in a folder.
+    """Delete the temporary files that remain in a folder when `write_private_file` is killed.
 
     Args:
         folder: The folder to clean.
-        name: Delete only temporary files of this file; "" means of all files.
-        older_seconds: Keep files younger than this, as their writers may still run.
+        name: Delete only the temporary files of the file with this name, or those of all files if empty.
+        older_seconds: Keep files younger than this, because another process may still be writing them.
     """
     with suppress(OSError):
         for path in folder.glob(f".{glob.escape(name)}.*.tmp" if name else ".*.tmp"):
@@ -154,9 +154,9 @@ def delete_stale_temporaries(folder: Path, name: str = "", older_seconds: float 
 
 @contextmanager
 def replace_when_written(path: Path) -> Iterator[Path]:
-    """Yield a temporary path, and rename the file written there to `path` if the block succeeds.
+    """Yield a temporary path to write to. If the block succeeds, rename that file to `path`.
 
-    There must be one writer at a time. If the block fails, the temporary file stays until the next write.
+    Only one writer may run at a time. If the block fails, the temporary file stays until the next write.
     Raises OSError.
     """
     temporary = path.with_name(f"{path.name}.tmp")
@@ -166,7 +166,7 @@ def replace_when_written(path: Path) -> Iterator[Path]:
 
 
 def sync_to_disk(path: Path) -> None:
-    """Flush a file or folder to disk, where the system supports that."""
+    """Flush a file or folder to disk if the system supports it."""
     try:
         handle = os.open(path, os.O_RDONLY)
     except OSError:
@@ -181,8 +181,8 @@ def sync_to_disk(path: Path) -> None:
 def sampled_sha256(path: Path) -> str:
     """Return the SHA-256 of a file's size, its first MiB and 16 blocks spread over the file. Raises OSError.
 
-    The digest changes if the file is truncated or replaced, and reading a sample is much faster than reading
-    a whole model file.
+    The digest changes if the file is truncated or replaced. Reading samples is much faster than reading a
+    whole model file.
     """
     size_bytes = path.stat().st_size
     digest = hashlib.sha256(b"%d\0" % size_bytes)
@@ -195,7 +195,7 @@ def sampled_sha256(path: Path) -> str:
 
 
 def format_bytes(size_bytes: int) -> str:
-    """Return a size for display, in powers of 1024: `900 B`, `1.4 GiB`, `118 MiB`.
+    """Format a size in bytes for display, in powers of 1024, such as `900 B` or `1.4 GiB`.
 
     File sizes use the same units as memory, because a model file takes as much memory as disk space.
     """
@@ -207,13 +207,13 @@ def format_bytes(size_bytes: int) -> str:
 
 
 def error_reason(error: Exception) -> str:
-    """Return the reason of an error in lower case, such as `no space left on device`."""
+    """Return the reason for an error in lower case, such as `no space left on device`."""
     reason = error.strerror if isinstance(error, OSError) else str(error)
     return (reason or type(error).__name__).lower()
 
 
 def delete_files(paths: Iterable[Path]) -> int:
-    """Delete files and return the freed bytes. Missing files are skipped. Raises OSError."""
+    """Delete files and return the number of bytes freed. Skips missing files. Raises OSError."""
     freed_bytes = 0
     for path in paths:
         with suppress(FileNotFoundError):

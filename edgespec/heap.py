@@ -1,4 +1,4 @@
-"""Controls over glibc's malloc, which otherwise retains freed memory for the process.
+"""Settings for glibc's malloc, which by default does not return all freed memory to the system.
 
 Every function here does nothing on systems without glibc.
 """
@@ -20,15 +20,16 @@ __all__ = [
     "unmap_freed_buffers",
 ]
 
-# Parameters of mallopt, from malloc.h.
+# Parameter numbers of mallopt, from malloc.h.
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8
-# Thresholds of `unmap_freed_buffers`: buffers from the first size on are mapped on their own, and a heap
-# retains at most the second at its end. Chosen: glibc starts with 128 KiB for both and raises them.
+# Thresholds set by `unmap_freed_buffers`. Buffers of at least the first size get their own memory mapping.
+# The heap keeps at most the second number of free bytes at its end. By default, glibc starts with 128 KiB for
+# both and raises them over time.
 _LARGE_BUFFER_BYTES, _RETAINED_BYTES = 128 * 2**10, 2**20
 
 
 def address_space_is_limited() -> bool:
-    """Return whether the address space of this process has a limit (`ulimit -v`)."""
+    """Return True if the address space of this process is limited (`ulimit -v`)."""
     if sys.platform == "win32":
         return False
     soft, _ = resource.getrlimit(resource.RLIMIT_AS)
@@ -36,9 +37,9 @@ def address_space_is_limited() -> bool:
 
 
 def limit_malloc_arenas() -> None:
-    """Let threads started from now on share one malloc arena if the address space is limited.
+    """If the address space is limited, make threads started later share one malloc arena.
 
-    Otherwise glibc reserves 64 MiB of addresses for each thread, although a thread uses little of it.
+    Otherwise, glibc reserves 64 MiB of addresses for each thread, although a thread needs little of it.
     """
     if address_space_is_limited():
         _set_malloc_option(_ARENA_MAX, 1)
@@ -46,17 +47,17 @@ def limit_malloc_arenas() -> None:
 
 @cache
 def unmap_freed_buffers() -> None:
-    """Return every freed buffer of 128 KiB or more to the system at once, for the rest of the process.
+    """From now on, return every buffer of at least 128 KiB to the system as soon as it is freed.
 
-    By default malloc learns to take buffers of up to 32 MiB from its heap. Freed ones then stay in the
-    resident memory of the process, although the library that freed them counts them as free.
+    By default, malloc adapts until it allocates buffers of up to 32 MiB from its heap. Once freed, they can
+    remain in the resident memory of the process, although the library that freed them reports them as free.
     """
     _set_malloc_option(_MMAP_THRESHOLD, _LARGE_BUFFER_BYTES)
     _set_malloc_option(_TRIM_THRESHOLD, _RETAINED_BYTES)
 
 
 def retained_bytes() -> int:
-    """Return how many freed bytes malloc retains at most after `unmap_freed_buffers`."""
+    """Return the maximum number of freed bytes that malloc keeps after `unmap_freed_buffers`."""
     return _RETAINED_BYTES if sys.platform == "linux" else 0
 
 

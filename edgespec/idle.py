@@ -1,4 +1,4 @@
-"""A background thread that runs drafters' idle work between replies and then watches memory."""
+"""The background thread that runs the drafters' idle work between replies, then monitors memory."""
 
 from __future__ import annotations
 
@@ -13,18 +13,19 @@ from edgespec.errors import CancelledError, EdgespecError
 
 __all__ = ["IdleWorker", "drafters_with_idle_work"]
 
-# Both are called with `should_continue`. A watch returns whether to call it again.
+# Both are called with a function `should_continue`. A watch returns True to be called again.
 _IdleWork: TypeAlias = Callable[[Callable[[], bool]], None]
 _Watch: TypeAlias = Callable[[Callable[[], bool]], bool]
 
-# Idle time before work begins. Scripts start their next reply sooner than this, and commands end.
+# Idle time before background work begins. Scripts start their next reply, and commands exit, sooner than
+# this.
 QUIET_SECONDS = 0.3
-# Interval between two calls of the watch.
+# Interval between calls of the watch function.
 WATCH_SECONDS = 2.0
 
 
 def drafters_with_idle_work(drafter: Drafter | None) -> tuple[Drafter, ...]:
-    """Return the parts of a drafter that have idle work."""
+    """Return those parts of a drafter that have work to do between replies."""
     return tuple(part for part in drafter.parts if part.has_idle_work) if drafter else ()
 
 
@@ -32,7 +33,7 @@ class IdleWorker:
     """Runs work in a background thread after each reply. One instance belongs to one session.
 
     Attributes:
-        failures: Why the idle work of a drafter failed, by the drafter's name. It is not run again.
+        failures: Why a drafter's idle work failed, by the drafter's name. Work that failed is not run again.
     """
 
     def __init__(self) -> None:
@@ -41,23 +42,23 @@ class IdleWorker:
         self._thread: threading.Thread | None = None
 
     def start(self, work: _IdleWork, watch: _Watch) -> None:
-        """Start a thread that runs `work` once after `QUIET_SECONDS`, and then calls `watch` repeatedly.
+        """Start a thread that waits `QUIET_SECONDS`, runs `work` once and then calls `watch` repeatedly.
 
         Args:
-            work: Called with `should_continue`, which returns False after `stop`.
-            watch: A method that is called every `WATCH_SECONDS` until it returns False. Its object is held by
-                a weak reference, so that the thread does not keep it alive.
+            work: Called with a function `should_continue`, which returns False after `stop`.
+            watch: A bound method, called every `WATCH_SECONDS` until it returns False. The thread keeps only
+                a weak reference to its object.
         """
         self._stopped = stopped = threading.Event()
         thread = threading.Thread(
             target=_run, args=(stopped, [work], WeakMethod(watch)), name="edgespec-idle", daemon=True
         )
-        with suppress(RuntimeError):  # no thread can be started while the interpreter shuts down
+        with suppress(RuntimeError):  # threads cannot be started during interpreter shutdown
             thread.start()
             self._thread = thread
 
     def stop(self) -> None:
-        """Let the thread end after its current step. May be called from any thread."""
+        """Ask the thread to end after its current step. May be called from any thread."""
         self._stopped.set()
 
     def join(self) -> None:
@@ -96,7 +97,7 @@ def _run(stopped: threading.Event, pending_work: list[_IdleWork], weak_watch: We
 
     if stopped.wait(QUIET_SECONDS):
         return
-    # The work is removed from the list, so that no reference to it remains while the watch runs.
+    # Remove the work from the list, so that no reference to it remains while the watch runs.
     pending_work.pop()(should_continue)
     while (watch := weak_watch()) and watch(should_continue):
         watch = None

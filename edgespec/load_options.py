@@ -1,4 +1,4 @@
-"""The options of `load` and `plan`."""
+"""The options of `edgespec.load` and `edgespec.plan`."""
 
 from collections.abc import Mapping, Sequence
 from os import PathLike

@@ -1,4 +1,4 @@
-"""Facts about this machine and the installed backends, as reported by `edgespec doctor`."""
+"""Collects the facts about this machine and its backends that `edgespec doctor` reports."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ __all__ = ["Folders", "LlamaCppInfo", "MachineInfo", "MlxInfo", "inspect_machine
 
 @dataclass(frozen=True, slots=True)
 class LlamaCppInfo:
-    """The installed llama.cpp.
+    """Information about the installed llama.cpp library.
 
     Attributes:
         version: The version of llama-cpp-python.
-        gpu_offload: Whether it was built with support for a GPU.
+        gpu_offload: Whether it was built with GPU support.
         default_threads: The number of threads used for large models.
         features: The CPU features and build options that llama.cpp reports.
         problem: Why the library cannot be loaded; empty if it can. The other attributes are empty then.
@@ -43,7 +43,7 @@ class LlamaCppInfo:
 
 @dataclass(frozen=True, slots=True)
 class MlxInfo:
-    """The installed mlx and mlx-lm.
+    """Information about the installed packages mlx and mlx-lm.
 
     Attributes:
         version: The version of mlx.
@@ -66,7 +66,7 @@ class MlxInfo:
 
 @dataclass(frozen=True, slots=True)
 class Folders:
-    """Folders and files that edgespec uses. They may not exist yet."""
+    """Paths of the folders and files that edgespec uses. They may not exist yet."""
 
     models: Path
     chats: Path
@@ -76,11 +76,12 @@ class Folders:
 
 @dataclass(frozen=True, slots=True)
 class MachineInfo:
-    """A machine: system, processor, memory and installed backends.
+    """Information about a machine: its system, processor, memory and installed backends.
 
     Attributes:
-        accelerator: The kind of GPU that could run layers: `metal`, `cuda`, or empty.
-        memory_available_bytes: Memory that new programs can use, limited by control groups.
+        accelerator: The kind of GPU that could run model layers: `metal`, `cuda`, or empty if there is none.
+        memory_available_bytes: Memory that new programs can use, within the limits of this process's control
+            groups.
     """
 
     edgespec_version: str
@@ -103,7 +104,7 @@ class MachineInfo:
 
 
 def inspect_machine() -> MachineInfo:
-    """Return facts about this machine. Loads llama.cpp and MLX if they are installed, but no model."""
+    """Collect information about this machine. Loads llama.cpp and MLX if installed, but no model."""
     return MachineInfo(
         edgespec_version=edgespec.__version__,
         python_version=platform.python_version(),

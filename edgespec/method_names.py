@@ -1,4 +1,4 @@
-"""The names of methods and drafters, and how a method's name is read."""
+"""The names of drafting methods and drafters, and the parser for method names."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from edgespec.errors import OptionError
 
 __all__ = ["DRAFTER_NAMES", "SELF_DRAFTS", "parse_method"]
 
-# The order in which drafts are merged. A self-draft comes first, because the target can then reuse its
-# computation. Lookups come last, because tokens drawn from a distribution must be merged before them.
+# Listed in the order in which drafts are merged. Self-drafts come first, so that the target can reuse their
+# computation. Lookups come last, because tokens sampled from a distribution must be merged before them.
 DRAFTER_NAMES = ("layerskip", "lowbit", "swift", "model", "lookahead", "suffix", "ngram")
 # Drafters that use the target's own weights and cache. A method may name only one of them.
 SELF_DRAFTS = ("layerskip", "lowbit", "swift")
@@ -17,7 +17,7 @@ _AUTOMATIC = ("model", "suffix")
 
 
 def parse_method(method: str) -> tuple[str, ...]:
-    """Return the drafters that a method names: for `auto` those it may use, for `none` none.
+    """Return the names of the drafters in a method. For `auto`, return those that it may use.
 
     Raises:
         OptionError: The method is not a string, or names an unknown drafter, one drafter twice, or two

@@ -1,4 +1,4 @@
-"""Methods by name, such as `auto` or `model+ngram`, and the drafters that each one uses."""
+"""Maps method names, such as `auto` or `model+ngram`, to the drafters that they use."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ from edgespec.reply import MethodReport
 
 __all__ = ["DrafterSet", "MissingDrafter"]
 
-# Drafters of `auto`: the first available one of the models, and suffix lookup.
+# The method `auto` uses the first of these drafters that is available, together with suffix lookup.
 _AUTO_MODELS = ("model", "layerskip", "lowbit")
 _AUTO_LOOKUP = "suffix"
-# Tokens from the end of a prompt that are classified as a kind of text.
+# Number of tokens at the end of a prompt that are used to classify its kind of text.
 _CLASSIFIED_TOKENS = 512
 
 
 @dataclass(frozen=True, slots=True)
 class MissingDrafter:
-    """Explanation of why a drafter is not available.
+    """Explains why a drafter is not available.
 
     Attributes:
-        reason: Why it is not available.
+        reason: Why the drafter is not available.
         hint: What a user can do about it.
     """
 
@@ -48,21 +48,23 @@ _UNKNOWN_DRAFTER = MissingDrafter("this target has no such drafter", "choose ano
 
 
 class DrafterSet:
-    """All drafters of a target, and the combinations of them that methods name.
+    """All drafters for a target model, and the combinations of them that methods use.
 
-    Owned by the session. Combinations and controllers are made on first use and then kept, because they
+    Owned by the session. Combinations and controllers are created on first use and then kept, because they
     learn acceptance rates.
 
     Args:
         target: The target.
         draft: The draft model, if there is one.
-        branches: Shape of the draft model's tree, or a growth rule that no other drafter uses.
-        min_confidence: The draft model stops drafting below this probability.
+        branches: Shape of the draft model's tree, or a rule for growing it. No other drafter may use the same
+            rule object.
+        min_confidence: The draft model stops drafting when its confidence falls below this probability.
         why_no_draft: Why there is no draft model, for reports and errors.
-        others: Further drafters by name, or why they are missing. An entry `model` replaces the usual drafter
-            of the draft model.
-        v: Cost of a verify pass by width, in target steps.
-        auto_config: Settings of the controller; without them `auto` drafts in every round.
+        others: Other drafters by name, or explanations of why they are missing. An entry `model` replaces the
+            usual drafter for the draft model.
+        v: Cost of a verification pass, in target steps, as a function of its width in tokens.
+        auto_config: Settings of the controller that decides when to draft. Without them, `auto` drafts in
+            every round.
     """
 
     def __init__(
@@ -109,12 +111,12 @@ class DrafterSet:
 
     @property
     def loss_limits(self) -> tuple[float, float] | None:
-        """The loss limit: a share of the plain decoding time, plus target steps. None without one."""
+        """The loss limit: a share of the plain decoding time plus a number of target steps. May be None."""
         limits = self._auto_config.limits if self._auto_config else None
         return (limits.rate, limits.steps) if limits else None
 
     def choose(self, method: str) -> tuple[Drafter | None, MethodReport]:
-        """Return the drafter of a method, and a report on what runs.
+        """Return the drafter for a method, and a report on the drafters in use.
 
         Raises:
             OptionError: The method is unknown, or one of its drafters is not available.
@@ -143,7 +145,7 @@ class DrafterSet:
         return self._drafters[names[0]] if len(names) == 1 else self._combined(names), report
 
     def controller(self, method: str) -> AutoController | None:
-        """Return the controller of a method; None if it drafts in every round."""
+        """Return the controller for a method, or None if the method drafts in every round."""
         drafter, _ = self.choose(method)
         return drafter if isinstance(drafter, AutoController) else None
 
@@ -152,7 +154,7 @@ class DrafterSet:
         return tuple(name for name in (*models[:1], _AUTO_LOOKUP) if name in self._drafters)
 
     def _controlled(self, config: AutoConfig, names: tuple[str, ...]) -> AutoController:
-        """Return the controller of the named drafters."""
+        """Return the controller for the named drafters."""
         if names not in self._controllers:
             for name in names:
                 self._drafters[name].warm_up()
@@ -179,7 +181,7 @@ class DrafterSet:
         return text_kind("".join(map(self._piece, tokens[-_CLASSIFIED_TOKENS:])))
 
     def _with_adaptive_length(self, drafter: Drafter, config: AutoConfig) -> Drafter:
-        """Return a drafter that chooses its draft length, for drafters that run a model."""
+        """Make a drafter choose its own draft length if it runs a model. Otherwise return it unchanged."""
 
         def make_growth(draft: Capabilities) -> TreeGrowth:
             limits = PassLimits.of(self._target.capabilities, draft)
@@ -201,17 +203,17 @@ class DrafterSet:
         return self._combinations[names]
 
     def chain_model(self, method: str) -> LanguageModel | None:
-        """Return the draft model if a method proposes its chains unchanged, else None."""
+        """Return the draft model if the method proposes its token chains unchanged, or None otherwise."""
         is_controlled = self._auto_config is not None and self._auto_config.controls_named
         return self._chain_model if method == "model" and not is_controlled else None
 
     def reset(self) -> None:
-        """Remove the tokens of the last reply from every drafter."""
+        """Clear the last reply's tokens from every drafter."""
         for drafter in self._drafters.values():
             drafter.reset()
 
     def interrupt(self, enabled: bool) -> None:
-        """Interrupt every drafter; False permits new proposals."""
+        """Interrupt every drafter, or allow new drafts again if `enabled` is False."""
         for drafter in self._drafters.values():
             drafter.interrupt(enabled)
 

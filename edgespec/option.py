@@ -1,4 +1,4 @@
-"""The `Option` class, and the options that are common to `load` and to replies."""
+"""The `Option` class, and the options shared by `load` and by replies."""
 
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, get_type_hints
@@ -24,18 +24,19 @@ Group: TypeAlias = Literal["model", "prefix_cache", "drafting", "method", "sampl
 
 @dataclass(frozen=True, kw_only=True)
 class Option:
-    """The declaration of one option.
+    """Declaration of an option.
 
     Attributes:
         kind: Parses and checks the value.
-        help: One or two sentences for `--help` and the documentation.
-        group: The section in which it is listed.
+        help: A description of one or two sentences for `--help` and the documentation.
+        group: The section in which the option is listed.
         default: The default value.
         default_text: The default in words, if the value alone does not explain it.
         flags: Short forms on the command line, such as `-n`.
-        read_by: The drafters that use the option. A method with none of them rejects it. Empty if every
-            method uses it.
-        per_run: Whether the option makes sense only for one model or run, and so cannot be set for all runs.
+        read_by: Names of the drafters that use the option. Methods without any of them reject it. Empty if
+            every method uses the option.
+        per_run: Whether the option applies only to a single model or run and therefore cannot be set for all
+            runs.
         api_only: Whether the option is available only in Python.
     """
 
@@ -50,7 +51,7 @@ class Option:
     api_only: bool = False
 
     def check(self, name: str, value: Any) -> Any:
-        """Check and normalise a value. Raises OptionError."""
+        """Check and normalise a value. Raises OptionError if it is invalid."""
         return self.default if value is None and self.default is None else self.kind.check(name, value)
 
 

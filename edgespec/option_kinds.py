@@ -1,4 +1,4 @@
-"""Kinds of option values: each parses strings, and checks values that are passed in Python."""
+"""The kinds of option values. Each kind parses strings and checks values passed in Python."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ __all__ = [
 ]
 
 _NO_LIMIT = (1 << 31) - 1
-_MAX_BRANCHES = 64  # limit on the leaves of a draft tree
+_MAX_BRANCHES = 64  # maximum number of leaves in a draft tree
 
 
 class Kind:
-    """A kind of value. The base class accepts any string.
+    """A kind of option value. This base class accepts any string.
 
     Attributes:
         metavar: Placeholder for the value in help texts.
@@ -51,7 +51,7 @@ class Kind:
         return text
 
     def check(self, name: str, value: Any, /) -> Any:
-        """Check and normalise a value that was passed in Python. Raises OptionError."""
+        """Check and normalise a value passed in Python. Raises OptionError if it is invalid."""
         return check_text(name, value, "one text")
 
 
@@ -124,7 +124,7 @@ class Flag(Kind):
 
 @dataclass(frozen=True)
 class Integer(Kind):
-    """A whole number within inclusive limits. `hint` adds an alternative to the error message."""
+    """An integer within inclusive limits. `hint` is appended to the error message."""
 
     low: int
     high: int = _NO_LIMIT
@@ -148,7 +148,7 @@ class Integer(Kind):
 
 @dataclass(frozen=True)
 class Number(Kind):
-    """A number within limits. `below_high` excludes the upper one. `hint` extends the error message."""
+    """A number within limits. `below_high` excludes the upper limit. `hint` extends the error message."""
 
     low: float = -math.inf
     high: float = math.inf
@@ -203,7 +203,7 @@ class Size(Kind):
 
 
 class PathName(Kind):
-    """A file or a folder, which may not exist."""
+    """A path to a file or folder, which need not exist."""
 
     metavar = "PATH"
 
@@ -212,7 +212,7 @@ class PathName(Kind):
 
 
 class Branches(Kind):
-    """Children per draft tree node at each depth, such as `3,2`, or `auto`. Empty means a chain."""
+    """Number of children of a draft tree node at each depth, such as `3,2`, or `auto`. Empty for a chain."""
 
     metavar = "auto|N,N,..."
 
@@ -252,7 +252,7 @@ class TextList(Kind):
 
 
 class TokenBiases(Kind):
-    """Numbers to add to the logits of some token ids. Each string has the form `ID=VALUE`."""
+    """Numbers to add to the logits of given token ids. Each string has the form `ID=VALUE`."""
 
     metavar = "ID=VALUE"
     repeatable = True
@@ -272,7 +272,7 @@ class TokenBiases(Kind):
 
 @dataclass(frozen=True)
 class SamplingNumber(Kind):
-    """A numeric sampling setting. `SamplingParams` checks its limits."""
+    """A numeric sampling setting. `SamplingParams` checks its range."""
 
     metavar: str = "X"
     whole: bool = False

@@ -1,4 +1,4 @@
-"""All options of `load`, `plan` and replies.
+"""All options of `load`, `plan` and reply functions.
 
 These declarations define the keyword arguments of the Python API, the command line options, the keys in the
 settings file, the EDGESPEC_ variables and the table in the documentation.
@@ -70,7 +70,7 @@ SETTINGS: Mapping[str, Option] = MappingProxyType(
 
 
 def check_names(given: Iterable[str], known: Mapping[str, Option]) -> None:
-    """Raise OptionError for the first unknown option. The message suggests the nearest name."""
+    """Raise OptionError for the first unknown option. The message suggests the most similar name."""
     for name in given:
         if name not in known:
             near = difflib.get_close_matches(name, known, 1)
@@ -84,7 +84,7 @@ def check_load_arguments(given: Mapping[str, Any]) -> LoadArguments:
     """Check and normalise the options of `load`, and fill in the defaults.
 
     Raises:
-        OptionError: A name is unknown, a value is invalid, or no drafter in the methods uses an option.
+        OptionError: An option is unknown or invalid, or none of the chosen drafters uses it.
     """
     check_names(given, LOAD_OPTIONS)
     values = {
@@ -106,7 +106,7 @@ def check_load_arguments(given: Mapping[str, Any]) -> LoadArguments:
 
 
 def unread_options(methods: Iterable[str]) -> list[str]:
-    """Return the names of the options that no drafter in these methods uses. Raises OptionError."""
+    """Return the names of options that no drafter in `methods` uses. Raises OptionError."""
     drafters = {name for method in methods for name in parse_method(method)}
     return [
         name
@@ -139,7 +139,7 @@ def documentation() -> str:
 
 
 def options_table(options: Mapping[str, Option]) -> str:
-    """Return a Markdown table of options: name, default, description, and the methods that use them."""
+    """Return a Markdown table of options with their names, defaults, descriptions and methods."""
     lines = ["| option | default | what it does | read by |", "| --- | --- | --- | --- |"]
     for name, option in options.items():
         default = option.default_text or (

@@ -1,4 +1,4 @@
-"""The parts of a reply: text chunks while it is generated, and a `Reply` when it is finished."""
+"""The types of a reply: text chunks during generation, and a `Reply` when it is finished."""
 
 from __future__ import annotations
 
@@ -33,10 +33,9 @@ class MethodReport:
         requested: The method that the options asked for, such as `auto`.
         effective: The drafters that are in use, joined by `+`, or `none`.
         reason: The reason for the choice.
-        note: Costs and problems that the drafters report after a reply.
-        gain: The speed-up over plain decoding minus 1, so 0.6 means 1.6 times as fast. None if it is not
-            measured.
-        gain_uncertainty: One standard error of the gain.
+        note: Costs and problems reported by the drafters after a reply.
+        gain: The speed-up over plain decoding, minus 1. So 0.6 means 1.6 times as fast. None if not measured.
+        gain_uncertainty: Standard error of the gain.
     """
 
     requested: str
@@ -65,13 +64,13 @@ class MethodReport:
 
     @property
     def loss_text(self) -> str:
-        """The loss of speed, such as `13% ± 3%`. Empty if it is within two standard errors of none."""
+        """The slowdown, such as `13% ± 3%`. Empty if it is within two standard errors of zero."""
         loss, error = -(self.gain or 0.0), self._gain_error
         return f"{loss:.0%} ± {error:.0%}" if loss > 2.0 * error else ""
 
     @property
     def _gain_error(self) -> float:
-        # A measurement is never more exact than one percent.
+        # No measurement is assumed to be more precise than one percent.
         return max(0.01, self.gain_uncertainty or 0.0)
 
 
@@ -83,7 +82,7 @@ class Reply:
         text: The text.
         tokens: All generated tokens, including the one that ended the reply.
         finish_reason: `stop`, `length` or `cancelled`.
-        seed: Seed of the random draws. The same seed repeats the reply.
+        seed: Random seed. Generating with the same seed gives the same reply.
         target: Name of the target.
         draft: Name of the draft model, or None.
         method: The drafting method and its speed-up.

@@ -1,4 +1,4 @@
-"""The options for a reply."""
+"""The options that apply to a single reply."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, fields
@@ -15,7 +15,7 @@ _MAX_SEED = (1 << 63) - 1
 
 
 class ReplyArguments(TypedDict, total=False):
-    """Keyword arguments of `Runtime.generate`, `Runtime.stream` and `Chat.send`.
+    """Keyword arguments of `Runtime.generate`, `Runtime.stream` and `Chat.stream`.
 
     If `method`, `draft_length` or `acceptance` is None, the value passed to `load` applies.
     """
@@ -63,7 +63,7 @@ class ReplyArguments(TypedDict, total=False):
     logit_bias: Mapping[int, float]
 
 
-# SamplingParams defines the defaults, limits and types of the sampling settings.
+# Only help texts are given here. SamplingParams defines the settings' defaults, limits and types.
 _SAMPLING_HELP = {
     "temperature": ("T", "Randomness of the reply; 0 always chooses the most likely token."),
     "top_k": ("N", "Consider only the N most likely tokens; 0 turns this off."),

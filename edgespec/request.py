@@ -1,4 +1,4 @@
-"""One validated request for a reply: its prompt tokens, sampling parameters and drafting method."""
+"""A validated request for a reply, with its prompt tokens, sampling parameters and drafting method."""
 
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ __all__ = [
     "build_request",
 ]
 
-# Default maximum reply length. Without one, a reply that repeats itself would fill any context.
+# Default maximum length of a reply, in tokens. Without it, a reply stuck in a loop would fill the whole
+# context.
 DEFAULT_MAX_TOKENS = 8192
-# Default draft lengths, in tokens: of a fixed draft, and of one that adapts to the text.
+# Default fixed draft length, and default maximum for a length that adapts to the text, in tokens.
 _FIXED_DRAFT_LENGTH = 4
 _MAX_ADAPTIVE_DRAFT_LENGTH = 16
 _MAX_INTEGER = (1 << 63) - 1
@@ -36,8 +37,8 @@ class MethodOptions:
 
     Attributes:
         method: `auto`, `none`, or names of drafters joined by `+`.
-        draft_length: The depth of a draft in tokens. None means 4, or up to 16 for drafters that adapt the
-            length to the text.
+        draft_length: Draft depth in tokens. Defaults to 4 if None, or to at most 16 for drafters that adapt
+            it to the text.
         acceptance: `invariant` or `rejection`, see the acceptance rules in the design document.
 
     Raises:
@@ -56,11 +57,11 @@ class MethodOptions:
             raise OptionError(f"acceptance is {self.acceptance!r}", f"choose {' or '.join(ACCEPTANCES)}")
 
     def max_draft_length(self, adapts: bool) -> int:
-        """Return the longest draft to request from a drafter that adapts its draft length, or does not."""
+        """Return the maximum draft length in tokens. `adapts` says whether the drafter adapts the length."""
         return self.draft_length or (_MAX_ADAPTIVE_DRAFT_LENGTH if adapts else _FIXED_DRAFT_LENGTH)
 
     def override(self, method: str | None, draft_length: int | None, acceptance: str | None) -> MethodOptions:
-        """Return these options with every argument that is not None in place of the default."""
+        """Return a copy of these options, replaced by those arguments that are not None."""
         return MethodOptions(
             self.method if method is None else method,
             self.draft_length if draft_length is None else draft_length,
@@ -75,7 +76,7 @@ class Request:
     Attributes:
         tokens: The prompt.
         params: Temperature, filters and penalties.
-        seed: Seed of all random draws.
+        seed: Random seed of the reply.
         max_tokens: Maximum length of the reply.
         stop: Strings that end the reply.
         method_options: How drafts are made and accepted.
@@ -104,11 +105,12 @@ def build_request(
 
     Args:
         tokens: The prompt.
-        facts: The target, whose vocabulary the tokens must belong to.
+        facts: The target model. All tokens must be in its vocabulary.
         method_options: How drafts are made and accepted.
-        context_tokens: The context size that the prompt must fit.
-        max_tokens: Maximum length of the reply. None means 8192 tokens, or the context if that is smaller.
-        seed: None draws a random seed.
+        context_tokens: The context size in tokens. The prompt must fit in it.
+        max_tokens: Maximum length of the reply. Defaults to 8192 tokens, or to the context size if smaller,
+            if None.
+        seed: Random seed. Chosen at random if None.
         stop: Strings that end the reply.
         sampling: Fields of `SamplingParams`.
 

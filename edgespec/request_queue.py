@@ -1,4 +1,4 @@
-"""A queue of requests in front of a runtime, for programs that serve several callers."""
+"""A request queue for programs that serve several callers with one runtime."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ __all__ = ["QueuedReply", "RequestQueue"]
 
 
 class RequestQueue:
-    """Runs requests on one runtime, first come, first served.
+    """Queue that runs requests on one runtime in the order of their arrival.
 
-    Replies are generated in a thread of the queue, so a caller that reads its reply slowly does not hold up
+    Replies are generated in the queue's own thread, so a caller that reads its reply slowly does not delay
     the others. All methods may be called from any thread. Closing the queue does not close the runtime.
-    Call `cancel` on a reply that nobody will read. The callback `on_end` runs in the thread of the queue and
-    must not wait for another queued reply.
+    Call `cancel` on a reply that nobody will read. The callback `on_end` runs in the queue's thread and must
+    not wait for another queued reply.
 
     Args:
-        runtime: The runtime. Other replies on it make queued requests fail with BusyError.
-        max_waiting: How many requests may wait while one runs.
+        runtime: The runtime. Queued requests fail with BusyError if it is also used outside the queue.
+        max_waiting: Maximum number of requests that may wait while one runs.
     """
 
     def __init__(self, runtime: Runtime, *, max_waiting: int = 16) -> None:
@@ -47,7 +47,7 @@ class RequestQueue:
         return len(self._waiting)
 
     def stream(self, prompt: str, **options: Any) -> QueuedReply:
-        """Queue a request for the reply to one prompt. Takes the arguments of `Runtime.stream`.
+        """Queue a request for a reply to a prompt. Takes the arguments of `Runtime.stream`.
 
         Raises:
             BusyError: Too many requests are waiting.
@@ -56,14 +56,14 @@ class RequestQueue:
         return self._submit(lambda: self._runtime.stream(prompt, **options))
 
     def stream_messages(self, messages: Sequence[Message | Mapping[str, Any]], **options: Any) -> QueuedReply:
-        """Queue a request for the reply to a list of messages, as `Runtime.stream_messages` takes them.
+        """Queue a request for a reply to messages. Takes the arguments of `Runtime.stream_messages`.
 
         Raises:
             BusyError: Too many requests are waiting.
             ClosedError: The queue was closed.
             OptionError: A message is invalid.
         """
-        # A copy: the caller may change its list before the request's turn.
+        # Copy the list, because the caller may change it before the request starts.
         checked = as_messages(messages)
         return self._submit(lambda: self._runtime.stream_messages(checked, **options))
 
@@ -79,7 +79,7 @@ class RequestQueue:
             return queued
 
     def _remove(self, queued: QueuedReply) -> bool:
-        """Remove a request that has not started. Returns False if it has."""
+        """Remove a waiting request. Return False if it has already started."""
         with self._changed:
             if queued not in self._waiting:
                 return False
@@ -94,7 +94,7 @@ class RequestQueue:
                     return
                 self._running = running = self._waiting.popleft()
             error = running._run()
-            # First, so that a caller that has seen the end of its reply can submit the next request.
+            # Do this first, so that a caller whose reply has ended can submit its next request at once.
             with self._changed:
                 self._running = None
             running._end(error)
@@ -123,10 +123,11 @@ class RequestQueue:
 
 
 class QueuedReply:
-    """Iterator over the text chunks of a queued reply. `RequestQueue` creates it.
+    """Iterator over the text chunks of a queued reply. Created by `RequestQueue`.
 
-    Iterating waits for the request's turn and then for each chunk. It raises what `ReplyStream` raises, and
-    CancelledError or ClosedError if the request was cancelled, or the queue closed, before its turn.
+    Iterating waits until the request starts and then for each chunk. It raises the same errors as
+    `ReplyStream`. If the request is cancelled or the queue is closed before the start, it raises
+    CancelledError or ClosedError.
     """
 
     def __init__(self, start: Callable[[], ReplyStream], remove: Callable[[QueuedReply], bool]) -> None:
@@ -140,7 +141,7 @@ class QueuedReply:
 
     @property
     def stream(self) -> ReplyStream | None:
-        """The running or finished stream, with its stats and method. None before the request's turn."""
+        """The running or finished stream, with its stats and method. None until the request starts."""
         return self._stream
 
     @property
@@ -160,7 +161,7 @@ class QueuedReply:
         if isinstance(chunk, TextChunk):
             return chunk
         self._ended = chunk or StopIteration()
-        # Other threads may be waiting for the end of the same reply.
+        # Put the end marker back, because other threads may be waiting for the end of the same reply.
         self._chunks.put(chunk)
         raise self._ended
 
@@ -171,7 +172,7 @@ class QueuedReply:
         return self.reply
 
     def cancel(self) -> None:
-        """Cancel the request: remove it from the queue, or end the running reply and keep its text."""
+        """Remove the request from the queue if it is waiting, or end its reply and keep the text so far."""
         self._cancelled.set()
         if self._remove(self):
             self._end(CancelledError("the request was cancelled before it started"))
@@ -182,7 +183,7 @@ class QueuedReply:
         """Generate the reply. Returns the error that ended it, if any."""
         try:
             self._stream = stream = self._start()
-            # `cancel` may have been called when there was no stream to cancel yet.
+            # `cancel` may have been called before there was a stream to cancel.
             if self._cancelled.is_set():
                 stream.cancel()
             for chunk in stream:
@@ -190,7 +191,7 @@ class QueuedReply:
         except Exception as error:
             return error
         except BaseException as error:
-            # A callback of the caller may raise SystemExit. It must not end the thread of the queue.
+            # The caller's callback may raise SystemExit, which must not end the queue's thread.
             failure = EdgespecError(f"the reply was ended by {type(error).__name__}", "submit it again")
             failure.__cause__ = error
             return failure

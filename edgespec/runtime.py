@@ -1,4 +1,4 @@
-"""The public API: a loaded target with its drafters, and the replies it generates."""
+"""The public `Runtime` class: a loaded target model that generates replies with its drafters."""
 
 from __future__ import annotations
 
@@ -34,18 +34,18 @@ __all__ = ["MemoryUse", "Runtime"]
 
 @dataclass(frozen=True, slots=True)
 class MemoryUse:
-    """The memory that a runtime uses.
+    """Memory currently used by a runtime.
 
     Attributes:
-        weight_bytes: Weights of target and draft model.
-        kv_bytes: KV caches of target and draft model at their current size.
-        resident_bytes: Resident memory of the process, including the mapped weights that were read so far.
+        weight_bytes: Size of the weights of target and draft model.
+        kv_bytes: Current size of the KV caches of target and draft model.
+        resident_bytes: Resident memory of the process, including the memory-mapped weights read so far.
         prefix_cache: Size and hits of the prefix cache.
         plan: The memory plan that was made before loading.
         context_tokens: Current size of the target's context.
-        max_context_tokens: The size that the context may grow to.
+        max_context_tokens: Maximum size to which the context may grow.
         available_bytes: Memory that other programs may still use.
-        reclaimed_bytes: Memory that was freed for other programs so far.
+        reclaimed_bytes: Total memory freed for other programs so far.
         last_reclaim: Description of the last time that memory was freed.
     """
 
@@ -65,10 +65,10 @@ _DEFAULTS = MethodOptions()
 
 
 class Runtime:
-    """A loaded target with its drafters. `edgespec.load` creates it.
+    """A loaded target model with its drafters. Created by `edgespec.load`.
 
-    A runtime generates one reply at a time. A second one raises BusyError: put a `RequestQueue` in front of
-    the runtime to serve several callers. `cancel` and `close` may be called from any thread.
+    A runtime generates one reply at a time and raises BusyError if asked for a second one. To serve several
+    callers, use a `RequestQueue`. `cancel` and `close` may be called from any thread.
 
     Attributes:
         vocabulary: The target's tokenizer.
@@ -100,7 +100,8 @@ class Runtime:
                     vocabulary.chat_template, vocabulary.bos_text, vocabulary.eos_text
                 )
             except TemplateError as error:
-                # The model is usable without a template. The error is raised when one is needed.
+                # The model is usable without a chat template. Raise the error only when the template is
+                # needed.
                 self._template = error
         self.method: MethodReport = drafters.choose(defaults.method)[1]
         self.plan: MemoryPlan | None = plan
@@ -114,7 +115,7 @@ class Runtime:
 
     @property
     def target(self) -> ModelFacts:
-        """Facts about the target, with the current size of its context and its KV cache."""
+        """Facts about the target, including the current size of its context and KV cache."""
         facts = self._target.facts
         return replace(facts, notice=self._notice) if self._notice else facts
 
@@ -132,28 +133,28 @@ class Runtime:
 
     @property
     def drafters(self) -> tuple[str, ...]:
-        """Names of the drafters that a method may combine."""
+        """Names of the available drafters, which methods may combine."""
         return self._session.drafters.names
 
     @property
     def context_tokens(self) -> int:
-        """Maximum length of prompt and reply together.
+        """Maximum total length of prompt and reply, in tokens.
 
-        The context starts smaller, see `target.context_tokens`, and grows when a conversation needs it.
+        The context starts smaller and grows as needed. `target.context_tokens` is its current size.
         """
         return self._session.context.limit_tokens
 
     @property
     def loss_limits(self) -> tuple[float, float] | None:
-        """The loss limit: a share of a reply's plain decoding time, plus target steps. None without one."""
+        """The loss limit: a share of the plain decoding time plus a number of target steps. May be None."""
         return self._session.drafters.loss_limits
 
     def method_for(self, method: str) -> MethodReport:
-        """Return what `method` uses with this target. Raises OptionError if it cannot be used."""
+        """Return which drafters `method` uses with this target. Raises OptionError if it cannot be used."""
         return self._session.drafters.choose(method)[1]
 
     def measure_costs(self, progress: Progress | None = None) -> CostCurve:
-        """Measure the cost of verify passes of the target and save the result for the next load.
+        """Measure the cost of the target's verification passes and save the result for the next load.
 
         It takes at most 10 seconds, or 12 target steps if those take longer.
 
@@ -174,11 +175,11 @@ class Runtime:
         return self._costs.notice
 
     def memory_bytes(self) -> int:
-        """Return the resident memory of this process."""
+        """Return the resident memory of this process in bytes."""
         return resident_bytes()
 
     def memory(self) -> MemoryUse:
-        """Return the memory that this runtime uses now. May be called at any time, from any thread."""
+        """Return the memory currently used by this runtime. May be called at any time from any thread."""
         drafts = self.draft
         cache = self._session.prefix_cache
         return MemoryUse(
@@ -205,8 +206,8 @@ class Runtime:
         """Generate the reply to one prompt.
 
         Args:
-            prompt: The user's message. It goes through the chat template unless `raw` is set or the model has
-                no template.
+            prompt: The user's message. It is formatted with the chat template, unless `raw` is set or the
+                model has no template.
             system: Instructions for the model.
             raw: Continue the prompt as it is, without the chat template.
             **options: See `edgespec.ReplyArguments`.
@@ -254,10 +255,10 @@ class Runtime:
         on_end: Callable[[Reply | None], None] | None = None,
         **options: Any,
     ) -> ReplyStream:
-        """Stream the reply to a list of messages, which holds the whole conversation.
+        """Stream the reply to a list of messages that contains the whole conversation.
 
-        A conversation that continues an earlier one reuses its KV cache, so nothing has to be kept between
-        two calls.
+        If the conversation continues an earlier one, its KV cache is reused. The caller need not keep
+        anything between calls.
 
         Args:
             messages: `Message` objects, or dictionaries with `role` (`system`, `user` or `assistant`) and
@@ -286,7 +287,7 @@ class Runtime:
         )
 
     def count_tokens(self, messages: Sequence[Message]) -> int:
-        """Return the length of the prompt for these messages. Raises TemplateError."""
+        """Return the number of tokens in the prompt for these messages. Raises TemplateError."""
         return len(self._prompt_builder().build(messages).tokens)
 
     def chat(
@@ -301,11 +302,11 @@ class Runtime:
                 turns, `refuse` raises ContextFullError.
 
         Raises:
-            OptionError: `context_full` is something else.
+            OptionError: `context_full` has another value.
             TemplateError: The model has no chat template.
         """
         check_context_full(context_full)
-        self._prompt_builder()  # Raises TemplateError if the model cannot chat.
+        self._prompt_builder()  # This raises TemplateError if the model has no usable chat template.
         return Chat(self, system, messages, context_full)
 
     def _prompt_builder(self) -> PromptBuilder:
@@ -333,19 +334,20 @@ class Runtime:
         dropped_messages: int = 0,
         **sampling: Any,
     ) -> ReplyStream:
-        """Stream the reply to a prompt that is given as tokens.
+        """Stream the reply to a prompt given as token ids.
 
         Args:
             tokens: The prompt.
-            max_tokens: Maximum length of the reply. None means 8192 tokens, or the rest of the context.
-            seed: Seed of all random draws. None draws one, which the reply reports.
+            max_tokens: Maximum length of the reply. Defaults to 8192 tokens, or to the rest of the context,
+                if None.
+            seed: Random seed. If None, one is chosen at random and reported in the reply.
             stop: Strings that end the reply.
             method: `auto`, `none`, or names of drafters joined by `+`.
-            draft_length: Depth of a draft in tokens.
+            draft_length: Draft depth in tokens.
             acceptance: `invariant` or `rejection`.
             on_end: Called once with the reply, or with None if it failed.
             progress: Called during the prefill. Returning False cancels the reply.
-            dropped_messages: Number that `ReplyStream.dropped_messages` reports.
+            dropped_messages: Number to report as `ReplyStream.dropped_messages`.
             **sampling: Fields of `SamplingParams`, such as `temperature`.
 
         Raises:
@@ -383,7 +385,7 @@ class Runtime:
         )
 
     def _ended(self, reply: Reply | None, on_end: Callable[[Reply | None], None] | None) -> None:
-        """Count the first draft tokens of a reply into the acceptance record of this model pair."""
+        """Add the outcome of a reply's first draft tokens to the acceptance record of this model pair."""
         if reply and self._record and reply.method.effective == "model" and reply.stats.drafted_tokens:
             stats = reply.stats
             self._record.count(stats.drafted_per_position[0], stats.accepted_per_position[0])
@@ -391,7 +393,7 @@ class Runtime:
             on_end(reply)
 
     def borrowed_target(self) -> AbstractContextManager[LanguageModel]:
-        """Lend the target, with an empty cache, for measurements. No reply can start meanwhile.
+        """Lend the target model, with an empty cache, for measurements. No reply can start in the meantime.
 
         Raises:
             BusyError: A reply is running.
@@ -400,26 +402,26 @@ class Runtime:
         return self._session.borrowed_target()
 
     def clear_cache(self) -> None:
-        """Clear the KV caches and the prefix cache, so that the next reply reads its whole prompt.
+        """Clear the KV caches and the prefix cache, so that the next reply processes its whole prompt.
 
-        Trained drafters and measured costs stay. Raises BusyError, ClosedError.
+        Trained drafters and measured costs are kept. Raises BusyError and ClosedError.
         """
         self._session.clear_cache()
 
     def save_prefix_cache(self) -> None:
-        """Write the prefix cache to disk, if it was loaded with a cache on disk.
+        """Save the prefix cache to disk if the runtime was loaded with an on-disk cache.
 
-        This also happens when the runtime is idle and when it closes. Failures are not raised: a prompt that
-        could not be saved is read again.
+        This also happens when the runtime is idle and when it closes. Failures raise no error: a prompt that
+        could not be saved is simply processed again.
         """
         self._session.save_prefix_cache()
 
     def run_idle_work(self, should_continue: Callable[[], bool]) -> None:
         """Run the idle work of the drafters, such as online training, in this thread.
 
-        It runs by itself when the runtime is idle for a moment. A script that generates replies without a
-        pause can call this between them. It ends when the work is done, when `should_continue()` returns
-        False, or when a reply starts in another thread.
+        Idle work starts automatically when the runtime has been idle for a moment. A script that generates
+        replies without pauses can call this method between them. It returns when the work is done, when
+        `should_continue()` returns False, or when a reply starts in another thread.
         """
         self._session.run_idle_work(should_continue)
 

@@ -1,4 +1,4 @@
-"""Named arrays, such as trained weights and measurements, saved in private files for later runs."""
+"""Saves named arrays, such as trained weights and measurements, in private files for later runs."""
 
 from __future__ import annotations
 
@@ -33,17 +33,18 @@ _WEIGHT_SUFFIXES = (".safetensors", ".gguf", ".npz")
 
 
 class SavedArrays:
-    """Named arrays in one file that belongs to certain models.
+    """File of named arrays that belongs to particular models.
 
-    No method raises because of the file: problems are reported in `notice`, and the data is created anew.
+    Problems with the file are not raised but reported in `notice`, and the data is created anew.
 
     Args:
         kind: Kind of data, such as `swift`.
-        identity: Identifies the models, see `models_fingerprint`. Files of other models are not read.
+        identity: Fingerprint of the models, see `models_fingerprint`. Files that belong to other models are
+            ignored.
         folder: Folder of the file; by default one in the user's data folder.
 
     Attributes:
-        notice: What could not be read or written, for the user; empty without a problem.
+        notice: Message for the user about what could not be read or written; empty if there was no problem.
     """
 
     def __init__(self, kind: str, identity: str, folder: Path | None = None) -> None:
@@ -57,7 +58,7 @@ class SavedArrays:
         try:
             if regular_file_bytes(self.path) > _MAX_BYTES:
                 raise ValueError("the file is too large")
-            # The file is read at once, because an open file cannot be replaced on Windows.
+            # Read the whole file and close it, because Windows cannot replace an open file.
             with np.load(io.BytesIO(read_regular_file(self.path)), allow_pickle=False) as file:
                 values = {name: file[name] for name in file.files}
         except FileNotFoundError:
@@ -75,7 +76,7 @@ class SavedArrays:
         return values
 
     def save(self, values: Mapping[str, NDArray[Any]]) -> None:
-        """Replace the saved arrays by `values`."""
+        """Replace the saved arrays with `values`."""
         payload = io.BytesIO()
         arrays: dict[str, Any] = {**values, "header": np.array(self._header)}
         np.savez(payload, **arrays)
@@ -91,7 +92,7 @@ def delete_saved_arrays(folder: Path | None = None) -> int:
     """Delete the saved arrays of all models.
 
     Returns:
-        The number of freed bytes.
+        Number of bytes freed.
 
     Raises:
         OSError: A file cannot be deleted.
@@ -103,7 +104,7 @@ def delete_saved_arrays(folder: Path | None = None) -> int:
 def models_fingerprint(*models: ModelFacts) -> str:
     """Return a hash that identifies models, in the given order, including their weights.
 
-    A few blocks of each weight file are read. Of files that cannot be read, only the name counts.
+    A few blocks of each weight file are read. For unreadable files, only the name is hashed.
     """
     digest = hashlib.sha256()
     for facts in models:

@@ -1,4 +1,4 @@
-"""Deletion of data that edgespec saves between runs: replies, learned statistics and cached prefixes."""
+"""Deletes data that edgespec saves between runs: replies, learned statistics and cached prefixes."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ _DELETE: dict[str, Callable[[], int]] = {
 
 
 def delete_data(kind: Literal["all", "replies", "learned", "prefix-cache"] = "all") -> int:
-    """Delete saved data. Saved chats and the files of `edgespec prepare` stay.
+    """Delete saved data. Saved chats and files made by `edgespec prepare` are kept.
 
-    A runtime that is open keeps its copy in memory and may save it again.
+    An open runtime keeps its copy in memory and may save it again.
 
     Args:
         kind: `replies` are the earlier replies and prompts that the suffix method searches. `learned` is

@@ -1,4 +1,4 @@
-"""Runs replies on a target and its drafters, one at a time, and uses the idle time between them."""
+"""Generates replies with a target and its drafters, one at a time, and runs idle work between them."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ from edgespec.request import Request
 
 __all__ = ["Session"]
 
-# Target passes between two updates of the controller's part of the stats. Chosen: an update in
-# every pass would slow down small targets.
+# Number of target passes between updates of the controller's statistics. Updating them in every pass would
+# slow down small targets.
 _PASSES_PER_REPORT = 8
-# Weight of the newest target step in the moving average of its cost.
+# Weight of the newest measurement in the moving average of the target step time.
 _STEP_WEIGHT = 0.2
 
 
@@ -67,14 +67,14 @@ class Session:
         self.prefix_cache = prefix_cache
         self.context = ResizableContext(target, draft)
         self.drafters = drafters
-        # Held while a model computes, but not while the caller of `run` handles a step.
+        # Held while a model computes, but released while the caller of `run` handles a step.
         self._compute_lock = threading.Lock()
         self._state_lock = threading.Lock()
         self._active_request: object | None = None
         self._stopping = False
         self._closing = self._closed = False
         self._idle_worker = IdleWorker()
-        # Drafters of the last reply that work in idle time, on the tokens that are still in their caches.
+        # The last reply's drafters that have idle work. They use the tokens still in their caches.
         self._idle_drafters: Sequence[Drafter] = ()
         self.target_step_seconds = self._measure_target_step()
         store = prefix_cache.store if prefix_cache else None
@@ -96,10 +96,10 @@ class Session:
         stats: Stats,
         progress: Progress | None = None,
     ) -> Generator[Step]:
-        """Yield the steps of one reply. A cancelled reply ends with a step that is marked cancelled.
+        """Yield the steps of a reply. If it is cancelled, the last step is marked as cancelled.
 
         Args:
-            request: The request. Its prompt must fit the context.
+            request: The request. Its prompt must fit in the context.
             is_stop: Called with every emitted token. Returns True if the reply ends with the token.
             is_cancelled: Called between target passes.
             stats: Counts and times, updated in place.
@@ -135,10 +135,10 @@ class Session:
         stats: Stats,
         progress: Progress | None,
     ) -> Iterator[Step]:
-        """Prepare the caches for the prompt, then decode and keep the stats and the memory up to date."""
+        """Prepare the caches for the prompt and decode, updating stats and memory along the way."""
         method = request.method_options.method
         drafter, controller = self.drafters.choose(method)[0], self.drafters.controller(method)
-        tokens = list(request.tokens)  # The target cache shares this list, which grows with the reply.
+        tokens = list(request.tokens)  # This list is shared with the target cache and grows during the reply.
         self._idle_drafters = ()
         started = now()
         stats.prompt_tokens = len(tokens)
@@ -186,7 +186,7 @@ class Session:
         """Start the decoding loop with the options that the request, the target and the drafter allow."""
         options, facts = request.method_options, self.target.facts
         capabilities = facts.capabilities
-        self.target.run_ahead(drafter is None)  # Again, because `begin` of a drafter may have changed it.
+        self.target.run_ahead(drafter is None)  # again, because a drafter's `begin` may have changed it
         self.target.pipeline_with(self.drafters.chain_model(options.method))
         return decode(
             self.target,
@@ -227,7 +227,7 @@ class Session:
                 self._idle_worker.start(self._use_idle_time, self._reclaim_memory)
 
     def report(self, method: str) -> MethodReport:
-        """Return the report of the running or last reply that used this method.
+        """Return the report on the current or last reply that used this method.
 
         Its note lists what the drafters report, failures of idle work, and problems with memory.
         """
@@ -250,7 +250,7 @@ class Session:
 
     @contextmanager
     def borrowed_target(self) -> Iterator[LanguageModel]:
-        """Lend the target, with an empty cache, for other work than a reply.
+        """Lend the target model, with an empty cache, for work other than a reply.
 
         Raises:
             BusyError: A reply is running.
@@ -267,7 +267,7 @@ class Session:
             self._end()
 
     def clear_cache(self) -> None:
-        """Clear the KV caches of target and drafters and the prefix cache. Raises BusyError, ClosedError."""
+        """Clear the prefix cache and the target's and drafters' caches. Raises BusyError and ClosedError."""
         with self.borrowed_target():
             self.drafters.reset()
             if self.prefix_cache:
@@ -309,9 +309,9 @@ class Session:
             self.run_idle_work(should_continue)
 
     def _reclaim_memory(self, should_continue: Callable[[], bool]) -> bool:
-        """Free memory for other programs if they need it. Returns whether there is more to free."""
+        """Free memory if other programs need it. Return True if more memory can be freed."""
         if self.prefix_cache and self.memory_pressure.is_low:
-            # Segments that are on disk can be dropped from memory without losing them.
+            # Once segments are on disk, they can be removed from memory without being lost.
             self.prefix_cache.store.write(should_continue)
         with self._compute_lock:
             if should_continue() and not self._closing and self._active_request is None:
@@ -322,7 +322,7 @@ class Session:
         """End the running reply after the current target pass.
 
         Args:
-            request: Cancel only if this request is the one that runs. None cancels any.
+            request: Cancel only if this request is running. Cancels any running request if None.
         """
         with self._state_lock:
             self._idle_worker.stop()
@@ -356,10 +356,10 @@ class Session:
         self.drafters.interrupt(interrupted)
 
     def _measure_target_step(self) -> float:
-        """Return the seconds of a second target step. The first one includes one-time costs."""
+        """Measure the duration of a target step in seconds. A first, untimed step absorbs one-time costs."""
         rows = np.array([0])
         self.target.verify(TokenTree.chain(0)).at(0, rows)
-        self.target.truncate(0)  # The context may be as small as one token.
+        self.target.truncate(0)  # the context may be as small as one token
         started = now()
         self.target.verify(TokenTree.chain(0)).at(0, rows)
         seconds = now() - started
@@ -374,7 +374,7 @@ def _count_draft_memory(stats: Stats, drafter: Drafter) -> None:
 
 
 def _count_drafter(stats: Stats, drafter: Drafter, controller: AutoController | None, *, ended: bool) -> None:
-    """Update the controller's part of the stats, at intervals and at the end of a reply."""
+    """Update the controller's stats at intervals, and all drafting stats once the reply has ended."""
     if not ended and stats.target_passes % _PASSES_PER_REPORT != 1:
         return
     if controller:
@@ -397,6 +397,6 @@ _open_sessions: weakref.WeakSet[Session] = weakref.WeakSet()
 
 @atexit.register
 def _close_all() -> None:
-    """Close all sessions at exit, because a library must not be unloaded while a thread computes in it."""
+    """Close all sessions at exit, because unloading a library while a thread runs its code could crash."""
     for session in list(_open_sessions):
         session.close()

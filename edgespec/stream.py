@@ -1,4 +1,4 @@
-"""The stream of a reply while it is generated."""
+"""The `ReplyStream` class, which yields a reply while it is generated."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ __all__ = ["ReplyStream"]
 class ReplyStream:
     """Iterator over the text chunks of a reply.
 
-    Generation starts with the first chunk and runs in the thread that iterates. Iterate in one thread;
-    `cancel` may be called from any.
+    Generation starts when iteration begins and runs in the iterating thread. Iterate in one thread only;
+    `cancel` may be called from any thread.
 
     Attributes:
         stats: Counts and times of the reply, updated after every target pass.
-        prompt_tokens: Length of the prompt.
-        dropped_messages: Oldest messages that were left out of the prompt because the context is full.
+        prompt_tokens: Number of tokens in the prompt.
+        dropped_messages: Number of oldest messages left out of the prompt because the context is full.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class ReplyStream:
 
     @property
     def method(self) -> MethodReport:
-        """The method that drafts this reply, and its speed-up so far."""
+        """The drafting method of this reply and its speed-up so far."""
         if self._reply or not self.stats.target_passes:
             return self._method
         return self._session.report(self._request.method_options.method)

@@ -1,1 +1,1 @@
-"""From references and options to a Runtime: found, planned, loaded, and given what drafts for it."""
+"""Find, plan and load models, and assemble them with their drafters into a Runtime."""

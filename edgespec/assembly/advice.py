@@ -1,4 +1,4 @@
-"""Advice for a plan that does not fit: which option to change, or which smaller model to choose."""
+"""Find advice for plans that do not fit: an option to change, or a smaller model to use."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from edgespec.memory import Budget, MemoryPlan, PlanChoice, PlanOption, compute_
 
 __all__ = ["find_advice"]
 
-# A model of the catalogue is suggested if its file takes at most this share of the memory. The rest is for
-# its cache and buffers, which are not known before it is downloaded.
+# Suggest a catalogue model if its file needs at most this fraction of the memory. The rest is for its cache
+# and buffers, whose sizes are unknown until it is downloaded.
 _MAX_WEIGHTS_SHARE = 0.85
-# A model on this machine is suggested if it fits with this context, unless the user named another.
+# Suggest an installed model if it fits with this context size, unless the user set another size.
 _MIN_CONTEXT_TOKENS = 512
 _ADVICE: Mapping[PlanOption, str] = {
     "context": "use --context {context} or less, or give more with --memory",
@@ -37,14 +37,14 @@ def find_advice(
     budget: Budget,
     headroom_bytes: int | None = None,
 ) -> str:
-    """Return what the user can do: change one option that they named, or choose a smaller model.
+    """Return advice for the user: change one of the options that they set, or choose a smaller model.
 
     Args:
-        fixed: the options that the user named.
-        fit: returns the best choice and its plan if only the given options are fixed.
-        pair: the models that do not fit.
-        options: the load options.
-        budget: the memory that may be used.
+        fixed: options set by the user.
+        fit: returns the best choice and its plan when only the given options are fixed.
+        pair: models that do not fit.
+        options: load options.
+        budget: limits on the memory to use.
         headroom_bytes: the value of `--headroom`, or None.
     """
     for name, text in _ADVICE.items():
@@ -63,7 +63,7 @@ def find_advice(
         for entry in load_catalogue().entries
         if entry.approximate_file_bytes + backend_of(entry.format).process_bytes < room * _MAX_WEIGHTS_SHARE
         and same_backend(entry.format, pair.target.format)
-        and not entry.embedded_file  # The demo models are too small to be of use.
+        and not entry.embedded_file  # Do not suggest the demo models, which are too small to be useful.
     ]
     if not fitting:
         return f"choose a smaller model or quantisation, or {more}"
@@ -75,7 +75,7 @@ def find_advice(
 def _weight_bytes_if_it_fits(
     model: Resolved, options: LoadOptions, room_bytes: int, headroom_bytes: int | None
 ) -> int:
-    """Return the bytes of a model's weights; 0 if it does not fit alone, even with a short context."""
+    """Return the size of a model's weights, or 0 if it does not fit even with a short context."""
     context_tokens = options.context_tokens or _MIN_CONTEXT_TOKENS
     options = replace(options, context_tokens=context_tokens, memory_bytes=0)
     try:

@@ -1,4 +1,4 @@
-"""Makes the drafters that the methods of a loaded target name, or states why one is missing."""
+"""Create the drafters required by the selected methods, or explain why one is missing."""
 
 from __future__ import annotations
 
@@ -46,22 +46,22 @@ def make_drafters(
     costs: PassCosts,
     progress: Progress | None,
 ) -> tuple[DrafterSet, tuple[str, ...]]:
-    """Make the drafters of a target.
+    """Create the drafters of a target.
 
     Args:
-        pair: The files of target and draft model.
+        pair: The files of the target and the draft model.
         model: The loaded target. Its KV cache is emptied if costs or early exits have to be measured.
         draft: The loaded draft model.
-        options: Which methods replies may use, and how they draft.
+        options: The methods that replies may use, and their drafting options.
         costs: The measured costs of the target's verify passes.
-        progress: Called while something is measured or read.
+        progress: Reports progress while measuring or reading.
 
     Returns:
         The drafters, and notices for the user.
 
     Raises:
-        CapabilityError, OptionError, ModelFileError, MemoryBudgetError: A drafter that a method names cannot
-            be made. Those made before are closed.
+        CapabilityError, OptionError, ModelFileError, MemoryBudgetError: A drafter required by a method cannot
+            be created. Drafters that were already created are closed.
         CancelledError: `progress` returned False.
     """
     factory = _DrafterFactory(pair, model, options, costs, progress)
@@ -75,7 +75,7 @@ def make_drafters(
 
 
 class _DrafterFactory:
-    """Makes the drafters of one target. `made` holds those made so far, by name."""
+    """Creates the drafters of one target. `made` contains the drafters created so far by name."""
 
     def __init__(
         self,
@@ -136,7 +136,7 @@ class _DrafterFactory:
         return drafters, (corpus_notice, self._costs.notice if self._measured_curve else "")
 
     def _automatic_self_drafts(self, draft: LoadedDraft | None) -> set[str]:
-        """Return the self-draft that `auto` uses instead of a draft model, if its files were prepared."""
+        """Return the kind of self-drafting that `auto` uses without a draft model, if it was prepared."""
         if "auto" not in self._options.methods or draft is not None:
             return set()
         if self._format.fixed_exit:
@@ -147,7 +147,7 @@ class _DrafterFactory:
         return {"lowbit"} if may_copy and find_valid_lowbit(self._target.path) else set()
 
     def _auto_config(self, draft: LoadedDraft | None) -> AutoConfig | None:
-        """Return the configuration of the controller; None where every method drafts unconditionally."""
+        """Return the configuration of the controller, or None if all methods draft unconditionally."""
         max_loss = self._arguments["max_loss"]
         if not self._costs.has_loss_limit or ("auto" not in self._options.methods and max_loss is None):
             return None
@@ -170,19 +170,19 @@ class _DrafterFactory:
 
     @property
     def _curve(self) -> CostCurve:
-        """The cost curve of the target, measured on first use."""
+        """The target's cost curve, which is measured on first use."""
         if self._measured_curve is None:
             self._measured_curve = self._costs.curve(self._progress)
         return self._measured_curve
 
     @property
     def _reference(self) -> str:
-        """The target's reference, quoted for a shell."""
+        """The target's reference, quoted for use in a shell."""
         found = self._target
         return shlex.quote(str(found.path)) if found.source == "path" else found.name
 
     def _growth(self, draft: LanguageModel) -> tuple[int, ...] | TreeGrowth:
-        """Return the branches of a model's drafts, or a new object that grows their trees."""
+        """Return the number of draft branches at each level, or a new object that grows trees adaptively."""
         branches = self._arguments["draft_branches"]
         if not isinstance(branches, str):
             return branches
@@ -222,7 +222,7 @@ class _DrafterFactory:
         return self._model_drafter(view, "layerskip")
 
     def _missing_self_draft(self, self_draft: SelfDraft) -> MissingDrafter:
-        """Return the backend's reason why the target cannot draft for itself in this way."""
+        """Return a placeholder with the backend's reason why the target cannot draft for itself this way."""
         why, hint = f"{self._model.facts.name} cannot draft for itself", ""
         try:
             self._model.self_draft(self_draft).close()
@@ -231,7 +231,7 @@ class _DrafterFactory:
         return MissingDrafter(why, hint or "choose another method")
 
     def _measure_best_exit(self) -> int:
-        """Return the fastest exit layer. Raises CapabilityError if all are slower than plain decoding."""
+        """Return the fastest exit layer. Raise CapabilityError if none is faster than plain decoding."""
         measure = self._format.measure_exits
         assert measure is not None
         prompt = calibration_prompt(self._model.vocabulary)
@@ -271,7 +271,7 @@ class _DrafterFactory:
         return self._model_drafter(self._model.self_draft(low_bit), "lowbit")
 
     def _checked_lowbit_copy(self) -> PreparedModel | None:
-        """Return the prepared low-bit copy. Raises ModelFileError if it is damaged or out of date."""
+        """Return the prepared low-bit copy, or None. Raise ModelFileError if it is damaged or outdated."""
         from edgespec.prepare.lowbit import check_lowbit, find_lowbit
 
         prepared = find_lowbit(self._target.path)
@@ -297,7 +297,7 @@ class _DrafterFactory:
         )
 
     def _make_online(self, draft: LanguageModel) -> Drafter:
-        """Return a drafter whose draft model is trained between replies."""
+        """Create a drafter that trains its draft model between replies."""
         from edgespec.drafters.online import OnlineDrafter
         from edgespec.drafters.online_training import OnlineTrainer
 

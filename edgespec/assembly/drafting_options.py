@@ -1,4 +1,4 @@
-"""How drafters are to draft: the arguments of `load`, and what the memory plan decided about them."""
+"""Drafting options, taken from the arguments of `load` and adjusted by the memory plan."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from edgespec.options import LoadArguments, check_load_arguments
 
 __all__ = ["DraftingOptions"]
 
-# Leaves of a token tree that a verify pass of the target takes: by default, and for methods that branch.
+# Maximum number of leaves of a token tree in a verify pass, by default and for methods that branch.
 _DEFAULT_BRANCHES, _TREE_BRANCHES = 8, 16
 
 
 @dataclass(frozen=True)
 class DraftingOptions:
-    """The drafting options of one load.
+    """Drafting options for loading one target.
 
     Attributes:
         arguments: The checked arguments of `load`.
-        window_tokens: Last tokens that the draft sees; 0 for the whole text, None to see only a window of
-            texts longer than the draft model was trained for. The planner may shorten it.
-        has_room_for_copy: Whether `auto` may draft with a prepared low-bit copy. False if the plan found no
+        window_tokens: Number of most recent tokens that the draft model sees. 0 means all tokens. If None, it
+            uses a window only for texts longer than its trained context. The planner may reduce it.
+        has_room_for_copy: Whether `auto` may draft with a prepared low-bit copy. False if the plan has no
             memory for one.
-        draft_kv_type: Number format of the draft model's KV cache; empty for the target's.
+        draft_kv_type: Number format of the draft model's KV cache. If empty, the target's format is used.
     """
 
     arguments: LoadArguments
@@ -35,32 +35,32 @@ class DraftingOptions:
 
     @classmethod
     def of(cls, **given: object) -> DraftingOptions:
-        """Return the options for some arguments of `load`, with defaults for the others.
+        """Create options from the given arguments of `load`, with defaults for all others.
 
         Raises:
-            OptionError: An argument is wrong.
+            OptionError: An argument is invalid.
         """
         arguments = check_load_arguments(given)
         return cls(arguments, arguments["draft_window"])
 
     @property
     def methods(self) -> tuple[str, ...]:
-        """The methods that replies may use. Costly drafters are made for these only."""
+        """The methods that replies may use. Expensive drafters are created only for these methods."""
         return (self.arguments["method"], *self.arguments["methods"])
 
     @cached_property
     def named_drafters(self) -> frozenset[str]:
-        """The drafters that a method names. `auto` names none: it uses what is there."""
+        """The drafters named by a method. `auto` names none, because it uses those that are available."""
         return frozenset(name for names in self._named for name in names)
 
     @property
     def combines_drafters(self) -> bool:
-        """Whether a method names several drafters, whose drafts are then merged."""
+        """Whether any method merges the drafts of several drafters."""
         return any(len(names) > 1 for names in self._named)
 
     @property
     def max_branches(self) -> int:
-        """How many leaves the target's verify passes must take."""
+        """Maximum number of leaves that the target's verify passes must support."""
         branches = self.arguments["draft_branches"]
         leaves = 1 if isinstance(branches, str) else math.prod(branches)
         grows_trees = branches == "auto" or "lookahead" in self.named_drafters

@@ -1,4 +1,4 @@
-"""`--exact`: a target restricted to passes whose logits equal those of target steps to the last bit."""
+"""Implement `--exact` by restricting a target to passes with the same logits as single steps, bit by bit."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ __all__ = ["restrict_to_exact"]
 def restrict_to_exact(model: LanguageModel, computation: str, progress: Progress | None) -> str:
     """Restrict a loaded target to bit-exact passes, and return a notice for the user.
 
-    Which passes are bit-exact is measured once per model and machine, then saved.
+    The bit-exact passes are measured once per model and machine, and the result is saved.
 
     Args:
         model: The target. Its `facts.capabilities` are replaced.
-        computation: Everything besides the weights that changes how it computes (`PassCosts.settings_key`).
-        progress: Called while passes are measured.
+        computation: Key of all settings that affect the target's computations (`PassCosts.settings_key`).
+        progress: Reports progress while measuring passes.
 
     Raises:
         CancelledError: `progress` returned False.
     """
     facts = model.facts
     capabilities = facts.capabilities
-    # The default thread count and the widths that are tried depend on the cores. MLX weights that were split
-    # for drafting with fewer bits add up in another order.
+    # The default number of threads and the tested widths depend on the number of cores. MLX weights that are
+    # split for low-bit drafting are summed in a different order.
     limits = (
         f"{usable_cores()} {facts.context_tokens} {capabilities.tree}"
         f" {sorted(capabilities.self_draft_methods)}"
@@ -54,7 +54,7 @@ def restrict_to_exact(model: LanguageModel, computation: str, progress: Progress
 
 
 def _load_saved(saved: SavedArrays) -> BitExactPasses | None:
-    """Return the saved result; None if there is none, or it is damaged."""
+    """Return the saved result, or None if it is missing or damaged."""
     try:
         width, branches, reading = map(int, saved.load()["agreement"])
     except (KeyError, TypeError, ValueError, OverflowError):

@@ -1,4 +1,4 @@
-"""The arguments of `load` and `plan`, checked and sorted into what planning and loading take."""
+"""Check the arguments of `load` and `plan`, and convert them to options for planning and loading."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ __all__ = ["LoadRequest"]
 
 @dataclass(frozen=True, slots=True)
 class LoadRequest:
-    """What a caller of `load` or `plan` asked for.
+    """The checked arguments of a call to `load` or `plan`.
 
     Attributes:
         target: Reference to the target.
         draft: Reference to the draft model, `auto`, `none` or None.
-        drafting: Options of the drafters, with all arguments.
-        options: How the backends load both models.
-        prefix_cache: Where earlier prompts are cached.
-        plan: What the planner may and may not give up.
-        memory_bytes: The memory budget; None for what is available.
-        reserve_bytes: Memory to leave to other programs; None for the default.
+        drafting: Drafting options, including all arguments.
+        options: Load options for both models.
+        prefix_cache: Options of the prefix cache.
+        plan: Options that the planner may or may not change.
+        memory_bytes: The memory budget. Defaults to the available memory if None.
+        reserve_bytes: Memory to leave for other programs, or None for the default.
     """
 
     target: str
@@ -46,7 +46,7 @@ class LoadRequest:
 
     @classmethod
     def read(cls, target: str, draft: str | None, given: Mapping[str, Any]) -> LoadRequest:
-        """Check the arguments of a call. Raises OptionError."""
+        """Create a request from the arguments of a call. Raise OptionError if one is invalid."""
         MODEL_OPTIONS["target"].check("target", target)
         if draft is not None:
             MODEL_OPTIONS["draft"].check("draft", draft)
@@ -92,7 +92,7 @@ def _backend_options(drafting: DraftingOptions, memory_bytes: int | None) -> Loa
 
 
 def _adapter_folder(adapter: str) -> str:
-    """Return the folder of an adapter, whose contents the backend checks. Raises OptionError."""
+    """Return an adapter's folder, or raise OptionError if it is missing. The backend checks its files."""
     folder = Path(adapter).expanduser()
     if not folder.is_dir():
         raise OptionError(

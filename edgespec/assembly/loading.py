@@ -1,4 +1,4 @@
-"""`edgespec.load`: from references and options to a Runtime."""
+"""Implement `edgespec.load`, which loads models and returns a Runtime."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _ignores_costs = ContextVar("ignores_costs", default=False)
 
 @contextmanager
 def always_draft() -> Iterator[None]:
-    """Let runtimes loaded in this context draft whether or not it saves time.
+    """Make runtimes that are loaded in this context always draft, even if it does not save time.
 
     Tests and `edgespec verify` compare drafted replies with plain ones, so they need drafts in every reply.
     """
@@ -53,19 +53,20 @@ def load(
 ) -> Runtime:
     """Load a model, with a draft model that makes it faster.
 
-    Models that are not on this machine are downloaded. Nothing is loaded that would not fit the memory.
+    Missing models are downloaded. Models that would not fit into memory are not loaded.
 
     Args:
         target: The model to run: a path, `user/repo:quant`, or a name such as `demo`.
         draft: The draft model. `auto` chooses the best one on this machine; `none` or None uses none.
-        progress: Called with a text and the fraction done. Loading is cancelled if it returns False.
+        progress: Called with a description and the completed fraction. Loading is cancelled if it returns
+            False.
         **options: See `edgespec.LoadArguments`. `docs/options.md` lists them with their defaults.
 
     Returns:
-        The loaded models. Close them, or use them in a `with` statement.
+        The loaded models as a Runtime. Close it after use, or use it in a `with` statement.
 
     Raises:
-        EdgespecError: The reason, and what to do.
+        EdgespecError: Loading failed. The error contains the reason and a hint.
     """
     if progress is not None and not callable(progress):
         raise OptionError(f"progress is {progress!r}", "give a function of a text and the fraction done")
@@ -79,7 +80,7 @@ def load(
 
 
 def _load_planned(planned: LoadPlan, request: LoadRequest, progress: Progress | None) -> Runtime:
-    """Load both models and make the runtime. If that fails, whatever was loaded is closed."""
+    """Load both models and create the runtime. If that fails, close everything that was loaded."""
     pair, drafting, options = planned.pair, planned.drafting, planned.options
     arguments = drafting.arguments
     states = file_states(pair.target.path, options.adapter)
@@ -124,11 +125,11 @@ def _load_planned(planned: LoadPlan, request: LoadRequest, progress: Progress | 
 
 
 def _mapped_files(pair: ModelPair, options: LoadOptions, *, has_copy: bool) -> MappedFiles:
-    """Return the memory-mapped files of both models. has_copy: a low-bit copy may be among them."""
+    """Return the memory-mapped files of both models and, if `has_copy`, of a low-bit copy."""
     paths: list[Path] = []
     for found in (pair.target, pair.draft):
         if found and found.file_format.mapped and options.mmap:
-            # A deleted file needs no check: its mapped pages stay valid.
+            # Deleted files need no check, because their mapped pages stay valid.
             with suppress(OSError, ModelFileError):
                 paths += found.file_format.files(found.path)
     if has_copy and pair.target.file_format.low_bit_copy_format and options.mmap:
@@ -139,7 +140,7 @@ def _mapped_files(pair: ModelPair, options: LoadOptions, *, has_copy: bool) -> M
 
 
 def _acceptance_recorder(pair: ModelPair, drafting: DraftingOptions) -> AcceptanceRecorder | None:
-    """Return a recorder of the draft model's acceptance rate; None where options would distort it."""
+    """Return a recorder of the draft model's acceptance rate, or None if options would distort the rate."""
     arguments = drafting.arguments
     distorts = arguments["draft_branches"] or arguments["draft_confidence"] or arguments["learn"]
     if pair.draft is None or distorts:

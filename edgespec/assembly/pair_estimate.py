@@ -1,4 +1,4 @@
-"""The memory estimate of a pair: the estimates of a target and of everything that drafts for it, added up."""
+"""Estimate the total memory needed by a target and all its drafters."""
 
 from __future__ import annotations
 
@@ -33,23 +33,23 @@ from edgespec.memory import (
 
 __all__ = ["PairEstimator", "open_estimator"]
 
-# A memory limit that every model fits, for estimates that must not depend on what is left.
+# A limit that every model fits, for estimates that must not depend on the remaining memory.
 _UNLIMITED_BYTES = 1 << 62
-# Bytes of a `Translation` between two vocabularies per token of both: its text and its number in the other
-# vocabulary. Measured over pairs of real vocabularies, at the peak while they are compared.
+# Memory that a `Translation` between two vocabularies needs per token in either of them, for the token's text
+# and its id in the other one. This is the peak measured while comparing real vocabularies.
 _TRANSLATION_BYTES = 190
 _ALL_OPTIONS: frozenset[PlanOption] = frozenset(get_args(PlanOption))
 
 
 class PairEstimator:
-    """The memory estimates of a target and of everything that drafts for it.
+    """Estimates the memory needed by a target and all its drafters.
 
     Args:
         pair: the models.
-        drafting: the drafting options.
-        options: the load options.
-        undo: closes the opened metadata.
-        headroom_bytes: the headroom of each plan; None for the default.
+        drafting: drafting options.
+        options: load options.
+        undo: exit stack that closes opened metadata.
+        headroom_bytes: headroom of each plan, or None for the default.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class PairEstimator:
         self.target = open_estimator(pair.target, self._options)
         undo.callback(self.target.close)
         self._undo = undo
-        # Draft models by `PlanChoice.draft_form`.
+        # Maps values of `PlanChoice.draft_form` to draft models and their estimators.
         self._drafts: dict[str, tuple[Resolved, MemoryEstimator]] = {}
         if pair.draft:
             self._drafts[""] = pair.draft, self._open_draft(pair.draft)
@@ -87,14 +87,14 @@ class PairEstimator:
         return estimator
 
     def plan(self, choice: PlanChoice, budget: Budget) -> MemoryPlan:
-        """Return the plan of a choice without changing it. Raises OptionError and MemoryBudgetError."""
+        """Return the plan for exactly this choice. May raise OptionError or MemoryBudgetError."""
         return fit_to_budget(choice, self.estimate, budget, fixed=_ALL_OPTIONS)[1]
 
     def smaller_drafts(self, start: PlanChoice, budget: Budget) -> list[str]:
-        """Open installed files of the draft model with fewer bits, if `start` does not fit.
+        """If `start` does not fit, open installed files of the draft model that are quantised to fewer bits.
 
         Returns:
-            Their names, for `PlanChoice.draft_form`.
+            Their names, for use as `PlanChoice.draft_form`.
         """
         if self._pair.draft is None or self.plan(start, budget).fits:
             return []
@@ -104,11 +104,11 @@ class PairEstimator:
         return [name for name in self._drafts if name]
 
     def draft_file(self, choice: PlanChoice) -> Resolved:
-        """Return the draft model of a choice."""
+        """Return the draft model that a choice uses."""
         return self._drafts[choice.draft_form][0]
 
     def load_options(self, choice: PlanChoice) -> LoadOptions:
-        """Return the target's load options for a choice."""
+        """Return the options for loading the target as in a choice."""
         return replace(
             self._options,
             context_tokens=choice.context_tokens,
@@ -117,11 +117,11 @@ class PairEstimator:
         )
 
     def estimate(self, choice: PlanChoice) -> PairEstimate:
-        """Return the memory of a choice. Raises OptionError and MemoryBudgetError."""
+        """Estimate the memory needed by a choice. May raise OptionError or MemoryBudgetError."""
         options = self.load_options(choice)
         pair = self._pair
         target_options = options_in_pair(pair.target, pair.draft, options)
-        # MLX widens weights to float32 wherever there is room.
+        # MLX converts weights to float32 wherever there is enough memory.
         room = _UNLIMITED_BYTES if choice.float32 else 0
         target = self.target.estimate(replace(target_options, memory_bytes=room))
         items = list(create_items("target", target))
@@ -154,10 +154,10 @@ class PairEstimator:
         return items
 
     def _translation(self, draft: Resolved) -> int:
-        """Return the bytes of a `Translation` to the draft's tokens; 0 if both vocabularies are the same."""
+        """Return the size of a `Translation` to the draft model's vocabulary, or 0 if it is the target's."""
         if draft.name not in self._translation_bytes:
             known, tokens = MetadataCache(), 0
-            with suppress(EdgespecError):  # Loading the model reports the error.
+            with suppress(EdgespecError):  # Ignore the error here; loading the model will report it.
                 pair = (self._pair.target, draft)
                 infos = [read_model_info(model, known) for model in pair]
                 known.save()
@@ -176,21 +176,21 @@ class PairEstimator:
         )
 
     def _draft_tokens(self, choice: PlanChoice, target_tokens: int, trained_tokens: int) -> int:
-        """Return the draft's context size: its window's, or else the target's."""
+        """Return the draft model's context size: its window's if it has one, or else the target's."""
         window = self._window(choice, target_tokens, trained_tokens)
         return window.context_tokens if window else target_tokens
 
     def draft_window(self, choice: PlanChoice, target_tokens: int) -> AttentionWindow | None:
-        """Return the draft's attention window; None if it sees the whole context or there is no draft."""
+        """Return the draft model's attention window, or None if there is no draft model or no window."""
         if not self._drafts or not choice.draft:
             return None
         trained = self._drafts[choice.draft_form][1].trained_context_tokens
         return self._window(choice, target_tokens, trained)
 
     def max_context_for_draft(self, choice: PlanChoice) -> int:
-        """Return the longest target context that leaves the draft's attention window as it is.
+        """Return the longest target context that does not change the draft model's attention window.
 
-        A draft without a window supports a context up to its own trained length.
+        A draft model without a window supports contexts up to its own trained length.
         """
         if not self._drafts or not choice.draft:
             return self.target.trained_context_tokens
@@ -199,7 +199,7 @@ class PairEstimator:
         return self.target.trained_context_tokens if window or not trained else trained
 
     def _copy_context_tokens(self, choice: PlanChoice, target_tokens: int) -> int:
-        """Return the context size of a low-bit copy: its window and the tokens it drafts, or the target's."""
+        """Return a low-bit copy's context size: its window plus drafted tokens, or the target's size."""
         if not choice.draft_window:
             return target_tokens
         from edgespec.backends.llamacpp.lowbit import WINDOW_EXTRA_TOKENS
@@ -210,15 +210,15 @@ class PairEstimator:
 
 
 def open_estimator(model: Resolved, options: LoadOptions) -> MemoryEstimator:
-    """Open a model's metadata with the backend of its format. Raises what loading it would."""
+    """Open a model's metadata with its backend. Raises the same errors as loading the model."""
     return model.file_format.open_estimator(str(model.path), model.name, options)
 
 
 def _find_low_bit_copy(pair: ModelPair, drafting: DraftingOptions) -> Resolved | None:
-    """Return the low-bit copy that will draft for the target, if one was named or `auto` takes it.
+    """Return the low-bit copy that will draft for the target, if a method names it or `auto` uses it.
 
     Raises:
-        ModelFileError: a copy that the user named is damaged or stale.
+        ModelFileError: a method names the copy, but it is damaged or outdated.
     """
     asked = "lowbit" in drafting.named_drafters
     form = pair.target.file_format

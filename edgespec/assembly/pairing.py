@@ -1,4 +1,4 @@
-"""A target and its draft model: found by reference, then loaded with options that fit each other."""
+"""Find a target and its draft model by reference, and load them with compatible options."""
 
 from __future__ import annotations
 
@@ -34,24 +34,24 @@ __all__ = [
 
 
 FindModel = Callable[[str], Resolved]
-# Initial context of a draft model with another vocabulary, in which a text has another length.
+# Initial context size of a draft model whose vocabulary differs, so that texts have different lengths in it.
 _FOREIGN_CONTEXT_TOKENS = 8192
-# Rows of logits that a draft model needs in one pass: 64 for a chain or an adaptive tree
-# (drafters/adaptive_tree.py), and the spelling of two tokens of another vocabulary (MAX_SPELLING_TOKENS).
+# Number of logit rows that a draft model needs in one pass: 64 for a chain or an adaptive tree
+# (drafters/adaptive_tree.py), plus those for spelling two tokens of another vocabulary (MAX_SPELLING_TOKENS).
 _DRAFT_ROWS = 96
-# A text may have up to this many times as many tokens in the draft model's vocabulary.
+# Maximum ratio of a text's token counts in the draft model's vocabulary and in the target's.
 _TOKEN_RATIO = 4
 
 
 @dataclass(frozen=True, slots=True)
 class ModelPair:
-    """The files of a target and its draft model.
+    """The files of a target and of its draft model, if it has one.
 
     Attributes:
         target: The target.
         draft: The draft model, or None.
-        why_no_draft: The reason for having no draft model.
-        why_draft: The reason for an automatic choice that a user would not expect.
+        why_no_draft: The reason why there is no draft model.
+        why_draft: The reason for an automatic choice of draft model that users would not expect.
     """
 
     target: Resolved
@@ -65,9 +65,10 @@ class LoadedDraft:
     """A loaded draft model.
 
     Attributes:
-        model: The model, with the target's vocabulary where its own could be translated.
-        notice: What a user should know about it.
-        drafter: The drafter to use it with; None for the usual one.
+        model: The model. If its vocabulary had to be translated, it is wrapped to use the target's
+            vocabulary.
+        notice: User-facing notice about the model.
+        drafter: The drafter to use the model with, or None for the default drafter.
     """
 
     model: LanguageModel
@@ -85,20 +86,20 @@ def find_pair(
 ) -> ModelPair:
     """Find the files of a target and its draft model, and download missing ones.
 
-    A GGUF target that was prepared for early exit is loaded in that form if a method names `layerskip`, or
-    if `auto` has nothing else to draft with.
+    If a GGUF target has been prepared for early exit, the prepared form is used if a method names
+    `layerskip`, or if `auto` has nothing else to draft with.
 
     Args:
         target: Reference to the target.
         draft: Reference to the draft model. `auto` chooses among the models on this machine.
         drafting: The methods that replies may use.
-        progress: Called during downloads; cancels them by returning False.
-        options: Memory and context limits for the choice of `auto`.
+        progress: Called during downloads. Returns False to cancel.
+        options: Memory and context limits that `auto` considers when choosing a draft model.
         find_model: Finds a model by reference. By default it downloads missing files.
 
     Raises:
-        OptionError: A method needs a draft model and there is none, or an adapter does not fit the target.
-        ModelFileError: The prepared form is damaged or out of date.
+        OptionError: A method needs a draft model but there is none, or the target does not support adapters.
+        ModelFileError: The prepared form is damaged or outdated.
         EdgespecError: Any error of `catalog.resolve`.
     """
     find_model = find_model or partial(resolve, progress=progress)
@@ -118,7 +119,7 @@ def find_pair(
 
 
 def _prepared_for_early_exit(found: Resolved, drafting: DraftingOptions, has_draft: bool) -> Resolved:
-    """Return the form prepared for early exit if there is one and it would be used; else the model itself."""
+    """Return the form prepared for early exit if it exists and would be used, or else the original model."""
     if "layerskip" not in found.file_format.preparations:
         return found
     named = "layerskip" in drafting.named_drafters
@@ -131,14 +132,14 @@ def _prepared_for_early_exit(found: Resolved, drafting: DraftingOptions, has_dra
     except ModelFileError:
         if named:
             raise
-        return found  # `auto` does without a damaged form
+        return found  # `auto` ignores a damaged form
     return replace(found, path=prepared.folder, note=str(prepared.folder), format=prepared.kind)
 
 
 def _find_draft(
     target: Resolved, draft: str | None, find_model: FindModel, options: LoadOptions
 ) -> tuple[Resolved | None, str, str]:
-    """Return the draft model or None, why there is none, and why it is an unexpected one."""
+    """Return the draft model or None, the reason if there is none, and the reason if it is unexpected."""
     if draft is None or draft == "none":
         return None, "no draft was wanted", ""
     if draft != "auto":
@@ -150,7 +151,7 @@ def _find_draft(
 
 
 def load_target(pair: ModelPair, options: LoadOptions, progress: Progress | None) -> LanguageModel:
-    """Load the target. Raises any error of its backend's `load`."""
+    """Load the target. Raises the errors of its backend's `load`."""
     return _load_model(pair.target, options_in_pair(pair.target, pair.draft, options), progress)
 
 
@@ -161,7 +162,7 @@ def load_draft(
     options: LoadOptions,
     progress: Progress | None,
 ) -> LoadedDraft | None:
-    """Load the draft model of a loaded target; None if the pair has none.
+    """Load the draft model for a loaded target. Return None if the pair has no draft model.
 
     Raises:
         VocabularyMismatchError: The vocabularies have no token in common.
@@ -202,12 +203,12 @@ def _adapted_to_target(
     compared: VocabularyComparison,
     window_for: Callable[[int], AttentionWindow | None],
 ) -> LoadedDraft:
-    """Size a draft model's context, and wrap it if it has a window or another vocabulary than the target."""
+    """Set a draft model's context size, and wrap the model if it has a window or a different vocabulary."""
     assert pair.draft is not None
     name = pair.draft.name
     window = window_for(model.facts.trained_context_tokens)
     initial_tokens, max_tokens = model.facts.context_tokens, model.facts.max_context_tokens
-    if window:  # its context never grows
+    if window:  # contexts of models with a window never grow
         model.resize(max_tokens)
     elif compared.translation is not None:
         model.resize(max(initial_tokens, min(max_tokens, _FOREIGN_CONTEXT_TOKENS)))
@@ -242,7 +243,7 @@ def _check_trainable(
     same_vocabulary: bool,
     window: AttentionWindow | None,
 ) -> None:
-    """Raise OptionError for a draft model that cannot be trained between replies."""
+    """Check that a draft model can be trained between replies, and raise OptionError if it cannot."""
     if not found.file_format.online_training:
         why, hint = "that takes an MLX draft", "give an MLX draft"
     elif not draft.capabilities.trainable:
@@ -264,7 +265,7 @@ def _load_model(found: Resolved, options: LoadOptions, progress: Progress | None
 
 
 def _remaining_bytes(options: LoadOptions, target: ModelFacts) -> int | None:
-    """Return the part of the budget that a loaded target leaves; None for no budget."""
+    """Return the number of bytes of the budget that a loaded target leaves, or None without a budget."""
     if options.memory_bytes is None:
         return None
     return max(0, options.memory_bytes - target.weight_bytes - target.max_kv_bytes)
@@ -273,13 +274,13 @@ def _remaining_bytes(options: LoadOptions, target: ModelFacts) -> int | None:
 def draft_load_options(
     options: LoadOptions, drafting: DraftingOptions, context_tokens: int, memory_bytes: int | None
 ) -> LoadOptions:
-    """Return the load options of the draft model, from those of the target.
+    """Derive the draft model's load options from those of the target.
 
     Args:
         options: The target's options.
-        drafting: Options of the drafters. Branches that a user chose may be as wide as the backend allows.
-        context_tokens: The target's context, all of which the draft model sees.
-        memory_bytes: Memory for the draft model; None for no limit.
+        drafting: Drafting options. Branches chosen by the user may be as wide as the backend allows.
+        context_tokens: Size of the target's context, all of which the draft model sees.
+        memory_bytes: Maximum memory for the draft model, or None for no limit.
     """
     adapts = drafting.arguments["draft_branches"] in ((), "auto")
     return replace(
@@ -295,9 +296,10 @@ def draft_load_options(
 
 
 def options_in_pair(found: Resolved, other: Resolved | None, options: LoadOptions) -> LoadOptions:
-    """Return the load options of one model of a pair, without those that only the other's backend has.
+    """Return the load options for one model of a pair, without those that only the other's backend supports.
 
-    A model alone, or beside one of the same backend, keeps all of them: its backend refuses those it lacks.
+    If there is no other model or both use the same backend, all options are kept, and the backend rejects
+    unsupported ones.
     """
     if other is None or same_backend(found.format, other.format):
         return options

@@ -1,4 +1,4 @@
-"""Planning a load: from a pair of models and options to what is loaded within the memory budget."""
+"""Plan how to load a target and its draft model within the memory budget."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ PREFERENCES: Mapping[str, Preference] = {"speed": "speed", "context": "context"}
 
 @dataclass(frozen=True, slots=True)
 class PlanRequest:
-    """What the user asked of the planner.
+    """The user's requests to the planner.
 
     Attributes:
-        fixed: options that the user named, which the planner must not change.
-        prefer: what to keep where memory is short.
-        prefix_cache_bytes: size limit of the prefix cache in memory; None for `default_memory_bytes`.
-        headroom_bytes: memory that the plan leaves for what it does not model; None for the default.
+        fixed: options set by the user, which the planner must not change.
+        prefer: what to keep if memory is low.
+        prefix_cache_bytes: size limit of the prefix cache in memory. Defaults to `default_memory_bytes`.
+        headroom_bytes: extra memory for everything that the plan does not model, or None for the default.
     """
 
     fixed: frozenset[PlanOption] = frozenset()
@@ -59,7 +59,7 @@ class PlanRequest:
         prefix_cache_bytes: int | None = 0,
         headroom_bytes: int | None = None,
     ) -> PlanRequest:
-        """Create a request from the options of `load`. Raises OptionError for an unknown `prefer`."""
+        """Create a request from the options of `load`. Raise OptionError if `prefer` is unknown."""
         if prefer not in PREFERENCES:
             raise OptionError(f"prefer is {prefer!r}", f"choose one of {', '.join(PREFERENCES)}")
         named: dict[PlanOption, bool] = {
@@ -74,18 +74,18 @@ class PlanRequest:
 
 @dataclass(frozen=True, slots=True)
 class LoadPlan:
-    """Everything that a load needs to know, decided before anything is loaded.
+    """All decisions about a load, made before anything is loaded.
 
     Attributes:
         pair: the models to load.
-        drafting: the drafting options, with what the planner changed.
+        drafting: drafting options, including the planner's changes.
         options: load options for both models together.
         float32: see `PlanChoice`.
         plan: the memory plan.
-        advice: what the user can do if the plan does not fit; empty if it fits.
+        advice: advice for the user if the plan does not fit; empty if it fits.
         trained_tokens: context length that the target was trained for; 0 if unknown.
         longrope_switch_tokens: see `initial_context`.
-        draft_window: the draft model's attention window; None if it sees the whole context.
+        draft_window: the draft model's attention window, or None if it sees the whole context.
     """
 
     pair: ModelPair
@@ -100,11 +100,12 @@ class LoadPlan:
 
     @property
     def target_options(self) -> LoadOptions:
-        """`options` for the target alone, without the memory of the draft's weights and cache."""
+        """The target's load options. Their memory limit excludes the draft model's weights and cache."""
         kinds = ("weights", "cache")
         draft_bytes = sum(i.bytes for i in self.plan.items if i.role == "draft" and i.kind in kinds)
         left = (self.options.memory_bytes or 0) - draft_bytes
-        # MLX widens weights to float32 wherever there is room, so a plan without that leaves no room.
+        # MLX converts weights to float32 if there is enough memory, so a plan without float32 sets a tight
+        # limit.
         if not self.float32:
             target = (i.bytes for i in self.plan.items if i.role == "target" and i.kind in kinds)
             left = min(left, sum(target))
@@ -112,7 +113,7 @@ class LoadPlan:
 
     @property
     def initial_context_tokens(self) -> int:
-        """The context size at load, from which it grows on demand; 0 where caches grow token by token."""
+        """The initial context size, which grows on demand; 0 if caches grow token by token."""
         if self.pair.target.backend.cache_follows_text:
             return 0
         tokens, first = self.plan.context_tokens, self.options.initial_context_tokens
@@ -120,21 +121,21 @@ class LoadPlan:
 
     @property
     def notice(self) -> str:
-        """What the planner gave up, for people; empty if nothing."""
+        """User-facing description of the planner's reductions, or an empty string if there are none."""
         given_up = ", ".join(decision.what for decision in self.plan.decisions)
         return f"to fit {format_bytes(self.plan.budget.bytes)}: {given_up}" if given_up else ""
 
 
 def budget_for(pair: ModelPair, memory_bytes: int | None, reserve_bytes: int | None = None) -> Budget:
-    """Return the budget of a pair: given by the user or found, and within the hard limits of this process.
+    """Return the user's budget or the default one, reduced to the hard limits of this process if needed.
 
     Args:
-        pair: the models, whose backend reports the graphics cards.
+        pair: the models. Their backend reports the graphics cards.
         memory_bytes: the value of `--memory`, or None.
         reserve_bytes: the value of `--reserve`, or None.
     """
     if address_space_is_limited():
-        # Libraries that would be loaded later take addresses, so they are loaded before the rest is counted.
+        # Libraries need address space, so load them now, before the remaining memory is counted.
         limit_malloc_arenas()
         for model in filter(None, (pair.target, pair.draft)):
             model.backend.preload()
@@ -149,10 +150,10 @@ def plan_pair(
     budget: Budget,
     request: PlanRequest | None = None,
 ) -> LoadPlan:
-    """Decide how to load a pair so that it fits the budget. Call `check_fits` on the result.
+    """Plan how to load a pair so that it fits the budget. Call `check_fits` on the result.
 
-    A context that the user did not name has the default length, or is longer if nothing else is given up
-    for it.
+    If the user did not set a context size, the context has the default length, or more if nothing else has to
+    be reduced for it.
 
     Raises:
         ModelFileError, BackendMissingError: a model cannot be opened.
@@ -199,12 +200,12 @@ def plan_pair(
     drafting = replace(
         drafting,
         window_tokens=choice.draft_window,
-        # A low-bit copy is planned only without a draft model, so dropping the draft leaves no room for one.
+        # Plans with a draft model include no memory for a low-bit copy, even if the draft model is dropped.
         has_room_for_copy=choice.copy and start.draft == choice.draft,
         draft_kv_type=choice.draft_kv_type,
     )
-    # Backends check weights and caches against this. The headroom stays in, because they count both a little
-    # more closely than the plan, with a file's header for example.
+    # Backends compare weights and caches with this limit. It includes the headroom, because backends count
+    # some memory that the plan ignores, such as file headers.
     others = ("process", "compute", "output", "vocabulary")
     left = budget.bytes + budget.gpu_bytes - sum(item.bytes for item in plan.items if item.kind in others)
     chosen = replace(
@@ -240,7 +241,7 @@ def _fixed_options(request: PlanRequest, drafting: DraftingOptions) -> set[PlanO
 
 
 def _prefix_cache_bytes(plan: MemoryPlan, requested_bytes: int | None) -> int:
-    """Return the size limit of the prefix cache: as requested, but never more than the plan leaves free."""
+    """Return the requested size limit of the prefix cache, reduced to what the plan leaves free."""
     if not plan.fits:
         return 0
     free = plan.free_bytes("memory")
@@ -250,9 +251,9 @@ def _prefix_cache_bytes(plan: MemoryPlan, requested_bytes: int | None) -> int:
 def _extend_context(
     choice: PlanChoice, plan: MemoryPlan, estimator: PairEstimator, budget: Budget
 ) -> tuple[PlanChoice, MemoryPlan]:
-    """Return the choice with the longest context that takes nothing away from the plan, and its plan.
+    """Return the choice with the longest context that requires no further reductions, and its plan.
 
-    Candidates are the length that target and draft were trained for, and powers of two below it.
+    Candidates are the context length that both models were trained for, and smaller powers of two.
     """
     max_tokens = min(estimator.target.trained_context_tokens, estimator.max_context_for_draft(choice))
     powers = (1 << exponent for exponent in reversed(range(max_tokens.bit_length())))
@@ -271,9 +272,9 @@ def _extend_context(
 
 
 def _keeps_everything(longer: MemoryPlan, plan: MemoryPlan) -> bool:
-    """Return whether a plan with a longer context takes nothing away from `plan`.
+    """Return whether a plan with a longer context requires no further reductions than `plan`.
 
-    Prefixes as long as the shorter context must still fit into one copy of the prefix cache.
+    The prefix cache must still be able to copy a prefix as long as the shorter context in one piece.
     """
     copy_bytes = 0
     if plan.prefix_cache_bytes:
@@ -289,7 +290,7 @@ def _keeps_everything(longer: MemoryPlan, plan: MemoryPlan) -> bool:
 
 
 def check_fits(planned: LoadPlan) -> None:
-    """Raise MemoryBudgetError, with the largest items and the advice, if the plan does not fit."""
+    """Raise MemoryBudgetError if the plan does not fit. The error lists the largest items and the advice."""
     plan = planned.plan
     if plan.fits:
         return

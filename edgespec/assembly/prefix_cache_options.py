@@ -1,4 +1,4 @@
-"""The options of the prefix cache, and the cache that they describe for a loaded target."""
+"""Define the options of the prefix cache, and create the cache for a loaded target."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from edgespec.saved_arrays import models_fingerprint
 __all__ = ["PLACES", "PrefixCacheOptions", "create_prefix_cache", "file_states"]
 
 PLACES = ("none", "memory", "disk")
-# Prefill is this many times faster per token than a target step. Used until a prefill was timed.
+# Assumed speed-up of prefill over target steps, per token, until a prefill has been timed.
 _PREFILL_SPEEDUP = 4.0
-# Memory bandwidth that a target step is assumed to reach, until a prefill was timed.
+# Assumed memory bandwidth of a target step until a prefill has been timed.
 _ASSUMED_BYTES_PER_SECOND = 1e10
 
 
 @dataclass(frozen=True, slots=True)
 class PrefixCacheOptions:
-    """Where cached prefixes are kept, and how much memory and disk they may take.
+    """Options of the prefix cache: where to store prefixes, and how much space to use.
 
     Attributes:
-        place: `none`, `memory`, or `disk`, which keeps them in memory too.
-        memory_bytes: size limit in memory; None for `default_memory_bytes`.
-        disk_bytes: size limit on disk; None for `default_disk_bytes`.
+        place: `none`, `memory`, or `disk`, which uses both memory and disk.
+        memory_bytes: size limit in memory. Defaults to `default_memory_bytes` if None.
+        disk_bytes: size limit on disk. Defaults to `default_disk_bytes` if None.
     """
 
     place: str = "memory"
@@ -42,7 +42,7 @@ class PrefixCacheOptions:
 
     @classmethod
     def from_options(cls, place: str, memory: str | int | None, disk: str | int | None) -> PrefixCacheOptions:
-        """Create the options from the arguments of `load`. Raises OptionError."""
+        """Create the options from the arguments of `load`. Raise OptionError if one is invalid."""
         if check_text("prefix_cache", place, "none, memory or disk") not in PLACES:
             raise OptionError(f"prefix_cache is {place!r}", f"choose one of {', '.join(PLACES)}")
         return cls(place, _parse_size("prefix_cache_memory", memory), _parse_size("prefix_cache_disk", disk))
@@ -58,10 +58,11 @@ def _parse_size(name: str, value: str | int | None) -> int | None:
 
 
 def file_states(target: Path, adapter: str | None) -> tuple[str, ...]:
-    """Return the present state of a model's files, to notice a change; () if a file cannot be examined.
+    """Return the current state of a model's files, for detecting changes later.
 
-    A state holds name, inode, size and both times. Writing to a file changes both times, and only the first
-    of them can be set back, so the content need not be read.
+    A state contains a file's name, inode, size, modification time and change time. Writing to a file changes
+    both times, and only the modification time can be reset, so there is no need to read the content. If a
+    file cannot be examined, an empty tuple is returned.
     """
     try:
         files = format_at(target).files(target)
@@ -88,16 +89,16 @@ def create_prefix_cache(
     """Create the prefix cache of a loaded target.
 
     Args:
-        options: where prefixes are cached.
+        options: options of the prefix cache.
         target: the loaded target.
-        load_options: the options that it was loaded with.
-        costs: its pass costs, which identify the machine and the kernels.
-        plan: the memory plan, with the size limit of the cache.
-        states_before: `file_states` before the load. If the files have changed since, the loaded weights are
-            unknown, and nothing is cached on disk.
+        load_options: options that the target was loaded with.
+        costs: pass costs of the target, which identify the machine and the kernels.
+        plan: the memory plan, which limits the size of the cache.
+        states_before: `file_states` before loading. If the files have changed since then, it is unknown which
+            weights were loaded, so nothing is cached on disk.
 
     Returns:
-        The cache, or None for the place `none`.
+        The cache, or None if the place is `none`.
     """
     if options.place == "none":
         return None
@@ -120,12 +121,12 @@ def create_prefix_cache(
 
 
 def _assumed_prefill_seconds(target: LanguageModel) -> float:
-    """Return the assumed seconds per prefill token, until a prefill was timed."""
+    """Return the assumed time per prefill token until a prefill has been timed."""
     return target.facts.weight_bytes / _ASSUMED_BYTES_PER_SECOND / _PREFILL_SPEEDUP
 
 
 def _identity(target: LanguageModel, options: LoadOptions, costs: PassCosts, states: tuple[str, ...]) -> str:
-    """Return a digest of everything that could give the same tokens another KV state, or other rounding."""
+    """Return a digest of everything besides the tokens that affects the KV state or its rounding."""
     stored = (options.kv_type, options.flash_attention, options.gpu_layers, options.low_bits)
     parts = [
         models_fingerprint(target.facts),
@@ -136,7 +137,7 @@ def _identity(target: LanguageModel, options: LoadOptions, costs: PassCosts, sta
         *states,
     ]
     if not target.facts.capabilities.prefix_reuse_exact:
-        # Models with and without exact reuse cache different prefixes. Which it is depends on the cores.
+        # Whether reuse is exact depends on the number of cores, and it changes which prefixes are cached.
         parts.append("read in whole pieces")
     if options.adapter is not None:
         for path in sorted(Path(options.adapter).iterdir()):

@@ -1,4 +1,4 @@
-"""The plan of a load, made from metadata alone: what `edgespec plan` prints and `edgespec.plan` returns."""
+"""Plan a load using only metadata, for `edgespec plan` and `edgespec.plan`."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ __all__ = ["MemoryPlan", "Pool", "Preview", "plan"]
 
 
 class Preview:
-    """The plan of a load that has not happened, for `edgespec plan`.
+    """The planned result of a load, without loading anything.
 
     Attributes:
         target, draft: names of the models; `draft` is None without a draft model.
-        notes: what is worth knowing about how the references were resolved.
-        why_no_draft: why there is no draft model; empty if there is one.
+        notes: user-facing notes on how the references were resolved.
+        why_no_draft: reason why there is no draft model; empty if there is one.
         plan: the memory plan.
-        advice: what to do if the plan does not fit; empty if it fits.
+        advice: advice for the user if the plan does not fit; empty if it fits.
         trained_context_tokens: context length that the target was trained for; 0 if unknown.
-        first_context_tokens: context size at load, from which it grows on demand.
-        draft_window: the draft model's attention window; None if it sees the whole context.
+        first_context_tokens: initial context size, which grows on demand.
+        draft_window: the draft model's attention window, or None if it sees the whole context.
     """
 
     def __init__(self, planned: LoadPlan) -> None:
@@ -56,19 +56,20 @@ def plan(
     progress: Progress | None = None,
     **options: Unpack[LoadArguments],
 ) -> Preview:
-    """Return what `load` with the same arguments would decide and occupy, without loading anything.
+    """Return the decisions and memory usage of `load` with the same arguments, without loading anything.
 
-    Nothing is downloaded but the metadata of models that are not on this machine.
+    For models that are not on this machine, only metadata is downloaded.
 
     Args:
         target: The model to run, as for `load`.
         draft: The draft model, as for `load`.
-        progress: Called with a text and the fraction done. Planning is cancelled if it returns False.
+        progress: Called with a description and the completed fraction. Planning is cancelled if it returns
+            False.
         **options: See `edgespec.LoadArguments`.
 
     Raises:
-        EdgespecError: Any error of `load`. A plan that does not fit the memory raises none, unless this
-            process may not even use the memory that reading a model's metadata takes.
+        EdgespecError: Any error of `load`. A plan that does not fit into memory raises no error, unless there
+            is not even enough memory to read a model's metadata.
     """
     request = LoadRequest.read(target, draft, options)
     check_room_to_plan()
@@ -79,6 +80,6 @@ def plan(
 
         pair = find_pair(request.target, request.draft, request.drafting, progress, request.options, find)
         if address_space_is_limited():
-            import_module("edgespec.assembly.loading")  # so that the plan counts its memory, as a load would
+            import_module("edgespec.assembly.loading")  # include its memory, as in a load
         budget = budget_for(pair, request.memory_bytes, request.reserve_bytes)
         return Preview(plan_pair(pair, request.drafting, request.options, budget, request.plan))

@@ -1,4 +1,4 @@
-"""Measures processor energy with RAPL counters, if the system allows it."""
+"""Measure the processors' energy use with RAPL counters, if the system allows it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 __all__ = ["EnergyMeter"]
 
 _POWERCAP = Path("/sys/class/powercap")
-# Matches whole processors only. Including sub-zones or the psys zone would count the same energy twice.
+# Matches only zones of whole processors. Adding their sub-zones or the psys zone would count energy twice.
 _ZONE = re.compile(r"intel-rapl:\d+")
 
 
@@ -43,7 +43,7 @@ class EnergyMeter:
             return {}
 
     def joules(self, before: Mapping[Path, int], after: Mapping[Path, int]) -> float | None:
-        """Return the energy in joules used between two readings, or None if unknown. Handles overflow."""
+        """Return the joules used between two readings, or None if unknown. Handles counter overflow."""
         if not after or before.keys() != after.keys():
             return None
         taken = 0

@@ -26,22 +26,22 @@ class MethodFigures:
     Attributes:
         category: Category of the prompts. None for all prompts.
         effective: Methods that actually ran, as reported by the replies.
-        note: The last note from the drafters, or why no drafter ran.
+        note: The last note from the drafters, or the reason why no drafter ran.
         speed_up: Decoding speed, excluding prefill, divided by that of plain decoding. It is the median over
             the repeats of each prompt, then the geometric mean over prompts. None if plain decoding was not
             measured.
-        low, high: The 95 % confidence interval of `speed_up`. None for a single reply.
+        low, high: The 95 % confidence interval of `speed_up`. None if there is only one reply.
         worst: The lowest speed-up among the prompts.
-        whole_speed_up: The same as `speed_up`, but including prefill.
+        whole_speed_up: Speed-up like `speed_up`, but including prefill.
         tokens_per_second: Decoding speed, excluding prefill. Geometric mean over replies.
         ttft_seconds, tpot_seconds: Median time to first token, and median time per output token.
         acceptance: Accepted tokens divided by drafted tokens. None if nothing was drafted.
         acceptance_by_depth: Fraction of the drafted tokens at each depth that were accepted.
-        seconds: Total duration over all replies, keyed by phase.
+        seconds: Total duration of each phase over all replies.
         joules_per_token: Energy per token, used by the whole processors. None if the system does not report
             it.
         compared: Number of replies that should match plain decoding token for token.
-        identical: Number of `compared` replies that do match.
+        identical: Number of the `compared` replies that match plain decoding.
     """
 
     temperature: float
@@ -81,10 +81,10 @@ class OracleComparison:
         category: Category of the prompts. None for all prompts.
         best: The fixed method with the highest speed-up over these prompts.
         best_speed_up: Speed-up of `best` over plain decoding.
-        oracle_speed_up: Speed-up if every prompt used its own best method. Slightly overestimated because of
-            noise.
+        oracle_speed_up: Speed-up if every prompt used its own best method. Measurement noise makes it
+            slightly too high.
         auto_speed_up: Speed-up of `auto`. None if `auto` was not measured.
-        share_of_best, share_of_oracle: `auto_speed_up` divided by the other two.
+        share_of_best, share_of_oracle: `auto_speed_up` divided by `best_speed_up` and by `oracle_speed_up`.
     """
 
     temperature: float
@@ -121,7 +121,8 @@ def oracle_comparisons(
 ) -> list[OracleComparison]:
     """Compare `auto` with the best fixed methods, for each temperature and category.
 
-    Only prompts that every method answered are included, because the others cannot be compared.
+    Only prompts that every method answered are included, so that all methods are compared on the same
+    prompts.
     """
     plain = {_pairing_key(row): row for row in rows if row.config == PLAIN}
     comparisons = []
@@ -196,7 +197,7 @@ def _ratios(
     plain: Mapping[tuple[str, float, int], Measurement],
     speed: Callable[[Measurement], float],
 ) -> dict[str, list[float]]:
-    """Return, for each prompt, the speed of each repeat divided by plain decoding in the same repeat."""
+    """Return each repeat's speed divided by that of plain decoding in the same repeat, by prompt."""
     found: dict[str, list[float]] = defaultdict(list)
     for row in rows:
         other = plain.get(_pairing_key(row))

@@ -1,4 +1,4 @@
-"""The benchmark plan: which prompts to answer with which methods, and in which order."""
+"""Plan which prompts a benchmark answers, with which methods and in which order."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class MethodConfig:
 
     Attributes:
         method: Name of the method, as in `--method`.
-        draft_length: Draft length in tokens. None for the runtime's default.
-        again: True for the second measurement of plain decoding, which shows the measurement noise.
+        draft_length: Draft length in tokens. Defaults to that of the runtime if None.
+        again: Whether this is the second measurement of plain decoding, which shows the measurement noise.
     """
 
     method: str
@@ -70,11 +70,11 @@ class BenchPlan:
     Attributes:
         prompts: Prompts to answer, with unique names.
         configs: Method configurations. Plain decoding must be one of them.
-        temperatures: Sampling temperatures. Each is used once per repeat.
+        temperatures: Sampling temperatures. Every prompt is answered at each temperature in every repeat.
         repeats: Number of times the whole plan runs.
         max_tokens: Maximum reply length in tokens.
         seed: Random seed for every reply.
-        acceptance: `invariant` or `rejection`.
+        acceptance: The rule for accepting draft tokens, `invariant` or `rejection`.
 
     Raises:
         OptionError: The plan is empty, lacks plain decoding, or lists an entry twice.
@@ -115,8 +115,8 @@ class BenchPlan:
         """Yield all rounds, alternating between categories so that a partial run covers all categories.
 
         A round answers one prompt with every configuration. Each round starts with a different configuration,
-        and every second repeat runs in reverse order. A
-        gradual slowdown of the machine, for example from heat, then affects all configurations equally.
+        and every second repeat runs in reverse order. A gradual slowdown of the machine, for example from
+        heat, then affects all configurations equally.
         """
         for repeat in range(self.repeats):
             turn = repeat // 2

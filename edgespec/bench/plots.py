@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 __all__ = ["check_plots", "save_plots"]
 
-_WIDTH, _HEIGHT = 11.0, 4.5  # inches
+_WIDTH, _HEIGHT = 11.0, 4.5  # in inches
 _DOTS = 120
 
 

@@ -1,4 +1,4 @@
-"""The benchmark report: all results, and the settings used to measure them."""
+"""Combine all benchmark results, and the settings used to measure them, in a report."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Report:
 
     Attributes:
         planned: Number of replies in the plan. `rows` contains the replies that were measured.
-        ending, error, no_energy: The same as in `BenchRun`.
+        ending, error, no_energy: Copied from `BenchRun`.
         curve: Measured cost of verify passes, by number of tokens in the pass.
         peak_memory_bytes: Peak memory of the process during the whole run.
         figures: Speed, acceptance and memory by temperature, category and method.

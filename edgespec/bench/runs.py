@@ -98,7 +98,7 @@ def run(
     Args:
         runtime: The runtime to measure. Its prefix cache is cleared before every reply.
         plan: The replies to measure.
-        max_seconds: Time limit in seconds, after which no new reply starts. None if unlimited.
+        max_seconds: Time limit in seconds, after which no new reply starts. Unlimited if None.
         progress: Called with (description, fraction). Returning False cancels the run.
         meter: Energy meter. Tests pass a fake one.
 
@@ -130,7 +130,7 @@ def run(
 
 
 class _Bench:
-    """The state of a benchmark run."""
+    """Runs the rounds of a benchmark plan."""
 
     curve: CostCurve
 
@@ -227,7 +227,7 @@ class _Bench:
         return stream.reply
 
     def _time_share(self) -> float:
-        """Return the fraction of the time limit that has passed. 0 if there is no limit."""
+        """Return the fraction of the time limit that has passed, or 0 if there is no limit."""
         return (monotonic() - self._began) / self._max_seconds if self._max_seconds else 0.0
 
     def _report_progress(self, description: str) -> None:

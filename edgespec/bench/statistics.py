@@ -8,7 +8,7 @@ import numpy as np
 
 __all__ = ["Ratios", "geometric_mean", "interval", "oracle", "typical", "worst"]
 
-# For each prompt, the speed of each repeat divided by plain decoding. Never empty, and all are positive.
+# Speed-ups over plain decoding, indexed by prompt, then by repeat. Never empty, and all values are positive.
 Ratios = Sequence[Sequence[float]]
 
 _DRAWS = 2000
@@ -16,22 +16,22 @@ _LEVEL = 0.95
 
 
 def typical(ratios: Sequence[float]) -> float:
-    """Return the median ratio of the repeats. For an even number, the geometric mean of the middle two."""
+    """Return the median, or the geometric mean of the two middle values if their number is even."""
     return float(np.exp(np.median(np.log(ratios))))
 
 
 def geometric_mean(ratios: Ratios) -> float:
-    """Return the geometric mean of all prompts' typical ratios."""
+    """Return the geometric mean over all prompts of their median speed-ups."""
     return float(np.exp(np.mean(np.log([typical(each) for each in ratios]))))
 
 
 def worst(ratios: Ratios) -> float:
-    """Return the lowest of all prompts' typical ratios."""
+    """Return the lowest median speed-up of any prompt."""
     return min(typical(each) for each in ratios)
 
 
 def interval(ratios: Ratios, seed: int = 0) -> tuple[float, float] | None:
-    """Return the 95 % confidence interval of the geometric mean, or None for a single reply.
+    """Return the 95 % confidence interval of the geometric mean, or None if there is only one reply.
 
     Uses a percentile bootstrap (Efron 1979) that resamples the prompts and the repeats of each prompt. The
     interval is too narrow if there are few prompts.

@@ -1,4 +1,4 @@
-"""Tuning: measures the cost of verify passes, tries every drafter, and recommends a method."""
+"""Measure the cost of verify passes, try every drafter, and recommend a method."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from edgespec.runtime import Runtime
 
 __all__ = ["DrafterResult", "PassCost", "Tuning", "break_even", "tune"]
 
-# A smaller speed-up could be measurement noise.
+# Minimum speed-up to recommend a method. A smaller one could be measurement noise.
 _MIN_SPEED_UP = 1.05
-_DRAFT_LENGTH = 4  # tokens; used to try each drafter
-_MAX_DRAFT_LENGTH = 16  # tokens; the longest draft length to recommend
+_DRAFT_LENGTH = 4  # in tokens, for trying each drafter
+_MAX_DRAFT_LENGTH = 16  # in tokens; no longer draft length is recommended
 
 
 @dataclass(frozen=True, slots=True)
 class PassCost:
-    """Cost of a verify pass.
+    """Describes the cost of a verify pass.
 
     Attributes:
         width: Number of tokens in the pass.
         seconds: Duration of the pass.
-        v: Duration of the pass, in target steps.
+        v: Duration of the pass, divided by that of a plain decoding step.
         limit: Speed-up over plain decoding if every draft token were accepted and drafting cost nothing.
         break_even: Acceptance rate (0 to 1) above which drafts make decoding faster if drafting costs
             nothing. None if they never do.
@@ -47,9 +47,9 @@ class DrafterResult:
 
     Attributes:
         speed_up: Speed-up over plain decoding at a draft length of 4.
-        acceptance: Fraction of draft tokens that were accepted, out of those whose predecessors were all
-            accepted.
-        c: Cost of one drafted token, in target steps.
+        acceptance: Fraction of draft tokens that were accepted, counting only those whose predecessors were
+            all accepted.
+        c: Time to draft one token, divided by the duration of a plain decoding step.
         best_length: Draft length with the highest expected speed-up.
         expected: Expected speed-up at `best_length`, for replies with the same acceptance.
         drafted: Number of drafted tokens. If it is small, the other values are unreliable.
@@ -153,11 +153,12 @@ def break_even(v: float, width: int) -> float | None:
     """Return the acceptance rate above which drafts that cost nothing make decoding faster.
 
     Args:
-        v: Cost of the pass in target steps.
+        v: Duration of the pass, divided by that of a plain decoding step.
         width: Number of tokens in the pass.
 
     Returns:
-        The smallest a in [0, 1] for which 1 + a + ... + a^(width - 1) >= v, or None if there is none.
+        The lowest rate at which a pass emits `v` tokens on average, or None if there is none. This is the
+        smallest a in [0, 1] for which 1 + a + ... + a^(width - 1) >= v.
     """
     if v > width:
         return None
@@ -171,7 +172,7 @@ def break_even(v: float, width: int) -> float | None:
 
 
 def _expected_tokens(acceptance: float, length: int) -> float:
-    """Return the expected number of tokens that a pass over a chain of `length` draft tokens emits."""
+    """Return the expected number of tokens that a pass emits when it checks `length` draft tokens."""
     return sum(acceptance**i for i in range(length + 1))
 
 
@@ -206,18 +207,18 @@ def _drafter_result(
     # Seconds per verify pass for sampling, rollback and the engine's own overhead.
     other = sum(_sum(replies, f"{phase}_seconds") for phase in ("sampling", "rollback", "overhead")) / rounds
     acceptance = _acceptance(replies)
-    # Number of passes with a draft. A tree can have several tokens at depth 1, so cap the count at the
-    # number of passes.
+    # Number of passes with a draft. A tree can have several tokens at depth 1, so cap the count at the number
+    # of passes.
     share = sum(
         min(*each.stats.drafted_per_position[:1], each.stats.target_passes)
         for each in replies
         if each.stats.drafted_per_position
     )
-    # Draft tokens per depth: 1 for a chain, more for a tree.
+    # Average number of draft tokens per depth. It is 1 for a chain, and more for a tree.
     breadth = max(1.0, drafted / (share * _DRAFT_LENGTH)) if share else 1.0
 
     def speed_up(length: int) -> float:
-        """Return the expected speed-up at this draft length. Passes without a draft count as target steps."""
+        """Return the expected speed-up at this draft length. A pass without a draft costs one target step."""
         drafts, tokens = share / rounds, round(breadth * length)
         pass_seconds = curve.v(tokens + 1) * curve.target_step_seconds
         seconds = drafts * (tokens * token_seconds + pass_seconds + other) + (1.0 - drafts) * step_seconds
@@ -236,7 +237,7 @@ def _drafter_result(
 
 
 def _speed_up(replies: Sequence[Reply], plain: Sequence[Reply]) -> float:
-    """Return the geometric mean of the speed-ups over plain decoding, prompt by prompt."""
+    """Return the geometric mean over all prompts of the speed-up over plain decoding."""
     return geometric_mean(
         (one.stats.tpot_seconds or 1.0) / (each.stats.tpot_seconds or 1.0)
         for one, each in zip(plain, replies, strict=True)
@@ -253,7 +254,7 @@ def _acceptance(replies: Sequence[Reply]) -> float:
     for reply in replies:
         drafted, accepted = reply.stats.drafted_per_position, reply.stats.accepted_per_position
         hits += sum(accepted)
-        # At most one token per depth of a tree can be accepted, so each depth counts as one attempt.
+        # At most one token per depth of a draft tree can be accepted, so each depth counts as one attempt.
         judged += sum(
             min(pair) for pair in zip(drafted, [reply.stats.target_passes, *accepted], strict=False)
         )

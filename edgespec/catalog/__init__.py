@@ -1,4 +1,4 @@
-"""The model catalogue: resolves model references, downloads models, and finds those on this machine."""
+"""Resolve model references, download models, and find the models already on this machine."""
 
 from edgespec.backends.mlx_files import mlx_installed
 from edgespec.backends.model_info import ModelInfo

@@ -1,4 +1,4 @@
-"""Measured acceptance rates of model pairs, saved across runs.
+"""Save the measured acceptance rates of model pairs across runs.
 
 The file stores token counts, keyed by a hash of both models' files. It contains no prompts or replies.
 """
@@ -25,13 +25,13 @@ from edgespec.files import (
 __all__ = ["AcceptanceHistory", "AcceptanceRecorder", "Model"]
 
 _VERSION = 1
-# Limits of the history file, far above what one user needs.
+# Maximum number of model pairs in the history file, and its maximum size. One user needs far less.
 _MAX_PAIRS, _MAX_FILE_BYTES = 500, 2**20
-# A rate is used only after this many drafted tokens. At 200, its standard error is about 0.03.
+# Minimum number of drafted tokens before a rate is used. At 200, the standard error is about 0.03.
 _MIN_DRAFTED = 200
 # A pair's counts are halved when it exceeds this many drafted tokens, so that recent replies weigh more.
 _MAX_DRAFTED = 20_000
-# A recorder saves after this many drafted tokens, so that a crash loses few counts.
+# Number of drafted tokens after which a recorder saves its counts, so that a crash loses few of them.
 _SAVE_EVERY_DRAFTED = 2_000
 
 Counts: TypeAlias = tuple[int, int]
@@ -40,13 +40,13 @@ Model: TypeAlias = tuple[Path, ModelFormat]
 
 
 class AcceptanceHistory:
-    """Token counts for all model pairs. A missing, damaged or read-only file is ignored."""
+    """Stores the token counts of all model pairs. Ignores a missing, damaged or read-only file."""
 
     def __init__(self, path: Path | None = None) -> None:
         self._path = path or data_folder() / "learnt" / "acceptances.json"
 
     def rate(self, target: Model, draft: Model) -> float | None:
-        """Return the acceptance rate (0 to 1) of a pair, or None if too few tokens were drafted."""
+        """Return the acceptance rate of a pair from 0 to 1, or None if too few tokens were drafted."""
         try:
             drafted, accepted = self._read().get(_key(target, draft), (0, 0))
         except ModelFileError:
@@ -84,10 +84,10 @@ class AcceptanceHistory:
 
 
 class AcceptanceRecorder:
-    """Counts and saves the drafted and accepted tokens of a loaded pair. Its methods never raise.
+    """Counts the drafted and accepted tokens of a loaded pair and saves them. Never raises.
 
-    Only the first token of each draft is counted, because the acceptance of later ones depends on the draft
-    length.
+    Only the first token of each draft is counted, because whether later tokens are accepted depends on the
+    draft length.
     """
 
     def __init__(self, target: Model, draft: Model, history: AcceptanceHistory | None = None) -> None:
@@ -96,7 +96,7 @@ class AcceptanceRecorder:
         self._drafted = self._accepted = 0
 
     def count(self, drafted: int, accepted: int) -> None:
-        """Add the counts of one reply: how many drafts it had, and how often the first token was accepted."""
+        """Add one reply's number of drafts, and how many of their first tokens were accepted."""
         self._drafted, self._accepted = self._drafted + drafted, self._accepted + accepted
         if self._drafted >= _SAVE_EVERY_DRAFTED:
             self.save()

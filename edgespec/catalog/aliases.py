@@ -1,4 +1,4 @@
-"""User-defined aliases and draft pairs: validates new ones, and finds the user's draft model for a target."""
+"""Validate new aliases and draft pairs, and find the draft model that the user paired with a target."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def check_pair(target: str, draft: str) -> str:
     """Check that a draft model can be paired with a target.
 
     Returns:
-        A notice for the user. Empty if both models are on this machine and have the same tokens.
+        A notice for the user. Empty if both models are on this machine and share a vocabulary.
 
     Raises:
         OptionError: One of the names is invalid.
@@ -68,7 +68,7 @@ def check_pair(target: str, draft: str) -> str:
 
 
 def _token_notice(target: str, draft: str) -> str:
-    """Return a notice if the draft model lacks some of the target's tokens."""
+    """Return a notice if the draft model's vocabulary lacks some of the target's tokens."""
     metadata = MetadataCache()
     pair = []
     try:

@@ -1,4 +1,4 @@
-"""The catalogue of models that edgespec knows by name, and the user's own aliases and draft pairs."""
+"""Load the catalogue of models that edgespec knows by name, and the user's aliases and draft pairs."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ class ModelEntry:
 
     Attributes:
         name: The model's name.
-        family: Name of the model family. All models in a family have the same tokens.
-        parameters: Number of weights.
+        family: Name of the model family. All models in a family share a vocabulary.
+        parameters: Number of parameters.
         quantisation: The default quantisation.
         context_tokens: Context length that the model was trained for.
         approximate_file_bytes: Approximate size on disk at the default quantisation.
@@ -51,7 +51,7 @@ class ModelEntry:
             has one gets a second entry named NAME-mlx.
         embedded_file: Path of its file in the models folder, if the model is included with edgespec.
         notice: A notice to show to the user. Empty if there is none.
-        drafts: Names of recommended draft models, best first. They have the same tokens as this model.
+        drafts: Names of recommended draft models, best first. They share this model's vocabulary.
         aliases: Other names of the model, each with the quantisation that it selects.
         format: Name of the file format.
     """
@@ -89,7 +89,7 @@ class ModelEntry:
 
 
 class Catalogue:
-    """The catalogue's entries, looked up by name or alias. Case is ignored."""
+    """Looks up catalogue entries by name or alias, ignoring case."""
 
     def __init__(self, entries: Iterable[ModelEntry]) -> None:
         self.entries = tuple(entries)
@@ -145,7 +145,7 @@ def models_folder() -> Path:
 
 @cache
 def load_catalogue() -> Catalogue:
-    """Return the catalogue that is included with edgespec. Each process reads it once."""
+    """Return the catalogue that is included with edgespec. It is read once per process."""
     with (models_folder() / "catalogue.toml").open("rb") as file:
         tables: list[dict[str, Any]] = tomllib.load(file)["model"]
     return Catalogue(_with_mlx_forms([_entry(table) for table in tables]))
@@ -162,7 +162,7 @@ def _with_mlx_forms(entries: list[ModelEntry]) -> Iterator[ModelEntry]:
 
 def _mlx_form(entry: ModelEntry, drafts: list[str]) -> ModelEntry:
     bits = int(entry.mlx_repository.rpartition("-")[2].removesuffix("bit"))
-    # The alias `8b-q4` becomes `8b-mlx`. Aliases for other quantisations get no MLX alias.
+    # The alias `8b-q4` becomes `8b-mlx`. Aliases for other quantisations have no MLX counterpart.
     stems = [
         alias.removesuffix("-q4")
         for alias, quantisation in entry.aliases.items()

@@ -38,12 +38,12 @@ if TYPE_CHECKING:
 __all__ = ["Progress", "RepositoryListing", "choose", "fetch", "list_repository", "translate_errors"]
 
 _CHUNK_BYTES = 1 << 18
-# Length of an ETag that is a git hash, and of one that is a SHA-256 checksum.
+# Number of characters in a git hash and in a SHA-256 checksum. The server sends one of them as the ETag.
 _GIT_ETAG_CHARACTERS, _SHA256_ETAG_CHARACTERS = 40, 64
-# A download fails after this many attempts without progress, with this wait between them.
+# Number of attempts without progress after which a download fails, and the wait between attempts.
 _MAX_RETRIES = 5
 _RETRY_SECONDS = 1.0
-# Wait for another program that is downloading the same file. Long enough for small files to finish.
+# How long to wait while another program downloads the same file. Small files finish within this time.
 _LOCK_SECONDS = 2.0
 
 
@@ -60,7 +60,7 @@ def fetch(
 
     Args:
         repository: `user/repo`.
-        quantisation: The same as in `choose_files`.
+        quantisation: The quantisation or file to select, as in `choose_files`.
         allow_download: Download the model if it is not in the cache.
         progress: Called during the download. Returning False cancels it.
 
@@ -127,7 +127,7 @@ def _suffix(quantisation: str | None) -> str:
 
 @dataclass(frozen=True)
 class RepositoryListing:
-    """The files in a repository at one commit, so that all of a model's files have the same version."""
+    """Lists the files in a repository at one commit, so that all files have the same version."""
 
     commit: str
     files: list[HubFile]
@@ -200,7 +200,7 @@ class _Source:
         return hashlib.sha256()
 
     def matches(self, digest: Any) -> bool:
-        """Return whether the checksum is correct. True if the server sent none."""
+        """Return whether the checksum is correct, or True if the server sent no checksum."""
         return (
             len(self.etag) not in (_GIT_ETAG_CHARACTERS, _SHA256_ETAG_CHARACTERS)
             or digest.hexdigest() == self.etag
@@ -210,7 +210,7 @@ class _Source:
 def _fetch_file(folder: Path, repository: str, file: HubFile, revision: str, report: _Report) -> Path:
     """Download a file into the cache and return its path.
 
-    The cache stores the data as blobs named by checksum. Each commit has a folder with links to its blobs.
+    The cache stores file contents as blobs named by checksum. Each commit's folder links to its blobs.
     """
     from filelock import FileLock
     from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url
@@ -255,7 +255,7 @@ def _link(blob: Path, pointer: Path) -> None:
 
 
 def _stream(source: _Source, partial: Path, report: Callable[[int], None]) -> None:
-    """Download the rest of a partial file and verify it. Keep the partial file after an error."""
+    """Download the rest of a partial file and verify it. If an error occurs, keep the partial file."""
     import httpx2
 
     failures = 0
@@ -315,7 +315,8 @@ def _digest_start(file: Any, source: _Source, digest: Any, report: Callable[[int
 def _chunks(url: str, start: int) -> Iterator[tuple[bool, bytes]]:
     """Yield the content of a URL from byte `start` to the end.
 
-    The flag is True for the first chunk if the server ignored `start` and sends the whole file.
+    Each chunk has a flag. It is True for the first chunk if the server ignored `start` and sends the whole
+    file.
     """
     from huggingface_hub import constants, get_session, get_token
 

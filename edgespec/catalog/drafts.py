@@ -1,6 +1,7 @@
-"""Finds draft models that share a target's tokens, and chooses the one that `--draft auto` uses.
+"""Find draft models that share a target's vocabulary, and choose the one that `--draft auto` uses.
 
-The choice depends only on sizes, tokens and measured acceptance rates. It never downloads anything.
+The choice depends only on model sizes, vocabularies and measured acceptance rates. It never downloads
+anything.
 """
 
 from __future__ import annotations
@@ -27,15 +28,15 @@ __all__ = ["DraftChoice", "DraftOption", "choose_draft", "draft_options"]
 
 Source = Literal["catalogue", "tokens"]
 
-# Maximum bytes that a draft model reads per token, as a fraction of the target's. A larger model is not much
-# faster than the target.
+# Maximum number of bytes that a draft model reads per token, as a fraction of the target's. A larger model is
+# not much faster than the target.
 _MAX_STEP_COST = 0.5
 # Minimum fraction of the target's tokens that a draft model must have. Below it, most proposals would have to
 # be retokenised.
 _MIN_SHARED_FRACTION = 0.5
-# `auto` requires a larger fraction, because loading a pair below this one shows a warning.
+# Minimum fraction of shared tokens for `auto`. Loading a pair below this fraction shows a warning.
 _AUTO_MIN_SHARED_FRACTION = 0.9
-# Estimated speed-ups within this ratio count as equal. The catalogue's order then decides.
+# Estimated speed-ups whose ratio is at least this count as equal. The catalogue's order then decides.
 _EQUAL_SPEEDUP_RATIO = 0.97
 # Context length used to estimate the size of KV caches, the same as in `memory_check`.
 _DEFAULT_CONTEXT_TOKENS = 8192
@@ -43,7 +44,7 @@ _DEFAULT_CONTEXT_TOKENS = 8192
 
 @dataclass(frozen=True, slots=True)
 class DraftOption:
-    """A model that can draft for a target.
+    """Describes a model that can draft for a target.
 
     Attributes:
         reference: A reference to the model.
@@ -53,7 +54,7 @@ class DraftOption:
             target's tokens.
         shared_token_fraction: Fraction of the target's tokens that the model has. None if its file is not on
             this machine.
-        parameters: Number of weights.
+        parameters: Number of parameters.
         size_bytes: Size of its files.
         needed_bytes: Size of its files plus its KV cache at the default context length.
         speedup: Expected speed-up over plain decoding, from `estimate_speedup`.
@@ -75,7 +76,7 @@ class DraftOption:
 
     @property
     def reason(self) -> str:
-        """The expected speed-up and how it was determined, for messages."""
+        """Explanation of the expected speed-up and how it was determined, for messages."""
         if self.acceptance_rate is None:
             return f"its expected speed-up is {self.speedup:.1f}x (estimated from its size)"
         return (
@@ -85,7 +86,7 @@ class DraftOption:
 
     @property
     def tokens(self) -> str:
-        """How many of the target's tokens the model has, for messages."""
+        """Description of how many of the target's tokens the model has, for messages."""
         if self.shared_token_fraction is None:
             return "the same tokens (according to the catalogue)"
         if self.shared_token_fraction == 1.0:
@@ -147,7 +148,7 @@ def choose_draft(
 
     Args:
         target: The target model.
-        memory_bytes: Memory available for both models. None if unlimited.
+        memory_bytes: Memory available for both models. Unlimited if None.
         context_tokens: Context length of the target. None for the default.
 
     Raises:
@@ -158,7 +159,8 @@ def choose_draft(
     if preferred is not None:
         return _preferred_choice(target, preferred)
     if target.entry is not None and target.entry.embedded_path is not None:
-        # Skip the search, because the demo must start quickly and only its own draft model shares its tokens.
+        # Skip the search, because the demo must start quickly and only its own draft model has the same
+        # vocabulary.
         return _first_recommended(target)
     installed = find_installed()
     usable = [o for o in draft_options(target, installed) if _is_for_auto(o, target, installed)]
@@ -231,7 +233,7 @@ def _is_architecture_known(option: DraftOption, target: Resolved, installed: Ins
 
 
 def _is_for_auto(option: DraftOption, target: Resolved, installed: InstalledModels) -> bool:
-    """Return whether `auto` may use a model: it is installed, and has the target's backend and tokens."""
+    """Return whether `auto` may use a model. It must be installed and match the target."""
     if option.path is None or not same_backend(option.format, target.format):
         return False
     if option.source == "tokens" and not _is_architecture_known(option, target, installed):
@@ -261,7 +263,7 @@ def _context(info: ModelInfo, context_tokens: int | None) -> int:
 
 
 def _best(options: Sequence[DraftOption], recommended: Sequence[str]) -> DraftOption:
-    """Return the option with the highest speed-up. The catalogue's order breaks ties."""
+    """Return the option with the highest expected speed-up. The catalogue's order breaks ties."""
     highest = max(option.speedup for option in options)
     equal = [option for option in options if option.speedup >= _EQUAL_SPEEDUP_RATIO * highest]
 
@@ -296,7 +298,7 @@ def _installed_option(
     recommended: Sequence[str],
     metadata: MetadataCache,
 ) -> DraftOption | None:
-    """Return an installed model as a draft option, or None if its tokens differ or it is too large."""
+    """Return an installed model as a draft option, or None if it is too large or its vocabulary differs."""
     source: Source = "catalogue" if model.entry and model.entry.name in recommended else "tokens"
     if model.path == target.path or info is None or not info.pass_bytes:
         return None
@@ -365,7 +367,7 @@ def _catalogue_option(
 
 
 def _sizes(target: Resolved, info: ModelInfo | None) -> tuple[int, int]:
-    """Return the target's parameters and bytes, from its file if possible, else from the catalogue."""
+    """Return the target's number of parameters and size in bytes, preferably read from its file."""
     if info is not None:
         return info.parameters, info.pass_bytes
     if target.entry is not None:
@@ -374,10 +376,10 @@ def _sizes(target: Resolved, info: ModelInfo | None) -> tuple[int, int]:
 
 
 def _same_family(target: Resolved, info: ModelInfo | None, installed: InstalledModels) -> list[str]:
-    """Return the names of smaller catalogue models that have the same tokens as the target.
+    """Return the names of smaller catalogue models that share the target's vocabulary.
 
-    A recommended draft model has the same tokens as its target. So do all models that are connected to the
-    target by a chain of recommendations.
+    A recommended draft model shares its target's vocabulary. Therefore, so do all models that are connected
+    to the target by a chain of recommendations.
     """
     entries = load_catalogue().entries
     names = {target.entry.name} if target.entry else set()

@@ -1,4 +1,4 @@
-"""Lists the models in the Hugging Face cache, without network access."""
+"""List the models in the Hugging Face cache without network access."""
 
 from __future__ import annotations
 

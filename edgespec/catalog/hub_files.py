@@ -28,7 +28,7 @@ __all__ = [
 ]
 
 DEFAULT_QUANTISATION = "Q4_K_M"
-# Maximum number of names in an error message.
+# Maximum number of names listed in an error message.
 _MAX_LISTED = 20
 # Files that an MLX model needs besides its weights: configuration, tokenizer and chat template.
 _MLX_SUPPORT_FILES = ("*.json", "*.model", "*.tiktoken", "*.txt", "*.jinja")
@@ -51,7 +51,7 @@ class HubFile:
 
     @property
     def stem(self) -> str:
-        """The path without `.gguf` and part number. It is the same for all parts of a split model."""
+        """The path without `.gguf` and the part number. All parts of a split model share it."""
         return _PART.sub("", self.name[: -len(".gguf")])
 
     @property
@@ -74,7 +74,7 @@ def is_quantisation(text: str) -> bool:
 
 
 def join_names(names: Sequence[str]) -> str:
-    """Join names for an error message: the first 20, then how many more there are."""
+    """Join names for an error message. Show the first 20 and the number of omitted names."""
     more = len(names) - _MAX_LISTED
     return ", ".join(names[:_MAX_LISTED]) + (f" and {more:,} more" if more > 0 else "")
 
@@ -85,7 +85,7 @@ def choose_files(repository: str, files: Iterable[HubFile], quantisation: str | 
     Args:
         repository: `user/repo`, for error messages.
         files: The files in the repository.
-        quantisation: A label (case is ignored), or the name of a `.gguf` file. None selects Q4_K_M, or the
+        quantisation: A label (case is ignored), or the name of a `.gguf` file. Defaults to Q4_K_M, or to the
             only model if there is just one.
 
     Raises:

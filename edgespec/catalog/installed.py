@@ -1,4 +1,4 @@
-"""Finds the models on this machine, whichever program installed them. Their files are never changed."""
+"""Find the models on this machine, whichever program installed them. Never change their files."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class InstalledModel:
 
 @dataclass(frozen=True, slots=True)
 class UnusableModel:
-    """A model in another program's store that edgespec cannot run, with the reason."""
+    """Names a model in another program's store that edgespec cannot run, and the reason."""
 
     name: str
     reason: str
@@ -78,7 +78,7 @@ class InstalledModels:
         models: The models that edgespec can run.
         prepared: Files that `edgespec prepare` created.
         unusable: Models that edgespec cannot run.
-        metadata: The cache that was used to read the models' metadata.
+        metadata: Cache through which the models' metadata was read.
     """
 
     models: tuple[InstalledModel, ...]
@@ -116,7 +116,7 @@ def read_model_info(resolved: Resolved, metadata: MetadataCache) -> ModelInfo:
 
 
 def smaller_quantisations(resolved: Resolved, installed: InstalledModels) -> list[Resolved]:
-    """Return installed quantisations of the same model with fewer bits, largest first."""
+    """Return installed versions of the same model that are quantised to fewer bits, largest first."""
     info = _info_or_none(resolved, installed)
     smaller = _smaller(resolved, info, installed)
     return _resolve_all(one for one in smaller if info and _is_same_model(one.info, info))

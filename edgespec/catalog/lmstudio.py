@@ -25,7 +25,7 @@ __all__ = ["lmstudio_file", "lmstudio_model", "lmstudio_models"]
 
 # Maximum depth of subfolders to search for model files in a repository.
 _MAX_DEPTH = 3
-# Maximum size of settings.json. LM Studio writes a few kilobytes.
+# Maximum accepted size of settings.json. LM Studio writes only a few kilobytes.
 _MAX_SETTINGS_BYTES = 1 << 22
 
 
@@ -50,7 +50,7 @@ def lmstudio_model(repository: str, quantisation: str | None = None) -> StoredMo
 
     Args:
         repository: `publisher/repository`.
-        quantisation: The same as in `choose_files`.
+        quantisation: The quantisation or file to select, as in `choose_files`.
 
     Raises:
         ModelNotFoundError: Several models match. The message lists them.
@@ -134,7 +134,7 @@ def _names(
         repository: `publisher/repository`.
         files: The files of the model.
         models: All models in the repository.
-        labels: Number of models by quantisation. None to count them here.
+        labels: Number of models by quantisation. Counted from `models` if None.
     """
     first = files[0]
     label = first.quantisation
@@ -165,7 +165,7 @@ def _repositories() -> Iterator[_Repository]:
     """Yield all repository folders in LM Studio's models folders."""
     for root in _folders():
         files_by_name: dict[str, list[str]] = {}
-        # Search once, so that the limit on folder entries applies to the whole models folder.
+        # Search the folder only once, so that the limit on the number of entries applies to the whole folder.
         for path in files_below(root, _MAX_DEPTH + 2):
             if _is_model_file(path.name):
                 publisher, _, rest = path.relative_to(root).as_posix().partition("/")

@@ -21,7 +21,7 @@ from edgespec.files import cache_folder, read_regular_file, write_private_file
 __all__ = ["MetadataCache", "files_fingerprint"]
 
 _VERSION = 1
-# Limits of the cache file, far above the number of models on one machine.
+# Maximum number of models and model pairs in the cache file. One machine has far fewer.
 _MAX_MODELS, _MAX_PAIRS = 2000, 20_000
 _MAX_FILE_BYTES = 16 * 2**20
 
@@ -30,7 +30,7 @@ Model: TypeAlias = tuple[Path, ModelFormat, str]
 
 
 class MetadataCache:
-    """Cached model metadata, and the fraction of tokens that each pair of models shares.
+    """Caches model metadata, and the fraction of tokens that each pair of models shares.
 
     A missing, damaged or read-only cache file is ignored.
     """
@@ -54,7 +54,7 @@ class MetadataCache:
         return info
 
     def same_token_ids(self, target: Model, draft: Model) -> bool:
-        """Return whether all token ids have the same meaning in both models. True if tokens are unknown."""
+        """Return whether token ids mean the same in both models, or True if the tokens are unknown."""
         if not target[2] or not draft[2] or target[2] == draft[2]:
             return True
         target_tokens, draft_tokens = self._read_tokens(target, draft)
@@ -82,7 +82,7 @@ class MetadataCache:
             return None, None
 
     def save(self) -> None:
-        """Write new entries to disk. After a failure, the next run reads the metadata again."""
+        """Write new entries to disk. If this fails, the next run reads the metadata again."""
         if not self._changed:
             return
         # Skip models that no longer exist, such as the temporary headers of remote_header.py.

@@ -19,7 +19,7 @@ _DIGEST = re.compile(r"sha256:([0-9a-f]+)")
 _REGISTRY, _OWN = "registry.ollama.ai", "library"
 # The store of Ollama's system service on Linux.
 _SERVICE_STORE = Path("/usr/share/ollama/.ollama/models")
-# Maximum size of a manifest. Ollama writes a few kilobytes.
+# Maximum accepted size of a manifest. Ollama writes only a few kilobytes.
 _MAX_MANIFEST_BYTES = 1 << 20
 
 
@@ -28,7 +28,7 @@ def ollama_model(name: str, tag: str | None = None) -> StoredModel | None:
 
     Args:
         name: `llama3.2`, `user/name`, or a name with its registry, such as `hf.co/user/repo`.
-        tag: The tag. None for `latest`.
+        tag: The tag. Defaults to `latest` if None.
     """
     for folder in _folders():
         root = at = folder / "manifests"
@@ -65,7 +65,7 @@ def _manifest_path(name: str) -> tuple[str, ...]:
 
 
 def _manifests(folder: Path) -> Iterator[tuple[Path, str]]:
-    """Yield the manifests in a store, each with its registry/owner/name/tag."""
+    """Yield (manifest path, registry/owner/name/tag) for each model in a store."""
     root = folder / "manifests"
     for path in files_below(root, 5):
         place = path.relative_to(root).as_posix()

@@ -45,7 +45,7 @@ def find_in_store(store: Literal["ollama", "lmstudio"], name: str) -> StoredMode
 
 
 def find_by_missing_path(path: Path) -> StoredModel | None:
-    """Treat a missing path as publisher/repo/file.gguf or registry/owner/name:tag, and return the model."""
+    """Return the model that a missing path names: publisher/repo/file.gguf or registry/owner/name:tag."""
     text = path.as_posix()
     if path.is_absolute() or text.count("/") < 2 or text.startswith(("./", "../", "~")):
         return None
@@ -63,7 +63,7 @@ def find_in_other_programs(
 
     Args:
         repository: `user/repo`.
-        quantisation: A label or the name of a `.gguf` file. None for the default.
+        quantisation: A label or the name of a `.gguf` file. The default quantisation if None.
         hub_only: Ignore models named `user/repo` in Ollama's own registry, which is a separate namespace.
     """
     registries = (

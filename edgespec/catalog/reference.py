@@ -65,7 +65,7 @@ class Resolved:
         source: Where it was found: `path`, `embedded`, `hub` (the Hugging Face cache), `ollama` or
             `lmstudio`.
         entry: Its entry in the catalogue, if it has one.
-        note: One line that tells the user how the reference was resolved.
+        note: One line for the user that explains how the reference was resolved.
         format: Name of its file format.
     """
 
@@ -152,7 +152,7 @@ def _resolve_name(
     if os.path.exists(full_name):
         return _resolve_path(Path(full_name))
     if stored is not None:
-        return _resolve_stored(typed, stored)  # raises an error: the model is unusable
+        return _resolve_stored(typed, stored)  # Raises an error, because the model is unusable.
     nearest = catalogue.nearest(full_name, [*user_aliases(), *ollama_names()])
     raise ModelNotFoundError(
         f"there is no model named {full_name}",
@@ -183,7 +183,7 @@ def _resolve_entry(
 def _resolve_hub(
     typed: str, reference: HubReference, allow_download: bool, progress: Progress | None
 ) -> Resolved:
-    """Return a model from a Hugging Face repository: cached, stored by another program, or downloaded."""
+    """Return a model from a Hugging Face repository. Download it only if it is not on this machine."""
     repository, quantisation = reference.repository, reference.quantisation
     entry = load_catalogue().of_repository(repository)
     cached = _cached(repository, quantisation)
@@ -230,7 +230,7 @@ def _hub_note(repository: str, quantisation: str | None) -> str:
 
 
 def _resolve_path(path: Path) -> Resolved:
-    """Return the model at a path, after checking that the file is readable or the folder is complete."""
+    """Check that a file is readable or a folder is complete, and return the model at this path."""
     try:
         mode = path.stat().st_mode
         if stat.S_ISDIR(mode):

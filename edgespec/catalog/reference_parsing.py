@@ -15,7 +15,7 @@ __all__ = ["HubReference", "NameReference", "PathReference", "Reference", "Store
 
 @dataclass(frozen=True)
 class PathReference:
-    """A file or a folder on this machine."""
+    """Refers to a file or a folder on this machine."""
 
     path: Path
 
@@ -56,7 +56,7 @@ Reference = PathReference | HubReference | StoreReference | NameReference
 
 # Maximum length of a path (as on Linux) and of a name.
 _MAX_PATH_CHARACTERS, _MAX_NAME_CHARACTERS = 4096, 512
-# Error messages show at most this many characters of a reference.
+# Maximum number of characters of a reference that an error message shows.
 _MAX_SHOWN_CHARACTERS = 60
 _HUB_PREFIX = re.compile(r"^(?:hf:|(?:https?://)?(?:www\.)?(?:huggingface\.co|hf\.co)/)", re.IGNORECASE)
 _STORE_PREFIX = re.compile(r"^(ollama|lmstudio):(.*)$", re.IGNORECASE)

@@ -19,13 +19,13 @@ from edgespec.errors import CancelledError, DownloadError, ModelNotFoundError
 
 __all__ = ["resolve_metadata"]
 
-# The first attempt to parse a header is made after this many bytes, then again each time their number
+# Number of downloaded bytes after which parsing the header is first attempted. After a failed attempt, it
 # doubles.
 _FIRST_PARSE_BYTES = 1 << 20
-# Maximum size of a header. The largest known headers have a few dozen megabytes.
+# Maximum size of a header. The largest known headers are a few dozen megabytes.
 _MAX_HEADER_BYTES = 1 << 29
 _CHUNK_BYTES = 1 << 16
-# A safetensors file begins with an integer of this size, the length of its header.
+# A safetensors file begins with the length of its header, an integer of this many bytes.
 _LENGTH_BYTES = 8
 
 
@@ -127,7 +127,7 @@ def _has_metadata(file: HubFile) -> bool:
 
 
 def _is_header_complete(file: HubFile, data: bytes) -> bool:
-    """Return whether `data` contains the complete header. For a file without one, the complete file."""
+    """Return whether `data` contains the complete header, or the complete file if it has no header."""
     if file.name.endswith(".safetensors"):
         header = int.from_bytes(data[:_LENGTH_BYTES], "little")
         return len(data) >= _LENGTH_BYTES + header

@@ -24,7 +24,7 @@ _HINTS = {
 
 @dataclass(frozen=True, slots=True)
 class RemovalPlan:
-    """The files to delete when a model is removed.
+    """Lists the files to delete when a model is removed.
 
     Attributes:
         links: Links in the cache's snapshots.

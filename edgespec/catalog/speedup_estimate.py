@@ -11,7 +11,8 @@ __all__ = ["estimate_acceptance_rate", "estimate_speedup"]
 # `AcceptanceHistory` stores the measured rates of pairs that have been used.
 _RATE_AT_EQUAL_SIZE, _RATE_PER_DECADE = 0.86, 0.08
 _MIN_RATE, _MAX_RATE = 0.3, 0.95
-# Cost of each additional token in a verify pass, in target steps. Measured with F16 weights on a 2-core CPU.
+# Cost of each additional token in a verify pass, relative to one target step. Measured with F16 weights on a
+# 2-core CPU.
 _COST_PER_ROW = 0.14
 # Longest draft length considered, in tokens.
 _MAX_DRAFT_LENGTH = 8
@@ -23,7 +24,7 @@ def estimate_acceptance_rate(size_ratio: float, shared_token_fraction: float = 1
     Args:
         size_ratio: Parameters of the draft model divided by those of the target.
         shared_token_fraction: Fraction of the target's tokens that the draft model has. It cannot propose the
-            others.
+            other tokens.
     """
     rate = _RATE_AT_EQUAL_SIZE + _RATE_PER_DECADE * math.log10(max(size_ratio, 1e-9))
     return min(max(rate, _MIN_RATE), _MAX_RATE) * shared_token_fraction
@@ -39,10 +40,10 @@ def estimate_speedup(
 
     Args:
         size_ratio: Parameters of the draft model divided by those of the target.
-        step_cost: Cost of a draft step, in target steps. Memory bandwidth limits decoding, so this is the
-            ratio of the bytes that the two models read per token.
+        step_cost: Cost of a draft step, relative to a target step. Memory bandwidth limits decoding, so this
+            is the ratio of the bytes that the two models read per token.
         shared_token_fraction: Fraction of the target's tokens that the draft model has.
-        acceptance_rate: The measured acceptance rate. None to estimate it from the sizes.
+        acceptance_rate: The measured acceptance rate. Estimated from the sizes if None.
     """
     if acceptance_rate is None:
         acceptance_rate = estimate_acceptance_rate(size_ratio, shared_token_fraction)

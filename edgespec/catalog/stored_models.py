@@ -1,4 +1,4 @@
-"""Models in other programs' stores, and a bounded search of their folders."""
+"""Represent models in other programs' stores, and search their folders within limits."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from edgespec.catalog.hub_files import HubFile, is_model_file
 __all__ = ["GgufModel", "Store", "StoredModel", "files_below", "find_child", "group_gguf_files", "is_parent"]
 
 Store = Literal["ollama", "lmstudio", "hub"]
-# Maximum folder entries that a search reads. A store with more is probably a whole disk.
+# Maximum number of folder entries that a search reads. A folder with more is probably a whole disk.
 _MAX_ENTRIES = 100_000
-# Maximum folder entries below one symbolic link. A larger folder probably contains no models.
+# Maximum number of entries to read below one symbolic link. A larger folder probably contains no models.
 _MAX_LINKED_ENTRIES = 10_000
 
 
@@ -61,7 +61,7 @@ def group_gguf_files(files: Sequence[HubFile]) -> list[GgufModel]:
 
 
 def find_child(folder: Path, name: str) -> Path | None:
-    """Return the folder entry called `name`, or one that differs only in case, or None."""
+    """Return the entry named `name` in a folder, preferring an exact match to one in another case."""
     if name in ("", ".", ".."):
         return None
     try:
@@ -77,8 +77,8 @@ def find_child(folder: Path, name: str) -> Path | None:
 def files_below(folder: Path, depth: int) -> Iterator[Path]:
     """Yield all files in a folder and its subfolders, sorted by name.
 
-    The search follows symbolic links, because models may be on another disk. It reads each folder once, and
-    no parent of `folder`. It skips hidden and unreadable entries.
+    The search follows symbolic links, because models may be on another disk. It visits each
+    folder once, never visits a parent of `folder`, and skips hidden and unreadable entries.
 
     Args:
         folder: The folder to search.
@@ -128,14 +128,14 @@ def is_parent(folder: Path, inner: Path) -> bool:
 
 
 class _EntryBudget:
-    """How many more folder entries a search may read. A negative value means that the limit was exceeded."""
+    """Counts the folder entries that a search may still read. Negative after the limit is exceeded."""
 
     def __init__(self, left: int) -> None:
         self.left = left
 
 
 def _parents(folder: Path) -> Iterator[tuple[int, int]]:
-    """Yield (device, inode) of each parent folder, which identifies it."""
+    """Yield (device, inode), which identifies a folder, for each parent folder."""
     for parent in Path(os.path.realpath(folder)).parents:
         with suppress(OSError):
             yield _identity(parent.stat())

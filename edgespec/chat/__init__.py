@@ -1,1 +1,1 @@
-"""Chat templates, prompts built from messages, text decoded from tokens, and saved chats."""
+"""Chat templates, prompt building, decoding of reply text, and saved chats."""

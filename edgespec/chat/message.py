@@ -1,4 +1,4 @@
-"""One message of a conversation. Prompts, saved chats and the terminal chat all use this type."""
+"""The `Message` type, which prompts, saved chats and the terminal chat share."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ _ROLES: dict[str, Role] = {"system": "system", "user": "user", "assistant": "ass
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """A message with the role of its author and its text."""
+    """A chat message with its author's role and its text."""
 
     role: Role
     content: str
 
 
 def as_messages(items: Sequence[Message | Mapping[str, Any]]) -> list[Message]:
-    """Return `items` as a list of `Message`, checked so that a reply to the last one makes sense.
+    """Convert `items` to a list of `Message` and check that it ends with a message to reply to.
 
     Args:
         items: `Message` objects, or dictionaries with the keys `role` and `content`.

@@ -1,4 +1,4 @@
-"""Turns a list of messages into the tokens of a prompt, and cuts conversations to the context."""
+"""Builds prompt tokens from chat messages and shortens conversations that exceed the context."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ __all__ = ["ContextFull", "PromptBuilder", "RenderedPrompt", "check_context_full
 
 ContextFull = Literal["slide", "refuse"]
 
-# Part of the context that a prompt must leave free for its reply: this much, or a quarter of a small context.
+# Number of context tokens kept free for the reply. In a small context, a quarter of it is kept free instead.
 _REPLY_TOKENS = 512
-# Conversations whose exact tokens are remembered: enough for the few that are active at the same time.
+# Maximum number of conversations whose exact tokens are remembered. Only a few are active at a time.
 _REMEMBERED_CONVERSATIONS = 8
 
 
@@ -37,8 +37,8 @@ class RenderedPrompt:
     Attributes:
         text: The output of the chat template.
         tokens: The same text as token ids.
-        dropped_messages: Oldest messages that were left out because the context is full. The system prompt
-            is never dropped and does not count.
+        dropped_messages: Number of oldest messages left out because the context is full. The system prompt is
+            never dropped and does not count.
     """
 
     text: str
@@ -49,15 +49,16 @@ class RenderedPrompt:
 class PromptBuilder:
     """Renders and tokenizes conversations for one model.
 
-    A sampled reply rarely tokenizes back to the tokens that were sampled. The builder therefore remembers
-    the exact tokens of recent conversations and continues them, so that the KV cache stays usable.
+    Tokenizing the text of a reply again often gives different tokens from those that were sampled. The
+    builder therefore remembers the exact tokens of recent conversations and extends them, so that the KV
+    cache can be reused.
     Use it from one thread at a time.
 
     Args:
         template: The model's chat template.
         vocabulary: The model's tokenizer.
-        cached_prefixes: Returns token sequences that earlier runs left in the prefix cache. A conversation
-            that is resumed continues the tokens found there.
+        cached_prefixes: Returns the token sequences that earlier runs saved in the prefix cache. A resumed
+            conversation continues from them.
     """
 
     def __init__(
@@ -81,7 +82,8 @@ class PromptBuilder:
             if len(prefix.text) == len(text):
                 return RenderedPrompt(text, list(prefix.tokens))
             rest = self._tokenize(text[len(prefix.text) :], escaping, start=False)
-            # Only a control token is certain to start a new token, whatever text stands before it.
+            # The tokens can be joined safely only at a control token, which never merges with the text before
+            # it.
             if rest and self._vocabulary.piece(rest[0]) == b"":
                 return RenderedPrompt(text, prefix.tokens + rest)
         start = not (self._vocabulary.bos_text and text.startswith(self._vocabulary.bos_text))
@@ -90,10 +92,10 @@ class PromptBuilder:
     def build_fitting(
         self, messages: Sequence[Message], context_tokens: int, context_full: ContextFull
     ) -> RenderedPrompt:
-        """Return the prompt of the newest messages that leave room for a reply in the context.
+        """Return the prompt, with the oldest messages dropped if they leave too little room for a reply.
 
-        With `context_full="slide"` the oldest turns are dropped in steps of half the context. The turns
-        between two steps extend the same prompt, so that the KV cache serves them.
+        With `context_full="slide"`, the oldest turns are dropped in steps of half the context. Between two
+        steps, each turn only extends the previous prompt, so the KV cache can be reused.
 
         Args:
             messages: The conversation, with its system prompt first if there is one, ending with the user.
@@ -103,7 +105,7 @@ class PromptBuilder:
         Raises:
             ContextFullError: The last message alone does not fit, or the conversation does not fit and
                 `context_full` is `refuse`.
-            OptionError: `context_full` is something else.
+            OptionError: `context_full` has another value.
             TemplateError: The chat template rejects the messages.
         """
         check_context_full(context_full)
@@ -128,7 +130,7 @@ class PromptBuilder:
     def _build_shorter(
         self, messages: Sequence[Message], prompt: RenderedPrompt, drop_tokens: int
     ) -> RenderedPrompt:
-        """Return the prompt without its oldest turns, at least `drop_tokens` shorter if that is possible."""
+        """Return the prompt without the oldest turns, if possible at least `drop_tokens` tokens shorter."""
         system = [message for message in messages[:1] if message.role == "system"]
         turns = messages[len(system) :]
         starts = [place for place, message in enumerate(turns) if message.role == "user"]
@@ -157,13 +159,13 @@ class PromptBuilder:
         return max(prefixes, key=lambda prefix: len(prefix.text), default=None)
 
     def _cached_prefix(self, text: str) -> RenderedPrompt | None:
-        """Return the longest prefix of `text` that the prefix cache holds, up to a control token."""
+        """Return the longest prefix of `text` in the prefix cache that ends with a control token."""
         prefixes = (self._spelled_prefix(tokens, text) for tokens in self._cached_prefixes())
         longest = max(prefixes, key=lambda prefix: len(prefix.text), default=None)
         return longest if longest and longest.text else None
 
     def _spelled_prefix(self, tokens: Sequence[int], text: str) -> RenderedPrompt:
-        """Return the part of `text` that `tokens` spell, up to a control token or to the end of `tokens`."""
+        """Return the longest prefix of `text` that `tokens` spell, cut at a control token or their end."""
         encoded, at = text.encode("utf-8", "replace"), 0
         spelled_bytes = spelled_tokens = 0
         for i, token in enumerate(tokens):
@@ -189,8 +191,8 @@ class PromptBuilder:
         tokens = vocabulary.tokenize(text, special=True, start=start)
         if not escaping.literals:
             return tokens
-        # The template's control tokens stay. The text between them, with the escaped literals put back, is
-        # tokenized as plain text.
+        # Keep the template's control tokens. Restore the user's text between them and tokenize it as plain
+        # text.
         control_tokens, tokens = [token for token in tokens if _is_control(vocabulary, token)], []
         at = 0
         for token in control_tokens:
@@ -210,17 +212,17 @@ class PromptBuilder:
 
 
 class _ControlTokenEscaping:
-    """Replaces control tokens that a user typed by marks, so that they are tokenized as plain text.
+    """Replaces control tokens typed by the user with marks, so that they are tokenized as plain text.
 
     Attributes:
-        literals: The replaced literal of each control token, by token id.
+        literals: The text of each replaced control token, by token id.
     """
 
     def __init__(self, vocabulary: Vocabulary, messages: Sequence[Message]) -> None:
         self._vocabulary = vocabulary
         self.literals: dict[int, str] = {}
         used_characters = set().union(*(message.content for message in messages))
-        # Marks are private-use characters that no message contains.
+        # The marks are Unicode private-use characters that occur in no message.
         unused = (chr(code) for code in range(0xE000, 0xF900) if chr(code) not in used_characters)
         self._left, self._right = next(unused), next(unused)
 
@@ -235,7 +237,7 @@ class _ControlTokenEscaping:
         return message if content is message.content else Message(message.role, content)
 
     def unescape(self, text: str) -> str:
-        """Return the text with the marks replaced by what the user typed."""
+        """Return the text with the user's original text in place of the marks."""
         return re.sub(f"{self._left}(\\d+){self._right}", lambda mark: self.literals[int(mark[1])], text)
 
 

@@ -1,4 +1,4 @@
-"""Saved chats: one JSON file each, with a format version, written atomically and validated when read.
+"""Saved chats. Each is a versioned JSON file that is written atomically and validated when read.
 
 A file that cannot be read is reported and left unchanged.
 """
@@ -31,11 +31,11 @@ Setting = str | int | float | bool | list[str]
 """Type of the value of one setting in a chat file."""
 
 VERSION = 1
-# Characters of a title that is made from the first message.
+# Maximum length, in characters, of a title made from the first message.
 _MAX_TITLE = 60
-# How long saving waits for another program that saves.
+# Maximum time to wait while another program is saving.
 _LOCK_SECONDS = 5.0
-# Larger files are rejected before they are read. No real chat gets this long.
+# Files above this size are rejected without being read. No real chat gets this long.
 _MAX_FILE_BYTES = 64 * 1024 * 1024
 _ID = re.compile(r"[0-9A-Za-z][0-9A-Za-z_-]{0,63}")
 _ROLES: dict[str, Role] = {"user": "user", "assistant": "assistant", "system": "system"}
@@ -53,17 +53,17 @@ def title_of(messages: Sequence[Message]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class SavedChat:
-    """A chat in the form that is saved.
+    """A chat as it is saved to a file.
 
     Attributes:
-        id: Identifier, which is also the file name.
+        id: Identifier of the chat, which is also its file name.
         messages: The conversation.
         created: Time of creation, in UTC.
         updated: Time of the last change, in UTC.
-        title: The title. An empty one is made from the first message.
+        title: The title. Made from the first message if empty.
         target: Name of the model.
         system: The system prompt.
-        sampling: Settings that are not default.
+        sampling: Settings that differ from their defaults.
     """
 
     id: str
@@ -100,7 +100,7 @@ class StoredChat:
         title: The title, or the file name if the file cannot be read.
         updated: Time of the last change.
         message_count: Number of messages.
-        problem: The reason why the file cannot be read, or an empty string.
+        problem: Why the file cannot be read; empty if it can.
     """
 
     id: str
@@ -112,13 +112,13 @@ class StoredChat:
 
 
 class ChatStore:
-    """The folder of saved chats. None means the folder `chats` in the user's data folder."""
+    """Folder of saved chats. Defaults to `chats` in the user's data folder if None."""
 
     def __init__(self, folder: Path | None = None) -> None:
         self.folder = folder if folder is not None else data_folder() / "chats"
 
     def new_id(self) -> str:
-        """Return an unused id, which starts with the time and ends with random digits."""
+        """Return a new, unused id made of the current time and random digits."""
         while True:
             stamp = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
             chat_id = f"{stamp}-{secrets.token_hex(4)}"
@@ -126,9 +126,9 @@ class ChatStore:
                 return chat_id
 
     def save(self, chat: SavedChat) -> Path:
-        """Write a chat atomically, replacing its older version. Raises ChatFileError."""
+        """Save a chat atomically, replacing the older version. Raises ChatFileError."""
         path = self._path(chat.id)
-        # Pasted text can contain lone surrogates, which have no UTF-8 encoding.
+        # Pasted text can contain lone surrogates, which cannot be encoded as UTF-8.
         text = json.dumps(chat.to_json(), ensure_ascii=False, indent=1)
         payload = text.encode("utf-8", "replace") + b"\n"
         if not path.exists():
@@ -145,11 +145,12 @@ class ChatStore:
     def save_after(self, chat: SavedChat, known: datetime | None) -> SavedChat:
         """Save a chat unless another program has changed its file.
 
-        In that case the file stays as it is, and the chat is saved under a new id.
+        If another program has changed it, the file is left unchanged and the chat is saved under a new id.
 
         Args:
             chat: The chat to save.
-            known: `updated` of the version that this chat continues, or None if there is none.
+            known: The time `updated` of the saved version that this chat is based on, or None if there is
+                none.
 
         Returns:
             The chat with the id that it was saved under.
@@ -167,12 +168,13 @@ class ChatStore:
         try:
             return self.load(chat_id).updated != known
         except ChatFileError:
-            # A deleted file is saved again. A file that cannot be read, perhaps of a newer version, stays.
+            # Recreate a deleted file. Keep a file that cannot be read, because a newer version may have
+            # written it.
             return self._path(chat_id).exists()
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        """Hold a lock against other programs, if the file system supports locks."""
+        """Lock the folder against other programs while the block runs, if the file system supports locks."""
         from filelock import FileLock, Timeout
 
         lock = FileLock(self.folder / ".lock", timeout=_LOCK_SECONDS, mode=0o600)
@@ -185,11 +187,11 @@ class ChatStore:
             lock.release()
 
     def load(self, chat_id: str) -> SavedChat:
-        """Read one chat by its id. Raises ChatFileError."""
+        """Read a chat by its id. Raises ChatFileError."""
         return read_chat(self._path(chat_id))
 
     def delete(self, chat_id: str) -> None:
-        """Delete one chat by its id. A chat that does not exist is ignored. Raises ChatFileError."""
+        """Delete a chat by its id. Does nothing if it does not exist. Raises ChatFileError."""
         path = self._path(chat_id)
         try:
             path.unlink(missing_ok=True)
@@ -199,7 +201,7 @@ class ChatStore:
             ) from error
 
     def list(self) -> list[StoredChat]:
-        """Return all chats, newest first. Files that cannot be read are listed with the reason."""
+        """Return all chats, newest first. Unreadable files are included, with the problem."""
         try:
             paths = [p for p in self.folder.iterdir() if p.suffix == ".json" and not p.name.startswith(".")]
         except FileNotFoundError:
@@ -214,7 +216,7 @@ class ChatStore:
         )
 
     def _path(self, chat_id: str) -> Path:
-        # The id becomes a file name, so ids that could name another folder are rejected.
+        # The id becomes a file name, so reject ids that could lead to another folder.
         if not _ID.fullmatch(chat_id):
             raise ChatFileError(f"{chat_id!r} is not a chat id", "use an id from the list of saved chats")
         return self.folder / f"{chat_id}.json"

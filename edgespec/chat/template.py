@@ -20,9 +20,9 @@ class ChatTemplate:
     """Renders messages with the Jinja template of a model.
 
     Args:
-        source: The template.
-        start_text: Text of the start token, `bos_token` in templates.
-        end_text: Text of the end token, `eos_token` in templates.
+        source: Source text of the template.
+        start_text: Text of the start token, called `bos_token` in templates.
+        end_text: Text of the end token, called `eos_token` in templates.
 
     Raises:
         TemplateError: The template does not compile.
@@ -54,7 +54,8 @@ class ChatTemplate:
                 raise TemplateError(
                     f"the model's chat template rejects these messages: {error}", "change or shorten the chat"
                 ) from error
-        # Templates such as Gemma's have no system role. The system prompt then leads the first message.
+        # Some templates, such as Gemma's, have no system role. Prepend the system prompt to the first message
+        # instead.
         return self.render(folded)
 
     def _render(self, messages: Sequence[Message]) -> str:
@@ -68,7 +69,7 @@ class ChatTemplate:
 
 
 def _without_system(messages: Sequence[Message]) -> list[Message] | None:
-    """Return the messages with the system prompt moved into the first message, or None if there is none."""
+    """Move the system prompt into the first message. Return None if there is no system prompt."""
     if len(messages) < 2 or messages[0].role != "system":
         return None
     first = messages[1]

@@ -1,4 +1,4 @@
-"""Streaming conversion of tokens to text, with whole characters and stop strings."""
+"""Decodes a stream of tokens to text. Emits only whole characters and watches for stop strings."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ __all__ = ["ReplyText"]
 class ReplyText:
     """Collects the text of one reply token by token.
 
-    A character that is spread over several tokens appears with its last byte. Text that may be the start of a
-    stop string is held back until the next tokens decide it.
+    A character that spans several tokens is emitted with its last byte. Text that may be the start of a stop
+    string is withheld until later tokens show whether it is.
     """
 
     def __init__(
@@ -28,11 +28,11 @@ class ReplyText:
 
     @property
     def text(self) -> str:
-        """The text so far, without text that is held back."""
+        """The text so far, without any withheld text."""
         return "".join(self._released)
 
     def feed(self, token: int) -> bool:
-        """Add a token. Returns True if the reply ends with it."""
+        """Add a token. Return True if the reply ends with this token."""
         if self._is_end(token):
             self._fresh.append("")
             return True
@@ -47,7 +47,7 @@ class ReplyText:
         return False
 
     def _undecided(self) -> int:
-        """Return the length of the longest suffix of the held text that starts a stop string."""
+        """Return the length of the longest suffix of the withheld text that could begin a stop string."""
         longest = max((len(stop) for stop in self._stop), default=1) - 1
         for length in range(min(longest, len(self._held)), 0, -1):
             if any(stop.startswith(self._held[-length:]) for stop in self._stop):
@@ -60,12 +60,12 @@ class ReplyText:
         self._fresh.append(released)
 
     def drain(self) -> list[str]:
-        """Return the text that each token since the last call has added."""
+        """Return the text added by each token since the last call."""
         fresh, self._fresh = self._fresh, []
         return fresh
 
     def finish(self) -> str:
-        """End the reply and return the text that was held back. An incomplete character becomes U+FFFD."""
+        """End the reply and return the withheld text. An incomplete character becomes U+FFFD."""
         rest = self._held + self._decoder.decode(b"", final=True)
         self._held = ""
         self._released.append(rest)

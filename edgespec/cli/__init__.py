@@ -1,4 +1,4 @@
-"""The command line, `edgespec COMMAND`, with one file per command. It uses only the public API."""
+"""Implement the command line, with one file per command. It uses only edgespec's public API."""
 
 from __future__ import annotations
 

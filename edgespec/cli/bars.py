@@ -65,7 +65,7 @@ def picture(preview: Preview) -> RenderableType:
 
 
 def _about_context(preview: Preview) -> str:
-    """Return a remark about the context length, in parentheses. May be empty."""
+    """Return a remark about the context length in parentheses, or an empty string."""
     tokens, first, trained = (
         preview.plan.context_tokens,
         preview.first_context_tokens,
@@ -85,7 +85,7 @@ def _line(words: str, style: str = "") -> Text:
 
 
 def bar(plan: MemoryPlan, pool: Pool) -> Text:
-    """Return one bar with a pool's items side by side, followed by the free or missing memory."""
+    """Return one bar that shows a memory pool's items side by side, then the free or missing memory."""
     planned, budget = plan.planned_bytes(pool), plan.budget_bytes(pool)
     scale = _BAR_COLUMNS / max(planned, budget, 1)
     text = Text()

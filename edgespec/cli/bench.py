@@ -123,9 +123,8 @@ def command(
     """Compare the speed of every method with plain decoding, on prompts of several kinds.
 
     Each prompt is answered with every method. The order of methods changes, so that a slowdown of the machine
-    affects all
-    methods equally. The prefix cache is off. The report ends with a legend and a verdict. Ctrl-C prints the
-    report of everything measured so far.
+    affects all methods equally. The prefix cache is off. The report ends with a legend and a verdict. Ctrl-C
+    prints the report of everything measured so far.
     """
     if options["remember"]:
         raise OptionError(
@@ -154,7 +153,7 @@ def command(
 
 
 def _texts(file: Path | None, categories: tuple[str, ...] | None) -> list[Prompt]:
-    """Read the prompts and filter them by category. Raises OptionError for an unknown category."""
+    """Read the prompts of the given categories. Raises OptionError for an unknown category."""
     from edgespec.bench import bench_prompts
     from edgespec.losslessness import read_prompts
 
@@ -210,8 +209,8 @@ class _Progress:
 
     def __init__(self, stop: Stop) -> None:
         self._line = ProgressLine(stop)
-        # Fraction and time when the first reply finished. The estimate starts there, to exclude loading and
-        # warm-up.
+        # Fraction and time at which the first reply finished. The estimate of the remaining time starts
+        # there, so that it excludes loading and warm-up.
         self._first = (0.0, 0.0)
 
     def __call__(self, what: str, fraction: float) -> bool:

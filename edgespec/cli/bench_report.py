@@ -1,4 +1,4 @@
-"""The report that `edgespec bench` prints: tables, a legend and a verdict."""
+"""Print the report of `edgespec bench`, which consists of tables, a legend and a verdict."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The names of all commands. Each has a module in this folder, which is imported when the command is used."""
+"""Define the names of all commands. A command's module in this folder is imported when it is first used."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import click
 
 __all__ = ["COMMANDS", "load_command"]
 
-# In the order of the help text.
+# Listed in the order of the help text.
 COMMANDS = (
     "chat",
     "generate",

@@ -1,4 +1,4 @@
-"""`edgespec completion`: a script that lets a shell complete edgespec's commands, options and models."""
+"""`edgespec completion`: print a script with which a shell completes commands, options and models."""
 
 from __future__ import annotations
 

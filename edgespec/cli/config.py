@@ -42,11 +42,11 @@ _LOCK_SECONDS = 10
 
 @dataclass(frozen=True, slots=True)
 class _Row:
-    """One line in the list of settings.
+    """Describes one line in the list of settings.
 
     Attributes:
         value: The value, for JSON output.
-        shown: The value as text. If the setting is not set, a description of the default.
+        shown: The value as text, or a description of the default if the setting is not set.
         source: `environment`, `file` or `default`.
         where: The name of the variable or the path of the file. Empty for a default.
     """
@@ -116,7 +116,7 @@ def _print_problems(settings: Settings) -> int:
 
 
 def _own_rows(settings: Settings, name: str, rows: dict[str, _Row]) -> dict[str, _Row]:
-    """Return the settings whose values for this command differ from those for all commands."""
+    """Return the settings whose values for one command differ from those for all commands."""
     own = {key: _row(option, settings.find(name, key)) for key, option in settings_of(name).items()}
     return {
         key: row for key, row in own.items() if (row.value, row.source) != (rows[key].value, rows[key].source)

@@ -23,14 +23,14 @@ if TYPE_CHECKING:
 __all__ = ["Check", "command"]
 
 _DEMO_TOKENS = 16
-_SLOW_DEMO = 50  # tokens/s; an idle machine is several times faster
+_SLOW_DEMO = 50  # in tokens per second; an idle machine is several times faster
 _LOW_MEMORY_BYTES = 2_000_000_000
 _BUILD_FLAG = {"metal": "-DGGML_METAL=on", "cuda": "-DGGML_CUDA=on"}
 
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One line in the report.
+    """Describes one line in the report.
 
     Attributes:
         name: What was checked.
@@ -140,7 +140,7 @@ def _folders(machine: MachineInfo) -> list[Check]:
 
 
 def _settings() -> Check:
-    """Check the settings file. The demo does not use it."""
+    """Check the settings file, which the demo does not use."""
     from edgespec.cli.settings import Settings
 
     settings = Settings.read()

@@ -1,4 +1,4 @@
-"""Converts exceptions to a one-line error message and an exit status."""
+"""Convert exceptions to one-line error messages and exit statuses."""
 
 from __future__ import annotations
 
@@ -63,6 +63,6 @@ def _wrong_usage(error: click.UsageError) -> str:
 
 
 def _plain(message: str) -> str:
-    """Convert a message from click to the style of our errors: one line, lower case, no full stop."""
+    """Convert a message from click to edgespec's style: one line in lower case without a full stop."""
     line = " ".join(message.split()).rstrip(".")
     return line[:1].lower() + line[1:]

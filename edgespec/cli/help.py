@@ -1,4 +1,4 @@
-"""Commands with examples and option sections in their help. Unknown names get a suggestion."""
+"""Show examples and option sections in the help of commands, and suggest names for misspelt commands."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class HelpfulGroup(_Helpful, click.Group):
         super().__init__(*args, no_args_is_help=False, **settings)
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Parse arguments. If the command is missing, show the help and exit with status 2 (wrong usage)."""
+        """Parse arguments. If the subcommand is missing, show the help and exit with status 2."""
         if not args and not ctx.resilient_parsing and not self.invoke_without_command:
             click.echo(ctx.get_help(), err=True)
             ctx.exit(WRONG_USAGE)
@@ -83,7 +83,7 @@ class HelpfulGroup(_Helpful, click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Return the subcommand. If the name is unknown, the error suggests the nearest one."""
+        """Return the subcommand. If the name is unknown, raise an error that suggests the nearest name."""
         name, known = args[0], self.list_commands(ctx)
         if name not in known and not name.startswith("-") and not ctx.resilient_parsing:
             near = difflib.get_close_matches(name, known, 1)

@@ -25,7 +25,7 @@ _Result = TypeVar("_Result")
 
 
 class Stop:
-    """A stop request, shared by the signal handler and the worker thread."""
+    """Passes a stop request from the signal handler to the worker thread."""
 
     def __init__(self) -> None:
         self._event = threading.Event()
@@ -37,13 +37,13 @@ class Stop:
         return self._event.is_set()
 
     def on_request(self, action: Callable[[], None]) -> None:
-        """Run `action` when a stop is requested, or immediately if one already was. It may run twice."""
+        """Call `action` when a stop is requested, or now if one already was. It may be called twice."""
         self._action = action
         if self.requested:
             action()
 
     def request(self) -> None:
-        """Request a stop, and run the registered action."""
+        """Request a stop and call the registered action."""
         self._event.set()
         if self._action is not None:
             self._action()

@@ -1,4 +1,4 @@
-"""Loads models for a command, with progress and notes on stderr. Ctrl-C cancels loading."""
+"""Load models for a command, and show progress and notes on stderr. Ctrl-C cancels loading."""
 
 from __future__ import annotations
 

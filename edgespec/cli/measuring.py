@@ -1,4 +1,4 @@
-"""Command line options shared by the commands that run methods on prompts: bench, verify and tune."""
+"""Define the command line options that `bench`, `verify` and `tune` share."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def temperatures_option(default: str, help_text: str) -> Decorator:
 
 
 def draft_lengths_option(default: str | None, help_text: str) -> Decorator:
-    """Return the option `--draft-lengths`. With a default of None, each method chooses its draft length."""
+    """Return the option `--draft-lengths`. If its default is None, each method chooses its own length."""
     return click.option(
         "--draft-lengths",
         type=listed(whole(1, 64)),

@@ -1,4 +1,4 @@
-"""Formats models as text and JSON for `edgespec models`."""
+"""Format models as text and JSON for `edgespec models`."""
 
 from __future__ import annotations
 
@@ -36,18 +36,18 @@ _STORED_BY = {
     "lmstudio": "LM Studio",
     "hub": "Hugging Face cache",
 }
-_MAX_DRAFTS = 8  # lines of `models show`
+_MAX_DRAFTS = 8  # maximum number listed by `models show`
 
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """Everything that `edgespec models show` reports about a model.
+    """Contains everything that `edgespec models show` reports about a model.
 
     Attributes:
         reference: The reference that the user typed.
         entry: Catalogue entry, if there is one.
         found: The resolved model. None if it is not on this machine.
-        missing: Why the model was not found.
+        missing: Why the model was not found on this machine.
         info: Metadata read from the model files.
         facts: Properties of the loaded model. None without `--probe`.
         options: Models that can draft for this one, best first.
@@ -113,7 +113,7 @@ class Shown:
 
 
 def catalogue_row(entry: ModelEntry, files: Mapping[str, str]) -> tuple[str, ...]:
-    """Return the table row for a catalogue model, most important columns first."""
+    """Return the table row for a catalogue model, with the most important columns first."""
     return (
         entry.name,
         entry.format,
@@ -129,7 +129,7 @@ def catalogue_row(entry: ModelEntry, files: Mapping[str, str]) -> tuple[str, ...
 
 
 def installed_row(installed_model: InstalledModel) -> tuple[str, ...]:
-    """Return the table row for a model on this machine, most important columns first."""
+    """Return the table row for a model on this machine, with the most important columns first."""
     return (
         installed_model.reference,
         installed_model.format,
@@ -190,7 +190,7 @@ def prepared_json(prepared: PreparedModel) -> dict[str, Any]:
 
 
 def _info_json(info: ModelInfo) -> dict[str, Any]:
-    """Return the metadata from the model files as a JSON object."""
+    """Return the metadata that was read from the model files as a JSON object."""
     return {
         "family": info.family,
         "architecture": info.architecture,
@@ -211,7 +211,7 @@ def _info_json(info: ModelInfo) -> dict[str, Any]:
 
 
 def _loaded_json(facts: ModelFacts) -> dict[str, Any]:
-    """Return the properties that are known only after loading, as a JSON object."""
+    """Return the model properties that are known only after loading, as a JSON object."""
     return {
         "description": facts.description,
         "weight_bytes": facts.weight_bytes,

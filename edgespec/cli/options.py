@@ -1,4 +1,4 @@
-"""Command line options shared by several commands, built from the declarations in `edgespec.options`."""
+"""Build command line options that several commands share from the declarations in `edgespec.options`."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ MODEL_NAMES = (*MODEL_OPTIONS, *_names(LOAD_OPTIONS, "model", "drafting"))
 PREFIX_CACHE_NAMES = _names(LOAD_OPTIONS, "prefix_cache")
 METHOD_NAMES = _names(LOAD_OPTIONS, "method")
 SAMPLING_NAMES = _names(REPLY_OPTIONS, "sampling")
-# Methods that shell completion suggests. Other combinations are valid too.
+# Methods that shell completion suggests. Other combinations are also valid.
 METHODS = ("auto", "none", *DRAFTER_NAMES, "model+suffix", "layerskip+suffix", "lowbit+suffix")
 MAX_SEED = (1 << 63) - 1
 _HEADINGS = {
@@ -117,7 +117,7 @@ def _as_mapping(_ctx: click.Context, _param: click.Parameter, pairs: Any) -> dic
 
 
 def _complete_model(_ctx: click.Context, _param: click.Parameter, typed: str) -> list[CompletionItem]:
-    """Complete aliases and model names in the catalogue, Ollama and LM Studio, or files if none matches."""
+    """Complete aliases and names of models. If none matches, complete file names."""
     from edgespec.catalog import load_catalogue
     from edgespec.catalog.catalogue import user_aliases
     from edgespec.catalog.other_programs import installed_names
@@ -151,7 +151,7 @@ def _all_of(options: Sequence[Decorator]) -> Decorator:
 
 
 def _click_option(name: str, option: Option, *, per_run: bool = False, **changes: Any) -> Decorator:
-    """Return the click option for a declaration. If `per_run` is true, ignore settings for all runs."""
+    """Return the click option for a declaration. If `per_run` is true, ignore settings."""
     dashed = f"--{name.replace('_', '-')}"
     kind = option.kind
     names = [f"{dashed}/--no-{dashed[2:]}"] if isinstance(kind, Flag) else [*option.flags, dashed]
@@ -229,7 +229,7 @@ def every_setting() -> dict[str, SettingOption]:
     @click.command()
     @_all_of(_from(SETTINGS, SETTINGS))
     def command(**_options: Any) -> None:
-        """Collect the options. This command never runs."""
+        """Serve only to collect the options. Never called."""
 
     return {each.name: each for each in command.params if isinstance(each, SettingOption) and each.name}
 

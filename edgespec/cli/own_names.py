@@ -1,4 +1,4 @@
-"""Edits the file with the user's aliases and draft pairs, one line at a time."""
+"""Edit the file with the user's aliases and draft pairs, one line at a time."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _LOCK_SECONDS = 10
 
 
 def is_named(table: Table, name: str) -> bool:
-    """Return whether the user's file contains this name, ignoring case."""
+    """Return whether the user's alias file contains a name, ignoring case."""
     return name.lower() in _names(table)
 
 

@@ -1,4 +1,4 @@
-"""The `edgespec` program: finds and runs commands, and sets the exit status."""
+"""Find and run the commands of the `edgespec` program, and set the exit status."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["Program", "program"]
 
 
 class Program(HelpfulGroup):
-    """The group of all commands. It imports a command on first use, so that edgespec starts quickly."""
+    """Group of all commands. Imports a command only when it is used, so that edgespec starts quickly."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002
         """Return the names of the commands, most used first."""
@@ -38,7 +38,7 @@ class Program(HelpfulGroup):
             raise click.exceptions.Exit(_reader_left()) from None
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run the command. It is not an error if a reader such as `head -1` closes the pipe early."""
+        """Run the command. Do not fail if a reader such as `head -1` closes the pipe early."""
         try:
             return super().invoke(ctx)
         except BrokenPipeError:
@@ -51,9 +51,9 @@ class Program(HelpfulGroup):
             raise with_setting_source(error, ctx) from error
 
     def main(self, *args: Any, **extra: Any) -> NoReturn:
-        """Run one command and exit. Status: 0 success, 1 failure, 2 wrong usage, 130 interrupted."""
+        """Run one command and exit with 0 (success), 1 (failure), 2 (wrong usage) or 130 (interrupted)."""
         if sys.stdout is None:
-            # Standard output was closed before the start. Discard all output.
+            # Standard output was already closed when the program started, so discard all output.
             sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
         with suppress(AttributeError):
             # Replace characters that the terminal cannot show. Otherwise, they would raise an error during a

@@ -1,4 +1,4 @@
-"""Terminal output: results on stdout, everything else on stderr, and colours only on terminals."""
+"""Print results on stdout and everything else on stderr. Use colours only on terminals."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ __all__ = [
     "write_text",
 ]
 
-# Includes characters that reverse the text direction, which can make a file name look like another one.
+# Control characters, including those that change the text direction, which can disguise a file name.
 _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
 _CLEAR_LINE = "\r\x1b[K"
-_TERMINAL_DELAY_SECONDS = 0.3  # shorter work shows no progress line
-_PIPE_DELAY_SECONDS = 5.0  # in a pipe, print one line for each step that takes longer
+_TERMINAL_DELAY_SECONDS = 0.3  # faster steps show no progress line
+_PIPE_DELAY_SECONDS = 5.0  # in a pipe, print one line for each step that takes longer than this
 
 
 def is_terminal(stream: TextIO | None) -> bool:
@@ -64,7 +64,7 @@ def print_json(value: Mapping[str, object]) -> None:
 
 
 def note(text: str) -> None:
-    """Print a dim line on stderr if it is a terminal. Otherwise, print nothing."""
+    """Print a dim line on stderr if stderr is a terminal. Otherwise, print nothing."""
     if text and is_terminal(sys.stderr):
         plain = bool(os.environ.get("NO_COLOR")) or os.environ.get("TERM") == "dumb"
         line = printable(text)
@@ -81,7 +81,7 @@ def print_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
 
     on_terminal = is_terminal(sys.stdout)
     table = Table(box=SIMPLE_HEAD if on_terminal else None, pad_edge=False, header_style="bold")
-    # The first column is what a user types. Wrap it only if it is wider than half of the terminal.
+    # Users copy the first column to the command line. Wrap it only if it is wider than half of the terminal.
     longest = max((len(row[0]) for row in rows), default=0)
     first_folds = 2 * longest > shutil.get_terminal_size().columns
     for column, head in enumerate(heads):

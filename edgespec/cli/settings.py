@@ -1,4 +1,4 @@
-"""Settings for all runs, from the settings file and the environment. The command line overrides both."""
+"""Read settings from the settings file and the environment. The command line overrides both."""
 
 from __future__ import annotations
 
@@ -78,12 +78,12 @@ _PLACE = re.compile(r" \(at (?:line (\d+), column (\d+)|end of document)\)$")
 
 @dataclass(frozen=True, slots=True)
 class SettingValue:
-    """The value of one setting.
+    """Describes the value of one setting.
 
     Attributes:
         written: The value as a string, as written on the command line.
         value: The parsed value.
-        source: ENVIRONMENT, or DEFAULT_MAP for the settings file.
+        source: ENVIRONMENT for an environment variable, or DEFAULT_MAP for the settings file.
         where: The path of the file, or the name of the variable.
     """
 
@@ -105,7 +105,7 @@ class SettingOption(SectionOption):
         super().__init__(*args, **settings)
 
     def consume_value(self, ctx: click.Context, opts: Mapping[str, Any]) -> tuple[Any, ParameterSource]:
-        """Return the value from the command line, else from the settings, else the default.
+        """Return the value from the command line, otherwise from the settings, otherwise the default.
 
         Raises:
             ConfigurationError: A setting is invalid.
@@ -119,7 +119,7 @@ class SettingOption(SectionOption):
 
 @dataclass(frozen=True)
 class Settings:
-    """All settings in the environment and the settings file.
+    """Contains all settings in the environment and the settings file.
 
     Attributes:
         path: Path of the settings file, which may not exist.
@@ -149,7 +149,7 @@ class Settings:
         return cls(path, environment, file, tuple(problems))
 
     def find(self, command: str, name: str) -> SettingValue | None:
-        """Return a command's setting: from the environment, the command's section, or the common section."""
+        """Look up a setting in the environment, then the command's section, then the common section."""
         places = (self.environment, self.file.get(command, {}), self.file.get(ALL_COMMANDS, {}))
         return next((place[name] for place in places if name in place), None)
 
@@ -213,7 +213,7 @@ def _syntax_error(path: Path, text: str, error: Exception) -> ConfigurationError
 
 
 def suggestion(name: str, known: Iterable[str], prefix: str = "") -> str:
-    """Return a hint that suggests the nearest known name. Removes `prefix` from it."""
+    """Return a hint that suggests the nearest known name without its `prefix`."""
     stems = [each.removeprefix(prefix) for each in known]
     near = difflib.get_close_matches(name.removeprefix(prefix), stems, 1)
     return f"did you mean {prefix}{near[0]}?" if near else "`edgespec config` shows all settings"
@@ -387,12 +387,12 @@ def _leave_out_unread(ctx: click.Context) -> None:
     params = ctx.params
     for name in unread_options((params.get("method") or "auto", *(params.get("methods") or ()))):
         if name in used:
-            del params[name]  # `load` then uses its default
+            del params[name]  # `load` then uses its default value
             note(f"{name} ({used.pop(name).where}) is ignored: this method does not use it")
 
 
 def with_setting_source(error: EdgespecError, ctx: click.Context) -> EdgespecError:
-    """Add to an error where its setting was set, unless it was set on the command line."""
+    """Mention in an error where its setting was set, unless it was set on the command line."""
     used: dict[str, SettingValue] = ctx.meta.get(_USED_KEY, {})
     for name, found in used.items():
         if isinstance(error, OptionError):

@@ -1,4 +1,4 @@
-"""Edits individual settings in a TOML file without changing the rest of its text.
+"""Edit individual settings in a TOML file without changing the rest of its text.
 
 Comments and layout are preserved. The new text is parsed and compared with the intended result. If they
 differ, the edit is rejected, so that an edit never damages the file.
@@ -26,7 +26,7 @@ class NotEditableError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class _Statement:
-    """One statement in a TOML file.
+    """Describes one statement in a TOML file.
 
     Attributes:
         first: Index of its first line, from 0.
@@ -42,7 +42,7 @@ class _Statement:
 
 
 def line_number(text: str, path: KeyPath) -> int | None:
-    """Return the line number (from 1) where a value or table begins, or None. The file must be valid."""
+    """Return the line number (from 1) where a value or table begins in a valid file, or None."""
     for statement in _statements(text.replace("\r\n", "\n").split("\n")):
         if statement.path[: len(path)] == path:
             return statement.first + 1
@@ -50,7 +50,7 @@ def line_number(text: str, path: KeyPath) -> int | None:
 
 
 def changed(text: str, path: KeyPath, literal: str | None) -> str:
-    """Return the text of a valid file after setting `path` to a TOML literal, or removing it if None.
+    """Return the text of a valid file with `path` set to a TOML literal, or removed if it is None.
 
     Raises:
         NotEditableError: The edit would change more than this value.
@@ -68,7 +68,7 @@ def changed(text: str, path: KeyPath, literal: str | None) -> str:
 
 
 def _statements(lines: list[str]) -> Iterator[_Statement]:
-    """Yield the statements in a valid file. A multi-line value ends where the text first parses."""
+    """Yield the statements in a valid file. A multi-line value ends at the first line where it parses."""
     table: KeyPath = ()
     at = 0
     while at < len(lines):
@@ -92,7 +92,7 @@ def _read(text: str) -> dict[str, Any] | None:
 
 
 def _path(table: Any) -> KeyPath:
-    """Return the keys on the path through nested tables that have one entry each."""
+    """Return the keys of nested tables that have one entry each, from the outside in."""
     names = []
     while isinstance(table, dict) and len(table) == 1:
         ((name, table),) = table.items()

@@ -29,7 +29,7 @@ SPEED-UP      measured on a few prompts at a draft length of 4
 ACCEPTED      share of the drafted tokens that the target accepted
 C             time to draft one token divided by the time for one token of the target
 EXPECTED      speed-up to expect at the best draft length, on similar text"""
-# One prompt from each category. On a large model, each prompt takes minutes.
+# Use one prompt from each of these categories, because each prompt takes minutes on a large model.
 _SKILLS = ("code", "copy", "explain", "howto")
 
 

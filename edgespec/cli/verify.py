@@ -36,9 +36,10 @@ if TYPE_CHECKING:
 
 __all__ = ["SMALLEST_P_VALUE", "command"]
 
-# Below this corrected p-value, a method's samples count as having a different distribution than the target's.
+# If the corrected p-value is lower, the method's samples are considered to differ in distribution from the
+# target's.
 SMALLEST_P_VALUE = 0.001
-_MAX_SHOWN_DIVERGENCES = 5  # differing replies listed per method
+_MAX_SHOWN_DIVERGENCES = 5  # maximum number of differing replies to list per method
 # JSON key of each count, and its column heading.
 _COUNTS = {
     "prompts": "PROMPTS",
@@ -150,7 +151,7 @@ def _verify(
 
 
 def _few_of_each_category(prompts: Sequence[Prompt]) -> list[Prompt]:
-    """Return two prompts from each category. All prompts would take hours on a large model."""
+    """Return two prompts from each category, because all prompts would take hours on a large model."""
     by_category: dict[str, list[Prompt]] = {}
     for prompt in prompts:
         by_category.setdefault(prompt.category, []).append(prompt)

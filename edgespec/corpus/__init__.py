@@ -1,4 +1,4 @@
-"""Text for the suffix drafter to draft from: replies from earlier chats and the user's files."""
+"""Provide the suffix drafter with replies from earlier chats and with the user's files."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ def suffix_drafter(
     can_branch: bool = True,
     progress: Progress | None = None,
 ) -> tuple[SuffixDrafter, str]:
-    """Create a suffix drafter for a target's vocabulary.
+    """Create a suffix drafter for a target model with this vocabulary.
 
-    The drafter's note reports problems with saved replies.
+    If saved replies cannot be read or written, the drafter's `note` says why.
 
     Args:
         vocabulary: The target's vocabulary.
@@ -40,8 +40,8 @@ def suffix_drafter(
         remember: Whether to draft from replies in earlier chats and save new replies in the user's data
             folder. Saved replies are loaded when the first reply begins. If False, they are neither read nor
             written.
-        can_branch: Whether to draft trees instead of chains.
-        progress: Reports progress while reading the corpus.
+        can_branch: Whether to draft trees of tokens instead of single chains.
+        progress: Called to report progress while the corpus is being read.
 
     Returns:
         The drafter, and a notice about the corpus for the user (empty if there is no corpus).

@@ -1,8 +1,8 @@
 """Find the parts of a token sequence that have not been seen before.
 
-A prompt repeats the chat so far, and often the beginning of another chat. Storing only new parts saves disk
-space. As in rsync, hashes are stored for some windows of the known sequences, and every window of a new
-sequence is looked up among them.
+A prompt repeats the chat so far, and often also begins like another chat. Storing only new parts saves disk
+space. As in rsync, the known sequences are hashed in windows of a fixed length. Only every few windows are
+stored, but every window of a new sequence is looked up.
 """
 
 from __future__ import annotations
@@ -16,18 +16,19 @@ from edgespec.drafters.token_buffer import SEPARATOR, TokenArray
 
 __all__ = ["NoveltyFilter"]
 
-# Number of tokens per hashed window, and the distance between stored windows. Both are heuristics.
+# Number of tokens per hashed window, and number of tokens between the starts of stored windows. Both values
+# are heuristics.
 _WINDOW, _STRIDE = 32, 8
-# Multiplier for hashing: 2^64 divided by the golden ratio, rounded to an odd number.
+# Multiplier of the hash function: 2^64 divided by the golden ratio, rounded to an odd number.
 _MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
 
 
 class NoveltyFilter:
-    """A set of known token sequences, stored as window hashes that take about one byte per token.
+    """Finds the new parts of token sequences. Stores known sequences as hashes, about 1 byte per token.
 
     Args:
-        max_tokens: Maximum number of tokens to store. If a sequence would exceed it, all others are dropped
-            first.
+        max_tokens: Maximum number of tokens to store. If a new sequence would exceed this limit, all stored
+            sequences are dropped first.
     """
 
     def __init__(self, max_tokens: int = 1 << 20) -> None:
@@ -36,20 +37,20 @@ class NoveltyFilter:
 
     @property
     def size_bytes(self) -> int:
-        """Memory used by the hashes in bytes."""
+        """Memory currently used by the hashes, in bytes."""
         return self._hashes.nbytes
 
     def add(self, text: TokenArray) -> None:
-        """Add a sequence of at least one token."""
+        """Mark a sequence of at least one token as known."""
         starts = np.append(np.arange(0, len(text), _STRIDE), len(text) - 1)
         new_hashes = np.unique(_hashes(_padded(text), starts))
         has_room = len(self._hashes) + len(new_hashes) <= self._max_hashes
         self._hashes = np.union1d(self._hashes, new_hashes) if has_room else new_hashes
 
     def new_parts(self, text: TokenArray) -> list[TokenArray]:
-        """Return the unknown parts of a sequence in order, omitting parts shorter than the stride.
+        """Return the new parts of a sequence in order. New parts of fewer than `_STRIDE` tokens are omitted.
 
-        The last part always extends to the end of the sequence. It is empty if the end is already known.
+        The last part is the new end of the sequence. It is always included, and empty if the end is known.
         """
         known = np.zeros(len(text) + _WINDOW, np.int64)
         if len(self._hashes):
@@ -58,20 +59,20 @@ class NoveltyFilter:
             starts = np.flatnonzero(self._hashes[nearest] == hashes)
             known[starts] += 1
             known[starts + _WINDOW] -= 1
-        # A position is new if no known window covers it. An extra position after the end always counts as
-        # new.
+        # A token is new if no known window contains it. A position past the end is appended and always counts
+        # as new.
         is_new = np.cumsum(known)[_WINDOW - 1 :] == 0
         edges = [0, *(np.flatnonzero(np.diff(is_new)) + 1).tolist(), len(text)]
         return [text[a:b] for a, b in pairwise(edges) if is_new[a] and (b == len(text) or b - a >= _STRIDE)]
 
 
 def _padded(text: TokenArray) -> TokenArray:
-    """Prepend enough separators that a window can end at the first token."""
+    """Prepend separators to the sequence, so that the first window ends at the first token."""
     return np.concatenate([np.full(_WINDOW - 1, SEPARATOR, np.int32), text])
 
 
 def _hashes(text: TokenArray, starts: NDArray[np.int64]) -> NDArray[np.uint64]:
-    """Return the hashes of the windows that start at `starts`."""
+    """Return the hash of each window of `text` that starts at one of the positions in `starts`."""
     values = (text.astype(np.uint64) + np.uint64(1)) * _MULTIPLIER
     values ^= values >> np.uint64(29)
     hashes = np.zeros(len(starts), np.uint64)

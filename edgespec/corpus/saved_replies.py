@@ -1,7 +1,8 @@
 """Save the tokens of replies for later chats, in one private file per vocabulary.
 
-A file consists of a header and records, which are appended while holding a lock. Each record has a magic
-number, its length and a checksum, so that damaged records can be skipped without losing the others.
+A file consists of a header and records. A lock prevents two processes from appending at the same time. Each
+record begins with a magic number, its length and a checksum, so that damaged records can be skipped without
+losing the others.
 """
 
 from __future__ import annotations
@@ -44,15 +45,16 @@ _DELETION_MARKER = "forgotten"
 
 
 class SavedReplies:
-    """Stores replies for one vocabulary, together with the new parts of their prompts.
+    """Saves replies for models with one vocabulary, together with the new parts of their prompts.
 
     Methods report file errors in `notice` instead of raising them.
 
     Args:
-        vocabulary_fingerprint: Identifies the vocabulary. See the function `vocabulary_fingerprint`.
-        vocab_size: Size of the vocabulary. Records with token ids beyond it are treated as damaged.
-        folder: Folder of the file; by default one in the user's data folder.
-        max_tokens: Maximum number of tokens in the file. The oldest records are dropped first.
+        vocabulary_fingerprint: Hash of the vocabulary, from the function `vocabulary_fingerprint`.
+        vocab_size: Size of the vocabulary. Records with token ids outside the vocabulary are treated as
+            damaged.
+        folder: Folder that contains the file. Defaults to a folder in the user's data folder.
+        max_tokens: Maximum number of tokens in the file. If it is exceeded, the oldest records are dropped.
 
     Attributes:
         notice: User-facing message about a read or write failure; empty if there is none.
@@ -84,8 +86,8 @@ class SavedReplies:
             with self._lock():
                 data = read_regular_file(self.path)
         except (OSError, NotImplementedError):
-            # If the file system does not support locks, nothing is ever written, so reading without a lock is
-            # safe.
+            # If the file system does not support locks, nothing is ever written, so it is safe to read
+            # without a lock.
             try:
                 data = read_regular_file(self.path)
             except OSError as error:
@@ -100,20 +102,21 @@ class SavedReplies:
             )
         texts = self._newest(texts)
         if texts:
-            # A chat is saved turn by turn. Concatenate the turns, so that they are recognised as one
-            # sequence.
+            # A chat is saved one turn at a time. Concatenate the turns, so that the whole chat is recognised
+            # later.
             self._seen.add(np.concatenate(texts))
         return texts
 
     def add(self, reply: Sequence[int], prompt: Sequence[int] = ()) -> list[list[int]]:
         """Save a reply and the new parts of its prompt.
 
-        If another process holds the lock, writing is deferred until the next reply is saved. After saved
-        replies have been deleted, the next turn is not saved, because it may contain text that the user
-        wanted to delete.
+        If another process holds the lock, the reply is written together with the next one. If saved replies
+        have been deleted since the last call, this turn is not saved, because it may repeat text that the
+        user wanted to delete.
 
         Returns:
-            The new token sequences: parts of the prompt, with the reply appended to the last one.
+            The new token sequences. These are the new parts of the prompt; the reply is appended to the last
+            one.
         """
         if not reply:
             return []
@@ -123,7 +126,8 @@ class SavedReplies:
         if (deletion_ns := self._last_deletion_ns()) != self._deletion_ns:
             self._deletion_ns, self._unwritten = deletion_ns, []
             return []
-        # Limit each part to a quarter of the file, so that one long prompt does not evict everything else.
+        # Limit each part to a quarter of the maximum file size, so that a long prompt does not replace
+        # everything else.
         *others, last = (part[-(self._max_tokens // 4) :] for part in new_parts)
         texts = [*others, np.concatenate([last, turn[len(prompt) :]])]
         self._save(texts)
@@ -142,13 +146,13 @@ class SavedReplies:
             self._unwritten = []
         except Timeout:
             self._unwritten = self._newest(self._unwritten)
-        except (OSError, NotImplementedError) as error:  # NotImplementedError: no lock support
+        except (OSError, NotImplementedError) as error:  # NotImplementedError: locks are not supported
             self._disabled = True
             self._unwritten = []
             self.notice = f"replies cannot be saved in {self.path}: {error_reason(error)}"
 
     def _write(self, texts: list[TokenArray]) -> None:
-        """Append records. Rewrite the file if it is damaged, has another header, or is 25 % too large."""
+        """Append `texts`. Rewrite the file if it is damaged, has a wrong header, or is 25 % too large."""
         try:
             size_bytes = regular_file_bytes(self.path)
             with self.path.open("rb") as file:
@@ -170,7 +174,7 @@ class SavedReplies:
             os.close(handle)
 
     def _parse(self, data: bytes) -> tuple[list[TokenArray], int]:
-        """Return the intact records in a file and the number of damaged bytes."""
+        """Return the token sequences of the intact records, and the number of damaged bytes."""
         if not data.startswith(self._header):
             return [], len(data)
         texts: list[TokenArray] = []

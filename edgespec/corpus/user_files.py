@@ -27,20 +27,21 @@ from edgespec.files import (
 __all__ = ["UserFiles", "read_user_files"]
 
 VERSION = 1
-# Larger files are skipped, because people rarely edit such large text files by hand.
+# Skip larger files, because people rarely edit such large text files by hand.
 _MAX_FILE_BYTES = 2 * 1024 * 1024
 _MAX_FILES = 20_000
-# Maximum number of token caches, one per corpus and vocabulary. The oldest are deleted first.
+# Maximum number of token caches on disk. Each combination of corpus and vocabulary has one. The oldest caches
+# are deleted first.
 _MAX_CACHES = 16
 _SUFFIX = ".corpus"
 
 
 @dataclass(frozen=True, slots=True)
 class UserFiles:
-    """Tokens from one text file or from all text files in a folder.
+    """The tokens of one text file, or of all text files in a folder.
 
     Attributes:
-        texts: Tokens of each file, most recently modified first.
+        texts: Tokens of each file, starting with the most recently modified file.
         notice: User-facing summary of how many files and tokens are used, and why files were skipped.
     """
 
@@ -56,7 +57,7 @@ class _File:
 
     @property
     def key(self) -> str:
-        """Cache key for the tokens, which changes whenever the file is modified."""
+        """Key of the file's tokens in the cache. It changes whenever the file is modified."""
         return json.dumps([str(self.path), self.modified_ns, self.size_bytes])
 
 
@@ -79,7 +80,7 @@ def read_user_files(
         vocabulary: Vocabulary used to tokenize the files.
         vocabulary_fingerprint: Identifies the vocabulary in the cache.
         max_tokens: Stop reading after this many tokens.
-        progress: Reports the fraction of files read so far.
+        progress: Called with the fraction of files read so far.
         cache: Cache folder. Defaults to one in the user's cache folder.
 
     Raises:
@@ -128,7 +129,7 @@ def _plural(number: int, noun: str) -> str:
 
 
 def _list_files(root: Path) -> tuple[list[_File], list[tuple[str, int]]]:
-    """Return files that may be text, most recent first, and a (reason, count) list of skipped files."""
+    """Return files that may be text, newest first, and the number of files skipped for each reason."""
     try:
         paths: Iterator[Path] = _walk(root) if root.is_dir() else iter([root])
         if root.is_dir():
@@ -136,7 +137,7 @@ def _list_files(root: Path) -> tuple[list[_File], list[tuple[str, int]]]:
         elif stat.S_ISREG(root.stat().st_mode):
             root.open("rb").close()
         else:
-            # Reject pipes, because reading from one would block.
+            # Reject other kinds of files, such as pipes, because reading from a pipe could block forever.
             raise OptionError(
                 f"--corpus {root} is neither a file nor a folder", "specify a text file or a folder"
             )
@@ -144,7 +145,7 @@ def _list_files(root: Path) -> tuple[list[_File], list[tuple[str, int]]]:
         raise OptionError(
             f"--corpus {root} does not exist", "specify a text file or a folder of text files"
         ) from None
-    except (OSError, ValueError) as error:  # ValueError: not a valid path
+    except (OSError, ValueError) as error:  # ValueError: the path is invalid
         raise OptionError(
             f"--corpus {root} cannot be read: {error_reason(error)}", "check its permissions"
         ) from error
@@ -190,7 +191,7 @@ def _tokenize_file(path: Path, vocabulary: Vocabulary) -> TokenArray | None:
 
 
 class _TokenCache:
-    """Cached tokens for the files in one corpus. Damaged or outdated entries are ignored."""
+    """Caches the tokens of a corpus's files on disk. Damaged or outdated entries are ignored."""
 
     def __init__(self, folder: Path, root: Path, vocabulary_fingerprint: str, vocab_size: int) -> None:
         name = sha256(f"{vocabulary_fingerprint} {root}".encode("utf-8", "surrogateescape")).hexdigest()[:32]
@@ -217,7 +218,7 @@ class _TokenCache:
             return {}
 
     def save(self, texts: dict[str, TokenArray]) -> None:
-        """Replace the cache with `texts`, which maps file keys to tokens."""
+        """Replace the content of the cache with `texts`, a mapping from file keys to tokens."""
         if texts.keys() == self.saved.keys():
             return
         payload = b"".join(tokens.astype("<i4").tobytes() for tokens in texts.values())
@@ -234,5 +235,5 @@ class _TokenCache:
             for path in caches[_MAX_CACHES:]:
                 path.unlink()
         except OSError:
-            # If the cache cannot be written, the files are tokenized again next time.
+            # If the cache cannot be written, the files are simply tokenized again next time.
             return

@@ -1,1 +1,1 @@
-"""Costs of verify passes on this machine: measured curves and the limits of a pass."""
+"""Measure how long verify passes take on this machine, and limit their size."""

@@ -1,7 +1,8 @@
-"""Cost of verify passes on this machine: the curve v(m), and how it is measured.
+"""Measure how the cost of a verify pass depends on its width, the number of tokens in the pass.
 
-v(m) is the duration of a pass of width m over that of a target step (a pass of width 1). It differs by
-machine, quantisation and kernel, and need not be monotone, so it is measured.
+The cost v(m) is the duration of a pass with m tokens divided by the duration of a target step, which is a
+pass with one token. It must be measured, because it depends on the machine, the quantisation and the kernels,
+and does not always increase with m.
 """
 
 from __future__ import annotations
@@ -21,32 +22,35 @@ from edgespec.engine.tree import TokenTree
 
 __all__ = ["MEASURED_WIDTHS", "CostCurve", "CostFunction", "assumed_cost", "measure_costs"]
 
-# v(m): returns the cost of a pass of width m, in target steps.
+# A function v(m) that returns the cost of a pass with m tokens, in target steps.
 CostFunction: TypeAlias = Callable[[int], float]
 
-# Dense where backends switch kernels from one width to the next.
+# The default pass widths to measure. Small widths are measured at closer intervals, because backends use
+# different kernels for them.
 MEASURED_WIDTHS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 20, 24, 32, 48, 64, 96, 128)
-# Widths timed on the slowest machine too: without them the cost of a draft is unknown.
+# The widths that are measured even if the time budget is spent, because the cost of a draft cannot be
+# estimated without them.
 _REQUIRED_WIDTHS = (1, 2, 4, 8)
-# Least time budget of a measurement, in target steps of the model.
+# The minimum time budget of a measurement, as a multiple of the duration of a target step.
 _MIN_BUDGET_STEPS = 12
 
 
 def assumed_cost(width: int) -> float:
-    """Return the assumed cost of a pass on an unmeasured machine: 5 % of a target step per extra token."""
+    """Estimate the cost of a pass without measuring: 1 target step plus 5 % for each additional token."""
     return 1.0 + 0.05 * (width - 1)
 
 
 @dataclass(frozen=True, slots=True)
 class CostCurve:
-    """Measured durations of verify passes.
+    """The measured duration of verify passes for different numbers of tokens.
 
     Attributes:
-        widths: Measured widths, ascending from 1.
-        seconds: Duration of a pass of each width.
+        widths: The measured numbers of tokens per pass, in ascending order starting at 1.
+        seconds: The duration of a pass of each width, in seconds.
 
     Raises:
-        ValueError: The widths do not ascend from 1, or a duration is not positive.
+        ValueError: The widths do not start at 1 or are not in ascending order, the number of durations
+            differs, or a duration is not positive.
     """
 
     widths: tuple[int, ...]
@@ -60,14 +64,15 @@ class CostCurve:
 
     @property
     def target_step_seconds(self) -> float:
-        """Duration of a target step."""
+        """The duration of a target step (a pass with one token) in seconds."""
         return self.seconds[0]
 
     def v(self, width: int) -> float:
         """Return the cost of a pass of `width` tokens, in target steps.
 
-        Linear between measured widths. Beyond the last one the curve continues with its last slope, but never
-        falls. `assumed_cost` applies if only target steps were measured.
+        The cost is interpolated linearly between measured widths. Beyond the largest one, it is extrapolated
+        with the last slope, or stays constant if that slope is negative. If only target steps were measured,
+        `assumed_cost` is used instead.
         """
         if len(self.widths) == 1:
             return assumed_cost(width)
@@ -86,31 +91,34 @@ def measure_costs(
     repeats: int = 5,
     budget_seconds: float = 2.0,
 ) -> CostCurve:
-    """Time verify passes of chains after the tokens that the model has cached. The cache is unchanged.
+    """Measure the duration of verify passes over token chains, and return the cost curve.
 
-    Widths 1, 2, 4 and 8 are always timed, the others in ascending order while the time budget lasts. The
-    first pass of each width reads cold memory and counts only if it is the only one. Repeats are interleaved,
-    so that a change of the machine's speed affects all widths alike.
+    The passes start after the tokens in the model's cache, and leave the cache unchanged. Width 1 is always
+    measured, and so are 2, 4 and 8 if `widths` contains them. The others follow in ascending order until half
+    of the time budget is spent. The first pass of each width is often slower, because its data is not cached
+    yet, so it only counts if there is no other. Each repeat measures all widths in turn, so that a change in
+    the machine's speed affects all of them equally.
 
     Args:
-        model: The target.
-        widths: Widths to time, as far as the model and its context permit.
-        repeats: Further passes per width.
-        budget_seconds: Time after which no further pass begins, but at least 12 target steps.
+        model: The target model.
+        widths: The widths to measure. Those that exceed the limits of the model or its context are skipped.
+        repeats: The number of additional passes per width.
+        budget_seconds: The time budget, after which only the required widths are still measured. It is raised
+            to the duration of 12 target steps if it is shorter.
 
     Raises:
         CancelledError: `model.interrupt` was called.
-        ContextFullError: The context has no room for a token.
+        ContextFullError: The context has no room for another token.
     """
     able = model.facts.capabilities
     max_width = min(able.max_width, model.free_tokens) if able.rollback else 1
     chosen = [width for width in sorted(set(widths)) if 1 < width <= max_width]
-    # The very first pass may load all weights from disk, so it is not charged to the budget.
+    # The very first pass may load all weights from disk, so it does not count towards the time budget.
     cold = _pass_seconds(model, 1)
     started = now()
     seconds: dict[int, list[float]] = {1: [cold, _pass_seconds(model, 1)]}
     budget = max(budget_seconds, _MIN_BUDGET_STEPS * seconds[1][-1])
-    # Half of the budget is for reaching wide passes, the other half for repeats.
+    # Spend up to half of the budget on measuring each width once, and the rest on repeats.
     for width in sorted(chosen, key=lambda width: width not in _REQUIRED_WIDTHS):
         if width not in _REQUIRED_WIDTHS and now() - started > budget / 2:
             break
@@ -128,7 +136,7 @@ def measure_costs(
 
 
 def _pass_seconds(model: LanguageModel, width: int) -> float:
-    """Time one pass. Its logits are read, because some backends compute them only then."""
+    """Run a pass and return its duration. Reads its logits, because some backends compute them lazily."""
     length = model.length
     chain = TokenTree.chain(0, [0] * (width - 1))
     started = now()

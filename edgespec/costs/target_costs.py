@@ -1,4 +1,4 @@
-"""The cost curve of a loaded target, measured once per machine and saved for later runs."""
+"""Measure the cost curve of a loaded target once per machine, and save it for later runs."""
 
 from __future__ import annotations
 
@@ -20,28 +20,28 @@ from edgespec.saved_arrays import SavedArrays, models_fingerprint
 
 __all__ = ["FreeCosts", "PassCosts", "TargetCosts"]
 
-# A saved curve is discarded if a target step now takes this many times more or less: another load, clock
-# speed or kind of memory.
+# A saved curve is discarded if a target step is now slower or faster by more than this factor, for example
+# because other programs are running or the clock speed has changed.
 _MAX_STEP_RATIO = 2.0
 
 
 class PassCosts(Protocol):
-    """Source of a target's cost curve."""
+    """Provides the cost curve of a target model."""
 
     @property
     def settings_key(self) -> str:
-        """Text that identifies all settings that change the duration of a pass."""
+        """A string that identifies all settings that affect the duration of a pass."""
 
     @property
     def has_loss_limit(self) -> bool:
-        """Whether replies are subject to the loss limit."""
+        """Whether the time that a reply may lose to rejected drafts is limited."""
 
     @property
     def notice(self) -> str:
-        """Why the curve could not be saved or loaded; empty if nothing failed."""
+        """The reason why the curve could not be saved or loaded, or "" if there was no error."""
 
     def curve(self, progress: Progress | None = None, /) -> CostCurve:
-        """Return the cost curve, measured if need be.
+        """Return the cost curve. Measure it first if necessary.
 
         Raises:
             CancelledError: `progress` returned False.
@@ -49,7 +49,7 @@ class PassCosts(Protocol):
 
 
 class FreeCosts:
-    """Costs for tests and for drafting in every round: a pass of any width costs one target step."""
+    """Assumes that a pass of any width costs one target step. Used by tests and to draft in every round."""
 
     settings_key = "free"
     has_loss_limit = False
@@ -60,15 +60,16 @@ class FreeCosts:
 
 
 class TargetCosts:
-    """The cost curve of one loaded target, saved in the user's data folder.
+    """Provides the cost curve of a loaded target and saves it in the user's data folder.
 
-    A saved curve holds for the same model file, machine, load options and backend version. Measuring empties
-    the target's cache.
+    A saved curve is only used for the same model file, machine, load options and backend version. Both
+    `curve` and `remeasure` clear the target's cache.
 
     Args:
-        model: The loaded target.
-        options: The options that it was loaded with.
-        is_measuring: False to measure only the target step and assume the cost of wider passes.
+        model: The loaded target model.
+        options: The options that the target was loaded with.
+        is_measuring: Whether to measure wide passes. If False and no saved curve applies, measure only the
+            target step and estimate the cost of wider passes.
     """
 
     has_loss_limit = True
@@ -87,10 +88,10 @@ class TargetCosts:
         return SavedArrays("costs", f"{models_fingerprint(self._model.facts)} {self.settings_key}")
 
     def curve(self, progress: Progress | None = None) -> CostCurve:
-        """Return the saved curve if a target step still takes about as long, else a new one.
+        """Return the saved curve if a target step still takes about as long, or a new one otherwise.
 
         Args:
-            progress: Called before a measurement, which False cancels.
+            progress: Called before a measurement. Returns False to cancel it.
 
         Raises:
             CancelledError: `progress` returned False.
@@ -108,9 +109,9 @@ class TargetCosts:
         """Measure the curve and save it.
 
         Args:
-            progress: Called before the measurement, which False cancels.
-            repeats: Further passes per width.
-            budget_seconds: Time after which no further pass begins.
+            progress: Called before the measurement. Returns False to cancel it.
+            repeats: The number of additional passes per width.
+            budget_seconds: The time budget. See `measure_costs`.
 
         Raises:
             CancelledError: `progress` returned False.
@@ -131,7 +132,7 @@ def _is_current(curve: CostCurve, model: LanguageModel) -> bool:
 
 
 def _measure_target_step(model: LanguageModel) -> CostCurve:
-    """Return a curve of target steps only, so that `CostCurve.v` assumes the rest."""
+    """Measure only the target step and return a curve that estimates the cost of wider passes."""
     curve = measure_costs(model, widths=(), repeats=1, budget_seconds=0.0)
     model.truncate(0)
     return curve
@@ -153,7 +154,7 @@ def _version(package: str) -> str:
 
 
 def _load_curve(saved: Mapping[str, NDArray[Any]]) -> CostCurve | None:
-    """Return a saved curve; None if nothing was saved or the arrays are damaged."""
+    """Return the saved curve, or None if nothing was saved or the arrays are damaged."""
     try:
         widths = tuple(int(width) for width in saved["widths"])
         return CostCurve(widths, tuple(float(seconds) for seconds in saved["seconds"]))

@@ -1,4 +1,4 @@
-"""Drafters propose tokens for the target to verify. There is one module per drafting method.
+"""Drafters propose tokens, which the target model verifies. Each drafting method has its own module.
 
-`edgespec.auto` decides when to draft.
+The package `edgespec.auto` decides when drafting saves time.
 """

@@ -1,7 +1,7 @@
-"""Draft tree growth that adapts to the draft probabilities and to the cost of verification.
+"""Grow draft trees according to the draft probabilities and the measured cost of verification.
 
-As in EAGLE-2 (arXiv 2406.16858), the nodes with the highest path probability are expanded first. As in
-Sequoia (arXiv 2402.12374), the tree size depends on the measured cost of a verify pass of that width.
+As in EAGLE-2 (arXiv 2406.16858), the nodes that are most likely to be accepted are expanded first. As in
+Sequoia (arXiv 2402.12374), the size of the tree depends on the cost of verifying it.
 """
 
 from __future__ import annotations
@@ -22,29 +22,30 @@ from edgespec.drafters.tree_growth import Children, DraftProbs, TreeGrowth
 
 __all__ = ["AdaptiveTreeGrowth"]
 
-# When growing a tree, estimate at most this many further levels. Estimates beyond that are too uncertain.
+# Maximum number of further tree levels to estimate. Estimates for deeper levels are too uncertain.
 _MAX_LOOKAHEAD_LEVELS = 4
-# Maximum width of a draft in tokens, including the root.
+# Maximum number of tokens in a draft tree, including the root.
 _MAX_WIDTH = 64
-# If a verify pass of two tokens costs at least this many target steps, a forced draft has two levels instead
-# of one, because the second level adds little to the cost.
+# A forced draft normally has one level. It has two if verifying two tokens costs at least this many target
+# steps, because verifying a third token then costs little extra.
 _STEEP_COST = 1.9
-# Cost of a draft pass, in target steps, assumed until the first measurement.
+# Assumed cost of a draft model pass before the first measurement, in target steps.
 _ASSUMED_DRAFT_PASS_COST = 0.2
 
 
 class AdaptiveTreeGrowth(TreeGrowth):
     """Grows a draft tree level by level to maximise the expected decoding speed.
 
-    The speed is S = (1 + sum of path probabilities) / (draft passes * c + v(width)), in tokens per target
-    step. Each level is chosen by considering its possible children together with their expected descendants.
-    The cost c of a draft pass is measured. v does not have to be monotone.
+    The expected speed is the expected number of emitted tokens divided by the time of the round: S = (1 + sum
+    of path probabilities) / (draft passes * c + v(width)), in tokens per target step. Here c is the measured
+    cost of a draft pass, and v(width) is the cost of a verify pass, which need not increase with the width.
+    Each level is chosen by considering its possible children together with their expected descendants.
 
     Args:
         limits: Maximum width and number of branches of a verify pass.
-        v: Cost of a verify pass by width, in target steps. Evaluated again for each draft, so it may change
-            over time.
-        siblings: Maximum number of children per node; 1 grows chains.
+        v: Returns the cost of a verify pass of a given width, in target steps. It is called again for each
+            draft, so the cost may change over time.
+        siblings: Maximum number of children per node. If 1, the tree is a chain.
         clock: Returns the current time in seconds.
     """
 
@@ -70,7 +71,7 @@ class AdaptiveTreeGrowth(TreeGrowth):
 
     @property
     def draft_pass_cost(self) -> float:
-        """Cost of a draft model pass, in target steps."""
+        """Average measured cost of a draft model pass, in target steps."""
         if not self._draft_pass_seconds.value or not self._target_step_seconds.value:
             return _ASSUMED_DRAFT_PASS_COST
         return self._draft_pass_seconds.value / self._target_step_seconds.value
@@ -97,7 +98,7 @@ class AdaptiveTreeGrowth(TreeGrowth):
     def record_verify_pass(self, width: int) -> None:
         if self._round.passes:
             self._target_step_seconds.add((self._clock() - self._round.started) / self._v(width))
-            self._round.passes = 0  # The next pass may not include a draft of this drafter.
+            self._round.passes = 0  # Another drafter may propose the next draft.
 
     def grow_level(self, path_probs: Sequence[float], draft_probs: DraftProbs) -> list[Children]:
         this_round = self._round
@@ -133,7 +134,7 @@ class AdaptiveTreeGrowth(TreeGrowth):
         return children
 
     def _add_children(self, drafted: int, rank: int) -> int:
-        """Return how many children a node needs to include the child at `rank`; 0 if they do not fit."""
+        """Return how many of a node's children to add so that `rank` is included, or 0 if they do not fit."""
         this_round = self._round
         added = max(rank + 1 - drafted, 0)
         forks = added - (added > 0 and drafted == 0)
@@ -144,7 +145,7 @@ class AdaptiveTreeGrowth(TreeGrowth):
         return added
 
     def _forced_child(self, path_prob: float, probs: NDArray[np.float64]) -> Children:
-        """Return one child. It is expanded if a second level adds little to the cost of the verify pass."""
+        """Return a single child. Expand it if a second level would add little to the cost of verification."""
         this_round = self._round
         this_round.width += 1
         forced_levels = 2 if self._v(2) >= _STEEP_COST else 1
@@ -166,7 +167,7 @@ class AdaptiveTreeGrowth(TreeGrowth):
     def _best_addition(
         self, candidates: NDArray[np.float64], width: int, expected_tokens: float
     ) -> tuple[int, int, NDArray[np.int64]]:
-        """Find the candidates and descendants to add so that the expected speed is highest.
+        """Find how many candidates and descendants to add for the highest expected speed.
 
         Args:
             candidates: Path probabilities of the possible children, float64, in descending order.
@@ -174,9 +175,9 @@ class AdaptiveTreeGrowth(TreeGrowth):
             expected_tokens: Expected number of tokens emitted with the tree before adding any candidate.
 
         Returns:
-            The number of descendant levels, the number of nodes to add, and node indices in descending order
-            of probability. Index i * (levels + 1) + d is the expected descendant d levels below candidate i;
-            d = 0 is the candidate itself.
+            The number of descendant levels, the number of nodes to add, and the indices of all nodes in
+            descending order of probability. Index i * (levels + 1) + d stands for the expected descendant d
+            levels below candidate i, or for the candidate itself if d = 0.
         """
         this_round = self._round
         if len(candidates) == 1:
@@ -198,7 +199,7 @@ class AdaptiveTreeGrowth(TreeGrowth):
     def _best_chain(
         self, candidate: float, width: int, expected_tokens: float
     ) -> tuple[int, int, NDArray[np.int64]]:
-        """Return the result of `_best_addition` for a chain: one candidate and its descendants."""
+        """Return the same as `_best_addition`, but for a chain: one candidate and its descendants."""
         this_round = self._round
         levels = min(this_round.draft_length - this_round.passes + 1, self._max_width - width)
         counts = np.arange(levels + 1)
@@ -217,9 +218,9 @@ class _Round:
     Attributes:
         draft_length: Maximum number of draft passes.
         draft_pass_cost: Cost of a draft pass, in target steps.
-        costs: Cost of a verify pass, in target steps, for width 1, 2, and so on; float64.
-        started: Start time of drafting, or of the verify pass once the draft is complete.
-        is_forced: Draft even if drafting is not expected to save time.
+        costs: Costs of verify passes of width 1, 2 and so on, in target steps; float64.
+        started: Time at which drafting began, or at which the verify pass began if the draft is complete.
+        is_forced: Whether to draft even if drafting is not expected to save time.
         passes: Number of draft passes so far.
         width: Number of tokens in the tree, including the root.
         leaves: Number of leaves in the tree.
@@ -237,25 +238,26 @@ class _Round:
     expected_tokens: float = 1.0
 
     def pass_costs(self, width: int, count: int) -> NDArray[np.float64]:
-        """Return the costs of `count` consecutive widths, starting at `width`. Width 0 costs one step."""
+        """Return the costs of verifying `width` tokens, `width` + 1 and so on. 0 tokens cost one step."""
         indices = np.maximum(np.arange(width, width + count) - 1, 0)
         return self.costs[indices]
 
 
 class _ChildAcceptance:
-    """Estimates the acceptance probability of a child from its rank and its draft probability.
+    """Estimates how likely a child is to be accepted, given its rank and its draft probability.
 
-    The estimate ignores the token ids, because the tree shape must not depend on which tokens were drawn. The
-    prior assumes that the draft model's probabilities are correct.
+    The estimate ignores the token ids, because the tree shape must not depend on which tokens were drawn.
+    Initially, the draft model's probabilities are assumed to be correct.
     """
 
-    # Bucket boundaries for draft probabilities, and the prior acceptance probability of each bucket.
+    # Boundaries of the draft probability buckets, and the initial acceptance probability of each bucket.
     _EDGES = (0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.9, 0.97)
     _PRIOR = np.array([0.01, 0.035, 0.07, 0.15, 0.27, 0.42, 0.57, 0.72, 0.85, 0.93, 0.98])
-    # Weight of the prior, and maximum weight of the counts after a pause, both in drafted tokens.
+    # Weight of the initial probabilities, and maximum weight of the counts after a pause in drafting. Both
+    # are expressed as a number of drafted tokens.
     _PRIOR_WEIGHT = 4.0
     _WEIGHT_AFTER_PAUSE = 2.0
-    # Prior acceptance probability of a node's most likely child if its draft probability is unknown.
+    # Initial acceptance probability of a node's most likely child, used if its draft probability is unknown.
     _TYPICAL_PRIOR = 0.7
 
     def __init__(self, ranks: int) -> None:
@@ -297,11 +299,11 @@ class _ChildAcceptance:
         self._by_rank.restore(saved["any"])
 
     def limit_weight(self) -> None:
-        """Reduce the weight of old counts after a pause."""
+        """Reduce the weight of old counts after a pause in drafting."""
         self._by_prob.limit_weight(self._WEIGHT_AFTER_PAUSE)
         self._by_rank.limit_weight(self._WEIGHT_AFTER_PAUSE)
 
     def decay(self) -> None:
-        """Move all counts slightly towards their prior."""
+        """Move all counts slightly towards their initial values."""
         self._by_prob.decay()
         self._by_rank.decay()

@@ -11,7 +11,7 @@ __all__ = ["ArrayStore"]
 
 
 class ArrayStore(Protocol):
-    """Stores named arrays. On failure, methods set `notice` instead of raising.
+    """Saves and loads named arrays. If a method fails, it sets `notice` instead of raising an exception.
 
     Attributes:
         notice: User-facing message if the last call failed; otherwise empty.

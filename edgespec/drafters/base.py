@@ -22,7 +22,7 @@ __all__ = ["BudgetedDrafter", "Drafter", "MemoryUse", "check_rollback"]
 
 @dataclass(frozen=True, slots=True)
 class MemoryUse:
-    """Memory used by a drafter, excluding the target's memory.
+    """Memory used by a drafter, not including the target model.
 
     Attributes:
         weight_bytes: Size of the draft model's weights.
@@ -48,17 +48,18 @@ class MemoryUse:
 
 
 class Drafter(ABC):
-    """Proposes tokens for the target to verify. Drafts affect the speed of a reply, never its tokens.
+    """Proposes tokens for the target to verify. Drafts change only how fast a reply is generated.
 
-    Each draft-and-verify round calls `propose`, the target's `verify`, `observe`, the target's `commit`, and
-    `commit`, in this order. `propose` may be skipped. The caller may shorten a draft, or merge it with other
-    drafts, before it is verified.
+    In each draft-and-verify round, the caller calls `propose`, the target's `verify`, `observe`, the target's
+    `commit`, and `commit`, in this order. It may skip `propose`. Before a draft is verified, the caller may
+    shorten it or merge it with other drafts.
 
     Attributes:
         name: Name of the method in options and reports.
-        is_lookup: Drafts are looked up without running a model. Any part of such a draft can be verified on
-            its own.
-        chooses_length: The drafter chooses the draft length, up to the limit passed to `propose`.
+        is_lookup: Whether drafts are looked up without running a model. Any part of such a draft can be
+            verified on its own.
+        chooses_length: Whether the drafter chooses the draft length itself, up to the limit passed to
+            `propose`.
         has_idle_work: Whether the drafter implements `run_idle_work`.
     """
 
@@ -69,7 +70,7 @@ class Drafter(ABC):
 
     @abstractmethod
     def begin(self, tokens: Sequence[int]) -> None:
-        """Begin a reply. State for the prefix shared with the previous sequence is reused.
+        """Begin a reply. Work on a prefix shared with the previous sequence is reused.
 
         Args:
             tokens: The whole prompt, including earlier turns of the chat.
@@ -77,11 +78,12 @@ class Drafter(ABC):
 
     @abstractmethod
     def propose(self, sampler: Sampler, acceptance: Acceptance, draft_length: int) -> TokenTree:
-        """Return a draft tree whose root is the last token. The tree is only the root if nothing is drafted.
+        """Return a draft tree whose root is the last token. If nothing is drafted, it has no other nodes.
 
         Args:
             sampler: The target's sampler after the last token. Its state is unchanged after the call.
-            acceptance: The acceptance rule. Drafters that return probabilities also draw tokens with it.
+            acceptance: The acceptance rule. Drafters that return draft probabilities also use it to draw
+                tokens.
             draft_length: Maximum depth of the tree.
         """
 
@@ -96,7 +98,7 @@ class Drafter(ABC):
 
     @abstractmethod
     def commit(self, tokens: tuple[int, ...]) -> None:
-        """Append the tokens emitted after verification."""
+        """Append the tokens emitted after verification to the sequence."""
 
     @property
     def memory_use(self) -> MemoryUse:
@@ -105,21 +107,22 @@ class Drafter(ABC):
 
     @property
     def parts(self) -> tuple[Drafter, ...]:
-        """The drafters that this drafter combines, or only itself. Each part runs its own idle work."""
+        """The drafters that this drafter combines, or only this drafter. Each part runs its own idle work."""
         return (self,)
 
     def warm_up(self) -> None:  # noqa: B027
         """Perform slow one-time work, such as loading an index, so that it does not delay a reply."""
 
     def note(self) -> str:
-        """Return a one-line status for the user, such as why the drafter does not draft; may be empty."""
+        """Return a one-line status for the user, such as why nothing is drafted, or an empty string."""
         return ""
 
     def run_idle_work(self, should_continue: Callable[[], bool]) -> None:  # noqa: B027
-        """Improve the drafter between replies, until `should_continue()` returns False.
+        """Do work between replies that improves later drafts, until `should_continue()` returns False.
 
         Runs on the idle thread. Call `should_continue` before every step, and keep steps short, because a new
-        reply waits for the current step. The target may be run, but its KV cache must not change.
+        reply waits for the current step. This method may run the target, but must leave its KV cache
+        unchanged.
         """
 
     def reset(self) -> None:  # noqa: B027
@@ -137,7 +140,7 @@ class Drafter(ABC):
 
 
 class BudgetedDrafter(Drafter):
-    """A drafter that runs a model and lets the controller limit its work in advance.
+    """A drafter that runs a model and whose work can be limited in advance.
 
     The `auto` controller limits how many tokens the model prefills, and occasionally forces a short draft to
     measure whether drafting saves time.
@@ -152,7 +155,7 @@ class BudgetedDrafter(Drafter):
     def full_pending_tokens(self) -> int:
         """Number of tokens to prefill so that the model sees the whole sequence.
 
-        Larger than `pending_tokens` if the last `prefill` was limited to the end of the sequence.
+        This is larger than `pending_tokens` if the last `prefill` skipped earlier parts of the sequence.
         """
         return self.pending_tokens
 

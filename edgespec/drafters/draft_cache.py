@@ -1,4 +1,4 @@
-"""A draft model's KV cache, and helpers for drafters that run a model."""
+"""Manage a draft model's KV cache, and provide helpers for drafters that run a model."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from edgespec.engine.processors import Candidates
 
 __all__ = ["DraftCache", "is_confident", "replace_unknown_ids", "top_probs"]
 
-# Always keep the first tokens of a sequence, because attention concentrates on them. StreamingLLM (arXiv
-# 2309.17453) calls them "attention sinks".
+# Number of tokens at the beginning of a sequence that are always kept, because attention concentrates on
+# them. StreamingLLM (arXiv 2309.17453) calls them "attention sinks".
 _SINK_TOKENS = 4
-# Normalise the draft probabilities over this many top tokens. Sorting the whole vocabulary would be slower.
+# Compute draft probabilities for only this many top tokens, because sorting the whole vocabulary is slower.
 _TOP_TOKENS = 64
 
 
 class DraftCache:
-    """Synchronises a draft model's KV cache with a sequence. Prefills only on request.
+    """Keeps a draft model's KV cache in step with the token sequence. Prefills only on request.
 
     If the sequence is too long to prefill now, only its first and last tokens are prefilled. This lowers the
     acceptance rate but does not change the reply.
 
     Attributes:
         model: The draft model.
-        visible_tokens: The part of the sequence that the model sees, including the last token.
+        visible_tokens: The tokens of the sequence that the model can see, including the last token.
     """
 
     def __init__(self, model: LanguageModel) -> None:
@@ -43,7 +43,7 @@ class DraftCache:
 
     @property
     def pending_tokens(self) -> int:
-        """Number of tokens to prefill before drafting. The first draft pass runs the last two tokens."""
+        """Number of tokens to prefill before drafting, excluding two that the first draft pass runs."""
         return max(self.lag_tokens - 2, 0)
 
     @property
@@ -52,7 +52,7 @@ class DraftCache:
         return self.pending_tokens if len(self.visible_tokens) == len(self._tokens) else len(self._tokens)
 
     def begin(self, tokens: Sequence[int]) -> None:
-        """Switch to another sequence and keep the common prefix in the KV cache."""
+        """Switch to another sequence. Keep the tokens in the KV cache that both sequences begin with."""
         self._tokens = list(tokens)
         self._set_visible(self._tokens)
 
@@ -65,9 +65,9 @@ class DraftCache:
         """Prefill all visible tokens except the last, if they fit the model's context.
 
         Args:
-            max_tokens: Maximum number of tokens to prefill; None for no limit. If more are pending, only the
-                first and last tokens of the sequence remain visible until a later call can prefill the whole
-                sequence.
+            max_tokens: Maximum number of tokens to prefill. Defaults to no limit. If more are pending, only
+                the first and last tokens of the sequence remain visible until a later call can prefill the
+                whole sequence.
             progress: See `LanguageModel.prefill`.
         """
         if max_tokens is None or max_tokens >= self.full_pending_tokens:
@@ -86,7 +86,7 @@ class DraftCache:
 
 
 def replace_unknown_ids(model: LanguageModel, tokens: Sequence[int]) -> list[int]:
-    """Replace token ids beyond the model's vocabulary with 0. This may reduce acceptance but never fails."""
+    """Replace token ids outside the model's vocabulary with 0. This may lower the acceptance rate."""
     vocab_size = model.facts.vocab_size
     return [token if token < vocab_size else 0 for token in tokens]
 

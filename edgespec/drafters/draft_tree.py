@@ -1,4 +1,4 @@
-"""The token tree that a draft model builds."""
+"""A tree of draft tokens that is being built by a draft model."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["DraftTree"]
 
 
 class DraftTree:
-    """A draft tree under construction, and the subtree that the draft model runs.
+    """A draft tree under construction, and the part of it that the draft model runs.
 
     The draft model runs the tokens missing from its KV cache, followed by the nodes to expand. It does not
     run leaves.
@@ -25,11 +25,14 @@ class DraftTree:
 
     Attributes:
         drafted: The draft tree. Node 0 is the root.
-        path_probs: For each drafted node, the estimated probability that its path is accepted.
-        model_tree: The tree that the draft model runs: the lag, followed by the nodes to expand.
+        path_probs: For each drafted node, the estimated probability that it and all its ancestors are
+            accepted.
+        model_tree: The tree that the draft model runs. It consists of `lag` and the nodes to expand.
         model_tree_run: Number of nodes in `model_tree` that the model has run.
-        model_nodes: For each drafted node, its node in `model_tree`; None if it is not expanded.
-        draws: For each node, the draft model's highest probabilities after it, and the tokens drawn.
+        model_nodes: For each drafted node, the corresponding node in `model_tree`, or None if it is not
+            expanded.
+        draws: For each node, the draft model's highest next-token probabilities, and the tokens drawn from
+            them.
     """
 
     def __init__(self, last_token: int, lag: Sequence[int]) -> None:
@@ -49,9 +52,9 @@ class DraftTree:
         Args:
             parent: The parent node.
             token: The token.
-            probs: The distribution that the token was drawn from; None for greedy drafts.
+            probs: The distribution from which the token was drawn. None for greedy drafts.
             path_prob: Estimated probability that the token and all its ancestors are accepted.
-            expands: Whether the draft model will run the token. The parent must also have been expanded.
+            expands: Whether the draft model will run the token. If True, the parent must also be expanded.
         """
         model_parent = self.model_nodes[parent]
         model_node = None
@@ -66,11 +69,11 @@ class DraftTree:
         return [self.drafted.tokens[each] for each in self.drafted.path(node)]
 
     def walk(self, tokens: Sequence[int]) -> tuple[int, ...]:
-        """Return the drafted nodes that match `tokens`, beginning with the root."""
+        """Follow `tokens` from the root as far as they were drafted, and return the visited nodes."""
         return self.drafted.build().walk(tokens)
 
     def model_path(self, nodes: Sequence[int]) -> tuple[int, ...]:
-        """Return the `model_tree` nodes to commit: the lag without its first token, and the run `nodes`."""
+        """Return the `model_tree` nodes to commit: `lag` without its first token, and `nodes` already run."""
         path = list(range(1, self._lag_tokens))
         for node in nodes:
             model_node = self.model_nodes[node]
@@ -82,9 +85,9 @@ class DraftTree:
     def tree(self, block: bool) -> TokenTree:
         """Return the draft tree, ordered so that the nodes run by the draft model come first.
 
-        This lets a target that shares layers with the draft model reuse their results. Siblings keep their
-        order. The order does not depend on which tokens were drawn, so the draft may be truncated after any
-        node without bias.
+        If the target shares layers with the draft model, this order lets it reuse their results. Siblings
+        keep their order. The order does not depend on which tokens were drawn, so cutting off the draft after
+        any node causes no bias.
         """
         order = sorted(range(len(self.drafted)), key=lambda node: self.model_nodes[node] is None)
         return self.drafted.build(block).subtree(order)

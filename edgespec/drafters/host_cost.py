@@ -8,11 +8,11 @@ __all__ = ["HostCost"]
 
 
 class HostCost:
-    """Measures the time spent in `with cost:` blocks, which must not be nested.
+    """Measures the time spent in `with` blocks that use this object. The blocks must not be nested.
 
     Attributes:
         seconds: Total time spent in the blocks.
-        tokens: Number of tokens emitted in that time. The drafter updates this count.
+        tokens: Number of tokens emitted while drafting. The drafter updates this number.
     """
 
     def __init__(self) -> None:
@@ -28,7 +28,7 @@ class HostCost:
 
     @property
     def microseconds_per_token(self) -> float | None:
-        """Average time per emitted token; None before the first token."""
+        """Average time per emitted token in microseconds. None before the first token."""
         return 1e6 * self.seconds / self.tokens if self.tokens else None
 
     def note(self, name: str) -> str:

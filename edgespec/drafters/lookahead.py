@@ -1,9 +1,10 @@
 """Lookahead decoding (arXiv 2402.02057): draft with the target's own passes, without a draft model.
 
-Besides the tokens to verify, each pass runs a Jacobi window of W columns, one per future position. A column
-has N - 1 levels, and each level holds the target's predictions from the previous level. A column that has
-completed all levels adds an n-gram to a pool. The draft consists of the n-grams in the pool that begin with
-the last token. Lookahead decoding needs wider passes, but no extra space in the target's KV cache.
+In addition to the tokens to verify, each pass runs a window of guesses about future tokens. The window has W
+columns, one per future position, and a column has N - 1 levels. Each level contains the target's predictions
+from the previous level (Jacobi iteration). When all levels of a column are complete, the column is added to a
+pool as an n-gram. The draft consists of the n-grams in the pool that begin with the last token. Lookahead
+decoding needs wider passes, but no extra space in the target's KV cache.
 """
 
 from __future__ import annotations
@@ -33,16 +34,16 @@ from edgespec.errors import OptionError
 
 __all__ = ["LookaheadDrafter", "NgramPool"]
 
-# Maximum depth of the initial window, used until the draft length is known.
+# Depth limit of the first window, which is chosen before the draft length is known.
 _INITIAL_DRAFT_LENGTH = 16
-# Check whether the window still saves time each time this many tokens have been emitted.
+# Number of emitted tokens between checks that the window still saves time.
 _CHECK_INTERVAL_TOKENS = 64
-# New columns are filled with random tokens sampled from this many recent tokens.
+# New columns are filled with tokens drawn at random from this many recent tokens.
 _RECENT_TOKENS = 512
 
 
 class NgramPool:
-    """N-grams indexed by their first token (arXiv 2402.02057, section 3.2).
+    """A pool of n-grams that can be looked up by their first token (arXiv 2402.02057, section 3.2).
 
     The pool holds at most `MAX_PER_TOKEN` n-grams per first token and `MAX_NGRAMS` in total. It evicts the
     least recently added n-grams first.
@@ -60,7 +61,7 @@ class NgramPool:
         return self._count
 
     def add(self, ngram: tuple[int, ...]) -> None:
-        """Add an n-gram of at least two tokens, or mark an existing one as the most recent."""
+        """Add an n-gram of at least two tokens. If the pool already contains it, mark it as most recent."""
         token, continuation = ngram[0], ngram[1:]
         continuations = self._continuations.setdefault(token, OrderedDict())
         self._continuations.move_to_end(token)
@@ -78,19 +79,19 @@ class NgramPool:
                 del self._continuations[oldest]
 
     def after(self, token: int, count: int) -> list[tuple[int, ...]]:
-        """Return up to `count` continuations of a token, most recent first."""
+        """Return the remaining tokens of up to `count` n-grams that begin with `token`, most recent first."""
         return list(islice(reversed(self._continuations.get(token, OrderedDict())), count))
 
 
 @dataclass(slots=True)
 class _Column:
-    """One column of the Jacobi window.
+    """One column of the window of guessed tokens.
 
     Attributes:
-        tokens: The tokens in the column, level 0 first.
-        predicted: Number of trailing tokens predicted by the target. The others are the initial random
-            tokens.
-        next: The token that the target predicted after the column in the last verify pass; None if the pass
+        tokens: The tokens in the column, starting with level 0.
+        predicted: Number of tokens at the end that were predicted by the target. The tokens before them are
+            the initial random tokens.
+        next: The token that the target predicted after the column in the last verify pass. None if the pass
             did not include the column.
     """
 
@@ -101,9 +102,9 @@ class _Column:
 
 @dataclass(slots=True)
 class _Trial:
-    """Candidate n-grams, and the tokens emitted since they were found, used to measure the hit rate.
+    """Measures how many tokens of the candidate n-grams were right, given the tokens emitted since.
 
-    The candidates do not have to be verified.
+    This works even if the candidates were not verified.
     """
 
     candidates: list[tuple[int, ...]]
@@ -111,7 +112,7 @@ class _Trial:
 
     @property
     def hits(self) -> int:
-        """Number of correct tokens in the best candidate."""
+        """Number of correct tokens so far in the best candidate."""
         matches = (common_prefix_length(candidate, self.emitted) for candidate in self.candidates)
         return max(matches, default=0)
 
@@ -132,10 +133,11 @@ class LookaheadDrafter(Drafter):
     accept tokens, so it remains unbiased. Only the hit rate is kept between replies.
 
     Args:
-        capabilities: What the target can verify. If it cannot verify trees, n-grams from the sequence are
-            drafted as chains.
-        curve: Cost of verify passes by width. By default, wider passes are assumed to cost nothing extra.
-        window: Use this window regardless of its cost. By default, the fastest window is chosen.
+        capabilities: What kinds of drafts the target can verify. If it cannot verify trees, n-grams from the
+            sequence are drafted as chains.
+        curve: Cost of verify passes by width. By default, wider passes are assumed to be as fast as narrow
+            ones.
+        window: Window to use regardless of its cost. By default, the fastest window is chosen.
 
     Raises:
         OptionError: The target cannot verify `window`.
@@ -236,7 +238,7 @@ class LookaheadDrafter(Drafter):
             return
         elif window and expected_speed_up(self._curve, window, self._hit_rate) > 1:
             self._tokens_since_check = 0
-            # Keep a window that saves time. A new one might be faster, but would start with empty columns.
+            # Keep a window that saves time. Another might be faster, but would first have to be filled.
             return
         self._tokens_since_check = 0
         self._window = choose_window(self._curve, self._capabilities, self._draft_length, self._hit_rate)
@@ -248,7 +250,7 @@ class LookaheadDrafter(Drafter):
             self._columns.append(_Column(self._random.choices(self._recent, k=shape.levels)))
 
     def observe(self, tree: TokenTree, logits: Logits, sampler: Sampler) -> None:
-        """Sample the target's next token after each column with the target's own sampler settings."""
+        """Sample the token after each column with the target's own sampler settings."""
         nodes = tree.walk([column.tokens[0] for column in self._columns])[1:]
         for node, column in zip(nodes, self._columns, strict=False):
             sampler.push(column.tokens[0])
@@ -259,7 +261,7 @@ class LookaheadDrafter(Drafter):
     def _token_after(
         node: int, tokens: Sequence[int], tree: TokenTree, logits: Logits, sampler: Sampler
     ) -> int | None:
-        """Return the target's token after `node` and `tokens`; None if the tree does not contain them."""
+        """Return the token that the target predicts after `node` and `tokens`, or None if not in the tree."""
         path = tree.walk(tokens, node)
         if len(path) <= len(tokens):
             return None

@@ -12,10 +12,10 @@ __all__ = ["HitRate", "LookaheadWindow", "choose_window", "expected_speed_up", "
 
 
 class LookaheadWindow(NamedTuple):
-    """Shape of a lookahead decoding tree: W, N and G in the paper (arXiv 2402.02057).
+    """Size of the window in lookahead decoding, called W, N and G in the paper (arXiv 2402.02057).
 
     Attributes:
-        columns: W, the number of future positions predicted in parallel. If 0, only n-grams from the sequence
+        columns: W, the number of future tokens predicted in parallel. If 0, only n-grams from the sequence
             are drafted.
         ngram_tokens: N, the length of an n-gram, including its first token, which is the lookup key.
         candidates: G, the number of n-grams verified per pass.
@@ -26,17 +26,17 @@ class LookaheadWindow(NamedTuple):
     candidates: int
 
     def __str__(self) -> str:
-        """Return a user-facing description of the shape."""
+        """Return a description of the window for the user."""
         return f"W {self.columns}, N {self.ngram_tokens}, G {self.candidates}"
 
     @property
     def levels(self) -> int:
-        """Number of tokens in a column, and in a candidate without its first token."""
+        """Number of tokens in a column. A candidate has one more token."""
         return self.ngram_tokens - 1
 
     @property
     def rows(self) -> int:
-        """Maximum width of a verify pass, including the root."""
+        """Maximum number of tokens in a verify pass, including the root."""
         return 1 + self.levels * (self.columns + self.candidates)
 
     @property
@@ -65,18 +65,19 @@ def smallest_window(capabilities: Capabilities) -> LookaheadWindow:
 
 
 class HitRate:
-    """Estimates how many tokens the best candidate adds to a pass.
+    """Estimates how many extra tokens a pass emits thanks to the best candidate.
 
-    Uses the model from the paper (arXiv 2402.02057, section 4). With G candidates of N - 1 tokens, where each
-    token is correct with probability a, the expected number of correct tokens in the best candidate is the
-    sum over i < N of 1 - (1 - a^i)^G. The candidates are useful in one of f passes. The factor 1 / f starts
-    from a typical value and is updated from observed hits with exponential decay.
+    As in the paper (arXiv 2402.02057, section 4), every token of a candidate is assumed to be correct with
+    the same probability a. The expected number of correct tokens in the best of G candidates of N - 1 tokens
+    is then the sum over i < N of 1 - (1 - a^i)^G. Only one in f passes has useful candidates, so this number
+    is multiplied by 1 / f. The factor 1 / f starts at a typical value and then follows the observed hits,
+    with exponential decay.
     """
 
     TOKEN_PROBABILITY = 0.4
     PASSES_PER_HIT = 3.0
-    # Weight of the initial estimate, in expected tokens, and the decay factor per observation. Both are
-    # heuristics.
+    # Weight of the initial estimate, as a number of expected tokens, and decay factor per observation. Both
+    # values are heuristics.
     _PRIOR_TOKENS = 16.0
     _DECAY = 0.98
 
@@ -95,7 +96,7 @@ class HitRate:
 
     @classmethod
     def _modelled_tokens(cls, window: LookaheadWindow) -> float:
-        # Each column adds only one n-gram per pass, so having more candidates than columns does not help.
+        # Each column adds only one n-gram per pass, so more candidates than columns do not help.
         tries = min(window.candidates, window.columns or 1)
         return sum(1 - (1 - cls.TOKEN_PROBABILITY**i) ** tries for i in range(1, window.ngram_tokens))
 
@@ -108,7 +109,7 @@ def expected_speed_up(curve: CostCurve, window: LookaheadWindow, hit_rate: HitRa
 def choose_window(
     curve: CostCurve, capabilities: Capabilities, draft_length: int, hit_rate: HitRate
 ) -> LookaheadWindow | None:
-    """Return the window with the highest expected speed-up, or None if plain decoding is faster.
+    """Return the window with the highest expected speed-up, or None if decoding without it is faster.
 
     Args:
         curve: Cost of verify passes by width on this machine.

@@ -20,12 +20,12 @@ from edgespec.engine.tree import TokenTree
 
 __all__ = ["ModelDrafter"]
 
-# Length of the warm-up prefill. Most prompts are at least this long.
+# Number of tokens to prefill during warm-up. Most prompts are at least this long.
 _WARM_UP_TOKENS = 16
 
 
 class ModelDrafter(BudgetedDrafter):
-    """Drafts with a language model (Leviathan et al. 2023, arXiv 2211.17192).
+    """Drafts with a language model, as in Leviathan et al. 2023 (arXiv 2211.17192).
 
     The model is either a separate draft model, or a view of the target that runs only part of it
     (`self_draft`). Tree drafting follows SpecInfer (arXiv 2305.09781).
@@ -34,12 +34,12 @@ class ModelDrafter(BudgetedDrafter):
         model: The draft model.
         vocab_size: Vocabulary size of the target. Token ids outside it are never drafted.
         branches: Number of children per node at each depth, such as (3, 2). Deeper nodes have one child, so
-            () drafts chains. Alternatively, a `TreeGrowth` that chooses the shape of each tree; it must not
-            be shared with other drafters.
-        min_confidence: Stop drafting after a token with a lower probability. The token itself is kept,
+            an empty tuple drafts chains. Alternatively, a `TreeGrowth` that chooses the shape of each tree.
+            It must not be shared with other drafters.
+        min_confidence: Drafting stops after a token with a lower probability. The token itself is kept,
             because removing it would bias rejection sampling.
         name: Name of the drafter shown in reports.
-        cache: The model's KV cache, if another drafter shares it.
+        cache: The model's KV cache. Needed only if another drafter shares it.
 
     Raises:
         CapabilityError: The model does not support rollback.
@@ -67,8 +67,8 @@ class ModelDrafter(BudgetedDrafter):
             self._block = branches.siblings == 1
             self._growth = branches
         self.chooses_length = self._growth.chooses_length
-        # In a fixed chain, the best token from one pass is the input to the next, so the backend can queue
-        # the next pass before the current one has finished.
+        # In a chain of fixed length, the best token of each pass is the input of the next, so the backend can
+        # start the next pass without waiting for the result.
         self._is_chain = branches == ()
         self._min_confidence = min_confidence
         self.cache = cache or DraftCache(model)
@@ -154,7 +154,7 @@ class ModelDrafter(BudgetedDrafter):
         sampler: Sampler,
         acceptance: Acceptance,
     ) -> list[int]:
-        """Add children to the frontier nodes, and return the new nodes to expand next."""
+        """Add children to the nodes in the frontier, and return the new nodes to expand next."""
         rows = [place - first for node in frontier if (place := tree.model_nodes[node]) is not None]
         probs = [_NO_PROBS] * len(rows)
 
@@ -191,7 +191,7 @@ class ModelDrafter(BudgetedDrafter):
             self._growth.record_verify_pass(tree.width)
 
     def commit(self, tokens: tuple[int, ...]) -> None:
-        """See `Drafter.commit`. The next draft pass runs emitted tokens that are not in the KV cache yet."""
+        """See `Drafter.commit`. The next draft pass runs any emitted tokens missing from the KV cache."""
         if self._tree and self._tree.model_tree_run:
             nodes = self._tree.walk(tokens)
             self._model.commit(self._tree.model_path(nodes[1 : len(tokens)]))

@@ -1,4 +1,4 @@
-"""Prompt lookup decoding: draft the tokens that followed the last n-gram when it previously occurred."""
+"""Prompt lookup decoding: find where the last few tokens occurred before, and draft what followed."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ __all__ = ["NgramDrafter"]
 
 
 class NgramDrafter(Drafter):
-    """Drafts chains by looking up the last n-gram in the prompt and the reply, longest n-gram first.
+    """Drafts the tokens that followed an earlier occurrence of the last tokens in the chat.
 
     Implements Prompt Lookup Decoding (Saxena 2023). LLMA (arXiv 2304.04487) copies from reference texts in a
-    similar way. If there are several matches, the most recent is used. There is no index: every lookup scans
-    all tokens, so its time grows with the length of the chat.
+    similar way. Longer n-grams are tried first. If an n-gram occurs several times, the most recent occurrence
+    is used. There is no index: every lookup scans all tokens, so its time grows with the length of the chat.
 
     Args:
-        max_ngram_tokens: Maximum length of an n-gram to look up.
-        min_ngram_tokens: Nothing is drafted after a shorter match.
+        max_ngram_tokens: Maximum number of last tokens to look up.
+        min_ngram_tokens: Minimum number of matching tokens. Nothing is drafted after a shorter match.
     """
 
     name = "ngram"
@@ -51,7 +51,7 @@ class NgramDrafter(Drafter):
             return TokenTree.chain(root, self._continuation(position, draft_length))
 
     def _continuation(self, position: int, count: int) -> list[int]:
-        """Return `count` tokens starting at `position`. Past the end of the buffer, the tokens repeat."""
+        """Return `count` tokens starting at `position`, repeating them if the buffer ends too early."""
         end = min(position + count, self._buffer.length)
         tokens: list[int] = self._buffer.tokens[position:end].tolist()
         return [tokens[i % len(tokens)] for i in range(count)]

@@ -1,4 +1,4 @@
-"""Draft with a model that is trained between replies on its own mistakes."""
+"""Draft with a model that learns from its own mistakes between replies."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class OnlineDrafter(BudgetedDrafter):
         self._drafter.observe(tree, logits, sampler)
 
     def commit(self, tokens: tuple[int, ...]) -> None:
-        """See `Drafter.commit`. The target's logits are still valid here, until its next pass."""
+        """See `Drafter.commit`. The target's logits are still valid here. Its next pass overwrites them."""
         if self._proposed and self._verified:
             self.trainer.record_round(self._proposed, *self._verified, tokens)
         self._proposed = self._verified = None

@@ -1,7 +1,8 @@
 """Train a draft model between replies on the tokens that it predicted incorrectly.
 
-Implements online speculative decoding (OSD, arXiv 2310.07177): at each rejected token, the target's
-distribution is recorded. The draft model is trained on these distributions while no reply is being generated.
+Implements online speculative decoding (OSD, arXiv 2310.07177): whenever the target rejects a draft token, the
+target's probabilities for that token are recorded. The draft model is trained on them while no reply is being
+generated.
 """
 
 from __future__ import annotations
@@ -24,18 +25,18 @@ from edgespec.errors import CancelledError
 
 __all__ = ["OnlineTrainer"]
 
-# The limits below are heuristics.
-# Number of the target's top tokens to record for each rejected draft token.
+# All limits below are heuristics. Number of the target's most probable tokens to record for each rejected
+# draft token.
 TARGET_TOKENS = 16
-# Length of a training example, including `_CONTEXT_TOKENS` leading tokens that only provide context.
+# Number of tokens per training example. The first `_CONTEXT_TOKENS` of them only provide context.
 EXAMPLE_TOKENS = 96
 _CONTEXT_TOKENS = 32
 _MAX_EXAMPLES = 128
-# Training steps per new example, and the maximum per idle period.
+# Number of training steps per new example, and maximum number of steps per idle period.
 _STEPS_PER_EXAMPLE = 4
 _MAX_STEPS = 64
-# Compare the original and the trained weights on about this many recent tokens, but only if at least the
-# second number of tokens has been evaluated.
+# Approximate number of recent tokens on which the original and the trained weights are compared, and minimum
+# number of evaluated tokens for a comparison.
 _EVALUATION_TOKENS = 1024
 _MIN_EVALUATION_TOKENS = 64
 _EMPTY = np.zeros(0)
@@ -43,7 +44,7 @@ _EMPTY = np.zeros(0)
 
 @dataclass(frozen=True, slots=True)
 class _Rejection:
-    """The target's distribution at a rejection: the distribution after the token at `position`."""
+    """The target's probabilities for the token after `position`, where a draft token was rejected."""
 
     position: int
     best: NDArray[np.int64]
@@ -52,7 +53,7 @@ class _Rejection:
 
 @dataclass(frozen=True, slots=True)
 class _Evaluation:
-    """Number of reply tokens that the original and the trained weights predicted correctly."""
+    """Number of reply tokens predicted correctly by the original weights and by the trained weights."""
 
     tokens: int
     original_hits: int
@@ -69,7 +70,7 @@ class OnlineTrainer:
 
     Args:
         cache: The draft model's KV cache.
-        trainer: Trains the draft model's adapter.
+        trainer: Runs the training steps for the draft model's adapter.
         store: Saves the adapter for later runs.
     """
 
@@ -83,21 +84,21 @@ class OnlineTrainer:
         # Whether any token has been drafted in the current reply.
         self._drafted = False
         self._rejections: list[_Rejection] = []
-        # Pairs of an example and the index of its first token after the context.
+        # Each entry consists of an example and the index of its first token after the context.
         self._pending: deque[tuple[TrainingExample, int]] = deque(maxlen=_MAX_EXAMPLES)
         self._examples: deque[TrainingExample] = deque(maxlen=_MAX_EXAMPLES)
         self._pending_steps = 0
         self._evaluations: deque[_Evaluation] = deque()
         self._trained_tokens = self._steps = 0
         self._random = np.random.default_rng(0)
-        # Whether the draft model's KV cache was computed with different weights from the active ones.
+        # Whether the draft model's KV cache must be recomputed because the active weights have changed.
         self._cache_is_stale = False
         if store:
             self._restore(store)
 
     @property
     def size_bytes(self) -> int:
-        """Memory used for training in bytes. Excludes a step's peak memory until the first step has run."""
+        """Memory used for training, in bytes. Peak memory during a step is unknown before the first step."""
         return self._trainer.state_bytes + self._trainer.peak_step_bytes
 
     def begin(self, tokens: Sequence[int]) -> None:
@@ -115,11 +116,11 @@ class OnlineTrainer:
     def record_round(
         self, proposed: TokenTree, verified: TokenTree, logits: Logits, tokens: tuple[int, ...]
     ) -> None:
-        """Record the target's distribution if a draft token was rejected.
+        """Record the target's probabilities if it rejected a draft token.
 
         Args:
             proposed: The draft.
-            verified: The tree that the target verified, which may be only a part of the draft.
+            verified: The tree that the target verified. It may be only a part of the draft.
             logits: The target's logits, one row per node of `verified`.
             tokens: The tokens emitted after verification.
         """
@@ -127,7 +128,7 @@ class OnlineTrainer:
         accepted_path = proposed.walk(tokens)
         accepted = len(accepted_path) - 1
         rows = verified.walk(tokens[:accepted])
-        if len(rows) <= accepted:  # the rest of the draft was correct but not verified
+        if len(rows) <= accepted:  # the rest of the draft was not verified, so nothing was rejected
             return
         if accepted < len(tokens) and proposed.children(accepted_path[-1]):
             position = len(self._tokens) - 1 + accepted
@@ -166,8 +167,8 @@ class OnlineTrainer:
     def _collect_examples(self) -> None:
         """Split the reply into examples, each preceded by some context tokens.
 
-        Examples without a rejection are included for evaluation but not for training. Otherwise, correct
-        predictions would not count in the evaluation.
+        Examples in which no draft token was rejected are used for evaluation but not for training. Without
+        them, the evaluation would only see text that is hard to predict.
         """
         part_tokens = EXAMPLE_TOKENS - _CONTEXT_TOKENS
         begins = range(self._prompt_tokens, len(self._tokens), part_tokens) if self._drafted else ()
@@ -192,10 +193,10 @@ class OnlineTrainer:
             self._evaluations.popleft()
 
     def _train(self, should_continue: Callable[[], bool]) -> bool:
-        """Run the pending training steps, and return whether any weight has changed."""
+        """Run the training steps that are due, and return whether any weight has changed."""
         changed = False
         while self._pending_steps and self._examples and should_continue():
-            # Taking the larger of two random indices favours recent examples but still revisits old ones.
+            # The larger of two random indices favours recent examples but sometimes selects old ones.
             index = int(self._random.integers(len(self._examples), size=2).max())
             self._trainer.train_step(self._examples[index])
             self._pending_steps -= 1
@@ -204,7 +205,7 @@ class OnlineTrainer:
         return changed
 
     def _select_weights(self, changed: bool) -> None:
-        """Enable the adapter unless the original weights predicted more recent tokens correctly."""
+        """Enable the adapter unless the original weights predict recent tokens better."""
         use_adapter = self._adapter_is_better
         if use_adapter != self._trainer.adapted:
             self._trainer.set_adapted(use_adapter)
@@ -224,7 +225,7 @@ class OnlineTrainer:
         self._draft.truncate(0)
         self._cache_is_stale = False
         self._cache.begin(self._tokens)
-        with suppress(CancelledError):  # `propose` will prefill the remaining tokens
+        with suppress(CancelledError):  # `propose` prefills the remaining tokens later
             self._cache.prefill(progress=lambda *_: should_continue())
 
     def _saved_arrays(self) -> dict[str, NDArray[Any]]:
@@ -247,7 +248,7 @@ class OnlineTrainer:
 
     @property
     def evaluation(self) -> tuple[int, int, int]:
-        """Counts of recent tokens: predicted by the original weights, by the adapter, and in total."""
+        """Recent tokens that the original weights and the adapter predicted correctly, and in total."""
         return (
             sum(one.original_hits for one in self._evaluations),
             sum(one.adapted_hits for one in self._evaluations),

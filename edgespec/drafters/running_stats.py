@@ -1,4 +1,4 @@
-"""Running statistics that give recent values the most weight."""
+"""Running statistics in which recent values have the most weight."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from numpy.typing import NDArray
 
 __all__ = ["AcceptanceCounts", "RunningMean"]
 
-# After this many values, each new value has a weight of 1/10, so the mean adapts to changes within about ten
-# values.
+# Number of values after which each new value has a weight of 1/10, so that the mean follows changes within
+# about ten values.
 _MEAN_VALUES = 10
-# A mean restored from an earlier run counts as at most this many values, so that new values soon outweigh it.
+# Maximum weight of a mean restored from an earlier run, as a number of values. New values soon outweigh it.
 _MAX_RESTORED_COUNT = 5
 
 
@@ -32,7 +32,7 @@ class RunningMean:
         self.value += (value - self.value) / min(self.count, _MEAN_VALUES)
 
     def saved(self) -> NDArray[np.float64]:
-        """Return the mean and the count as a float64 array [2] to save for a later run."""
+        """Return a float64 array [2] with the mean and the count, to save for a later run."""
         return np.array([self.value, self.count])
 
     def restore(self, saved: NDArray[np.float64]) -> None:
@@ -50,20 +50,20 @@ class RunningMean:
 class AcceptanceCounts:
     """Counts of drafted and accepted tokens per category, with exponential decay.
 
-    Each count is kept twice: with fast decay in `accepted` and `drafted`, and with slow decay for
-    `limit_weight`.
+    Every number is counted twice: with fast decay in `accepted` and `drafted`, and with slow decay for the
+    long-term rates that `limit_weight` uses.
 
     Args:
-        accepted: Prior count of accepted tokens per category, float64.
-        drafted: Prior count of drafted tokens per category, with the same shape.
+        accepted: Initial number of accepted tokens per category, float64.
+        drafted: Initial number of drafted tokens per category, with the same shape.
 
     Attributes:
         accepted: Decayed count of accepted tokens per category.
         drafted: Decayed count of drafted tokens per category.
     """
 
-    # Decay factors for each new token in a category. With 0.98, a token loses half of its weight after 34
-    # further tokens.
+    # Factors by which old counts decrease with each new token in the category. With 0.98, a token loses half
+    # of its weight after 34 further tokens.
     DECAY = 0.98
     _LONG_DECAY = 0.998
 
@@ -73,7 +73,7 @@ class AcceptanceCounts:
         self._long_accepted, self._long_drafted = accepted.copy(), drafted.copy()
 
     def record(self, category: tuple[int, ...], accepted: bool) -> None:
-        """Count one drafted token. `category` is an index into the arrays."""
+        """Count one drafted token in the category with this index."""
         self.drafted[category] = self.drafted[category] * self.DECAY + 1.0
         self.accepted[category] = self.accepted[category] * self.DECAY + accepted
         self._long_drafted[category] = self._long_drafted[category] * self._LONG_DECAY + 1.0
@@ -99,9 +99,9 @@ class AcceptanceCounts:
         self.accepted, self.drafted, self._long_accepted, self._long_drafted = saved.astype(np.float64)
 
     def limit_weight(self, max_drafted: float) -> None:
-        """Replace recent acceptance rates with long-term ones, weighted as at most `max_drafted` tokens.
+        """Replace recent acceptance rates by long-term rates that weigh at most `max_drafted` tokens.
 
-        Called when drafting resumes after a pause, because acceptance may have changed.
+        Called when drafting resumes after a pause, because recent rates may no longer apply.
         """
         np.minimum(self.drafted, max_drafted, out=self.drafted)
         np.divide(
@@ -112,6 +112,6 @@ class AcceptanceCounts:
         )
 
     def decay(self, weight: float = DECAY) -> None:
-        """Move the counts towards their prior by a fraction of 1 - `weight`."""
+        """Move the counts towards their initial values by a fraction of 1 - `weight`."""
         for counts, prior in zip((self.accepted, self.drafted), self._prior, strict=True):
             counts += (prior - counts) * (1.0 - weight)

@@ -19,11 +19,12 @@ from edgespec.errors import CapabilityError
 
 __all__ = ["SwiftDrafter"]
 
-# Evaluate a set of skipped layers on this many recent tokens in one pass. This is enough to rank sets and
-# short enough not to delay a new reply noticeably.
+# Number of recent tokens on which a set of skipped layers is evaluated, in one pass. It is large enough to
+# compare sets, and small enough not to delay a new reply noticeably.
 EVALUATION_TOKENS = 64
 _MIN_EVALUATION_TOKENS = 16
-# Maximum number of sets to evaluate per idle period (a heuristic) and per model (as in the paper).
+# Maximum number of sets to evaluate per idle period (a heuristic), and in total for a model (as in the
+# paper).
 MAX_SETS_PER_IDLE_PERIOD = 48
 MAX_SETS = 1000
 
@@ -32,13 +33,13 @@ class SwiftDrafter(Drafter):
     """Drafts with the target's own weights and KV cache, skipping layers (SWIFT, arXiv 2410.06916).
 
     Between replies, the drafter searches for the best layers to skip, using the end of the current chat as
-    test data. Nothing is drafted until some set is expected to be faster than plain decoding. The paper skips
-    attention and feed-forward blocks separately; here, whole layers are skipped.
+    test data. Nothing is drafted until skipping some set of layers is expected to be faster than plain
+    decoding. The paper skips attention and feed-forward blocks separately; here, whole layers are skipped.
 
     Args:
         target: The target model.
         store: Saves the state of the search for later runs.
-        pass_cost: v(m), the cost of a verify pass of m tokens in target steps.
+        pass_cost: Returns the cost of verifying a given number of tokens in one pass, in target steps.
         min_confidence: See `ModelDrafter`.
         seed: Random seed for the search.
 
@@ -71,7 +72,7 @@ class SwiftDrafter(Drafter):
         if store:
             self._search.restore(store.load())
         self._tokens: list[int] = []
-        # The layer set used in the current reply, and the drafter that uses it.
+        # The set of layers skipped in the current reply, and the drafter that skips them.
         self._layer_set: ScoredLayerSet | None = None
         self._drafter: ModelDrafter | None = None
         self._proposed: TokenTree | None = None
@@ -108,22 +109,22 @@ class SwiftDrafter(Drafter):
             self._drafter.observe(tree, logits, sampler)
 
     def commit(self, tokens: tuple[int, ...]) -> None:
-        """See `Drafter.commit`. Also records the accepted and rejected tokens in the search."""
+        """See `Drafter.commit`. Also tells the search how many drafted tokens were accepted."""
         if self._drafter:
             self._drafter.commit(tokens)
         if self._layer_set and self._proposed and self._proposed.drafted:
             accepted = len(self._proposed.walk(tokens)) - 1
-            # If the reply ended within the draft, it is unknown whether the next drafted token was correct.
+            # If the reply ended inside the draft, it is unknown whether the next drafted token was correct.
             known = min(accepted + 1, self._proposed.drafted) if len(tokens) > accepted else accepted
             self._search.record(self._layer_set.layers, accepted, known)
         self._proposed = None
         self._tokens.extend(tokens)
 
     def run_idle_work(self, should_continue: Callable[[], bool]) -> None:
-        """Evaluate sets of skipped layers on the end of the chat.
+        """Evaluate how well the target predicts the end of the chat when some layers are skipped.
 
-        The best set is evaluated first, even if the limit is reached, because its score may have changed with
-        the text.
+        The best set so far is evaluated first, even if the limit has been reached, because it may be worse
+        for the current text.
         """
         tokens = self._tokens[: self._target.length][-EVALUATION_TOKENS:]
         if len(tokens) < _MIN_EVALUATION_TOKENS:

@@ -1,4 +1,4 @@
-"""Search for the layers to skip in SWIFT (arXiv 2410.06916): random search with occasional Bayesian steps."""
+"""Find the layers to skip in SWIFT (arXiv 2410.06916) by random search and occasional Bayesian steps."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ __all__ = ["LayerSet", "ScoredLayerSet", "SwiftSearch", "expected_speed_up"]
 # Indices of the skipped layers in ascending order, starting at 0.
 LayerSet: TypeAlias = tuple[int, ...]
 
-# Fraction of layers to skip, and the interval between Bayesian steps. Both values are from the paper.
+# Fraction of layers to skip, and number of tried sets between Bayesian steps. Both are from the paper.
 SKIP_RATIO = 0.45
 BAYESIAN_INTERVAL = 25
 # Maximum draft length to consider, and maximum number of layer sets to keep. Both are heuristics.
 _MAX_DRAFT_LENGTH = 8
 _MAX_SETS = 256
-# Halve the counts of a set when they exceed this many tokens, so that old observations lose weight.
+# When the counts of a set exceed this many tokens, they are halved, so that old observations lose weight.
 _MAX_COUNTED_TOKENS = 2048
-# A Bayesian step considers this many random sets and as many neighbours of good sets.
+# Number of random sets to consider in a Bayesian step. It also considers as many variants of good sets.
 _CANDIDATES = 256
 
 
@@ -50,7 +50,7 @@ def expected_speed_up(agreement: float, cost: float, pass_cost: Callable[[int], 
     """Return the highest expected speed-up over plain decoding, and the draft length that achieves it.
 
     Args:
-        agreement: Probability that a drafted token is accepted.
+        agreement: Probability that the target accepts a drafted token.
         cost: Cost of a drafted token, in target steps.
         pass_cost: v(m), the cost of a verify pass of m tokens in target steps.
     """
@@ -71,7 +71,7 @@ class SwiftSearch:
         seed: Random seed for generating sets.
 
     Attributes:
-        tried: Number of sets tried, including sets that have since been evicted.
+        tried: Number of sets tried so far, including those no longer stored.
     """
 
     def __init__(self, layer_count: int, pass_cost: Callable[[int], float], seed: int) -> None:
@@ -79,26 +79,26 @@ class SwiftSearch:
         self._layer_count = layer_count
         self._pass_cost = pass_cost
         self._random = np.random.default_rng(seed)
-        # (correct tokens, all tokens) drafted with each set.
+        # Number of correct tokens and of all tokens drafted with each set.
         self._counts: dict[LayerSet, tuple[int, int]] = {}
-        # Cached score of each set, recomputed when its counts change.
+        # Cached score of each set, which is recomputed when the set's counts change.
         self._scored: dict[LayerSet, ScoredLayerSet] = {}
 
     @property
     def best(self) -> ScoredLayerSet | None:
-        """The set with the highest expected speed-up; None if no set has been tried."""
+        """The set with the highest expected speed-up, or None if no set has been tried."""
         return max(self._scored.values(), key=lambda scored: scored.speed_up, default=None)
 
     def _set_counts(self, layers: LayerSet, right: int, total: int) -> None:
         self._counts[layers] = (right, total)
-        # Count one additional wrong token, so that sets with few observations are not overrated.
+        # Count one extra wrong token, so that sets with few observations are not overrated.
         agreement = right / (total + 1)
         cost = 1.0 - len(layers) / self._layer_count
         speed_up, length = expected_speed_up(agreement, cost, self._pass_cost)
         self._scored[layers] = ScoredLayerSet(layers, agreement, speed_up, length)
 
     def record(self, layers: LayerSet, right: int, total: int) -> None:
-        """Record that `right` of the `total` tokens drafted without these layers were correct."""
+        """Record that `right` of `total` tokens were correct when drafted without these layers."""
         if total == 0:
             return
         if layers not in self._counts:
@@ -124,7 +124,7 @@ class SwiftSearch:
         return tuple(sorted((chosen + 1).tolist()))
 
     def _neighbour(self, layers: LayerSet) -> LayerSet:
-        """Return a copy of the set with one layer exchanged at random."""
+        """Return a copy of the set in which one random layer is replaced by another."""
         others = [layer for layer in range(1, self._layer_count - 1) if layer not in layers]
         if not others:
             return layers
@@ -133,7 +133,7 @@ class SwiftSearch:
         return tuple(sorted(changed))
 
     def _bayesian_set(self) -> LayerSet:
-        """Return the candidate set with the highest expected improvement."""
+        """Return the set that is expected to improve on the best one the most."""
         tried = list(self._counts)
         leaders = sorted(tried, key=lambda layers: -self._scored[layers].speed_up)[:8]
         pool = {self._random_set() for _ in range(_CANDIDATES)}
@@ -148,7 +148,7 @@ class SwiftSearch:
         return candidates[int(improvement.argmax())]
 
     def _bits(self, sets: list[LayerSet]) -> NDArray[np.float64]:
-        """Return a float64 array [sets, layers] that is 1 for each skipped layer."""
+        """Return a float64 array [sets, layers] that contains 1 for each skipped layer, else 0."""
         bits = np.zeros((len(sets), self._layer_count))
         for row, layers in zip(bits, sets, strict=True):
             row[list(layers)] = 1.0
@@ -187,8 +187,8 @@ def _gaussian_process(
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Predict the speed-up of candidate sets with a Gaussian process.
 
-    The kernel decreases with the number of layers in which two sets differ. Values estimated from fewer
-    tokens are treated as noisier.
+    Sets that differ in few layers are assumed to have similar speed-ups. Values estimated from few tokens are
+    treated as less certain.
 
     Args:
         tried: Observed sets [n, layers].
@@ -197,7 +197,7 @@ def _gaussian_process(
         candidates: Sets to predict [m, layers].
 
     Returns:
-        Mean and standard deviation of each candidate [m].
+        Mean and standard deviation of each candidate's predicted speed-up [m].
     """
     centre, spread = float(values.mean()), max(float(values.std()), 1e-6)
     length_scale = max(2.0, SKIP_RATIO * tried.shape[1])
@@ -217,7 +217,7 @@ def _gaussian_process(
 def _expected_improvement(
     mean: NDArray[np.float64], deviation: NDArray[np.float64], best: float
 ) -> NDArray[np.float64]:
-    """Return the expected improvement over `best` for normally distributed values."""
+    """Return by how much normally distributed values are expected to exceed `best`."""
     z = (mean - best) / deviation
     below = np.array([0.5 * (1.0 + math.erf(one / math.sqrt(2.0))) for one in z])
     density = np.exp(-0.5 * z * z) / math.sqrt(2.0 * math.pi)

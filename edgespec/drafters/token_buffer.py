@@ -1,4 +1,4 @@
-"""A token buffer that finds repeated n-grams, and constants shared by the lookup drafters."""
+"""A token buffer that can find repeated n-grams, and constants that the lookup drafters share."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ TokenArray: TypeAlias = NDArray[np.int32]
 
 # Separates texts in an index. No token has this id, so matches and continuations never cross a separator.
 SEPARATOR = -1
-# Maximum length of a match and of a drafted continuation in the suffix drafter.
+# Maximum length of a match and of a drafted continuation in the suffix drafter, in tokens.
 MAX_MATCH_TOKENS = 32
 MAX_CONTINUATION_TOKENS = 32
 
 
 class TokenBuffer:
-    """A buffer for the last tokens of a sequence, using 4 bytes per token.
+    """Stores the last tokens of a sequence in 4 bytes each.
 
     Args:
-        capacity_tokens: Minimum number of recent tokens to keep. Older tokens are dropped when the buffer
-            holds twice as many.
+        capacity_tokens: Number of recent tokens to keep. Older tokens are dropped only when the buffer
+            contains twice as many.
 
     Attributes:
         tokens: int32 array [>= length]; the entries after `length` are unused.
@@ -42,7 +42,7 @@ class TokenBuffer:
         return 4 * 2 * self._capacity_tokens
 
     def set_tokens(self, tokens: Sequence[int]) -> None:
-        """Replace the buffer's content with the end of `tokens`."""
+        """Replace the content of the buffer with the end of `tokens`."""
         self.tokens = np.array(tokens[-self._capacity_tokens :], np.int32)
         self.length = len(self.tokens)
 
@@ -60,13 +60,14 @@ class TokenBuffer:
         self.length = length
 
     def longest_repeated_suffix(self, max_tokens: int) -> tuple[int, int]:
-        """Find the longest suffix that occurs earlier in the buffer, and its most recent earlier occurrence.
+        """Find the longest suffix that also occurs earlier in the buffer, and its latest such occurrence.
 
         Args:
             max_tokens: Maximum length of the suffix.
 
         Returns:
-            The length of the suffix and the position after its earlier occurrence; (0, 0) if there is none.
+            The length of the suffix and the position just after its earlier occurrence, or (0, 0) if there is
+            none.
         """
         suffix = self.tokens[max(0, self.length - max_tokens) : self.length][::-1].tolist()
         # Positions after earlier occurrences of the last token. The loop below extends the match to longer

@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 
 __all__ = ["Children", "DraftProbs", "FixedShape", "TreeGrowth"]
 
-# Returns the draft model's highest token probabilities after frontier node i, in descending order.
+# Given the index of a frontier node, returns the draft model's highest probabilities for the next token, in
+# descending order.
 DraftProbs: TypeAlias = Callable[[int], NDArray[np.float64]]
 
 
@@ -20,7 +21,7 @@ DraftProbs: TypeAlias = Callable[[int], NDArray[np.float64]]
 class Children:
     """How many children to draft for one node, and how many of them to expand.
 
-    These numbers are fixed before any token is drawn, because dropping a drawn token would bias rejection
+    Both numbers are chosen before any token is drawn, because dropping a drawn token would bias rejection
     sampling.
 
     Attributes:
@@ -34,7 +35,7 @@ class Children:
 
 
 class TreeGrowth(ABC):
-    """A rule that decides, level by level, how a draft tree grows. Each drafter owns one.
+    """A rule that decides, level by level, how a draft tree grows. Each drafter has its own rule.
 
     Each draft-and-verify round calls `begin_round`, `grow_level` after each draft model pass, `finish_draft`,
     `record_verify_pass`, and `record_outcome` for each node whose next token is known. If `begin_round`
@@ -42,7 +43,7 @@ class TreeGrowth(ABC):
 
     Attributes:
         siblings: Number of children per node to pass to `record_outcome`, whether or not they were drafted.
-        chooses_length: The rule may end a draft before it reaches the draft length.
+        chooses_length: Whether the rule may end a draft before it reaches the draft length.
     """
 
     siblings: int = 1
@@ -57,7 +58,8 @@ class TreeGrowth(ABC):
         """Return the children of each frontier node.
 
         Args:
-            path_probs: For each frontier node, the estimated probability that its path is accepted.
+            path_probs: For each frontier node, the estimated probability that it and its ancestors are
+                accepted.
             draft_probs: Returns the draft model's highest probabilities after a frontier node.
         """
 
@@ -75,7 +77,7 @@ class TreeGrowth(ABC):
 
         Args:
             probs: The draft model's highest probabilities after the node, float64, in descending order.
-            accepted: Index of the accepted child; None if the target chose another token.
+            accepted: Index of the accepted child, or None if the target chose another token.
         """
 
     def record_skipped_round(self) -> None:  # noqa: B027

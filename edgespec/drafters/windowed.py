@@ -1,7 +1,7 @@
 """Limit a draft model's attention to the first and last tokens of the sequence.
 
-This bounds the draft model's cost and memory for long sequences, and keeps positions within its trained
-context.
+This limits the time and memory that the draft model needs for long sequences, and keeps token positions
+within the context that it was trained for.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from edgespec.errors import BackendError, CapabilityError, OptionError
 
 __all__ = ["AttentionWindow", "WindowedModel", "choose_draft_window"]
 
-# Space reserved in the draft model's context, in addition to the window, for one draft tree.
+# Number of tokens in the draft model's context to reserve for a draft tree, in addition to the window.
 _MAX_TREE_TOKENS = 128
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionWindow:
-    """Tokens that a draft model attends to: the first and the last tokens of the sequence.
+    """Limits a draft model's attention to the first and the last tokens of a sequence.
 
-    Each eviction has a fixed cost, so the window may grow by `slack_tokens` before the oldest tokens are
-    evicted all at once.
+    The window may grow by `slack_tokens` before its oldest tokens are evicted all at once, because evicting a
+    few tokens takes as long as evicting many.
 
     Attributes:
-        sink_tokens: Number of first tokens to keep, called attention sinks in StreamingLLM (arXiv
-            2309.17453).
-        window_tokens: Minimum number of last tokens to keep.
+        sink_tokens: Number of tokens to keep from the beginning of the sequence, called attention sinks in
+            StreamingLLM (arXiv 2309.17453).
+        window_tokens: Minimum number of tokens to keep from the end of the sequence.
     """
 
     sink_tokens: int = 4
@@ -45,12 +45,12 @@ class AttentionWindow:
 
     @property
     def context_tokens(self) -> int:
-        """Context size with which to load the draft model."""
+        """Number of context tokens with which to load the draft model."""
         return self.sink_tokens + self.window_tokens + self.slack_tokens + _MAX_TREE_TOKENS
 
     @property
     def description(self) -> str:
-        """User-facing description of the window."""
+        """Description of the window for the user."""
         return f"the first {self.sink_tokens:,} and the last {self.window_tokens:,} tokens"
 
     def limited_to(self, trained_tokens: int) -> AttentionWindow:
@@ -69,13 +69,13 @@ def choose_draft_window(
     Args:
         context_tokens: Context size of the target.
         trained_tokens: Trained context size of the draft model; 0 if unknown.
-        window_tokens: The window size requested by the user; 0 disables the window. If None, a window is used
+        window_tokens: The window size requested by the user, or 0 for no window. If None, a window is used
             only if the sequence may exceed the trained context, because predictions are best with the whole
             sequence.
         sink_tokens: Number of first tokens to keep in the window.
 
     Returns:
-        The window, or None if the draft model sees the whole sequence.
+        The window, or None if the draft model should see the whole sequence.
     """
     if window_tokens is None:
         if not 0 < trained_tokens < context_tokens:
@@ -86,14 +86,14 @@ def choose_draft_window(
 
 
 class WindowedModel(BaseModel):
-    """A LanguageModel that supports long sequences with a model whose context is shorter.
+    """A LanguageModel for sequences that are longer than the context of the model that it wraps.
 
-    Implements StreamingLLM (arXiv 2309.17453) for draft models, as in MagicDec (arXiv 2408.11049). The inner
-    KV cache holds the attention sinks, followed by the tokens starting at `_start`. If it lags behind the
-    sequence, the missing tokens are run before the next pass. Token positions are relative to the inner
-    cache.
+    Implements StreamingLLM (arXiv 2309.17453) for draft models, as in MagicDec (arXiv 2408.11049). The
+    wrapped (inner) model's KV cache contains the first tokens, followed by the tokens from position `_start`
+    to the end. If recent tokens are missing, they are run before the next pass. Token positions are counted
+    from the start of this cache.
 
-    If the inner model cannot evict tokens, a full window is replaced by recomputing its most recent half.
+    If the inner model cannot evict tokens and the window is full, its most recent half is recomputed.
 
     Args:
         model: The inner model.
@@ -128,7 +128,7 @@ class WindowedModel(BaseModel):
                 trainable=False,
             ),
         )
-        # Maximum size of the inner KV cache before a pass.
+        # Maximum number of tokens in the inner KV cache before a pass.
         self._max_cached_tokens = window.sink_tokens + window.window_tokens + window.slack_tokens
         self._tokens: list[int] = []
         self._start = window.sink_tokens
@@ -156,13 +156,13 @@ class WindowedModel(BaseModel):
             raise
 
     def _update_inner_cache(self, progress: Progress | None = None) -> None:
-        """Prefill the missing tokens. Evict old tokens first if the window would become too large."""
+        """Prefill the missing tokens. If the window would become too large, evict old tokens first."""
         sinks, length = self._window.sink_tokens, len(self._tokens)
         cached = self._model.length
         if cached < sinks:
             self._start = sinks
         needed = cached + length - self._end
-        # Truncating the sequence may leave too few tokens in the window. Recompute the window in that case.
+        # The window may contain too few tokens after the sequence was truncated. Recompute it in that case.
         too_small = self._start > sinks and needed < sinks + self._window.slack_tokens
         if needed > self._max_cached_tokens or too_small:
             self._evict()

@@ -1,4 +1,4 @@
-"""The memory budget, the plan of what is loaded within it, and the prefix cache."""
+"""Memory management: find the memory budget, plan what to load within it, and cache prefixes."""
 
 from edgespec.memory.budget import (
     Budget,

@@ -1,4 +1,4 @@
-"""The memory budget: how much memory this process may use, and how much it uses now."""
+"""Find out how much memory this process may use, and how much it currently uses."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from edgespec.files import format_bytes
 from edgespec.memory.limits import Limit, process_limits
 
 if sys.platform != "win32":
-    import resource  # At module level, because a reply may end while the interpreter shuts down.
+    import resource  # Import early, because a reply may end during interpreter shutdown.
 
 __all__ = [
     "ADDRESS_STEP_BYTES",
@@ -29,26 +29,26 @@ __all__ = [
     "within_limits",
 ]
 
-# The default reserve for other programs: 512 MiB, or 5 % of the memory there is if that is less.
+# By default, reserve 512 MiB for other programs, or 5 % of total memory if that is less.
 DEFAULT_RESERVE_BYTES = 512 * 2**20
 _RESERVE_SHARE = 0.05
-# Under `ulimit -v`, a budget is rounded down to these steps, so that a plan and the load after it agree: the
-# part of the libraries that is already in memory differs a little from run to run.
+# Under `ulimit -v`, round budgets down to multiples of these sizes. The memory used by libraries varies
+# slightly between runs, and rounding makes a plan and the load that follows it use the same budget.
 ADDRESS_STEP_BYTES, PROCESS_ADDRESS_STEP_BYTES = 2**20, 16 * 2**20
-# Memory that llama.cpp needs to report the size of a model. With less it aborts the process.
+# Memory that llama.cpp needs to report the size of a model. It aborts the process if there is less.
 _PLANNING_BYTES = 64 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """The memory that may be used.
+    """Limits on the memory that this process may use.
 
     Attributes:
-        bytes: system memory for this process.
-        source: where the number comes from, for people.
-        gpu_bytes: memory of all graphics cards that have their own; 0 without such cards.
-        limits: the limits of this process that were compared; empty for a budget that the user gave.
-        reserve_bytes: memory that stays free for other programs. Cached prefixes are dropped below it.
+        bytes: system memory that this process may use, in bytes.
+        source: user-facing description of where `bytes` comes from.
+        gpu_bytes: usable memory of all graphics cards with their own memory; 0 if there are none.
+        limits: the process limits that were compared to find `bytes`; empty if the user set the budget.
+        reserve_bytes: memory to keep free for other programs. If less is free, cached prefixes are dropped.
     """
 
     bytes: int
@@ -63,12 +63,12 @@ def find_budget(
     cards: Sequence[tuple[str, int]] = (),
     reserve_bytes: int | None = None,
 ) -> Budget:
-    """Return the budget that the user gave, or what this machine and its limits leave free.
+    """Return the user's budget or, by default, the memory that this machine and its limits leave free.
 
     Args:
-        memory_bytes: the value of `--memory`, for system memory; None to use what is available.
-        cards: name and free bytes of each graphics card with its own memory.
-        reserve_bytes: memory to leave to other programs; None for the default.
+        memory_bytes: the value of `--memory`, which limits system memory. Defaults to the available memory.
+        cards: name and number of free bytes of each graphics card with its own memory.
+        reserve_bytes: memory to leave for other programs. Defaults to 512 MiB or 5 % of total memory.
     """
     limits = process_limits()
     total = int(psutil.virtual_memory().total)
@@ -83,7 +83,7 @@ def find_budget(
 
 
 def within_limits(budget: Budget, reserve_bytes: int | None = None) -> Budget:
-    """Return the budget, lowered to the hard limits of this process if it exceeds them."""
+    """Return the budget, reduced if it exceeds a hard limit of this process."""
     hard = [_usable_bytes(limit, reserve_bytes) for limit in process_limits() if limit.hard]
     least, source = min(hard, default=(budget.bytes, ""))
     if budget.limits or least >= budget.bytes:
@@ -92,13 +92,13 @@ def within_limits(budget: Budget, reserve_bytes: int | None = None) -> Budget:
 
 
 def _usable_bytes(limit: Limit, reserve_bytes: int | None) -> tuple[int, str]:
-    """Return what a limit leaves for Python, its libraries and models, and the calculation in words."""
+    """Return the number of bytes within a limit that edgespec may use, and the calculation as text."""
     if limit.stack_bytes is None:
         kept_free, purpose = _reserve(limit.bytes, reserve_bytes), "for other programs"
     else:
         kept_free, purpose = limit.stack_bytes, "for stacks of threads"
     source = f"{limit.what}, less {format_bytes(kept_free)} {purpose}"
-    # A plan has an item for Python and its libraries. Whatever else this process holds lowers the budget.
+    # Plans already include Python and its libraries. Subtract any other memory used by this process.
     process = process_bytes()
     held = resident_bytes()
     if (other := held - process) > 0:
@@ -117,10 +117,10 @@ def _reserve(limit_bytes: int, reserve_bytes: int | None) -> int:
 
 
 def check_room_to_plan() -> None:
-    """Check that there is enough memory to open a model's metadata; llama.cpp would abort without it.
+    """Check that there is enough memory to read a model's metadata. Otherwise, llama.cpp would abort.
 
     Raises:
-        MemoryBudgetError: there is not enough.
+        MemoryBudgetError: there is not enough memory.
     """
     least = min(process_limits(), key=lambda limit: limit.bytes)
     left = max(0, least.bytes - resident_bytes())
@@ -133,17 +133,17 @@ def check_room_to_plan() -> None:
 
 
 def available_bytes() -> int:
-    """Return the memory that a new program may use now, or that this process may, whichever is less."""
+    """Return the memory available to a new program or to this process, whichever is less."""
     return min(limit.bytes for limit in process_limits()) - resident_bytes()
 
 
 def resident_bytes() -> int:
-    """Return the memory that this process uses now."""
+    """Return the memory currently used by this process."""
     return int(psutil.Process().memory_info().rss)
 
 
 def peak_bytes() -> int:
-    """Return the most memory that this process has used."""
+    """Return the peak memory usage of this process."""
     if sys.platform == "win32":
         return int(psutil.Process().memory_info().peak_wset)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

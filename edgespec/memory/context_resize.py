@@ -1,4 +1,4 @@
-"""Resizable contexts: the KV caches of target and draft start small and are resized on demand."""
+"""Resize the KV caches of the target and the draft model on demand, starting small."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from edgespec.memory.plan import MemoryPlan
 
 __all__ = ["INITIAL_CONTEXT_TOKENS", "MIN_ROOM_TOKENS", "ResizableContext", "has_room_to_resize"]
 
-# Context size at load. Chosen: most replies fit it, so most chats never resize.
+# Context size at load. A heuristic: most chats fit, so they never need a resize.
 INITIAL_CONTEXT_TOKENS = 2048
-# The context grows when a round has less room than this, which is the width of the widest verify pass.
+# Grow the context if fewer free tokens than this remain. The widest verify pass needs this many.
 MIN_ROOM_TOKENS = 256
-# Size of the draft's context after its memory was given to the target.
+# Size of the draft model's context after its memory has been freed for the target.
 _MIN_DRAFT_TOKENS = 256
 
 
 def has_room_to_resize(plan: MemoryPlan) -> bool:
-    """Return whether a plan leaves memory for the copy that a resize makes: half of the largest cache.
+    """Return whether a plan leaves enough memory for a resize, which copies half of the largest cache.
 
-    Where it does not, the whole context is allocated at load.
+    If it does not, the whole context is allocated at load.
     """
     caches: Counter[str] = Counter()
     for item in plan.items:
@@ -34,15 +34,15 @@ def has_room_to_resize(plan: MemoryPlan) -> bool:
 
 
 class ResizableContext:
-    """The contexts of a target and its draft, grown between rounds and shrunk between replies.
+    """Grows the contexts of a target and its draft model between rounds, and shrinks them between replies.
 
-    Belongs to the thread that runs the models. No round may be open during a call. A resize keeps the
-    content of the caches. Contexts at least double when they grow, so a resize copies at most half of the
-    new cache.
+    Use this class only on the thread that runs the models, and only between rounds. A resize keeps the
+    content of the caches. Contexts at least double when they grow, so at most half of the new cache is
+    copied.
 
     Attributes:
-        limit_tokens: the largest size the context may have; lowered when there was no memory to grow.
-        notice: what the user should know about a resize that failed; empty otherwise.
+        limit_tokens: maximum context size. It is reduced if there is not enough memory to grow.
+        notice: user-facing message about a failed resize, or an empty string.
     """
 
     def __init__(self, target: LanguageModel, draft: LanguageModel | None = None) -> None:
@@ -51,7 +51,7 @@ class ResizableContext:
         self._target = target
         self._draft = draft
         self._draft_follows = draft is not None
-        # Contexts do not shrink below the size they had at load.
+        # Never shrink contexts below their size at load.
         self._first_tokens = {
             id(model): model.facts.context_tokens for model in (target, draft) if model is not None
         }
@@ -59,23 +59,23 @@ class ResizableContext:
 
     @property
     def needs_room(self) -> bool:
-        """Whether the next round may run out of room in a context that can still grow."""
+        """Whether the next round might not fit the context, and the context can still grow."""
         return (
             self._target.free_tokens < MIN_ROOM_TOKENS
             and self._target.facts.context_tokens < self.limit_tokens
         )
 
     def make_room(self) -> float:
-        """Make room for the next rounds, if possible. Returns the seconds that this took."""
+        """Grow the context for the next rounds if possible, and return the time taken in seconds."""
         return self.grow_to(self._target.length + MIN_ROOM_TOKENS)
 
     def grow_to(self, tokens: int) -> float:
-        """Grow the context to at least `tokens`, as far as its limit and the memory allow.
+        """Grow the context to at least `tokens`, if its limit and the available memory allow it.
 
-        Without enough memory the context keeps its size, and `limit_tokens` is lowered to it.
+        If there is not enough memory, the context keeps its size, and `limit_tokens` is reduced to that size.
 
         Returns:
-            The seconds that this took.
+            The time taken in seconds.
         """
         size = self._target.facts.context_tokens
         least = min(tokens, self.limit_tokens)
@@ -86,7 +86,8 @@ class ResizableContext:
         if 2 * generous > self.limit_tokens:
             generous = self.limit_tokens
         if not self._grow_target(generous, least):
-            # A failed resize may leave no cache at all. Then the limit stays, for the next prompt to retry.
+            # A failed resize may leave no cache at all. If so, keep the limit, so that the next prompt tries
+            # again.
             size = self._target.facts.context_tokens
             self.limit_tokens = size or self.limit_tokens
             self.notice = f"the context stays at {size} tokens: {self._failure}"
@@ -95,16 +96,17 @@ class ResizableContext:
 
     @property
     def can_shrink(self) -> bool:
-        """Whether `shrink` would free memory."""
+        """Whether `shrink` would free any memory."""
         return self._smaller_size(self._target, self._target.length + MIN_ROOM_TOKENS) is not None
 
     def shrink(self) -> int:
-        """Shrink both contexts to what their tokens need, if that at least halves them.
+        """Shrink each context to the size that its tokens need, if that at least halves it.
 
-        The target keeps all its tokens. The draft loses those beyond its new size, and reads them again.
+        The target keeps all its tokens. The draft model drops tokens beyond its new size and reads them again
+        later.
 
         Returns:
-            The bytes that this freed.
+            The number of bytes freed.
         """
         before = self.kv_bytes
         self._shrink_model(self._target, self._target.length + MIN_ROOM_TOKENS)
@@ -114,13 +116,13 @@ class ResizableContext:
 
     @property
     def kv_bytes(self) -> int:
-        """The present size of both KV caches."""
+        """The current size of both KV caches in bytes."""
         return self._target.facts.kv_bytes + (self._draft.facts.kv_bytes if self._draft else 0)
 
     def _smaller_size(self, model: LanguageModel, tokens: int) -> int | None:
-        """Return the context size for `tokens`; None if that is more than half of the present size.
+        """Return the context size needed for `tokens`, or None if it is more than half of the current size.
 
-        A smaller gain is not worth it, because the copy takes memory while memory is short.
+        A smaller gain is not worthwhile, because shrinking makes a copy while memory is already low.
         """
         size = max(self._first_tokens[id(model)], round_up_to_block(tokens))
         return size if 2 * size <= model.facts.context_tokens else None
@@ -129,14 +131,15 @@ class ResizableContext:
         size = self._smaller_size(model, tokens)
         if size is None:
             return
-        if model.length > size:  # Only a draft may hold more, of an earlier prompt.
+        if model.length > size:  # Only a draft model may have more tokens, left over from an earlier prompt.
             model.truncate(size)
-        # After a failure the context has its old size, or none, and is allocated again for the next prompt.
+        # If this fails, the context keeps its old size or is lost. A lost context is reallocated for the next
+        # prompt.
         with suppress(MemoryBudgetError):
             model.resize(size)
 
     def check_fits(self, tokens: int) -> None:
-        """Raise ContextFullError if there was no memory for a prompt of this length."""
+        """Raise ContextFullError if there was not enough memory to fit a prompt of this length."""
         size = self._target.facts.context_tokens
         if tokens > size:
             raise ContextFullError(
@@ -159,7 +162,7 @@ class ResizableContext:
         return True
 
     def _drop_draft_cache(self) -> bool:
-        """Free the draft's KV cache for good, which ends its drafting. Returns whether that freed memory."""
+        """Permanently free the draft model's KV cache and stop drafting. Return whether memory was freed."""
         draft, self._draft, self._draft_follows = self._draft, None, False
         if draft is None:
             return False
@@ -172,7 +175,7 @@ class ResizableContext:
         return freed
 
     def _grow_draft(self) -> None:
-        """Grow the draft's context to the target's. Without memory for that, it drafts no further."""
+        """Grow the draft model's context to the target's size, or stop growing it if memory is low."""
         draft = self._draft
         if draft is None or not self._draft_follows:
             return

@@ -1,6 +1,6 @@
-"""Fitting a pair into a budget: what is given up, in which order, until target and draft fit.
+"""Fit a target and its draft model into a memory budget by reducing options until both fit.
 
-The smallest loss comes first. Options that the user named are never changed.
+The least harmful reductions are tried first. Options set by the user are never changed.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ PlanOption = Literal[
 ]
 """The fields of `PlanChoice` that the planner may lower; `context` stands for `context_tokens`."""
 
-# The planner first lowers the context to the first number, and to the second as a last resort. Chosen: a
-# chat of a few turns fits the first, one short question and its answer the second.
+# The planner first reduces the context to the first size, and to the second only as a last resort. A
+# heuristic: a chat of a few turns fits the first, and a short question with its answer fits the second.
 _SHORT_CONTEXT_TOKENS, _MIN_CONTEXT_TOKENS = 2048, 512
 _WINDOW_TOKENS = 1024
-# Measured by scripts/bench_kv_types.py, against an f32 cache.
+# Measured with scripts/bench_kv_types.py by comparison with an f32 cache.
 _QUALITY = {
     "q8_0": "the demo's likeliest token is then the same 99.8 % of the time",
     "q4_0": "the demo's likeliest token is then the same 97.8 % of the time",
@@ -46,18 +46,19 @@ _QUALITY = {
 
 @dataclass(frozen=True, slots=True)
 class PlanChoice:
-    """How to load a pair, as far as the planner may change it.
+    """The load options that the planner may change.
 
     Attributes:
         context_tokens: size of the target's context.
         kv_type: number format of the target's KV cache.
         draft: whether to load the draft model.
-        draft_window: tokens of the draft model's attention window; None for the default.
-        gpu_layers: layers on graphics cards; None for all.
-        float32: whether MLX widens 16-bit weights where that computes faster.
-        copy: whether to load a low-bit copy of the target as a drafter, where there is one.
-        draft_kv_type: number format of the draft's KV cache; empty for the target's.
-        draft_form: another file of the draft model, with fewer bits; empty for the chosen file.
+        draft_window: size of the draft model's attention window in tokens. None uses the default.
+        gpu_layers: number of layers on graphics cards. None uses all layers.
+        float32: whether MLX converts 16-bit weights to float32 where that is faster.
+        copy: whether to load a low-bit copy of the target for drafting, if one exists.
+        draft_kv_type: number format of the draft model's KV cache. If empty, the target's format is used.
+        draft_form: name of a smaller, more quantised file of the draft model. If empty, the chosen file is
+            used.
     """
 
     context_tokens: int
@@ -73,11 +74,11 @@ class PlanChoice:
 
 @dataclass(frozen=True, slots=True)
 class PairEstimate:
-    """The memory of one `PlanChoice`.
+    """Estimated memory needed by a `PlanChoice`.
 
     Attributes:
-        items: the items of the plan.
-        target: the estimate of the target alone.
+        items: all memory that the choice needs, as items of a plan.
+        target: the estimate for the target alone.
     """
 
     items: tuple[Item, ...]
@@ -98,23 +99,23 @@ def fit_to_budget(
     gpu_layers: int = 0,
     draft_forms: Sequence[str] = (),
 ) -> tuple[PlanChoice, MemoryPlan]:
-    """Return the choice closest to `start` that fits the budget, and its plan.
+    """Return the choice closest to `start` that fits the budget, with its plan.
 
     Args:
-        start: the choice with nothing given up.
-        estimate: returns the memory of a choice.
-        budget: the memory that may be used.
-        fixed: options that must not change, because the user named them.
-        prefer: whether to give up context before the draft model, or the draft model before context.
-        gpu_layers: layers that may be moved off the graphics cards.
-        draft_forms: values for `PlanChoice.draft_form`, the largest file first.
+        start: the preferred choice, without any reductions.
+        estimate: estimates the memory that a choice needs.
+        budget: limits on the memory to use.
+        fixed: options set by the user, which must not change.
+        prefer: whether to keep a long context or the draft model if only one of them fits.
+        gpu_layers: number of layers that may be moved off the graphics cards.
+        draft_forms: possible values of `PlanChoice.draft_form`, largest file first.
 
     Returns:
-        The choice and its plan. If nothing fits, the smallest choice and a plan whose `fits` is false.
+        The choice and its plan. If nothing fits, the smallest choice with a plan whose `fits` is False.
 
     Raises:
         OptionError: the model cannot be loaded with the options of `start`.
-        MemoryBudgetError: there is too little memory even to estimate.
+        MemoryBudgetError: there is not even enough memory to make an estimate.
     """
     planner = _Planner(estimate, budget)
     choice = start
@@ -141,7 +142,7 @@ def fit_to_budget(
 
 
 class _Planner:
-    """Plans of choices, each computed once."""
+    """Computes and caches the memory plan of each choice."""
 
     def __init__(self, estimate: _Estimate, budget: Budget) -> None:
         self._estimate = estimate
@@ -149,7 +150,7 @@ class _Planner:
         self._plans: dict[PlanChoice, MemoryPlan] = {}
 
     def plan(self, choice: PlanChoice) -> MemoryPlan:
-        """Return the plan of a choice. Raises OptionError if the model cannot be loaded with it."""
+        """Return the plan of a choice. Raise OptionError if the model cannot be loaded that way."""
         if choice not in self._plans:
             found = self._estimate(choice)
             self._plans[choice] = MemoryPlan(
@@ -158,14 +159,14 @@ class _Planner:
         return self._plans[choice]
 
     def fits(self, choice: PlanChoice) -> bool:
-        """Return whether a choice fits; false if the model cannot be loaded with it."""
+        """Return whether a choice fits the budget and the model can be loaded that way."""
         try:
             return self.plan(choice).fits
         except (OptionError, MemoryBudgetError):
             return False
 
     def saves_memory(self, before: PlanChoice, after: PlanChoice) -> bool:
-        """Return whether `after` takes less than `before` of a pool that is too small."""
+        """Return whether `after` uses less memory than `before` in a pool that `before` does not fit."""
         try:
             old, new = self.plan(before), self.plan(after)
         except (OptionError, MemoryBudgetError):
@@ -183,13 +184,13 @@ def _values(name: PlanOption, choice: PlanChoice) -> dict[str, Any]:
 
 
 def _steps(start: PlanChoice, prefer: Preference, layers: int, draft_forms: Sequence[str]) -> list[_Step]:
-    """Return the options to lower, in this order, with their lower values."""
+    """Return the options to reduce and their reduced values, in the order in which to try them."""
     short = replace(start, context_tokens=min(start.context_tokens, _SHORT_CONTEXT_TOKENS))
     shortest = replace(start, context_tokens=min(start.context_tokens, _MIN_CONTEXT_TOKENS))
     drop_drafter: list[_Step] = [("draft", replace(start, draft=False)), ("copy", replace(start, copy=False))]
     keep_16_bit: _Step = ("float32", replace(start, float32=False))
     forms: list[_Step] = [("draft_form", replace(start, draft_form=form)) for form in draft_forms]
-    # The draft's cache comes first: drafts are verified, so a coarser draft cache changes no reply.
+    # Reduce the draft model's cache first. Drafts are verified, so its precision never changes a reply.
     cache: list[_Step] = [
         ("draft_kv_type", replace(start, draft_kv_type="q8_0")),
         ("draft_kv_type", replace(start, draft_kv_type="q4_0")),
@@ -209,7 +210,7 @@ def _steps(start: PlanChoice, prefer: Preference, layers: int, draft_forms: Sequ
 
 
 def _restore_options(choice: PlanChoice, passed: list[PlanChoice], planner: _Planner) -> PlanChoice:
-    """Undo the steps that a later, larger step made unnecessary."""
+    """Undo reductions that a later, larger reduction made unnecessary."""
     undo_order: tuple[PlanOption, ...] = (
         "float32",
         "kv_type",
@@ -240,7 +241,7 @@ def _maximise_context(choice: PlanChoice, max_tokens: int, planner: _Planner) ->
 
 
 def _decisions(start: PlanChoice, choice: PlanChoice, planner: _Planner) -> tuple[Decision, ...]:
-    """Return what was given up between `start` and `choice`, each with the memory that it saves."""
+    """Return the reductions that lead from `start` to `choice`, each with the memory that it saves."""
     plan = planner.plan(choice)
     decisions = []
     for name in _OPTIONS:
@@ -249,7 +250,8 @@ def _decisions(start: PlanChoice, choice: PlanChoice, planner: _Planner) -> tupl
             continue
         before = planner.plan(restored)
         saved = max(before.planned_bytes(pool) - plan.planned_bytes(pool) for pool in plan.pools)
-        # Another step may have made this one pointless: a draft's cache follows the target's, for example.
+        # Another reduction may already include this one. Changing the target's cache also changes the
+        # draft's.
         if saved:
             what, why = _describe(name, start, choice)
             decisions.append(Decision(what, why, saved))
@@ -257,7 +259,7 @@ def _decisions(start: PlanChoice, choice: PlanChoice, planner: _Planner) -> tupl
 
 
 def _describe(name: PlanOption, start: PlanChoice, choice: PlanChoice) -> tuple[str, str]:
-    """Return what was given up, and why, for people."""
+    """Return user-facing descriptions of what was reduced, and why."""
     if name == "context":
         return (
             f"a context of {choice.context_tokens:,} tokens, not {start.context_tokens:,}",

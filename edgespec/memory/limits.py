@@ -1,6 +1,6 @@
-"""The memory limits of this process: of the machine, of control groups, of the shell and of a Mac's GPU.
+"""Find the memory limits set for this process by the machine, control groups, the shell and a Mac's GPU.
 
-A limit is the total that this process may use. What it uses already is part of it.
+A limit is the total memory that this process may use, including the memory that it already uses.
 """
 
 from __future__ import annotations
@@ -30,30 +30,30 @@ __all__ = [
     "process_limits",
 ]
 
-# Higher limits count as none: cgroup v1 reports "no limit" as a number near 2^63.
+# Treat higher limits as unlimited, because cgroup v1 reports "no limit" as a number near 2^63.
 _UNLIMITED_BYTES = 1 << 60
-# The files of a control group with its limit and its usage, and the key of its inactive page cache in
-# memory.stat; by whether it is version 1.
+# For each control group version (True is version 1): the files that contain the limit and the usage, and the
+# key of the inactive page cache in memory.stat.
 _NAMES = {
     False: ("memory.max", "memory.current", "inactive_file"),
     True: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
 }
-# Threads that may start beside the compute threads: for a reply, for idle work, and one of a library.
+# Number of threads that may start besides the compute threads: for replies, idle work and a library.
 _MORE_THREADS = 3
-# Stack size of a thread in glibc where no stack limit is set.
+# Default size of a thread's stack in glibc if no stack limit is set.
 _DEFAULT_STACK_BYTES = 2 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """A limit of the memory of this process.
+    """A limit on the memory of this process.
 
     Attributes:
-        bytes: the memory that this process may use in total.
-        what: where the limit comes from, for people.
-        hard: whether the system refuses memory beyond it, or ends the process.
-        stack_bytes: addresses for the stacks of threads that are still to start; None where only memory that
-            is written to counts.
+        bytes: total memory that this process may use, in bytes.
+        what: user-facing description of where the limit comes from.
+        hard: whether the system refuses memory beyond the limit or kills the process.
+        stack_bytes: address space for the stacks of threads that have not started yet. None if the limit only
+            counts memory that is actually written to.
     """
 
     bytes: int
@@ -63,7 +63,7 @@ class Limit:
 
 
 def process_limits(root: Path = Path("/")) -> tuple[Limit, ...]:
-    """Return all limits of this process now. The first is the system's available memory.
+    """Return all current limits of this process, starting with the system's available memory.
 
     Args:
         root: the folder that contains /proc and /sys.
@@ -81,10 +81,10 @@ def process_limits(root: Path = Path("/")) -> tuple[Limit, ...]:
 
 
 def cgroup_limits(held_bytes: int, root: Path = Path("/")) -> Iterator[Limit]:
-    """Yield the limits of this process's control groups and their parents, version 1 and 2.
+    """Yield the limits of this process's control groups (versions 1 and 2) and their parents.
 
-    Memory of other processes in a group lowers the limit. Their inactive page cache does not, because the
-    kernel drops it on demand.
+    Memory used by other processes in a group reduces the limit. Their inactive page cache does not count,
+    because the kernel frees it on demand.
 
     Args:
         held_bytes: the resident memory of this process.
@@ -109,7 +109,7 @@ def _number(text: str) -> int | None:
 
 
 def _inactive_file_bytes(stat: str, name: str) -> int:
-    """Return the inactive page cache of a group, from its memory.stat."""
+    """Return the size of a group's inactive page cache, given the content of its memory.stat."""
     for line in stat.splitlines():
         key, _, value = line.partition(" ")
         if key == name:
@@ -118,13 +118,13 @@ def _inactive_file_bytes(stat: str, name: str) -> int:
 
 
 def address_limit(held_bytes: int, mapped_bytes: int) -> Limit | None:
-    """Return the limit of the address space (`ulimit -v`); None if none is set.
+    """Return the address space limit (`ulimit -v`), or None if it is not set.
 
-    Mapped files and thread stacks count towards it, whether they are in memory or not.
+    Mapped files and thread stacks count towards it, whether or not they are in memory.
 
     Args:
         held_bytes: the resident memory of this process.
-        mapped_bytes: its address space in use.
+        mapped_bytes: the address space currently used by this process.
     """
     if not address_space_is_limited():
         return None
@@ -134,17 +134,17 @@ def address_limit(held_bytes: int, mapped_bytes: int) -> Limit | None:
 
 
 def _stack_bytes() -> int:
-    """Return the addresses for the stacks of threads that are still to start."""
+    """Return the address space needed for the stacks of threads that have not started yet."""
     soft, _ = resource.getrlimit(resource.RLIMIT_STACK)
     each = _DEFAULT_STACK_BYTES if soft in (resource.RLIM_INFINITY, -1) else soft
     return each * (usable_cores() + _MORE_THREADS)
 
 
 def apple_limit() -> Limit | None:
-    """Return the memory that a Mac's GPU can keep resident: `iogpu.wired_limit_mb`, or the default share.
+    """Return the memory that a Mac's GPU can keep resident.
 
-    Weights beyond it would be paged out between passes. The default share is two thirds of the memory up to
-    36 GiB, and three quarters above.
+    Weights beyond this limit would be paged out between passes. The limit is `iogpu.wired_limit_mb` if set.
+    It defaults to two thirds of memory on machines with up to 36 GiB, and to three quarters on larger ones.
     """
     total = int(psutil.virtual_memory().total)
     if (wired := _wired_bytes()) > 0:
@@ -155,7 +155,7 @@ def apple_limit() -> Limit | None:
 
 @functools.cache
 def _wired_bytes() -> int:
-    """Return the wired limit that was set; 0 for none. Cached, because limits are checked during replies."""
+    """Return the wired limit, or 0 if it is not set. The result is cached for checks during replies."""
     with suppress(OSError, ValueError, subprocess.SubprocessError):
         done = subprocess.run(
             ["/usr/sbin/sysctl", "-n", "iogpu.wired_limit_mb"],

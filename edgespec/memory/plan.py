@@ -1,4 +1,4 @@
-"""The memory plan: everything that will be in memory, item by item, compared with the budget."""
+"""The memory plan, which lists everything to be loaded and compares it with the budget."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ __all__ = ["Decision", "Item", "ItemKind", "MemoryPlan", "compute_headroom_bytes
 
 ItemKind = ModelMemoryKind | Literal["process", "headroom"]
 
-# The default headroom: what a plan adds for everything it does not model, such as llama.cpp's bookkeeping
-# and memory fragmentation. Chosen.
+# Default headroom for memory that a plan does not model, such as llama.cpp's bookkeeping and memory
+# fragmentation. A heuristic.
 _HEADROOM_SHARE, _MIN_HEADROOM_BYTES = 0.05, 64 * 2**20
 
 _NAMES: dict[ModelMemoryKind, str] = {
@@ -30,11 +30,11 @@ class Item:
     """One line of a memory plan.
 
     Attributes:
-        role: what the memory belongs to, such as `target` or `draft`.
-        name: the item's name for people.
-        kind: what the memory holds; see `ModelMemoryKind`.
-        bytes: its size.
-        pool: where it is allocated.
+        role: what uses the memory, such as `target` or `draft`.
+        name: user-facing name of the item.
+        kind: what the memory contains. See `ModelMemoryKind`.
+        bytes: size in bytes.
+        pool: memory pool in which it is allocated.
     """
 
     role: str
@@ -46,12 +46,12 @@ class Item:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """One thing that the planner gave up so that the rest fits.
+    """A reduction that the planner made so that the plan fits.
 
     Attributes:
-        what: what was given up, for people.
-        why: why this is the smallest loss, for people.
-        bytes: the memory that this saves.
+        what: user-facing description of what was reduced.
+        why: user-facing reason for choosing this reduction.
+        bytes: number of bytes saved.
     """
 
     what: str
@@ -61,15 +61,15 @@ class Decision:
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """The memory of a target, of its drafters and of this process, compared with a budget.
+    """Planned memory of the target, its drafters and this process, compared with a budget.
 
     Attributes:
-        budget: the memory that may be used.
+        budget: limits on the memory to use.
         context_tokens: size of the target's context.
-        kv_type: number format of the target's KV cache, for people.
-        items: all planned memory. The prefix cache is not among them, because it is dropped on demand.
-        decisions: what the planner gave up so that the items fit.
-        prefix_cache_bytes: size limit of the prefix cache, taken from what the items leave free.
+        kv_type: user-facing name of the number format of the target's KV cache.
+        items: all planned memory except the prefix cache, which is dropped on demand.
+        decisions: reductions that the planner made so that the items fit.
+        prefix_cache_bytes: size limit of the prefix cache, which uses memory that the items leave free.
     """
 
     budget: Budget
@@ -86,28 +86,28 @@ class MemoryPlan:
 
     @property
     def pools(self) -> tuple[Pool, ...]:
-        """The memory pools of this machine: system memory, and separate memory of graphics cards."""
+        """The memory pools of this machine: system memory and, if separate, graphics memory."""
         return ("memory", "gpu") if self.budget.gpu_bytes else ("memory",)
 
     def budget_bytes(self, pool: Pool) -> int:
-        """Return the bytes of a pool that may be used."""
+        """Return the number of usable bytes in a pool."""
         return self.budget.gpu_bytes if pool == "gpu" else self.budget.bytes
 
     def planned_bytes(self, pool: Pool) -> int:
-        """Return the bytes of a pool that the items take."""
+        """Return the number of bytes that the items need in a pool."""
         return sum(item.bytes for item in self.items if item.pool == pool)
 
     def free_bytes(self, pool: Pool) -> int:
-        """Return the bytes of a pool that the items leave free; negative if they do not fit."""
+        """Return the number of bytes that the items leave free in a pool; negative if they do not fit."""
         return self.budget_bytes(pool) - self.planned_bytes(pool)
 
     @property
     def total_bytes(self) -> int:
-        """The bytes of all items in all pools."""
+        """Total size of all items in all pools, in bytes."""
         return sum(item.bytes for item in self.items)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the object that `edgespec plan --json` prints."""
+        """Return the plan as the JSON object printed by `edgespec plan --json`."""
         has_gpu = len(self.pools) > 1
         return {
             "budget_bytes": self.budget.bytes,
@@ -130,7 +130,7 @@ class MemoryPlan:
 
 
 def create_items(role: str, estimate: MemoryEstimate) -> tuple[Item, ...]:
-    """Return the plan's items for one model."""
+    """Return the items of a plan for one model."""
     return tuple(
         Item(role, f"{role} {_NAMES[part.kind]}", part.kind, part.bytes, part.pool)
         for part in estimate.parts
@@ -139,7 +139,7 @@ def create_items(role: str, estimate: MemoryEstimate) -> tuple[Item, ...]:
 
 
 def compute_headroom_bytes(planned_bytes: int, headroom_bytes: int | None = None) -> int:
-    """Return the headroom for `planned_bytes`: `headroom_bytes`, or by default 5 % and at least 64 MiB."""
+    """Return `headroom_bytes`, which defaults to 5 % of `planned_bytes`, but at least 64 MiB."""
     if headroom_bytes is not None:
         return headroom_bytes
     return max(_MIN_HEADROOM_BYTES, int(planned_bytes * _HEADROOM_SHARE))

@@ -1,7 +1,7 @@
-"""Memory pressure: memory that is given back while other programs need it.
+"""Free memory when other programs need it.
 
-There are two steps. Cached prefixes are dropped first, between replies and during one. If that is not
-enough, the context is shrunk while edgespec is idle.
+Cached prefixes are dropped first, both between and during replies. If that is not enough, the context is
+shrunk while edgespec is idle.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from edgespec.memory.prefix_cache import SegmentStore
 
 __all__ = ["MemoryPressure"]
 
-# Asking the system takes a third of a millisecond, so a reply asks at most once in this time.
+# Minimum time between checks during a reply. Each check takes about a third of a millisecond.
 _CHECK_SECONDS = 1.0
 
 
 class MemoryPressure:
-    """Gives memory back while the system has less free than the reserve.
+    """Frees memory when the system has less free memory than the reserve for other programs.
 
-    Belongs to the thread that runs the model.
+    Use this class only on the thread that runs the model.
 
     Attributes:
-        available: returns the bytes that are free now.
-        notice: what was given back since the last reply and during this one, for people.
-        last_reclaim: what was given back last, for people.
-        reclaimed_bytes: everything that was given back so far.
+        available: returns the number of bytes that are currently free.
+        notice: user-facing summary of the memory freed during this reply and since the last one.
+        last_reclaim: user-facing description of the memory freed most recently.
+        reclaimed_bytes: total number of bytes freed so far.
     """
 
     def __init__(
@@ -51,24 +51,24 @@ class MemoryPressure:
 
     @property
     def is_low(self) -> bool:
-        """Whether other programs need memory now."""
+        """Whether less memory is free than the reserve for other programs."""
         return self.available() < self._reserve_bytes
 
     @property
     def can_reclaim(self) -> bool:
-        """Whether there is anything left to give back."""
+        """Whether more memory can be freed."""
         return self._context.can_shrink or bool(self._store and self._store.memory_bytes)
 
     def begin_reply(self) -> None:
-        """Put what was given back since the last reply into `notice`."""
+        """Set `notice` to a summary of the memory freed since the last reply."""
         self.notice = " · ".join(self._unreported)
         self._unreported = []
 
     def drop_prefixes(self) -> float:
-        """Drop cached prefixes if memory is low, after writing them to disk where that is on.
+        """Drop cached prefixes if memory is low. If caching on disk is enabled, write them to disk first.
 
         Returns:
-            The seconds that this took; 0 if memory is not low.
+            The time taken in seconds; 0 if memory is not low.
         """
         if not (self._store and self.is_low):
             return 0.0
@@ -77,7 +77,7 @@ class MemoryPressure:
         return now() - started
 
     def reclaim_idle(self) -> None:
-        """Give memory back between replies, if it is low: cached prefixes, then unused context."""
+        """If memory is low between replies, drop cached prefixes and then shrink the context."""
         self.drop_prefixes()
         if self._context.can_shrink and self.is_low:
             self._report("of unused context", self._context.shrink())
@@ -85,7 +85,7 @@ class MemoryPressure:
     def check_during_reply(self) -> None:
         """Drop cached prefixes between two rounds if memory is low, without writing to disk.
 
-        Call it after every round: it asks the system at most once a second.
+        Call this after every round. It queries the system at most once per second.
         """
         store, clock = self._store, now()
         if store is None or clock < self._next_check:

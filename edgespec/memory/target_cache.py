@@ -1,4 +1,4 @@
-"""The tokens in a target's KV cache: prepared for each prompt, saved before another prompt replaces them."""
+"""Manage the target's KV cache: load the prompt before each reply and save the old one first."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ __all__ = ["TargetCache"]
 
 
 class TargetCache:
-    """The tokens of a target's KV cache. Belongs to the thread that runs the model.
+    """Tracks which tokens are in the target's KV cache. Use it only on the thread that runs the model.
 
-    Invariant: the target's cache and the recorded tokens agree as far as both go. A reply may be interrupted
-    between any two steps.
+    A reply may be interrupted at any step, so the cache and the recorded tokens can differ in length. Up to
+    the shorter length, they are always the same.
     """
 
     def __init__(
@@ -35,49 +35,49 @@ class TargetCache:
         self._memory_pressure = memory_pressure
         self._tokens: list[int] = []
         self._reuse_is_exact = target.facts.capabilities.prefix_reuse_exact
-        # The first tokens came from prefill, the rest from decoding.
+        # Number of tokens computed by prefill. The tokens after them were computed by decoding.
         self._prefilled_tokens = 0
 
     @property
     def saves_to_disk(self) -> bool:
-        """Whether `save` leads to a copy on disk."""
+        """Whether `save` stores the tokens on disk."""
         return self._prefix_cache is not None and self._prefix_cache.saves_to_disk
 
     def sync_length(self) -> None:
-        """Cut the recorded tokens to what the target holds. Call it while nothing runs."""
+        """Truncate the recorded tokens to the length of the target's cache. Call this only between passes."""
         self._tokens = self._tokens[: self._target.length]
 
     def invalidate(self) -> None:
-        """Forget the recorded tokens, so that the next prompt is read from its beginning."""
+        """Discard the recorded tokens, so that the next prompt is read from the beginning."""
         self._tokens = []
 
     def save(self) -> None:
-        """Put the tokens into the prefix cache, where that is on disk."""
+        """Add the tokens to the prefix cache, if it is stored on disk."""
         if self._prefix_cache and self._prefix_cache.saves_to_disk:
             self.sync_length()
             self._truncate_to_reusable()
             self._prefix_cache.add(self._tokens)
 
     def reclaim_idle(self) -> None:
-        """Give memory back that other programs need; the cache may lose its last tokens by that."""
+        """Free memory if other programs need it. The cache may lose its last tokens."""
         self.sync_length()
         self._memory_pressure.reclaim_idle()
         self.sync_length()
 
     def prepare(self, tokens: list[int], extra_tokens: int, stats: Stats, progress: Progress | None) -> int:
-        """Bring the target's cache to all tokens of a prompt but the last.
+        """Load all tokens of a prompt except the last into the target's cache.
 
         Args:
             tokens: the prompt. The caller appends the reply's tokens to this list.
-            extra_tokens: tokens of the reply that should find room.
-            stats: receives the time for resizing.
-            progress: called with the share that is read; returns False to cancel.
+            extra_tokens: number of reply tokens to reserve space for.
+            stats: records the time spent on resizing.
+            progress: called with the fraction of the prompt read so far. Returns False to cancel.
 
         Returns:
-            How many of the tokens were in the cache before, or came from the prefix cache.
+            The number of tokens that were already in the cache or came from the prefix cache.
 
         Raises:
-            ContextFullError: there is no memory for a context of this length.
+            ContextFullError: there is not enough memory for a context of this length.
         """
         target, cache = self._target, self._prefix_cache
         self._truncate_to_reusable()
@@ -108,7 +108,7 @@ class TargetCache:
         return reusable_tokens(self._target.facts.capabilities, length)
 
     def _truncate_to_reusable(self) -> None:
-        """Drop the tokens that prefill would not reproduce bit by bit: decoded ones, and the last block."""
+        """Drop decoded tokens and the last block, which prefill would not reproduce bit by bit."""
         if not self._reuse_is_exact:
             reusable = self._reusable(min(self._prefilled_tokens, len(self._tokens)))
             self._tokens = self._tokens[:reusable]
@@ -116,16 +116,16 @@ class TargetCache:
             self.sync_length()
 
     def _truncate_to_blocks(self) -> int:
-        """Cut the cache to whole blocks where reuse requires that. Returns the tokens that are left."""
+        """Truncate the cache to whole blocks if reuse requires it. Return the number of tokens left."""
         length = self._target.length
         if (whole := self._reusable(length)) < length:
             self._target.truncate(whole)
-            if self._target.length < whole:  # Some models can only be reset.
+            if self._target.length < whole:  # Some models cannot be truncated, only reset.
                 self._target.truncate(0)
         return self._target.length
 
     def _prefill(self, end: int, progress: Progress | None) -> None:
-        """Read on until the cache holds the first `end` tokens."""
+        """Read tokens until the cache contains the first `end` tokens."""
         begin, started = self._target.length, now()
         size = end - begin if self._reuse_is_exact else REUSE_BLOCK_TOKENS
         for start in range(begin, end, max(1, size)):

@@ -15,9 +15,9 @@ from edgespec.engine.draft_length import best_draft_length
 __all__ = ["EXIT_WIDTHS", "Exit", "ExitTable", "exit_table"]
 
 _MAX_DRAFT_LENGTH = 12
-# Verify pass widths, including the root, whose cost is needed to compute the table.
+# Widths of verify passes, including the root token, whose costs are needed to compute the table.
 EXIT_WIDTHS = range(1, _MAX_DRAFT_LENGTH + 2)
-# If agreement is at least this high, the model was probably trained for early exit. A heuristic.
+# Minimum agreement of a model that was probably trained for early exit. A heuristic.
 _MIN_TRAINED_AGREEMENT = 0.6
 
 

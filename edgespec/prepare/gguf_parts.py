@@ -97,7 +97,7 @@ class GgufModel:
         return chosen
 
     def metadata(self, begin: int, end: int) -> dict[str, tuple[Any, Any, Any]]:
-        """Return metadata for the layers [begin, end) as a dict from keys to (value, type, element type)."""
+        """Return metadata for layers [begin, end) as a dict that maps keys to (value, type, element type)."""
         metadata = {}
         for key, field in self._fields.items():
             if key.startswith(_OMITTED) or not field.types:
@@ -279,7 +279,7 @@ def _write_tensors(writer: Any, tensors: Sequence[GgufTensor], what: str, progre
             if progress and not progress(what, done / total):
                 raise CancelledError(f"{what} was cancelled")
     except OSError as error:
-        if error.errno is None:  # numpy sets no errno for an incomplete write
+        if error.errno is None:  # numpy does not set errno if a write is incomplete
             raise OSError(EIO, "only part of the file could be written") from error
         raise
     finally:

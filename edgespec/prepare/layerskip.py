@@ -23,11 +23,11 @@ from edgespec.prepare.store import PreparedModel, check_prepared, find_prepared
 
 __all__ = ["measured_exit", "prepare_layerskip"]
 
-# Sizes for the test that compares the split model's logits with the original's.
+# Sizes used when testing that the split model computes the same logits as the original.
 _TEST_CONTEXT_TOKENS = 256
 _TEST_PREFILL_TOKENS, _TEST_PASS_TOKENS, _TEST_STEPS = 40, 8, 8
-# Maximum difference between their logits, in standard deviations of a row. It only allows for rounding errors
-# from a different order of summation.
+# Maximum allowed difference between their logits, in standard deviations of a row. It only allows for
+# rounding errors caused by a different summation order.
 _MAX_DIFFERENCE = 1e-3
 
 
@@ -131,7 +131,7 @@ def _measure_exit(
     try:
         return measure_exits(path, source, exit_layer, progress).exits
     except CapabilityError:
-        return ()  # the split model also works without measurements
+        return ()  # measurements are optional, because the split model works without them
 
 
 def _check_source(source: GgufModel, path: Path) -> None:

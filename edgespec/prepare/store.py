@@ -109,7 +109,7 @@ def list_prepared() -> list[PreparedModel]:
 
 
 def _entries(kind: PreparedKind) -> list[Path]:
-    """Return the folders in the store, and the files that refer to registered folders outside it."""
+    """Return all folders of a kind in the store, and the files that point to registered folders elsewhere."""
     try:
         return [entry for entry in (store_folder() / kind).iterdir() if entry.suffix in ("", ".elsewhere")]
     except OSError:
@@ -159,7 +159,7 @@ def check_prepared(prepared: PreparedModel, source: Path | None = None, *, full:
 
     Args:
         prepared: The prepared model.
-        source: Source model to check for changes. None if the prepared files are used without it.
+        source: Source model to check for changes. If None, only the prepared files are checked.
         full: Hash whole files. If False, compare only the size and a few blocks of each file.
 
     Raises:

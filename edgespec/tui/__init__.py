@@ -1,1 +1,1 @@
-"""The terminal chat: a textual app over the public API."""
+"""The terminal chat, a Textual app built on edgespec's public API."""

@@ -1,4 +1,4 @@
-"""The terminal chat as a Textual app: it loads the model, shows the chat, and quits without hanging."""
+"""The Textual app of the terminal chat. It loads the model, shows the chat and always quits promptly."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 
 __all__ = ["ChatApp", "run_chat"]
 
-# How often the loading screen is updated.
+# Interval between updates of the loading screen.
 _TICK_SECONDS = 1 / 25
-# How long quitting waits for the reply and the model thread.
+# Maximum time to wait for the reply and the model thread when the user quits.
 _QUIT_SECONDS = 5.0
 # Python's thread switch interval during the chat. Its default of 5 ms is longer than a small model's pass.
 _SWITCH_SECONDS = 5e-5
@@ -38,19 +38,19 @@ _NO_CONTROLS = NoControls()
 
 
 class ChatApp(App[None]):
-    """The chat app.
+    """The Textual app of the terminal chat.
 
     Args:
         load: Loads the model. Called in the model thread.
-        model_name: Name of the model that the loading screen shows.
+        model_name: Model name shown on the loading screen.
         system: System prompt of new chats.
         settings: Settings of new chats.
-        resume: Id or part of the title of a saved chat to open, or `last`.
-        store: The saved chats. None means the user's data folder.
-        light: Use the light theme. None means as last time.
+        resume: Saved chat to open: its id, part of its title, or `last` for the newest.
+        store: The saved chats. Defaults to those in the user's data folder if None.
+        light: Whether to use the light theme. Defaults to the last choice if None.
 
     Attributes:
-        load_error: The error that ended loading, or None.
+        load_error: The error that made loading fail, or None.
     """
 
     TITLE = "edgespec"
@@ -91,11 +91,11 @@ class ChatApp(App[None]):
             self.register_theme(theme)
 
     def get_line_filters(self) -> Sequence[LineFilter]:
-        """Return the filters that every drawn line passes."""
+        """Return the filters that are applied to every drawn line."""
         return [*super().get_line_filters(), _NO_CONTROLS]
 
     def get_theme_variable_defaults(self) -> dict[str, str]:
-        """Define our colour names for the moments before our theme is active."""
+        """Define our colour names, which styles refer to even before our theme is active."""
         return DARK.variables
 
     @property
@@ -119,7 +119,7 @@ class ChatApp(App[None]):
         self.theme = THEMES["light" if self.preferences.light else "dark"].name
 
     async def _follow_loading(self) -> None:
-        # After loading, the chat screen takes the events.
+        # After loading, the chat screen reads the events itself.
         if self._loading is None:
             return
         for event in self.model_thread.take_events():
@@ -149,7 +149,7 @@ class ChatApp(App[None]):
                 return
 
     def on_loading_screen_cancel_wanted(self) -> None:
-        """Stop loading. A second request quits at once."""
+        """Stop loading the model. If called again, quit immediately."""
         if self._leaving:
             self.load_error = CancelledError("loading was cancelled")
             self.exit()
@@ -157,7 +157,7 @@ class ChatApp(App[None]):
         self.model_thread.cancel_load()
 
     async def action_quit(self) -> None:
-        """Stop the reply, save the chat and quit. A second request quits at once."""
+        """Stop the reply, save the chat and quit. If called again, quit immediately."""
         if self._loading is not None:
             self._loading.action_cancel()
             return
@@ -203,7 +203,8 @@ def run_chat(
         store=store,
         light=light,
     )
-    # The model thread needs the interpreter lock after every pass, which the screen would hold too long.
+    # The model thread needs the interpreter lock (GIL) after every pass. Without a short switch interval,
+    # drawing the screen would block it for too long.
     before = sys.getswitchinterval()
     sys.setswitchinterval(_SWITCH_SECONDS)
     try:
@@ -212,8 +213,8 @@ def run_chat(
         sys.setswitchinterval(before)
         app.model_thread.close()
     if not app.model_thread.join(_QUIT_SECONDS):
-        # The thread is inside a native call that does not return. Everything is saved, and finalising the
-        # interpreter under a running call could crash, so the process ends without it.
+        # The model thread is stuck in a native call. Everything is saved, so exit without finalising the
+        # interpreter, which could crash during that call.
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(130)

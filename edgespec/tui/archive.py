@@ -13,7 +13,7 @@ __all__ = ["Archive"]
 
 
 class Archive:
-    """Runs `ChatStore` calls in a thread, one at a time. All methods raise ChatFileError."""
+    """Asynchronous access to a `ChatStore`, one call at a time. All methods raise ChatFileError."""
 
     def __init__(self, store: ChatStore) -> None:
         self._store = store
@@ -22,12 +22,13 @@ class Archive:
         self._updated: dict[str, datetime] = {}
 
     async def save(self, chat: OpenChat, target: str) -> bool:
-        """Save the chat, unless it is empty. A chat without an id gets one.
+        """Save the chat unless it is empty. Assign an id if it has none.
 
-        If another program has changed the file meanwhile, its version stays and this chat gets a new id.
+        If another program has changed the file in the meantime, that version is kept and this chat is saved
+        under a new id.
 
         Returns:
-            Whether the chat got a new id because of such a change.
+            Whether the chat was saved under a new id for this reason.
         """
         if not chat.entries:
             return False
@@ -47,14 +48,14 @@ class Archive:
             return await asyncio.to_thread(self._store.list)
 
     async def load(self, chat_id: str) -> SavedChat:
-        """Return one chat."""
+        """Read and return a saved chat."""
         async with self._lock:
             chat = await asyncio.to_thread(self._store.load, chat_id)
             self._updated[chat.id] = chat.updated
             return chat
 
     async def delete(self, chat_id: str) -> None:
-        """Delete one chat, all saved replies and the prefix cache.
+        """Delete a chat, together with all saved replies and the prefix cache.
 
         Saved replies and cached prefixes do not record which chat they come from, so all of them are deleted.
         """

@@ -1,4 +1,4 @@
-"""The chat screen: its keys, and the actions that keys and slash commands run."""
+"""The chat screen with its key bindings and the actions that keys and slash commands trigger."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ from edgespec.tui.worker import Act
 
 __all__ = ["ChatScreen"]
 
-# Ctrl+C twice within this time quits.
+# Pressing Ctrl+C twice within this time quits.
 _TWICE_SECONDS = 2.0
 
 
 def _key(keys: str, action: str, description: str) -> Binding:
-    # With priority, because the text input handles some of these keys itself.
+    # Priority is needed because the text input would otherwise handle some of these keys itself.
     return Binding(keys, action, description, show=False, priority=True)
 
 
@@ -88,7 +88,7 @@ class ChatScreen(ChatView):
     # Replies
 
     async def action_back(self) -> None:
-        """Stop the reply, or else stop editing, or else close a column."""
+        """Do the first of these that applies: stop the reply, stop editing, or close a side column."""
         if self.turns.writing:
             self.turns.stop()
         elif self.editing:
@@ -100,7 +100,7 @@ class ChatScreen(ChatView):
         self.prompt.focus()
 
     async def action_interrupt(self) -> None:
-        """Copy the selection, stop the reply or clear the input. Twice without any of these quits."""
+        """Copy the selection, stop the reply or clear the input. If none applies, a second press quits."""
         selected = self.get_selected_text() or self.prompt.selected_text
         if selected:
             await self.copy(selected, "selection")
@@ -131,7 +131,7 @@ class ChatScreen(ChatView):
         await self.when_free(again)
 
     async def action_edit_last(self) -> None:
-        """Put the last message into the input, to edit it and send it again."""
+        """Copy the last message into the input so that the user can edit and resend it."""
         if not self.editing:
             await self.when_free(self.begin_edit)
 
@@ -147,7 +147,7 @@ class ChatScreen(ChatView):
         await self.copy(blocks[-1].rstrip("\n") if blocks else "", "code block")
 
     async def copy(self, text: str, name: str) -> None:
-        """Copy `text` to the clipboard. `name` says what it is in the confirmation."""
+        """Copy `text` to the clipboard and confirm it with a message that calls it `name`."""
         if not text:
             self.say(f"Nothing to copy: there is no {name} yet.")
             return
@@ -158,7 +158,7 @@ class ChatScreen(ChatView):
     # Chats
 
     async def action_new_chat(self) -> None:
-        """Start a new chat with the settings that edgespec was started with."""
+        """Start a new chat with the system prompt and settings that edgespec was started with."""
         await self.when_free(self._new_chat)
 
     async def _new_chat(self) -> None:
@@ -167,7 +167,7 @@ class ChatScreen(ChatView):
         self.prompt.focus()
 
     async def action_clear(self) -> None:
-        """Start a new chat with the system prompt and settings of this one, which stays saved."""
+        """Start a new chat with the same system prompt and settings. The current chat remains saved."""
         await self.when_free(self._clear)
 
     async def _clear(self) -> None:
@@ -176,7 +176,7 @@ class ChatScreen(ChatView):
         self.prompt.focus()
 
     async def save_as(self, title: str) -> None:
-        """Save the chat. A title that is not empty replaces its title."""
+        """Save the chat, and rename it if `title` is not empty."""
         if not self.current_chat.entries:
             self.say("Nothing to save: the chat is empty.")
             return
@@ -186,14 +186,14 @@ class ChatScreen(ChatView):
             self.say(f"Saved as {self.current_chat.shown_title!r}.")
 
     async def open_by_title(self, title: str) -> bool:
-        """Open the newest chat with these words in its title. Returns False if there is none."""
+        """Open the newest chat whose title contains `title`. Return False if there is none."""
         if await self._open_chosen(title):
             return True
         await self.transcript.note(f"No saved chat has {title!r} in its title. Press F2 for the list.")
         return False
 
     async def resume(self, wanted: str) -> None:
-        """Open the last chat, or the chat with this id or title. Shows a note if there is none."""
+        """Open the last chat, or the chat with the given id or title. Show a note if there is none."""
         if not await self._open_chosen(wanted):
             missing = "no saved chat yet" if wanted == LAST else f"no saved chat {wanted!r}"
             await self.transcript.note(f"There is {missing}. This is a new chat. Press F2 for the list.")
@@ -215,7 +215,7 @@ class ChatScreen(ChatView):
         await self.open_chat(event.chat)
 
     async def open_chat(self, chat: StoredChat) -> None:
-        """Open a saved chat. Shows an error if its file is damaged."""
+        """Open a saved chat. Show an error if its file is damaged."""
 
         async def opened() -> None:
             try:
@@ -278,7 +278,7 @@ class ChatScreen(ChatView):
             await self.set_system(text or None)
 
     async def set_system(self, text: str | None) -> None:
-        """Set the system prompt for the next message on."""
+        """Set the system prompt, starting with the next message."""
         if text == self.current_chat.system:
             return
         self.current_chat.system = text
@@ -297,7 +297,7 @@ class ChatScreen(ChatView):
             await self.set_settings(settings, "The settings apply from your next message on.")
 
     async def set_settings(self, settings: dict[str, Setting], note: str) -> bool:
-        """Set the settings for the next message on and show `note`. Returns False if they cannot be used."""
+        """Apply the settings from the next message on and show `note`. Return False if they are invalid."""
         try:
             if "method" in settings:
                 self.runtime.method_for(str(settings["method"]))
@@ -312,16 +312,16 @@ class ChatScreen(ChatView):
     # View
 
     def action_help(self) -> None:
-        """Show keys and commands."""
+        """Show the help screen with keys and commands."""
         self.app.push_screen(HelpScreen())
 
     async def action_details(self) -> None:
-        """Show or hide the details."""
+        """Show or hide the details panel."""
         await self.toggle_panel("details")
         self.post_message(self.PreferencesChanged())
 
     def action_origin(self) -> None:
-        """Switch between coloured tokens and Markdown."""
+        """Switch replies between tokens coloured by origin and rendered Markdown."""
         self.preferences.origin = not self.preferences.origin
         self.transcript.set_origin(self.preferences.origin)
         if self.preferences.origin and not any(entry.chunks for entry in self.current_chat.entries):
@@ -334,13 +334,13 @@ class ChatScreen(ChatView):
         self.post_message(self.PreferencesChanged())
 
     async def action_earlier(self) -> None:
-        """Scroll to the top. At the top, show older messages."""
+        """Scroll to the top, or show older messages if already there."""
         if self.transcript.scroll_y == 0:
             await self.transcript.show_earlier()
         self.transcript.scroll_home(animate=False)
 
     def action_to_end(self) -> None:
-        """Scroll to the end and follow the reply."""
+        """Scroll to the end and keep following the reply."""
         self.transcript.to_end()
 
     # Events of the widgets
@@ -361,7 +361,7 @@ class ChatScreen(ChatView):
             self.transcript.scroll_page_down(animate=False)
 
     def on_key(self, event: events.Key) -> None:
-        """Send a character that was typed outside the input to the input."""
+        """Forward a character typed outside the text input to it."""
         if event.is_printable and event.character is not None and not self.prompt.has_focus:
             event.stop()
             self.prompt.focus()

@@ -1,4 +1,4 @@
-"""The widgets of the chat and the course of a turn. It keeps screen, model thread and saved chat in sync."""
+"""The chat's widgets and turns. Keeps the screen, the model thread and the saved chat in sync."""
 
 from __future__ import annotations
 
@@ -38,23 +38,23 @@ if TYPE_CHECKING:
 
 __all__ = ["ChatView"]
 
-# How often new text is drawn.
+# Interval between screen updates.
 _TICK_SECONDS = 1 / 25
-# Ticks between updates of the details panel. Numbers that change with every token are hard to read.
+# Number of ticks between updates of the details panel. Numbers that change with every token are hard to read.
 _TICKS_PER_DETAILS = 5
-# How often the memory is measured.
+# Interval between memory measurements.
 _MEMORY_SECONDS = 3.0
-# Largest part of the time that drawing may take, and the longest pause between two drawings.
+# Maximum share of time spent drawing, and the longest pause between two updates.
 _MAX_DRAWING_SHARE = 0.25
 _MAX_PAUSE_SECONDS = 0.2
 
 
-# Runs a typed slash command on this screen. False leaves the text in the input.
+# Runs a typed slash command on the chat screen. If it returns False, the text stays in the input.
 RunCommand = Callable[[Any, Typed], Awaitable[bool]]
 
 
 class ChatView(Screen[None]):
-    """The chat without its keys and commands, which `ChatScreen` adds."""
+    """The chat screen without key bindings and commands, which `ChatScreen` adds."""
 
     class PreferencesChanged(Event):
         """The user changed the theme or the visible columns."""
@@ -102,7 +102,7 @@ class ChatView(Screen[None]):
         self._width_class = ""
 
     def compose(self) -> ComposeResult:
-        """Create header, columns, input and status line."""
+        """Create the header, the columns, the input and the status line."""
         yield self._header
         with Horizontal(id="middle"):
             yield self.sidebar
@@ -128,7 +128,7 @@ class ChatView(Screen[None]):
     # The open chat
 
     async def show_chat(self, chat: OpenChat) -> None:
-        """Replace the open chat by this one."""
+        """Show `chat` in place of the open chat."""
         self.current_chat = chat
         self._last_stats = None
         self.leave_edit()
@@ -142,7 +142,7 @@ class ChatView(Screen[None]):
         return Welcome(welcome_rows(self.runtime), notices(self.runtime))
 
     async def save(self) -> bool:
-        """Save the chat and refresh the list. Returns False, and shows the error, if that failed."""
+        """Save the chat and refresh the list of chats. On failure, show the error and return False."""
         try:
             got_new_id = await self.archive.save(self.current_chat, self.runtime.target.name)
         except ChatFileError as error:
@@ -172,7 +172,7 @@ class ChatView(Screen[None]):
         await self.transcript.add(Panel(title, body, kind="error"))
 
     async def finish(self, timeout_seconds: float) -> None:
-        """Stop the reply before quitting. Its end saves the chat."""
+        """Stop the reply before quitting. The chat is saved when the reply ends."""
         await self.turns.finish(timeout_seconds)
 
     # A turn
@@ -221,7 +221,7 @@ class ChatView(Screen[None]):
             entry.chunks, entry.reply = tuple(reply.chunks), event.reply
             await transcript.prune()
         else:
-            # There is no reply, so the transcript is rebuilt from the conversation.
+            # The turn produced no reply, so rebuild the transcript from the conversation.
             await reply.finish(reply.text, event.reply)
             self._give_back_text()
             await transcript.show_chat(chat.entries, welcome=self._welcome())
@@ -232,7 +232,7 @@ class ChatView(Screen[None]):
         self.refresh_facts()
 
     def _give_back_text(self) -> None:
-        """Put a message that got no reply back into the input, so that it can be sent again."""
+        """Restore a message that got no reply to the input so that the user can resend it."""
         ask = self._asked
         if ask is None or ask.act == "regenerate" or self.prompt.text:
             return
@@ -250,7 +250,7 @@ class ChatView(Screen[None]):
             self.refresh_facts()
 
     async def begin_edit(self) -> None:
-        """Put the last message into the input for editing."""
+        """Copy the last message into the input for editing."""
         text = self.current_chat.last_user_text
         if text is None:
             self.say("There is no message to edit yet.")
@@ -262,13 +262,13 @@ class ChatView(Screen[None]):
         self.refresh_facts()
 
     async def when_free(self, action: Callable[[], Awaitable[None]]) -> None:
-        """Run `action` now, or after stopping the running reply."""
+        """Run `action` now, or once the running reply has been stopped."""
         await self.turns.when_free(action)
 
     # Header, status line and details
 
     async def _tick(self) -> None:
-        # A screen that is slow to draw is drawn less often, because the model needs the cores.
+        # If drawing is slow, draw less often, because the model needs the CPU cores.
         now, spent = monotonic(), thread_time()
         pause = min((spent - self._spent_at) / _MAX_DRAWING_SHARE, _MAX_PAUSE_SECONDS)
         if now - self._drawn_at < pause:
@@ -290,12 +290,12 @@ class ChatView(Screen[None]):
 
     @property
     def stats(self) -> Stats | None:
-        """Stats of the running or last reply."""
+        """Stats of the current or last reply."""
         return self.turns.live_stats or self._last_stats
 
     @property
     def method(self) -> MethodReport:
-        """Method of the running or last reply. Before the first reply, the planned method."""
+        """Drafting method of the current or last reply, or the default method before the first reply."""
         if live := self.turns.live_method:
             return live
         entry = self.current_chat.last_reply
@@ -304,7 +304,7 @@ class ChatView(Screen[None]):
         return entry.reply.method
 
     def refresh_facts(self, *, details: bool = True) -> None:
-        """Refresh header, status line, hints and details."""
+        """Refresh the header, the status line, the hints and the details panel."""
         stats, method = self.stats, self.method
         writing = self.turns.writing
         used = self._context_used_tokens
@@ -350,13 +350,13 @@ class ChatView(Screen[None]):
         prompt.set_class(self.editing, "-editing")
 
     def say(self, text: str) -> None:
-        """Show a short message that disappears by itself."""
+        """Show a short message that disappears after a few seconds."""
         self.notify(text, timeout=4, markup=False)
 
     # The columns
 
     def on_resize(self, event: events.Resize) -> None:
-        """Choose the visible columns by the width of the terminal."""
+        """Choose the visible columns to suit the terminal width."""
         width = event.size.width
         now = "narrow" if width < 64 else "medium" if width < 110 else "wide"
         if now == self._width_class:
@@ -368,7 +368,7 @@ class ChatView(Screen[None]):
         self.call_later(self.show_panels, set() if now == "narrow" else wanted)
 
     async def show_panels(self, panels: set[str]) -> None:
-        """Show these columns beside the conversation, or instead of it in a narrow terminal."""
+        """Show `panels` beside the conversation, or in place of it if the terminal is narrow."""
         self._panels = panels
         self.sidebar.display = "sidebar" in panels
         self._details.display = "details" in panels
@@ -377,7 +377,7 @@ class ChatView(Screen[None]):
         self.call_after_refresh(self.refresh_facts)
 
     async def toggle_panel(self, name: str) -> bool:
-        """Show or hide one column. Returns True if it is now visible."""
+        """Show or hide a column. Return True if it is now visible."""
         panels = set(self._panels)
         if name in panels:
             panels.remove(name)

@@ -1,4 +1,4 @@
-"""Copying with the desktop's clipboard tool, because not every terminal supports OSC 52."""
+"""Copies text with the desktop's clipboard tool, because not every terminal supports OSC 52."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _tools() -> list[list[str]]:
 
 
 def copy_with_desktop_tool(text: str) -> bool:
-    """Copy with pbcopy, wl-copy, xclip or xsel. Returns False if none of them works."""
+    """Copy `text` with pbcopy, wl-copy, xclip or xsel. Return False if none of them works."""
     for command in _tools():
         if shutil.which(command[0]) is None:
             continue

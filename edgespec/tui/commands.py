@@ -1,4 +1,4 @@
-"""The table of slash commands, and the parser for typed ones."""
+"""The table of slash commands and the parser for typed commands."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ class Command:
 
     Attributes:
         name: The name without the slash.
-        arguments: The arguments as help shows them.
+        arguments: The arguments as shown in the help.
         help: What the command does.
-        aliases: Other names for it.
+        aliases: Other names for the command.
     """
 
     name: str
@@ -46,13 +46,13 @@ COMMANDS = (
 )
 
 _BY_NAME = {name: command for command in COMMANDS for name in (command.name, *command.aliases)}
-# A slash and a word, followed by a blank or the end, so that '/etc/hosts' and '/* C */' are messages.
+# A slash and a word, followed by whitespace or the end of the text. '/etc/hosts' and '/* C */' are messages.
 _LINE = re.compile(r"/([A-Za-z?][\w?-]*)(?:\s+(.*))?", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
 class Typed:
-    """A slash command as typed. `command` is None if the name is unknown."""
+    """A slash command that the user typed. `command` is None if its name is unknown."""
 
     name: str
     argument: str
@@ -60,7 +60,7 @@ class Typed:
 
 
 def read(text: str) -> Typed | None:
-    """Parse `text`. Returns None if it is a message for the model."""
+    """Parse a slash command. Return None if `text` is a message for the model."""
     match = _LINE.fullmatch(text.rstrip())
     if match is None:
         return None
@@ -69,7 +69,7 @@ def read(text: str) -> Typed | None:
 
 
 def nearest(name: str) -> str:
-    """Return the name of the most similar command."""
+    """Return the command name most similar to `name`."""
     for known in _BY_NAME:
         if known.startswith(name):
             return _BY_NAME[known].name
@@ -78,7 +78,7 @@ def nearest(name: str) -> str:
 
 
 def completion(text: str) -> str:
-    """Return the rest of the command name that is being typed, or an empty string."""
+    """Return the missing rest of a partly typed command name, or an empty string if there is none."""
     if not text.startswith("/") or len(text) < 2:
         return ""
     for command in COMMANDS:

@@ -1,4 +1,4 @@
-"""The history of sent messages, for Up and Down as in a shell."""
+"""The history of sent messages, which Up and Down browse as in a shell."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from collections.abc import Iterable
 
 __all__ = ["History"]
 
-# Messages in the history.
+# Maximum number of messages in the history.
 _MAX_MESSAGES = 500
 
 
 class History:
-    """Sent messages, oldest first, with a current position. The unsent text is restored at the end."""
+    """History of sent messages with a current position. Unsent text is kept after the newest message."""
 
     def __init__(self) -> None:
         self._sent: list[str] = []
@@ -19,7 +19,7 @@ class History:
         self._unsent = ""
 
     def add(self, text: str) -> None:
-        """Append a sent message and go to the end."""
+        """Append a sent message and move to the end."""
         if text.strip() and (not self._sent or self._sent[-1] != text):
             self._sent.append(text)
             del self._sent[:-_MAX_MESSAGES]
@@ -31,12 +31,12 @@ class History:
             self.add(text)
 
     def rewind(self) -> None:
-        """Go to the end, so that `older` returns the newest message."""
+        """Move to the end, so that `older` returns the newest message."""
         self._place = len(self._sent)
         self._unsent = ""
 
     def older(self, current: str) -> str | None:
-        """Return the message before the current one, or None at the oldest."""
+        """Move to the previous message and return it, or return None if there is none."""
         if self._place == 0:
             return None
         if self._place == len(self._sent):
@@ -45,7 +45,7 @@ class History:
         return self._sent[self._place]
 
     def newer(self) -> str | None:
-        """Return the message after the current one, then the unsent text, then None."""
+        """Move to the next message and return it. After the newest, return the unsent text, then None."""
         if self._place == len(self._sent):
             return None
         self._place += 1

@@ -1,6 +1,6 @@
-"""Protocols of the part of the public API that the terminal chat uses.
+"""Protocols for the part of edgespec's public API that the terminal chat uses.
 
-`edgespec.Runtime` implements them, and so does the scripted runtime of the tests.
+Both `edgespec.Runtime` and the scripted runtime used in tests implement them.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class ChatLike(Protocol):
 
     @property
     def context_used_tokens(self) -> int:
-        """Tokens of the conversation."""
+        """Number of tokens in the conversation."""
 
     @property
     def dropped_messages(self) -> int:
@@ -93,16 +93,16 @@ class RuntimeLike(Protocol):
 
     @property
     def loss_limits(self) -> tuple[float, float] | None:
-        """How much time guessing may cost: a share of the reply's time plus the time of some tokens."""
+        """Limits on the time cost of guessing: a share of the reply's time plus a number of token times."""
 
     def method_for(self, method: str) -> MethodReport:
-        """Return what `method` uses with this target. Raises OptionError if it cannot be used."""
+        """Return which drafters `method` uses with this target. Raises OptionError if it cannot be used."""
 
     def memory_bytes(self) -> int:
-        """Return the resident memory of the process."""
+        """Return the resident memory of the process in bytes."""
 
     def memory(self) -> MemoryUse:
-        """Return the memory in use."""
+        """Return a breakdown of the memory currently used."""
 
     def chat(self, system: str | None = None, messages: Sequence[Message] = ()) -> ChatLike:
         """Start or continue a conversation."""

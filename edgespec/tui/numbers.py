@@ -1,4 +1,4 @@
-"""Formatting of numbers, rates and times for people."""
+"""Formats numbers, rates and times for display."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def ago(then: datetime, now: datetime) -> str:
 
 
 def bar(fraction: float, width: int) -> str:
-    """Return a bar of `width` cells that is filled to `fraction`, in steps of an eighth of a cell."""
+    """Return a text progress bar of `width` cells, accurate to an eighth of a cell."""
     eighths = round(max(0.0, min(1.0, fraction)) * width * 8)
     full, part = divmod(eighths, 8)
     text = "█" * full + (_EIGHTHS[part] if part else "")

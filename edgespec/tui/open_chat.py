@@ -25,8 +25,8 @@ class ChatEntry:
     Attributes:
         role: The author.
         content: The text.
-        chunks: Chunks of a reply that was generated since the chat was opened.
-        reply: The reply itself, with its stats.
+        chunks: Text chunks of a reply generated since the chat was opened. Empty otherwise.
+        reply: The finished reply with its stats, if generated since the chat was opened.
     """
 
     role: Role
@@ -37,7 +37,7 @@ class ChatEntry:
 
 @dataclass(slots=True)
 class OpenChat:
-    """The chat that is open. `id` is empty until it is first saved."""
+    """The chat that is currently open. `id` is empty until the chat is first saved."""
 
     system: str | None = None
     settings: dict[str, Setting] = field(default_factory=dict)
@@ -48,7 +48,7 @@ class OpenChat:
 
     @classmethod
     def opened(cls, chat: SavedChat, settings: Mapping[str, Setting]) -> OpenChat:
-        """Return an open chat with the contents of a saved one and its valid settings."""
+        """Create an open chat from a saved chat and those of its settings that are valid."""
         entries = [ChatEntry(message.role, message.content) for message in chat.messages]
         return cls(chat.system, dict(settings), chat.id, chat.title, chat.created, entries)
 
@@ -59,7 +59,7 @@ class OpenChat:
 
     @property
     def shown_title(self) -> str:
-        """The title, or one made from the first message. Empty for an empty chat."""
+        """The title, by default made from the first message. Empty if the chat is empty."""
         return self.title or (title_of(self.messages) if self.entries else "")
 
     @property
@@ -73,7 +73,7 @@ class OpenChat:
         return next((entry.content for entry in reversed(self.entries) if entry.role == "user"), None)
 
     def follow(self, messages: Sequence[Message]) -> None:
-        """Replace the messages. Unchanged ones keep their chunks and stats."""
+        """Replace the messages. Unchanged messages keep their chunks and stats."""
         entries = []
         for place, message in enumerate(messages):
             old = self.entries[place] if place < len(self.entries) else None
@@ -82,7 +82,7 @@ class OpenChat:
         self.entries[:] = entries
 
     def saved(self, target: str) -> SavedChat:
-        """Return the chat in the form that is saved."""
+        """Return the chat as a `SavedChat` for saving."""
         return SavedChat(
             id=self.id,
             messages=self.messages,

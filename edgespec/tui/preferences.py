@@ -1,4 +1,4 @@
-"""Preferences for the screen, saved between runs. Errors in reading or writing them are ignored."""
+"""Display preferences that are saved between runs. Errors in reading or writing them are ignored."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ __all__ = ["Preferences"]
 
 @dataclass(slots=True)
 class Preferences:
-    """Theme and visible parts of the screen.
+    """The user's choice of theme and of the visible parts of the screen.
 
     Attributes:
-        light: Use the light theme.
-        details: Show the details column.
-        origin: Colour tokens by their origin.
-        sidebar: Show the list of chats.
+        light: Whether to use the light theme.
+        details: Whether to show the details column.
+        origin: Whether to colour tokens by their origin: draft or target.
+        sidebar: Whether to show the list of chats.
     """
 
     light: bool = False
@@ -30,7 +30,7 @@ class Preferences:
 
     @classmethod
     def read(cls, path: Path) -> Preferences:
-        """Read the preferences. Values that cannot be read get their defaults."""
+        """Read the preferences. Missing or invalid values are replaced by their defaults."""
         try:
             data = json.loads(path.read_text("utf-8"))
         except (OSError, ValueError, RecursionError):

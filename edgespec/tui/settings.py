@@ -1,4 +1,4 @@
-"""The settings of a chat: names, labels, and parsing of what the user types."""
+"""The settings of a chat, with their names, labels and parsers."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ __all__ = ["FIELDS", "Field", "accepted", "default_text", "field_named", "parse"
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """A setting.
+    """A chat setting that the user can edit.
 
     Attributes:
-        name: Its name in the Python API and after `/set`.
-        label: Its name in the form.
+        name: Name in the Python API and after `/set`.
+        label: Name shown in the settings form.
         hint: A short explanation.
-        read: Parses its text. Called with the name and the text. Raises OptionError.
-        is_sampling: Whether it is a field of `SamplingParams`.
+        read: Function that parses the user's text. Called with the setting's name and the text. Raises
+            OptionError.
+        is_sampling: Whether the setting is a field of `SamplingParams`.
     """
 
     name: str
@@ -33,7 +34,7 @@ class Field:
 
 
 def parse(field: Field, text: str) -> Setting:
-    """Return the value of `text`. Raises OptionError with the allowed range."""
+    """Parse `text` as a value of the setting. Raises OptionError that names the valid values."""
     value = field.read(field.name, text.strip())
     if field.is_sampling:
         _check_sampling(field.name, value)
@@ -41,7 +42,7 @@ def parse(field: Field, text: str) -> Setting:
 
 
 def accepted(settings: Mapping[str, Setting]) -> tuple[dict[str, Setting], list[str]]:
-    """Split saved settings into the valid ones and one message for each invalid one."""
+    """Return the valid ones of the saved settings, and an error message for each invalid one."""
     kept: dict[str, Setting] = {}
     problems: list[str] = []
     for name, value in settings.items():
@@ -53,7 +54,7 @@ def accepted(settings: Mapping[str, Setting]) -> tuple[dict[str, Setting], list[
 
 
 def field_named(name: str) -> Field:
-    """Return the setting with this name in edgespec or in similar tools. Raises OptionError."""
+    """Return the setting with this name, as edgespec or a similar tool calls it. Raises OptionError."""
     wanted = name.strip().lower().replace("-", "_")
     if wanted in ("context", "num_ctx", "ctx", "n_ctx"):
         raise OptionError(
@@ -70,7 +71,7 @@ def field_named(name: str) -> Field:
 
 
 def shown(value: Setting) -> str:
-    """Return a value as text that `parse` understands."""
+    """Format a value as text that `parse` accepts."""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, float):
@@ -81,7 +82,7 @@ def shown(value: Setting) -> str:
 
 
 def default_text(field: Field) -> str:
-    """Return the default value as text."""
+    """Return the default value of a setting as text."""
     if field.is_sampling:
         from edgespec import SamplingParams
 
@@ -154,7 +155,7 @@ def _escaped(text: str) -> str:
     for meant, written in (("\\", "\\\\"), *_ESCAPES.items()):
         if meant != " ":
             text = text.replace(meant, written)
-    # Blanks at the ends of a stop text are escaped, because blanks around commas are stripped.
+    # Spaces at the ends of a stop string are escaped, because spaces around commas are stripped.
     inner = text.strip(" ")
     if not inner:
         return "\\s" * len(text)

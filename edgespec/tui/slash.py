@@ -1,4 +1,4 @@
-"""The slash commands."""
+"""The functions that run the slash commands."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ __all__ = ["run_command"]
 
 
 async def run_command(screen: ChatScreen, typed: Typed) -> bool:
-    """Run a typed command. Returns False if it failed, so that the text stays in the input."""
+    """Run a typed slash command. Return False if it failed, so that its text stays in the input."""
     if typed.command is None:
         await screen.transcript.note(
             f"There is no /{typed.name}. Did you mean /{nearest(typed.name)}? "
             "To send it as a message, put a blank in front."
         )
-        # Typing then replaces the command.
+        # With the text selected, typing replaces it.
         screen.prompt.select_all()
         return False
     return await _ACTIONS[typed.command.name](screen, typed.argument)

@@ -1,4 +1,4 @@
-"""Longer texts of the chat screen: the welcome, /show, /memory, the speed-up, and errors."""
+"""Longer texts of the chat screen, such as the welcome, the output of /show and /memory, and errors."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ __all__ = [
     "welcome_rows",
 ]
 
-# Where guesses come from, in the words of the screen.
+# Words used on screen for the source of the guessed tokens, by drafter.
 _SOURCES = {
     "layerskip": "first layers of the model",
     "lookahead": "parallel guesses",
@@ -41,7 +41,7 @@ _SOURCES = {
     "swift": "some layers of the model",
 }
 _NAME = rf"(?:{'|'.join(_SOURCES)})"
-# Replacements that turn the reasons and notes of edgespec into the words of the screen, in this order.
+# Replacements, applied in order, that reword edgespec's reasons and notes for the screen.
 # Names of files and options, such as demo-draft and --draft, stay.
 _CHAT_WORDS = (
     (
@@ -55,7 +55,7 @@ _CHAT_WORDS = (
     (r"(?<![\w/.-])drafts(?![\w/-])", "guesses"),
     (r"(?<![\w/.-])draft(?![\w/-])", "guess"),
 )
-# Added to the welcome of the demo.
+# Added to the welcome text when the demo model is loaded.
 _DEMO_EXPLANATION = (
     " This demo is so small that guessing often costs more than it saves. It then switches itself off"
     " (F3 says why)."
@@ -63,14 +63,14 @@ _DEMO_EXPLANATION = (
 
 
 def facts_line(facts: ModelFacts) -> str:
-    """Return name, parameters, quantisation and file size of a model in one line."""
+    """Describe a model in one line: name, parameters, quantisation and file size."""
     file_size = format_bytes(facts.file_bytes)
     parts = [facts.name, parameters_text(facts.parameters), facts.quantisation, file_size]
     return " · ".join(part for part in parts if part)
 
 
 def speed_up_text(method: MethodReport) -> str:
-    """Return whether the speed-up is on, where the guesses come from, and how much faster replies are."""
+    """Describe whether the speed-up is on, where its guesses come from, and how much faster replies are."""
     if method.effective == "none":
         return "off" if method.requested == "none" else f"off for now: {in_chat_words(method.reason)}"
     sources = _sources(method)
@@ -80,12 +80,12 @@ def speed_up_text(method: MethodReport) -> str:
 
 
 def _sources(method: MethodReport) -> str:
-    """Return where the guesses come from, such as `helper model + repeated text`."""
+    """Describe where the guesses come from, such as `helper model + repeated text`."""
     return " + ".join(dict.fromkeys(_SOURCES.get(name, name) for name in method.effective.split("+")))
 
 
 def method_text(method: MethodReport) -> str:
-    """Return the speed-up, its size and the reason for the details panel."""
+    """Describe the speed-up and the reason for it, for the details panel."""
     reason = in_chat_words(method.reason)
     if method.effective == "none":
         state = "off" if method.requested == "none" else "off for now"
@@ -97,17 +97,18 @@ def method_text(method: MethodReport) -> str:
 
 
 def in_chat_words(text: str) -> str:
-    """Return a reason or note with `guess` for draft and `helper model` for draft model."""
+    """Reword a reason or note for the chat: `guess` replaces draft, `helper model` replaces draft model."""
     for pattern, replacement in _CHAT_WORDS:
         text = re.sub(pattern, replacement, text)
     return text
 
 
 def loss_limit_text(limits: tuple[float, float] | None, stats: Stats) -> str:
-    """Return the loss limit, such as `2% + 2 tokens (12% of this reply)`. Empty without one.
+    """Describe the loss limit, such as `2% + 2 tokens (12% of this reply)`, or return an empty string.
 
     Args:
-        limits: The share of a reply's time that guessing may cost, and the tokens' time in addition to it.
+        limits: The share of a reply's time that guessing may cost, and an additional number of token times.
+            None if there is no limit.
         stats: Stats of the reply.
     """
     if limits is None or stats.worst_case_loss is None:
@@ -118,14 +119,14 @@ def loss_limit_text(limits: tuple[float, float] | None, stats: Stats) -> str:
 
 
 def speed_up_short(method: MethodReport) -> str:
-    """Return the speed-up in two words, for the status line."""
+    """Describe the speed-up in two words, for the status line."""
     if method.effective == "none":
         return "speed-up off"
     return "speed-up on" if method.gain is None else f"speed-up {1 + method.gain:.1f}×"
 
 
 def welcome_rows(runtime: RuntimeLike) -> list[tuple[str, str]]:
-    """Return the rows above an empty chat: the models, the speed-up, and an explanation of it."""
+    """Return the rows shown above an empty chat: the models, the speed-up and how it works."""
     method = runtime.method
     rows = [("Model", facts_line(runtime.target))]
     if runtime.draft is not None:
@@ -152,7 +153,7 @@ def _explanation(runtime: RuntimeLike) -> str:
 
 
 def notices(runtime: RuntimeLike) -> list[str]:
-    """Return what the user should know about the models, such as that one is a demo."""
+    """Return notices about the models, such as that one is a demo."""
     texts = [facts.notice for facts in (runtime.target, runtime.draft) if facts is not None and facts.notice]
     return list(dict.fromkeys(texts))
 
@@ -160,12 +161,12 @@ def notices(runtime: RuntimeLike) -> list[str]:
 def show_rows(
     runtime: RuntimeLike, chat: OpenChat, method: MethodReport, stats: Stats | None
 ) -> list[tuple[str, str]]:
-    """Return the rows of /show: models, speed-up, context and settings.
+    """Return the rows that /show displays: models, speed-up, context and settings.
 
     Args:
         runtime: The loaded models.
         chat: The open chat, whose settings are listed.
-        method: The method of the running or last reply.
+        method: The drafting method of the current or last reply.
         stats: Stats of that reply, if there was one.
     """
     rows = [("model", facts_line(runtime.target)), ("file", runtime.target.path)]
@@ -197,7 +198,7 @@ def _context(max_tokens: int, current_tokens: int) -> str:
 
 
 def memory_rows(use: MemoryUse) -> list[tuple[str, str]]:
-    """Return the rows of /memory."""
+    """Return the rows that /memory displays."""
     cache = use.prefix_cache
     rows = [
         ("model files", format_bytes(use.weight_bytes)),
@@ -221,7 +222,7 @@ def _prefix_cache(cache: PrefixCacheUsage) -> str:
 
 
 def _current_rows(use: MemoryUse) -> list[tuple[str, str]]:
-    """Return the rows about the context size, the free memory, and memory freed for other programs."""
+    """Return the rows on the context size, the free memory, and the memory freed for other programs."""
     rows = []
     if use.context_tokens:
         rows.append(("context", _context(use.max_context_tokens, use.context_tokens)))
@@ -247,13 +248,13 @@ def _plan_rows(plan: MemoryPlan | None) -> list[tuple[str, str]]:
 
 
 def not_set(error: Exception) -> str:
-    """Return the message that a setting was refused, as a sentence."""
+    """Return a sentence that says that a setting was not changed, and why."""
     text = f"Not set: {error}"
     return text if text.endswith("?") else f"{text}."
 
 
 def error_text(error: Exception) -> tuple[str, str]:
-    """Return a title and a body for an error, with what the user can do about it."""
+    """Return a title for an error, and a body that includes what the user can do about it."""
     if isinstance(error, EdgespecError):
         title = error.what[:1].upper() + error.what[1:]
         return title, error.next_step[:1].upper() + error.next_step[1:]

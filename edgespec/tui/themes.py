@@ -1,4 +1,4 @@
-"""The light and the dark theme."""
+"""The light and dark colour themes."""
 
 from __future__ import annotations
 

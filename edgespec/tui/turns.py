@@ -1,4 +1,4 @@
-"""Communication with the model thread: one reply at a time, and an action to run after it."""
+"""Requests replies from the model thread, one at a time, and runs actions that wait for their end."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["Turns"]
 
 
 class Turns:
-    """Sends requests to the model thread and shows the text that it returns."""
+    """Requests replies from the model thread and shows their text as it arrives."""
 
     def __init__(
         self,
@@ -45,12 +45,12 @@ class Turns:
 
     @property
     def live_stats(self) -> Stats | None:
-        """Stats of the running reply, or None."""
+        """Stats of the running reply, or None if there is none."""
         return self._thread.live_stats if self.writing else None
 
     @property
     def live_method(self) -> MethodReport | None:
-        """Method of the running reply, or None."""
+        """Drafting method of the running reply, or None if there is none."""
         return self._thread.live_method if self.writing else None
 
     def open_chat(self, system: str | None, messages: tuple[Message, ...]) -> None:
@@ -59,7 +59,7 @@ class Turns:
         self._thread.open_chat(system, messages)
 
     def begin(self, ask: Ask, reply: ReplyMessage) -> None:
-        """Start a reply, which is shown in the widget `reply`."""
+        """Start generating a reply and show it in the widget `reply`."""
         self._reply = reply
         self._thread.ask(ask)
 
@@ -68,7 +68,7 @@ class Turns:
         self._thread.cancel()
 
     async def when_free(self, action: Callable[[], Awaitable[None]]) -> None:
-        """Run `action` now, or after stopping the running reply."""
+        """Run `action` now, or once the running reply has been stopped."""
         if self.writing:
             self._after_reply = action
             self.stop()
@@ -76,9 +76,9 @@ class Turns:
             await action()
 
     async def tick(self) -> None:
-        """Show what the model thread has done since the last tick."""
-        # Events are taken before chunks. All chunks of a reply are queued before the event of its end, so
-        # none of them can be missed.
+        """Handle the events and show the text that the model thread has produced since the last tick."""
+        # Read events before chunks. A reply queues all its chunks before its end event, so every chunk is
+        # already in the queue when that event is handled.
         events = self._thread.take_events()
         chunks = self._thread.take_chunks()
         if chunks and self._reply is not None:

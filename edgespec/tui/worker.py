@@ -1,7 +1,7 @@
-"""The model thread, which loads the model, generates every reply and closes the model.
+"""The model thread, which loads the model, generates all replies and closes the model.
 
-The screen puts jobs into its queue and reads two queues: the chunks of the reply, and events. The thread is a
-daemon, so that the program can end even if a native call does not return.
+The screen submits jobs through a queue and reads two others, one with the reply's text chunks and one with
+events. The thread is a daemon, so that the program can exit even if a native call hangs.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Ask:
     """A request for one reply.
 
     Attributes:
-        act: Send a message, edit the last one, or regenerate the last reply.
+        act: Whether to send a message, edit the last one, or regenerate the last reply.
         text: The message. Empty for `regenerate`.
         system: The system prompt.
         options: Options of `Runtime.stream_tokens`.
@@ -55,7 +55,7 @@ class Ask:
 
 @dataclass(frozen=True, slots=True)
 class LoadingProgress:
-    """Progress of loading: a description and the fraction done."""
+    """Reports the loading progress: a description and the completed fraction."""
 
     what: str
     fraction: float
@@ -77,7 +77,7 @@ class LoadFailed:
 
 @dataclass(frozen=True, slots=True)
 class ChatOpened:
-    """A conversation was opened, or could not be opened because of `error`."""
+    """A conversation was opened, or failed to open with `error`."""
 
     context_used_tokens: int
     dropped_messages: int
@@ -86,7 +86,7 @@ class ChatOpened:
 
 @dataclass(frozen=True, slots=True)
 class TurnEnded:
-    """A reply ended, or failed with `error`. `messages` is the conversation after it."""
+    """A reply ended, or failed with `error`. `messages` is the conversation afterwards."""
 
     messages: tuple[Message, ...]
     context_used_tokens: int
@@ -99,7 +99,7 @@ Event: TypeAlias = LoadingProgress | Loaded | LoadFailed | ChatOpened | TurnEnde
 
 
 class ModelThread:
-    """Loads and runs the model in a thread of its own. All methods are called from the screen's thread."""
+    """Loads and runs the model in its own thread. Call all methods from the screen's thread."""
 
     def __init__(self, load: Load) -> None:
         self.chunks: SimpleQueue[TextChunk] = SimpleQueue()
@@ -115,7 +115,7 @@ class ModelThread:
         self._thread = threading.Thread(target=self._run, name="edgespec-model", daemon=True)
 
     def start(self) -> None:
-        """Start the thread and load the model."""
+        """Start the thread, which then loads the model."""
         limit_malloc_arenas()
         self._thread.start()
 
@@ -126,23 +126,23 @@ class ModelThread:
 
     @property
     def live_stats(self) -> Stats | None:
-        """Stats of the running reply, or None."""
+        """Stats of the running reply, or None if there is none."""
         stream = self._stream
         return stream.stats if stream is not None else None
 
     @property
     def live_method(self) -> MethodReport | None:
-        """Method of the running reply, or None."""
+        """Drafting method of the running reply, or None if there is none."""
         stream = self._stream
         return stream.method if stream is not None else None
 
     def open_chat(self, system: str | None, messages: Sequence[Message]) -> None:
-        """Open another conversation. The event ChatOpened follows."""
+        """Open another conversation. A ChatOpened event reports the result."""
         history = tuple(messages)
         self._jobs.put(lambda: self._open(system, history))
 
     def ask(self, ask: Ask) -> None:
-        """Start a reply. Its chunks go to `chunks`, and the event TurnEnded follows."""
+        """Start a reply. Its text is put into `chunks`, and a TurnEnded event reports its end."""
         self._cancelled.clear()
         self._jobs.put(lambda: self._turn(ask))
 
@@ -154,27 +154,27 @@ class ModelThread:
             stream.cancel()
 
     def cancel_load(self) -> None:
-        """Stop loading at its next progress report."""
+        """Cancel loading. It stops at the next progress report."""
         self._stop.set()
 
     def close(self) -> None:
-        """Stop the running reply, close the model and end the thread, without waiting for it."""
+        """Tell the thread to stop the running reply, close the model and exit. Does not wait for it."""
         self._stop.set()
         self.cancel()
         self._jobs.put(None)
 
     def join(self, timeout_seconds: float) -> bool:
-        """Wait for the thread to end. Returns False at a timeout."""
+        """Wait for the thread to end. Return False if the timeout expires first."""
         if self._thread.ident is not None:
             self._thread.join(timeout_seconds)
         return not self._thread.is_alive()
 
     def take_chunks(self) -> list[TextChunk]:
-        """Return the chunks since the last call."""
+        """Return the text chunks that have arrived since the last call."""
         return _drained(self.chunks)
 
     def take_events(self) -> list[Event]:
-        """Return the events since the last call."""
+        """Return the events that have arrived since the last call."""
         return _drained(self.events)
 
     def _progress(self, what: str, fraction: float) -> bool:
@@ -186,7 +186,7 @@ class ModelThread:
         return not self._cancelled.is_set()
 
     def _run(self) -> None:
-        # Every error becomes an event, because the screen would wait for ever for a thread that died.
+        # Report every error as an event. Otherwise the screen would wait forever for a thread that has died.
         try:
             runtime = self._load(self._progress)
         except Exception as error:
@@ -228,7 +228,7 @@ class ModelThread:
             else:
                 stream = chat.regenerate(**options)
             self._stream = stream
-            # `cancel` may have been called when there was no stream to cancel yet.
+            # `cancel` may have been called before there was a stream to cancel.
             if self._cancelled.is_set():
                 stream.cancel()
             for chunk in stream:

@@ -62,7 +62,12 @@ class Batch:
                 self._sequences[i][j] = sequence
 
     def put_consecutive(self, inputs: Inputs, position: int) -> None:
-        """Replace the contents with rows of sequence 0 from `position` onwards, without logits."""
+        """Replace the contents with rows of sequence 0 at consecutive positions, without logits.
+
+        Args:
+            inputs: The tokens or hidden states, one per row.
+            position: The position of the first row.
+        """
         count = len(inputs)
         self.put(inputs, range(position, position + count), [(0,)] * count, logits=False)
 

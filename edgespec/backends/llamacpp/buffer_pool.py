@@ -9,8 +9,8 @@ from numpy.typing import NDArray
 
 __all__ = ["BufferPool"]
 
-# Larger buffers are not pooled: the whole cache is rarely copied, but a few cells are copied in every
-# decoding round.
+# The maximum size of a pooled buffer. Larger ones are not worth pooling, because the whole cache is rarely
+# copied, whereas a few cells are copied in every decoding round.
 _MAX_POOLED_BYTES = 32 * 2**20
 
 

@@ -12,14 +12,14 @@ __all__ = ["StateCheckpoint", "StateCheckpoints"]
 
 @dataclass(frozen=True, eq=False)
 class StateCheckpoint:
-    """A checkpoint after `length` tokens. Its sequence is freed after the last reference is dropped."""
+    """A checkpoint of the first `length` tokens. Its cells can be freed once it is no longer referenced."""
 
     length: int
     sequence: int
 
 
 class StateCheckpoints:
-    """Saves and restores checkpoints of sequence 0, using one spare sequence for each.
+    """Saves and restores checkpoints of sequence 0, using one additional sequence per checkpoint.
 
     Saving a checkpoint copies no data: llama.cpp shares cells between sequences, and writes the next
     recurrent state to a new cell while the old one is in use. Only the model's thread may use this class.

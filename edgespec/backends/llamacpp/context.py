@@ -33,8 +33,8 @@ _FLASH_ATTENTION = {"auto": -1, "off": 0, "on": 1}
 # Status codes of llama_decode: no free KV cells, stopped by the abort callback, allocation failed.
 _NO_SLOT, _ABORTED, _NO_MEMORY = 1, 2, -2
 _BYTES = ctypes.POINTER(ctypes.c_uint8)
-# The default maximum number of rows with logits per pass. It bounds the logits buffer, and is far larger than
-# any draft that would save time.
+# The default maximum number of rows with logits per pass. It limits the size of the logits buffer. Drafts
+# of this length are never worthwhile, so a higher limit would not help.
 MAX_WIDTH = 256
 
 
@@ -46,7 +46,7 @@ class ContextPlan:
         tokens: The number of KV cells.
         kv_types: The data types of keys and values.
         sequences: The maximum number of sequences.
-        recurrent: Whether some or all layers have a recurrent state instead of keys and values.
+        recurrent: Whether any layers have a recurrent state instead of keys and values.
         undo_tokens: The number of tokens that can be rolled back without replay, because llama.cpp keeps the
             recurrent state after each of them.
         kv_bytes: The total size of KV cells and recurrent states.
@@ -81,7 +81,7 @@ class LlamaContext:
         plan: The size and layout of the KV cache.
         threads: The number of CPU threads.
         hook: A hook that receives tensors from every pass.
-        takes_hidden: Whether passes may take hidden states instead of tokens.
+        takes_hidden: Whether passes accept hidden states as input instead of tokens.
 
     Raises:
         MemoryBudgetError: The context cannot be allocated.
@@ -105,7 +105,7 @@ class LlamaContext:
         params.n_seq_max = plan.sequences
         params.n_rs_seq = plan.undo_tokens
         self._scratch = plan.sequences - 1
-        # Sequences other than 0 that may contain cells.
+        # The ids of all sequences other than 0 that may contain cells.
         self._others: set[int] = set()
         params.n_outputs_max = min(plan.rows, options.batch_tokens)
         params.n_threads = params.n_threads_batch = self.threads = threads
@@ -116,7 +116,8 @@ class LlamaContext:
                 f"choose one of {', '.join(_FLASH_ATTENTION)}",
             )
         params.flash_attn_type = _FLASH_ATTENTION[options.flash_attention]
-        # Keep cells outside the sliding window. llama.cpp would overwrite them, but a rollback needs them.
+        # Keep cells outside the sliding window, which a rollback may need. By default, llama.cpp overwrites
+        # them.
         params.swa_full = True
         params.kv_unified = True
         params.no_perf = True
@@ -130,7 +131,7 @@ class LlamaContext:
         self.max_width: int = params.n_outputs_max
         # The size of the sliding attention window in tokens, or 0 if all layers use full attention.
         self.window: int = lib.llama_model_n_swa(model)
-        # For some architectures, llama.cpp ignores `n_rs_seq` and keeps no earlier recurrent states.
+        # Read the actual value, because llama.cpp ignores the requested one for some architectures.
         self.undo_tokens: int = lib.llama_n_rs_seq(self._context)
         self._batch = Batch(options.batch_tokens, plan.sequences)
         self._hidden = (
@@ -241,7 +242,7 @@ class LlamaContext:
     def run_to_hook(
         self, tokens: Sequence[int], positions: Sequence[int], sequences: Sequence[Sequence[int]]
     ) -> None:
-        """Run a pass of at most `max_width` tokens, and stop it after the tensor that the hook copies."""
+        """Run a pass of at most `max_width` tokens, and stop it once the hook has copied its tensor."""
         assert self._hook is not None
         # Request logits for all rows: llama.cpp drops the other rows before the tensor that the hook copies.
         self._batch.put(tokens, positions, sequences, logits=True)
@@ -282,7 +283,9 @@ class LlamaContext:
         )
 
     def copy(self, source: int, sequence: int, start: int = -1, end: int = -1) -> None:
-        """Share the cells of `source` at positions [start, end) with `sequence`. By default, share all cells.
+        """Add the cells of `source` at positions [start, end) to `sequence` without copying them.
+
+        By default, all cells are shared.
 
         A recurrent state is always shared as a whole. llama.cpp copies it before a pass overwrites it.
         """
@@ -320,10 +323,11 @@ class LlamaContext:
         self._lib.llama_memory_clear(self._memory, False)
 
     def compact_branch(self, source: int, start: int, end: int) -> None:
-        """Move positions [start, end) of `source` to sequence 0 and remove all other cells from `start` on.
+        """Move positions [start, end) of `source` to sequence 0, and remove all other sequences.
 
-        The moved cells are contiguous. Attention sums over cells in memory order, so if a later token filled
-        a gap between them, the order of the sum and thus its rounding would change.
+        Cells of sequence 0 at `start` and later are replaced. The moved cells are contiguous. Attention sums
+        over cells in memory order, so if a later token filled a gap between them, the order of the sum and
+        thus its rounding would change.
         """
         parts = self.export_cells(source, start, end)
         for sequence in range(self._scratch + 1):
@@ -383,7 +387,10 @@ class LlamaContext:
         return int(self._lib.llama_state_seq_get_size_ext(self._context, 0, self._flags(recurrent_only)))
 
     def export_sequence(self, sequence: int = 0, *, recurrent_only: bool = False) -> memoryview:
-        """Return a copy of the KV cells and recurrent state that the next token of a sequence depends on."""
+        """Return a copy of the KV cells and the recurrent state of a sequence.
+
+        Cells outside the sliding window are omitted, because the next token does not depend on them.
+        """
         self._check_allocated()
         flags = self._flags(recurrent_only)
         size = self._lib.llama_state_seq_get_size_ext(self._context, sequence, flags)

@@ -41,13 +41,14 @@ __all__ = [
 ]
 
 # llama.cpp can keep the recurrent state after each of the last `UNDO_TOKENS` tokens in a pass, for rollback.
-# Every pass writes these copies, so they are only used if all of them take at most `_SMALL_STATES_BYTES`.
+# Every pass writes these copies, so the feature is only used if their total size is at most
+# `_SMALL_STATES_BYTES`.
 UNDO_TOKENS = 8
 _SMALL_STATES_BYTES = 128 * 2**20
 _F16 = KvTypes("f16", "f16")
 # llama.cpp allocates logits for every row whose hidden state is read, although the lower part of a split
-# model never uses them. Its rows per pass are limited so that these logits take at most `_UNREAD_BYTES`, but
-# the limit is never less than `_FEWEST_ROWS`.
+# model never uses them. Limit the rows per pass so that these logits need at most `_UNREAD_BYTES`, but allow
+# at least `_FEWEST_ROWS` rows.
 _UNREAD_BYTES = 16 * 2**20
 _FEWEST_ROWS = 16
 # The size of the header of an exported KV cell, which stores its position and sequence ids.
@@ -61,7 +62,7 @@ class States:
     Attributes:
         state_bytes: The size of the recurrent state, which is independent of the context length.
         f16_bytes_per_token: The size of the keys and values per token in f16.
-        keeps_earlier: Whether llama.cpp can keep the states after each of the last few tokens in a pass.
+        keeps_earlier: Whether llama.cpp can keep the states after each of the last `UNDO_TOKENS` tokens.
     """
 
     state_bytes: int
@@ -100,12 +101,13 @@ def choose_context(weights: Any, options: LoadOptions, states: States | None) ->
     Raises:
         OptionError: The kv_type is unknown.
     """
-    # llama.cpp allocates whole blocks, but aborts if a pass exceeds the requested size. Request whole blocks.
+    # Request whole blocks. llama.cpp allocates whole blocks anyway, but aborts if a pass exceeds the
+    # requested size.
     wanted = round_up_to_block(requested_context(options, library().llama_model_n_ctx_train(weights)))
     if states is None:
         same_type = has_latent_attention(weights)
         types = choose_kv_types(options, kv_bytes(weights, _F16, wanted), same_type=same_type)
-        # One sequence per branch of the draft tree, plus a scratch sequence for moving cells.
+        # Each branch of the draft tree needs a sequence, and moving cells needs a scratch sequence.
         plan = _with_rows(ContextPlan(wanted, types, options.max_branches + 1), options.max_logit_rows)
         if prefill_kernel_differs(types, options, threads_for(weights, options)) and not options.is_draft:
             plan = _with_rows(plan, min(SMALL_KERNEL_MAX_ROWS, plan.rows))
@@ -113,7 +115,7 @@ def choose_context(weights: Any, options: LoadOptions, states: States | None) ->
             plan, kv_bytes=kv_bytes(weights, types, wanted), token_bytes=kv_bytes_per_token(weights, types)
         )
     types = choose_kv_types(options, states.f16_bytes_per_token * wanted)
-    # Sequence 0, plus one sequence per checkpoint.
+    # Sequence 0 contains the tokens, and each checkpoint needs a sequence.
     plan = _with_rows(ContextPlan(wanted, types, MAX_CHECKPOINTS + 1, recurrent=True), options.max_logit_rows)
     if states.keeps_earlier and _fixed_bytes(states, plan) * (1 + UNDO_TOKENS) <= _SMALL_STATES_BYTES:
         plan = replace(plan, undo_tokens=UNDO_TOKENS)
@@ -122,7 +124,7 @@ def choose_context(weights: Any, options: LoadOptions, states: States | None) ->
 
 
 def _with_rows(plan: ContextPlan, rows: int | None) -> ContextPlan:
-    """Limit the rows with logits per pass to `rows`. llama.cpp requires at least one per sequence."""
+    """Return the plan with at least one row per sequence and otherwise `rows` rows with logits per pass."""
     return plan if rows is None else replace(plan, rows=max(rows, plan.sequences))
 
 
@@ -180,7 +182,7 @@ def choose_split_contexts(lower: Any, upper: Any, options: LoadOptions) -> tuple
 
 
 def work_bytes(lower: Any, options: LoadOptions) -> int:
-    """Return the size of the lower part's logits in bytes. They count twice, because they are copied."""
+    """Return the memory in bytes for the lower part's logits and a copy of them."""
     return 2 * _logits_bytes(lower, min(MAX_WIDTH, _lower_rows(lower, options)))
 
 
@@ -215,8 +217,8 @@ def _check_room(
 def _measured(weights: Any, options: LoadOptions) -> States:
     """Measure the state sizes in a small context, because the model's metadata does not contain them.
 
-    llama.cpp reports the recurrent state and the keys of a sliding window as one size. Earlier states are
-    therefore never kept for a model with both.
+    llama.cpp reports the combined size of the recurrent state and the keys in a sliding window. In a model
+    with both, the size of the state is unknown, so earlier states are never kept.
     """
     small = ContextPlan(BLOCK_TOKENS, _F16, 1, undo_tokens=UNDO_TOKENS)
     context = LlamaContext(weights, replace(options, batch_tokens=BLOCK_TOKENS), small, threads=1)
@@ -225,7 +227,7 @@ def _measured(weights: Any, options: LoadOptions) -> States:
         with_one = context.state_bytes()
         context.append([0], 1)
         per_token = context.state_bytes() - with_one
-        # Subtract the header of the exported cell, which takes no space in the cache.
+        # Subtract the header of the exported cell, which is not stored in the cache.
         per_token = max(0, per_token - _CELL_BYTES)
         state = with_one - per_token if context.window else context.state_bytes(recurrent_only=True)
         return States(state, per_token, context.undo_tokens > 0 and not context.window)

@@ -15,7 +15,7 @@ _LAYER = re.compile(r"blk\.(\d+)\.")
 
 
 def device_split(path: str, layers: int, gpu_layers: int | None) -> tuple[int, float, int]:
-    """Return the share of a model that is on the GPU if `gpu_layers` layers are offloaded.
+    """Return how much of a model is in GPU memory if `gpu_layers` layers are offloaded.
 
     llama.cpp offloads the output layer first, then the other layers from last to first. It keeps the token
     embedding in main memory, and copies it to the GPU if it is also the output layer.
@@ -23,7 +23,7 @@ def device_split(path: str, layers: int, gpu_layers: int | None) -> tuple[int, f
     Args:
         path: The GGUF file, or the first file of a model in several parts.
         layers: The number of layers in the model.
-        gpu_layers: The number of layers to offload. None means all.
+        gpu_layers: The number of layers to offload. Defaults to all layers if None.
 
     Returns:
         A tuple of the weight bytes on the GPU, the fraction of the KV cache on the GPU, and the weight bytes
@@ -42,7 +42,7 @@ def device_split(path: str, layers: int, gpu_layers: int | None) -> tuple[int, f
 
 @cache
 def _layer_bytes(path: str) -> tuple[dict[int, int], int, int]:
-    """Return the sizes in bytes of each layer, of the output tensors, and of the embedding if it is tied."""
+    """Return the size in bytes of each layer, the output tensors, and the embedding if it is tied."""
     import gguf
 
     layer_bytes: dict[int, int] = {}

@@ -20,7 +20,7 @@ class EarlyExitTarget(CacheOwner, Protocol):
     vocabulary: Vocabulary
 
     def draft(self, tree: TokenTree, first: int) -> HostLogits:
-        """Run the tree's nodes, starting at index `first`, through the first `exit_layer` layers."""
+        """Run the tree's nodes, starting at index `first`, through the first `exit_layer` layers only."""
 
     def interrupt(self, enabled: bool) -> None:
         """See `LanguageModel.interrupt`."""

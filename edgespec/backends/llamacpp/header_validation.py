@@ -19,7 +19,7 @@ from edgespec.errors import ModelFileError
 
 __all__ = ["check_header"]
 
-# llama.cpp's LLAMA_MAX_LAYERS and LLAMA_MAX_EXPERTS.
+# The values of LLAMA_MAX_LAYERS and LLAMA_MAX_EXPERTS in llama.cpp.
 _MAX_LAYERS = 512
 _MAX_EXPERTS = 1024
 # The largest accepted value of each key. llama.cpp divides by these values or allocates memory for them
@@ -41,9 +41,9 @@ _SINGLE_EXPERT_IGNORED = ("hunyuan-dense", "hunyuan_vl")
 # ggml types without a matrix multiplication kernel. llama.cpp would call a null pointer for them.
 _NOT_WEIGHT_TYPES = {24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64"}
 _F32 = 0
-# Suffixes of tensors that llama.cpp reads as F32 without checking their type.
+# Name suffixes of tensors that llama.cpp reads as F32 without checking their type.
 _ALWAYS_F32 = (".ssm_a", ".ssm_d", ".ssm_conv1d.weight")
-# Suffixes of tensors that hold integer tables instead of weights.
+# Name suffixes of tensors that contain integer tables instead of weights.
 _TABLES = ("tid2eid",)
 _ROPE_SCALINGS = ("none", "linear", "yarn", "longrope")
 # Architectures whose `ssm.inner_size` must be twice the `embedding_length`.
@@ -77,7 +77,7 @@ def _check(path: Path, _size_bytes: int, _changed_ns: int) -> None:
     try:
         header = read_header(path)
     except ModelFileError:
-        return  # llama.cpp rejects unreadable headers itself with a better message.
+        return  # Ignore unreadable headers. llama.cpp rejects them with a better error message.
     problem = (
         _count_problem(header)
         or _expert_problem(header)
@@ -126,7 +126,7 @@ def _expert_problem(header: GgufHeader) -> str:
 
 
 def _largest(header: GgufHeader, key: str) -> int:
-    """Return an integer from the header, the maximum of a per-layer list, or 0 if the key is missing."""
+    """Return the value of a key, the maximum if it is a list with one value per layer, or 0 if missing."""
     value: Any = header.architecture_value(key, 0)
     if isinstance(value, np.ndarray):
         return int(value.max()) if value.size and value.dtype.kind in "iub" else 0

@@ -17,13 +17,13 @@ __all__ = ["HiddenStateHook", "layer_output"]
 
 
 class HiddenStateHook:
-    """Copies the named tensors from every pass as float32 arrays of shape [rows, row_size].
+    """Copies tensors with given names from every pass as float32 arrays of shape [rows, row_size].
 
     Each hook belongs to one context and is used only by the thread that runs its passes. llama.cpp calls the
     hook for every node in the graph, which takes about a microsecond per node.
 
     Attributes:
-        stop_after: Whether to stop a pass after a named tensor has been copied.
+        stop_after: Whether to stop a pass after one of the tensors has been copied.
         callback: The C callback for `llama_context_params.cb_eval`.
     """
 
@@ -81,5 +81,5 @@ def _ggml() -> Any:
 
 
 def layer_output(layer: int) -> str:
-    """Return the name of the llama.cpp tensor that holds a layer's output hidden states."""
+    """Return the name of the llama.cpp tensor that contains the hidden states after a layer."""
     return f"l_out-{layer}"

@@ -23,7 +23,7 @@ class UnchangedPrefix:
 
 
 class KvCells:
-    """Assigns the tokens in a context's KV cache to sequences.
+    """Manages the tokens in a context's KV cache and the sequences they belong to.
 
     Sequence 0 holds the `length` committed tokens. While a draft tree is being verified, each of its branches
     has a sequence that shares the cells of its ancestors. The first child of a node continues its parent's
@@ -41,7 +41,7 @@ class KvCells:
         self._context = context
         self._max_branches = max_branches
         self._replays = replays
-        # The sequence and position of each node in the uncommitted tree.
+        # For each node in the uncommitted tree, its sequence and its position.
         self._sequences: list[int] = []
         self._positions: list[int] = []
 
@@ -57,7 +57,7 @@ class KvCells:
             prefix.tokens = min(prefix.tokens, length)
 
     def track_prefix(self) -> UnchangedPrefix:
-        """Return a prefix that every rollback shortens until it is passed to `untrack_prefix`."""
+        """Return a new prefix. Rollbacks shorten it until it is passed to `untrack_prefix`."""
         prefix = UnchangedPrefix()
         self._tracked.append(prefix)
         return prefix
@@ -68,7 +68,7 @@ class KvCells:
 
     @property
     def is_tracked(self) -> bool:
-        """Whether a draft model holds copies of these cells."""
+        """Whether a draft model uses copies of these cells."""
         return bool(self._tracked)
 
     def place_tree(self, tree: TokenTree, first: int) -> tuple[list[int], list[list[int]]]:
@@ -107,7 +107,8 @@ class KvCells:
                 f"the draft tree has more than {self._max_branches} branches",
                 "use a larger --draft-branches",
             )
-        # Ancestors placed by the same call are not in the cache yet, so add the new sequence to their rows.
+        # Ancestors that are placed by the same call are not in the cache yet, so there are no cells to share.
+        # Add the new sequence to their rows in the batch instead.
         while parent >= first:
             passing[parent - first].append(sequence)
             parent = tree.parents[parent]
@@ -144,7 +145,7 @@ class KvCells:
 
         If the cache cannot be rolled back and no checkpoints are used, it is cleared instead.
         """
-        if not self._replays:  # With replay, the other sequences hold checkpoints.
+        if not self._replays:  # With replay, the other sequences contain checkpoints, which must be kept.
             self._context.drop_others()
         self.length = length
         if not self._context.drop(0, length) and not self._replays:
@@ -154,5 +155,5 @@ class KvCells:
         self.clear_round()
 
     def clear_round(self) -> None:
-        """Discard the records of the uncommitted tree after the caller has committed or removed its cells."""
+        """Forget the uncommitted tree. The caller must already have committed or removed its cells."""
         self._sequences, self._positions = [], []

@@ -23,7 +23,7 @@ __all__ = [
 
 # llama.cpp's CPU flash attention switches to a tiled kernel at 64 rows.
 SMALL_KERNEL_MAX_ROWS = 63
-# The ggml_type number of each type, and the size of 32 elements in bytes.
+# For each KV-cache type, its ggml_type number and the size of 32 elements in bytes.
 _TYPES = {
     "f32": (0, 128),
     "f16": (1, 64),
@@ -35,8 +35,8 @@ _TYPES = {
     "iq4_nl": (20, 18),
     "q4_0": (2, 18),
 }
-# The largest cache for which `auto` prefers logits that are independent of the number of tokens per pass over
-# a faster prefill. The slower kernel makes no noticeable difference for a cache this small.
+# Up to this cache size, `auto` selects bf16 values, so that logits do not depend on the number of tokens per
+# pass. This slows down prefill, but not noticeably for such a small cache.
 _SMALL_CACHE_BYTES = 64 * 2**20
 
 
@@ -48,7 +48,7 @@ class KvTypes:
     values: str
 
     def bytes_per_token(self, f16_bytes: int) -> int:
-        """Convert a size per token from f16 to these types.
+        """Convert a cache size per token from f16 to these types.
 
         Keys and values must have the same number of elements.
         """
@@ -97,7 +97,7 @@ def choose_kv_types(options: LoadOptions, f16_bytes: int, *, same_type: bool = F
         OptionError: `options.kv_type` is unknown, or specifies two types although `same_type` is set.
     """
     if options.kv_type == "auto":
-        # A draft model's rounding does not affect the output.
+        # Rounding errors in a draft model do not affect the output.
         prefers_exact = (options.exact or f16_bytes <= _SMALL_CACHE_BYTES) and not options.is_draft
         supported = on_cpu(options) and options.flash_attention != "off" and not same_type
         return KvTypes("f16", "bf16") if prefers_exact and supported else KvTypes("f16", "f16")

@@ -1,4 +1,4 @@
-"""Load a GGUF model that is split at an exit layer and drafts with its lower layers.
+"""Load and run GGUF models that are split at an exit layer and draft with their lower layers.
 
 The method is LayerSkip (arXiv 2404.16710).
 """
@@ -143,8 +143,8 @@ class LayerSkipModel(BaseModel):
         _check_supported(lower, name)
         weight_bytes = lib.llama_model_size(lower) + lib.llama_model_size(upper)
         if options.mmap and in_main_memory(options):
-            # In main memory, both splits share mapped pages. A GPU with its own memory stores a copy for
-            # each.
+            # Both splits share the mapped pages in main memory, so count the shared tensors once. A GPU
+            # with its own memory stores a separate copy for each split.
             weight_bytes -= int(metadata(lower, SHARED_BYTES_KEY) or 0)
         max_plans = plan_split_contexts(lower, upper, weight_bytes, options)
         plans = [initial_plan(lower, plan, options) for plan in max_plans]
@@ -192,7 +192,7 @@ class LayerSkipModel(BaseModel):
             undo.pop_all()
 
     def _try_merging_cells(self) -> CapabilityError | None:
-        """Try to merge the KV cells of both splits, and return the error if it fails. Clears the cache."""
+        """Clear the cache, and return an error if the KV cells of both splits cannot be merged."""
         self.prefill([0, 0])
         try:
             self._shared_target().export_cells(0, 2)

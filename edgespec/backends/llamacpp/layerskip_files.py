@@ -13,7 +13,8 @@ __all__ = [
     "UPPER_FIRST",
 ]
 
-# The tensors that both splits use (embedding, final norm, output head), and the layers of each split.
+# SHARED contains the tensors that both splits use (embedding, final norm and output head). LOWER and UPPER
+# contain the layers of the lower and the upper split.
 SHARED, LOWER, UPPER = "shared.gguf", "lower.gguf", "upper.gguf"
 # The first file of each split contains only metadata.
 LOWER_FIRST, UPPER_FIRST = "lower-first.gguf", "upper-first.gguf"

@@ -33,7 +33,7 @@ __all__ = [
     "threads_for",
 ]
 
-# Smaller models run on one thread. See `default_threads`.
+# Models smaller than this run on one CPU thread by default. See `default_threads`.
 _SMALL_MODEL_BYTES = 64 * 2**20
 # The default argument of `default_threads`. Any size above `_SMALL_MODEL_BYTES` gives the same result.
 _LARGE_MODEL_BYTES = 1 << 40
@@ -91,7 +91,7 @@ def repacks_weights(paths: str | Sequence[str], gpu_layers: int | None) -> bool:
 
     Args:
         paths: The GGUF files, as for `load_skeleton`.
-        gpu_layers: The number of layers to offload. None means all.
+        gpu_layers: The number of layers to offload. Defaults to all layers if None.
     """
     with captured_log() as lines:
         weights = _from_files(paths, _skeleton_params(gpu_layers))
@@ -106,7 +106,7 @@ def load_skeleton(paths: str | Sequence[str], name: str, gpu_layers: int | None)
     Args:
         paths: A GGUF file, or all of a model's files, which may have any names.
         name: The model's name, used in error messages.
-        gpu_layers: The number of layers to offload. None means all.
+        gpu_layers: The number of layers to offload. Defaults to all layers if None.
 
     Raises:
         ModelFileError: The file is damaged or unsupported.

@@ -51,19 +51,20 @@ from edgespec.errors import (
 
 __all__ = ["WINDOW_EXTRA_TOKENS", "LowBitView", "check_can_share_cache", "load_low_bit_view"]
 
-# The minimum number of cells for drafted tokens in a context with a window.
+# The minimum number of cells reserved for drafted tokens in a context with an attention window.
 _DRAFT_TOKENS = 64
-# The window advances by this many tokens at a time, so that cells are rarely moved.
+# The attention window advances in steps of this many tokens, so that cells are rarely copied.
 _WINDOW_STEP_TOKENS = 64
-# The number of cells that a context with a window needs in addition to the sinks and the window.
+# The number of cells that a context needs in addition to the attention window and the sinks, which are the
+# first tokens of the text.
 WINDOW_EXTRA_TOKENS = _WINDOW_STEP_TOKENS + _DRAFT_TOKENS
-# A window size that means the whole context.
+# A window size that is larger than any context.
 _ALL_TOKENS = 1 << 62
-# The maximum number of cells per copy from the target. Bounds the delay of an interrupt and the copy's
-# memory.
+# The maximum number of cells to copy from the target at once. Small chunks need little memory and can be
+# interrupted quickly.
 _COPY_CHUNK_TOKENS = 256
-# Metadata keys of layer counts. For a split model, the counts of both splits add up to that of the whole
-# model.
+# Metadata keys of layer counts. Adding the counts of a model's lower and upper split gives the count of the
+# whole model.
 _LAYER_COUNTS = ("block_count", "leading_dense_block_count")
 
 
@@ -182,7 +183,7 @@ def _other_model_error(path: str, difference: str) -> CapabilityError:
 
 
 def _plan(target: SharedTarget, weights: Any, method: LowBit, options: LoadOptions) -> ContextPlan:
-    """Plan a context of the target's maximum size, or one for the window and the drafted tokens."""
+    """Plan the copy's context: as large as the target's, or smaller if there is an attention window."""
     tokens = target.plan.tokens
     if method.window_tokens is not None:
         windowed = method.sink_tokens + method.window_tokens + WINDOW_EXTRA_TOKENS
@@ -231,8 +232,8 @@ class LowBitView(SelfDraftView[SharedTarget]):
         threads = threads_for(weights, options)
         plan = max_plan.with_tokens(target.facts.context_tokens) if full else max_plan
         self._context = LlamaContext(weights, options, plan, threads)
-        # `length` includes the tokens between sinks and window, so it is the position of the next drafted
-        # token.
+        # `length` also counts the tokens between the sinks and the window, which have no cells here, because
+        # it is the position of the next drafted token.
         self._cells = KvCells(self._context, options.max_branches)
         self._unchanged = target.cells.track_prefix()
         try:
@@ -283,7 +284,7 @@ class LowBitView(SelfDraftView[SharedTarget]):
         self.facts = replace(self.facts, kv_bytes=self._context.plan.kv_bytes)
 
     def _check_cells_arrive_unchanged(self) -> None:
-        """Copy the cells of two tokens from the target and run a third token on them.
+        """Check that the copied cells of two tokens are unchanged, and that a third token can use them.
 
         Raises:
             CapabilityError: The copied cells differ from the originals, or the logits are not finite.
@@ -332,10 +333,10 @@ class LowBitView(SelfDraftView[SharedTarget]):
         begin = self._sinks + max(0, passed)
         same = min(cells.length, self._unchanged.tokens)
         if same < cells.length and self._begin > self._sinks:
-            # After a rollback, the window may again include tokens whose cells were removed. Copy all cells.
+            # A rollback moves the window back to tokens whose cells may have been removed. Copy all cells.
             same = 0
         if begin > self._begin and self._context.window:
-            # In layers with a sliding window, drafted tokens could overwrite the removed cells too early.
+            # Copy all cells. In sliding-window layers, drafted tokens may overwrite removed cells too early.
             same = 0
         try:
             cells.truncate(same)  # This also removes the drafted tokens.
@@ -346,8 +347,8 @@ class LowBitView(SelfDraftView[SharedTarget]):
             self._begin = begin
             self._copy_range(max(begin, cells.length), length)
         except BaseException:
-            # The cache's contents are unknown after an interrupted copy. Clear it and start over with the
-            # next draft.
+            # The contents of the cache are unknown after an interrupted copy. Clear it so that the next draft
+            # copies all cells again.
             self._context.clear()
             cells.truncate(0)
             raise

@@ -1,4 +1,4 @@
-"""Run the lower split of a LayerSkip model, which drafts tokens and computes the input of the upper split."""
+"""Run the lower split of a LayerSkip model, which drafts and computes the input of the upper split."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["LowerSplit"]
 
 
 class LowerSplit:
-    """The context of the lower layers, and the uncommitted tree of nodes that it has run.
+    """Runs the lower layers and stores the hidden states of the uncommitted token tree.
 
     The drafted nodes come first. `hidden_of` adds nodes from the target's tree that were not drafted. Nodes
     are identified by the tokens on the path from the root, so a node that is in both trees runs only once.
@@ -40,7 +40,7 @@ class LowerSplit:
 
     def _reset(self) -> None:
         self._tree = TreeBuilder()
-        # Maps each node of the target's tree to its index in `_tree`.
+        # The index in `_tree` of each node in the target's tree.
         self._nodes: list[int] = []
         # The hidden state of each node in `_tree`.
         self._hidden: list[NDArray[np.float32]] = []
@@ -104,7 +104,8 @@ class LowerSplit:
         self._map_nodes(tree, first)
         whole = self._tree.build()
         if first == 0 and done and not self._fits(whole):
-            # Drafted nodes that the target does not verify occupy cells that its tree needs. Remove them.
+            # Drafted nodes that the target does not verify occupy cells that its tree needs. Start over
+            # without the draft.
             self.end_round()
             return self.hidden_of(tree, 0)
         if whole.width > done:

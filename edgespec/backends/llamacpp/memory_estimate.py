@@ -1,6 +1,6 @@
-"""Estimate the memory for GGUF models from the sizes that llama.cpp logs when it creates a context.
+"""Estimate how much memory a GGUF model needs, without loading its weights.
 
-The weights are not loaded.
+The estimate uses the buffer sizes that llama.cpp logs when it creates a context.
 """
 
 from __future__ import annotations
@@ -40,20 +40,24 @@ _STATES = re.compile(r"size = *([\d.]+) MiB \( *\d+ cells.*\), R \(")
 _COMPUTE = re.compile(r": +(\S+) compute buffer size = *([\d.]+) MiB")
 _NODES = re.compile(r"max_nodes = (\d+)")
 _MERGES = re.compile(r"tokenizer\.ggml\.merges +arr\[str,(\d+)\]")
-# The context size for measuring bytes per token. llama.cpp rounds logged sizes to 0.01 MiB, so with this many
-# tokens the error is less than 1 byte per token.
+# The size of the context that is created to measure the bytes per token. llama.cpp rounds logged sizes to
+# 0.01 MiB, which is less than 1 byte per token for a context of this size.
 _MEASURED_TOKENS = 32768
-# Sizes of longer contexts are extrapolated, because the simulation itself would need tens of MiB.
+# The maximum size of a simulated context. The buffer sizes of longer contexts are extrapolated, because
+# simulating them would need tens of MiB of memory.
 _MAX_SIMULATED_TOKENS = 2**18
-# Smaller recurrent states are measured for `_MANY_SEQUENCES` sequences, to reduce the rounding error.
+# Recurrent states smaller than `_SMALL_STATE_BYTES` are measured in a context with `_MANY_SEQUENCES`
+# sequences to reduce the rounding error.
 _SMALL_STATE_BYTES, _MANY_SEQUENCES = 2**20, 64
-# llama.cpp's bookkeeping per KV cell: position, sequence ids and two set nodes (llama-kv-cells.h).
+# The memory that llama.cpp allocates per KV cell in addition to keys and values, for its position, sequence
+# ids and two set nodes (llama-kv-cells.h).
 _CELL_BYTES = 148
-# llama.cpp's bookkeeping per graph node, in three graphs and the scheduler. For multiple devices, llama.cpp
-# also reserves address space for twice 30 inputs per split (GGML_SCHED_MAX_SPLIT_INPUTS), but rarely uses it.
+# The memory that llama.cpp allocates per graph node, for three graphs and the scheduler. With multiple
+# devices, it also reserves address space for 2 * 30 inputs per graph split (GGML_SCHED_MAX_SPLIT_INPUTS), but
+# rarely uses it.
 _NODE_BYTES, _NODE_ADDRESS_BYTES = 1400, 21_120
-# Memory per token, for its text, the map from text to id and Python's tables, and memory per merge, for the
-# pair and its rank. Measured with the vocabularies in llama.cpp's test suite.
+# The memory for a vocabulary, in bytes per token (its text, the map from text to id and Python's tables) and
+# per merge (the pair and its rank). Measured with the vocabularies in llama.cpp's test suite.
 _TOKEN_BYTES, _MERGE_BYTES = 192, 112
 
 
@@ -118,7 +122,7 @@ class GgufMemoryEstimator:
         self.longrope_switch_tokens: int = longrope_switch_tokens(self._weights)
         self.layers: int = library().llama_model_n_layer(self._weights) if has_own_memory() else 0
         self._states: States | None = None
-        # Pairs of simulated contexts for extrapolation, keyed by the options that affect them.
+        # Cached pairs of simulated contexts for `_extrapolate`, keyed by the options that affect them.
         self._long: dict[tuple[ContextPlan, int, str], tuple[ContextBuffers, ContextBuffers]] = {}
 
     def estimate(self, options: LoadOptions) -> MemoryEstimate:
@@ -240,16 +244,19 @@ class SplitModelMemoryEstimator:
 
 
 def _open(paths: str | Sequence[str], name: str, gpu_layers: int | None) -> tuple[Any, int]:
-    """Open a model without its weights. Return the model and the number of merges in its vocabulary."""
+    """Open a model without its weights, and return it and the number of merges in its vocabulary."""
     with captured_log() as lines:
         weights = load_skeleton(paths, name, gpu_layers)
     return weights, max((int(match[1]) for line in lines if (match := _MERGES.search(line))), default=0)
 
 
 def _extrapolate(half: ContextBuffers, whole: ContextBuffers, tokens: int) -> ContextBuffers:
-    """Return the buffers of a context with `tokens` cells.
+    """Extrapolate the buffer sizes to a context with `tokens` cells.
 
-    `half` and `whole` are the buffers of contexts with half of `_MAX_SIMULATED_TOKENS` and all of them.
+    Args:
+        half: The buffers of a context with `_MAX_SIMULATED_TOKENS / 2` cells.
+        whole: The buffers of a context with `_MAX_SIMULATED_TOKENS` cells.
+        tokens: The number of cells.
     """
 
     def grow(first: int, second: int) -> int:
@@ -265,7 +272,7 @@ def _extrapolate(half: ContextBuffers, whole: ContextBuffers, tokens: int) -> Co
 
 
 def _simulate_states(weights: Any, options: LoadOptions) -> States:
-    """Return the sizes of recurrent states without loading the weights."""
+    """Return the sizes of the recurrent states, measured without loading the weights."""
 
     def look(sequences: int) -> tuple[int, int, LlamaContext]:
         plan = ContextPlan(_MEASURED_TOKENS, _F16, sequences, undo_tokens=UNDO_TOKENS)

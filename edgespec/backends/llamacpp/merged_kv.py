@@ -1,4 +1,4 @@
-"""Merge the exported KV cells of both splits into the bytes that the unsplit model would export.
+"""Merge the exported KV cells of the lower and upper split into the unsplit model's export format.
 
 llama.cpp exports cells in this format (llama_kv_cache::state_write):
 
@@ -30,10 +30,10 @@ Bytes: TypeAlias = NDArray[np.uint8]
 
 _HEADER_BYTES = 8
 _COUNT = struct.Struct("=I")
-# The header of a layer's data. `_ROWS`: ggml_type and bytes per row. `_TRANSPOSED`: ggml_type, bytes per
-# element and elements per row.
+# The header of a layer's data. `_ROWS` contains the ggml_type and the number of bytes per row. `_TRANSPOSED`,
+# for transposed values, contains the ggml_type, the bytes per element and the elements per row.
 _ROWS, _TRANSPOSED = struct.Struct("=iQ"), struct.Struct("=iII")
-# The number of integers per cell: its position, the number of its sequences, and the id of its only sequence.
+# Each cell has three integers: its position, the number of its sequences (1) and the id of that sequence.
 _CELL_FIELDS = 3
 
 
@@ -79,7 +79,7 @@ class _Memory:
 def merge_kv(
     lower: Sequence[memoryview], upper: Sequence[memoryview], name: str
 ) -> Sequence[bytes | memoryview]:
-    """Merge the exported cells of both splits into those of the unsplit model.
+    """Merge the exported cells of the lower and upper split into those of the unsplit model.
 
     Args:
         lower: The parts that `LlamaContext.export_cells` returned for the lower split.
@@ -107,7 +107,7 @@ def _join(lower: memoryview, upper: memoryview) -> bytes:
     pieces: list[bytes | memoryview] = [lower[:_HEADER_BYTES]]
     for below, above in zip(_memories(lower), _memories(upper), strict=True):
         if not np.array_equal(below.cells, above.cells):
-            # The contexts may have reused freed cells in different orders.
+            # The two contexts may have stored the same tokens in a different order.
             below, above = below.sorted_by_position(), above.sorted_by_position()
         if not np.array_equal(below.cells, above.cells) or below.transposed != above.transposed:
             raise ValueError("they contain different cells")

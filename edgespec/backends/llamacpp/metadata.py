@@ -9,7 +9,8 @@ from edgespec.backends.llamacpp.native import library
 
 __all__ = ["all_metadata", "metadata"]
 
-# Longer metadata values are truncated. The callers only read numbers and short names.
+# The maximum length of a metadata value. Longer values are truncated, but callers only read numbers and short
+# names.
 _MAX_VALUE_BYTES = 4096
 
 

@@ -247,7 +247,7 @@ class LlamaCppModel(BaseModel):
         self._cells.length = snapshot.length
 
     def _append_snapshot(self, snapshot: Snapshot) -> bool:
-        """Append a snapshot. Return False if it does not match, or does not start at the end of the cache."""
+        """Append a snapshot, and return whether it matched and started at the end of the cached tokens."""
         start, length = snapshot.start, snapshot.length
         fits = self.length == start <= length <= self._context.tokens
         return fits and snapshot_from_bytes(self._context, snapshot.data, start, length, self._recurrent)

@@ -22,13 +22,13 @@ from edgespec.files import log_folder
 __all__ = ["Interrupt", "captured_log", "library", "recent_errors"]
 
 _LOG = logging.getLogger("edgespec.llamacpp")
-# Values of ggml's enum ggml_log_level.
+# The values of GGML_LOG_LEVEL_WARN and GGML_LOG_LEVEL_ERROR.
 _WARN, _ERROR = 3, 4
-# The delay before resending a Ctrl-C that was lost in a callback. The callback has usually returned by then.
-# If not, the signal is resent again.
+# The delay before resending a Ctrl-C that was lost in a callback. If the callback is still running by then,
+# the signal is resent again.
 _RESEND_SECONDS = 0.02
 _errors: deque[str] = deque(maxlen=20)
-# The line lists of the currently active `captured_log` blocks.
+# The lists that active `captured_log` blocks append lines to.
 _captures: list[list[str]] = []
 # ctypes does not keep callbacks alive, so keep references for as long as C code may call them.
 _callbacks: list[Any] = []

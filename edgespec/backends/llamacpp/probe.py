@@ -1,4 +1,4 @@
-"""Measure the capabilities of a loaded model, because its metadata does not describe them."""
+"""Test the capabilities of a loaded model, because its metadata does not describe them."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from edgespec.errors import BackendError, ModelFileError
 
 __all__ = ["ProbeResult", "probe"]
 
-# The tokens before the probe's checkpoint, and the tokens of the pass after it.
+# The tokens to run before saving a checkpoint, and the tokens of the pass that follows it.
 _PREFIX, _PASS = [0, 1], [1, 0, 1]
 
 
 @dataclass(frozen=True, slots=True)
 class ProbeResult:
-    """The capabilities of a model, as measured by `probe`.
+    """The capabilities of a model, as determined by `probe`.
 
     Attributes:
         capabilities: The capabilities of the model when it is not wrapped in a `ReplayModel`.
@@ -45,7 +45,7 @@ def probe(
     options: LoadOptions,
     checkpoints: StateCheckpoints,
 ) -> ProbeResult:
-    """Measure a model's capabilities by running a few tokens and rolling some of them back.
+    """Test a model's capabilities by running a few tokens and rolling some of them back.
 
     The context is empty afterwards.
 
@@ -98,7 +98,7 @@ def _probe_cells(context: LlamaContext, plan: ContextPlan, options: LoadOptions)
             reason,
             max_width,
             options.max_branches,
-            # A low-bit copy drafts with copied KV cells.
+            # A low-bit copy needs copies of the KV cells to draft.
             self_draft_methods=frozenset({"lowbit"}) if copyable else frozenset(),
             prefix_reuse_exact=prefix_reuse_exact,
         ),
@@ -114,7 +114,7 @@ def _probe_replay(context: LlamaContext, plan: ContextPlan, checkpoints: StateCh
     checkpoints.restore(checkpoint)
     try:
         exact = np.array_equal(first, _rows(context, 0))
-    except BackendError:  # llama.cpp rejects the pass if the restore left cells behind.
+    except BackendError:  # llama.cpp rejects the pass if `restore` left cells behind.
         exact = False
     if not exact:
         return _without_rollback("restoring its recurrent state is not exact")
@@ -124,8 +124,8 @@ def _probe_replay(context: LlamaContext, plan: ContextPlan, checkpoints: StateCh
         checkpoints.restore(checkpoint)
         context.append(_PASS[:1], len(_PREFIX))
         narrow = _rows(context, 1)
-        # Passes of different widths round differently. The rolled-back state must not differ by more than
-        # that.
+        # Passes of different widths round differently. Accept the rolled-back state only if its logits are
+        # not much further off than that.
         if _distance(undone, narrow) <= 2 * _distance(first[1:], narrow):
             undo_tokens = context.undo_tokens
     rollback = f"checkpoints and replay, {plan.sequences - 1} held"
@@ -141,7 +141,7 @@ def _without_rollback(reason: str) -> ProbeResult:
 
 
 def _rows(context: LlamaContext, skipped: int) -> NDArray[np.float32]:
-    """Return the logits of `_PASS` without its first `skipped` tokens."""
+    """Run the tokens of `_PASS` except the first `skipped`, and return their logits."""
     tokens = _PASS[skipped:]
     start = len(_PREFIX) + skipped
     rows = context.run(tokens, range(start, start + len(tokens)), [[0]] * len(tokens))

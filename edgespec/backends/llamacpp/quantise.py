@@ -33,14 +33,13 @@ __all__ = [
     "quantised_size",
 ]
 
-# Quantisation types that are unsuitable for drafting: unquantised types, and types for specially trained
-# models.
+# Types that are unsuitable for drafting, because they do not quantise or need specially trained models.
 _UNSUITABLE = {"F16", "BF16", "TQ1_0", "TQ2_0", "MXFP4_MOE", "NVFP4", "Q1_0", "Q2_0"}
-# Prefixes of types that usually need an importance matrix. Error messages do not suggest these types.
+# Name prefixes of types that usually need an importance matrix. Error messages do not suggest them.
 _MATRIX_PREFIXES = ("IQ1", "IQ2", "IQ3_X", "Q2_K_S")
 _PREFIX = "LLAMA_FTYPE_MOSTLY_"
-# The interval at which the child process prints an empty line. Each line lets the parent check for
-# cancellation.
+# The interval at which the child process prints an empty line, so that the parent process regularly checks
+# for cancellation.
 _HEARTBEAT_SECONDS = 0.2
 _PARTIAL_SUFFIX = ".growing"
 _SHORT_NAMES = {"Q3_K": "Q3_K_M", "Q4_K": "Q4_K_M", "Q5_K": "Q5_K_M"}

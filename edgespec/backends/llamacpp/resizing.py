@@ -44,9 +44,9 @@ def cache_variant(weights: Any, max_plan: ContextPlan) -> str:
 
 
 def longrope_switch_tokens(weights: Any) -> int:
-    """Return the context size above which LongRoPE (arXiv 2402.13753) uses its long factors.
+    """Return the context size above which LongRoPE (arXiv 2402.13753) uses its factors for long contexts.
 
-    Return 0 if the model does not use LongRoPE. The factors affect the cached keys, so a resize must not
+    Returns 0 if the model does not use LongRoPE. The factors affect the cached keys, so a resize must not
     cross this size.
     """
     arch = metadata(weights, "general.architecture") or ""
@@ -79,8 +79,8 @@ def check_resize_fits(
         raise cache_too_large_error(
             after[0].tokens, new_bytes, left_bytes, max(0, fitting_tokens) // BLOCK_TOKENS * BLOCK_TOKENS
         )
-    # The exported cells need no more memory than the freed context. GPU memory is not checked here, because a
-    # failed allocation on a GPU is handled safely.
+    # There is no need to count the exported cells, because they need no more memory than the freed context.
+    # GPU memory is not checked, because a failed allocation on a GPU is handled safely.
     available_bytes = int(psutil.virtual_memory().available)
     if new_bytes > available_bytes and in_main_memory(options):
         raise MemoryBudgetError(

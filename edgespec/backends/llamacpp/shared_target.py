@@ -1,4 +1,4 @@
-"""The parts of a loaded target model that a low-bit draft model uses."""
+"""Give a low-bit draft model access to the KV cells of a loaded target model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A vocabulary that uses llama.cpp's tokenizer."""
+"""Implement `Vocabulary` with llama.cpp's tokenizer."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""KV caches with exact rollback, which replace mlx-lm's caches.
+"""KV caches with exact rollback, used in place of mlx-lm's own caches.
 
-mlx-lm's `trim_prompt_cache` silently does nothing for some architectures. Our caches implement the interface
-that mlx-lm's models use (`update_and_fetch`, `make_mask`, `offset`), and roll back by decreasing the offset.
+mlx-lm's `trim_prompt_cache` silently does nothing for some architectures. These caches implement the
+interface that mlx-lm's models expect (`update_and_fetch`, `make_mask`, `offset`) and roll back by decreasing
+the offset.
 """
 
 from __future__ import annotations
@@ -14,21 +15,22 @@ from edgespec.backends.mlx.pass_layout import PassLayout
 
 __all__ = ["AttentionCache", "QuantizedAttentionCache", "cache_rows"]
 
-# Keys or values: one array [batch, heads, rows, head size], or its three arrays if quantised.
+# Cached keys or values: one array [batch, heads, rows, head size]. A quantised cache has three arrays
+# instead, with the packed values, their scales and their biases.
 Rows: TypeAlias = tuple[mx.array, ...]
 
-# Number of rows by which a cache grows. Same as in mlx-lm.
+# Number of rows that a cache allocates at a time. Same as in mlx-lm.
 _GROWTH_ROWS = 256
-# In windowed layers, the position of the first key is rounded down to a multiple of this number, so that the
-# attention kernel groups its sums over keys in the same way for every pass width.
+# Layers with a sliding window round the position of their first key down to a multiple of this number. The
+# attention kernel then groups its sums over keys in the same way for every pass width, so results are equal.
 _BLOCK_ROWS = 64
 
 
 def cache_rows(window: int | None, context_tokens: int) -> int:
-    """Return the number of rows that a cache allocates for a full context.
+    """Return the number of rows that a layer's cache allocates when the context is full.
 
     Args:
-        window: Sliding window of the layer in tokens; None for full attention.
+        window: Size of the layer's sliding window in tokens, or None for full attention.
         context_tokens: Context length in tokens.
     """
     rows = context_tokens
@@ -38,15 +40,16 @@ def cache_rows(window: int | None, context_tokens: int) -> int:
 
 
 class AttentionCache:
-    """Keys and values of one attention layer.
+    """KV cache of one attention layer.
 
-    Row i holds the token at position `start + i`. While a token tree is being verified, the last rows
-    hold the tree's nodes in the order in which they were run.
+    Row i contains the key and value of the token at position `start + i`. While a token tree is verified, the
+    last rows contain the nodes of the tree, in the order in which the model processed them.
 
     Attributes:
-        slack: Number of extra rows that a windowed cache keeps to be able to roll back.
-        window: Sliding window in tokens, including the current token; None for full attention.
-        start: Position of the first row. Positive once a windowed cache has dropped old rows.
+        slack: Number of rows that a cache with a sliding window keeps beyond the window, for rollback.
+        window: Size of the sliding window in tokens, including the current token, or None for full attention.
+        start: Position of the token in the first row. Greater than 0 once a cache with a sliding window has
+            dropped old rows.
         offset: Position of the next token.
     """
 
@@ -60,12 +63,12 @@ class AttentionCache:
         self._keys: Rows = ()
         self._values: Rows = ()
 
-    # Methods and properties that mlx-lm's models use.
+    # Interface expected by mlx-lm's models.
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Any, Any]:
-        """Append rows, and return the keys and values that the pass attends to.
+        """Append keys and values to the cache, and return all that the pass attends to.
 
-        In a scratch pass (`PassLayout.scratch`), the rows are returned but not stored.
+        In a scratch pass (see `PassLayout.scratch`), the new rows are returned but not stored.
         """
         added = keys.shape[2]
         new_keys, new_values = self._encode(keys), self._encode(values)
@@ -82,7 +85,7 @@ class AttentionCache:
         return self._fetched(self._keys, spans), self._fetched(self._values, spans)
 
     def _joined(self, cached: Rows, new: Rows) -> Rows:
-        """Return the cached rows followed by the new ones, without storing the new ones."""
+        """Return the cached rows followed by the new rows, without changing the cache."""
         used = self.offset - self.start
         if not cached:
             return new
@@ -93,10 +96,10 @@ class AttentionCache:
     def make_mask(
         self, count: int, return_array: bool = False, window_size: int | None = None
     ) -> mx.array | str | None:
-        """Return the mask for the next `count` tokens over the rows that `update_and_fetch` will return.
+        """Return the attention mask of the next `count` tokens over the rows returned by `update_and_fetch`.
 
         Returns:
-            A bool array [count, keys], `"causal"`, or None if a single token sees every row.
+            A bool array [count, keys], the string `"causal"`, or None if a single token attends to every row.
         """
         window = window_size or self.window
         if self._layout.positions is not None:
@@ -114,7 +117,7 @@ class AttentionCache:
         return mask if window is None else mask & (queries < keys + window)
 
     def is_trimmable(self) -> bool:
-        return False  # Prevents mlx-lm from trimming this cache. We use `rewind` instead.
+        return False  # Use `rewind` instead of mlx-lm's trimming.
 
     def size(self) -> int:
         return self.offset
@@ -124,40 +127,40 @@ class AttentionCache:
 
     @property
     def state(self) -> Rows:
-        """All arrays in the cache."""
+        """All arrays of the cache: the keys, then the values."""
         return self._keys + self._values
 
     @property
     def nbytes(self) -> int:
         return sum(array.nbytes for array in self.state)
 
-    # Methods and properties that this backend uses.
+    # Interface used only by this backend.
 
     @property
     def bytes_per_token(self) -> int:
-        """Bytes per row of keys and values. The cache must not be empty."""
+        """Number of bytes per cached token. The cache must not be empty."""
         return self.nbytes // self._keys[0].shape[2]
 
     @property
     def side_bytes_per_token(self) -> int:
-        """Bytes per row of keys or values, whichever is larger. The cache must not be empty."""
+        """Like `bytes_per_token`, but only for the keys or the values, whichever are larger."""
         sides = (sum(array.nbytes for array in side) for side in (self._keys, self._values))
         return max(sides) // self._keys[0].shape[2]
 
     def can_rewind(self, length: int) -> bool:
-        """Return whether the cache still holds every row that a token at position `length` attends to."""
+        """Return whether the cache still contains every row that a token at position `length` attends to."""
         return self.start == 0 or (self.window is not None and length - self.window + 1 >= self.start)
 
     def rewind(self, length: int) -> None:
-        """Drop the rows at position `length` and later."""
+        """Drop the rows of all tokens from position `length` onwards."""
         self.offset = min(self.offset, length)
 
     def keep_path(self, round_start: int, path: list[int]) -> None:
-        """Move the rows of an accepted path together, and drop all other rows of the tree.
+        """Keep the rows of an accepted path through the tree, and drop all other rows of the tree.
 
         Args:
-            round_start: Position of the tree's root.
-            path: Indices of the tree nodes to keep.
+            round_start: Position of the root token.
+            path: Indices of the tree nodes to keep, in order.
         """
         low = round_start - self.start
         kept_rows = mx.array([low + node for node in path])
@@ -166,39 +169,39 @@ class AttentionCache:
         self.offset = round_start + len(path)
 
     def dump(self, first: int, end: int) -> tuple[list[int], list[mx.array]]:
-        """Return `[start, end]` and the arrays of rows [first, end) for a snapshot."""
+        """Return `[start, end]` and the arrays of positions `first` to `end` (exclusive), for a snapshot."""
         low, high = max(0, first - self.start), end - self.start
         return [self.start, end], [array[..., low:high, :] for array in self.state]
 
     def load(self, numbers: list[int], arrays: list[mx.array], first: int = 0) -> None:
-        """Restore rows returned by `dump`, and keep the cached rows before position `first`."""
+        """Restore the rows saved by `dump`. Rows already cached before position `first` are kept."""
         if first:
             used = first - self.start
             cached = [array[..., :used, :] for array in self.state]
             arrays = [mx.concatenate([old, new], axis=2) for old, new in zip(cached, arrays, strict=True)]
         half = len(arrays) // 2
         keys, values = tuple(arrays[:half]), tuple(arrays[half:])
-        # Assign everything at once, so that an interrupt cannot leave the cache half restored.
+        # Assign all fields in one statement, so that an interrupt cannot leave the cache partly restored.
         (self.start, self.offset), self._keys, self._values = numbers, keys, values
 
     def _spans(self, end: int) -> list[tuple[int, int]]:
-        """Return the ranges of positions [first, stop) below `end` that the next pass attends to."""
+        """Return the ranges (first, stop) of positions before `end` that the next pass attends to."""
         near, before = self._layout.sink_window, self._layout.round_start
         if near and self.window is None and before > near.sinks + near.recent:
             return [(0, near.sinks), (before - near.recent, end)]
         return [(self._first_key(), end)]
 
     def _first_key(self) -> int:
-        """Return the position of the first key that the next pass attends to, rounded down to a block."""
+        """Return the position of the first key for the next pass, rounded down to `_BLOCK_ROWS`."""
         if self.window is None:
             return self.start
         layout = self._layout
-        # In a tree pass, both the mask and the keys begin with rows before the tree.
+        # In a tree pass, `offset` may be past the root, but the mask and the keys start before the root.
         first = self.offset if layout.positions is None else min(*layout.positions, layout.round_start)
         return max(self.start, (first - self.window + 1) // _BLOCK_ROWS * _BLOCK_ROWS)
 
     def _make_room(self, added: int, keys: Rows, values: Rows) -> None:
-        """Grow the arrays to fit `added` more rows, and drop old rows beyond the window and its slack."""
+        """Make room for `added` more rows, and drop rows that neither the window nor a rollback needs."""
         used = self.offset - self.start
         if self._keys and used + added <= self._keys[0].shape[2]:
             return
@@ -208,15 +211,15 @@ class AttentionCache:
             drop = max(0, oldest // _BLOCK_ROWS * _BLOCK_ROWS - self.start)
         rows = -(-(used - drop + added) // _GROWTH_ROWS) * _GROWTH_ROWS
         if self.window is not None and drop:
-            rows += _GROWTH_ROWS  # Otherwise a full window would be copied again after a few tokens.
+            rows += _GROWTH_ROWS  # Without spare rows, the window would soon be copied again.
         moved_keys = self._moved(self._keys, keys, drop, used, rows)
         moved_values = self._moved(self._values, values, drop, used, rows)
-        # Assign everything at once, so that an interrupt cannot leave the cache half moved.
+        # Assign all fields in one statement, so that an interrupt cannot leave the cache partly moved.
         self._keys, self._values, self.start = moved_keys, moved_values, self.start + drop
 
     @staticmethod
     def _moved(cached: Rows, like: Rows, drop: int, used: int, rows: int) -> Rows:
-        """Copy rows [drop, used) of `cached` into new arrays of `rows` rows, otherwise shaped like `like`."""
+        """Return arrays with `rows` rows that start with rows `drop` to `used` of `cached`."""
         moved = []
         for i, new in enumerate(like):
             batch, heads, _, size = new.shape
@@ -237,9 +240,9 @@ class AttentionCache:
 
 
 class QuantizedAttentionCache(AttentionCache):
-    """An AttentionCache with quantised keys and values.
+    """KV cache of one attention layer, with quantised keys and values.
 
-    mlx-lm uses its quantised attention kernel for caches that have `bits` and `group_size`.
+    mlx-lm uses its quantised attention kernel for every cache with the attributes `bits` and `group_size`.
     """
 
     def __init__(self, layout: PassLayout, window: int | None, bits: int) -> None:
@@ -260,6 +263,6 @@ class QuantizedAttentionCache(AttentionCache):
 
 
 def _positions(spans: list[tuple[int, int]]) -> mx.array:
-    """Return all positions in the spans as one int array [1, n]."""
+    """Return all positions in the given ranges as one integer array of shape [1, n]."""
     parts = [mx.arange(begin, end) for begin, end in spans]
     return (parts[0] if len(parts) == 1 else mx.concatenate(parts))[None]

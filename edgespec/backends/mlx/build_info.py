@@ -1,4 +1,4 @@
-"""Lazy imports of mlx and mlx-lm, and information about their versions and device."""
+"""Import mlx and mlx-lm on demand, and report their versions and the device they run on."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from edgespec.errors import BackendMissingError
 
 __all__ = ["MlxBuildInfo", "build_info", "mlx_core", "mlx_lm_utils"]
 
-# Minimum soft limit on open file descriptors. Enough for a model that is split into hundreds of files.
+# Minimum number of open files to allow. Chosen to suffice for a model split into hundreds of files.
 _MIN_OPEN_FILES = 2048
 
 
 @dataclass(frozen=True, slots=True)
 class MlxBuildInfo:
-    """Versions of mlx and mlx-lm, and the default device.
+    """Installed versions of mlx and mlx-lm, and properties of the default device.
 
     Attributes:
-        version: The version of mlx.
-        mlx_lm_version: The version of mlx-lm.
-        device: `CPU` or `GPU`, followed by the device's name if mlx reports one.
+        version: Version of mlx.
+        mlx_lm_version: Version of mlx-lm.
+        device: `CPU` or `GPU`, followed by the name of the device if mlx reports one.
         metal: Whether this build of mlx can use Metal.
         cuda: Whether this build of mlx can use CUDA.
-        memory_bytes: Total memory of the device.
-        recommended_working_set_bytes: The maximum memory that Metal keeps resident; 0 on other devices.
+        memory_bytes: Total memory of the device in bytes.
+        recommended_working_set_bytes: Maximum memory, in bytes, that Metal recommends using; 0 without Metal.
     """
 
     version: str
@@ -67,7 +67,7 @@ def mlx_lm_utils() -> Any:
     """
     mlx = mlx_core()
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    # Silence the warnings of transformers about missing torch, and of its tokenizers about forks.
+    # Silence the warnings that transformers prints if torch is missing, and tokenizers if the process forks.
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     try:
@@ -76,7 +76,7 @@ def mlx_lm_utils() -> Any:
     except (ImportError, OSError, RuntimeError) as error:
         raise _missing("mlx-lm", error) from error
     if mlx.metal.is_available():
-        # Without a wired limit, Metal may page weights out between passes.
+        # Without this limit, macOS may swap the weights out between passes.
         mlx_lm.utils.maybe_set_recommended_wired_limit()
     return mlx_lm.utils
 
@@ -90,9 +90,10 @@ def _missing(library: str, error: Exception) -> BackendMissingError:
 
 @contextlib.contextmanager
 def _preserve_open_file_limit() -> Iterator[None]:
-    """Ignore changes to the open file limit in the block, then raise it to `_MIN_OPEN_FILES` if it is lower.
+    """Ignore attempts to change the open file limit inside the block, then raise it to `_MIN_OPEN_FILES`.
 
-    mlx_lm sets this limit on import, which would lower a higher limit, or fail if the hard limit is lower.
+    mlx_lm sets this limit when it is imported. That would reduce a higher limit, and fail if the hard limit
+    is lower.
     """
     if sys.platform == "win32":
         yield
@@ -114,7 +115,7 @@ def _preserve_open_file_limit() -> Iterator[None]:
 
 
 def build_info() -> MlxBuildInfo:
-    """Return the versions of mlx and mlx-lm, and the default device.
+    """Return the versions of mlx and mlx-lm, and the properties of the default device.
 
     Raises:
         BackendMissingError: mlx or mlx-lm is not installed, or cannot be loaded on this machine.

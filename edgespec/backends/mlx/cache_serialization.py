@@ -1,4 +1,4 @@
-"""Serialises a model's caches for snapshots, as a line of JSON followed by the raw arrays."""
+"""Serialise a model's caches for snapshots, as a line of JSON followed by the data of the arrays."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from edgespec.errors import BackendError
 
 __all__ = ["deserialize_caches", "serialize_caches"]
 
-# numpy has no bfloat16, so these arrays are stored as integers with the same bits.
+# numpy does not support bfloat16, so bfloat16 arrays are stored as 16-bit integers with the same bits.
 _STORED_AS = {mx.bfloat16: mx.uint16}
 _DTYPES = {
     str(dtype): dtype
@@ -23,16 +23,16 @@ _DTYPES = {
 
 
 def serialize_caches(caches: LayerCaches, start: int, end: int, fingerprint: str) -> bytes:
-    """Serialise the cached rows of tokens [start, end).
+    """Serialise the cache rows of the tokens from position `start` to `end` (exclusive).
 
     Args:
         caches: The caches to serialise.
-        start: First token. Must be 0 unless the caches are `truncatable`.
-        end: End of the range. Must be the length of the caches unless they are `truncatable`.
-        fingerprint: Identifies the model. Restoring the caches requires the same fingerprint.
+        start: Position of the first token. Must be 0 unless the caches are `truncatable`.
+        end: Position after the last token. Must be the cache length unless the caches are `truncatable`.
+        fingerprint: Fingerprint of the model. Only a model with the same fingerprint can restore the caches.
 
     Raises:
-        BackendError: A cache is of an unknown kind.
+        BackendError: The model uses a type of cache that is not supported.
     """
     if caches.unknown_kinds:
         raise BackendError(
@@ -52,7 +52,7 @@ def serialize_caches(caches: LayerCaches, start: int, end: int, fingerprint: str
 
 
 def _array_header(array: mx.array | None, blobs: list[bytes]) -> dict[str, Any] | None:
-    """Append an array's data to `blobs`, and return the array's dtype and shape."""
+    """Append the data of an array to `blobs`, and return its data type and shape for the JSON header."""
     if array is None:
         return None
     stored = array.view(_STORED_AS.get(array.dtype, array.dtype))
@@ -63,13 +63,14 @@ def _array_header(array: mx.array | None, blobs: list[bytes]) -> dict[str, Any] 
 def deserialize_caches(
     caches: LayerCaches, snapshot: Snapshot, fingerprint: str, context_tokens: int
 ) -> None:
-    """Append the rows in a snapshot from `serialize_caches` to the caches.
+    """Append the rows of a snapshot to the caches.
 
-    The caches must hold exactly the `snapshot.start` tokens that precede the snapshot.
+    The snapshot must come from `serialize_caches`. The caches must contain exactly the
+    `snapshot.start` tokens that precede it.
 
     Raises:
-        BackendError: The snapshot is damaged, was saved by another model, or exceeds the context. In this
-            case, the caches are cleared.
+        BackendError: The snapshot is damaged, was saved by another model, or is longer than the context. The
+            caches are cleared before this error is raised.
     """
     start = snapshot.start
     try:
@@ -104,7 +105,7 @@ def deserialize_caches(
 
 
 def _read_array(header: dict[str, Any] | None, data: bytes, offset: int) -> tuple[mx.array | None, int]:
-    """Return the array stored at byte `offset`, and its size in bytes."""
+    """Return the array stored at byte `offset` of `data`, and its size in bytes."""
     if header is None:
         return None, 0
     dtype = _DTYPES[header["dtype"]]

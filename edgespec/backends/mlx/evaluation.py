@@ -1,4 +1,4 @@
-"""Evaluates MLX arrays with translated exceptions, and frees MLX's buffers and per-thread state."""
+"""Evaluate MLX arrays, translate MLX's exceptions, and free its buffers and per-thread state."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ __all__ = [
     "translate_errors",
 ]
 
-# Maximum bytes of freed buffers that MLX keeps for reuse. The CPU limit is enough for one target step. The
-# GPU limit is higher, because allocating GPU memory is slow.
+# Maximum size, in bytes, of the freed buffers that MLX keeps for reuse. The CPU limit suffices for one target
+# step. The GPU limit is higher, because allocating GPU memory is slow.
 _CPU_FREED_BUFFERS_BYTES, _GPU_FREED_BUFFERS_BYTES = 2 * 2**20, 64 * 2**20
 
 
 @contextmanager
 def translate_errors(failure: str) -> Iterator[None]:
-    """Convert MLX exceptions inside the block to a BackendError whose message begins with `failure`."""
+    """Translate MLX exceptions inside the block to a BackendError whose message starts with `failure`."""
     try:
         yield
     except (RuntimeError, ValueError, TypeError, IndexError, AttributeError, MemoryError) as error:
@@ -39,32 +39,32 @@ def translate_errors(failure: str) -> Iterator[None]:
 
 
 def start_evaluation(*arrays: mx.array) -> None:
-    """Start computing arrays in the background. Raises BackendError if MLX fails."""
+    """Start evaluating arrays in the background. Raises BackendError if MLX fails."""
     with translate_errors("MLX failed"):
         mx.async_eval(*arrays)
 
 
 def evaluate(*arrays: mx.array) -> None:
-    """Compute arrays and wait for them. Raises BackendError if MLX fails."""
+    """Evaluate arrays and wait for the results. Raises BackendError if MLX fails."""
     with translate_errors("MLX failed"):
         mx.eval(*arrays)
 
 
 def freed_buffers_bytes() -> int:
-    """Return the maximum bytes of freed buffers that MLX keeps for reuse on the default device."""
+    """Return the maximum size, in bytes, of the freed buffers that MLX may keep on the default device."""
     return _CPU_FREED_BUFFERS_BYTES if mx.default_device() == mx.cpu else _GPU_FREED_BUFFERS_BYTES
 
 
 def limit_freed_buffers() -> None:
-    """Limit the freed buffers that MLX keeps for reuse. Without a limit, they may fill the memory."""
+    """Limit the memory that MLX keeps for reuse after freeing buffers. By default, it can grow very large."""
     mx.set_cache_limit(freed_buffers_bytes())
 
 
 def release_thread_state() -> None:
-    """Free the compiled functions and streams that MLX holds for the calling thread.
+    """Free the compiled functions and streams that MLX keeps for the calling thread.
 
-    Call this before a thread ends. Otherwise MLX frees its compiled functions at thread exit, and the process
-    aborts if the interpreter shuts down at the same time. The thread can still use MLX afterwards.
+    Call this before a thread ends. Otherwise, MLX frees its compiled functions when the thread exits, and the
+    process aborts if the interpreter is shutting down at that time. The thread can still use MLX afterwards.
     """
     if threading.current_thread() is threading.main_thread():
         return

@@ -1,4 +1,4 @@
-"""The caches of all layers in a model: KV caches and recurrent states, rolled back together."""
+"""Manage the KV caches and recurrent states of all layers in a model, and roll them back together."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ __all__ = ["CacheCheckpoint", "LayerCaches"]
 
 @dataclass(frozen=True, slots=True)
 class CacheCheckpoint:
-    """A state that the caches can be rolled back to.
+    """Saved state of all caches, for rollback.
 
-    It stores references instead of copies, because passes never modify recurrent states in place.
+    It refers to the arrays instead of copying them, because passes never modify recurrent states in place.
 
     Attributes:
         length: Number of cached tokens.
-        offsets: Offset of each attention cache.
-        states: Arrays of each recurrent layer.
+        offsets: Offset (position of the next token) of each attention cache.
+        states: State arrays of each recurrent layer.
     """
 
     length: int
@@ -35,7 +35,7 @@ class CacheCheckpoint:
 
 @dataclass(frozen=True, slots=True)
 class _CachesByKind:
-    """A model's caches, grouped by how they roll back."""
+    """The caches of a model, grouped by how they are rolled back."""
 
     attention: list[AttentionCache]
     recurrent: list[Any]
@@ -43,12 +43,12 @@ class _CachesByKind:
 
 
 class LayerCaches:
-    """The caches of one model.
+    """The caches of all layers in one model.
 
     Attributes:
-        layers: One cache per layer, for the `cache` argument of the model's `__call__`.
-        attention: The KV caches in `layers`.
-        recurrent: mlx-lm's recurrent-state caches in `layers`.
+        layers: One cache per layer, passed to the model as its `cache` argument.
+        attention: The KV caches among `layers`.
+        recurrent: The caches among `layers` that store recurrent states (mlx-lm's `ArraysCache`).
         unknown_kinds: Class names of unsupported caches. If there are any, the caches cannot be rolled back,
             only cleared.
         length: Number of cached tokens, including uncommitted ones.
@@ -64,7 +64,7 @@ class LayerCaches:
         """Replace all caches with empty ones."""
         by_kind = _CachesByKind([], [], set())
         layers = [self._replace(cache, by_kind) for cache in mlx_lm_cache.make_prompt_cache(self._model)]
-        # Assign everything at once, so that an interrupt cannot leave the caches half cleared.
+        # Assign all fields in one statement, so that an interrupt cannot leave the caches partly cleared.
         self.layers, self.attention, self.recurrent, self.unknown_kinds, self.length = (
             layers,
             by_kind.attention,
@@ -74,9 +74,9 @@ class LayerCaches:
         )
 
     def _replace(self, cache: Any, by_kind: _CachesByKind) -> Any:
-        """Return our replacement for an mlx-lm cache, and add it to `by_kind`.
+        """Return the cache to use instead of one of mlx-lm's caches, and add it to `by_kind`.
 
-        Types are compared exactly, because a subclass may behave differently.
+        Subclasses of known types count as unknown, because they may behave differently.
         """
         kind = type(cache)
         if kind is mlx_lm_cache.KVCache:
@@ -101,12 +101,12 @@ class LayerCaches:
 
     @property
     def truncatable(self) -> bool:
-        """Whether every layer stores exactly one row for each token."""
+        """Whether the caches can be truncated at any token, because every layer stores one row per token."""
         return not (self.recurrent or self.unknown_kinds or self.windowed)
 
     @property
     def windowed(self) -> bool:
-        """Whether any layer has a sliding window."""
+        """Whether any layer uses a sliding window."""
         return any(cache.window is not None for cache in self.attention)
 
     @property
@@ -120,27 +120,27 @@ class LayerCaches:
 
     @property
     def states(self) -> list[list[mx.array]]:
-        """The arrays of each recurrent layer. Evaluating a pass's logits does not evaluate them."""
+        """State arrays of each recurrent layer. Evaluating the logits of a pass does not evaluate them."""
         return [[array for array in cache.cache if array is not None] for cache in self.recurrent]
 
     def detach_states(self) -> None:
-        """Copy recurrent states that are slices, because a slice keeps its whole parent array in memory."""
+        """Copy recurrent states that are slices, because a slice keeps the whole original array in memory."""
         for cache in self.recurrent:
             cache.cache = [array if array is None else mx.contiguous(array) for array in cache.cache]
 
     @property
     def nbytes(self) -> int:
-        """Current size of the caches in bytes."""
+        """Memory currently used by the caches, in bytes."""
         return sum(cache.nbytes for cache in self.attention) + sum(cache.nbytes for cache in self.recurrent)
 
     def bytes_by_context(self) -> Callable[[int], int]:
-        """Return a function that maps a context length in tokens to the bytes of its full caches.
+        """Return a function that maps a context length in tokens to the size of the full caches in bytes.
 
-        At least one token must be cached. The function returns 0 if any cache is of an unknown kind.
+        At least one token must be cached. The function returns 0 if any type of cache is unsupported.
         """
         rows = [(cache.bytes_per_token, cache.window) for cache in self.attention]
         fixed = sum(cache.nbytes for cache in self.recurrent)
-        # Memory holds the current recurrent state and one state per checkpoint.
+        # Each checkpoint keeps another copy of the recurrent states in memory.
         fixed *= MAX_CHECKPOINTS + 1
         known = not self.unknown_kinds
         return lambda tokens: (
@@ -148,7 +148,7 @@ class LayerCaches:
         )
 
     def can_rewind(self, length: int) -> bool:
-        """Return whether the tokens at position `length` and later can be dropped in place."""
+        """Return whether `rewind(length)` can drop all tokens from position `length` onwards."""
         return (
             not self.recurrent
             and not self.unknown_kinds
@@ -156,25 +156,25 @@ class LayerCaches:
         )
 
     def rewind(self, length: int) -> None:
-        """Drop the attention rows at position `length` and later. `restore` rolls back recurrent states."""
+        """Drop all KV cache rows from position `length` onwards. Recurrent states do not change."""
         for cache in self.attention:
             cache.rewind(length)
         self.length = length
 
     def set_offset(self, length: int) -> None:
-        """Set the position of the next token to `length` in every layer, without changing any rows."""
+        """Set the position of the next token in every KV cache to `length`, without changing any rows."""
         for cache in self.attention:
             cache.offset = length
         self.length = length
 
     def keep_path(self, round_start: int, path: list[int]) -> None:
-        """Keep the accepted path of a tree and drop its other rows; see `AttentionCache.keep_path`."""
+        """Keep the accepted path of a tree and drop its other nodes. See `AttentionCache.keep_path`."""
         for cache in self.attention:
             cache.keep_path(round_start, path)
         self.length = round_start + len(path)
 
     def checkpoint(self) -> CacheCheckpoint:
-        """Return a checkpoint of the caches. No arrays are copied."""
+        """Return a checkpoint of the caches without copying any arrays."""
         return CacheCheckpoint(
             self.length,
             tuple(cache.offset for cache in self.attention),
@@ -182,11 +182,11 @@ class LayerCaches:
         )
 
     def can_restore(self, checkpoint: CacheCheckpoint) -> bool:
-        """Return whether the attention layers still hold the rows that the checkpoint needs."""
+        """Return whether the KV caches still contain all rows needed to restore the checkpoint."""
         return not self.unknown_kinds and all(cache.can_rewind(checkpoint.length) for cache in self.attention)
 
     def restore(self, checkpoint: CacheCheckpoint) -> None:
-        """Roll back to a checkpoint. The caches must still hold all tokens before it."""
+        """Roll back to a checkpoint. The caches must still contain all tokens before it."""
         for cache, state in zip(self.recurrent, checkpoint.states, strict=True):
             cache.cache = list(state)
         for attention, offset in zip(self.attention, checkpoint.offsets, strict=True):

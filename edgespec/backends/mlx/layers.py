@@ -1,4 +1,4 @@
-"""Access to the layers of any mlx-lm model, to record hidden states, skip layers, or resume after a layer."""
+"""Replace layers of any mlx-lm model to record hidden states, skip layers, or resume after a layer."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["HiddenStateHooks", "LayerList", "SkippedLayer"]
 
 
 class _LayerProxy:
-    """Temporarily replaces a layer and forwards attribute access to it.
+    """Base class of temporary replacements for a layer. It forwards attribute access to the original layer.
 
     It is not an `nn.Module`, because it has no weights of its own.
     """
@@ -30,7 +30,9 @@ class _LayerProxy:
 
 
 class SkippedLayer(_LayerProxy):
-    """A layer that is not computed. It returns `output` if that was given, else its input.
+    """Replacement for a layer that should not be computed.
+
+    It returns `output`. If `output` is None, it returns its input unchanged.
 
     Attributes:
         last_input: Hidden states [1, tokens, size] that the layer received in the last pass.
@@ -47,7 +49,7 @@ class SkippedLayer(_LayerProxy):
 
 
 class LayerList:
-    """A model's list of layers, which can be replaced temporarily.
+    """The list of layers in a model, which can be replaced temporarily.
 
     Raises:
         CapabilityError: The model does not store its layers in a single list.
@@ -58,17 +60,17 @@ class LayerList:
         self.layers: list[Any] = self._parent[self._name]
 
     def without(self, indices: Collection[int]) -> list[Any]:
-        """Return the list of layers with those at `indices` skipped."""
+        """Return the list of layers, with the layers at `indices` skipped."""
         return [SkippedLayer(layer) if i in indices else layer for i, layer in enumerate(self.layers)]
 
     def resumed_at(self, layer: int, states: mx.array) -> list[Any]:
-        """Return the list of layers with the first `layer` layers skipped, and `states` as their output."""
+        """Return the list of layers, with the first `layer` layers skipped and `states` as their output."""
         skipped = [SkippedLayer(one) for one in self.layers[: layer - 1]]
         return [*skipped, SkippedLayer(self.layers[layer - 1], states), *self.layers[layer:]]
 
     @contextmanager
     def replaced(self, layers: list[Any]) -> Iterator[None]:
-        """Use `layers` in passes inside the block."""
+        """Make the model use `layers` instead of its own layers inside the block."""
         self._parent[self._name] = layers
         try:
             yield
@@ -89,12 +91,12 @@ class _HookedLayer(_LayerProxy):
 
 
 class HiddenStateHooks:
-    """Records the hidden states that enter and leave layers while the model runs.
+    """Record the inputs and outputs of layers while the model runs.
 
     Attributes:
         count: Number of layers in the model.
-        inputs: Hidden states [1, tokens, size] that entered each hooked layer in the last pass, by index.
-        outputs: Hidden states [1, tokens, size] that left each hooked layer in the last pass, by index.
+        inputs: Input hidden states [1, tokens, size] of the last pass, keyed by layer index.
+        outputs: Output hidden states [1, tokens, size] of the last pass, keyed by layer index.
 
     Raises:
         CapabilityError: The model does not store its layers in a single list.
@@ -107,13 +109,13 @@ class HiddenStateHooks:
         self.outputs: dict[int, mx.array] = {}
 
     def record(self, index: int, states: mx.array, result: Any) -> None:
-        """Store the input and output of a layer."""
+        """Store the input (`states`) and output (`result`) of the layer at `index`."""
         self.inputs[index] = states
         self.outputs[index] = result[0] if isinstance(result, tuple) else result
 
     @contextmanager
     def on(self, indices: Sequence[int]) -> Iterator[None]:
-        """Record the hidden states of the layers at `indices` in passes inside the block."""
+        """Record the inputs and outputs of the layers at `indices` for every pass inside the block."""
         self.inputs, self.outputs = {}, {}
         hooked_indices = set(indices)
         hooked = [

@@ -1,4 +1,4 @@
-"""Loads an MLX model from a folder and tests its capabilities."""
+"""Load an MLX model from a folder and test its capabilities."""
 
 from __future__ import annotations
 
@@ -22,10 +22,11 @@ if TYPE_CHECKING:
 
 __all__ = ["KV_BITS", "MAX_WIDTH", "check_options", "load"]
 
-# Maximum rows in a verify pass. Memory estimates include buffers for a pass of this width, and no controller
-# requests a wider one.
+# Maximum number of tokens in a verify pass. Memory estimates include the buffers for a pass of this width. No
+# controller requests a wider pass.
 MAX_WIDTH = 64
-# Bits of cached keys and values, keyed by `LoadOptions.kv_type`. None means the model's compute data type.
+# Number of bits per element in the KV cache, keyed by `LoadOptions.kv_type`. With None, the cache is not
+# quantised and uses the compute data type of the model.
 KV_BITS = {"auto": None, "q8_0": 8, "q4_0": 4}
 
 
@@ -35,8 +36,8 @@ def load(path: str, name: str, options: LoadOptions, progress: Progress | None =
     Args:
         path: Path of the model folder.
         name: Model name for error messages.
-        options: Load options. Those that MLX does not support must have their default values.
-        progress: Called while the weights load. If it returns False, loading is cancelled.
+        options: Load options. Options that MLX does not support must have their default values.
+        progress: Callback for the loading progress. It can return False to cancel loading.
 
     Raises:
         ModelFileError: The folder does not contain a model, or the model is damaged or unsupported.
@@ -46,7 +47,7 @@ def load(path: str, name: str, options: LoadOptions, progress: Progress | None =
         CancelledError: `progress` returned False.
     """
     check_options(options)
-    # If mlx is missing, this raises BackendMissingError. The imports below would raise ImportError.
+    # Import mlx here first. If it is missing, this raises BackendMissingError instead of ImportError.
     mlx_core()
     from edgespec.backends.mlx.evaluation import limit_freed_buffers, release_thread_state
 
@@ -71,7 +72,7 @@ def _load(path: str, name: str, options: LoadOptions, progress: Progress | None)
     facts = replace(facts, vocab_size=vocabulary.size, chat_template=vocabulary.chat_template is not None)
     model = MlxModel(
         loaded,
-        # The context must fit the probe's tokens, even if a smaller one was requested.
+        # The capability tests need at least PROBE_TOKENS, even if a smaller context was requested.
         replace(facts, context_tokens=max(context_tokens, PROBE_TOKENS)),
         vocabulary,
         kv_bits=KV_BITS[options.kv_type],
@@ -157,7 +158,7 @@ def _facts_before_probe(loaded: LoadedModel, path: str, name: str, context_token
 def _checked_kv_bytes(
     kv_bytes_for: Callable[[int], int], weight_bytes: int, options: LoadOptions, context_tokens: int
 ) -> int:
-    """Return the size of the full caches in bytes. Raises MemoryBudgetError if they do not fit in memory."""
+    """Return the size of the full caches in bytes, or raise MemoryBudgetError if they do not fit."""
     limit = options.memory_bytes
     free_bytes = psutil.virtual_memory().available if limit is None else limit - weight_bytes
     needed_bytes = kv_bytes_for(context_tokens)

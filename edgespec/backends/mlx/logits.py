@@ -1,4 +1,4 @@
-"""Logits on the device. They are filtered and sampled there, so that only tokens are copied to the host."""
+"""Filter and sample logits on the device, so that only the resulting tokens are copied to the host."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from edgespec.engine.processors import Candidates, LogitsProcessor, MinP, Temper
 
 __all__ = ["DeviceLogits"]
 
-# Extra candidates to fetch, so that ties at the last rank are detected.
+# Number of additional candidates to fetch, to detect logits equal to the last requested one.
 _SPARE_CANDIDATES = 16
-# Number of candidates that `above` fetches. If there may be more, it fetches the whole row.
+# Number of candidates that `above` fetches first. If that may not be enough, it fetches the whole row.
 _ABOVE_CANDIDATES = 64
 
 
 class _DeviceChain(NamedTuple):
-    """The settings of a sampling chain that can run on the device. Temperature 0 means greedy."""
+    """Settings of a chain of logits processors that can run on the device. Temperature 0 selects greedily."""
 
     temperature: float = 0.0
     top_k: int = 0
@@ -34,14 +34,14 @@ class _DeviceChain(NamedTuple):
     min_p: float = 0.0
 
 
-# Processors that the device code implements, in the only order that it supports.
+# Processors that are implemented on the device. They must be in this order.
 _ON_DEVICE = (Temperature, TopK, TopP, MinP)
 
 
 def _device_chain(processors: Sequence[LogitsProcessor], noise: Noise | None) -> _DeviceChain | None:
-    """Return the chain's settings if it can run on the device, or None if it must run on the host.
+    """Return the settings of the processors if all can run on the device, otherwise None.
 
-    Types are compared exactly. A chain with any other processor runs on the host.
+    Subclasses of known processors run on the host, because they may behave differently.
     """
     kinds = [type(processor) for processor in processors]
     if kinds != [kind for kind in _ON_DEVICE if kind in kinds] or (Temperature in kinds) != bool(noise):
@@ -61,13 +61,15 @@ def _device_chain(processors: Sequence[LogitsProcessor], noise: Noise | None) ->
 
 
 class DeviceLogits:
-    """Logits of a pass, [rows, vocab], on the device. Each query fetches the answers for all rows at once.
+    """Logits [rows, vocab] of a pass, stored on the device.
+
+    Each query fetches the results of all rows at once.
 
     Attributes:
-        chosen: The best token of the last row; None until it is fetched.
+        chosen: Best token of the last row, or None if it has not been fetched yet.
         vocab_size: Number of logits per row.
-        waited_seconds: Total time that callers have waited for the device.
-        overlapped_seconds: Time spent launching the pass while the draft model was still running.
+        waited_seconds: Total time that callers have waited for the device, in seconds.
+        overlapped_seconds: Time spent launching the pass while the draft model was still running, in seconds.
     """
 
     def __init__(
@@ -79,10 +81,10 @@ class DeviceLogits:
         """Create the logits of a pass.
 
         Args:
-            rows: Lazy logits, [rows, vocab].
-            depths: Depth of each row's token in its tree. It determines the position for the noise.
-            on_best_started: Called with the best token of the last row (uint32 [1] on the device) as soon as
-                its computation has started, so that the next pass can be launched without waiting.
+            rows: Logits [rows, vocab], not necessarily evaluated yet.
+            depths: Depth of each row's token in the token tree. It determines the position for the noise.
+            on_best_started: Callback that receives the best token of the last row (uint32 [1] on the device)
+                while the token is still being computed. It can launch the next pass without waiting.
         """
         self.chosen: int | None = None
         self._rows = rows.astype(mx.float32)
@@ -131,7 +133,7 @@ class DeviceLogits:
         begin = now()
         results = [tokens, peaks] if kept is None else [tokens, peaks, kept]
         if on_best_started is not None:
-            # Start the results first. Otherwise the device would compute them after the next pass.
+            # Start computing the results before the next pass, because the device works in this order.
             start_evaluation(*results)
             on_best_started(tokens[-1], self)
         evaluate(*results)
@@ -147,7 +149,7 @@ class DeviceLogits:
             return self._row(row).top(0, count)
         tokens, values = self._largest(fetch_count)
         tokens, values = tokens[row], values[row]
-        if values[count - 1] == values[-1]:  # The rest of the row may contain more ties.
+        if values[count - 1] == values[-1]:  # More logits in the row may be equal.
             return self._row(row).top(0, count)
         return _ascending(tokens, values, values >= values[count - 1])
 
@@ -156,7 +158,7 @@ class DeviceLogits:
             return self._row(row).above(0, margin)
         tokens, values = self._largest(_ABOVE_CANDIDATES)
         tokens, values = tokens[row], values[row]
-        # Round down, so that float32 rounding does not exclude a logit exactly at the margin.
+        # Round down, because float32 rounding could otherwise exclude a logit that is exactly at the margin.
         floor = np.nextafter(np.float32(float(values[0]) - margin), np.float32(-np.inf))
         if not values[-1] < floor:
             return self._row(row).above(0, margin)
@@ -172,7 +174,7 @@ class DeviceLogits:
         return DeviceLogits(self._rows[:, :vocab_size], self._depths, self._on_best_started)
 
     def _largest(self, count: int) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-        """Fetch the tokens and values of the `count` largest logits in every row; see `_largest`."""
+        """Fetch the tokens and values of the `count` largest logits in every row."""
         if count not in self._fetched:
             tokens, values = _largest(self._rows, count)
             fetched = self._host(values)
@@ -181,7 +183,7 @@ class DeviceLogits:
         return largest
 
     def _row(self, row: int) -> HostLogits:
-        """Return a copy of a whole row on the host."""
+        """Copy all logits of a row to the host."""
         return HostLogits(self._host(self._rows[row])[None])
 
     def _host(self, array: mx.array) -> NDArray[np.float32]:
@@ -197,9 +199,13 @@ def _ascending(tokens: NDArray[np.int64], values: NDArray[np.float32], keep: NDA
 
 
 def _largest(rows: mx.array, count: int) -> tuple[mx.array, mx.array]:
-    """Return the tokens and values of the largest logits, [rows, count], in descending order.
+    """Return the tokens and values of the `count` largest logits in each row, largest first.
 
-    Ties are ordered by token id, except at the last rank, where they are broken arbitrarily.
+    Equal logits are sorted by token id. If several logits equal the smallest returned one, the choice
+    among them is arbitrary.
+
+    Returns:
+        Two arrays of shape [rows, count].
     """
     if count >= rows.shape[-1]:
         tokens = mx.broadcast_to(mx.arange(rows.shape[-1]), rows.shape)
@@ -213,19 +219,21 @@ def _largest(rows: mx.array, count: int) -> tuple[mx.array, mx.array]:
 def _drawn(
     rows: mx.array, peaks: mx.array, keys: mx.array, count: int, chain: _DeviceChain
 ) -> tuple[mx.array, mx.array | None]:
-    """Return the `count` tokens with the largest log p + noise in each row, best first.
+    """Sample `count` tokens for each row, best first, with the Gumbel-max trick.
 
-    The filters are the same as in `engine.processors`, but in single precision.
+    Filter the tokens as in `engine.processors`, but in single precision. Then choose the tokens with the
+    largest sum of log-probability and Gumbel noise.
 
     Args:
         rows: Logits, float32 [rows, vocab].
         peaks: Largest logit of each row, [rows].
-        keys: Noise keys, uint64 [rows].
-        count: Number of tokens to return.
-        chain: Settings of the sampling chain.
+        keys: Key of each row for the noise generator, uint64 [rows].
+        count: Number of tokens to return per row.
+        chain: Settings of the filters.
 
     Returns:
-        The tokens [rows, count], and the number of them that pass the filters in each row (None if all do).
+        The tokens [rows, count], and for each row the number of these tokens that pass the filters. The
+        second item is None if all of them pass.
     """
     if chain.top_k > 0 or chain.top_p < 1:
         size = rows.shape[-1]
@@ -253,7 +261,7 @@ def _drawn(
 
 
 def _words(values: Iterable[int]) -> mx.array:
-    """Return a uint64 array [n]. MLX accepts values of 2^63 and above only from numpy."""
+    """Return a uint64 array [n]. Created with numpy, because MLX rejects Python integers above 2^63 - 1."""
     return mx.array(np.fromiter(values, np.uint64))
 
 
@@ -264,10 +272,10 @@ _GOLDEN, _M1, _M2, _LAST = map(
 
 @partial(mx.compile, shapeless=True)
 def _gumbel(keys: mx.array, tokens: mx.array) -> mx.array:
-    """Return the same noise as `engine.noise.gumbel`, rounded to float32.
+    """Return Gumbel noise [rows, n] that equals `engine.noise.gumbel`, rounded to float32.
 
     Args:
-        keys: Noise keys, uint64 [rows].
+        keys: Key of each row for the noise generator, uint64 [rows].
         tokens: Token ids, [rows, n].
     """
     words = tokens.astype(mx.uint64) ^ keys[:, None]
@@ -275,7 +283,7 @@ def _gumbel(keys: mx.array, tokens: mx.array) -> mx.array:
     words = (words ^ (words >> 30)) * _M1
     words = (words ^ (words >> 27)) * _M2
     words = (words ^ (words >> 31)) >> 12
-    # float32 is too coarse for numbers close to 1, so compute their distance from 1 instead.
+    # float32 is not precise enough for numbers close to 1, so compute their distance from 1 instead.
     unit = (words.astype(mx.float32) + 0.5) * 2.0**-52
     distance = ((_LAST - words).astype(mx.float32) + 0.5) * 2.0**-52
     return -mx.log(-mx.where(unit < 0.5, mx.log(unit), mx.log1p(-distance)))

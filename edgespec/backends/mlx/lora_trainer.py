@@ -1,6 +1,6 @@
-"""Trains a LoRA adapter for a draft model on the target's corrections.
+"""Train a LoRA adapter for a draft model on tokens that the target corrected.
 
-Based on online speculative decoding (OSD, arXiv 2310.07177) and LoRA (arXiv 2106.09685).
+This is based on online speculative decoding (OSD, arXiv 2310.07177) and LoRA (arXiv 2106.09685).
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from edgespec.errors import BackendError, CapabilityError
 
 __all__ = ["MlxTrainer"]
 
-# Hyperparameters. These are common values for LoRA adapters of small models.
+# Hyperparameters of LoRA training. These are common values for small models.
 RANK = 8
 _SCALE = 2.0
 _LEARNING_RATE = 3e-4
 _MAX_GRADIENT_NORM = 1.0
-# Weight of the rows that the draft predicted correctly, relative to the corrected rows. A heuristic.
+# Weight of the correctly predicted tokens in the loss, relative to the corrected tokens. Chosen.
 _RETENTION_WEIGHT = 1.0
 
 _Weights: TypeAlias = dict[str, mx.array]
@@ -40,13 +40,13 @@ _Weights: TypeAlias = dict[str, mx.array]
 
 @dataclass(frozen=True, slots=True)
 class _AdaptedLayer:
-    """A linear layer and the LoRA layer that replaces it while the adapter is on.
+    """A linear layer, and the LoRA layer that replaces it while the adapter is enabled.
 
     Attributes:
-        name: Unique name within the model.
+        name: Unique name of the layer within the model.
         parent: The module that contains the layer.
         attribute: Attribute name of the layer in `parent`.
-        original: The layer as loaded.
+        original: The original layer.
         adapted: The LoRA layer that wraps `original`.
     """
 
@@ -58,9 +58,9 @@ class _AdaptedLayer:
 
 
 class MlxTrainer:
-    """Trains rank-8 LoRA layers for the linear layers in a model's blocks. It implements `Trainer`.
+    """Implementation of `Trainer` that adds rank-8 LoRA layers to the linear layers in a model's blocks.
 
-    While the adapter is off, the model uses its original modules, so its output is exactly as loaded.
+    While the adapter is disabled, the model uses its original layers, so its output does not change.
     """
 
     def __init__(
@@ -71,14 +71,14 @@ class MlxTrainer:
         identity: str,
         end_round: Callable[[], None],
     ) -> None:
-        """Create a trainer with an adapter that does not change the model's output yet.
+        """Create a trainer with a new adapter. Until it is trained, it does not change the model's output.
 
         Args:
             net: The mlx `nn.Module` of the model.
-            layout: The model's pass layout.
+            layout: The pass layout that the model uses.
             model_name: Model name for error messages.
             identity: Fingerprint of the model and its weights.
-            end_round: Discards the model's uncommitted rows. Called before the weights change.
+            end_round: Callback that discards the uncommitted tokens. Called before the weights change.
 
         Raises:
             CapabilityError: The model has no linear layers that can be adapted.
@@ -98,7 +98,7 @@ class MlxTrainer:
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of the adapter and of Adam's two moments. The first step allocates the moments."""
+        """Memory of the adapter and Adam's two moments, in bytes. The first step allocates the moments."""
         return 3 * sum(array.nbytes for array in self._weights().values())
 
     def set_adapted(self, enabled: bool) -> None:
@@ -112,7 +112,7 @@ class MlxTrainer:
 
     @contextmanager
     def _running(self, adapted: bool) -> Iterator[None]:
-        """Make the model run with or without the adapter inside the block. No caches are used."""
+        """Enable or disable the adapter inside the block, and prepare for passes without a cache."""
         before = self.adapted
         self._end_round()
         self._layout.set_chain(0)
@@ -126,17 +126,17 @@ class MlxTrainer:
     def train_step(self, example: TrainingExample) -> float:
         tokens, weights = mx.array([example.tokens]), self._weights()
         corrected = np.isin(np.arange(len(example.tokens)), example.rows)
-        # The weights of the corrected rows sum to 1, and those of the other rows to the retention weight.
+        # The weights of corrected tokens sum to 1. Those of all other tokens sum to the retention weight.
         row_weights = mx.array(
             np.where(corrected, 1.0 / corrected.sum(), _RETENTION_WEIGHT / max(1, (~corrected).sum())),
             mx.float32,
         )
 
         def loss(weights: _Weights) -> mx.array:
-            """Return the forward KL divergence, up to a constant.
+            """Return the forward KL divergence from the reference distribution, up to a constant.
 
-            The reference is the target's distribution in corrected rows, and the original draft's elsewhere.
-            Without these other rows, the draft would forget what it already predicts correctly.
+            For corrected tokens, the reference is the target's distribution. For all other tokens, it is the
+            distribution of the original draft model, so that the draft does not forget correct predictions.
             """
             self._set_weights(weights)
             logits = self._net(tokens)[0].astype(mx.float32)
@@ -213,7 +213,7 @@ class MlxTrainer:
 
 
 def _adapted_layers(net: Any) -> Iterator[_AdaptedLayer]:
-    """Yield every linear layer in the blocks, with a LoRA layer that does not change its output yet."""
+    """Yield every linear layer in the blocks with a new LoRA layer. Its output is initially unchanged."""
     random = np.random.default_rng(0)
     for index, block in enumerate(net.layers):
         for parent_name, parent in sorted(block.named_modules()):

@@ -1,8 +1,9 @@
-"""Weights that each pass can read at full precision or at fewer bits.
+"""Weights that can be read with fewer bits per weight, so that draft passes are faster.
 
-An 8-bit affine weight is s * code + b, where code = 16 * high + low. We store it as two 4-bit weights of
-the same total size. The high half alone is a 4-bit weight (as in Any-Precision LLM, arXiv 2402.10517), and
-both halves together are exactly the 8-bit weight. For other weights, we store a second copy with fewer bits.
+We split each 8-bit weight into its high and its low four bits. Draft passes read only the high bits, which
+are a 4-bit weight (as in Any-Precision LLM, arXiv 2402.10517). Other passes read both halves, which together
+are exactly the 8-bit weight: scale * code + bias, where code = 16 * high + low. The total size is the same.
+For other weights, we store an additional copy with fewer bits.
 """
 
 from __future__ import annotations
@@ -20,18 +21,18 @@ from mlx.utils import tree_unflatten
 
 __all__ = ["LowBitWeights", "SplitEmbedding", "SplitLinear", "install_low_bit_weights", "merge_halves"]
 
-# Bits in each half of a split weight.
+# Number of bits in each half of a split weight.
 _HALF_BITS = 4
-# Mean of the 16 possible values of the low half, used in its place when only the high half is read.
+# Mean of the values 0 to 15, used instead of the low half when only the high half is read.
 _MEAN_LOW = 7.5
 
 
 class LowBitWeights:
-    """The low-bit weights of a model, and the switch between full and reduced precision.
+    """All low-bit weights of a model, and the switch between full and reduced precision.
 
     Attributes:
-        weights: The modules whose weights can be read at fewer bits.
-        low: Whether passes currently read the weights at fewer bits.
+        weights: Modules whose weights can be read with fewer bits.
+        low: Whether passes currently read the weights with fewer bits.
     """
 
     def __init__(self) -> None:
@@ -41,7 +42,7 @@ class LowBitWeights:
 
     @contextmanager
     def lowered(self) -> Iterator[None]:
-        """Make passes inside the block read the weights at fewer bits."""
+        """Make all passes inside the block use reduced precision."""
         self.low = True
         try:
             yield
@@ -49,24 +50,24 @@ class LowBitWeights:
             self.low = False
 
     def zeros(self, like: mx.array) -> mx.array:
-        """Return zero biases for the low half of a weight. Weights with the same shape share one array."""
+        """Return zeros to use as the biases of a low half. Weights of the same shape share one array."""
         key = (like.shape, like.dtype)
         if key not in self._zeros:
             self._zeros[key] = mx.zeros_like(like)
         return self._zeros[key]
 
     def clear_zeros(self) -> None:
-        """Free the shared zero arrays. `zeros` creates them again on demand."""
+        """Free the shared arrays of zeros. `zeros` creates them again when needed."""
         self._zeros = {}
 
     @property
     def array_bytes(self) -> int:
-        """Bytes that the low-bit weights add to the original model, without the shared zero arrays."""
+        """Number of bytes added to the original model, without the shared arrays of zeros."""
         return sum(weight.extra_bytes for weight in self.weights)
 
     @property
     def nbytes(self) -> int:
-        """`array_bytes` plus the bytes of the shared zero arrays."""
+        """Number of bytes added to the original model, including the shared arrays of zeros."""
         shapes = {
             (one.scales.shape, one.scales.dtype): one.scales.nbytes
             for one in self.weights
@@ -76,15 +77,15 @@ class LowBitWeights:
 
 
 class _SplitWeight(Module):
-    """An 8-bit affine weight that stores its high and low four bits separately.
+    """An 8-bit affine weight whose high and low four bits are stored separately.
 
     Attributes:
-        high: Packed high bits, uint32 [rows, columns / 8].
-        low: Packed low bits, uint32 [rows, columns / 8].
+        high: Packed high halves, uint32 [rows, columns / 8].
+        low: Packed low halves, uint32 [rows, columns / 8].
         scales: Scales of the 8-bit weight, [rows, groups].
         biases: Biases of the 8-bit weight, [rows, groups].
-        high_scales: Scales for the high bits, [rows, groups].
-        draft_biases: Biases used when only the high bits are read, [rows, groups].
+        high_scales: Scales of the high halves, [rows, groups].
+        draft_biases: Biases used when only the high halves are read, [rows, groups].
     """
 
     def __init__(self, module: Any, low_bits: LowBitWeights) -> None:
@@ -102,7 +103,7 @@ class _SplitWeight(Module):
 
     @property
     def extra_bytes(self) -> int:
-        """Bytes added to those of the 8-bit weight."""
+        """Number of bytes in addition to the original 8-bit weight."""
         return int(self.high_scales.nbytes + self.draft_biases.nbytes)
 
     def _multiply(self, x: mx.array) -> mx.array:
@@ -124,7 +125,7 @@ class SplitLinear(_SplitWeight):
 
 
 class SplitEmbedding(_SplitWeight):
-    """A split embedding table that also serves as the output head. Lookups always use all eight bits."""
+    """An embedding table with a split weight that is also the output head. Lookups always use all 8 bits."""
 
     is_head = False
 
@@ -138,16 +139,16 @@ class SplitEmbedding(_SplitWeight):
 
 
 def _pack(codes: mx.array) -> mx.array:
-    """Pack 4-bit codes, uint8 [..., n], into mlx's format, uint32 [..., n / 8]."""
+    """Pack 4-bit codes (uint8 [..., n]) in the format of mlx (uint32 [..., n / 8])."""
     return (codes[..., 0::2] | (codes[..., 1::2] << _HALF_BITS)).view(mx.uint32)
 
 
 def merge_halves(high: mx.array, low: mx.array) -> mx.array:
-    """Return a split weight's packed 8-bit codes, uint32 [..., n / 4].
+    """Merge the two halves of a split weight into packed 8-bit codes, uint32 [..., n / 4].
 
     Args:
-        high: Packed high bits, uint32 [..., n / 8].
-        low: Packed low bits, uint32 [..., n / 8].
+        high: Packed high halves, uint32 [..., n / 8].
+        low: Packed low halves, uint32 [..., n / 8].
     """
     parts = [(half.view(mx.uint8) & 15, half.view(mx.uint8) >> _HALF_BITS) for half in (high, low)]
     (high_even, high_odd), (low_even, low_odd) = parts
@@ -156,7 +157,7 @@ def merge_halves(high: mx.array, low: mx.array) -> mx.array:
 
 
 class _CopiedWeight:
-    """A full-precision weight with a quantised copy at fewer bits (the arrays in `_COPY_NAMES`)."""
+    """Base class of modules that keep an additional low-bit copy of their weight."""
 
     _low_bits: LowBitWeights
     copy_group_size: int
@@ -202,11 +203,11 @@ class CopiedQuantizedLinear(_CopiedLinear, QuantizedLinear):
 
 
 class CopiedEmbedding(_CopiedTable, Embedding):
-    """An embedding table that also serves as the output head, with a low-bit copy."""
+    """An embedding table that is also the output head, with a low-bit copy of its weight."""
 
 
 class CopiedQuantizedEmbedding(_CopiedTable, QuantizedEmbedding):
-    """A quantised embedding table that also serves as the output head, with a low-bit copy."""
+    """A quantised embedding table that is also the output head, with a low-bit copy of its weight."""
 
 
 _COPIES: dict[type, Any] = {
@@ -219,14 +220,14 @@ _SPLITS: dict[type, Any] = {QuantizedLinear: SplitLinear, QuantizedEmbedding: Sp
 
 
 def install_low_bit_weights(model: Any, trace_pass: Callable[[], object]) -> LowBitWeights:
-    """Replace every linear weight in a model with one that can also be read at fewer bits.
+    """Replace the linear layers and the output head of a model with modules that support reduced precision.
 
-    Nothing is evaluated. Expert weights and weights that DoRA adapters read directly are not replaced.
+    No arrays are evaluated. Experts and weights that DoRA adapters read directly are not replaced.
 
     Args:
         model: An mlx `nn.Module`.
-        trace_pass: Builds the graph of one pass, which reveals the embedding tables that also serve as the
-            output head. The other tables are not replaced.
+        trace_pass: Builds the graph of one pass. This shows which embedding tables are also the output head.
+            The other tables are not replaced.
     """
     low_bits = LowBitWeights()
     modules = model.named_modules()
@@ -244,7 +245,7 @@ def install_low_bit_weights(model: Any, trace_pass: Callable[[], object]) -> Low
     lookups = [name for name, new in replaced if isinstance(new, _TABLES) and not new.is_head]
     model.update_modules(tree_unflatten([(name, before[name]) for name in lookups]))
     low_bits.weights = [new for name, new in replaced if name not in lookups]
-    low_bits.clear_zeros()  # The traced pass created them, but is never evaluated.
+    low_bits.clear_zeros()  # Created by the traced pass, which is never evaluated.
     return low_bits
 
 
@@ -252,7 +253,7 @@ _TABLES = (SplitEmbedding, _CopiedTable)
 
 
 def _low_bit_module(module: Any, low_bits: LowBitWeights) -> Any:
-    """Return a module's replacement, or None if its weight cannot be read at fewer bits."""
+    """Return the replacement of a module, or None if its weight cannot be stored with fewer bits."""
     kind, bits, weight = type(module), 32, module["weight"]
     if "scales" in module:
         bits = module.bits
@@ -266,7 +267,7 @@ def _low_bit_module(module: Any, low_bits: LowBitWeights) -> Any:
     if group_size is None or copy_bits is None:
         return None
     copied = _COPIES[kind].__new__(_COPIES[kind])
-    # Transfer the arrays and attributes to an instance of the subclass that also holds the copy.
+    # Move the arrays and attributes to an instance of the subclass that also stores the copy.
     dict.update(copied, module)
     vars(copied).update(vars(module))
     copied._low_bits, copied.copy_group_size, copied.copy_bits = low_bits, group_size, copy_bits
@@ -275,5 +276,5 @@ def _low_bit_module(module: Any, low_bits: LowBitWeights) -> Any:
     return copied
 
 
-# (minimum bits of the weight, bits of its copy), highest precision first.
+# Pairs (minimum number of bits of the original weight, number of bits of its copy). The first match is used.
 _COPY_BITS = ((8, 4), (4, 3), (3, 2))

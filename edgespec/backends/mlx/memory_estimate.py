@@ -1,7 +1,7 @@
-"""Memory estimates for MLX models, from their configuration and the headers of their weight files.
+"""Estimate the memory of MLX models from their configuration and the headers of their weight files.
 
-MLX evaluates lazily. We build the model, pass one token through it without evaluation, and read only the
-shapes of the resulting arrays.
+MLX computes arrays only when they are needed. We therefore build the model and the graph of a pass over one
+token, and read the shapes of the arrays without computing them.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from edgespec.heap import address_space_is_limited
 
 __all__ = ["MlxMemoryEstimator"]
 
-# Bytes per vocabulary entry (text, id and merge rule) in the tokenizers library and in Python. Measured.
+# Memory of the tokenizer per token (text, id and merge rule), in bytes. Measured.
 _TOKEN_BYTES = 500
-# Memory that MLX allocates for a recurrent layer, divided by the memory in use at one time. Measured.
+# Ratio of the memory that MLX allocates for a recurrent layer to the memory it uses at one time. Measured.
 _ALLOCATED_AHEAD = 2
-# Bytes in MLX's graph per row of a recurrent layer that mlx-lm evaluates row by row. Measured.
+# Size of MLX's graph in bytes per token, for recurrent layers that mlx-lm computes token by token. Measured.
 _GRAPH_ROW_BYTES = 8_000
-# Simultaneous copies of the state of a recurrent layer that mlx-lm evaluates row by row. Measured.
+# Copies of the state in memory, for recurrent layers that mlx-lm computes token by token. Measured.
 _LOOPED_COPIES = 3
 _KV_NAMES = {8: "q8_0", 4: "q4_0"}
 _FileStamps = tuple[tuple[str, int, int], ...]
@@ -42,10 +42,10 @@ class _CacheBytes(NamedTuple):
     """Sizes of the caches in bytes when the context is full.
 
     Attributes:
-        total: All layers.
-        largest_layer: Keys and values of the largest layer.
-        largest_side: Either the keys or the values of one layer, whichever is largest.
-        states: Recurrent states of one sequence.
+        total: Size of the caches of all layers.
+        largest_layer: Size of the keys and values in the layer where they are largest.
+        largest_side: Size of the keys or the values of one layer, whichever is the largest of all layers.
+        states: Size of the recurrent states of one sequence.
     """
 
     total: int
@@ -55,13 +55,13 @@ class _CacheBytes(NamedTuple):
 
 
 class _RecurrentLayer(NamedTuple):
-    """The dimensions of a recurrent layer. A layer without a state has only a convolution.
+    """Dimensions of a recurrent layer. Some layers have only a convolution and no other state.
 
     Attributes:
-        channels: Channels of the convolution.
+        channels: Number of channels of the convolution.
         kernel_tokens: Width of the convolution in tokens.
         heads, head_size, state_size: Shape of the state.
-        copies: Copies of the state per row; 0 if all rows are computed at once, as in Mamba 2.
+        copies: Number of copies of the state per token; 0 if all tokens are computed at once, as in Mamba 2.
     """
 
     channels: int
@@ -72,7 +72,7 @@ class _RecurrentLayer(NamedTuple):
     copies: int = 0
 
     def scan_elements(self, rows: int) -> int:
-        """Return the peak number of array elements while computing `rows` rows. Measured."""
+        """Return the maximum number of array elements in memory while computing `rows` tokens. Measured."""
         inner = self.heads * self.head_size
         if self.copies:
             states = self.copies * rows * inner * self.state_size
@@ -83,17 +83,18 @@ class _RecurrentLayer(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _ModelShape:
-    """The model properties that an estimate is based on, read once per model.
+    """Properties of a model that its memory estimates are based on.
 
     Attributes:
         sizes: Sizes used to decide whether to widen weights to float32.
-        weight_bytes: Bytes of the weights as stored, and after widening to float32.
-        zero_bytes: Bytes of all-zero weights that are not in the files.
+        weight_bytes: Size of the weights as stored, and after widening to float32, in bytes.
+        zero_bytes: Size of the zero arrays that are allocated but not stored in the files, in bytes.
         vocab_size: Number of tokens in the vocabulary.
-        hidden_size, intermediate_size: Elements per row between layers, and in the feed-forward network.
+        hidden_size, intermediate_size: Size of the hidden states, and of the feed-forward network.
         heads: Number of attention heads.
-        recurrent_layers: The layers with a recurrent state.
-        caches: Cache sizes keyed by (bits, widened). Combinations that the model lacks are missing.
+        recurrent_layers: Dimensions of the recurrent layers.
+        caches: Functions that return the cache sizes, keyed by (bits, widened). Unsupported combinations are
+            absent.
     """
 
     sizes: WeightSizes
@@ -108,7 +109,7 @@ class _ModelShape:
 
 
 class MlxMemoryEstimator:
-    """Estimates the memory of the MLX model in a folder.
+    """Estimator of the memory that the MLX model in a folder will use.
 
     Raises:
         ModelFileError: The folder does not contain a model, or the model is damaged or unsupported.
@@ -126,7 +127,7 @@ class MlxMemoryEstimator:
         self.trained_context_tokens: int = self._shape.sizes.trained_context_tokens
 
     def estimate(self, options: LoadOptions) -> MemoryEstimate:
-        """See `MemoryEstimator`. On a CPU, 16-bit weights are widened to float32 if they fit in memory."""
+        """Estimate the memory; see `MemoryEstimator`. A CPU widens 16-bit weights to float32 if they fit."""
         check_options(options)
         shape = self._shape
         tokens = requested_context(options, self.trained_context_tokens)
@@ -147,17 +148,17 @@ class MlxMemoryEstimator:
         return MemoryEstimate(tokens, kv_type, parts)
 
     def _rows(self, options: LoadOptions) -> int:
-        """Return the number of rows in the widest prefill pass."""
+        """Return the maximum number of tokens in a prefill pass."""
         from edgespec.backends.mlx.model import CPU_BATCH_TOKENS
 
         return min(options.batch_tokens, CPU_BATCH_TOKENS) if _runs_on_cpu() else options.batch_tokens
 
     def _compute_bytes(self, tokens: int, cache: _CacheBytes, options: LoadOptions, widened: bool) -> int:
-        """Return the memory of the widest pass, including the temporary copy of a growing cache. Measured.
+        """Return the memory of the largest pass in bytes, including a copy of a cache that grows. Measured.
 
-        A CPU writes the new keys, the new values and the scores in turn and frees each before the next, so
-        only the largest of them counts. On a GPU and under `ulimit -v`, memory counts as soon as it is
-        allocated, so we add a second copy of the largest layer to the scores.
+        On a CPU, the new keys, the new values and the attention scores are computed one after another, and
+        each is freed before the next. We count only the largest of them. On a GPU and under `ulimit -v`,
+        memory counts as soon as it is allocated, so we add a copy of the largest layer's cache.
         """
         on_cpu = _runs_on_cpu()
         counts_touched = on_cpu and not address_space_is_limited()
@@ -168,26 +169,28 @@ class MlxMemoryEstimator:
             pass_bytes = max(pass_bytes, cache.largest_side)
         else:
             pass_bytes += cache.largest_layer
-        # Under `ulimit -v`, addresses that were freed on a CPU are reused immediately.
+        # Under `ulimit -v`, freed CPU memory is reused immediately.
         freed_bytes = 0 if on_cpu and not counts_touched else freed_buffers_bytes()
         return pass_bytes + cache.states + graph_bytes + freed_bytes
 
     def _pass_bytes(self, tokens: int, options: LoadOptions, widened: bool, counts_touched: bool) -> int:
-        """Return the memory of one pass: logits, feed-forward, attention scores and recurrent states.
+        """Return the memory of one pass in bytes.
+
+        It includes the logits, the feed-forward network, the attention scores and the recurrent layers.
 
         Args:
             tokens: Context length that the attention scores cover.
             options: The load options.
             widened: Whether the weights are widened to float32.
-            counts_touched: Whether to count only memory in use at one time, not all allocated memory.
+            counts_touched: Whether to count only memory that is used at one time, not all allocated memory.
         """
         shape, on_cpu = self._shape, _runs_on_cpu()
         rows = self._rows(options)
-        # A CPU writes all attention scores to memory. Fused attention kernels on a GPU do not.
+        # Attention on a CPU stores all scores in memory. The fused attention kernels of a GPU do not.
         scores = shape.heads * tokens if on_cpu else 0
         hidden, middle, logits = 6 * shape.hidden_size, 2 * shape.intermediate_size, 2 * shape.vocab_size
         scan = max((layer.scan_elements(max(rows, MAX_WIDTH)) for layer in shape.recurrent_layers), default=0)
-        # A prefill pass computes no logits. The widest verify pass computes them for MAX_WIDTH rows.
+        # A prefill pass computes no logits. A verify pass computes them for up to MAX_WIDTH tokens.
         if counts_touched:
             row = hidden + max(middle, scores)
             elements = max(rows * row, MAX_WIDTH * max(row, hidden + logits), scan)
@@ -197,7 +200,7 @@ class MlxMemoryEstimator:
         return elements * (4 if widened or on_cpu else 2)
 
     def close(self) -> None:
-        """See `MemoryEstimator`."""
+        """Free the per-thread state of MLX; see `MemoryEstimator`."""
         release_thread_state()
 
 
@@ -206,7 +209,7 @@ def _runs_on_cpu() -> bool:
 
 
 def _file_stamps(folder: Path) -> _FileStamps:
-    """Return the name, size and modification time of each model file, to detect replaced files."""
+    """Return the name, size and modification time of each model file, to detect changed files."""
     files = [*folder.glob("*.json"), *folder.glob("*.safetensors")]
     stats = [(file.name, file.stat()) for file in sorted(files) if file.is_file()]
     return tuple((name, stat.st_size, stat.st_mtime_ns) for name, stat in stats)
@@ -216,12 +219,12 @@ def _file_stamps(folder: Path) -> _FileStamps:
 def _read_shape(
     path: str, name: str, adapter: str | None, low_bits: bool, _stamps: tuple[_FileStamps, ...]
 ) -> _ModelShape:
-    """Return the shape of a model without evaluating it. The result is cached until a model file changes."""
+    """Return the properties of a model without loading its weights. Cached until a model file changes."""
     try:
         skeleton = read_skeleton(path, name, LoadOptions(adapter=adapter, low_bits=low_bits))
         return _shape_of(skeleton)
     finally:
-        # MLX modules reference each other in cycles, so only the garbage collector frees them.
+        # MLX modules have circular references, so only the garbage collector can free them.
         gc.collect()
 
 
@@ -256,10 +259,10 @@ def _shape_of(skeleton: ModelSkeleton) -> _ModelShape:
 
 
 def _recurrent_layers(model: Any) -> tuple[_RecurrentLayer, ...]:
-    """Return a model's recurrent layers, inferred from the shapes of their states."""
+    """Infer the dimensions of a model's recurrent layers from the shapes of their states."""
     layers = []
     for states in _memory_of_one_token(model, None).states:
-        # The convolution's state is [1, tokens, channels], with fewer tokens than channels.
+        # The state of a convolution has shape [1, tokens, channels], with fewer tokens than channels.
         convolved = [array.shape for array in states if array.ndim == 3 and array.shape[1] < array.shape[2]]
         kernel_tokens = 1 + max((shape[1] for shape in convolved), default=0)
         state = (0, 0, 0, 0)
@@ -274,7 +277,7 @@ def _recurrent_layers(model: Any) -> tuple[_RecurrentLayer, ...]:
 
 
 def _cache_sizes(model: Any, bits: int | None) -> _CacheSizes:
-    """Return a function that maps a context length in tokens to the sizes of its full caches."""
+    """Return a function that maps a context length in tokens to the sizes of the full caches."""
     from edgespec.backends.mlx.attention_cache import cache_rows
 
     memory = _memory_of_one_token(model, bits)
@@ -292,7 +295,7 @@ def _cache_sizes(model: Any, bits: int | None) -> _CacheSizes:
 
 
 def _memory_of_one_token(model: Any, bits: int | None) -> Any:
-    """Return a model's `LayerCaches` after a pass over one token, without evaluating it."""
+    """Build the graph of a pass over one token, and return the model's caches without evaluating them."""
     from edgespec.backends.mlx.layer_caches import LayerCaches
     from edgespec.backends.mlx.pass_layout import PassLayout
 

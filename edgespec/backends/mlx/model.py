@@ -1,4 +1,4 @@
-"""The MLX implementation of the `LanguageModel` protocol, and of self-drafting with the same weights."""
+"""Implementation of `LanguageModel` for MLX, including self-drafting with the model's own weights."""
 
 from __future__ import annotations
 
@@ -39,19 +39,21 @@ from edgespec.errors import BackendError, CancelledError, CapabilityError, Conte
 
 __all__ = ["CPU_BATCH_TOKENS", "MlxModel", "measure_exits"]
 
-# Maximum tokens in a prefill batch on the CPU. Small, because a running pass cannot be interrupted.
+# Maximum number of tokens in a prefill batch on a CPU. Chosen small, because a batch cannot be interrupted.
 CPU_BATCH_TOKENS = 64
 
 
 class MlxModel(BaseModel):
-    """A loaded MLX model with its caches. It validates each call and delegates the work to a `PassRunner`.
+    """A loaded MLX model with its caches.
+
+    It checks the arguments of each call. A `PassRunner` runs the passes.
 
     Attributes:
         rounding: Machine epsilon of the model's compute data type.
         caches: The caches of all layers.
-        partial_models: Creates the partial models used for self-drafting.
-        kv_bytes_for: Returns the size of the full caches in bytes for a context length in tokens. Raises
-            MemoryBudgetError if they do not fit in memory.
+        partial_models: Factory for the partial models that are used for self-drafting.
+        kv_bytes_for: Function that maps a context length in tokens to the size of the full caches in bytes.
+            Raises MemoryBudgetError if they do not fit in memory.
     """
 
     def __init__(
@@ -94,12 +96,12 @@ class MlxModel(BaseModel):
         return self._runner.verify(tree, first)
 
     def draft(self, partial_model: PartialModel, tree: TokenTree, first: int) -> DeviceLogits:
-        """Run `verify` with a partial model. The target's next call discards the drafted rows."""
+        """Run a draft pass with a partial model. The next call of the target discards the drafted tokens."""
         self._check_pass(tree)
         return self._runner.draft(partial_model, tree, first)
 
     def _check_pass(self, tree: TokenTree) -> None:
-        """Validate a `verify` call. If it is invalid, discard the uncommitted rows and raise the error."""
+        """Check the arguments of `verify`. If they are invalid, discard the uncommitted tokens and raise."""
         try:
             self._check(tree.width)
             if tree.width > 1:
@@ -149,7 +151,7 @@ class MlxModel(BaseModel):
         return HiddenStateHooks(self._net)
 
     def checkpoint(self) -> CacheCheckpoint:
-        """Discard the uncommitted rows and return a checkpoint for `rewind`. No arrays are copied."""
+        """Discard the uncommitted tokens, and return a checkpoint for `rewind` without copying any arrays."""
         self._check(0)
         self._runner.end_round()
         return self.caches.checkpoint()
@@ -158,7 +160,7 @@ class MlxModel(BaseModel):
         """Roll the caches back to a checkpoint.
 
         Raises:
-            CapabilityError: A sliding window has dropped rows that the checkpoint needs.
+            CapabilityError: The cache of a layer with a sliding window has dropped rows that are needed.
         """
         self._check(0)
         self._runner.end_round()
@@ -187,7 +189,7 @@ class MlxModel(BaseModel):
         self._runner.committed = self.caches.checkpoint()
 
     def resize(self, context_tokens: int) -> None:
-        """Set the maximum context length. The caches grow on demand, so nothing is allocated here."""
+        """Set the maximum context length. No memory is allocated yet, because the caches grow when needed."""
         self._check_size(context_tokens)
         self._runner.end_round()
         kv_bytes = self.kv_bytes_for(context_tokens)
@@ -195,7 +197,7 @@ class MlxModel(BaseModel):
         self._now_sized(context_tokens, kv_bytes)
 
     def trainer(self) -> Trainer:
-        """Return a trainer for an adapter of this model; see `Trainable`."""
+        """Return a trainer that trains an adapter for this model. See `Trainable`."""
         from edgespec.backends.mlx.lora_trainer import MlxTrainer
 
         self._check(0)
@@ -228,9 +230,9 @@ class MlxModel(BaseModel):
             self._runner.end_round()
 
     def best_by_exit(self, tokens: Sequence[int]) -> list[BestTokens]:
-        """Return the most likely next token after each of `tokens`, for each exit layer.
+        """Predict the next token after each of `tokens` with each early exit.
 
-        `tokens` continue the cached ones. The cache is not modified.
+        The tokens follow the cached tokens. They are not added to the cache.
         """
         self._check_scoring(len(tokens))
         try:
@@ -261,7 +263,7 @@ class MlxModel(BaseModel):
         release_thread_state()
 
     def end_round(self) -> None:
-        """Discard the uncommitted rows and prelaunched passes."""
+        """Discard all uncommitted tokens, and passes that were launched early."""
         self._check(0)
         self._runner.end_round()
 
@@ -271,10 +273,10 @@ class MlxModel(BaseModel):
 
 
 class MlxSelfDraftView(SelfDraftView[MlxModel]):
-    """An MLX model as its own draft model. It runs a partial model on the target's caches.
+    """Draft model that is part of its target. It runs a partial model and uses the target's caches.
 
     Attributes:
-        facts: The target's facts, except that `weight_bytes` counts only the weights added for drafting.
+        facts: Facts of the target, but `weight_bytes` contains only the weights added for drafting.
     """
 
     def __init__(
@@ -310,18 +312,18 @@ class MlxSelfDraftView(SelfDraftView[MlxModel]):
 def measure_exits(
     model: LanguageModel, tokens: Sequence[int], first: int = 0
 ) -> tuple[dict[int, float], list[int], int]:
-    """Measure how often each early exit predicts the same token as the whole model.
+    """Measure how often each early exit predicts the same token as the full model.
 
-    The cache is not modified.
+    The cache does not change.
 
     Args:
         model: The model to measure.
         tokens: 64 to 256 tokens of ordinary text. They must fit in the context.
-        first: Index of the first token to include in the agreement.
+        first: Index of the first token to compare.
 
     Returns:
-        The top-1 agreement (0 to 1) keyed by exit layer, the size of each layer in bytes, and the number of
-        bytes that a pass reads after the last layer.
+        The share of equal predictions (0 to 1) keyed by exit layer, the size of each layer in bytes, and the
+        size in bytes of the weights that a pass reads after the last layer.
 
     Raises:
         CapabilityError: The model has no early exits.
@@ -339,7 +341,7 @@ def measure_exits(
 
 
 def _weights_crc(net: Any) -> int:
-    """Return a checksum of a few elements of each weight, to distinguish models."""
+    """Return a checksum over the first elements of each weight, to tell models apart."""
     weights: Any = tree_flatten(net.parameters())
     few = [weight.reshape(-1)[:8].astype(mx.float32) for _, weight in weights]
     return zlib.crc32(np.array(mx.concatenate(few)).tobytes())

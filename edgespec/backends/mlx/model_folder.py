@@ -1,4 +1,4 @@
-"""Validates model and adapter folders before loading, from their configuration and weight headers."""
+"""Check the configuration files and weight headers of model and adapter folders before loading."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from edgespec.errors import ModelFileError
 
 __all__ = ["StoredWeights", "check_adapter", "check_tokenizer", "check_weights", "read_config", "read_json"]
 
-# Maximum size of a safetensors header. Same as in the safetensors library.
+# Maximum size of a safetensors header in bytes. Same as in the safetensors library.
 _MAX_HEADER_BYTES = 100 * 2**20
 
 
@@ -22,8 +22,8 @@ class StoredWeights:
     """Sizes of a model's weight files and of the tensors in them.
 
     Attributes:
-        file_bytes: Total size of the files.
-        by_dtype: Bytes of the tensors, keyed by safetensors data type, such as `BF16`.
+        file_bytes: Total size of the files in bytes.
+        by_dtype: Size of the tensors in bytes, keyed by safetensors data type, such as `BF16`.
     """
 
     file_bytes: int
@@ -31,7 +31,7 @@ class StoredWeights:
 
     @property
     def tensor_bytes(self) -> int:
-        """Total bytes of all tensors."""
+        """Total size of all tensors in bytes."""
         return self.by_dtype.total()
 
     def __add__(self, other: StoredWeights) -> StoredWeights:
@@ -39,7 +39,7 @@ class StoredWeights:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """Return the contents of config.json in a model folder.
+    """Read config.json in a model folder.
 
     Raises:
         ModelFileError: The folder has no valid config.json, or the model requires its own Python code.
@@ -68,12 +68,12 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def read_json(folder: Path, file: str, hint: str = "download the model again") -> dict[str, Any]:
-    """Return the JSON object in a file.
+    """Read a file that contains a JSON object.
 
     Args:
-        folder: The model folder.
+        folder: Path of the model folder.
         file: Name of the file.
-        hint: Hint in the error message if the file is missing.
+        hint: Hint for the error message if the file is missing.
 
     Raises:
         ModelFileError: The file is missing or does not contain a JSON object.
@@ -92,13 +92,13 @@ def read_json(folder: Path, file: str, hint: str = "download the model again") -
 
 
 def check_tokenizer(folder: Path) -> None:
-    """Raise ModelFileError if the folder has no tokenizer."""
+    """Raise ModelFileError if the folder contains no tokenizer."""
     if not any(any(folder.glob(pattern)) for pattern in TOKENIZERS):
         raise ModelFileError(f"{folder} has no tokenizer.json", "download the tokenizer files as well")
 
 
 def check_weights(folder: Path) -> StoredWeights:
-    """Return the sizes of a model's weights. Raises ModelFileError if any are missing or damaged."""
+    """Return the sizes of a model's weights. Raises ModelFileError if files are missing or damaged."""
     return _stored(_weight_files(folder))
 
 
@@ -128,7 +128,7 @@ def _stored(files: list[Path]) -> StoredWeights:
 
 
 def _weight_files(folder: Path) -> list[Path]:
-    """Return the weight files that mlx-lm reads. Raises ModelFileError if any are missing."""
+    """Return the weight files that mlx-lm will load. Raises ModelFileError if any are missing."""
     files = sorted(folder.glob(WEIGHTS))
     index = folder / WEIGHTS_INDEX
     if index.exists():
@@ -157,10 +157,10 @@ def _weight_files(folder: Path) -> list[Path]:
 
 
 def _tensor_bytes(file: Path) -> Counter[str]:
-    """Return the tensor bytes per data type, read from the header of a safetensors file.
+    """Return the size of the tensors in a safetensors file, in bytes, keyed by data type.
 
-    The file begins with the length of the header (8 bytes), followed by the header itself, which is JSON with
-    the byte range of every tensor.
+    Only the header is read. The file starts with the length of the header (8 bytes), followed by the header
+    in JSON format, which contains the byte range of every tensor.
     """
     size = file.stat().st_size
     with file.open("rb") as stream:

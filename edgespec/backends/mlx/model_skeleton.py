@@ -1,4 +1,4 @@
-"""Model skeletons: a model's configuration and lazy weights, created without reading any weight data."""
+"""Create a model from its configuration, with lazy weights whose data has not been read yet."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _OUT_OF_MEMORY = re.compile(
     r"unable to allocate|out of memory|maximum allowed buffer|bad_alloc", re.IGNORECASE
 )
 _DENSE_NAMES = {"F16": "float16", "BF16": "bfloat16", "F32": "float32"}
-# Maximum length of an exception's text in an error message.
+# Maximum number of characters of an exception's text in an error message.
 _MAX_DETAIL_CHARACTERS = 300
 
 
@@ -37,9 +37,9 @@ class WeightSizes:
     """Sizes used to decide whether to widen 16-bit weights to float32.
 
     Attributes:
-        tensor_bytes: Bytes of all weights as stored.
-        half_bytes: Bytes of the 16-bit weights alone.
-        kv_elements_per_token: Number of elements that the KV caches store per token.
+        tensor_bytes: Size of all weights as stored, in bytes.
+        half_bytes: Size of the 16-bit weights, in bytes.
+        kv_elements_per_token: Number of array elements in the KV caches per token.
         trained_context_tokens: Context length that the model was trained for; 0 if unknown.
     """
 
@@ -52,7 +52,7 @@ class WeightSizes:
         """Return whether to widen 16-bit weights to float32.
 
         On a CPU, mlx multiplies quantised weights 9 to 40 times faster in float32 (measured). We therefore
-        widen weights on a CPU if they fit in memory together with the context.
+        widen the weights on a CPU if the widened weights and the full context fit in memory.
         """
         mx = mlx_core()
         if mx.default_device() != mx.cpu:
@@ -67,17 +67,19 @@ class WeightSizes:
 
 @dataclass(frozen=True, slots=True)
 class ModelSkeleton:
-    """A model with lazy weights. Only its configuration and the headers of its weight files have been read.
+    """A model with lazy weights.
+
+    Only the configuration and the headers of the weight files have been read.
 
     Attributes:
         model: An mlx `nn.Module`.
         config: The contents of config.json.
         weights: Sizes of the weight files.
-        parameters: Number of weights.
+        parameters: Number of parameters.
         quantisation: Quantisation or data type of most weights.
         vocab_size: Number of logits per token.
-        kv_elements_per_token: Number of elements that the KV caches store per token.
-        low_bits: The weights that can be read at fewer bits; None if not requested.
+        kv_elements_per_token: Number of array elements in the KV caches per token.
+        low_bits: Weights that can be read with fewer bits, or None if they were not requested.
     """
 
     model: Any = field(repr=False)
@@ -91,17 +93,17 @@ class ModelSkeleton:
 
     @property
     def trained_context_tokens(self) -> int:
-        """Context length that the model was trained for; 0 if the configuration does not specify it."""
+        """Context length that the model was trained for, or 0 if the configuration does not contain it."""
         return _trained_context(self.config)
 
     @property
     def tensor_bytes(self) -> int:
-        """Bytes of the weights as stored, plus the bytes added by low-bit weights."""
+        """Size of the weights as stored, plus the memory added by low-bit weights, in bytes."""
         return self.weights.tensor_bytes + (self.low_bits.nbytes if self.low_bits else 0)
 
     @property
     def zero_bytes(self) -> int:
-        """Bytes of the shared zero arrays that low-bit weights allocate in the first pass."""
+        """Size in bytes of the shared arrays of zeros that the first pass allocates for low-bit weights."""
         return self.low_bits.nbytes - self.low_bits.array_bytes if self.low_bits else 0
 
     @property
@@ -110,7 +112,7 @@ class ModelSkeleton:
         return WeightSizes(self.tensor_bytes, halves, self.kv_elements_per_token, self.trained_context_tokens)
 
     def held_bytes(self, widened: bool) -> int:
-        """Return the size of the loaded weights in bytes, optionally after widening to float32."""
+        """Return the size that the weights will have in memory, in bytes, optionally widened to float32."""
         mx = mlx_core()
         halves = (mx.float16, mx.bfloat16)
         arrays = [weight for _, weight in named_arrays(self.model.parameters())]
@@ -118,7 +120,7 @@ class ModelSkeleton:
 
 
 def read_skeleton(path: str, name: str, options: LoadOptions) -> ModelSkeleton:
-    """Create the skeleton of the model in a folder.
+    """Create the model in a folder with lazy weights.
 
     Args:
         path: Path of the model folder.
@@ -138,12 +140,12 @@ def read_skeleton(path: str, name: str, options: LoadOptions) -> ModelSkeleton:
         with translate_load_errors(str(adapter)):
             weights += check_adapter(adapter)
     check_weights_fit(name, weights.tensor_bytes, options)
-    # Some architectures print messages to stdout, which is reserved for results.
+    # Some architectures print messages to stdout. Redirect them, because stdout is reserved for results.
     with translate_load_errors(path), contextlib.redirect_stdout(sys.stderr):
         _check_architecture(folder, config)
         model, config = mlx_lm_utils().load_model(folder, lazy=True)
-    # mlx-lm initialises layers with random weights that are never used. Until the random state is evaluated,
-    # it keeps the whole lazy graph of these weights in memory.
+    # mlx-lm initialises all layers with random weights that are never used. Evaluating the random state frees
+    # the graph of these weights.
     mlx_core().eval(mlx_core().random.state)
     if adapter:
         with translate_load_errors(str(adapter)):
@@ -190,7 +192,7 @@ def named_arrays(tree: Any) -> list[tuple[str, Any]]:
 
 @contextlib.contextmanager
 def translate_load_errors(path: str) -> Iterator[None]:
-    """Convert exceptions from the file system, mlx, mlx-lm and transformers to one-line EdgespecErrors."""
+    """Translate exceptions of the file system, mlx, mlx-lm and transformers to one-line EdgespecErrors."""
     try:
         yield
     except EdgespecError:
@@ -212,10 +214,10 @@ def translate_load_errors(path: str) -> Iterator[None]:
 
 
 def _describe_quantisation(model: Any, config: dict[str, Any], weights: StoredWeights) -> str:
-    """Return the quantisation or data type of most weights."""
+    """Return the quantisation, or else the data type, of most weights."""
     kinds: Counter[str] = Counter()
     for module in model.modules():
-        # An mlx module is a dict of its arrays. Only quantised modules have both a weight and scales.
+        # An mlx module is a dict of arrays. Only quantised modules have both a weight and scales.
         if "scales" in module and "weight" in module:
             mode = getattr(module, "mode", "affine")
             kind = mode if mode != "affine" else f"{module.bits}-bit affine, group {module.group_size}"
@@ -229,7 +231,7 @@ def _describe_quantisation(model: Any, config: dict[str, Any], weights: StoredWe
 
 
 def _text_config(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the configuration of the language model. Vision models store it under a separate key."""
+    """Return the configuration of the language model, which vision models store under `text_config`."""
     text = config.get("text_config")
     return {**config, **text} if isinstance(text, dict) else config
 
@@ -249,10 +251,10 @@ def _trained_context(config: dict[str, Any]) -> int:
 
 
 def _trace_one_token(model: Any) -> tuple[int, int]:
-    """Build the graph of a pass over one token, without evaluating it.
+    """Build the graph of a pass over one token without evaluating it.
 
     Returns:
-        The number of logits, and the number of elements that the KV caches store per token.
+        The number of logits per token, and the number of array elements in the KV caches per token.
     """
     from mlx_lm.models import cache as kinds
 

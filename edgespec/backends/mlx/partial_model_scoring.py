@@ -1,4 +1,4 @@
-"""Measures how often partial models predict the same token as the whole model."""
+"""Measure how often partial models predict the same token as the full model."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from edgespec.backends.mlx.pass_layout import PassLayout
 
 __all__ = ["BestTokens", "PartialModelScorer"]
 
-# The most likely next token after each token in a pass, [tokens].
+# The most likely next token for each token in a pass, as an array [tokens].
 BestTokens: TypeAlias = NDArray[np.uint32]
 
 
 @dataclass(frozen=True, slots=True)
 class _WholeModelScore:
-    """The whole model's predictions after each of the last cached tokens."""
+    """Predictions of the full model for the most recent cached tokens."""
 
     checkpoint: CacheCheckpoint
     tokens: tuple[int, ...]
@@ -32,9 +32,9 @@ class _WholeModelScore:
 
 
 class PartialModelScorer:
-    """Runs partial models on known tokens without changing the cached rows.
+    """Run partial models on known tokens without changing the rows of the caches.
 
-    After each call, the caller must restore the offsets of the caches.
+    The offsets of the caches do change. The caller must restore them after each call.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class PartialModelScorer:
         """Create a scorer.
 
         Args:
-            forward: Runs tokens [n] inside a context manager and returns their logits [n, vocab].
+            forward: Function that runs tokens [n] inside a context manager and returns logits [n, vocab].
             caches: The model's caches.
             layout: The pass layout that the caches use.
         """
@@ -58,13 +58,13 @@ class PartialModelScorer:
     def agreement(
         self, checkpoint: CacheCheckpoint, tokens: Sequence[int], partial_model: AbstractContextManager[None]
     ) -> float:
-        """Return how often (0 to 1) a partial model predicts the same token as the whole model.
+        """Return how often (0 to 1) a partial model predicts the same token as the full model.
 
         Args:
-            checkpoint: Checkpoint of the current caches. If it is the same object as in the last call, the
-                whole model is not run again.
+            checkpoint: Checkpoint of the current caches. The predictions of the full model are reused if the
+                checkpoint and the tokens are the same as in the last call.
             tokens: The most recent cached tokens.
-            partial_model: Context manager that makes passes run the partial model.
+            partial_model: Context manager inside which passes use the partial model.
         """
         start = checkpoint.length - len(tokens)
         whole = self._whole
@@ -76,7 +76,7 @@ class PartialModelScorer:
     def best_by_exit(
         self, start: int, tokens: Sequence[int], layers: LayerList, hooks: HiddenStateHooks
     ) -> list[BestTokens]:
-        """Return the predictions at each exit layer for `tokens`, which begin at position `start`."""
+        """Return the predictions of each early exit for `tokens`, which start at position `start`."""
         self._best_tokens(tokens, start, hooks.on(range(hooks.count)))
         return [
             self._best_tokens(

@@ -1,7 +1,7 @@
-"""Partial models: the target with fewer layers or fewer bits, used to draft for itself.
+"""Partial models, which let a target draft for itself with fewer layers or lower precision.
 
-A partial model takes effect while the graph of a draft pass is built. Draft passes append rows to the caches
-but never commit them: the target rolls the caches back before it verifies the draft.
+A partial model changes the target only while the graph of a draft pass is built. Draft passes append rows to
+the target's caches. These rows are never committed, and are discarded before the draft is verified.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ __all__ = ["EarlyExitModel", "LowBitModel", "PartialModel", "PartialModelFactory
 
 
 class PartialModel(ABC):
-    """A way to draft with the target's own weights and caches.
+    """Base class of partial models, which draft with the weights and caches of the target.
 
     Attributes:
-        run_ahead: Whether to prelaunch the next draft step; see `LanguageModel.run_ahead`.
+        run_ahead: Whether to launch the next draft step early. See `LanguageModel.run_ahead`.
     """
 
     def __init__(self) -> None:
@@ -35,22 +35,22 @@ class PartialModel(ABC):
 
     @abstractmethod
     def active(self, first: int) -> AbstractContextManager[None]:
-        """Return a context manager that makes passes run this partial model.
+        """Return a context manager inside which passes use this partial model.
 
         Args:
-            first: First tree node in the pass.
+            first: Index of the first tree node in the pass.
         """
 
     def background_arrays(self) -> list[mx.array]:
-        """Return the arrays from the last draft pass that later passes need."""
+        """Return arrays of the last draft pass that must be evaluated because later passes need them."""
         return []
 
     def end_round(self) -> None:  # noqa: B027
-        """Discard the data of the current tree."""
+        """Discard the data stored for the current tree."""
 
 
 class SkippedLayersModel(PartialModel):
-    """The target with some layers skipped (SWIFT, arXiv 2410.06916)."""
+    """Partial model that skips some layers of the target (SWIFT, arXiv 2410.06916)."""
 
     def __init__(self, layers: LayerList, skipped: frozenset[int]) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ class SkippedLayersModel(PartialModel):
 
 
 class LowBitModel(PartialModel):
-    """The target at fewer bits, optionally with sink-window attention (QSpec, arXiv 2410.11305)."""
+    """Partial model with low-bit weights, and optionally an attention window (QSpec, arXiv 2410.11305)."""
 
     def __init__(self, low_bits: LowBitWeights, layout: PassLayout, sink_window: SinkWindow | None) -> None:
         super().__init__()
@@ -81,10 +81,10 @@ class LowBitModel(PartialModel):
 
 
 class EarlyExitModel(PartialModel):
-    """The first `exit_layer` layers, the final norm and the output head (LayerSkip, arXiv 2404.16710).
+    """Partial model that runs only the first layers and the output head (LayerSkip, arXiv 2404.16710).
 
-    It stores the hidden states of each drafted node at the exit layer, so that the verify pass can resume
-    there instead of computing the lower layers again.
+    It stores the hidden states after the exit layer, so that the verify pass can continue from them instead
+    of computing the lower layers again.
     """
 
     def __init__(self, layers: LayerList, exit_layer: int) -> None:
@@ -92,7 +92,8 @@ class EarlyExitModel(PartialModel):
         self._list = layers
         self._exit_layer = exit_layer
         self._lower = layers.without(range(exit_layer, len(layers.layers)))
-        # (first node, hidden states [1, nodes, size]) from each draft pass over the current tree.
+        # For each draft pass over the current tree: the index of its first node, and the hidden states
+        # [1, nodes, size] after the exit layer.
         self._states: list[tuple[int, mx.array]] = []
 
     @contextmanager
@@ -102,7 +103,7 @@ class EarlyExitModel(PartialModel):
         with self._list.replaced(self._lower):
             yield
         assert first_skipped.last_input is not None
-        # Replace the states that a discarded prelaunched pass may have left for the same nodes.
+        # A pass that was launched early and then discarded may have stored states for the same nodes.
         self._states = [(node, states) for node, states in self._states if node < first]
         self._states.append((first, first_skipped.last_input))
         first_skipped.last_input = None
@@ -114,11 +115,11 @@ class EarlyExitModel(PartialModel):
         self._states = []
 
     def exit_states(self, count: int) -> mx.array:
-        """Return the hidden states [1, count, size] of the first `count` nodes at the exit layer."""
+        """Return the hidden states [1, count, size] of the first `count` tree nodes after the exit layer."""
         return mx.concatenate([states for _, states in self._states], axis=1)[:, :count]
 
     def resumed_from(self, states: mx.array) -> AbstractContextManager[None]:
-        """Return a context manager that resumes passes at the exit layer from states [1, tokens, size]."""
+        """Return a context manager inside which passes start after the exit layer with the given states."""
         return self._list.replaced(self._list.resumed_at(self._exit_layer, states))
 
 
@@ -128,10 +129,10 @@ def _parameter_bytes(module: Any) -> int:
 
 
 class PartialModelFactory:
-    """Creates the partial models of one loaded model.
+    """Factory for the partial models of one loaded model.
 
     Attributes:
-        low_bits: The weights that can be read at fewer bits; None if the model was loaded without `low_bits`.
+        low_bits: Weights that can be read with fewer bits, or None if the model was loaded without them.
         unavailable: Reasons why self-draft methods are unavailable, keyed by method name.
     """
 
@@ -143,14 +144,14 @@ class PartialModelFactory:
 
     @property
     def layer_count(self) -> int:
-        """Number of layers. Raises CapabilityError if the model does not store them in a single list."""
+        """Number of layers. Raises CapabilityError if the model does not store its layers in one list."""
         return len(LayerList(self._net).layers)
 
     def layer_bytes(self) -> tuple[list[int], int]:
-        """Return the size of each layer in bytes, and the bytes that a pass reads after the last layer.
+        """Return the size of each layer, and of the weights that a pass reads after the last layer, in bytes.
 
-        If there is a separate output head, the embedding table is not counted, because a pass reads only a
-        few rows of it.
+        If the model has a separate output head, the embedding table is not counted, because a pass reads
+        only a few of its rows.
         """
         layers = [_parameter_bytes(layer) for layer in LayerList(self._net).layers]
         tables = sum(
@@ -165,7 +166,7 @@ class PartialModelFactory:
         """Create the partial model of a self-draft method.
 
         Returns:
-            The partial model, its description, and the number of bytes of the weights that only it needs.
+            The partial model, its description, and the size of the weights added only for it, in bytes.
 
         Raises:
             CapabilityError: The model does not support this method.
@@ -184,7 +185,7 @@ class PartialModelFactory:
         return self.skipped_layers(method.layers, facts.name), f"without {len(method.layers)} layers", 0
 
     def check(self, name: str, facts: ModelFacts) -> None:
-        """Raise CapabilityError with the reason if the model does not support self-draft method `name`."""
+        """Raise CapabilityError if the model does not support the self-draft method with this name."""
         if name not in facts.capabilities.self_draft_methods:
             reason = self.unavailable.get(name, facts.capabilities.reason)
             raise CapabilityError(
@@ -208,10 +209,10 @@ class PartialModelFactory:
         return EarlyExitModel(layers, exit_layer)
 
     def skipped_layers(self, skipped: Collection[int], name: str) -> SkippedLayersModel:
-        """Return a partial model that skips the given layers, counted from 0.
+        """Return a partial model that skips the layers at the given indices.
 
         Raises:
-            OptionError: A layer in `skipped` is the first or last layer, or does not exist.
+            OptionError: `skipped` contains the first or last layer, or a layer that does not exist.
             CapabilityError: The model does not store its layers in a single list.
         """
         layers = LayerList(self._net)
@@ -224,7 +225,7 @@ class PartialModelFactory:
         return SkippedLayersModel(layers, frozenset(skipped))
 
     def low_bit(self, method: LowBit, name: str) -> LowBitModel:
-        """Return a partial model that reads weights at fewer bits. Requires a model loaded with `low_bits`.
+        """Return a partial model with low-bit weights. The model must have been loaded with `low_bits`.
 
         Raises:
             CapabilityError: `method` specifies a separate copy of the weights.

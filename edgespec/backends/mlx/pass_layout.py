@@ -1,4 +1,4 @@
-"""Positions and visibility of the tokens in a pass, for attention masks and rotary embeddings."""
+"""Token positions and attention masks of a pass, for both chains and token trees."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ __all__ = ["PassLayout", "SinkWindow", "install_tree_ropes"]
 
 @dataclass(frozen=True, slots=True)
 class SinkWindow:
-    """An attention window over the first and the most recent cached tokens (StreamingLLM, arXiv 2309.17453).
+    """Attention window over the first and the most recent tokens (StreamingLLM, arXiv 2309.17453).
 
     Attributes:
-        sinks: Number of tokens at the beginning of the context.
-        recent: Number of most recent tokens.
+        sinks: Number of tokens to attend to at the beginning of the context (attention sinks).
+        recent: Number of most recent cached tokens to attend to.
     """
 
     sinks: int
@@ -27,19 +27,20 @@ class SinkWindow:
 
 @dataclass
 class PassLayout:
-    """The layout of the next pass: a chain, or part of a token tree.
+    """Positions of the tokens in the next pass, and which tokens they attend to.
 
-    All caches and rotary embeddings in a model share one instance. `PassRunner` updates it before each pass.
+    The tokens form a chain or part of a token tree. All caches and rotary embeddings of a model share one
+    instance, which `PassRunner` updates before each pass.
 
     Attributes:
-        round_start: Number of cached rows before the chain or tree. Every token in the pass sees them.
-        positions: Position of each token in the pass; None for a chain, whose positions are consecutive.
-        known: Position of each tree node run so far, including those in this pass.
-        visible: For each token in the pass, which tree nodes it sees.
-        offsets: `positions` as an array; None for a chain.
-        sink_window: Limits the rows before the chain or tree that full-attention layers see; None for no
-            limit.
-        scratch: Whether the pass leaves the caches unchanged.
+        round_start: Number of cached tokens before the chain or tree.
+        positions: Position of each token in the pass, or None for a chain, whose positions are consecutive.
+        known: Position of each tree node in this pass and in earlier passes over the same tree.
+        visible: For each token in the pass, whether it attends to each tree node.
+        offsets: `positions` as an array, or None for a chain.
+        sink_window: Window of cached tokens that full-attention layers attend to. Defaults to all cached
+            tokens if None.
+        scratch: Whether the pass must not store its keys and values in the caches.
     """
 
     round_start: int = 0
@@ -51,17 +52,17 @@ class PassLayout:
     scratch: bool = False
 
     def set_chain(self, round_start: int) -> None:
-        """Lay out a chain: its tokens follow the cached ones, and each sees all tokens before it."""
+        """Prepare a pass over a chain that follows the first `round_start` cached tokens."""
         self.round_start, self.positions, self.offsets = round_start, None, None
 
     def set_tree(self, round_start: int, parents: Sequence[int], depths: Sequence[int], first: int) -> None:
-        """Lay out the nodes of a tree from index `first`.
+        """Prepare a pass over the nodes of a tree from index `first` onwards.
 
         Args:
-            round_start: Position of the tree's root.
-            parents: Parent of each node; -1 for the root.
+            round_start: Position of the root token.
+            parents: Index of each node's parent; -1 for the root.
             depths: Depth of each node; 0 for the root.
-            first: First node in the pass. Earlier passes have run the nodes before it.
+            first: Index of the first node in the pass. Earlier passes have computed the nodes before it.
         """
         self.round_start = round_start
         self.known = [round_start + depth for depth in depths]
@@ -78,11 +79,11 @@ class PassLayout:
         """Return the attention mask for a tree pass.
 
         Args:
-            before: Positions of the keys before the tree, int [1, n]. The tree's keys follow them.
-            window: Sliding window of the layer in tokens; None for full attention.
+            before: Positions of the keys before the tree, int [1, n]. The keys of the tree come after them.
+            window: Size of the layer's sliding window in tokens, or None for full attention.
 
         Returns:
-            A bool array [tokens, keys] that is True where a token sees a key.
+            A bool array [tokens, keys] that is True where a token attends to a key.
         """
         assert self.offsets is not None
         queries = self.offsets[:, None]
@@ -95,10 +96,10 @@ class PassLayout:
 
 
 class _TreeRope:
-    """A rotary embedding that rotates each token in a tree by the token's own position.
+    """Wrapper of a rotary embedding that supports a separate position for each token in a tree.
 
-    `mx.fast.rope` takes one offset per sequence in a batch, so tokens are folded into the batch dimension.
-    It is not an `nn.Module`, so that mlx does not load, save or count it as a layer.
+    `mx.fast.rope` accepts one offset per sequence of a batch, so each token is treated as a sequence. This
+    wrapper is not an `nn.Module`, so that mlx does not treat it as a layer with weights.
     """
 
     def __init__(self, rope: Any, layout: PassLayout) -> None:
@@ -123,7 +124,7 @@ class _TreeRope:
 
 
 def install_tree_ropes(model: Any, layout: PassLayout) -> None:
-    """Wrap every rotary embedding in a model, so that it uses the positions in `layout`."""
+    """Wrap all rotary embeddings of a model, so that they use the positions in `layout`."""
     for _, module in model.named_modules():
         for name, part in list({**vars(module), **module}.items()):
             kind = type(part).__name__.lower()

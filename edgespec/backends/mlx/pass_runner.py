@@ -1,4 +1,4 @@
-"""Runs a model's prefill, verify and draft passes on its caches, and launches passes early."""
+"""Run the prefill, verify and draft passes of a model, and launch some of them early."""
 
 from __future__ import annotations
 
@@ -21,17 +21,18 @@ from edgespec.errors import BackendError, CapabilityError
 
 __all__ = ["PassRunner"]
 
-# Number of committed tokens between releases of MLX's freed buffers. Caches grow in steps of this size.
+# Number of committed tokens after which the buffers that MLX keeps for reuse are released. Caches allocate
+# this number of rows at a time.
 _CLEAR_EVERY_TOKENS = 256
 
 
 class _Round(TreeBuilder):
-    """The nodes of the current uncommitted tree, in the order in which they were run."""
+    """Nodes of the current uncommitted token tree, in the order in which the model processed them."""
 
     __slots__ = ()
 
     def common_nodes(self, tree: TokenTree) -> int:
-        """Return the number of leading nodes that are the same in this tree and in `tree`."""
+        """Return the number of nodes before the first difference between this tree and `tree`."""
         mine = zip(self.tokens, self.parents, strict=True)
         others = zip(tree.tokens, tree.parents, strict=True)
         return sum(takewhile(bool, (a == b for a, b in zip(mine, others, strict=False))))
@@ -39,11 +40,11 @@ class _Round(TreeBuilder):
 
 @dataclass(slots=True)
 class _PrelaunchedPass:
-    """A pass over a chain that was launched before the caller requested it.
+    """A pass over a chain of tokens that was launched before the caller requested it.
 
     Attributes:
         known: All tokens of the chain except the last.
-        source: Logits whose best token is the last token of the chain.
+        source: Logits whose best token is the last token of the chain. It may not have been computed yet.
         logits: Logits of the pass.
         before: Checkpoint of the caches before the pass.
     """
@@ -55,21 +56,21 @@ class _PrelaunchedPass:
 
 
 class PassRunner:
-    """Runs passes on one model's caches, and commits or discards the rows that they append.
+    """Run passes of one model, and commit or discard the rows that they append to its caches.
 
     Invariants:
 
-    - Every pass goes through `_forward`, which runs tokens after the cached ones as laid out by `PassLayout`.
-    - Every call starts its computation before it returns. MLX can evaluate an array only in the thread that
+    - Every pass uses `_forward`, which runs tokens after the cached ones as described by the `PassLayout`.
+    - Every method starts its computation before it returns. MLX can evaluate an array only in the thread that
       created it, and the next call may come from another thread.
-    - `committed` excludes the rows of the current tree, of prelaunched passes and of interrupted passes.
-      `end_round` discards all of these rows, and runs before any new work.
+    - `committed` does not include rows of the current tree, or of early or interrupted passes.
+      `end_round` discards all of these rows before any new work.
 
     Attributes:
-        context_tokens: Size of the context in tokens. Passes that exceed it are not prelaunched.
-        committed: Checkpoint of the caches with only the committed tokens.
-        run_ahead: Whether to prelaunch the next step; see `LanguageModel.run_ahead`.
-        interrupted: Whether the model was interrupted. If so, no passes are prelaunched.
+        context_tokens: Size of the context in tokens. Passes that would exceed it are not launched early.
+        committed: Checkpoint of the caches that contains only the committed tokens.
+        run_ahead: Whether to launch the next step early. See `LanguageModel.run_ahead`.
+        interrupted: Whether the model was interrupted. If so, no passes are launched early.
     """
 
     def __init__(self, net: Any, context_tokens: int, max_width: int, kv_bits: int | None) -> None:
@@ -86,7 +87,7 @@ class PassRunner:
         # The partial model that drafts the current tree, if the model is drafting for itself.
         self._partial_model: PartialModel | None = None
         self._prelaunched: _PrelaunchedPass | None = None
-        # A draft model refers to the runner of its target, and a target to the runner of its draft model.
+        # Runners of this model's target and of its draft model. Each is None unless the two are pipelined.
         self._target: PassRunner | None = None
         self._draft: PassRunner | None = None
         self._clear_at = _CLEAR_EVERY_TOKENS
@@ -98,7 +99,7 @@ class PassRunner:
         return self.committed.length
 
     def _forward(self, tokens: mx.array) -> mx.array:
-        """Run tokens, integers [n], after the cached ones; return lazy logits, float32 [n, vocab]."""
+        """Run tokens [n] after the cached ones, and return their lazy logits, float32 [n, vocab]."""
         with translate_errors("the model could not be run"):
             rows: mx.array = self._net(tokens[None], cache=self.caches.layers)[0]
         self.caches.length += tokens.size
@@ -107,9 +108,9 @@ class PassRunner:
         return rows.astype(mx.float32)
 
     def forward_partial(self, tokens: mx.array, partial_model: AbstractContextManager[None]) -> mx.array:
-        """Run tokens, integers [n], with a partial model; return lazy logits, float32 [n, vocab].
+        """Run tokens [n] with a partial model, and return their lazy logits, float32 [n, vocab].
 
-        The caches of skipped layers receive no rows, but their offsets advance too.
+        Skipped layers append no rows to their caches, but the offsets of these caches increase as well.
         """
         with partial_model:
             rows = self._forward(tokens)
@@ -117,12 +118,12 @@ class PassRunner:
         return rows
 
     def append(self, tokens: Sequence[int]) -> None:
-        """Run tokens and commit them at once. If MLX fails, raise BackendError and commit none of them."""
+        """Run tokens and commit them. If MLX fails, commit none of them and raise BackendError."""
         self.layout.set_chain(self.length)
         try:
             self._forward(mx.array(list(tokens)))
             self._start_states(len(tokens))
-            # Only the caches are evaluated, so MLX does not compute the logits.
+            # Evaluate only the caches, because the logits are not needed.
             evaluate(*self.caches.arrays)
         except BackendError:
             self.end_round()
@@ -131,7 +132,7 @@ class PassRunner:
         mx.clear_cache()
 
     def verify(self, tree: TokenTree, first: int) -> DeviceLogits:
-        """Implement `LanguageModel.verify` for a tree that the model supports."""
+        """Run a verify pass; see `LanguageModel.verify`. The caller ensures that the tree is supported."""
         exit_states = self._end_draft(tree)
         prelaunched = self._take_prelaunched(tree, first)
         try:
@@ -148,7 +149,7 @@ class PassRunner:
             raise
 
     def draft(self, partial_model: PartialModel, tree: TokenTree, first: int) -> DeviceLogits:
-        """Run `verify` with a partial model. The target's next call discards the drafted rows."""
+        """Run a draft pass with a partial model. The next call of the target discards the drafted tokens."""
         if first > 0 and partial_model is not self._partial_model:
             raise BackendError("the target model has discarded the tree of this draft", "start a new tree")
         prelaunched = self._take_prelaunched(tree, first) if first > 0 else None
@@ -159,12 +160,12 @@ class PassRunner:
                 self._partial_model = partial_model
             self._round.extend(tree, first)
             return prelaunched.logits if prelaunched else self._logits(self._run(tree.tokens, first), first)
-        except BaseException:  # An interrupted pass may leave incomplete hidden states.
+        except BaseException:  # The stored hidden states may be incomplete.
             self.end_round()
             raise
 
     def end_round(self) -> None:
-        """Discard everything that is not committed."""
+        """Discard all uncommitted tokens, and passes that were launched early."""
         if self._partial_model:
             self._partial_model.end_round()
         self._partial_model = self._prelaunched = None
@@ -184,7 +185,7 @@ class PassRunner:
         self._clear_at = _CLEAR_EVERY_TOKENS
 
     def truncate(self, length: int) -> None:
-        """Keep the first `length` committed tokens, or none if the caches cannot be truncated there."""
+        """Keep the first `length` committed tokens. If the caches cannot be truncated there, clear them."""
         self.end_round()
         if 0 < length < self.length and self.caches.can_rewind(length):
             self.caches.rewind(length)
@@ -193,8 +194,8 @@ class PassRunner:
             self.clear()
 
     def commit(self, path: tuple[int, ...]) -> None:
-        """Implement `LanguageModel.commit`. Raises CapabilityError if a recurrent state must be truncated."""
-        if self._partial_model:  # All uncommitted rows are drafts.
+        """See `LanguageModel.commit`. Raises CapabilityError if a recurrent state must be truncated."""
+        if self._partial_model:  # All uncommitted tokens are drafts.
             self.end_round()
             return
         kept, prelaunched = [0, *path], self._prelaunched
@@ -217,13 +218,13 @@ class PassRunner:
         self._round = _Round()
 
     def _clear_buffers(self) -> None:
-        """Release the buffers that caches freed when they grew. Otherwise MLX keeps them for reuse."""
+        """Release the old buffers of caches that have grown, because MLX would keep them for reuse."""
         if self.length >= self._clear_at:
             mx.clear_cache()
             self._clear_at = self.length + _CLEAR_EVERY_TOKENS
 
     def _run(self, tokens: Sequence[int], first: int) -> mx.array:
-        """Run the nodes of the current tree from index `first`; return their lazy logits."""
+        """Run the nodes of the current tree from index `first` onwards, and return their lazy logits."""
         self._set_layout(first)
         return self._pass(mx.array(list(tokens[first:])), first)
 
@@ -239,16 +240,16 @@ class PassRunner:
         return self.forward_partial(tokens, self._partial_model.active(first))
 
     def _start(self, rows: mx.array) -> None:
-        """Start computing the logits and everything that later passes need from this pass."""
+        """Start computing the logits, and all arrays of this pass that later passes need."""
         states = self._partial_model.background_arrays() if self._partial_model else []
         self._start_states(rows.shape[0])
         start_evaluation(rows, *states, *(array for layer in self.caches.states for array in layer))
 
     def _start_states(self, width: int) -> None:
-        """Start computing recurrent states layer by layer.
+        """Start computing the recurrent states of each layer with a separate call.
 
-        If they were all started in one call, MLX would compute them last and keep the inputs of all layers in
-        memory until then.
+        With a single call for all layers, MLX would compute the states last and keep the inputs of all layers
+        in memory until then.
         """
         for layer in self.caches.states if width > 1 else ():
             start_evaluation(*layer)
@@ -260,37 +261,38 @@ class PassRunner:
         )
 
     def _end_draft(self, tree: TokenTree) -> tuple[EarlyExitModel, mx.array] | None:
-        """Discard the tree that a partial model is drafting, if there is one.
+        """End drafting with a partial model, if any, and discard its tree.
 
         Returns:
-            For an early-exit model, the model and its hidden states [1, nodes, size] for the leading nodes
-            that the draft and `tree` share; otherwise None.
+            If the partial model is an early-exit model, the model and its hidden states [1, nodes, size] for
+            the first nodes, as far as they are the same in the draft and in `tree`. Otherwise, None.
         """
         partial_model = self._partial_model
         if partial_model is None:
             return None
         common = self._round.common_nodes(tree)
         exit_states = None
-        # If no tokens are committed, `end_round` clears the caches, including the rows of the lower layers.
+        # The verify pass can reuse the lower layers only if their cache rows remain. Without committed
+        # tokens, `end_round` clears the caches.
         if isinstance(partial_model, EarlyExitModel) and common > 0 and self.length > 0:
             exit_states = partial_model, partial_model.exit_states(common)
         self.end_round()
         return exit_states
 
     def _resume(self, tree: TokenTree, exit_model: EarlyExitModel, states: mx.array) -> mx.array:
-        """Verify a tree with the layers above an early exit.
+        """Verify a tree by running only the layers above an early exit.
 
         Args:
             tree: The tree to verify.
-            exit_model: The early-exit model that drafted it.
-            states: Hidden states [1, nodes, size] at the exit layer, for the leading nodes of the tree. The
-                lower layers are run for the other nodes.
+            exit_model: The early-exit model that drafted the tree.
+            states: Hidden states [1, nodes, size] after the exit layer, for the first nodes of the tree. For
+                the remaining nodes, the lower layers are run as well.
         """
         known = states.shape[1]
         if known < tree.width:
             self.caches.set_offset(self.length + known)
             self._set_layout(known)
-            # This pass is run for its hidden states. Its logits are never evaluated.
+            # Only the hidden states of this pass are needed. Its logits are never evaluated.
             self.forward_partial(mx.array(list(tree.tokens[known:])), exit_model.active(known))
             states = mx.concatenate([states, exit_model.exit_states(tree.width)], axis=1)
             exit_model.end_round()
@@ -299,7 +301,7 @@ class PassRunner:
         return self.forward_partial(mx.array(tree.tokens), exit_model.resumed_from(states))
 
     def pipeline_with(self, draft: PassRunner | None) -> None:
-        """Prelaunch a verify pass for each chain from this draft model; None disables this."""
+        """Launch a verify pass early for each chain that `draft` drafts. None disables this."""
         if self._draft:
             self._draft._target = None
         self._draft = draft
@@ -307,14 +309,14 @@ class PassRunner:
             draft._target = self
 
     def _prelaunch_next(self, token: mx.array, source: DeviceLogits) -> None:
-        """Launch this model's next step or the target's verify pass while `token` is still being computed."""
+        """Launch this model's next step or its target's verify pass while `token` is being computed."""
         if self._partial_model:
             if self._partial_model.run_ahead:
                 self._prelaunch((), token, source)
         elif self.run_ahead:
             self._prelaunch((), token, source)
         elif self._target and not len(self._target._round):
-            # If the draft's cache is shorter, its chain begins with tokens that the target has cached.
+            # If the draft model's cache is shorter, its chain starts with tokens that the target has cached.
             chain = tuple(self._round.tokens[max(0, self._target.length - self.length) :])
             if 0 < len(chain) < self._target._max_width:
                 self._target._prelaunch(chain, token, source)
@@ -326,7 +328,7 @@ class PassRunner:
             return
         if self.length + len(self._round) + width > self.context_tokens:
             return
-        if self.caches.unknown_kinds:  # Unknown kinds of caches cannot roll back.
+        if self.caches.unknown_kinds:  # Unsupported caches cannot be rolled back.
             return
         started = now()
         before = self.caches.checkpoint()
@@ -339,7 +341,7 @@ class PassRunner:
         self._prelaunched = _PrelaunchedPass(known, source, logits, before)
 
     def _take_prelaunched(self, tree: TokenTree, first: int) -> _PrelaunchedPass | None:
-        """Return the prelaunched pass if it matches the request; otherwise roll it back and return None."""
+        """Return the pass that was launched early if it matches the requested one. Otherwise, discard it."""
         prelaunched, self._prelaunched = self._prelaunched, None
         if not prelaunched:
             return None
@@ -350,7 +352,7 @@ class PassRunner:
         return None
 
     def close(self) -> None:
-        """Free the weights and the caches. Logits that are still referenced launch no more passes."""
+        """Free the weights and the caches. Remaining `DeviceLogits` can no longer launch passes."""
         self._closed = True
         self.pipeline_with(None)
         if self._target:

@@ -1,8 +1,8 @@
-"""Tests the capabilities of a loaded model with a few short passes.
+"""Test the capabilities of a loaded model with a few short passes.
 
-mlx-lm implements over a hundred architectures independently. Some ignore the attention mask, and some cannot
-run passes wider than one token. We therefore enable a capability only if it produces the same logits as
-single-token passes, up to rounding in the model's data type.
+mlx-lm has separate implementations of over a hundred architectures. Some ignore the attention mask, and some
+cannot process several tokens in one pass. We therefore enable a capability only if it produces the same
+logits as passes over single tokens, up to rounding errors.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ from edgespec.errors import EdgespecError, ModelFileError
 
 __all__ = ["PROBE_TOKENS", "ProbeResult", "probe"]
 
-# Number of tokens that the probe runs.
+# Number of tokens used to test a model.
 PROBE_TOKENS = 8
-# Differences between logits count as rounding up to this many machine epsilons, or up to this share of the
-# largest logit, whichever is larger. Logits differ because the order of additions depends on the pass width.
-# In float32 the share is the larger limit, because recurrent scans and quantised products are less precise
-# than the data type. Both limits are heuristics.
+# Maximum difference between logits that counts as a rounding error, relative to the largest logit: the given
+# number of machine epsilons or the given share, whichever is larger. Rounding differs because the order of
+# additions depends on the number of tokens in a pass. In float32 the share is larger, because recurrent
+# layers and quantised products are less precise than the data type. Both limits were chosen.
 _MAX_EPSILONS, _MAX_LOGIT_SHARE = 32, 1e-3
 
 
 @dataclass(frozen=True, slots=True)
 class ProbeResult:
-    """The result of testing a model's capabilities.
+    """Result of testing the capabilities of a model.
 
     Attributes:
-        capabilities: The capabilities that produced correct logits.
+        capabilities: Capabilities that produced correct logits.
         rollback: Description of how rejected tokens are removed from the cache.
-        needs_replay: Whether rollback restores a checkpoint and runs the accepted tokens again.
-        kv_bytes_for: Returns the size of the full caches in bytes for a context length in tokens.
+        needs_replay: Whether a rollback has to restore a checkpoint and run the accepted tokens again.
+        kv_bytes_for: Function that maps a context length in tokens to the size of the full caches in bytes.
         unavailable_self_drafts: Reasons why self-draft methods are unavailable, keyed by method name.
     """
 
@@ -53,10 +53,10 @@ class ProbeResult:
 
 
 def probe(model: MlxModel) -> ProbeResult:
-    """Test all capabilities of a model. Its cache must be empty, and is empty afterwards.
+    """Test all capabilities of a model. Its cache must be empty, and will be empty again afterwards.
 
     Raises:
-        ModelFileError: The model cannot run single tokens, or its logits are not finite.
+        ModelFileError: The model cannot run passes over single tokens, or its logits are not finite.
     """
     tokens = [(37 * i + 11) % model.vocabulary.size for i in range(PROBE_TOKENS)]
     try:
@@ -115,12 +115,12 @@ def probe(model: MlxModel) -> ProbeResult:
 
 @dataclass(frozen=True, slots=True)
 class _Expected:
-    """The reference logits for all checks.
+    """Reference logits that the results of all checks are compared with.
 
     Attributes:
-        tokens: The tokens that the probe runs.
-        steps: Logits after each token, from single-token passes, [tokens, vocab].
-        trees: Whether the model supports token trees. If so, self-drafting is also checked with trees.
+        tokens: Tokens used to test the model.
+        steps: Logits [tokens, vocab] after each token, computed by passes over single tokens.
+        trees: Whether the model supports token trees. If so, self-drafting is tested with trees as well.
     """
 
     tokens: list[int]
@@ -129,7 +129,7 @@ class _Expected:
 
 
 def _find_problem(model: MlxModel, expected: _Expected, check: Callable[[MlxModel, _Expected], str]) -> str:
-    """Return the problem that a check finds, or an empty string. Clears the cache before and after."""
+    """Run a check with an empty cache. Return a description of the problem, or an empty string if none."""
     model.truncate(0)
     try:
         return check(model, expected)
@@ -179,7 +179,7 @@ def _check_tree(model: MlxModel, expected: _Expected) -> str:
 
 
 def _check_hooks(model: MlxModel, expected: _Expected) -> str:
-    """Check that each layer runs and feeds the next one, and that hooks do not change the logits."""
+    """Check that the output of each layer is the input of the next, and that hooks do not change logits."""
     tokens, hooks = expected.tokens, model.hidden_state_hooks()
     with hooks.on(range(hooks.count)):
         logits = model.verify(TokenTree.chain(tokens[0]))
@@ -262,7 +262,7 @@ def _differs(
     """Compare rows of logits with the reference.
 
     Returns:
-        A sentence with the largest difference if it exceeds rounding; otherwise an empty string.
+        A description of the largest difference if it is not a rounding error, otherwise an empty string.
     """
     all_tokens = np.arange(model.vocabulary.size)
     got = np.stack([logits.at(row, all_tokens) for row in rows])

@@ -1,7 +1,7 @@
-"""The vocabulary of an MLX model, with the same bytes, control tokens and end tokens as in llama.cpp.
+"""Vocabulary of an MLX model, with the same token bytes, control tokens and end tokens as in llama.cpp.
 
-An MLX model and a GGUF model can draft for each other only if their vocabularies match. This module therefore
-reproduces the vocabulary that llama.cpp would read if the same model were converted to GGUF.
+An MLX model and a GGUF model can draft for each other only if their vocabularies are the same. This module
+therefore reproduces the vocabulary that llama.cpp would use if the MLX model were converted to GGUF.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ _END_TEXTS = frozenset(
         "[e~[",
     )
 )
-# Padding and file-separator tokens of code models, which also end a reply in llama.cpp. Each group lists the
-# spellings of one token.
+# Padding and file-separator tokens of code models, which also end a reply in llama.cpp. Each group contains
+# the different spellings of one token.
 _CODE_END_TEXTS = (
     ("<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]"),
     ("<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>"),
@@ -57,20 +57,20 @@ _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 class MlxVocabulary:
-    """The vocabulary of an MLX model. It is thread-safe."""
+    """Thread-safe implementation of `Vocabulary` for MLX models."""
 
     def __init__(self, tokenizer: Any, vocab_size: int) -> None:
         """Create the vocabulary.
 
         Args:
             tokenizer: mlx_lm's TokenizerWrapper.
-            vocab_size: Number of logits per token. Ids that the tokenizer does not have are padding.
+            vocab_size: Number of logits per token. Ids that are not in the tokenizer are padding.
 
         Raises:
             ModelFileError: The tokenizer has no tokens.
         """
         self.size = vocab_size
-        # The tokenizer stores the setting for parsing control tokens, so concurrent calls would conflict.
+        # Encoding changes a setting of the tokenizer (whether to parse control tokens), so it needs a lock.
         self._lock = threading.Lock()
         vocab: dict[str, int] = tokenizer.get_vocab()
         if not vocab:
@@ -92,11 +92,11 @@ class MlxVocabulary:
         self._pieces: dict[int, bytes] = {}
 
     def tokenize(self, text: str, *, special: bool, start: bool) -> list[int]:
-        """Convert text to token ids. Raises BackendError if the model has no logit for one of them."""
+        """Convert text to token ids. Raises BackendError if the model has no logit for one of the tokens."""
         text = text.encode("utf-8", "surrogatepass").decode("utf-8", "replace")
         tokens = self._encode(text, special)
         if special and any(token >= self.size for token in tokens):
-            # If the model has no logit for a control token, treat the token's text as plain text.
+            # The model has no logit for one of the control tokens. Treat their text as ordinary text instead.
             tokens = self._encode(text, special=False)
         beyond = [token for token in tokens if token >= self.size]
         if beyond:
@@ -114,7 +114,7 @@ class MlxVocabulary:
         return tokens
 
     def piece(self, token: int) -> bytes:
-        """Return the bytes that a token adds to the text. Control tokens add none."""
+        """Return the bytes of text that a token represents. Control tokens have no text."""
         self._check_open()
         piece = self._pieces.get(token)
         if piece is None:
@@ -125,7 +125,7 @@ class MlxVocabulary:
         return piece
 
     def raw_piece(self, token: int) -> bytes:
-        """Return a token's bytes in the vocabulary, even for control tokens."""
+        """Return the bytes of a token as written in the vocabulary, including those of control tokens."""
         tokenizer = self._check_open()
         if not 0 <= token < self.size:
             raise BackendError(f"there is no token {token} in a vocabulary of {self.size}")
@@ -139,7 +139,7 @@ class MlxVocabulary:
         return _byte_level_bytes(known) if self._byte_level else _sentencepiece_bytes(known)
 
     def is_end(self, token: int) -> bool:
-        """Return True for tokens that end a reply (EOS, EOT)."""
+        """Return whether a token ends the reply (such as EOS and EOT)."""
         self._check_open()
         return token in self._end_tokens
 
@@ -166,7 +166,7 @@ def _control_tokens(added: dict[int, Any], vocab: dict[str, int]) -> frozenset[i
 
 
 def _with_control_tokens(tokenizer: Any, added: dict[int, Any], control: frozenset[int]) -> Any:
-    """Return a tokenizer that treats an added token as a control token only if it is in `control`."""
+    """Return a tokenizer in which exactly the added tokens in `control` are control tokens."""
     if not tokenizer.is_fast or all(entry.special == (token in control) for token, entry in added.items()):
         return tokenizer
     from tokenizers import Tokenizer
@@ -187,7 +187,7 @@ def _end_tokens(tokenizer: Any, vocab: dict[str, int]) -> frozenset[int]:
 
 
 def _other_family_ends(vocab: dict[str, int]) -> set[int]:
-    """Return the tokens that end a reply in other model families, but not in this one."""
+    """Return the tokens that end a reply in other model families, but not in this model's family."""
     harmony = {"<|return|>", "<|call|>"} <= vocab.keys() or {"<|calls|>", "<|flush|>"} <= vocab.keys()
     keeps_eos = "<|tool_response>" in vocab or "<|plamo:eos|>" in vocab
     texts = (["<|end|>"] if harmony else []) + (["</s>"] if keeps_eos else [])
@@ -195,7 +195,7 @@ def _other_family_ends(vocab: dict[str, int]) -> set[int]:
 
 
 def _is_byte_level(tokenizer: Any) -> bool:
-    """Return whether the vocabulary is written in GPT-2's byte alphabet."""
+    """Return whether the vocabulary represents bytes by characters, as in GPT-2."""
     if not tokenizer.is_fast:
         return False
     backend = tokenizer.backend_tokenizer
@@ -209,7 +209,7 @@ def _sentencepiece_bytes(text: str) -> bytes:
 
 
 def _byte_level_bytes(text: str) -> bytes:
-    """Return the bytes of a token in GPT-2's byte alphabet. Other characters are encoded as in llama.cpp."""
+    """Decode a token from GPT-2's byte alphabet. Other characters are handled as in llama.cpp."""
     alphabet = _byte_alphabet()
     parts = []
     for character in text:
@@ -220,7 +220,7 @@ def _byte_level_bytes(text: str) -> bytes:
 
 @cache
 def _byte_alphabet() -> dict[str, bytes]:
-    """Return GPT-2's byte alphabet: printable bytes map to themselves, others to U+0100 and above."""
+    """Return the byte for each character in GPT-2's alphabet. Unprintable bytes use U+0100 and above."""
     printable = {
         *range(ord("!"), ord("~") + 1),
         *range(ord("¡"), ord("¬") + 1),

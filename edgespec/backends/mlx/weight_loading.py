@@ -1,4 +1,4 @@
-"""Loads the weights and tokenizer of an MLX model."""
+"""Load the weights and the tokenizer of an MLX model."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = ["LoadedModel", "load_model"]
 
-# Bytes of weights evaluated between two progress reports. Loading them takes a few milliseconds.
+# Size of the weights, in bytes, that are loaded between two progress reports. This takes a few milliseconds.
 _PIECE_BYTES = 4 * 2**20
 
 
@@ -35,17 +35,17 @@ class LoadedModel:
         tokenizer: mlx_lm's TokenizerWrapper.
         config: The contents of config.json.
         architecture: Name of the architecture.
-        parameters: Number of weights.
-        file_bytes: Size of the weight files.
-        weight_bytes: Memory of the weights.
-        low_bits_bytes: Additional memory of the low-bit weights.
+        parameters: Number of parameters.
+        file_bytes: Size of the weight files in bytes.
+        weight_bytes: Memory used by the weights, in bytes.
+        low_bits_bytes: Additional memory used by low-bit weights, in bytes.
         quantisation: Quantisation or data type of most weights.
         widened: Whether 16-bit weights were widened to float32.
         trained_context_tokens: Context length that the model was trained for; 0 if unknown.
         vocab_size: Number of logits per token.
-        kv_elements_per_token: Number of elements that the KV caches store per token.
-        dtype: Compute data type, an mx.Dtype.
-        low_bits: The weights that can be read at fewer bits; None if not requested.
+        kv_elements_per_token: Number of array elements in the KV caches per token.
+        dtype: Data type of the computation (`mx.Dtype`).
+        low_bits: Weights that can be read with fewer bits, or None if they were not requested.
     """
 
     model: Any = field(repr=False)
@@ -66,19 +66,19 @@ class LoadedModel:
 
     @property
     def description(self) -> str:
-        """One-line description of the architecture, size and quantisation."""
+        """Description of the architecture, size and quantisation in one line."""
         text = f"{self.architecture} {self.parameters / 1e6:,.1f}M {self.quantisation}"
         return f"{text}, computed in float32" if self.widened else text
 
 
 def load_model(path: str, name: str, options: LoadOptions, progress: Progress | None) -> LoadedModel:
-    """Load the model in a folder.
+    """Load the weights and the tokenizer of the model in a folder.
 
     Args:
         path: Path of the model folder.
         name: Model name for error messages.
         options: Load options.
-        progress: Called while the weights load. If it returns False, loading is cancelled.
+        progress: Callback for the loading progress. It can return False to cancel loading.
 
     Raises:
         ModelFileError: The folder does not contain a model, the model is damaged or unsupported, or the
@@ -125,7 +125,7 @@ def _report(progress: Progress | None, name: str, fraction: float) -> None:
 
 
 def _load_tokenizer(folder: Path, config: dict[str, Any]) -> Any:
-    """Return mlx_lm's TokenizerWrapper, with the EOS tokens from all of the model's configuration files."""
+    """Load the tokenizer, with the end-of-sequence tokens from all configuration files of the model."""
     from transformers.utils import logging
 
     logging.set_verbosity_error()
@@ -143,8 +143,8 @@ def _load_tokenizer(folder: Path, config: dict[str, Any]) -> Any:
 def _evaluate_weights(model: Any, widen: bool, report: Callable[[float], None]) -> bool:
     """Load all weights into memory, a few megabytes at a time.
 
-    No weight may stay lazy, because MLX can evaluate an array only in the thread that created it, and the
-    model may run in another thread.
+    All weights must be evaluated here, because MLX can evaluate an array only in the thread that created it,
+    and the model may run in another thread.
 
     Returns:
         Whether 16-bit weights were widened to float32.
@@ -152,8 +152,8 @@ def _evaluate_weights(model: Any, widen: bool, report: Callable[[float], None]) 
     from mlx.utils import tree_unflatten
 
     mx = mlx_core()
-    # Popping each weight frees its 16-bit array before the next one is widened. The largest weights come
-    # first, while there is enough memory for both versions.
+    # Remove each weight from the list, so that its 16-bit array is freed before the next one is widened. Load
+    # the largest weights first, while there is enough memory for both versions of a weight.
     waiting = sorted(named_arrays(model.parameters()), key=lambda each: each[1].nbytes)
     total = max(1, sum(weight.nbytes for _, weight in waiting))
     done, widened = 0, False
@@ -170,13 +170,13 @@ def _evaluate_weights(model: Any, widen: bool, report: Callable[[float], None]) 
         model.update(tree_unflatten(piece))
         done += size
         report(done / total)
-    # Tables that are not parameters, such as rotary frequencies, are also lazy.
+    # Also evaluate arrays that are not parameters, such as the frequencies of rotary embeddings.
     mx.eval([array for _, array in named_arrays(model)])
     return widened
 
 
 def _compute_dtype(model: Any) -> Any:
-    """Return the data type of most floating-point weights. For quantised weights, count the scales."""
+    """Return the most common floating-point data type of the weights, or of the scales if quantised."""
     mx = mlx_core()
     floating: Counter[Any] = Counter()
     for _, weight in named_arrays(model.parameters()):

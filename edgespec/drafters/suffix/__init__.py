@@ -1,4 +1,4 @@
-"""Suffix decoding: draft the tokens that followed earlier occurrences of the current suffix."""
+"""Suffix decoding: find where the last tokens occurred before, and draft what usually followed."""
 
 from edgespec.drafters.suffix.automaton import SuffixAutomaton, SuffixMatcher
 from edgespec.drafters.suffix.drafter import ReplyRecorder, SuffixCorpus, SuffixDrafter

@@ -1,6 +1,6 @@
 """A suffix automaton over a growing token sequence, with occurrence counts.
 
-The suffix drafter uses it to index sequences that grow while a reply is generated.
+The suffix drafter uses it to index texts that grow while a reply is being generated.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from edgespec.drafters.token_buffer import MAX_CONTINUATION_TOKENS, MAX_MATCH_TO
 
 __all__ = ["StateContinuation", "SuffixAutomaton", "SuffixMatcher"]
 
-# (occurrences, position of the last occurrence, token, state after the token). Descending order sorts
-# continuations by frequency, then by recency.
+# (number of occurrences, position of the last occurrence, token, state after the token). In descending order,
+# frequent continuations come first, and recent ones before old ones.
 StateContinuation = tuple[int, int, int, int]
 
-# Maximum length of substrings whose occurrences are counted: a match plus its continuation.
+# Occurrences are counted only for substrings up to this length, which is a match and its continuation.
 _MAX_COUNTED_TOKENS = MAX_MATCH_TOKENS + MAX_CONTINUATION_TOKENS
-# Cache the frequent continuations of states with at least this many transitions, which are slow to sort.
+# Minimum number of transitions for caching a state's frequent continuations. Sorting so many is slow.
 _MIN_CACHED_TRANSITIONS = 16
 # Approximate memory used by one integer in a dict.
 _INTEGER_BYTES = 32
@@ -28,15 +28,16 @@ _INTEGER_BYTES = 32
 class SuffixAutomaton:
     """A suffix automaton for a token sequence (Blumer et al. 1985).
 
-    A state represents substrings that occur at exactly the same positions; `lengths[state]` is the length of
-    the longest one. Its suffix link leads to the state of the longest suffix that also occurs elsewhere.
+    A state represents all substrings that end at exactly the same positions. `lengths[state]` is the length
+    of the longest one. Its suffix link leads to the state of the longest suffix that also occurs elsewhere.
     Appending a token adds one or two states in amortised constant time and follows at most
     `_MAX_COUNTED_TOKENS` links to update the counts. States are stored in flat arrays; only states with
     several transitions have a dict. Memory use is about 100 bytes per token for code or prose, and at most
     350.
 
     Args:
-        min_probability: `continuations` may omit tokens that follow less than this fraction of occurrences.
+        min_probability: Tokens that follow a smaller fraction of occurrences may be missing from
+            `continuations`.
         capacity_tokens: To limit memory, the automaton is rebuilt from the last `capacity_tokens` tokens
             whenever the sequence reaches twice this length.
     """
@@ -54,23 +55,23 @@ class SuffixAutomaton:
         # 0), so target 0 means no transition.
         self._labels, self._targets = array("i", [SEPARATOR]), array("i", [0])
         self._more: dict[int, dict[int, int]] = {}
-        # Number of occurrences of each state, and the end position of the latest occurrence.
+        # For each state, the number of its occurrences and the end position of the latest one.
         self._counts, self._latest = array("i", [0]), array("i", [0])
         self._last = 0
-        # State that represents the last `_MAX_COUNTED_TOKENS` tokens, or the whole sequence if it is shorter.
+        # State of the last `_MAX_COUNTED_TOKENS` tokens, or of the whole sequence if it is shorter.
         self._near = self._near_length = 0
         self._frequent: dict[int, tuple[float, list[int]]] = {}
 
     @property
     def size_bytes(self) -> int:
-        """Memory used by the automaton in bytes."""
+        """Memory currently used by the automaton, in bytes."""
         columns = (self._lengths, self._links, self._labels, self._targets, self._counts, self._latest)
         arrays = sum(map(getsizeof, (self.tokens, *columns)))
         tables = getsizeof(self._more) + sum(map(getsizeof, self._more.values()))
         return arrays + tables + _INTEGER_BYTES * (len(self._more) + sum(map(len, self._more.values())))
 
     def set_tokens(self, tokens: Sequence[int]) -> int:
-        """Replace the sequence with `tokens`. If the old sequence is a prefix, only new tokens are added.
+        """Replace the sequence. If `tokens` begins with the old sequence, only new tokens are added.
 
         Returns:
             The number of tokens added to the automaton.
@@ -123,7 +124,7 @@ class SuffixAutomaton:
                     others[token] = new
                 state = links[state]
             if known and lengths[known] > lengths[state] + 1:
-                # Split the state, because its shorter substrings now occur once more than its longest one.
+                # Split the state, because its shorter substrings now occur more often than its longest one.
                 clone = new + 1
                 lengths.append(lengths[state] + 1)
                 for column in (links, labels, targets, counts, latest):
@@ -165,7 +166,7 @@ class SuffixAutomaton:
         return state, min(self._lengths[state], MAX_MATCH_TOKENS)
 
     def suffixes(self, state: int, length: int) -> Iterator[tuple[int, int]]:
-        """Yield (length, state) for the suffixes of a state's substring, longest first.
+        """Yield the length and the state of each suffix of the matched substring, longest first.
 
         If several suffixes have the same occurrences, only the longest is yielded.
         """
@@ -175,7 +176,7 @@ class SuffixAutomaton:
             length = self._lengths[state]
 
     def continuations(self, state: int) -> tuple[int, list[StateContinuation]]:
-        """Return the total count and the list of continuations of a state, most frequent first.
+        """Return the total number of continuations of a state, and a list of them, most frequent first.
 
         The counts are exact for substrings of fewer than `_MAX_COUNTED_TOKENS` tokens.
         """
@@ -196,7 +197,7 @@ class SuffixAutomaton:
     def _frequent_continuations(self, state: int) -> tuple[int, list[StateContinuation]]:
         """Return the cached `continuations` of a state with many transitions, omitting infrequent ones.
 
-        The cache is rebuilt only when the total count has grown so much that an omitted token could have
+        The cache is rebuilt only when the state occurs so much more often that an omitted token could have
         become frequent.
         """
         counts, latest = self._counts, self._latest
@@ -231,7 +232,7 @@ class SuffixAutomaton:
         return others.get(token, 0) if others is not None else 0
 
     def truncate_match(self, state: int, length: int) -> tuple[int, int]:
-        """Return the state and length of a match, shortened to at most MAX_MATCH_TOKENS."""
+        """Shorten a match to at most MAX_MATCH_TOKENS tokens, and return its state and length."""
         if length > MAX_MATCH_TOKENS:
             length = MAX_MATCH_TOKENS
             if self._lengths[self._links[state]] >= length:
@@ -239,7 +240,7 @@ class SuffixAutomaton:
         return state, length
 
     def shorten_match(self, state: int) -> tuple[int, int]:
-        """Return the state and length of the longest suffix of a match that also occurs elsewhere."""
+        """Shorten a match to its longest suffix that occurs elsewhere. Return its state and length."""
         state = self._links[state]
         return state, self._lengths[state]
 

@@ -1,4 +1,4 @@
-"""Suffix decoding (arXiv 2411.04975): draft what followed earlier occurrences of the current suffix."""
+"""Suffix decoding (arXiv 2411.04975): draft what followed earlier occurrences of the last tokens."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ class ReplyRecorder(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class SuffixCorpus:
-    """Token sequences to draft from in addition to the current chat.
+    """Texts to draft from in addition to the current chat.
 
     Attributes:
-        index: Index of fixed texts: the user's files and replies saved by earlier processes.
-        recorder: Saves each prompt and reply when the next reply begins or the drafter is closed. If set, the
-            chats in this process also draft from each other.
+        index: Index of texts that do not change: the user's files and replies saved by earlier processes.
+        recorder: Saves each prompt and reply when the next reply begins or when the drafter is closed. If it
+            is set, the chats in this process also draft from each other.
     """
 
     index: SuffixArray | None = None
@@ -49,13 +49,13 @@ class SuffixCorpus:
 
 
 class SuffixDrafter(Drafter):
-    """Drafts a tree from the tokens that most often followed earlier occurrences of the current suffix.
+    """Drafts a tree of the tokens that most often followed earlier occurrences of the last tokens.
 
     Implements SuffixDecoding (Oliaro et al. 2024, arXiv 2411.04975). The longest match is updated with every
     token, so lookup time depends on the number of matches, not on the length of the chat. When a chat
     continues, only new tokens are indexed; a different prompt is indexed completely.
 
-    Drafts depend only on emitted tokens and have no draft probabilities, so rejection sampling remains exact.
+    Drafts depend only on emitted tokens and have no draft probabilities, so rejection sampling stays exact.
 
     Args:
         load_corpus: Loads the corpus. Called once, before the first reply.
@@ -63,8 +63,8 @@ class SuffixDrafter(Drafter):
         is_end: Whether a token ends the reply. Nothing is drafted after such a token.
 
     Attributes:
-        cost: Lookup time per reply token.
-        prompt_cost: Indexing time per prompt token.
+        cost: Measures the lookup time per reply token.
+        prompt_cost: Measures the indexing time per prompt token.
     """
 
     name = "suffix"
@@ -87,7 +87,7 @@ class SuffixDrafter(Drafter):
         self._sources: list[DraftSource] = [self._chat]
         self._prompt: Sequence[int] = ()
         self._reply: list[int] = []
-        # New texts in the current chat. Other chats can draft from them once another chat begins.
+        # New texts in the current chat. Other chats can draft from them as soon as this chat is left.
         self._chat_texts: list[Sequence[int]] = []
 
     def warm_up(self) -> None:
@@ -126,7 +126,7 @@ class SuffixDrafter(Drafter):
             for source in self._sources:
                 drafts.append(source.propose(self._chat, root, draft_length))
                 if drafts[-1].score >= draft_length:
-                    # The draft is expected to be accepted completely, so skip the other sources.
+                    # This draft will probably be accepted completely, so do not search the other sources.
                     break
             draft = merge_drafts(drafts, self._config)
             parents = tuple(draft.parents)

@@ -22,9 +22,10 @@ __all__ = [
 
 # The position in an index where a match ends. Its type depends on the kind of index.
 Place = TypeVar("Place")
-# (occurrences, tie-breaker, token, place after the token). Larger tie-breakers come first.
+# (number of occurrences, tie-breaker, token, place after the token). Among equally frequent tokens, the one
+# with the largest tie-breaker comes first.
 Continuation: TypeAlias = tuple[int, int, int, Place]
-# Returns the total count and the list of continuations of a place, most frequent first.
+# Returns the total number of continuations at a place, and a list of them, most frequent first.
 ContinuationLookup: TypeAlias = Callable[[Place], tuple[int, list[Continuation[Place]]]]
 
 
@@ -32,12 +33,13 @@ ContinuationLookup: TypeAlias = Callable[[Place], tuple[int, list[Continuation[P
 class SuffixConfig:
     """Size limits for suffix drafts. The defaults match ArcticInference's suffix decoding.
 
-    A match of m tokens allows a draft of `length_factor * m + length_offset` tokens.
+    After a match of m tokens, at most `length_factor * m + length_offset` tokens are drafted.
 
     Attributes:
-        length_factor: Drafted tokens per matched token.
-        length_offset: Additional drafted tokens, regardless of the match length.
-        min_probability: Minimum path probability of a drafted token, estimated from counts.
+        length_factor: Number of drafted tokens per matched token.
+        length_offset: Number of additional drafted tokens, regardless of the match length.
+        min_probability: Minimum probability that a drafted token and all its ancestors are accepted,
+            estimated from counts.
         min_match_tokens: Minimum match length. Nothing is drafted after a shorter match.
         max_tokens: Maximum number of drafted tokens.
         can_branch: Whether to draft trees. If False, only chains are drafted, for targets that cannot verify
@@ -60,7 +62,7 @@ class SuffixConfig:
 
 @dataclass(frozen=True, slots=True)
 class ScoredDraft:
-    """A draft tree with each node's path probability, estimated from counts. Node 0 is the root."""
+    """A draft tree, and for each node the estimated probability that it is accepted. Node 0 is the root."""
 
     tokens: list[int]
     parents: list[int]
@@ -68,7 +70,7 @@ class ScoredDraft:
 
     @property
     def score(self) -> float:
-        """Expected number of accepted tokens."""
+        """Expected number of accepted tokens in the draft."""
         return sum(self.probs[1:])
 
 
@@ -79,10 +81,10 @@ def best_draft(
     depth: int,
     config: SuffixConfig,
 ) -> ScoredDraft:
-    """Return the draft with the highest score over all matches. Ties favour the longer match.
+    """Build a draft for each match, and return the one with the highest score. Longer matches win ties.
 
     Args:
-        matches: (length, place) of each match, longest first.
+        matches: The length and the place of each match, longest first.
         grow: Builds the draft for one match.
         root: Last token of the sequence.
         depth: Maximum depth of the draft.
@@ -93,8 +95,8 @@ def best_draft(
         draft = grow(length, place)
         if (score := draft.score) > best_score:
             best, best_score = draft, score
-        # Each level and each node adds at most 1 to a draft's score, so no shorter match can score higher
-        # than this.
+        # Every node and every level adds at most 1 to the score, so shorter matches cannot score higher than
+        # this.
         if best_score >= min(depth, config.max_draft_tokens(length - 1)):
             break
     return best
@@ -109,7 +111,7 @@ def grow_draft(
     config: SuffixConfig,
     is_end: Callable[[int], bool],
 ) -> ScoredDraft:
-    """Build a tree of the most probable continuations of a place, adding the most probable node first.
+    """Build a tree of the most probable continuations of a match. The most probable node is added first.
 
     Args:
         lookup: Returns the continuations of a place.
@@ -146,9 +148,9 @@ def grow_draft(
 def merge_drafts(drafts: Sequence[ScoredDraft], config: SuffixConfig) -> ScoredDraft:
     """Return the draft with the highest score, extended by branches from the other drafts.
 
-    If the children of a node account for less than all of its probability, children from another draft share
-    the rest. They are added only if they are still probable enough. If scores are equal, the first draft
-    wins.
+    If the probabilities of a node's children sum to less than 1, the rest is distributed among children from
+    another draft. These are added only if they are still probable enough. If two drafts have the same score,
+    the first one wins.
     """
     first, *others = sorted(drafts, key=lambda draft: -draft.score)
     others = [other for other in others if len(other.tokens) > 1]

@@ -1,4 +1,4 @@
-"""Sources for suffix drafts: the current chat, other chats in this process, and fixed texts."""
+"""Draft from the current chat, from other chats in this process, and from texts that do not change."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from edgespec.drafters.token_buffer import MAX_CONTINUATION_TOKENS, MAX_MATCH_TO
 
 __all__ = ["ChatSource", "DraftSource", "IndexedSource", "OtherChatsSource"]
 
-# (The tokens following each occurrence, the number of them already on the draft path).
+# The tokens after each occurrence, and how many of them are already part of the draft's path.
 _Rows: TypeAlias = tuple[list[list[int]], int]
 
 # Maximum number of cached drafts per index.
 _MAX_CACHED_DRAFTS = 1 << 11
-# Maximum tokens from other chats kept when their automaton is rebuilt, which happens at twice this size.
+# Number of tokens from other chats to keep. Older tokens are dropped whenever there are twice as many.
 _OTHER_CHATS_TOKENS = 1 << 13
 
 
 class DraftSource(Protocol):
-    """A source of token sequences to draft from."""
+    """Something to draft from, such as a chat or a collection of texts."""
 
     @property
     def size_bytes(self) -> int:
-        """Memory used by the index in bytes."""
+        """Memory currently used by the index, in bytes."""
 
     def propose(self, chat: ChatSource, root: int, depth: int) -> ScoredDraft:
-        """Return the best draft to continue the current chat.
+        """Return the draft that is most likely to continue the current chat correctly.
 
         Args:
             chat: The current chat.
@@ -51,7 +51,7 @@ class ChatSource:
         return self.automaton.size_bytes
 
     def last_tokens(self) -> Sequence[int]:
-        """Return up to MAX_MATCH_TOKENS tokens from the end of the chat."""
+        """Return the last tokens of the chat, at most MAX_MATCH_TOKENS."""
         return self.automaton.tokens[-MAX_MATCH_TOKENS:]
 
     def propose(self, chat: ChatSource, root: int, depth: int) -> ScoredDraft:
@@ -72,7 +72,7 @@ class OtherChatsSource:
         return self.automaton.size_bytes
 
     def add(self, tokens: Sequence[int]) -> None:
-        """Add a token sequence. It takes effect at the next `begin`."""
+        """Add a token sequence. It is used for drafts after the next call to `begin`."""
         self.automaton.extend([*tokens, SEPARATOR])
 
     def begin(self, last_tokens: Sequence[int]) -> None:
@@ -96,7 +96,7 @@ def _draft_from_automaton(
     config: SuffixConfig,
     is_end: Callable[[int], bool],
 ) -> ScoredDraft:
-    """Return the best draft after `match`, which is the (state, length) of the longest match."""
+    """Return the best draft. `match` is the state and the length of the longest match."""
 
     def grow(length: int, state: int) -> ScoredDraft:
         max_tokens = config.max_draft_tokens(length)
@@ -106,7 +106,7 @@ def _draft_from_automaton(
 
 
 class IndexedSource:
-    """Drafts from fixed texts. Drafts for frequent contexts are cached."""
+    """Drafts from texts that do not change. Caches drafts for contexts that occur often."""
 
     def __init__(self, index: SuffixArray, config: SuffixConfig, is_end: Callable[[int], bool]) -> None:
         self._index, self._config, self._is_end = index, config, is_end
@@ -128,7 +128,7 @@ class IndexedSource:
 
 
 def _count_rows(place: _Rows) -> tuple[int, list[Continuation[_Rows]]]:
-    """Count the next token in each row. Equally frequent tokens are returned in row order."""
+    """Count how often each token comes next in the rows. Equally frequent tokens stay in row order."""
     rows, depth = place
     if len(rows) == 1:
         token = rows[0][depth]

@@ -1,4 +1,4 @@
-"""A suffix array over fixed token sequences: saved replies and the user's files."""
+"""Index saved replies and the user's files, which do not change, in a suffix array."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from edgespec.drafters.token_buffer import MAX_CONTINUATION_TOKENS, MAX_MATCH_TO
 
 __all__ = ["SuffixArray", "SuffixRange"]
 
-# Half-open range of suffix array entries with the same match.
+# Range of suffix array entries that share a match. The end is exclusive.
 SuffixRange: TypeAlias = tuple[int, int]
 
-# Count at most this many occurrences of a match. Larger ranges are sampled evenly to limit lookup time.
+# Maximum number of occurrences of a match to count. Larger ranges are sampled evenly to save time.
 MAX_SAMPLED_OCCURRENCES = 64
-# Big-endian, so that comparing the bytes of two sequences gives the same order as comparing their tokens.
+# Tokens are big-endian, so that sorting sequences by their bytes sorts them by their tokens.
 _TOKEN = np.dtype(">i4")
-# Cache up to `_MAX_CACHED_RANGES` ranges that have at least `_MIN_CACHED_RANGE` entries.
+# Minimum number of entries for a range to be cached, and maximum number of cached ranges.
 _MIN_CACHED_RANGE, _MAX_CACHED_RANGES = 64, 1 << 12
 
 
 class SuffixArray:
-    """A suffix array over reversed texts, so that all occurrences of a match form one range.
+    """A suffix array of reversed texts. All occurrences of a match are next to each other in it.
 
     Positions are sorted by the preceding MAX_MATCH_TOKENS tokens with prefix doubling (Manber and Myers
     1990), which needs log2(MAX_MATCH_TOKENS) sorts of all n tokens. The index uses 8 bytes per token. A
@@ -33,7 +33,7 @@ class SuffixArray:
     point, and shorter matches surround it.
 
     Attributes:
-        text: All texts, surrounded by separators, big-endian int32 [n].
+        text: All texts, with separators around each, as big-endian int32 [n].
         token_count: Number of tokens, excluding separators.
     """
 
@@ -45,7 +45,7 @@ class SuffixArray:
         whole: TokenArray = np.concatenate([*parts, np.full(MAX_CONTINUATION_TOKENS, SEPARATOR, np.int32)])
         self._order = _sorted_positions(whole)
         self._positions = self._order.data
-        # The text is reversed, so that comparing slices compares the tokens before a position, nearest first.
+        # The reversed text. A slice of it contains the tokens before a position, nearest first.
         self._reversed = whole[::-1].astype(_TOKEN).tobytes()
         self.text = np.frombuffer(self._reversed, _TOKEN)[::-1]
         self.token_count = int(np.count_nonzero(whole != SEPARATOR))
@@ -53,11 +53,11 @@ class SuffixArray:
 
     @property
     def size_bytes(self) -> int:
-        """Memory used by the index in bytes."""
+        """Memory currently used by the index, in bytes."""
         return len(self._reversed) + self._order.nbytes
 
     def matches(self, last_tokens: Sequence[int]) -> Iterator[tuple[int, SuffixRange]]:
-        """Yield (length, range) for suffixes of `last_tokens` that occur with a continuation, longest first.
+        """Yield the length and range of each suffix of `last_tokens` that has continuations, longest first.
 
         If several lengths have the same occurrences, only the longest is yielded.
         """
@@ -71,7 +71,7 @@ class SuffixArray:
 
         low = high = bisect_left(positions, key, key=before)
         while True:
-            # Number of tokens that the key shares with the entries just below and above the range.
+            # Number of tokens that the key has in common with the entries just before and after the range.
             left = _shared_tokens(before(positions[low - 1]), key) if low else 0
             right = _shared_tokens(before(positions[high]), key) if high < size else 0
             length = max(left, right)
@@ -91,7 +91,7 @@ class SuffixArray:
             yield length, (low, high)
 
     def _last_with_prefix(self, entry: int, step: int, prefix: bytes) -> int:
-        """Find the last entry with `prefix` in direction `step` from `entry`, using a galloping search."""
+        """Find the last entry that begins with `prefix`, by a galloping search from `entry` by `step`."""
         positions, reverse, size = self._positions, self._reversed, len(self._positions)
         end, growing = len(reverse), True
         while step:
@@ -118,7 +118,7 @@ class SuffixArray:
             count: Number of tokens per entry, at most MAX_CONTINUATION_TOKENS.
 
         Returns:
-            One row of `count` tokens per entry, padded with separators after the end of a text.
+            One row of `count` tokens per entry. If a text ends earlier, its row is filled up with separators.
         """
         low, high = matches
         if high - low == 1:
@@ -136,14 +136,14 @@ def _shared_tokens(a: bytes, b: bytes) -> int:
 
 
 def _sorted_positions(text: TokenArray) -> NDArray[np.int32]:
-    """Return the positions between two tokens, sorted by the tokens before them, nearest token first."""
+    """Return all positions between two tokens, sorted by the preceding tokens, nearest token first."""
     rank = text.astype(np.int64) + 1
-    # As bytes, the separator (-1) is the largest value, so rank it last.
+    # In byte order, the separator (-1) is the largest value, so rank it last.
     rank[text == SEPARATOR] = int(rank.max()) + 1
     span = 1
     while span < MAX_MATCH_TOKENS:
-        # A rank orders positions by `span` tokens. Combining it with the rank of the preceding `span` tokens
-        # orders them by twice as many.
+        # The ranks sort positions by the `span` tokens before them. Combined with the ranks `span` tokens
+        # earlier, they sort by twice as many tokens.
         earlier = np.zeros_like(rank)
         earlier[span:] = rank[:-span]
         key = rank * (int(rank.max()) + 1) + earlier

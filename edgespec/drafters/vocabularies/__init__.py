@@ -1,8 +1,8 @@
 """Draft with a model whose vocabulary differs from the target's.
 
 Implements two methods from Timor et al. 2025 (arXiv 2502.05202). Token-level intersection (TLI) translates
-the ids of shared tokens. The other method retokenizes the drafted text for the target, as in Universal
-Assisted Generation (UAG).
+the ids of tokens that both vocabularies contain. The other method tokenizes the drafted text again for the
+target, as in Universal Assisted Generation (UAG).
 """
 
 from edgespec.drafters.vocabularies.comparison import VocabularyComparison, compare_vocabularies

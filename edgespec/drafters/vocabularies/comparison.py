@@ -11,10 +11,11 @@ from edgespec.errors import VocabularyMismatchError
 
 __all__ = ["MappingKind", "VocabularyComparison", "compare_vocabularies"]
 
-# If at least this fraction of the target's tokens is shared, token ids are translated. Otherwise, the draft's
-# text is retokenized. A heuristic.
+# Minimum fraction of the target's tokens that must be shared for token ids to be translated. Otherwise, the
+# drafted text is tokenized again. This value is a heuristic.
 _MIN_TRANSLATED_FRACTION = 0.5
-# If a smaller fraction is shared, warn the user about a lower acceptance rate. A heuristic.
+# If a smaller fraction is shared, the user is warned that fewer drafted tokens will be accepted. This value
+# is a heuristic.
 _MIN_GOOD_FRACTION = 0.9
 
 MappingKind = Literal["same", "translated", "retokenised"]
@@ -27,9 +28,10 @@ class VocabularyComparison:
     Attributes:
         target_name: Name of the target.
         draft_name: Name of the draft model.
-        first_difference: Description of the first difference; empty if all token ids match.
+        first_difference: Description of the first difference between the vocabularies. Empty if all token ids
+            match.
         shared_fraction: Fraction of the target's tokens that the draft model also has, under any id.
-        translation: Maps token ids; None if all token ids match.
+        translation: Translates token ids. None if all token ids match.
     """
 
     target_name: str
@@ -40,14 +42,14 @@ class VocabularyComparison:
 
     @property
     def mapping(self) -> MappingKind:
-        """How to use the draft model: with the same ids, with translated ids, or by retokenizing its text."""
+        """Whether to use the draft model's token ids as they are, translate them, or retokenize its text."""
         if self.translation is None:
             return "same"
         return "translated" if self.shared_fraction >= _MIN_TRANSLATED_FRACTION else "retokenised"
 
     @property
     def explanation(self) -> str:
-        """One-line explanation of the consequences for the user; empty if all token ids match."""
+        """One-line explanation for the user of how this affects drafting. Empty if all token ids match."""
         if self.translation is None:
             return ""
         share = _share_text(self.translation, self.target_name)
@@ -64,7 +66,7 @@ class VocabularyComparison:
 
 
 def _share_text(translation: TokenTranslation, target_name: str) -> str:
-    """Describe how many tokens are shared, without rounding to all or none."""
+    """Describe which share of the tokens matches. Never round it to all or none."""
     shared, total = len(translation.target_ids), translation.target_token_count
     percent = round(100 * shared / total)
     share = f"{percent} %"

@@ -1,4 +1,4 @@
-"""Tokenize a growing sequence incrementally for a draft model with a different vocabulary."""
+"""Tokenize a growing text step by step for a draft model with a different vocabulary."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from edgespec.engine.prefix import common_prefix_length
 
 __all__ = ["IncrementalRetokeniser"]
 
-# When text is appended, the tokens at its end may change. So the end is retokenized each time: at least
-# `_MIN_OPEN_BYTES` and at most about `_MAX_OPEN_BYTES`. Both are heuristics.
+# Minimum and approximate maximum number of bytes at the end of the text to tokenize again whenever text is
+# appended, because their tokens may change. Both values are heuristics.
 _MIN_OPEN_BYTES, _MAX_OPEN_BYTES = 64, 256
 
 
 class IncrementalRetokeniser:
-    """Incrementally converts a growing sequence of target tokens to draft model tokens.
+    """Converts a growing sequence of target tokens to draft model tokens, step by step.
 
     Control tokens split the text into parts that are tokenized separately. The tokens at the end of the last
     part are open: they may change when text is appended. All earlier tokens are final.
 
     Attributes:
-        tokens: All draft model tokens. The first `_final_tokens` never change.
+        tokens: All draft model tokens. The first `_final_tokens` of them never change.
         incomplete_bytes: Bytes of an incomplete character at the end, which are not tokenized yet.
     """
 
@@ -75,7 +75,7 @@ class IncrementalRetokeniser:
         self.tokens[unchanged:] = tokens[unchanged - final :]
 
     def _finalize(self, open_tokens: list[int]) -> None:
-        """Mark tokens as final up to a space, or up to any token far enough from the end."""
+        """Mark tokens as final up to a space. If there is none, stop at any token far enough from the end."""
         position, boundaries = 0, [(0, 0)]
         for count, token in enumerate(open_tokens):
             raw = self._translation.draft_token_bytes(token)

@@ -1,4 +1,4 @@
-"""Draft with a model that has a different vocabulary, by retokenizing its text for the target."""
+"""Draft with a model whose vocabulary differs, by tokenizing the text that it generates for the target."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from edgespec.engine.tree import TokenTree
 
 __all__ = ["RetokenisedDrafter"]
 
-# Number of preceding tokens to retokenize together with the drafted text, so that tokens can merge.
+# Number of preceding tokens to tokenize again together with the drafted text, because tokens may merge.
 _CONTEXT_TOKENS = 8
-# Up to this many uncached tokens are run within `propose` instead of counting as a separate prefill.
+# Maximum number of uncached tokens to run within `propose` instead of in a separate prefill.
 _MAX_TOKENS_WITH_PROPOSAL = 16
 
 
@@ -29,13 +29,13 @@ class RetokenisedDrafter(BudgetedDrafter):
     sequence is tokenized for the draft model, which continues it greedily. The generated text is then
     tokenized for the target. Drafts have no draft probabilities.
 
-    If the budget does not allow prefilling the whole sequence, the draft model sees only its end.
+    If there is no time to prefill the whole sequence, the draft model sees only its end.
 
     Args:
         model: The draft model.
         vocabulary: The target's vocabulary.
-        translation: Maps between the vocabularies.
-        min_confidence: Stop after a draft model token with a lower probability.
+        translation: Translates tokens between the two vocabularies.
+        min_confidence: Drafting stops after a draft model token with a lower probability.
 
     Raises:
         CapabilityError: The model does not support rollback.
@@ -57,7 +57,8 @@ class RetokenisedDrafter(BudgetedDrafter):
         self._translation = translation
         self._min_confidence = min_confidence
         self._tokens: list[int] = []
-        # The sequence in draft model tokens. `_is_complete` is False if only its end was tokenized.
+        # The sequence converted to draft model tokens. If only its end was converted, `_is_complete` is
+        # False.
         self._new_input()
         # Tokens in the draft model's KV cache. The first `_matching` tokens are known to match the input.
         self._cached: list[int] = []
@@ -107,7 +108,7 @@ class RetokenisedDrafter(BudgetedDrafter):
         self._lag = len(self._missing_tokens())
 
     def _missing_tokens(self) -> list[int]:
-        """Truncate the KV cache to its common prefix with the input, and return the uncached tokens."""
+        """Remove tokens from the KV cache that differ from the input, and return the missing tokens."""
         tokens = self._input.tokens
         if not tokens:
             return []
@@ -165,7 +166,7 @@ class RetokenisedDrafter(BudgetedDrafter):
         """Tokenize the drafted text for the target."""
         incomplete = self._input.incomplete_bytes
         if not text.startswith(incomplete):
-            return []  # the draft does not complete the target's incomplete character
+            return []  # the draft contradicts the character that the target has begun
         text = _complete_characters(text[len(incomplete) :], incomplete)
         tokens = self._tokenize_in_context(text) if text else []
         if ended and self._translation.target_end_token is not None:
@@ -198,7 +199,7 @@ class RetokenisedDrafter(BudgetedDrafter):
 
 
 def _complete_characters(text: bytes, begin: bytes) -> bytes:
-    """Return `text` without an incomplete last character. `begin` are the bytes that precede `text`."""
+    """Return `text` without an incomplete last character. The bytes in `begin` precede `text`."""
     for cut in range(4):
         complete = text[: len(text) - cut]
         try:

@@ -1,4 +1,4 @@
-"""Use a draft model with a different vocabulary through the target's token ids."""
+"""Make a draft model with a different vocabulary usable with the target's token ids."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class TranslatedModel(BaseModel):
 
     Implements token-level intersection (TLI, Timor et al. 2025, arXiv 2502.05202). A shared token is
     translated to one draft model token; other target tokens are spelled with several draft model tokens. The
-    draft model's KV cache holds a prefix of the translated sequence, and missing tokens are run before the
-    next pass. Only shared tokens have logits. `run_ahead` has no effect, because the draft model's best token
-    may not exist in the target's vocabulary.
+    draft model's KV cache contains the beginning of the translated sequence, and missing tokens are run
+    before the next pass. Only shared tokens have logits. `run_ahead` has no effect, because the draft model's
+    best token may not exist in the target's vocabulary.
 
     Args:
         model: The draft model.
@@ -37,8 +37,8 @@ class TranslatedModel(BaseModel):
         self.vocabulary = vocabulary
         capabilities = model.facts.capabilities
         self._max_spelling_tokens = max(1, min(MAX_SPELLING_TOKENS, capabilities.max_width // 4))
-        # A pass begins with the root and at most one earlier token. Each may be spelled with several draft
-        # tokens.
+        # Space to keep free: a pass begins with the root and at most one earlier token, and each of them may
+        # be spelled with several draft tokens.
         self._margin = 2 * (self._max_spelling_tokens - 1)
         self.facts: ModelFacts = replace(
             model.facts,
@@ -59,7 +59,8 @@ class TranslatedModel(BaseModel):
         self._translated: list[int] = []
         self._ends: list[int] = [0]
         self._round: tuple[int, ...] = ()
-        # The verified tree in draft model tokens. `_inner_nodes[i]` is the last draft node for target node i.
+        # The verified tree, translated to draft tokens. `_inner_nodes[i]` is the last node that spells target
+        # node i.
         self._inner_tree = TreeBuilder()
         self._inner_nodes: list[int] = []
 
@@ -75,7 +76,7 @@ class TranslatedModel(BaseModel):
         return max(0, min(self.facts.context_tokens - len(self._tokens), left))
 
     def prefill(self, tokens: Sequence[int], progress: Progress | None = None) -> None:
-        """See `LanguageModel.prefill`. `free_tokens` becomes 0 if the translation exceeds the context."""
+        """See `LanguageModel.prefill`. If the translation exceeds the context, `free_tokens` becomes 0."""
         self._check(len(tokens))
         before = len(self._tokens)
         self._add(tokens)
@@ -97,7 +98,7 @@ class TranslatedModel(BaseModel):
         return self._translation.translate(token, first)[-self._max_spelling_tokens :]
 
     def _whole_tokens(self, inner_length: int) -> int:
-        """Return the number of target tokens fully covered by the first `inner_length` draft tokens."""
+        """Return how many target tokens are fully represented by the first `inner_length` draft tokens."""
         return next(i for i in range(len(self._ends) - 1, -1, -1) if self._ends[i] <= inner_length)
 
     def _update_inner_cache(self, progress: Progress | None = None) -> None:
@@ -123,7 +124,7 @@ class TranslatedModel(BaseModel):
         return TranslatedLogits(logits, rows, self._translation, self.facts.vocab_size)
 
     def _translate_tree(self, tree: TokenTree, first: int) -> None:
-        """Translate the nodes starting at `first`, and add each as a chain to the draft model's tree."""
+        """Add nodes from index `first` to the draft model's tree, each as a chain of draft tokens."""
         for node in range(first, tree.width):
             parent = tree.parents[node]
             inner_node = -1 if parent < 0 else self._inner_nodes[parent]

@@ -13,17 +13,17 @@ from edgespec.engine.processors import Candidates, LogitsProcessor
 
 __all__ = ["TranslatedLogits"]
 
-# Extra top tokens to request, because some of the draft's best tokens may not exist in the target.
+# Number of extra top tokens to request, because the target may lack some of the draft's best tokens.
 _EXTRA_TOKENS = 16
 
 
 class TranslatedLogits:
-    """Logits of the shared tokens, indexed by target ids. All other tokens have probability 0.
+    """The draft model's logits, indexed by target ids. Other tokens have probability 0.
 
     Args:
         logits: The draft model's logits.
         rows: Rows of `logits` to use, in order.
-        translation: Maps the token ids.
+        translation: Translates the token ids.
         vocab_size: Only target ids below this value are returned.
     """
 
@@ -65,7 +65,7 @@ class TranslatedLogits:
     def above(self, row: int, margin: float) -> Candidates:
         tokens, values = self.top(row, 1)
         floor = values.max(initial=-np.inf) - margin
-        # The draft's margins are relative to its largest logit, which may belong to a token that is not
+        # The draft model measures margins from its largest logit, which may belong to a token that is not
         # shared.
         _, best = self._logits.top(self._rows[row], 1)
         draft_margin = float(best.max(initial=-np.inf)) - floor

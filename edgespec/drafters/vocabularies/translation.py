@@ -10,19 +10,19 @@ from edgespec.backends.base import Vocabulary
 
 __all__ = ["ByteTokenizer", "TokenTranslation"]
 
-# A target token missing from the draft's vocabulary is spelled with several draft tokens. Keep only the last
-# ones, up to this number.
+# Maximum number of draft tokens with which to spell a target token that the draft's vocabulary lacks. If more
+# are needed, only the last ones are kept.
 MAX_SPELLING_TOKENS = 16
 
 
 class _TokenTable:
-    """Lookup tables from bytes to token ids for one vocabulary.
+    """Finds the token ids of texts and control tokens in one vocabulary.
 
     Attributes:
         text: First id of each text token.
         control: First id of each control token.
         duplicates: All ids of text tokens that share the same bytes.
-        ends: Tokens that end a reply.
+        ends: Ids of the tokens that end a reply.
     """
 
     def __init__(self, vocabulary: Vocabulary) -> None:
@@ -46,7 +46,7 @@ class _TokenTable:
         return len(self.text) + len(self.control)
 
     def control_token(self, text: str) -> int | None:
-        """Return the id of the control token with this text, or None."""
+        """Return the id of the control token with this text, or None if there is none."""
         return self.control.get(text.encode())
 
 
@@ -59,7 +59,7 @@ class ByteTokenizer:
         self._max_token_bytes = max(map(len, ids), default=0)
 
     def tokenize(self, data: bytes) -> list[int]:
-        """Return tokens whose bytes are `data`, skipping any bytes that no token can represent."""
+        """Return the tokens for `data`. Bytes that no token can represent are skipped."""
         try:
             text = data.decode()
         except UnicodeDecodeError:
@@ -73,7 +73,7 @@ class ByteTokenizer:
         return self._longest_match(data)
 
     def _suffix_with_bytes(self, tokens: list[int], data: bytes) -> list[int] | None:
-        """Return the shortest suffix of `tokens` whose bytes are `data`, or None if there is none."""
+        """Return the last tokens in `tokens` that together spell `data`, or None if there are none."""
         remaining = data
         for i in range(len(tokens), -1, -1):
             if not remaining:
@@ -87,7 +87,7 @@ class ByteTokenizer:
         return None
 
     def _longest_match(self, data: bytes) -> list[int]:
-        """Tokenize greedily, always choosing the longest matching token."""
+        """Split `data` into tokens, always choosing the longest token that matches."""
         tokens = []
         position = 0
         while position < len(data):
@@ -105,8 +105,8 @@ class ByteTokenizer:
 class TokenTranslation:
     """Translates tokens between the vocabularies of a target and a draft model.
 
-    Text tokens are matched by their bytes, and control tokens by their text. The tokens that end a reply in
-    each model are matched with each other.
+    Text tokens match if they have the same bytes, and control tokens if they have the same text. The tokens
+    that end a reply also match each other.
 
     Attributes:
         target_ids: Target ids of the shared tokens, int64 [n], ascending.
@@ -130,7 +130,7 @@ class TokenTranslation:
         control = target_table.control.items()
         pairs = {token: draft_table.control[raw] for raw, token in control if raw in draft_table.control}
         pairs |= dict(self._text_pairs(target_table, draft_table))
-        # Maps target control tokens that the draft lacks to draft tokens with the same function.
+        # Maps control tokens that only the target has to draft tokens with the same function.
         self._substitutes: dict[int, int] = {}
         self._match_ends(pairs, target_table, draft_table)
         self.draft_start_tokens = tuple(draft.tokenize("", special=True, start=True))
@@ -144,7 +144,7 @@ class TokenTranslation:
         self._translations: dict[int, tuple[int, ...]] = {}
 
     def _text_pairs(self, target_table: _TokenTable, draft_table: _TokenTable) -> list[tuple[int, int]]:
-        """Match text tokens. If several ids share the same bytes, use the ids that the tokenizers produce."""
+        """Match text tokens by their bytes. Among duplicates, use the ids that the tokenizers produce."""
         pairs = []
         for raw, target_id in target_table.text.items():
             draft_id = draft_table.text.get(raw)
@@ -174,7 +174,7 @@ class TokenTranslation:
             self._substitutes.setdefault(target_start, draft_start)
 
     def translate(self, token: int, first: bool) -> tuple[int, ...]:
-        """Return at least one draft token for a target token.
+        """Return one or more draft tokens that represent a target token.
 
         Args:
             token: The target token.

@@ -1,5 +1,6 @@
-"""The prefix cache: KV states of earlier prompts and replies, in memory and on disk, so that a prompt that
-begins like one of them is not read again.
+"""Cache the KV states of earlier prompts and replies in memory and on disk.
+
+A prompt that begins with cached tokens does not have to be prefilled from the beginning again.
 """
 
 from edgespec.memory.prefix_cache.cache import PrefixCache, PrefixCacheUsage

@@ -1,4 +1,4 @@
-"""The prefix cache: stores KV states of earlier sequences, and restores them for prompts that share them."""
+"""Store the KV states of earlier sequences, and restore them for prompts with the same prefix."""
 
 from __future__ import annotations
 
@@ -20,28 +20,28 @@ from edgespec.memory.prefix_cache.store import SegmentStore
 
 __all__ = ["PrefixCache", "PrefixCacheUsage"]
 
-# Sequences that differ by fewer tokens share no segment. Chosen: a file or a copy has a fixed cost.
+# Do not split off segments with fewer tokens. A heuristic: each file or copy has a fixed cost.
 _MIN_SEGMENT_TOKENS = 64
-# A last segment up to this length is merged into the one that continues it, so that a chat of many short
-# turns does not become many segments. Chosen.
+# Merge a last segment of up to this many tokens into the segment that continues it, so that a chat of many
+# short turns does not become many segments. A heuristic.
 _MAX_MERGED_TOKENS = 256
-# Share of the size limits that one sequence may take, because copies are larger than estimated.
+# Maximum fraction of the size limits that one sequence may use, as copies can exceed their estimated size.
 _MAX_SEQUENCE_SHARE = 0.95
 
 
 @dataclass(frozen=True, slots=True)
 class PrefixCacheUsage:
-    """The size of the prefix cache, and how often it was used.
+    """Statistics on the size and use of the prefix cache.
 
     Attributes:
-        sequences: token sequences that can be continued from the cache.
-        memory_bytes: memory that its segments take.
-        memory_limit_bytes: the size limit in memory.
-        disk_bytes: disk space that this model's segments take. A segment may be in memory too.
-        disk_limit_bytes: the size limit on disk, for all models together.
-        hits: prompts that reused a cached prefix.
-        reused_tokens: prompt tokens that were not read again, in all hits together.
-        notice: why something is not cached, for people; empty otherwise.
+        sequences: number of token sequences that can be continued from the cache.
+        memory_bytes: memory currently used by segments.
+        memory_limit_bytes: size limit in memory.
+        disk_bytes: disk space currently used by this model's segments, some of which may also be in memory.
+        disk_limit_bytes: size limit on disk for all models together.
+        hits: number of prompts that reused a cached prefix.
+        reused_tokens: total number of prompt tokens that were reused instead of read again.
+        notice: user-facing reason why something is not cached, or an empty string.
     """
 
     sequences: int = 0
@@ -55,21 +55,21 @@ class PrefixCacheUsage:
 
 
 class PrefixCache:
-    """The prefix cache of one model: copies KV states out of the model's cache and back into it.
+    """The prefix cache of one model, which copies KV states out of the model's cache and back into it.
 
-    Belongs to the thread that runs the model; other threads may use `store`. Failures to store or to restore
-    are not raised, because the model can always read the tokens again.
+    Use it only on the thread that runs the model. Other threads may use `store`. If storing or restoring
+    fails, no error is raised, because the model can always read the tokens again.
 
     Args:
         model: the target.
         max_bytes: size limit in memory.
-        disk: the segments on disk; None to keep them in memory only.
+        disk: storage for segments on disk. If None, segments are kept only in memory.
         reuse_costs: decides whether a copy saves time.
-        max_copied_bytes: size limit of one copy; None for no limit. A larger KV state is stored in several
-            segments, or not at all if the model can only copy it whole.
-        available: returns the bytes that the system has free now.
-        reserve_bytes: memory to leave to other programs.
-        notice: why the cache differs from what the user asked for; empty otherwise.
+        max_copied_bytes: maximum size of one copy, or None for no limit. A larger KV state is stored in
+            several segments, or not at all if the model can only copy it whole.
+        available: returns the number of bytes that are currently free on the system.
+        reserve_bytes: memory to leave for other programs.
+        notice: user-facing reason why the cache differs from what the user asked for, or an empty string.
     """
 
     def __init__(
@@ -87,13 +87,13 @@ class PrefixCache:
         self.reuse_costs = reuse_costs
         self.hits = self.reused_tokens = 0
         self._model = model
-        # Whether the model can drop the last tokens of its cache without running the others again.
+        # Whether the model can drop the last tokens from its cache without rerunning the others.
         self._can_truncate = model.facts.capabilities.partial_truncate
         self._max_copied_bytes = max_copied_bytes
         self.store = SegmentStore(max_bytes, disk, available, reuse_costs, reserve_bytes)
         self._notice = notice
         self._is_off = False
-        # The sequence that was in the model's cache when the user deleted all cached prefixes.
+        # The sequence in the model's cache at the time when the user deleted all cached prefixes.
         self._deleted: Tokens | None = None
 
     @property
@@ -102,11 +102,11 @@ class PrefixCache:
         return self.store.disk is not None and not self._is_off
 
     def add(self, tokens: Sequence[int], shared: int = 0) -> None:
-        """Store the model's KV state before it is truncated, if that saves time later.
+        """Store the model's KV state before truncation, if that is likely to save time later.
 
         Args:
-            tokens: what the model's cache holds.
-            shared: how many of the first tokens stay in the model's cache.
+            tokens: all tokens in the model's cache.
+            shared: number of leading tokens that stay in the model's cache.
         """
         sequence = np.array(tokens, np.int32)
         with self.store.lock:
@@ -125,7 +125,7 @@ class PrefixCache:
             self.store.enforce_limits()
 
     def _is_worth_storing(self, lost_tokens: int, copied_tokens: int) -> bool:
-        """Return whether a copy of `copied_tokens` fits, and saves the prefill of `lost_tokens`."""
+        """Return whether `copied_tokens` fit, and copying them is faster than prefilling `lost_tokens`."""
         size_bytes = copied_tokens * self._bytes_per_token()
         least_tokens = min(copied_tokens, _MIN_SEGMENT_TOKENS) if self._can_truncate else copied_tokens
         max_bytes = self._max_segment_bytes
@@ -137,14 +137,14 @@ class PrefixCache:
 
     @property
     def _max_segment_bytes(self) -> int | None:
-        """The size limit of one segment; without a disk no more than the whole size limit in memory."""
+        """Maximum size of one segment. If there is no disk storage, at most the size limit in memory."""
         limit = self._max_copied_bytes
         if self.store.disk is not None:
             return limit
         return self.store.max_bytes if limit is None else min(limit, self.store.max_bytes)
 
     def _max_tokens(self) -> int | None:
-        """Return the length up to which a sequence is stored. More would evict others, and then itself."""
+        """Return the maximum length of a stored sequence. Longer ones would evict others, then themselves."""
         size_bytes, disk = self._bytes_per_token(), self.store.disk
         if not (self._can_truncate and size_bytes):
             return None
@@ -159,7 +159,7 @@ class PrefixCache:
         return facts.max_kv_bytes / facts.max_context_tokens
 
     def _add(self, sequence: Tokens, base: Segment | None, shared: int) -> None:
-        """Store what the cache holds after `base`, and replace the segments that the new one contains."""
+        """Store the tokens after `base`, and replace existing segments that the new one contains."""
         end = len(sequence)
         replaced: list[Segment] = []
         if not self._can_truncate:
@@ -188,15 +188,15 @@ class PrefixCache:
             self.store.remove(segment)
 
     def _segments_for(self, tokens: int) -> int:
-        """Return into how many segments this many tokens are copied."""
+        """Return the number of segments needed to copy this many tokens."""
         max_bytes = self._max_segment_bytes
         return 1 if max_bytes is None else max(1, ceil(tokens * self._bytes_per_token() / max(1, max_bytes)))
 
     def _copy_segments(self, sequence: Tokens, parent: Segment | None) -> Segment | None:
-        """Copy what the cache holds of a sequence after `parent`, in as many segments as needed.
+        """Copy the part of a sequence after `parent` from the model's cache, in as many segments as needed.
 
         Returns:
-            The last segment; None if only the beginning fitted.
+            The last segment, or None if only the beginning fitted.
         """
         start = parent.end if parent else 0
         count = self._segments_for(len(sequence) - start)
@@ -210,7 +210,7 @@ class PrefixCache:
         return last
 
     def _copy_segment(self, sequence: Tokens, parent: Segment | None) -> Segment:
-        """Copy what the cache holds after `parent`, up to the end of `sequence`, into one segment."""
+        """Copy the part of `sequence` after `parent` from the model's cache into one segment."""
         began = now()
         snapshot = self._model.snapshot(parent.end if parent else 0, len(sequence))
         self.reuse_costs.record_copy(len(snapshot.data), now() - began)
@@ -225,16 +225,16 @@ class PrefixCache:
         return segment
 
     def branch_point(self, prompt: Sequence[int], cached: int) -> int:
-        """Return where a prompt diverges from a stored sequence, if a copy should be made there.
+        """Return the position where a prompt diverges from a stored sequence, if a copy should be made there.
 
-        Models that can truncate their cache need no copy there: any longer segment serves as well.
+        Models that can truncate their cache need no such copy, because they can use any longer segment.
 
         Args:
             prompt: the tokens that are about to be read.
-            cached: how many of them the model's cache holds.
+            cached: number of prompt tokens that are already in the model's cache.
 
         Returns:
-            A length of the prompt, or 0.
+            The number of prompt tokens before that position, or 0 if no copy is needed.
         """
         if self._can_truncate or self._is_off:
             return 0
@@ -245,7 +245,7 @@ class PrefixCache:
         return shared if is_worth_it else 0
 
     def add_branch_point(self, tokens: Sequence[int]) -> None:
-        """Store the model's cache, which holds `tokens`, as a prefix that several sequences share."""
+        """Store the model's cache, which contains `tokens`, as a prefix shared by several sequences."""
         sequence = np.array(tokens, np.int32)
         with self.store.lock:
             try:
@@ -255,11 +255,11 @@ class PrefixCache:
             self.store.enforce_limits()
 
     def find(self, prompt: Sequence[int], cached: int) -> Segment | None:
-        """Return the segment that saves the most prefill; None if no segment saves time.
+        """Return the segment that saves the most prefill, or None if no segment saves time.
 
         Args:
-            prompt: the tokens to read. The last one is always read again, for its logits.
-            cached: how many of them the model's cache holds.
+            prompt: the tokens to read. The last one is always read again to compute its logits.
+            cached: number of prompt tokens that are already in the model's cache.
         """
         sequence = np.array(prompt[:-1], np.int32)
         with self.store.lock:
@@ -272,26 +272,26 @@ class PrefixCache:
             if segment is None:
                 return None
             shared = self._reusable(min(shared, segment.end))
-            # `saves_time` counts two copies, and a restore makes one.
+            # `saves_time` assumes two copies, but restoring takes only one.
             size_bytes = sum(part.size_bytes for part in segment.chain()) / 2
             return segment if self.reuse_costs.saves_time(shared - cached, size_bytes) else None
 
     def restore(self, segment: Segment, prompt: Sequence[int], cached: int) -> int:
-        """Put a stored sequence into the model's cache, as far as the prompt shares it.
+        """Load the part of a stored sequence that the prompt shares into the model's cache.
 
         Args:
             segment: the result of `find`.
             prompt: the tokens to read.
-            cached: how many of them the model's cache holds.
+            cached: number of prompt tokens that are already in the model's cache.
 
         Returns:
-            How many tokens of the prompt the model's cache holds now.
+            The number of prompt tokens that are now in the model's cache.
         """
         sequence = np.array(prompt[:-1], np.int32)
         with self.store.lock:
             chain = segment.chain()
             common = self._reusable(shared_tokens(segment.sequence(), sequence))
-            # Segments that the model's cache still holds are not copied again.
+            # Do not copy segments that are still in the model's cache.
             ends = [part.end for part in chain if self._can_truncate and part.end <= min(cached, common)]
             length = max(ends, default=0)
             self._model.truncate(length)
@@ -316,7 +316,7 @@ class PrefixCache:
         return reusable_tokens(self._model.facts.capabilities, length)
 
     def _restore_segment(self, segment: Segment) -> bool:
-        """Append one segment to the model's cache. A segment that cannot be used is removed."""
+        """Append one segment to the model's cache. Remove the segment if it is unusable."""
         began = now()
         snapshot = self.store.read(segment)
         if snapshot is None or snapshot.start != self._model.length or snapshot.length != segment.end:
@@ -325,7 +325,7 @@ class PrefixCache:
         try:
             self._model.restore(snapshot)
         except (EdgespecError, MemoryError):
-            # The context may be smaller than before, or the snapshot may not be what its header says.
+            # The context may be smaller than before, or the snapshot may not match its header.
             self.store.remove(segment)
             return False
         self.reuse_costs.record_copy(segment.size_bytes, now() - began)
@@ -334,12 +334,12 @@ class PrefixCache:
         return True
 
     def _split(self, segment: Segment, at: int) -> None:
-        """Split a segment where another sequence diverges. The model's cache holds the whole segment."""
+        """Split a segment where another sequence diverges. The whole segment must be in the model's cache."""
         if segment.start + _MIN_SEGMENT_TOKENS > at or at > segment.end - _MIN_SEGMENT_TOKENS:
             return
         sequence, children = segment.sequence(), segment.children
         try:
-            # A segment on disk may come from a run with a larger limit for one copy.
+            # A segment on disk may come from a run that allowed larger copies.
             copy = self._copy_segment if self._segments_for(len(segment.tokens)) == 1 else self._copy_segments
             first = copy(sequence[:at], segment.parent)
             last = first and copy(sequence, first)
@@ -349,7 +349,7 @@ class PrefixCache:
         if not (first and last and segment in self.store.tree):
             return
         first.is_branch_point = True
-        # The children's files name the sequence before them, which is the same as before the split.
+        # The children's files stay valid, because the sequence before them has not changed.
         last.children += children
         segment.children = []
         for child in children:
@@ -366,17 +366,17 @@ class PrefixCache:
         return self._deleted is not None and np.array_equal(sequence, self._deleted)
 
     def _handle_failure(self, error: Exception) -> None:
-        """Turn the cache off if the model cannot copy its KV state. Other failures may pass."""
+        """Disable the cache if the model cannot copy its KV state. Other failures may be temporary."""
         self._is_off = isinstance(error, BackendError | CapabilityError)
         self._notice = f"prefixes are not cached: {error}" if self._is_off else self._notice
 
     def sequences(self) -> list[Tokens]:
-        """Return the stored token sequences, each once."""
+        """Return all stored token sequences without duplicates."""
         with self.store.lock:
             return [segment.sequence() for segment in self.store.tree if not segment.children]
 
     def usage(self) -> PrefixCacheUsage:
-        """Return the size of the cache, and how often it was used."""
+        """Return statistics on the size and use of the cache."""
         disk = self.store.disk
         with self.store.lock:
             segments = list(self.store.tree)

@@ -1,8 +1,8 @@
-"""Segments on disk: one private file per segment, validated when it is read, within one quota for all models.
+"""Store segments on disk in private files, one per segment, with a common quota for all models.
 
-A file states the identity of the model and of its settings, its tokens, the sequence before them, and
-checksums. A file that does not match is ignored, and the model reads the tokens again. One process writes at
-a time, and a file appears under its name only when it is complete.
+A file identifies the model, its settings, the tokens and the sequence before them, and contains checksums.
+Files are validated when they are read. If a file does not match, it is ignored and the model reads the tokens
+again. Only one process writes at a time, and a file gets its final name only when it is complete.
 """
 
 from __future__ import annotations
@@ -36,29 +36,29 @@ from edgespec.memory.prefix_cache.segments import Tokens
 __all__ = ["PrefixCacheDisk", "StoredSegment", "default_disk_bytes", "delete_cached_prefixes", "kept_folder"]
 
 _SUFFIX = ".kept"
-# How long a write waits for the lock, and how long a deletion of everything does. Chosen: a write that has
-# to wait longer is skipped, and a deletion must not miss a file that is being written.
+# Maximum time to wait for the lock before a write, and before all files are deleted. A heuristic: writes can
+# be skipped, but a deletion must not miss a file that is being written.
 _LOCK_SECONDS, _CLEAR_LOCK_SECONDS = 1.0, 10.0
-# The modification time of this file is the time of the last deletion of everything.
+# The modification time of this file records when all files were last deleted.
 _CLEARED_MARK = "forgotten"
-# The default quota: 4 GiB, or a tenth of the free disk if that is less. Chosen.
+# The default quota is 4 GiB, or a tenth of the free disk space if that is less. A heuristic.
 _DEFAULT_MAX_BYTES, _DEFAULT_SHARE = 4 * 2**30, 0.1
-# Added to the age of a file, so that files of the last 10 minutes differ only in what they save.
+# Added to the age of each file, so that age hardly matters for files used in the last 10 minutes.
 _FRESH_SECONDS = 600.0
 
 
 @dataclass(frozen=True, slots=True)
 class StoredSegment:
-    """A segment's file, as its header describes it.
+    """Description of a segment's file, read from its header.
 
     Attributes:
         name: see `name_of`.
         after: digest of the sequence before the segment; empty at the beginning of a sequence.
-        start: length of that sequence.
+        start: number of tokens in the sequence before the segment.
         tokens: int32 [n], the segment's tokens.
         data_bytes: size of the KV state.
         seconds: time that the model took to prefill the tokens.
-        last_used: when the file was used last, in seconds since the epoch.
+        last_used: time of the last use, in seconds since the epoch.
     """
 
     name: str
@@ -71,12 +71,12 @@ class StoredSegment:
 
 
 def kept_folder() -> Path:
-    """Return the folder of all files. Each model and way of running it has its own subfolder."""
+    """Return the folder for all files. Each combination of model and settings has its own subfolder."""
     return data_folder() / "kept"
 
 
 def default_disk_bytes(folder: Path | None = None) -> int:
-    """Return the default quota on disk, counting present files as free; 0 if the disk cannot be examined."""
+    """Return the default disk quota. Existing files count as free space. Return 0 if that fails."""
     folder = folder or kept_folder()
     try:
         place = next(path for path in (folder, *folder.parents) if path.exists())
@@ -87,13 +87,13 @@ def default_disk_bytes(folder: Path | None = None) -> int:
 
 
 class PrefixCacheDisk:
-    """The files of one model, loaded in one way. Failures are not raised but put into `notice`.
+    """Manages the files of one model with specific settings. Errors are not raised but reported in `notice`.
 
     Args:
-        identity: digest of everything that could give the same tokens another KV state: weights, backend and
-            its version, number formats and kernels.
-        quota_bytes: size limit for the files of all models together; None for `default_disk_bytes`.
-        folder: the folder of all files; None for the default.
+        identity: digest of everything that affects the KV state besides the tokens, such as the weights, the
+            backend and its version, number formats and kernels.
+        quota_bytes: size limit for the files of all models together. Defaults to `default_disk_bytes`.
+        folder: folder for the files of all models. Defaults to `kept_folder`.
     """
 
     def __init__(self, identity: str, quota_bytes: int | None = None, folder: Path | None = None) -> None:
@@ -116,7 +116,7 @@ class PrefixCacheDisk:
                 found[segment.name] = segment
             else:
                 _delete(path)
-        # Length by digest of the sequences that are complete. The empty sequence always is.
+        # Maps digests of complete sequences to their lengths. The empty sequence is always complete.
         lengths = {"": 0}
         complete: list[StoredSegment] = []
         for segment in sorted(found.values(), key=lambda segment: segment.start):
@@ -128,7 +128,7 @@ class PrefixCacheDisk:
         return complete
 
     def read(self, name: str) -> Snapshot | None:
-        """Return the KV state of a segment; None if its file is gone, damaged or of another model."""
+        """Return a segment's KV state, or None if its file is missing, damaged or for another model."""
         path = self._path(name)
         try:
             with _opened(path) as file:
@@ -155,7 +155,7 @@ class PrefixCacheDisk:
             seconds: time that the model took to prefill the tokens.
 
         Returns:
-            Whether the segment is on disk now.
+            Whether the segment is now on disk.
         """
         encoded = np.ascontiguousarray(tokens, "<i4").tobytes()
         header = {
@@ -183,7 +183,7 @@ class PrefixCacheDisk:
                     return False
                 make_private_folder(self.folder)
                 write_private_file(self._path(name), *parts)
-        except (Timeout, NotImplementedError):  # A file system without locks raises the second.
+        except (Timeout, NotImplementedError):  # the latter if the file system has no locks
             return False
         except (OSError, MemoryError) as error:
             self.notice = f"prefixes are not cached in {self._root}: {error_reason(error)}"
@@ -192,7 +192,7 @@ class PrefixCacheDisk:
         return True
 
     def has(self, name: str) -> bool:
-        """Return whether the segment's file exists. It is validated when it is read."""
+        """Return whether the segment's file exists, without validating it."""
         return self._path(name).exists()
 
     def remove(self, names: Iterable[str]) -> None:
@@ -201,23 +201,23 @@ class PrefixCacheDisk:
             _delete(self._path(name))
 
     def used_bytes(self) -> int:
-        """Return the size of all files, those of other models included."""
+        """Return the total size of all files, including those of other models."""
         return sum(map(_size, _files(self._root)))
 
     @property
     def was_cleared(self) -> bool:
-        """Whether all files were deleted since `acknowledge_clear`, or since this object was created."""
+        """Whether all files were deleted since creation or the last `acknowledge_clear`."""
         return self._last_cleared_ns() != self._cleared_ns
 
     def acknowledge_clear(self) -> None:
-        """Record that the last deletion was noticed, so that segments are written again."""
+        """Mark the last deletion as handled, so that segments can be written again."""
         self._cleared_ns = self._last_cleared_ns()
 
     def _path(self, name: str) -> Path:
         return self.folder / f"{name}{_SUFFIX}"
 
     def _read_segment(self, path: Path) -> StoredSegment | None:
-        """Read a file's header and tokens; None if the file cannot be used here."""
+        """Read a file's header and tokens. Return None if this model cannot use the file."""
         try:
             with _opened(path) as file:
                 header = self._header(file)
@@ -240,7 +240,7 @@ class PrefixCacheDisk:
             return None
 
     def _header(self, file: BinaryIO) -> dict[str, Any]:
-        """Read the header of one of this model's files. Raises OSError, ValueError."""
+        """Read the header of one of this model's files. Raise OSError or ValueError if that fails."""
         header = read_header(file)
         if header["identity"] != self._identity:
             raise ValueError("the file belongs to another model")
@@ -250,7 +250,7 @@ class PrefixCacheDisk:
         return header
 
     def _chain(self, after: str) -> set[Path]:
-        """Return the files of the sequence with this digest."""
+        """Return the files of all segments in the sequence with digest `after`."""
         chain: set[Path] = set()
         digests = [after]
         while digest := digests.pop() if digests else "":
@@ -261,9 +261,9 @@ class PrefixCacheDisk:
         return chain
 
     def _make_room(self, size_bytes: int, protected: set[Path]) -> bool:
-        """Delete the least valuable files until `size_bytes` more fit the quota, descendants first.
+        """Delete the least valuable files until the quota has room for `size_bytes`, descendants first.
 
-        Returns False, and deletes nothing, if they do not fit beside the protected files.
+        If the protected files leave too little room, delete nothing and return False.
         """
         if size_bytes + sum(map(_size, protected)) > self.quota_bytes:
             return False
@@ -279,7 +279,7 @@ class PrefixCacheDisk:
         return True
 
     def _delete_incomplete(self) -> None:
-        """Delete files that a killed process left incomplete. The lock makes this process the only writer."""
+        """Delete incomplete files left by a killed process. The caller must hold the lock."""
         for path in self._root.glob("*/.*.tmp"):
             _delete(path)
 
@@ -294,17 +294,17 @@ class PrefixCacheDisk:
 
 
 def delete_cached_prefixes(folder: Path | None = None) -> int:
-    """Delete the cached prefixes of all models. Running programs drop theirs too, and do not write them.
+    """Delete the cached prefixes of all models. Running programs also drop theirs without writing them.
 
     Returns:
-        The bytes that this freed.
+        The number of bytes freed.
 
     Raises:
         OSError: a file cannot be deleted.
     """
     folder = folder or kept_folder()
     touch_private(folder / _CLEARED_MARK)
-    # A process that is writing now may not have noticed the mark, so its write is awaited.
+    # Wait for a process that is currently writing, because it may not have noticed the mark yet.
     lock = _lock(folder, _CLEAR_LOCK_SECONDS)
     with suppress(Timeout, NotImplementedError):
         lock.acquire()
@@ -319,13 +319,13 @@ def _lock(folder: Path, seconds: float) -> FileLock:
 
 
 def _opened(path: Path) -> BinaryIO:
-    """Open a regular file. Raises OSError."""
+    """Open a regular file. Raise OSError if that fails or it is not a regular file."""
     regular_file_bytes(path)
     return path.open("rb")
 
 
 def _by_value(root: Path, now: float) -> list[Path]:
-    """Return all files, least valuable first: by prefill seconds saved per byte, divided by age."""
+    """Return all files, least valuable first. The value is prefill seconds saved per byte, divided by age."""
     value: dict[Path, float] = {}
     after: dict[Path, str] = {}
     named: dict[tuple[Path, str], list[Path]] = {}
@@ -341,7 +341,7 @@ def _by_value(root: Path, now: float) -> list[Path]:
             named.setdefault((path.parent, _digest(path.name)), []).append(path)
         except (OSError, ValueError):
             value[path], starts[path] = 0.0, 0
-    # A segment is worth as much as its most valuable descendant, which is unusable without it.
+    # A segment is at least as valuable as its most valuable descendant, which is unusable without it.
     for path in sorted(value, key=lambda path: -starts[path]):
         for before in named.get((path.parent, after.get(path, "")), ()):
             value[before] = max(value[before], value[path])
@@ -349,7 +349,7 @@ def _by_value(root: Path, now: float) -> list[Path]:
 
 
 def _files(folder: Path) -> list[Path]:
-    """Return the files of one model, or of all models for their common folder."""
+    """Return the files in a model's folder, or all models' files if `folder` is their common folder."""
     try:
         return [*folder.glob(f"*{_SUFFIX}"), *folder.glob(f"*/*{_SUFFIX}")]
     except OSError:

@@ -1,4 +1,4 @@
-"""The file header of a cached segment: how it is written, and how an untrusted one is validated."""
+"""Write the file headers of cached segments, and read and validate untrusted ones."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ VERSION = 1
 _MAGIC = b"edgespec kept %d\n" % VERSION
 _SIZES = struct.Struct("<II")  # Bytes of the header, crc32 of the header.
 _BLOCK_BYTES = 1 << 20
-# Limits for untrusted headers, far above anything that is written.
+# Limits for untrusted headers, far above the values that edgespec writes.
 _MAX_HEADER_BYTES = 1 << 24
 _MAX_COUNT = 1 << 62
 _TEXTS = ("identity", "name", "after")
@@ -24,17 +24,17 @@ _DIGEST = re.compile(r"[0-9a-f]*")
 
 
 def encode_header(header: Mapping[str, Any]) -> bytes:
-    """Return the first bytes of a segment's file, up to its tokens."""
+    """Return the encoded header, which precedes the tokens in a segment's file."""
     encoded = json.dumps(header).encode()
     return b"".join((_MAGIC, _SIZES.pack(len(encoded), crc32(encoded)), encoded))
 
 
 def read_header(file: BinaryIO) -> dict[str, Any]:
-    """Read and validate the header of a segment's file, leaving the file at its tokens.
+    """Read and validate the header of a segment's file. Afterwards, the file is positioned at the tokens.
 
     Raises:
         OSError: the file cannot be read.
-        ValueError: the header is of another version, damaged or impossible.
+        ValueError: the header is damaged, has another version or contains impossible values.
     """
     if file.read(len(_MAGIC)) != _MAGIC:
         raise ValueError("the file is of another version")
@@ -72,6 +72,6 @@ def _is_valid(header: Any) -> bool:
 
 
 def block_checksums(data: bytes) -> list[int]:
-    """Return the crc32 of each block of 1 MiB."""
+    """Return the CRC-32 checksum of each 1 MiB block."""
     view = memoryview(data)
     return [crc32(view[at : at + _BLOCK_BYTES]) for at in range(0, len(view), _BLOCK_BYTES)]

@@ -1,4 +1,4 @@
-"""How many tokens of a cached prefix can be reused without changing a reply."""
+"""Compute how many tokens of a cached prefix can be reused without changing a reply."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from edgespec.backends.base import Capabilities
 
 __all__ = ["REUSE_BLOCK_TOKENS", "reusable_tokens"]
 
-# Prefill runs in blocks of this size, counted from the beginning of the prompt, where the widths of the
-# passes change the KV state. Chosen: wide enough for fast prefill, and few tokens are lost at the end.
+# Block size for prefill, counted from the beginning of the prompt, on models whose KV state depends on the
+# width of passes. A heuristic: wide enough for fast prefill, while few tokens at the end are lost.
 REUSE_BLOCK_TOKENS = 256
 
 
 def reusable_tokens(capabilities: Capabilities, length: int) -> int:
-    """Return how many of the first `length` cached tokens have the KV state that a new prefill would give.
+    """Return how many of the first `length` cached tokens have the same KV state as after a new prefill.
 
-    All of them where reuse is exact. Otherwise whole blocks, or none if the model cannot truncate its cache
-    without running tokens again.
+    If reuse is exact, these are all tokens. Otherwise, they are the tokens in whole blocks, or none if the
+    model cannot truncate its cache without rerunning tokens.
     """
     if capabilities.prefix_reuse_exact:
         return length

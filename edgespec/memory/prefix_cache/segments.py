@@ -1,4 +1,4 @@
-"""Segments of cached token sequences, in a tree: a prefix that several sequences share is cached once."""
+"""A tree of cached token sequences, in which a prefix shared by several sequences is stored only once."""
 
 from __future__ import annotations
 
@@ -25,30 +25,30 @@ def shared_tokens(a: Tokens, b: Tokens) -> int:
 
 
 def tokens_digest(tokens: Tokens) -> str:
-    """Return a digest that identifies a sequence; empty for an empty one."""
+    """Return a digest that identifies a token sequence, or an empty string for an empty sequence."""
     if not len(tokens):
         return ""
     return hashlib.blake2b(np.ascontiguousarray(tokens, "<i4").tobytes(), digest_size=16).hexdigest()
 
 
 def name_of(tokens: Tokens, start: int) -> str:
-    """Return the name of the segment from `start` to the end of `tokens`: their digest, and the start."""
+    """Return the name of the segment `tokens[start:]`, made of the digest of `tokens` and `start`."""
     return f"{tokens_digest(tokens)}-{start}"
 
 
 @dataclass(eq=False, slots=True)
 class Segment:
-    """Consecutive tokens of a sequence, and the KV state of these tokens.
+    """Consecutive tokens of a sequence with their KV state.
 
     Attributes:
         name: see `name_of`.
-        parent: the segment before this one; None at the beginning of a sequence.
-        tokens: int32 [n], the tokens after the parent's.
+        parent: the preceding segment; None at the beginning of a sequence.
+        tokens: int32 [n], the tokens after those of the parent.
         size_bytes: size of the KV state.
-        snapshot: the KV state; None if it is on disk only.
+        snapshot: the KV state; None if it is only on disk.
         on_disk: whether the KV state is on disk.
         is_branch_point: whether sequences are known to diverge after this segment.
-        last_used: when the segment was used last, in seconds since the epoch.
+        last_used: time of the last use, in seconds since the epoch.
         children: the segments that continue this one.
     """
 
@@ -64,16 +64,16 @@ class Segment:
 
     @property
     def start(self) -> int:
-        """How many tokens of the sequence come before this segment."""
+        """Number of tokens in the sequence before this segment."""
         return self.parent.end if self.parent else 0
 
     @property
     def end(self) -> int:
-        """The length of the sequence up to the end of this segment."""
+        """Number of tokens in the sequence up to the end of this segment."""
         return self.start + len(self.tokens)
 
     def chain(self) -> list[Segment]:
-        """Return the segments of the sequence that ends with this one, from the first on."""
+        """Return all segments from the beginning of the sequence to this one, in order."""
         chain: list[Segment] = []
         segment: Segment | None = self
         while segment:
@@ -93,12 +93,12 @@ class Segment:
         return found
 
     def value(self, own_value: Callable[[Segment], float]) -> float:
-        """Return the highest value in the subtree, because no descendant is usable without this segment."""
+        """Return the highest value in the subtree, because all descendants need this segment."""
         return max(map(own_value, self.subtree()))
 
 
 class SegmentTree:
-    """All segments of one model. Children of the same segment may still begin with the same tokens."""
+    """All segments of one model. Siblings may begin with the same tokens."""
 
     def __init__(self) -> None:
         self._roots: list[Segment] = []
@@ -129,14 +129,15 @@ class SegmentTree:
         return next((segment for segment in self if segment.name.startswith(prefix)), None)
 
     def longest_match(self, tokens: Tokens, *, whole: bool = False) -> tuple[Segment | None, int]:
-        """Return the segment whose sequence shares the longest prefix with `tokens`, and that length.
+        """Return the segment whose sequence shares the longest prefix with `tokens`, and the length shared.
 
         Args:
             tokens: the sequence to look up.
-            whole: only consider segments that match to their end.
+            whole: only consider segments that match completely.
 
         Returns:
-            The segment, the one that ends first if several share as much; None without a match.
+            The segment or None, and the length of the shared prefix. If several match equally well, the
+            one that ends first.
         """
         best: Segment | None = None
         longest, shortest_end = 0, 0
@@ -149,7 +150,7 @@ class SegmentTree:
         return best, longest
 
     def _matches(self, segments: list[Segment], tokens: Tokens, start: int) -> Iterator[tuple[Segment, int]]:
-        """Yield the segments that share tokens of their own with `tokens`, and the shared length."""
+        """Yield each segment with tokens that match `tokens`, and the length of the shared prefix."""
         for segment in segments:
             shared = shared_tokens(segment.tokens, tokens[start:])
             if shared:

@@ -1,4 +1,4 @@
-"""The segment store: which segments are in memory, on disk or in both, and which are evicted."""
+"""Keep segments in memory, on disk or both, and choose which ones to evict."""
 
 from __future__ import annotations
 
@@ -14,33 +14,33 @@ from edgespec.memory.prefix_cache.segments import Segment, SegmentTree, tokens_d
 
 __all__ = ["SegmentStore", "default_memory_bytes", "max_copy_bytes"]
 
-# The default size limit in memory: a quarter of what the plan leaves free, and at most 4 GiB. Chosen.
+# The default size limit in memory is a quarter of what the plan leaves free, up to 4 GiB. A heuristic.
 _DEFAULT_MAX_BYTES, _DEFAULT_SHARE = 4 * 2**30, 0.25
-# While a copy is made it is in memory twice, beside the segments that are cached already.
+# While a copy is being made, it is in memory twice, in addition to the segments already cached.
 _COPIES_AT_ONCE = 3
-# Added to the age of a segment, so that segments of the last minute differ only in their size.
+# Added to the age of each segment, so that age hardly matters for segments used in the last minute.
 _FRESH_SECONDS = 60.0
 
 
 def default_memory_bytes(free_bytes: int) -> int:
-    """Return the default size limit in memory, given the bytes that the plan leaves free."""
+    """Return the default size limit in memory, given the number of bytes that the plan leaves free."""
     return min(_DEFAULT_MAX_BYTES, max(0, int(free_bytes * _DEFAULT_SHARE)))
 
 
 def max_copy_bytes(free_bytes: int) -> int:
-    """Return the largest KV copy that is safe to make, given the bytes that the plan leaves free."""
+    """Return the maximum safe size of a KV copy, given the number of bytes that the plan leaves free."""
     return max(0, free_bytes) // _COPIES_AT_ONCE
 
 
 class SegmentStore:
-    """The segments of one model and their KV states. Any thread may call it, and `lock` guards the tree.
+    """Stores the segments of one model. It may be used on any thread; `lock` guards the tree.
 
     Args:
         max_bytes: size limit in memory. Segments beyond it are moved to disk, or dropped without a disk.
-        disk: the segments on disk; None to keep them in memory only.
-        available: returns the bytes that the system has free now.
-        reuse_costs: the time that a segment saves, which decides what the disk keeps.
-        reserve_bytes: memory to leave to other programs, whatever `max_bytes` allows.
+        disk: storage for segments on disk. If None, segments are kept only in memory.
+        available: returns the number of bytes that are currently free on the system.
+        reuse_costs: estimates the time that a segment saves, which decides what is kept on disk.
+        reserve_bytes: memory to leave for other programs, regardless of `max_bytes`.
     """
 
     def __init__(
@@ -66,42 +66,42 @@ class SegmentStore:
 
     @property
     def memory_bytes(self) -> int:
-        """The memory that segments take now."""
+        """Memory currently used by segments, in bytes."""
         with self.lock:
             return sum(segment.size_bytes for segment in self.tree if segment.snapshot)
 
     def has_room_for(self, size_bytes: float) -> bool:
-        """Return whether the system has this much free beside the reserve."""
+        """Return whether the system has this much free memory in addition to the reserve."""
         return size_bytes < self.available() - self._reserve_bytes
 
     def read(self, segment: Segment) -> Snapshot | None:
-        """Return the KV state from memory or disk; None if it is damaged or gone."""
+        """Return the KV state from memory or disk, or None if it is damaged or missing."""
         return segment.snapshot or (self.disk.read(segment.name) if self.disk else None)
 
     def keep_in_memory(self, segment: Segment, snapshot: Snapshot) -> None:
-        """Keep a KV state that was read from disk in memory, if it is within the size limit."""
+        """Keep a KV state that was read from disk in memory too, if the size limit allows it."""
         if self.max_bytes >= segment.size_bytes:
             segment.snapshot = snapshot
 
     def touch(self, segment: Segment) -> None:
-        """Record that a segment and its ancestors are used now."""
+        """Record the current time as the last use of a segment and its ancestors."""
         clock = time.time()
         for part in segment.chain():
             part.last_used = clock
 
     def remove(self, segment: Segment) -> None:
-        """Remove a segment and its descendants, from disk too."""
+        """Remove a segment and its descendants from memory and disk."""
         names = [one.name for one in self.tree.remove(segment) if one.on_disk]
         if self.disk and names:
             self.disk.remove(names)
 
     def clear(self) -> None:
-        """Remove all segments from memory. Those on disk stay, but this store does not read them again."""
+        """Remove all segments from memory. Files on disk remain, but this store no longer reads them."""
         with self.lock:
             self.tree = SegmentTree()
 
     def write(self, should_continue: Callable[[], bool] = lambda: True) -> None:
-        """Write the segments that are in memory only to disk, while `should_continue()`."""
+        """Write segments that are not on disk yet, for as long as `should_continue()` returns True."""
         with self.lock:
             waiting = [segment for segment in self.tree if segment.snapshot and not segment.on_disk]
         for segment in waiting:
@@ -110,7 +110,7 @@ class SegmentStore:
             self._write(segment)
 
     def _write(self, segment: Segment) -> bool:
-        """Write a segment and its ancestors to disk. Returns whether it is there now."""
+        """Write a segment and its ancestors to disk, and return whether it is now on disk."""
         disk, snapshot = self.disk, segment.snapshot
         if segment.on_disk:
             return True
@@ -129,7 +129,7 @@ class SegmentStore:
         return written
 
     def _sync_with_disk(self, disk: PrefixCacheDisk) -> None:
-        """Notice files that were deleted for the quota, or by another process."""
+        """Update the segments after files were deleted because of the quota or by another process."""
         for segment in list(self.tree):
             if segment.on_disk and not disk.has(segment.name):
                 segment.on_disk = False
@@ -140,11 +140,11 @@ class SegmentStore:
         """Drop segments from memory until the system has the reserve free again.
 
         Args:
-            write: write segments to disk before they are dropped. Without it, those that are on disk already
+            write: write segments to disk before dropping them. If False, segments that are already on disk
                 are dropped first.
 
         Returns:
-            The bytes that this freed.
+            The number of bytes freed.
         """
         with self.lock:
             before = self.memory_bytes
@@ -152,7 +152,7 @@ class SegmentStore:
             return before - self.memory_bytes
 
     def enforce_limits(self, write: bool = True) -> None:
-        """Drop the least valuable segments from memory, until size limit and reserve are respected."""
+        """Drop the least valuable segments from memory until size limit and reserve are respected."""
         in_memory = [segment for segment in self.tree if segment.snapshot]
         total = sum(segment.size_bytes for segment in in_memory)
         limit = min(self.max_bytes, total + self.available() - self._reserve_bytes)

@@ -1,1 +1,1 @@
-"""The screens over the chat: loading, help, system prompt, settings and confirmation."""
+"""The other screens of the terminal chat: loading, help, system prompt, settings and confirmation."""

@@ -1,4 +1,4 @@
-"""A question to confirm a deletion."""
+"""The dialog that asks for confirmation before something is deleted."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["ConfirmScreen"]
 
 
 class ConfirmScreen(ModalScreen[bool]):
-    """Ask before something is deleted. Esc means no."""
+    """Dialog that asks for confirmation before something is deleted. Esc means no."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("escape,n", "answer(False)", "No", show=False),
@@ -29,7 +29,7 @@ class ConfirmScreen(ModalScreen[bool]):
         self._yes = yes
 
     def compose(self) -> ComposeResult:
-        """Create the question and two buttons. The harmless one has the focus."""
+        """Create the question and two buttons. The button that deletes nothing has the focus."""
         with Vertical(classes="dialog -small"):
             yield Static(Content(self._question))
             with Horizontal(classes="buttons"):
@@ -37,9 +37,9 @@ class ConfirmScreen(ModalScreen[bool]):
                 yield Button(self._yes, id="yes", variant="error", compact=True)
 
     def on_button_pressed(self, event: Button.Pressed) -> None:
-        """Close with the answer of the pressed button."""
+        """Close the dialog with the answer of the pressed button."""
         self.dismiss(event.button.id == "yes")
 
     def action_answer(self, answer: bool) -> None:
-        """Close with the answer of the pressed key."""
+        """Close the dialog with the answer of the pressed key."""
         self.dismiss(answer)

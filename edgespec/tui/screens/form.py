@@ -1,4 +1,4 @@
-"""The base class of forms."""
+"""The base class of the form dialogs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class FormScreen(ModalScreen[T | None]):
     """A dialog with fields and the buttons Save and Cancel. Its result is None after Cancel.
 
     Attributes:
-        heading: The title.
+        heading: The title of the dialog.
     """
 
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -30,7 +30,7 @@ class FormScreen(ModalScreen[T | None]):
     heading: str
 
     def compose(self) -> ComposeResult:
-        """Create the fields and two buttons."""
+        """Create the fields and the buttons."""
         with Vertical(classes="dialog -large") as dialog:
             dialog.border_title = self.heading
             dialog.border_subtitle = "Ctrl+S saves · Esc cancels"
@@ -44,7 +44,7 @@ class FormScreen(ModalScreen[T | None]):
         """Create the fields."""
 
     def on_button_pressed(self, event: Button.Pressed) -> None:
-        """Save or cancel."""
+        """Save or cancel, depending on the pressed button."""
         if event.button.id == "save":
             self.action_keep()
         else:
@@ -52,8 +52,8 @@ class FormScreen(ModalScreen[T | None]):
 
     @abstractmethod
     def action_keep(self) -> None:
-        """Close with the contents of the fields."""
+        """Close the dialog and return the contents of the fields."""
 
     def action_cancel(self) -> None:
-        """Close without changes."""
+        """Close the dialog without changes."""
         self.dismiss(None)

@@ -65,14 +65,14 @@ KEYS = (
 
 
 class HelpScreen(ModalScreen[None]):
-    """Keys and slash commands. Esc closes."""
+    """Help screen that lists keys and slash commands. Esc closes it."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("escape,f1,q,question_mark,enter", "dismiss", "Close", show=False),
     ]
 
     def compose(self) -> ComposeResult:
-        """Create the page."""
+        """Create the help page."""
         with VerticalScroll(classes="dialog -large") as dialog:
             dialog.border_title = "Keys and commands"
             dialog.border_subtitle = "Esc closes"
@@ -88,7 +88,7 @@ class HelpScreen(ModalScreen[None]):
             )
 
     def on_mount(self) -> None:
-        """Let the arrow keys scroll."""
+        """Focus the page so that the arrow keys scroll it."""
         self.query_one(VerticalScroll).focus()
 
 

@@ -1,4 +1,4 @@
-"""The screen while the model loads. Esc or Ctrl+C cancels."""
+"""The screen shown while the model loads. Esc or Ctrl+C cancels loading."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["LoadingScreen"]
 
 
 class LoadingScreen(Screen[None]):
-    """The name of the model and the progress of loading."""
+    """Screen that shows the model name and the loading progress."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("escape,ctrl+c,ctrl+q", "cancel", "Cancel", show=False, priority=True),
@@ -35,7 +35,7 @@ class LoadingScreen(Screen[None]):
         self._hint = Static(Content("Esc cancels"), id="loading-hint")
 
     def compose(self) -> ComposeResult:
-        """Create the name, the progress bar and a description."""
+        """Create the model name, the progress bar and a description."""
         with Vertical(id="loading"):
             yield Static(Content.assemble(("edgespec", "bold"), "  ", (self._model, "$muted")))
             yield self._bar
@@ -48,13 +48,13 @@ class LoadingScreen(Screen[None]):
         self._what.update(Content(description))
 
     def on_key(self, event: events.Key) -> None:
-        """Collect text that is typed during loading, for the input of the chat."""
+        """Collect text typed during loading. It is later copied to the chat's input."""
         if event.is_printable and event.character is not None:
             self.typed += event.character
         elif event.key == "backspace":
             self.typed = self.typed[:-1]
 
     def action_cancel(self) -> None:
-        """Stop loading. A second request quits at once."""
+        """Stop loading the model. If called again, quit immediately."""
         self._hint.update(Content("Stopping. Press Esc again to quit at once"))
         self.post_message(self.CancelWanted())

@@ -1,4 +1,4 @@
-"""The form for the settings of a chat. Errors appear under their field while typing."""
+"""The form for the settings of a chat. Errors appear below a field while the user types."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["SettingsScreen"]
 
 
 class SettingsScreen(FormScreen[dict[str, Setting]]):
-    """Edit the settings. The result is all settings that are not default, or None after Cancel."""
+    """Form for the settings. The result contains all non-default settings, or is None after Cancel."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("up", "app.focus_previous", "Previous", show=False),
@@ -48,7 +48,7 @@ class SettingsScreen(FormScreen[dict[str, Setting]]):
         self.action_keep()
 
     def action_keep(self) -> None:
-        """Close with the settings, or focus the first invalid one."""
+        """Close the form and return the settings, or focus the first invalid field."""
         wrong = [row for row in self.query(_Row) if not row.check()]
         if wrong:
             wrong[0].query_one(Input).focus()
@@ -58,7 +58,7 @@ class SettingsScreen(FormScreen[dict[str, Setting]]):
 
 
 class _Row(Vertical):
-    """A row of the form: label, field, hint and error."""
+    """A row of the form with a label, a field, a hint and an error message."""
 
     def __init__(self, field: Field, text: str) -> None:
         super().__init__(classes="setting")
@@ -88,7 +88,7 @@ class _Row(Vertical):
         self.check()
 
     def check(self) -> bool:
-        """Parse the field and show its error, if any. Returns whether it is valid."""
+        """Parse the field's text and show any error. Return True if the text is valid."""
         text = self.query_one(Input).value
         problem = ""
         self.value = None

@@ -11,7 +11,7 @@ __all__ = ["SystemScreen"]
 
 
 class SystemScreen(FormScreen[str]):
-    """Edit the system prompt. The result is the new text, empty for none, or None after Cancel."""
+    """Editor of the system prompt. The result is the new text, which may be empty, or None after Cancel."""
 
     heading = "System prompt"
 
@@ -25,11 +25,11 @@ class SystemScreen(FormScreen[str]):
         yield TextArea(self._text, soft_wrap=True, highlight_cursor_line=False, id="system-text")
 
     def on_mount(self) -> None:
-        """Put the cursor at the end."""
+        """Move the cursor to the end of the text."""
         area = self.query_one("#system-text", TextArea)
         area.move_cursor(area.document.end)
         area.focus()
 
     def action_keep(self) -> None:
-        """Close with the text."""
+        """Close the editor and return its text."""
         self.dismiss(self.query_one("#system-text", TextArea).text.strip())

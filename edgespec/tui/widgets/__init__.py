@@ -1,1 +1,1 @@
-"""The parts of the chat screen."""
+"""The widgets of the chat screen."""

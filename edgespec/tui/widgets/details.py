@@ -32,7 +32,7 @@ def details_content(
     memory_bytes: int,
     loss_limits: tuple[float, float] | None = None,
 ) -> Content:
-    """Return the contents of the panel, laid out for `width` cells."""
+    """Return the contents of the details panel, laid out for a width of `width` cells."""
     parts = [_method(method)]
     if stats is None or not (stats.generated_tokens or stats.prompt_tokens):
         parts.append(Content("Numbers appear with the first reply.\n").stylize("$muted"))
@@ -48,7 +48,7 @@ def _heading(text: str) -> Content:
 
 
 def _row(label: str, value: str, width: int) -> Content:
-    # A value that does not fit beside its label goes to the next line.
+    # If a value does not fit beside its label, it goes on the next line.
     fits = len(label) + len(value) < width
     gap = " " * (width - len(label) - len(value)) if fits else "\n" + " " * max(0, width - len(value))
     return Content.assemble((label, "$muted"), gap, value, "\n")
@@ -88,7 +88,7 @@ def _speed(
 
 
 def _positions(stats: Stats, width: int) -> Content:
-    # Copied, because the lists grow in the model thread during a reply.
+    # Copy the lists, because the model thread extends them during a reply.
     drafted, accepted = list(stats.drafted_per_position), list(stats.accepted_per_position)
     pairs = [(a, d) for a, d in zip(accepted, drafted, strict=False) if d]
     if not pairs:
@@ -149,23 +149,23 @@ def _memory(stats: Stats | None, memory_bytes: int, width: int) -> Content:
 
 
 class Details(VerticalScroll):
-    """The panel on the right of the chat. It is redrawn as a whole."""
+    """The details panel to the right of the chat. Every update redraws all of it."""
 
     def __init__(self, *, id: str) -> None:  # noqa: A002 - textual's own name
         super().__init__(id=id)
         self._draw: Callable[[int], Content] | None = None
 
     def compose(self) -> ComposeResult:
-        """Create the text."""
+        """Create the text widget."""
         yield Static(id="details-text")
 
     def show(self, draw: Callable[[int], Content]) -> None:
-        """Show the contents that `draw` returns for the width of the panel, now and after every resize."""
+        """Show the result of `draw(width)`, now and again after every resize."""
         self._draw = draw
         self.on_resize()
 
     def on_resize(self) -> None:
-        """Lay the text out for the new width."""
+        """Redraw the text for the new width."""
         width = self.scrollable_content_region.width
         if self._draw is not None and width:
             self.query_one("#details-text", Static).update(self._draw(width))

@@ -1,4 +1,4 @@
-"""The header line: the models and the title of the chat."""
+"""The header line with the model names and the title of the chat."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ __all__ = ["Header"]
 
 
 class Header(Widget):
-    """The models on the left and the title of the chat on the right, truncated to the width."""
+    """Header with the models on the left and the chat's title on the right, truncated to fit."""
 
     models: reactive[str] = reactive("")
     chat_title: reactive[str] = reactive("")
 
     def render(self) -> Content:
-        """Return the line at the current width."""
+        """Return the header line for the current width."""
         width = self.content_size.width
         left = Content.assemble(("edgespec", "bold"), "  ", (self.models, "$muted"))
         room = width - left.cell_length - 3

@@ -23,12 +23,12 @@ __all__ = ["Note", "Panel", "ReplyMessage", "UserMessage", "Welcome", "markdown_
 
 
 def markdown_parser() -> MarkdownIt:
-    """Return a Markdown parser that shows HTML as text, because models write `<name>` as a placeholder."""
+    """Return a Markdown parser that shows HTML as text, because models often write tags such as `<name>`."""
     return MarkdownIt("gfm-like", {"html": False})
 
 
 def origin_content(chunks: Sequence[TextChunk]) -> Content:
-    """Return the text of a reply with accepted draft tokens in one colour and the target's in another."""
+    """Return a reply's text with accepted draft tokens and the target's own tokens in different colours."""
     parts: list[tuple[str, str]] = []
     for chunk in chunks:
         style = "$accepted" if chunk.accepted else "bold $own"
@@ -40,14 +40,14 @@ def origin_content(chunks: Sequence[TextChunk]) -> Content:
 
 
 class UserMessage(Static):
-    """A message of the user, as typed."""
+    """A user message, shown exactly as typed."""
 
     def __init__(self, text: str) -> None:
         super().__init__(Content(text), classes="user")
 
 
 class Note(Static):
-    """A muted line from edgespec, such as the result of a command."""
+    """A muted line of text from edgespec, such as the result of a command."""
 
     def __init__(self, text: str) -> None:
         super().__init__(Content(text), classes="note")
@@ -68,7 +68,7 @@ class Panel(Vertical):
 
 
 class Welcome(Vertical):
-    """The models and an explanation of the speed-up, above the first message."""
+    """Welcome box above the first message. It shows the models and explains the speed-up."""
 
     def __init__(self, rows: Sequence[tuple[str, str]], notices: Sequence[str]) -> None:
         super().__init__(classes="welcome")
@@ -83,7 +83,7 @@ class Welcome(Vertical):
 
 
 class ReplyMessage(Widget):
-    """A reply as Markdown or with its tokens coloured by origin, and a line about its end."""
+    """A reply, shown as Markdown or with tokens coloured by origin, above a line that says how it ended."""
 
     def __init__(
         self,
@@ -107,7 +107,7 @@ class ReplyMessage(Widget):
         yield Static(classes="reply-end")
 
     def on_mount(self) -> None:
-        """Show one of the two views."""
+        """Show the chosen view of the text."""
         self._refresh_views()
 
     @property
@@ -121,13 +121,13 @@ class ReplyMessage(Widget):
         return self._origin and bool(self.chunks)
 
     def begin(self) -> None:
-        """Prepare for chunks, and show an ellipsis until the first."""
+        """Prepare to receive text chunks. Show an ellipsis until the first one arrives."""
         self._stream = Markdown.get_stream(self._markdown)
         self._end.update(Content("…"))
         self._end.display = True
 
     def show_reading(self, fraction: float) -> None:
-        """Show how much of the prompt has been read. Does nothing after the first word."""
+        """Show what fraction of the prompt has been read. Does nothing once text has appeared."""
         if not self.text and 0 < fraction < 1:
             self._end.update(Content(f"reading the prompt, {percent(fraction)}"))
 
@@ -143,19 +143,19 @@ class ReplyMessage(Widget):
         await self._stream.write(fragment)
 
     async def finish(self, text: str, reply: Reply | None) -> None:
-        """Finish the reply. `text` is the text that the conversation keeps."""
+        """Mark the reply as finished and show its final text `text`."""
         self.reply = reply
         if self._stream is not None:
             await self._stream.stop()
             self._stream = None
-        # A Markdown table that grew row by row can contain stale cells.
+        # Render it again, because a Markdown table that grew row by row can show outdated cells.
         if text != self.text or self._markdown.query("MarkdownTable"):
             self.text = text
             await self._markdown.update(text)
         self._refresh_views()
 
     def show_origin(self, origin: bool) -> None:
-        """Switch between Markdown and coloured tokens."""
+        """Show tokens coloured by origin, or Markdown if `origin` is False."""
         self._origin = origin
         self._refresh_views()
 

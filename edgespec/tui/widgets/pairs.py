@@ -1,4 +1,4 @@
-"""A table of labels and values, which puts values below their labels in narrow terminals."""
+"""A table of labels and values. In narrow terminals, values are placed below their labels."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ __all__ = ["Pairs", "pairs_content"]
 def pairs_content(
     rows: Sequence[tuple[str, str]], width: int, *, label_style: str, stack_below: int = 0
 ) -> Content:
-    """Return the rows laid out for `width` cells.
+    """Return the rows, laid out for a width of `width` cells.
 
     Args:
-        rows: Labels and values. The value of an empty label starts at the left edge.
+        rows: Labels and values. If a label is empty, its value starts at the left edge.
         width: Width in cells.
         label_style: Style of the labels.
-        stack_below: Put values below their labels if they would have fewer cells than this.
+        stack_below: Place values below their labels if less than this width is left for them.
     """
     label_width = max((len(label) for label, _ in rows), default=0) + 2
     stacked = width - label_width < stack_below
@@ -54,11 +54,11 @@ class Pairs(Widget):
         self._stack_below = stack_below
 
     def render(self) -> Content:
-        """Return the rows at the current width."""
+        """Return the rows, laid out for the current width."""
         return self._laid_out(self.content_size.width)
 
     def get_content_height(self, container: Size, viewport: Size, width: int) -> int:  # noqa: ARG002
-        """Return the number of lines at this width."""
+        """Return the number of lines needed at this width."""
         return self._laid_out(width).plain.count("\n") + 1
 
     def _laid_out(self, width: int) -> Content:

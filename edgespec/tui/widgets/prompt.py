@@ -1,4 +1,4 @@
-"""The text input. Enter sends; Up and Down walk through sent messages."""
+"""The text input. Enter sends the text; Up and Down browse sent messages."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _NEW_LINE_KEYS = frozenset({"shift+enter", "ctrl+j", "alt+enter"})
 
 
 class PromptInput(TextArea):
-    """The input for messages and slash commands."""
+    """Text input for messages and slash commands."""
 
     @dataclass
     class Sent(Event):
@@ -30,7 +30,7 @@ class PromptInput(TextArea):
 
     @dataclass
     class Scroll(Event):
-        """The transcript should scroll by `pages` pages, up if negative."""
+        """Request to scroll the transcript by `pages` pages. Negative values scroll up."""
 
         pages: int
 
@@ -49,12 +49,12 @@ class PromptInput(TextArea):
         self._sent = sent
 
     def replace_text(self, text: str) -> None:
-        """Set the text and put the cursor at its end."""
+        """Replace the text and move the cursor to its end."""
         self.text = text
         self.move_cursor(self.document.end)
 
     def update_suggestion(self) -> None:
-        """Suggest the rest of a slash command."""
+        """Suggest the rest of a partly typed slash command."""
         at_end = self.cursor_location == self.document.end
         self.suggestion = completion(self.text) if at_end else ""
 
@@ -94,9 +94,9 @@ class PromptInput(TextArea):
         super().action_cursor_down(select)
 
     def action_cursor_page_up(self) -> None:
-        """Scroll the transcript up, because the input itself is short."""
+        """Scroll the transcript up one page, because the input itself is too short to scroll."""
         self.post_message(self.Scroll(-1))
 
     def action_cursor_page_down(self) -> None:
-        """Scroll the transcript down."""
+        """Scroll the transcript down one page."""
         self.post_message(self.Scroll(1))

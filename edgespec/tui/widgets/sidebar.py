@@ -1,4 +1,4 @@
-"""The list of saved chats."""
+"""The sidebar with the list of saved chats."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ _MAX_TITLE_LENGTH = 60
 
 
 class Sidebar(Vertical):
-    """The saved chats, newest first. Enter opens a chat, Delete deletes it."""
+    """Sidebar that lists the saved chats, newest first. Enter opens a chat, Delete deletes it."""
 
     BINDINGS: ClassVar[list[BindingType]] = [Binding("delete", "delete", "Delete", show=False)]
 
     @dataclass
     class Opened(Event):
-        """A chat was chosen."""
+        """The user chose a chat to open."""
 
         chat: StoredChat
 
@@ -52,7 +52,7 @@ class Sidebar(Vertical):
         yield Static("Enter opens · Del deletes", classes="sidebar-hint")
 
     def show(self, chats: Sequence[StoredChat], *, current: str, now: datetime | None = None) -> None:
-        """Show these chats and mark the one with the id `current`."""
+        """Show `chats` and mark the one whose id is `current`."""
         now = now or datetime.now(UTC)
         options = self.query_one("#chat-list", OptionList)
         place = options.highlighted
@@ -78,7 +78,7 @@ class Sidebar(Vertical):
             self.post_message(self.Opened(chat))
 
     def action_delete(self) -> None:
-        """Request to delete the highlighted chat."""
+        """Request deletion of the highlighted chat."""
         options = self.query_one("#chat-list", OptionList)
         if options.highlighted is None:
             return
@@ -89,7 +89,7 @@ class Sidebar(Vertical):
 
 def _entry(chat: StoredChat, current: str, now: datetime) -> Content:
     mark = "• " if chat.id == current else "  "
-    # A title that was read from a file may have any length.
+    # Titles read from files can be arbitrarily long.
     shown = chat.title if len(chat.title) <= _MAX_TITLE_LENGTH else f"{chat.title[: _MAX_TITLE_LENGTH - 1]}…"
     title = Content.assemble((mark, "$primary"), shown)
     when = ago(chat.updated, now)

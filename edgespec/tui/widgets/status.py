@@ -1,4 +1,4 @@
-"""The status line: speed-up, speed, context and memory."""
+"""The status line, which shows speed-up, speed, context use and memory."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ __all__ = ["StatusFacts", "StatusLine", "arranged"]
 
 _GAP = "  ·  "
 _TIGHT_GAP = " · "
-# Part of the context from which it is marked as nearly full: a turn or two may still fit.
+# The context is shown as nearly full from this fraction. One or two more turns may still fit.
 _NEARLY_FULL = 0.85
 
 
 @dataclass(frozen=True, slots=True)
 class StatusFacts:
-    """The contents of the status line.
+    """Values shown in the status line.
 
     Attributes:
         speed_up: The speed-up in two words.
         writing: Whether a reply is being generated.
-        tokens_per_second: Speed of the running or last reply. None before the first token.
-        acceptance_rate: Accepted tokens of all drafted tokens. None if nothing was drafted.
-        context_used_tokens: Tokens of the conversation.
-        context_tokens: The context size.
+        tokens_per_second: Speed of the current or last reply. None before the first token.
+        acceptance_rate: Fraction of drafted tokens that were accepted. None if nothing was drafted.
+        context_used_tokens: Number of tokens in the conversation.
+        context_tokens: Context size in tokens.
         memory_bytes: Resident memory of the process.
-        dropped_messages: Oldest messages that no longer fit the context.
+        dropped_messages: Number of oldest messages that no longer fit in the context.
     """
 
     speed_up: str = ""
@@ -61,7 +61,7 @@ class StatusFacts:
         memory_bytes: int,
         dropped_messages: int,
     ) -> StatusFacts:
-        """Return the facts with the rates of `stats`."""
+        """Create the facts, with the speed and acceptance rate taken from `stats`."""
         return cls(
             speed_up=speed_up,
             writing=writing,
@@ -75,11 +75,11 @@ class StatusFacts:
 
     @property
     def context_nearly_full(self) -> bool:
-        """True if the next turns may not fit the context."""
+        """True if the next turns may not fit in the context."""
         return self.context_tokens > 0 and self.context_used_tokens >= _NEARLY_FULL * self.context_tokens
 
     def segments(self) -> list[tuple[str, str]]:
-        """Return text and style of each part, in reading order."""
+        """Return the text and style of each part, from left to right."""
         used, total = _thousands(self.context_used_tokens), _thousands(self.context_tokens)
         parts = [(self.speed_up or "starting", "$primary" if self.writing else "")]
         if self.tokens_per_second is not None:
@@ -94,10 +94,10 @@ class StatusFacts:
 
 
 def arranged(lengths: Sequence[int], width: int) -> tuple[str, list[list[int]]]:
-    """Return the gap between parts of these lengths, and the parts of each line at `width`.
+    """Choose the gap between the parts of the status line, and the parts to show on each line.
 
-    The parts go on one line, with tight gaps if wide ones do not fit. If that is too long they are spread
-    over several lines, so that nothing is cut.
+    All parts share one line if they fit, with narrow gaps if wide ones do not. Otherwise they are spread over
+    several lines, so that nothing is cut off.
     """
     for gap in (_GAP, _TIGHT_GAP):
         if sum(lengths) + len(gap) * (len(lengths) - 1) <= width:
@@ -119,22 +119,22 @@ def _thousands(tokens: int) -> str:
 
 
 class StatusLine(Widget):
-    """The live status, on one line, or on two or three in a narrow terminal."""
+    """Live status line. In a narrow terminal it wraps to two or three lines."""
 
     facts: reactive[StatusFacts] = reactive(StatusFacts, layout=False)
 
     def watch_facts(self, before: StatusFacts, now: StatusFacts) -> None:
-        """Lay out again only if the number of lines changes, because a layout per token would flicker."""
+        """Update the layout only if the number of lines changes, because doing so per token would flicker."""
         width = self.content_size.width
         if width and self._line_count(before, width) != self._line_count(now, width):
             self.refresh(layout=True)
 
     def get_content_height(self, container: Size, viewport: Size, width: int) -> int:  # noqa: ARG002
-        """Return the number of lines that the parts need."""
+        """Return the number of lines needed for all parts."""
         return self._line_count(self.facts, width)
 
     def render(self) -> Content:
-        """Return the parts, laid out for the current width."""
+        """Return the status text, laid out for the current width."""
         segments = self.facts.segments()
         gap, lines = arranged([Content(text).cell_length for text, _ in segments], self.content_size.width)
         rows = [

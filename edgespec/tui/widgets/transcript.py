@@ -1,4 +1,4 @@
-"""The conversation on the screen. It follows the running reply until the user scrolls away."""
+"""The scrolling view of the conversation. It follows the running reply until the user scrolls away."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from edgespec.tui.widgets.messages import Note, Panel, ReplyMessage, UserMessage
 
 __all__ = ["Transcript"]
 
-# Messages that are shown first, and added with each request for older ones.
+# Number of messages shown at first, and added each time the user asks for older ones.
 _PAGE_MESSAGES = 40
 # Maximum number of messages shown as widgets. Hundreds of Markdown widgets slow the screen down.
 _MAX_MESSAGES = 120
 
 
 class Transcript(VerticalScroll):
-    """Messages, notes and panels, with the newest at the bottom."""
+    """Scrolling list of messages, notes and panels, with the newest at the bottom."""
 
     class EarlierWanted(Event):
         """The user wants to see older messages."""
 
     def __init__(self, welcome: Widget, *, id: str) -> None:  # noqa: A002 - textual's own name
         super().__init__(id=id)
-        # The column is at least as high as the view, so that a short chat starts at the top.
+        # The column is at least as tall as the view, so that a short chat starts at the top.
         self._column = Vertical(welcome, _Earlier(), id="messages")
         self._entries: Sequence[ChatEntry] = ()
         self._first = 0
@@ -43,7 +43,7 @@ class Transcript(VerticalScroll):
         yield self._column
 
     def on_mount(self) -> None:
-        """Follow the end from the start."""
+        """Start following the end of the conversation."""
         self.anchor()
 
     async def show_chat(self, entries: Sequence[ChatEntry], *, welcome: Widget) -> None:
@@ -74,22 +74,22 @@ class Transcript(VerticalScroll):
         self.to_end()
 
     async def start_reply(self) -> ReplyMessage:
-        """Append an empty reply that is ready for chunks."""
+        """Append an empty reply widget that is ready to receive text."""
         reply = ReplyMessage(origin=self._origin)
         await self.add(reply)
         reply.begin()
         return reply
 
     async def note(self, text: str) -> None:
-        """Append a muted line."""
+        """Append a note in muted colours."""
         await self.add(Note(text))
 
     async def remove_notes(self) -> None:
-        """Remove notes and panels, which are obsolete after the next message."""
+        """Remove all notes and panels, which are outdated once the next message is sent."""
         await self.query("Note, Panel").remove()
 
     async def remove_messages(self, number: int) -> None:
-        """Remove the last messages, which are about to be replaced."""
+        """Remove the last `number` messages, which are about to be replaced."""
         messages = self._messages
         for widget in messages[len(messages) - number :]:
             await widget.remove()
@@ -104,13 +104,13 @@ class Transcript(VerticalScroll):
         self._refresh_earlier()
 
     def set_origin(self, origin: bool) -> None:
-        """Colour the tokens of replies by origin, or show Markdown."""
+        """Show replies with tokens coloured by origin, or as Markdown if `origin` is False."""
         self._origin = origin
         for reply in self.query(ReplyMessage):
             reply.show_origin(origin)
 
     def set_dropped(self, dropped: int) -> None:
-        """Show a line below the messages that no longer fit the context."""
+        """Show a line below the first `dropped` messages, which no longer fit in the context."""
         self._dropped = dropped
         for old in self.query(".unseen"):
             old.remove()
@@ -121,7 +121,7 @@ class Transcript(VerticalScroll):
             self._column.mount(Static(Content(text), classes="unseen"), before=messages[place])
 
     def to_end(self) -> None:
-        """Scroll to the end and follow it."""
+        """Scroll to the end and keep following it."""
         self.anchor()
 
     @property
@@ -141,14 +141,14 @@ class Transcript(VerticalScroll):
 
 
 class _Earlier(Static):
-    """A line in place of the older messages that are not shown."""
+    """Line that stands in for older messages that are not shown."""
 
     def __init__(self) -> None:
         super().__init__(classes="earlier")
         self.display = False
 
     def show(self, number: int) -> None:
-        """Show the number of older messages."""
+        """Show `number`, the number of older messages."""
         self.display = number > 0
         self.update(Content(f"↑ {count(number, 'earlier message')}: click, or press Ctrl+Home"))
 
