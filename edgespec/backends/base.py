@@ -46,7 +46,8 @@ class LowBit:
     """Self-drafting with the target quantised to fewer bits, on its KV cache (QSpec, arXiv 2410.11305).
 
     Attributes:
-        copy: Path of a copy of the model quantised to fewer bits. None if the loaded weights hold both precisions.
+        copy: Path of a copy of the model quantised to fewer bits. None if the loaded weights contain both
+            precisions.
         sink_tokens: First tokens that the sparse attention window always includes (MagicDec,
             arXiv 2408.11049).
         window_tokens: Last tokens in the attention window. None attends to the whole context.
