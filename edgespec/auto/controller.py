@@ -128,7 +128,7 @@ class AutoController(Drafter):
         self._is_drafting = False
         # None in rounds that began without `propose`, and in skipped rounds of a pause.
         self._round: _Round | None = None
-        # Time that a target step takes beside its pass.
+        # Time that a target step takes in addition to its pass.
         self._overhead_seconds = RunningMean()
         self._worst_case = WorstCaseCosts(costs)
         self._backoff = Backoff()
@@ -146,7 +146,7 @@ class AutoController(Drafter):
 
     @property
     def allowance_seconds(self) -> float:
-        """How much the next round may lose against plain decoding."""
+        """Maximum time that the next round may lose compared with plain decoding."""
         return self.loss_limit.allowance_seconds(self.target_step_seconds)
 
     @property
@@ -188,7 +188,7 @@ class AutoController(Drafter):
         return tree
 
     def _may_draft(self) -> bool:
-        """Return whether this round need not be a target step."""
+        """Return whether this round may draft instead of being a target step."""
         if self._tokens_since_target_step >= _REMEASURE_TOKENS or self.costs.needs_target_step:
             return False
         return self._backoff.may_draft()

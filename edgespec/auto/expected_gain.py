@@ -57,7 +57,7 @@ class RoundEstimate:
             cost: Cost of the other draft, in target steps.
             v: Cost of a verify pass by width, in target steps.
             max_width: Width limit of a pass.
-            can_branch: False where a pass verifies one chain, which is then the other draft.
+            can_branch: Whether a pass can verify a tree. If False, it verifies only the other draft.
         """
         alone = chain(reach_probs, repeat(0.0))
         added = (

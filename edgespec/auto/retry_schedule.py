@@ -21,7 +21,7 @@ class RetrySchedule:
 
     Args:
         min_interval: Rounds between the first two retries.
-        max_interval: Rounds between retries after many that brought nothing.
+        max_interval: Maximum number of rounds between retries, reached after many have failed.
     """
 
     def __init__(self, min_interval: int = 4, max_interval: int = 128) -> None:
@@ -30,7 +30,7 @@ class RetrySchedule:
 
     @property
     def is_rare(self) -> bool:
-        """Whether several retries have brought nothing."""
+        """Whether several retries in a row have failed."""
         return self._interval >= _RARE_FACTOR * self._min_interval
 
     def is_due(self, cost: float) -> bool:

@@ -32,7 +32,7 @@ class WorstCaseCosts:
         self.level_seconds = _ASSUMED_LEVEL_COST * costs.target_step_seconds
         self._costs = costs
         self._mean_level_seconds = RunningMean()
-        # Worst duration of a verify pass over its expected duration.
+        # Worst ratio of the actual to the expected duration of a verify pass.
         self._pass_ratio = 1.0
         self._pass_ratio_by_replies: dict[int, float] = {}
 

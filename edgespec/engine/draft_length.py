@@ -1,4 +1,4 @@
-"""The best draft length for a given acceptance rate and cost."""
+"""Compute the best draft length for a given acceptance rate and cost."""
 
 from __future__ import annotations
 

@@ -109,7 +109,7 @@ def _distance(a: NDArray[np.float32], b: NDArray[np.float32]) -> NDArray[np.floa
 def is_near_tie(
     rescored: Rescored, params: SamplingParams, seed: int, history: Sequence[int], plain: int, other: int
 ) -> bool:
-    """Return whether the measured rounding error explains that two replies differ.
+    """Return whether the measured rounding error explains why two replies differ.
 
     The whole sampling chain runs on logits that are moved by the error, once in favour of each token. Both
     tokens must be reachable. It also counts if the logits of a wide pass select `other` without being moved.

@@ -1,4 +1,4 @@
-"""Comparison of every method with plain decoding on a loaded model pair."""
+"""Compare every method with plain decoding on a loaded model pair."""
 
 from __future__ import annotations
 
