@@ -128,7 +128,7 @@ def test_an_out_of_memory_pass_leaves_the_cache_unchanged(
     model.truncate(3)
     with monkeypatch.context() as failing:
         failing.setattr(library(), "llama_decode", lambda *_: -2)
-        with pytest.raises(MemoryBudgetError, match="buffers of a pass of 3 tokens cannot be allocated"):
+        with pytest.raises(MemoryBudgetError, match="buffers for a pass over 3 tokens cannot be allocated"):
             model.verify(TokenTree.chain(4, [5, 6]))
     assert model.length == 3
     assert np.array_equal(model.verify(TokenTree.chain(4, [5, 6])).at(0, np.arange(8)), expected)

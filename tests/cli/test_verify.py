@@ -149,7 +149,7 @@ def test_what_is_asked_by_default(run: Run, monkeypatch: pytest.MonkeyPatch) -> 
     [
         (["--methods", "modl"], "did you mean 'model'?"),
         (["--temperatures", "0,-1"], "temperature is -1.0"),
-        (["--temperatures", "warm"], "is not a list of values"),
+        (["--temperatures", "warm"], "is not a comma-separated list of values"),
         (["--draft-lengths", "0"], "'0' is not a whole number from 1 to 64"),
         (["--idle-time", "-1"], "-1.0 is not in the range x>=0"),
     ],

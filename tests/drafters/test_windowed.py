@@ -189,7 +189,7 @@ class TestErrors:
     def test_tree_too_wide(self) -> None:
         model = WindowedModel(a_table(), WINDOW, CONTEXT)
         assert model.facts.capabilities.max_width == 8
-        with pytest.raises(CapabilityError, match="wider than 8"):
+        with pytest.raises(CapabilityError, match="exceeds the maximum width of 8"):
             model.verify(TokenTree.chain(1, [2] * 8))
 
     def test_invalid_snapshot(self) -> None:

@@ -144,7 +144,7 @@ print(run(sys.argv[1], int(sys.argv[2])))
         ("mamba2", {"hidden_size": 512, "num_hidden_layers": 3, "num_heads": 64, "head_dim": 16}),
     ],
 )
-def test_what_is_touched_is_told(kind: str, config: dict[str, int], tmp_path: Path) -> None:
+def test_estimate_is_near_the_touched_memory(kind: str, config: dict[str, int], tmp_path: Path) -> None:
     """Most is held while there are scores, or logits, or while the keys of a layer are there twice, or what
     the states of one are made of: never two of these.
     """
@@ -154,7 +154,7 @@ def test_what_is_touched_is_told(kind: str, config: dict[str, int], tmp_path: Pa
         [sys.executable, "-c", _TOUCHES, str(path), "2048"], capture_output=True, text=True, check=True
     )
     assert told.bytes_of("compute") > 7 << 20
-    assert abs(told.bytes_of("cache", "compute") - int(done.stdout)) < 3 << 20
+    assert abs(told.bytes_of("cache", "compute") - int(done.stdout)) < 4 << 20
 
 
 def test_what_does_not_run_is_refused(tmp_path: Path) -> None:
