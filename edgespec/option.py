@@ -1,7 +1,7 @@
 """The `Option` class, and the options shared by `load` and by replies."""
 
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias, get_type_hints
+from typing import Annotated, Any, Literal, TypeAlias, get_origin, get_type_hints
 
 from edgespec.option_kinds import Choice, Integer, Kind, MethodName
 
@@ -82,4 +82,4 @@ ACCEPTANCE = Option(
 def declared_options(arguments: type) -> dict[str, Option]:
     """Return the `Option` annotations of a TypedDict, keyed by field name."""
     hints = get_type_hints(arguments, include_extras=True)
-    return {name: hint.__metadata__[0] for name, hint in hints.items() if hasattr(hint, "__metadata__")}
+    return {name: hint.__metadata__[0] for name, hint in hints.items() if get_origin(hint) is Annotated}
