@@ -21,8 +21,8 @@ class ChatTemplate:
 
     Args:
         source: Source text of the template.
-        start_text: Text of the start token, called `bos_token` in templates.
-        end_text: Text of the end token, called `eos_token` in templates.
+        bos_text: Text of the start token, called `bos_token` in templates.
+        eos_text: Text of the end token, called `eos_token` in templates.
 
     Raises:
         TemplateError: The template does not compile.

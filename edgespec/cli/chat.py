@@ -27,7 +27,6 @@ from edgespec.cli.options import (
     sampling_options,
 )
 from edgespec.cli.screen import is_terminal
-from edgespec.tui.resuming import LAST
 
 if TYPE_CHECKING:
     from edgespec import Runtime
@@ -50,7 +49,7 @@ __all__ = ["command"]
 )
 @reply_options
 @click.option(
-    "--resume", metavar="[ID|TITLE]", is_flag=False, flag_value=LAST,
+    "--resume", metavar="[ID|TITLE]", is_flag=False, flag_value="last",
     help="Continue the last chat, or the one with this id or title.",
 )  # fmt: skip
 @click.option("--light/--dark", default=None, help="Use light or dark colours. [default: as last time]")
