@@ -129,7 +129,7 @@ class PromptBuilder:
     def _build_shorter(
         self, messages: Sequence[Message], prompt: RenderedPrompt, drop_tokens: int
     ) -> RenderedPrompt:
-        """Return the prompt without its oldest turns, shorter by at least `drop_tokens` tokens if possible."""
+        """Drop the oldest turns to make the prompt at least `drop_tokens` tokens shorter, if possible."""
         system = [message for message in messages[:1] if message.role == "system"]
         turns = messages[len(system) :]
         starts = [place for place, message in enumerate(turns) if message.role == "user"]
@@ -164,7 +164,7 @@ class PromptBuilder:
         return longest if longest and longest.text else None
 
     def _spelled_prefix(self, tokens: Sequence[int], text: str) -> RenderedPrompt:
-        """Return the longest prefix of `text` that `tokens` decode to and that ends before a control token."""
+        """Return the longest prefix of `text` that `tokens` decode to and a control token follows."""
         encoded, at = text.encode("utf-8", "replace"), 0
         spelled_bytes = spelled_tokens = 0
         for i, token in enumerate(tokens):

@@ -148,11 +148,13 @@ class ChatApp(App[None]):
 
     async def action_quit(self) -> None:
         """Stop the reply, save the chat and quit. If called again, quit immediately."""
-        if self._leaving:
+        if self.screen is self._loading:
+            self.action_cancel_load()
+        elif self._leaving:
             self.exit()
-            return
-        self._leaving = True
-        self.run_worker(self._leave(), exclusive=True)
+        else:
+            self._leaving = True
+            self.run_worker(self._leave(), exclusive=True)
 
     async def _leave(self) -> None:
         for screen in self.screen_stack:

@@ -216,7 +216,7 @@ class ChatView(Screen[None]):
         if now - self._drawn_at < pause:
             return
         self._drawn_at, self._spent_at = now, spent
-        # Check for the end before reading chunks. A reply that has ended has put all its chunks into the queue.
+        # Check for the end before reading chunks, so that no chunk of a reply is missed.
         job, reply = self._job, self._reply
         ended = job is not None and job.done()
         if reply is not None:

@@ -86,7 +86,7 @@ def _positions(stats: Stats, width: int) -> Content:
     rows = [_heading("Accepted: 1st, 2nd, ... guess")]
     for place, (right, guessed) in enumerate(pairs[:_MAX_POSITIONS], 1):
         share = right / guessed
-        rows.append(_bar_row(f"{place:>2}", share, percent(share), "$accepted", width))
+        rows.append(_bar_row(f"{place:>2}", share, percent(share), "$success", width))
     if len(pairs) > _MAX_POSITIONS:
         rows.append(Content(f"   and {len(pairs) - _MAX_POSITIONS} more\n").stylize("$muted"))
     return Content.assemble(*rows)

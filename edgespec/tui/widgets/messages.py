@@ -36,7 +36,7 @@ def _markdown_parser() -> MarkdownIt:
 
 def _origin_content(chunks: Sequence[TextChunk]) -> Content:
     """Return a reply's text with accepted draft tokens and the target's own tokens in different colours."""
-    runs = groupby(chunks, key=lambda chunk: "$accepted" if chunk.accepted else "bold $own")
+    runs = groupby(chunks, key=lambda chunk: "$success" if chunk.accepted else "bold $warning")
     return Content.assemble(*(("".join(chunk.text for chunk in run), style) for style, run in runs))
 
 
@@ -75,7 +75,7 @@ class Welcome(Vertical):
 
 
 class ReplyMessage(Widget):
-    """A reply, as Markdown or with tokens coloured by origin (draft or target), and a line on how it ended."""
+    """A reply, as Markdown or with tokens coloured by origin (draft or target), and how it ended."""
 
     def __init__(
         self,
@@ -177,9 +177,9 @@ class ReplyMessage(Widget):
         drafted = sum(chunk.token_count for chunk in self.chunks if chunk.accepted)
         own = sum(chunk.token_count for chunk in self.chunks if not chunk.accepted)
         return Content.assemble(
-            ("■ ", "$accepted"),
+            ("■ ", "$success"),
             f"{count(drafted)} guessed correctly   ",
-            ("■ ", "$own"),
+            ("■ ", "$warning"),
             f"{count(own)} by the model itself",
             f"   {ending}" if ending else "",
         )

@@ -57,8 +57,8 @@ class StatusFacts:
             (self.speed_up or "starting", "$primary" if self.writing else ""),
             ("" if self.tokens_per_second is None else rate(self.tokens_per_second), ""),
             ("" if self.acceptance_rate is None else f"accepted {percent(self.acceptance_rate)}", ""),
-            (f"context {used}/{total}", "$own" if self.context_nearly_full else ""),
-            (dropped, "$own"),
+            (f"context {used}/{total}", "$warning" if self.context_nearly_full else ""),
+            (dropped, "$warning"),
             (f"RAM {format_bytes(self.memory_bytes)}", ""),
         ]
         return [part for part in parts if part[0]]
