@@ -24,7 +24,6 @@ from edgespec.memory import (
     Preference,
     find_budget,
     fit_to_budget,
-    within_limits,
 )
 from edgespec.memory.context_resize import has_room_to_resize
 from edgespec.memory.prefix_cache import default_memory_bytes, max_copy_bytes
@@ -139,8 +138,7 @@ def budget_for(pair: ModelPair, memory_bytes: int | None, reserve_bytes: int | N
         limit_malloc_arenas()
         for model in filter(None, (pair.target, pair.draft)):
             model.backend.preload()
-    budget = find_budget(memory_bytes, pair.target.backend.graphics_cards(), reserve_bytes)
-    return within_limits(budget, reserve_bytes)
+    return find_budget(memory_bytes, pair.target.backend.graphics_cards(), reserve_bytes)
 
 
 def plan_pair(

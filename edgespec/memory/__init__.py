@@ -7,7 +7,6 @@ from edgespec.memory.budget import (
     find_budget,
     peak_bytes,
     resident_bytes,
-    within_limits,
 )
 from edgespec.memory.fitting import PairEstimate, PlanChoice, PlanOption, Preference, fit_to_budget
 from edgespec.memory.limits import Limit
@@ -31,5 +30,4 @@ __all__ = [
     "fit_to_budget",
     "peak_bytes",
     "resident_bytes",
-    "within_limits",
 ]
