@@ -8,7 +8,7 @@ from edgespec.memory.budget import (
     peak_bytes,
     resident_bytes,
 )
-from edgespec.memory.fitting import PairEstimate, PlanChoice, PlanOption, Preference, fit_to_budget
+from edgespec.memory.fitting import PlanChoice, PlanOption, Preference, fit_to_budget
 from edgespec.memory.limits import Limit
 from edgespec.memory.plan import Decision, Item, MemoryPlan, compute_headroom_bytes, create_items
 
@@ -18,7 +18,6 @@ __all__ = [
     "Item",
     "Limit",
     "MemoryPlan",
-    "PairEstimate",
     "PlanChoice",
     "PlanOption",
     "Preference",

@@ -1,4 +1,4 @@
-"""Find the limits that the machine, control groups, the shell and a Mac's GPU set on this process's memory."""
+"""Find the limits on this process's memory: of the machine, control groups, the shell and a Mac's GPU."""
 
 from __future__ import annotations
 

@@ -132,7 +132,7 @@ def measured(cell: Cell) -> dict[str, Any]:
 
 
 def _limit_addresses(before: dict[str, int], more_bytes: int) -> int:
-    """Limit the address space to the present size, `more_bytes` and the budget's reserve. Return the limit."""
+    """Limit the address space to the present size, `more_bytes` and the reserve. Return the limit."""
     _, hard_limit = resource.getrlimit(resource.RLIMIT_AS)
     limit = before["VmSize"] + more_bytes + min(more_bytes // 19, DEFAULT_RESERVE_BYTES) + _ROUNDING_BYTES
     resource.setrlimit(resource.RLIMIT_AS, (limit, hard_limit))
