@@ -18,10 +18,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgespec.backends.base import Capabilities, LanguageModel, ModelFacts
-from edgespec.backends.tabular import LetterVocabulary
 from edgespec.engine.acceptance import RandomDraws
 from edgespec.engine.distribution import Distribution
 from edgespec.engine.tree import TokenTree
+from tests.tabular import LetterVocabulary
 
 Outcome = TypeVar("Outcome")
 Path = tuple[int, ...]
