@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from edgespec.backends.base import Capabilities
-from edgespec.backends.tabular import TabularModel
 from edgespec.drafters.swift import MAX_SETS, MAX_SETS_PER_IDLE_PERIOD, SwiftDrafter
 from edgespec.drafters.swift_search import BAYESIAN_INTERVAL, LayerSet, SwiftSearch, expected_speed_up
 from edgespec.errors import CapabilityError, OptionError
 from tests.tables import PROMPT, table, with_drafter
+from tests.tabular import TabularModel
 
 LAYERS = 12
 GOOD = (2, 4, 5, 7, 9)
