@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edgespec.backends.base import Capabilities
-from edgespec.backends.tabular import TabularModel
 from edgespec.costs.curve import CostCurve
 from edgespec.drafters.base import Drafter
 from edgespec.drafters.lookahead import LookaheadDrafter, LookaheadWindow, NgramPool, choose_window
@@ -21,6 +20,7 @@ from edgespec.engine.sampling_params import SamplingParams
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import OptionError
 from tests.tables import END, PROMPT, VOCAB, runtime, table, with_drafter
+from tests.tabular import TabularModel
 
 FREE = Capabilities(True, True)
 

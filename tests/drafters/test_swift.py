@@ -13,7 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edgespec.backends.base import Capabilities
-from edgespec.backends.tabular import TabularModel
 from edgespec.drafters.swift import (
     MAX_SETS,
     MAX_SETS_PER_IDLE_PERIOD,
@@ -24,6 +23,7 @@ from edgespec.drafters.swift import (
 from edgespec.errors import CapabilityError, OptionError
 from edgespec.saved_arrays import SavedArrays
 from tests.tables import PROMPT, table, with_drafter
+from tests.tabular import TabularModel
 
 LAYERS = 12
 GOOD = (2, 4, 5, 7, 9)
