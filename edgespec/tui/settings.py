@@ -57,11 +57,10 @@ def parse(name: str, text: str) -> Setting:
         return _stops(text)
     kind = REPLY_OPTIONS[name].kind
     try:
-        value = kind.parse(text.lower().replace(" ", ""))
-    except ValueError as error:
-        raise OptionError(f"Cannot set {name}: {error}") from None
-    checked: Setting = kind.check(name, value)
-    return checked
+        value: Setting = kind.check(name, kind.parse(text.lower().replace(" ", "")))
+    except OptionError as error:
+        raise OptionError(f"Cannot set {name} to {text[:40]!r}", error.next_step) from None
+    return value
 
 
 def accepted(settings: Mapping[str, Setting]) -> tuple[dict[str, Setting], list[str]]:

@@ -182,7 +182,7 @@ async def test_settings_are_checked_where_they_are_typed(demo: Load, tmp_path: P
         screen = d.app.screen
         assert isinstance(screen, SettingsScreen)
         await d.write("hot")
-        await d.sees("'hot' is not a number")
+        await d.sees("a number from 0 to 100")
         await d.press("ctrl+s")
         assert d.app.screen is screen
         fields = {field.name: field for field in screen.query(Input)}
