@@ -7,12 +7,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from edgespec.backends.base import LanguageModel, ModelFacts, Progress, SelfDraft, Vocabulary
 from edgespec.backends.memory_check import check_tokens_fit
-from edgespec.backends.self_draft_view import SelfDraftView
 from edgespec.errors import CancelledError, CapabilityError, ClosedError, ContextFullError
+
+if TYPE_CHECKING:
+    from edgespec.backends.self_draft_view import SelfDraftView
 
 __all__ = ["MAX_CACHED_PIECES", "BaseModel", "in_batches", "scaled_progress"]
 

@@ -5,39 +5,21 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
 from edgespec.backends.base import LanguageModel, ModelFacts, Progress, SelfDraft, Snapshot, Vocabulary
+from edgespec.backends.base_model import BaseModel
 from edgespec.engine.logits import Logits
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import CapabilityError, ClosedError
 
-__all__ = ["CacheOwner", "SelfDraftView"]
+__all__ = ["SelfDraftView"]
 
 
-class CacheOwner(Protocol):
-    """The target whose KV cache a view uses."""
-
-    @property
-    def facts(self) -> ModelFacts:
-        """Properties of the target."""
-
-    @property
-    def length(self) -> int:
-        """Number of tokens in the cache."""
-
-    @property
-    def free_tokens(self) -> int:
-        """Number of tokens that still fit into the context."""
-
-    def check_open(self) -> None:
-        """Raise ClosedError if the target is closed."""
+M = TypeVar("M", bound=BaseModel)
 
 
-L = TypeVar("L", bound=CacheOwner)
-
-
-class SelfDraftView(ABC, Generic[L]):
+class SelfDraftView(ABC, Generic[M]):
     """A draft model without a KV cache of its own, as returned by `LanguageModel.self_draft`.
 
     The target's cache holds all tokens, so most calls do nothing. Subclasses implement `verify` and
@@ -47,7 +29,7 @@ class SelfDraftView(ABC, Generic[L]):
     facts: ModelFacts
     vocabulary: Vocabulary
 
-    def __init__(self, target: L) -> None:
+    def __init__(self, target: M) -> None:
         self._target = target
         self._closed = False
 

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from edgespec.backends import llamacpp
 from edgespec.backends.base import EarlyExit, LanguageModel, LoadOptions, LowBit, SkippedLayers
 from edgespec.backends.llamacpp.context import LlamaContext
+from edgespec.backends.llamacpp.gguf_model import GgufModel
 from edgespec.backends.llamacpp.layerskip import load_layerskip
 from edgespec.backends.llamacpp.quantise import quantise
 from edgespec.catalog.catalogue import models_folder
@@ -121,11 +122,12 @@ def assert_like_fresh_view(pair: Pair, view: LanguageModel, how: LowBit, tree: T
 
 def assert_cells_match(target: LanguageModel, view: LanguageModel, how: LowBit) -> None:
     """Assert that the view holds exactly the target's cells inside its window, and no others."""
-    target_cells, view_context = target._shared_target(), _context(view)  # type: ignore[attr-defined]
+    view_context = _context(view)
+    assert isinstance(target, GgufModel)
     length = target.length
     begin = 0
     # A window about as large as the context attends to everything.
-    if how.window_tokens and view_context.plan.tokens < target_cells.plan.tokens:
+    if how.window_tokens and view_context.plan.tokens < target.max_plan.tokens:
         # The window advances in steps of 64 tokens.
         begin = how.sink_tokens + max(0, (length - how.window_tokens - how.sink_tokens) // 64 * 64)
     nothing = view_context.export_cells(0, CONTEXT + 1, CONTEXT + 2)
@@ -134,7 +136,7 @@ def assert_cells_match(target: LanguageModel, view: LanguageModel, how: LowBit) 
         if min(how.sink_tokens, begin) <= position < begin:
             assert there == nothing
         else:
-            assert there == target_cells.export_cells(position, position + 1)
+            assert there == target.export_cells(position, position + 1)
 
 
 def _context(model: LanguageModel) -> LlamaContext:
@@ -427,7 +429,7 @@ class TestRefusals:
             full.target.self_draft(LowBit())
         with pytest.raises(CapabilityError, match="at least 1"):
             full.view(window=0)
-        with pytest.raises(CapabilityError, match=r"by early exit, .*; run `edgespec prepare layerskip`"):
+        with pytest.raises(CapabilityError, match=r"by early exit .*; run `edgespec prepare layerskip --exit"):
             full.target.self_draft(EarlyExit(1))
         with pytest.raises(CapabilityError, match=r"cannot skip layers, .*; choose another method"):
             full.target.self_draft(SkippedLayers((1,)))

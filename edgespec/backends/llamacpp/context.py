@@ -16,6 +16,7 @@ from edgespec.backends.llamacpp.batch import Batch, Inputs
 from edgespec.backends.llamacpp.buffer_pool import BufferPool
 from edgespec.backends.llamacpp.hidden_state_hook import HiddenStateHook
 from edgespec.backends.llamacpp.kv_types import KvTypes
+from edgespec.backends.llamacpp.metadata import vocabulary_size
 from edgespec.backends.llamacpp.native import Interrupt, library, recent_errors
 from edgespec.errors import (
     BackendError,
@@ -125,7 +126,7 @@ class LlamaContext:
         if hook is not None:
             params.cb_eval = hook.callback
         self._model = model
-        self._vocab_size: int = lib.llama_vocab_n_tokens(lib.llama_model_get_vocab(model))
+        self._vocab_size = vocabulary_size(model)
         self._context: Any = None
         self.allocate(plan)
         self.max_width: int = params.n_outputs_max

@@ -18,6 +18,7 @@ from edgespec.backends.llamacpp.kv_types import (
     prefill_kernel_differs,
 )
 from edgespec.backends.llamacpp.loading import threads_for
+from edgespec.backends.llamacpp.metadata import has_state, vocabulary_size
 from edgespec.backends.llamacpp.native import library
 from edgespec.backends.memory_check import (
     BLOCK_TOKENS,
@@ -35,7 +36,6 @@ __all__ = [
     "kv_bytes",
     "plan_context",
     "plan_split_contexts",
-    "remembers_by_state",
     "split_load_options",
     "work_bytes",
 ]
@@ -77,17 +77,12 @@ def plan_context(weights: Any, options: LoadOptions) -> ContextPlan:
         MemoryBudgetError: The weights and the context do not fit in `options.memory_bytes`.
         OptionError: The kv_type is unknown.
     """
-    states = _measured(weights, options) if remembers_by_state(weights) else None
+    states = _measured(weights, options) if has_state(weights) else None
     plan = choose_context(weights, options, states)
     fixed = _fixed_bytes(states, plan)
     asked = requested_context(options, library().llama_model_n_ctx_train(weights))
     _check_room(plan.kv_bytes, asked, plan.token_bytes, fixed, library().llama_model_size(weights), options)
     return plan
-
-
-def remembers_by_state(weights: Any) -> bool:
-    """Return whether the model has recurrent layers."""
-    return bool(library().llama_model_is_recurrent(weights) or library().llama_model_is_hybrid(weights))
 
 
 def choose_context(weights: Any, options: LoadOptions, states: States | None) -> ContextPlan:
@@ -199,8 +194,7 @@ def _lower_rows(lower: Any, options: LoadOptions) -> int:
 
 
 def _logits_bytes(weights: Any, rows: int) -> int:
-    lib = library()
-    return int(lib.llama_vocab_n_tokens(lib.llama_model_get_vocab(weights))) * 4 * rows
+    return vocabulary_size(weights) * 4 * rows
 
 
 def _check_room(

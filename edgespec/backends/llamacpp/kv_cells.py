@@ -38,7 +38,7 @@ class KvCells:
     def __init__(self, context: LlamaContext, max_branches: int, *, replays: bool = False) -> None:
         self._length = 0
         self._tracked: list[UnchangedPrefix] = []
-        self._context = context
+        self.context = context
         self._max_branches = max_branches
         self._replays = replays
         # For each node in the uncommitted tree, its sequence and its position.
@@ -115,7 +115,7 @@ class KvCells:
         source, end = (
             (0, self.length) if parent < 0 else (self._sequences[parent], self._positions[parent] + 1)
         )
-        self._context.copy(source, sequence, 0, end)
+        self.context.copy(source, sequence, 0, end)
 
     def commit(self, path: tuple[int, ...]) -> bool:
         """Commit the root and the nodes in `path`, and remove all other nodes of the tree.
@@ -130,7 +130,7 @@ class KvCells:
             # The path consists of the first nodes in the tree, so its cells are already contiguous.
             self.truncate(length)
         else:
-            self._context.compact_branch(self._sequences[last], self.length, length)
+            self.context.compact_branch(self._sequences[last], self.length, length)
             self.length = length
             self.clear_round()
         return kept_all
@@ -146,11 +146,11 @@ class KvCells:
         If the cache cannot be rolled back and no checkpoints are used, it is cleared instead.
         """
         if not self._replays:  # With replay, the other sequences contain checkpoints, which must be kept.
-            self._context.drop_others()
+            self.context.drop_others()
         self.length = length
-        if not self._context.drop(0, length) and not self._replays:
+        if not self.context.drop(0, length) and not self._replays:
             # The recurrent state still includes the removed tokens, so it is invalid for any prefix.
-            self._context.clear()
+            self.context.clear()
             self.length = 0
         self.clear_round()
 

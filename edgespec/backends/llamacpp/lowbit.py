@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import psutil
@@ -26,11 +26,10 @@ from edgespec.backends.llamacpp.loading import (
     load_weights,
     threads_for,
 )
-from edgespec.backends.llamacpp.metadata import all_metadata
+from edgespec.backends.llamacpp.metadata import all_metadata, has_state
 from edgespec.backends.llamacpp.native import library
 from edgespec.backends.llamacpp.probe import ProbeResult
 from edgespec.backends.llamacpp.resizing import check_resize_fits, rebuild_context
-from edgespec.backends.llamacpp.shared_target import SharedTarget
 from edgespec.backends.memory_check import (
     BLOCK_TOKENS,
     cache_too_large_error,
@@ -48,6 +47,9 @@ from edgespec.errors import (
     ContextFullError,
     MemoryBudgetError,
 )
+
+if TYPE_CHECKING:
+    from edgespec.backends.llamacpp.gguf_model import GgufModel
 
 __all__ = ["WINDOW_EXTRA_TOKENS", "LowBitView", "check_can_share_cache", "load_low_bit_view"]
 
@@ -75,20 +77,19 @@ def check_can_share_cache(path: Path) -> None:
         CapabilityError: The model has recurrent layers.
         ModelFileError: The file cannot be loaded.
     """
-    lib = library()
     model = load_vocabulary(str(path), path.name)
     try:
-        if lib.llama_model_is_recurrent(model) or lib.llama_model_is_hybrid(model):
+        if has_state(model):
             raise CapabilityError(
                 f"{path.name} does not support lowbit: it has recurrent layers, but a low-bit copy can reuse"
                 " only keys and values",
                 "use a method that needs no copy of the model, such as suffix",
             )
     finally:
-        lib.llama_model_free(model)
+        library().llama_model_free(model)
 
 
-def load_low_bit_view(target: SharedTarget, method: LowBit) -> LowBitView:
+def load_low_bit_view(target: GgufModel, method: LowBit) -> LowBitView:
     """Load a low-bit copy of the target and return a draft model that uses the target's KV cells.
 
     Args:
@@ -111,6 +112,8 @@ def load_low_bit_view(target: SharedTarget, method: LowBit) -> LowBitView:
             f"--draft-window {method.window_tokens} with --draft-sinks {method.sink_tokens} is invalid",
             "use a window of at least 1 token and at least 0 sinks",
         )
+    if target.low_bit_error is not None:
+        raise target.low_bit_error
     if "lowbit" not in target.facts.capabilities.self_draft_methods:
         raise CapabilityError(
             f"{target.facts.name} does not support lowbit: "
@@ -182,14 +185,14 @@ def _other_model_error(path: str, difference: str) -> CapabilityError:
     )
 
 
-def _plan(target: SharedTarget, weights: Any, method: LowBit, options: LoadOptions) -> ContextPlan:
+def _plan(target: GgufModel, weights: Any, method: LowBit, options: LoadOptions) -> ContextPlan:
     """Plan the copy's context: as large as the target's, or smaller if there is an attention window."""
-    tokens = target.plan.tokens
+    tokens = target.max_plan.tokens
     if method.window_tokens is not None:
         windowed = method.sink_tokens + method.window_tokens + WINDOW_EXTRA_TOKENS
         tokens = min(tokens, round_up_to_block(windowed))
-    per_token = kv_bytes_per_token(weights, target.plan.kv_types)
-    plan = replace(target.plan, tokens=tokens, kv_bytes=tokens * per_token, token_bytes=per_token)
+    per_token = kv_bytes_per_token(weights, target.max_plan.kv_types)
+    plan = replace(target.max_plan, tokens=tokens, kv_bytes=tokens * per_token, token_bytes=per_token)
     limit = options.memory_bytes if options.memory_bytes is not None else psutil.virtual_memory().available
     left = max(0, limit - library().llama_model_size(weights))
     if plan.kv_bytes > left:
@@ -198,7 +201,7 @@ def _plan(target: SharedTarget, weights: Any, method: LowBit, options: LoadOptio
     return plan
 
 
-class LowBitView(SelfDraftView[SharedTarget]):
+class LowBitView(SelfDraftView["GgufModel"]):
     """A draft model that uses the weights of a low-bit copy and the KV cells of the target.
 
     Its context contains copies of the target's cells [0, sinks) and [begin, length), followed by the drafted
@@ -219,13 +222,15 @@ class LowBitView(SelfDraftView[SharedTarget]):
     """
 
     def __init__(
-        self, target: SharedTarget, weights: Any, path: str, method: LowBit, options: LoadOptions, name: str
+        self, target: GgufModel, weights: Any, path: str, method: LowBit, options: LoadOptions, name: str
     ) -> None:
         super().__init__(target)
         self._weights = weights
-        self.vocabulary = target.model.vocabulary
+        self.vocabulary = target.vocabulary
         max_plan = _plan(target, weights, method, options)
-        full = self._has_full_context = method.window_tokens is None or max_plan.tokens == target.plan.tokens
+        full = self._has_full_context = (
+            method.window_tokens is None or max_plan.tokens == target.max_plan.tokens
+        )
         self._sinks = 0 if full else method.sink_tokens
         self._window = _ALL_TOKENS if full or method.window_tokens is None else method.window_tokens
         self._begin = self._sinks
@@ -255,7 +260,7 @@ class LowBitView(SelfDraftView[SharedTarget]):
         self.facts = replace(
             facts,
             context_tokens=target.facts.context_tokens,
-            requested_context_tokens=target.plan.tokens,
+            requested_context_tokens=target.max_plan.tokens,
             kv_bytes=plan.kv_bytes,
             notice="",
         )
@@ -291,13 +296,13 @@ class LowBitView(SelfDraftView[SharedTarget]):
         """
         target = self._target
         if is_empty := target.length == 0:
-            target.model.prefill([0, 0])
+            target.prefill([0, 0])
         count = min(2, target.length)
         try:
             parts = target.export_cells(0, count)
         finally:
             if is_empty:
-                target.model.truncate(0)
+                target.truncate(0)
         handed = (
             self._context.import_cells(parts, 0, count) and self._context.export_cells(0, 0, count) == parts
         )

@@ -18,7 +18,6 @@ from edgespec.backends.llamacpp.context_planning import (
     States,
     choose_context,
     choose_split_contexts,
-    remembers_by_state,
     split_load_options,
 )
 from edgespec.backends.llamacpp.device_split import device_split
@@ -26,7 +25,7 @@ from edgespec.backends.llamacpp.devices import has_own_memory, on_cpu
 from edgespec.backends.llamacpp.kv_types import KvTypes
 from edgespec.backends.llamacpp.layerskip_files import PARTS, SHARED_BYTES_KEY
 from edgespec.backends.llamacpp.loading import load_skeleton, repacks_weights
-from edgespec.backends.llamacpp.metadata import metadata
+from edgespec.backends.llamacpp.metadata import architecture_metadata, has_state, metadata, vocabulary_size
 from edgespec.backends.llamacpp.native import captured_log, library
 from edgespec.backends.llamacpp.resizing import longrope_switch_tokens
 from edgespec.backends.memory_estimate import GPU, MemoryEstimate, MemoryPart
@@ -130,7 +129,7 @@ class GgufMemoryEstimator:
         if self.layers and options.gpu_layers != self._gpu_layers:
             self._reopen(options.gpu_layers)
         weights = self._weights
-        if remembers_by_state(weights) and self._states is None:
+        if has_state(weights) and self._states is None:
             self._states = _simulate_states(weights, options)
         plan = choose_context(weights, options, self._states)
         buffers = self._buffers(plan, options)
@@ -305,20 +304,14 @@ def _attention_bytes(weights: Any, plan: ContextPlan, options: LoadOptions) -> i
         return 0
     if lib.llama_model_is_recurrent(weights):
         return 0
-    arch = metadata(weights, "general.architecture") or ""
     # If the number of heads differs between layers, the metadata contains a list.
-    heads = re.findall(r"\d+", metadata(weights, f"{arch}.attention.head_count") or "")
+    heads = re.findall(r"\d+", architecture_metadata(weights, "attention.head_count") or "")
     return min(options.batch_tokens, plan.tokens) * plan.tokens * max(map(int, heads), default=0) * 2
 
 
 def _logits_bytes(weights: Any, batch_tokens: int) -> int:
-    return min(MAX_WIDTH, batch_tokens) * _vocabulary_size(weights) * 4
+    return min(MAX_WIDTH, batch_tokens) * vocabulary_size(weights) * 4
 
 
 def _vocabulary_bytes(weights: Any, merges: int) -> int:
-    return _vocabulary_size(weights) * _TOKEN_BYTES + merges * _MERGE_BYTES
-
-
-def _vocabulary_size(weights: Any) -> int:
-    lib = library()
-    return int(lib.llama_vocab_n_tokens(lib.llama_model_get_vocab(weights)))
+    return vocabulary_size(weights) * _TOKEN_BYTES + merges * _MERGE_BYTES

@@ -14,7 +14,7 @@ import psutil
 from edgespec.backends.base import LoadOptions
 from edgespec.backends.llamacpp.context import ContextPlan, LlamaContext
 from edgespec.backends.llamacpp.devices import in_main_memory
-from edgespec.backends.llamacpp.metadata import metadata
+from edgespec.backends.llamacpp.metadata import architecture_metadata
 from edgespec.backends.memory_check import BLOCK_TOKENS, cache_too_large_error, initial_context
 from edgespec.errors import BackendError, MemoryBudgetError
 from edgespec.files import format_bytes
@@ -49,10 +49,9 @@ def longrope_switch_tokens(weights: Any) -> int:
     Returns 0 if the model does not use LongRoPE. The factors affect the cached keys, so a resize must not
     cross this size.
     """
-    arch = metadata(weights, "general.architecture") or ""
-    if metadata(weights, f"{arch}.rope.scaling.type") not in (None, "longrope"):
+    if architecture_metadata(weights, "rope.scaling.type") not in (None, "longrope"):
         return 0
-    return int(metadata(weights, f"{arch}.rope.scaling.original_context_length") or 0)
+    return int(architecture_metadata(weights, "rope.scaling.original_context_length") or 0)
 
 
 def check_resize_fits(
