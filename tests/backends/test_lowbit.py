@@ -429,7 +429,9 @@ class TestRefusals:
             full.target.self_draft(LowBit())
         with pytest.raises(CapabilityError, match="at least 1"):
             full.view(window=0)
-        with pytest.raises(CapabilityError, match=r"by early exit .*; run `edgespec prepare layerskip --exit"):
+        with pytest.raises(
+            CapabilityError, match=r"by early exit .*; run `edgespec prepare layerskip --exit"
+        ):
             full.target.self_draft(EarlyExit(1))
         with pytest.raises(CapabilityError, match=r"cannot skip layers, .*; choose another method"):
             full.target.self_draft(SkippedLayers((1,)))

@@ -187,7 +187,7 @@ class TestInterrupted:
             "        signal.raise_signal(signal.SIGINT)\n"
             "try:\n"
             "    sys.setprofile(interrupt)\n"
-            "    load_vocabulary(sys.argv[1], 'model')\n"
+            "    load_vocabulary(sys.argv[1])\n"
             "    time.sleep(30)\n"
             "except KeyboardInterrupt:\n"
             "    print('heard')\n"

@@ -20,11 +20,6 @@ class Batch:
     """A reusable llama_batch that is allocated once and filled through NumPy views.
 
     Writing through the views avoids a ctypes call per token. The owner must call `free`.
-
-    Args:
-        size: The maximum number of rows.
-        sequences: The maximum number of sequence ids per row.
-        embd_size: The length of a hidden state, or 0 if the rows are tokens.
     """
 
     def __init__(self, size: int, sequences: int, embd_size: int = 0) -> None:
@@ -62,12 +57,7 @@ class Batch:
                 self._sequences[i][j] = sequence
 
     def put_consecutive(self, inputs: Inputs, position: int) -> None:
-        """Replace the contents with rows of sequence 0 at consecutive positions, without logits.
-
-        Args:
-            inputs: The tokens or hidden states, one per row.
-            position: The position of the first row.
-        """
+        """Replace the contents with rows of sequence 0 at consecutive positions, without logits."""
         count = len(inputs)
         self.put(inputs, range(position, position + count), [(0,)] * count, logits=False)
 

@@ -76,17 +76,9 @@ class LlamaContext:
     Sequence 0 holds the committed tokens. The last sequence is scratch space for copying cells, and the
     others hold branches or checkpoints. If `allocate` fails, the context has no KV cache (see `is_lost`).
 
-    Args:
-        model: The llama_model handle.
-        options: The load options, which set the batch size and attention kernels.
-        plan: The size and layout of the KV cache.
-        threads: The number of CPU threads.
-        hook: A hook that receives tensors from every pass.
-        takes_hidden: Whether passes accept hidden states as input instead of tokens.
-
     Raises:
         MemoryBudgetError: The context cannot be allocated.
-        OptionError: `options` and `plan` contain an unsupported value or combination.
+        OptionError: The KV types require flash attention, which is off.
     """
 
     def __init__(
@@ -111,11 +103,6 @@ class LlamaContext:
         params.n_outputs_max = min(plan.rows, options.batch_tokens)
         params.n_threads = params.n_threads_batch = self.threads = threads
         params.type_k, params.type_v = plan.kv_types.ggml_types
-        if options.flash_attention not in _FLASH_ATTENTION:
-            raise OptionError(
-                f"flash_attention is {options.flash_attention!r}",
-                f"choose one of {', '.join(_FLASH_ATTENTION)}",
-            )
         params.flash_attn_type = _FLASH_ATTENTION[options.flash_attention]
         # Keep cells outside the sliding window, which a rollback may need. By default, llama.cpp overwrites
         # them.
@@ -146,9 +133,6 @@ class LlamaContext:
 
         The old cache is freed first so that the two never coexist. If this method fails, the context has no
         KV cache (`is_lost`) until a later call succeeds.
-
-        Args:
-            plan: The plan passed to the constructor, possibly with a different number of tokens.
 
         Raises:
             MemoryBudgetError: The KV cache cannot be allocated.
@@ -284,9 +268,7 @@ class LlamaContext:
         )
 
     def copy(self, source: int, sequence: int, start: int = -1, end: int = -1) -> None:
-        """Add the cells of `source` at positions [start, end) to `sequence` without copying them.
-
-        By default, all cells are shared.
+        """Share the cells of `source` at positions [start, end), by default all, with `sequence`.
 
         A recurrent state is always shared as a whole. llama.cpp copies it before a pass overwrites it.
         """
@@ -354,11 +336,7 @@ class LlamaContext:
         return parts
 
     def import_cells(self, parts: Sequence[bytes | memoryview], start: int, end: int) -> bool:
-        """Append exported cells to sequence 0 at positions [start, end).
-
-        Returns:
-            Whether the cells were imported. False if they do not match this model and context.
-        """
+        """Append exported cells to sequence 0 at positions [start, end)."""
         ranges = self._parts(start, end)
         if len(parts) != len(ranges):
             return False
@@ -404,11 +382,7 @@ class LlamaContext:
     def import_sequence(
         self, data: bytes | memoryview, sequence: int = 0, *, recurrent_only: bool = False
     ) -> bool:
-        """Load an exported sequence into an empty one.
-
-        Returns:
-            Whether the data was loaded. False if it does not match this model and context.
-        """
+        """Load an exported sequence into an empty one."""
         self._check_allocated()
         self._others.add(sequence)
         exported = np.frombuffer(data, np.uint8)

@@ -34,6 +34,7 @@ __all__ = [
     "choose_context",
     "choose_split_contexts",
     "kv_bytes",
+    "logits_bytes",
     "plan_context",
     "plan_split_contexts",
     "split_load_options",
@@ -71,12 +72,7 @@ class States:
 
 
 def plan_context(weights: Any, options: LoadOptions) -> ContextPlan:
-    """Return a context plan for a loaded model.
-
-    Raises:
-        MemoryBudgetError: The weights and the context do not fit in `options.memory_bytes`.
-        OptionError: The kv_type is unknown.
-    """
+    """Return a context plan for a loaded model."""
     states = _measured(weights, options) if has_state(weights) else None
     plan = choose_context(weights, options, states)
     fixed = _fixed_bytes(states, plan)
@@ -86,16 +82,7 @@ def plan_context(weights: Any, options: LoadOptions) -> ContextPlan:
 
 
 def choose_context(weights: Any, options: LoadOptions, states: States | None) -> ContextPlan:
-    """Return a context plan for the options, without checking that it fits in memory.
-
-    Args:
-        weights: The llama_model handle.
-        options: The load options.
-        states: The sizes of the recurrent states, or None if the model has no recurrent layers.
-
-    Raises:
-        OptionError: The kv_type is unknown.
-    """
+    """Return a context plan for the options, without checking that it fits in memory."""
     # Request whole blocks. llama.cpp allocates whole blocks anyway, but aborts if a pass exceeds the
     # requested size.
     wanted = round_up_to_block(requested_context(options, library().llama_model_n_ctx_train(weights)))
@@ -139,18 +126,7 @@ def kv_bytes(weights: Any, types: KvTypes, tokens: int) -> int:
 def plan_split_contexts(
     lower: Any, upper: Any, weight_bytes: int, options: LoadOptions
 ) -> tuple[ContextPlan, ContextPlan]:
-    """Return the context plans for the lower and the upper part of a split model.
-
-    Args:
-        lower: The llama_model handle of the lower part.
-        upper: The llama_model handle of the upper part.
-        weight_bytes: The size of the weights of both parts. Shared weights count once.
-        options: The load options.
-
-    Raises:
-        MemoryBudgetError: The weights and both contexts do not fit in `options.memory_bytes`.
-        OptionError: The kv_type is unknown.
-    """
+    """Return the context plans for the lower and the upper part of a split model."""
     plans = choose_split_contexts(lower, upper, options)
     total, wanted = sum(plan.kv_bytes for plan in plans), plans[0].tokens
     asked = requested_context(options, library().llama_model_n_ctx_train(lower))
@@ -178,7 +154,7 @@ def choose_split_contexts(lower: Any, upper: Any, options: LoadOptions) -> tuple
 
 def work_bytes(lower: Any, options: LoadOptions) -> int:
     """Return the memory in bytes for the lower part's logits and a copy of them."""
-    return 2 * _logits_bytes(lower, min(MAX_WIDTH, _lower_rows(lower, options)))
+    return 2 * logits_bytes(lower, min(MAX_WIDTH, _lower_rows(lower, options)))
 
 
 def split_load_options(lower: Any, options: LoadOptions) -> tuple[LoadOptions, LoadOptions]:
@@ -188,12 +164,13 @@ def split_load_options(lower: Any, options: LoadOptions) -> tuple[LoadOptions, L
 
 
 def _lower_rows(lower: Any, options: LoadOptions) -> int:
-    fitting = _UNREAD_BYTES // _logits_bytes(lower, 1) // _FEWEST_ROWS * _FEWEST_ROWS
+    fitting = _UNREAD_BYTES // logits_bytes(lower, 1) // _FEWEST_ROWS * _FEWEST_ROWS
     # llama.cpp allocates the logits of at least one row per sequence.
     return min(options.batch_tokens, max(fitting, _FEWEST_ROWS, options.max_branches + 1))
 
 
-def _logits_bytes(weights: Any, rows: int) -> int:
+def logits_bytes(weights: Any, rows: int) -> int:
+    """Return the size of `rows` rows of logits in bytes."""
     return vocabulary_size(weights) * 4 * rows
 
 

@@ -5,11 +5,9 @@ from __future__ import annotations
 import ctypes
 import sys
 from dataclasses import dataclass
-from functools import cache
-from typing import Any
 
 from edgespec.backends.base import LoadOptions
-from edgespec.backends.llamacpp.native import library
+from edgespec.backends.llamacpp.native import ggml, library
 
 __all__ = ["Card", "cards", "has_own_memory", "in_main_memory", "on_cpu"]
 
@@ -23,23 +21,6 @@ class Card:
     name: str
     free_bytes: int
     total_bytes: int
-
-
-@cache
-def _ggml() -> Any:
-    from llama_cpp import _ggml
-
-    ggml = _ggml.libggml
-    for name, result, arguments in (
-        ("ggml_backend_dev_count", ctypes.c_size_t, []),
-        ("ggml_backend_dev_get", ctypes.c_void_p, [ctypes.c_size_t]),
-        ("ggml_backend_dev_type", ctypes.c_int, [ctypes.c_void_p]),
-        ("ggml_backend_dev_name", ctypes.c_char_p, [ctypes.c_void_p]),
-        ("ggml_backend_dev_memory", None, [ctypes.c_void_p, *[ctypes.POINTER(ctypes.c_size_t)] * 2]),
-    ):
-        function = getattr(ggml, name)
-        function.restype, function.argtypes = result, arguments
-    return ggml
 
 
 def on_cpu(options: LoadOptions) -> bool:
@@ -63,15 +44,15 @@ def cards() -> tuple[Card, ...]:
     """
     if sys.platform == "darwin" or not library().llama_supports_gpu_offload():
         return ()
-    ggml = _ggml()
+    backend = ggml()
     found = []
-    for i in range(ggml.ggml_backend_dev_count()):
-        device = ggml.ggml_backend_dev_get(i)
-        if ggml.ggml_backend_dev_type(device) != _GPU:
+    for i in range(backend.ggml_backend_dev_count()):
+        device = backend.ggml_backend_dev_get(i)
+        if backend.ggml_backend_dev_type(device) != _GPU:
             continue
         free, total = ctypes.c_size_t(), ctypes.c_size_t()
-        ggml.ggml_backend_dev_memory(device, ctypes.byref(free), ctypes.byref(total))
-        name = ggml.ggml_backend_dev_name(device).decode("utf-8", "replace")
+        backend.ggml_backend_dev_memory(device, ctypes.byref(free), ctypes.byref(total))
+        name = backend.ggml_backend_dev_name(device).decode("utf-8", "replace")
         found.append(Card(name, free.value, total.value))
     return tuple(found)
 

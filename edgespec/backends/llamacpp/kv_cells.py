@@ -28,11 +28,6 @@ class KvCells:
     Sequence 0 holds the `length` committed tokens. While a draft tree is being verified, each of its branches
     has a sequence that shares the cells of its ancestors. The first child of a node continues its parent's
     sequence, and each further child starts a new one. `commit` moves the accepted branch to sequence 0.
-
-    Args:
-        context: The context that owns the cells.
-        max_branches: The maximum number of sequences for the branches of a tree.
-        replays: Whether a `ReplayModel` restores checkpoints, because the cache cannot be truncated exactly.
     """
 
     def __init__(self, context: LlamaContext, max_branches: int, *, replays: bool = False) -> None:

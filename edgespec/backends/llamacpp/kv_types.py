@@ -88,11 +88,6 @@ def choose_kv_types(options: LoadOptions, f16_bytes: int, *, same_type: bool = F
     slower. `auto` uses bf16 values if `options.exact` is set, and for caches so small that the slower prefill
     does not matter.
 
-    Args:
-        options: The load options.
-        f16_bytes: The size of the whole cache in f16.
-        same_type: Whether keys and values must have the same type.
-
     Raises:
         OptionError: `options.kv_type` is unknown, or specifies two types although `same_type` is set.
     """

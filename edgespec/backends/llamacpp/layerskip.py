@@ -35,7 +35,7 @@ from edgespec.backends.llamacpp.loading import (
     check_file,
     default_threads,
     describe,
-    load_parts,
+    load_files,
     repacks_weights,
 )
 from edgespec.backends.llamacpp.lower_split import LowerSplit
@@ -63,12 +63,6 @@ def load_layerskip(
     Both splits memory-map the tensors they share from the same file, so these tensors are in memory only
     once. If llama.cpp repacks the weights, they cannot be mapped, and the shared tensors are in memory twice.
 
-    Args:
-        folder: The folder written by `edgespec prepare layerskip`.
-        name: The model's name, used in progress reports and error messages.
-        options: The load options.
-        progress: Called repeatedly while the weights are loaded. Returns False to cancel.
-
     Raises:
         EdgespecError: The model cannot be loaded. See `edgespec.backends.llamacpp.load`.
     """
@@ -82,7 +76,7 @@ def load_layerskip(
     with ExitStack() as undo:
         loaded = []
         for i, parts in enumerate(splits):
-            weights = load_parts(parts, name, options, progress and scaled_progress(progress, i / 2, 1 / 2))
+            weights = load_files(parts, name, options, progress and scaled_progress(progress, i / 2, 1 / 2))
             undo.callback(library().llama_model_free, weights)
             loaded.append(weights)
         model = LayerSkipModel(loaded[0], loaded[1], folder, name, options)
@@ -95,9 +89,6 @@ class LayerSkipModel(GgufModel):
 
     The upper split takes the hidden states of the lower split as input. Drafting runs only the lower split. A
     verify pass runs the lower split for nodes that were not drafted, then the upper split for all nodes.
-
-    Attributes:
-        exit_layer: The number of layers in the lower split.
     """
 
     def __init__(self, lower: Any, upper: Any, folder: str, name: str, options: LoadOptions) -> None:

@@ -20,12 +20,6 @@ class LowerSplit:
 
     The drafted nodes come first. `hidden_of` adds nodes from the target's tree that were not drafted. Nodes
     are identified by the tokens on the path from the root, so a node that is in both trees runs only once.
-
-    Args:
-        context: The context of the lower layers.
-        hook: A hook that copies the output of the last lower layer.
-        exit_name: The name of that output tensor in llama.cpp.
-        max_branches: The maximum number of branches in a tree.
     """
 
     def __init__(

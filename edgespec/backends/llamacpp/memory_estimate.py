@@ -18,13 +18,14 @@ from edgespec.backends.llamacpp.context_planning import (
     States,
     choose_context,
     choose_split_contexts,
+    logits_bytes,
     split_load_options,
 )
 from edgespec.backends.llamacpp.device_split import device_split
 from edgespec.backends.llamacpp.devices import has_own_memory, on_cpu
 from edgespec.backends.llamacpp.kv_types import KvTypes
 from edgespec.backends.llamacpp.layerskip_files import PARTS, SHARED_BYTES_KEY
-from edgespec.backends.llamacpp.loading import load_skeleton, repacks_weights
+from edgespec.backends.llamacpp.loading import Paths, load_skeleton, repacks_weights
 from edgespec.backends.llamacpp.metadata import architecture_metadata, has_state, metadata, vocabulary_size
 from edgespec.backends.llamacpp.native import captured_log, library
 from edgespec.backends.llamacpp.resizing import longrope_switch_tokens
@@ -116,7 +117,7 @@ class GgufMemoryEstimator:
         self.name = name
         self._path = path
         self._gpu_layers: int | None = None
-        self._weights, self._merges = _open(path, name, None)
+        self._weights, self._merges = _open(path, None)
         self.trained_context_tokens: int = library().llama_model_n_ctx_train(self._weights)
         self.longrope_switch_tokens: int = longrope_switch_tokens(self._weights)
         self.layers: int = library().llama_model_n_layer(self._weights) if has_own_memory() else 0
@@ -136,10 +137,8 @@ class GgufMemoryEstimator:
         gpu_weights, gpu_cache_share, doubled = device_split(self._path, self.layers, options.gpu_layers)
         gpu_cache = round(buffers.cache_bytes * gpu_cache_share)
         gpu_compute = sum(size for buffer, size in buffers.compute if self.layers and _is_on_gpu(buffer))
-        compute = sum(size for _, size in buffers.compute) + buffers.bookkeeping_bytes
-        compute += _attention_bytes(weights, plan, options)
+        compute = _compute_bytes(weights, plan, options, buffers)
         weight_bytes = library().llama_model_size(weights) + doubled
-        logits_bytes = _logits_bytes(weights, min(plan.rows, options.batch_tokens))
         parts = (
             MemoryPart("weights", weight_bytes - gpu_weights),
             MemoryPart("weights", gpu_weights, GPU),
@@ -147,7 +146,7 @@ class GgufMemoryEstimator:
             MemoryPart("cache", gpu_cache, GPU),
             MemoryPart("compute", compute - gpu_compute),
             MemoryPart("compute", gpu_compute, GPU),
-            MemoryPart("output", logits_bytes),
+            MemoryPart("output", logits_bytes(weights, min(plan.rows, options.batch_tokens))),
             MemoryPart("vocabulary", _vocabulary_bytes(weights, self._merges)),
         )
         return MemoryEstimate(plan.tokens, plan.kv_types.text, tuple(part for part in parts if part.bytes))
@@ -168,7 +167,7 @@ class GgufMemoryEstimator:
 
     def _reopen(self, gpu_layers: int | None) -> None:
         self.close()
-        self._weights, self._merges = _open(self._path, self.name, gpu_layers)
+        self._weights, self._merges = _open(self._path, gpu_layers)
         self._gpu_layers = gpu_layers
         self._long.clear()
 
@@ -196,7 +195,7 @@ class SplitModelMemoryEstimator:
         try:
             paths = [[str(Path(folder) / file) for file in files] for files in PARTS]
             for files in paths:
-                weights, merges = _open(files, name, None)
+                weights, merges = _open(files, None)
                 self._parts.append(weights)
                 self._merges.append(merges)
             self._can_share = not any(repacks_weights(files, None) for files in paths)
@@ -222,9 +221,8 @@ class SplitModelMemoryEstimator:
         for weights, plan, each, found, merges in zip(
             self._parts, plans, part_options, buffers, self._merges, strict=True
         ):
-            compute += sum(size for _, size in found.compute) + found.bookkeeping_bytes
-            compute += _attention_bytes(weights, plan, each)
-            logits += _logits_bytes(weights, each.batch_tokens)
+            compute += _compute_bytes(weights, plan, each, found)
+            logits += logits_bytes(weights, min(MAX_WIDTH, each.batch_tokens))
             vocabulary += _vocabulary_bytes(weights, merges)
         parts = (
             MemoryPart("weights", weight_bytes),
@@ -242,21 +240,15 @@ class SplitModelMemoryEstimator:
         release_free_memory()
 
 
-def _open(paths: str | Sequence[str], name: str, gpu_layers: int | None) -> tuple[Any, int]:
+def _open(paths: Paths, gpu_layers: int | None) -> tuple[Any, int]:
     """Open a model without its weights, and return it and the number of merges in its vocabulary."""
     with captured_log() as lines:
-        weights = load_skeleton(paths, name, gpu_layers)
+        weights = load_skeleton(paths, gpu_layers)
     return weights, max((int(match[1]) for line in lines if (match := _MERGES.search(line))), default=0)
 
 
 def _extrapolate(half: ContextBuffers, whole: ContextBuffers, tokens: int) -> ContextBuffers:
-    """Extrapolate the buffer sizes to a context with `tokens` cells.
-
-    Args:
-        half: The buffers of a context with `_MAX_SIMULATED_TOKENS / 2` cells.
-        whole: The buffers of a context with `_MAX_SIMULATED_TOKENS` cells.
-        tokens: The number of cells.
-    """
+    """Extrapolate the buffer sizes to a context with `tokens` cells."""
 
     def grow(first: int, second: int) -> int:
         return second + (second - first) * (tokens - _MAX_SIMULATED_TOKENS) // (_MAX_SIMULATED_TOKENS // 2)
@@ -294,6 +286,12 @@ def _is_on_gpu(buffer: str) -> bool:
     return not (buffer.startswith("CPU") or buffer.endswith("_Host"))
 
 
+def _compute_bytes(weights: Any, plan: ContextPlan, options: LoadOptions, buffers: ContextBuffers) -> int:
+    """Return the bytes of all buffers that hold neither weights nor caches nor logits."""
+    logged = sum(size for _, size in buffers.compute)
+    return logged + buffers.bookkeeping_bytes + _attention_bytes(weights, plan, options)
+
+
 def _attention_bytes(weights: Any, plan: ContextPlan, options: LoadOptions) -> int:
     """Return the bytes for the f16 attention matrix of the largest pass, or 0 if it is not allocated.
 
@@ -307,10 +305,6 @@ def _attention_bytes(weights: Any, plan: ContextPlan, options: LoadOptions) -> i
     # If the number of heads differs between layers, the metadata contains a list.
     heads = re.findall(r"\d+", architecture_metadata(weights, "attention.head_count") or "")
     return min(options.batch_tokens, plan.tokens) * plan.tokens * max(map(int, heads), default=0) * 2
-
-
-def _logits_bytes(weights: Any, batch_tokens: int) -> int:
-    return min(MAX_WIDTH, batch_tokens) * vocabulary_size(weights) * 4
 
 
 def _vocabulary_bytes(weights: Any, merges: int) -> int:

@@ -39,12 +39,7 @@ _CELL_FIELDS = 3
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    """The keys or values of a layer.
-
-    Attributes:
-        header: The layer's exported header.
-        cells: The keys or values, uint8 [..., cells, bytes].
-    """
+    """The keys or values of a layer."""
 
     header: memoryview
     cells: Bytes
@@ -52,14 +47,7 @@ class _Layer:
 
 @dataclass(frozen=True, slots=True)
 class _Memory:
-    """The exported cache of all layers with the same attention window.
-
-    Attributes:
-        cells: The position and sequence of each cell, int32 [cells, _CELL_FIELDS].
-        transposed: 1 if values are stored transposed, else 0.
-        keys: The keys of each layer.
-        values: The values of each layer.
-    """
+    """The exported cache of all layers with the same attention window."""
 
     cells: NDArray[np.int32]
     transposed: int
@@ -80,11 +68,6 @@ def merge_kv(
     lower: Sequence[memoryview], upper: Sequence[memoryview], name: str
 ) -> Sequence[bytes | memoryview]:
     """Merge the exported cells of the lower and upper split into those of the unsplit model.
-
-    Args:
-        lower: The parts that `LlamaContext.export_cells` returned for the lower split.
-        upper: The parts that it returned for the upper split, for the same positions.
-        name: The model's name, used in the error message.
 
     Returns:
         The parts that the unsplit model would export.

@@ -32,12 +32,6 @@ __all__ = ["LlamaCppModel", "load"]
 def load(path: str, name: str, options: LoadOptions, progress: Progress | None = None) -> LanguageModel:
     """Load a GGUF model.
 
-    Args:
-        path: The GGUF file, or the first file of a model in several parts.
-        name: The model's name, used in progress reports and error messages.
-        options: The load options.
-        progress: Called repeatedly while the weights are loaded. Returns False to cancel.
-
     Returns:
         The model, wrapped in a `ReplayModel` if it can only be rolled back with checkpoints.
 
@@ -65,20 +59,6 @@ class LlamaCppModel(GgufModel):
 
     A model with recurrent layers can only verify chains, so its additional sequences hold checkpoints instead
     of branches.
-
-    Args:
-        weights: The llama_model handle, which `close` frees.
-        path: The GGUF file.
-        name: The model's name.
-        options: The load options.
-
-    Attributes:
-        probe_result: The capabilities that were measured when the model was loaded.
-
-    Raises:
-        ModelFileError: The model has no vocabulary or cannot generate text.
-        MemoryBudgetError: The context exceeds the memory budget or cannot be allocated.
-        OptionError: An option is invalid for this model.
     """
 
     def __init__(self, weights: Any, path: str, name: str, options: LoadOptions) -> None:

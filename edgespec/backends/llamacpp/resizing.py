@@ -59,12 +59,6 @@ def check_resize_fits(
 ) -> None:
     """Check that resized contexts fit in memory.
 
-    Args:
-        before: The current context plans.
-        after: The new context plans.
-        weight_bytes: The size of the weights in bytes.
-        options: The load options, which contain the memory budget.
-
     Raises:
         MemoryBudgetError: The contexts exceed the memory budget or the available memory.
     """
@@ -96,12 +90,6 @@ def rebuild_context(
 
     After an error, the old size and contents are restored. If this also fails, the context has no KV cache
     (`LlamaContext.is_lost`).
-
-    Args:
-        context: The context to resize.
-        plan: The new plan.
-        length: The number of tokens in sequence 0.
-        recurrent: Whether the model has recurrent layers.
 
     Raises:
         MemoryBudgetError: The new context or the copy of the cells cannot be allocated.
