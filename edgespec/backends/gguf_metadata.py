@@ -1,4 +1,4 @@
-"""Reads the metadata of GGUF models from their headers, which takes milliseconds and loads no weights."""
+"""Read the metadata of GGUF models from their file headers, without loading weights."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from edgespec.errors import ModelFileError
 
 __all__ = ["read_gguf_info", "read_split_info", "split_metadata_file", "tensor_bytes"]
 
-# Architectures of llama.cpp that embed or encode text, but do not write any.
+# llama.cpp architectures that compute embeddings instead of generating text.
 _EMBEDDING = (
     "bert", "nomic-bert", "nomic-bert-moe", "jina-bert-v2", "jina-bert-v3", "neo-bert", "modern-bert",
     "t5encoder", "gemma-embedding", "eurobert",
 )  # fmt: skip
-# Architectures that draft from another model's hidden states.
+# Architectures of heads that draft from the hidden states of another model.
 _HEADS = {"eagle": "EAGLE", "eagle2": "EAGLE-2", "eagle3": "EAGLE-3", "dflash": "DFlash", "medusa": "Medusa"}
 _F16_BYTES = 2
 
@@ -54,7 +54,7 @@ def split_metadata_file(folder: Path) -> Path:
 
 
 def _of_parts(parts: Sequence[Path]) -> ModelInfo:
-    """Return the metadata of a model in several files, of which the first one holds the general metadata."""
+    """Return the metadata of a model in several files. The first file contains the general metadata."""
     headers = [read_header(part) for part in parts]
     header = headers[0]
     bytes_of = [pair for part, each in zip(parts, headers, strict=True) for pair in tensor_bytes(part, each)]
@@ -125,7 +125,6 @@ def tensor_bytes(file: Path, header: GgufHeader) -> list[tuple[str, int]]:
 
 
 def _pass_bytes(bytes_of: Sequence[tuple[str, int]], used_fraction: float) -> int:
-    """Return `ModelInfo.pass_bytes`."""
     has_head = any(name == "output.weight" for name, _ in bytes_of)
     looked_up = {"token_embd.weight"} if has_head else set()
     return round(
@@ -150,8 +149,8 @@ def _kv_bytes(header: GgufHeader) -> int:
 
 
 def _quantisation(metadata: Mapping[str, Any], tensors: list[GgufTensor]) -> str:
-    """Return the quantisation in the metadata, or else the type of most weights."""
-    import gguf  # Takes a sixth of a second, so it is imported only for models that are not cached.
+    """Return the quantisation named in the metadata, or the type of most weights if there is none."""
+    import gguf  # Imported here, because the import takes 0.2 seconds.
 
     try:
         return (

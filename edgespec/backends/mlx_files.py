@@ -1,4 +1,4 @@
-"""Files of MLX models, inspected without importing MLX: which belong to a model and which are missing."""
+"""Check which files an MLX model needs and which are missing, without importing MLX."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def require_mlx(model: str) -> None:
     """Raise BackendMissingError with the install command if MLX models cannot run."""
     if not mlx_installed():
         raise BackendMissingError(
-            f"{model} is an MLX model, and mlx with mlx-lm is not installed",
+            f"{model} is an MLX model, but mlx and mlx-lm are not installed",
             'install them with `pip install "edgespec[mlx]"`, or choose a GGUF model',
         )
 
@@ -73,5 +73,6 @@ def _listed_weights(index: Path) -> set[str]:
         return {str(name) for name in json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ModelFileError(
-            f"{index} is not a valid index of weights: {type(error).__name__}", "download the model again"
+            f"{index} is not a valid index of the weight files: {type(error).__name__}",
+            "download the model again",
         ) from error
