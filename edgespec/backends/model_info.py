@@ -25,7 +25,7 @@ class ModelInfo:
             table do not count.
         kv_bytes: Bytes of one token in an f16 KV cache. Layers with a sliding window count in full.
         context_tokens: Context that the model was trained for.
-        vocabulary: Hash of the tokens, which is equal for models with the same tokens. See `TokenList.digest`.
+        vocabulary: Hash of the tokens (`TokenList.digest`), which is equal for models with the same tokens.
         chat_template: Whether the model has a chat template.
         experts: Number of experts of a mixture-of-experts model.
         experts_used: Number of experts that process each token.

@@ -100,7 +100,7 @@ class TestFolders:
         folder = folder_of(tmp_path, "config.json", "tokenizer.json", "model.safetensors")
         (folder / INDEX).write_bytes(text.encode("utf-8", "surrogateescape"))
         with pytest.raises(
-            ModelFileError, match="is not a valid index of the weight files.*download the model again"
+            ModelFileError, match="is not a valid index of weight files.*download the model again"
         ):
             resolve(str(folder))
 
