@@ -52,7 +52,7 @@ class TokenList:
         return digest.hexdigest()
 
     def same_ids(self, other: TokenList) -> bool:
-        """Return whether both lists are equal, ignoring up to `MAX_VOCAB_PADDING` tokens at the end of one."""
+        """Return whether the lists are equal, apart from up to `MAX_VOCAB_PADDING` tokens at the end."""
         count = min(len(self.tokens), len(other.tokens))
         alike = self.kind == other.kind and self.tokens[:count] == other.tokens[:count]
         return alike and abs(len(self.tokens) - len(other.tokens)) <= MAX_VOCAB_PADDING
