@@ -193,12 +193,7 @@ def restricted_to(capabilities: Capabilities, exact: BitExactPasses) -> Capabili
     if width == 1:
         reason = "--exact is set, and no verify pass of this model is bit-identical to single-token passes"
         return replace(
-            restricted,
-            rollback=False,
-            tree=False,
-            reason=reason,
-            max_width=1,
-            self_draft_methods=frozenset(),
+            restricted, rollback=False, tree=False, reason=reason, max_width=1, self_draft_methods=frozenset()
         )
     return replace(
         restricted,

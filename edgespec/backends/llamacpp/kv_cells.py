@@ -99,8 +99,7 @@ class KvCells:
         if sequence >= self._max_branches:
             self.end_round()
             raise CapabilityError(
-                f"the draft tree has more than {self._max_branches} branches",
-                "use a larger --draft-branches",
+                f"the draft tree has more than {self._max_branches} branches", "use a larger --draft-branches"
             )
         # Ancestors that are placed by the same call are not in the cache yet, so there are no cells to share.
         # Add the new sequence to their rows in the batch instead.

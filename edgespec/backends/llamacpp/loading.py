@@ -170,12 +170,7 @@ def _load_error(path: str, size: int, lines: list[str]) -> ModelFileError | Memo
 
 
 def describe(
-    weights: Any,
-    path: str,
-    name: str,
-    plan: ContextPlan,
-    vocabulary: Vocabulary,
-    probe_result: ProbeResult,
+    weights: Any, path: str, name: str, plan: ContextPlan, vocabulary: Vocabulary, probe_result: ProbeResult
 ) -> ModelFacts:
     """Return a description of a loaded model."""
     lib = library()

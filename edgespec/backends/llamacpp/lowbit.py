@@ -40,13 +40,7 @@ from edgespec.backends.memory_check import (
 from edgespec.backends.self_draft_view import SelfDraftView
 from edgespec.engine.logits import HostLogits
 from edgespec.engine.tree import TokenTree
-from edgespec.errors import (
-    BackendError,
-    CancelledError,
-    CapabilityError,
-    ContextFullError,
-    MemoryBudgetError,
-)
+from edgespec.errors import BackendError, CancelledError, CapabilityError, ContextFullError, MemoryBudgetError
 
 if TYPE_CHECKING:
     from edgespec.backends.llamacpp.gguf_model import GgufModel
@@ -93,8 +87,7 @@ def load_low_bit_view(target: GgufModel, method: LowBit) -> LowBitView:
     """Load a low-bit copy of the target and return a draft model that uses the target's KV cells."""
     if method.copy is None:
         raise CapabilityError(
-            f"no low-bit copy of {target.facts.name} was specified",
-            "make one with `edgespec prepare lowbit`",
+            f"no low-bit copy of {target.facts.name} was specified", "make one with `edgespec prepare lowbit`"
         )
     if target.low_bit_error is not None:
         raise target.low_bit_error
