@@ -48,9 +48,9 @@ def _load_split(path: str, name: str, options: LoadOptions, progress: Progress |
 
 
 def _estimate_split(path: str, name: str, _options: LoadOptions) -> MemoryEstimator:
-    from edgespec.backends.llamacpp.memory_estimate import SplitModelMemoryEstimator
+    from edgespec.backends.llamacpp.memory_estimate import GgufMemoryEstimator
 
-    return SplitModelMemoryEstimator(path, name)
+    return GgufMemoryEstimator(path, name, split=True)
 
 
 def _split_tokens(folder: Path) -> TokenList | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -31,6 +32,7 @@ from edgespec.backends.replay import MAX_CHECKPOINTS
 __all__ = [
     "UNDO_TOKENS",
     "States",
+    "check_contexts_fit",
     "choose_context",
     "choose_split_contexts",
     "kv_bytes",
@@ -72,12 +74,9 @@ class States:
 
 
 def plan_context(weights: Any, options: LoadOptions) -> ContextPlan:
-    """Return a context plan for a loaded model."""
-    states = _measured(weights, options) if has_state(weights) else None
-    plan = choose_context(weights, options, states)
-    fixed = _fixed_bytes(states, plan)
-    asked = requested_context(options, library().llama_model_n_ctx_train(weights))
-    _check_room(plan.kv_bytes, asked, plan.token_bytes, fixed, library().llama_model_size(weights), options)
+    """Return a context plan for a loaded model. Raises MemoryBudgetError if it does not fit in memory."""
+    plan = choose_context(weights, options, _measured(weights, options) if has_state(weights) else None)
+    check_contexts_fit([plan], library().llama_model_size(weights), options)
     return plan
 
 
@@ -128,10 +127,7 @@ def plan_split_contexts(
 ) -> tuple[ContextPlan, ContextPlan]:
     """Return the context plans for the lower and the upper part of a split model."""
     plans = choose_split_contexts(lower, upper, options)
-    total, wanted = sum(plan.kv_bytes for plan in plans), plans[0].tokens
-    asked = requested_context(options, library().llama_model_n_ctx_train(lower))
-    beside = weight_bytes + work_bytes(lower, options)
-    _check_room(total, asked, total // wanted, 0, beside, options)
+    check_contexts_fit(plans, weight_bytes + work_bytes(lower, options), options)
     return plans
 
 
@@ -174,15 +170,17 @@ def logits_bytes(weights: Any, rows: int) -> int:
     return vocabulary_size(weights) * 4 * rows
 
 
-def _check_room(
-    kv_bytes: int, asked: int, per_token: int, fixed: int, weight_bytes: int, options: LoadOptions
-) -> None:
-    """Raise MemoryBudgetError if the weights and the caches do not fit in memory together."""
+def check_contexts_fit(plans: Sequence[ContextPlan], other_bytes: int, options: LoadOptions) -> None:
+    """Raise MemoryBudgetError if the contexts and `other_bytes` do not fit in memory together."""
     limit = options.memory_bytes if options.memory_bytes is not None else psutil.virtual_memory().available
-    left = max(0, limit - weight_bytes)
-    if kv_bytes > left:
-        fits = max(0, left - fixed) // per_token // BLOCK_TOKENS * BLOCK_TOKENS if per_token else 0
-        raise cache_too_large_error(asked, kv_bytes, left, fits)
+    left = max(0, limit - other_bytes)
+    total_bytes, token_bytes = sum(plan.kv_bytes for plan in plans), sum(plan.token_bytes for plan in plans)
+    if total_bytes > left:
+        tokens = plans[0].tokens
+        # Recurrent states take the same memory in a shorter context.
+        left_for_tokens = max(0, left - (total_bytes - tokens * token_bytes))
+        fitting = left_for_tokens // token_bytes // BLOCK_TOKENS * BLOCK_TOKENS if token_bytes else 0
+        raise cache_too_large_error(tokens, total_bytes, left, fitting)
 
 
 def _measured(weights: Any, options: LoadOptions) -> States:

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import psutil
 
 from edgespec.backends.base import LoadOptions, LowBit
 from edgespec.backends.llamacpp.context import ContextPlan, LlamaContext
+from edgespec.backends.llamacpp.context_planning import check_contexts_fit
 from edgespec.backends.llamacpp.kv_cells import KvCells
 from edgespec.backends.llamacpp.kv_types import kv_bytes_per_token
 from edgespec.backends.llamacpp.loading import (
@@ -31,8 +31,6 @@ from edgespec.backends.llamacpp.native import library
 from edgespec.backends.llamacpp.probe import ProbeResult
 from edgespec.backends.llamacpp.resizing import check_resize_fits, rebuild_context
 from edgespec.backends.memory_check import (
-    BLOCK_TOKENS,
-    cache_too_large_error,
     check_tokens_fit,
     check_weights_fit,
     round_up_to_block,
@@ -162,11 +160,7 @@ def _plan(target: GgufModel, weights: Any, method: LowBit, options: LoadOptions)
         tokens = min(tokens, round_up_to_block(windowed))
     per_token = kv_bytes_per_token(weights, target.max_plan.kv_types)
     plan = replace(target.max_plan, tokens=tokens, kv_bytes=tokens * per_token, token_bytes=per_token)
-    limit = options.memory_bytes if options.memory_bytes is not None else psutil.virtual_memory().available
-    left = max(0, limit - library().llama_model_size(weights))
-    if plan.kv_bytes > left:
-        fitting = left // per_token // BLOCK_TOKENS * BLOCK_TOKENS
-        raise cache_too_large_error(tokens, plan.kv_bytes, left, fitting)
+    check_contexts_fit([plan], library().llama_model_size(weights), options)
     return plan
 
 
