@@ -9,11 +9,31 @@ from collections.abc import Iterable
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-from edgespec.backends.checkpoint_names import TOKENIZERS, WEIGHTS, WEIGHTS_INDEX
 from edgespec.errors import BackendMissingError, ModelFileError
 
-__all__ = ["is_weights", "missing_among", "missing_files", "mlx_installed", "require_mlx"]
+__all__ = [
+    "TOKENIZERS",
+    "WEIGHTS",
+    "WEIGHTS_INDEX",
+    "is_weights",
+    "missing_among",
+    "missing_files",
+    "mlx_installed",
+    "require_mlx",
+]
 
+# The weight files that mlx-lm loads. Folders may also hold the same weights in other formats.
+WEIGHTS = "model*.safetensors"
+WEIGHTS_INDEX = "model.safetensors.index.json"
+# Tokenizer files. A checkpoint needs at least one of them.
+TOKENIZERS = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "vocab.json",
+    "*.tiktoken",
+    "tiktoken.model",
+    "tekken.json",
+)
 _PART = re.compile(r"-\d{5}-of-(\d{5})\.safetensors$")
 
 

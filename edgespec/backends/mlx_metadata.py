@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from edgespec.backends.checkpoint_names import WEIGHTS
+from edgespec.backends.mlx_files import WEIGHTS
 from edgespec.backends.model_info import Kind, ModelInfo
 from edgespec.backends.token_list import tokens_of_folder
 from edgespec.errors import ModelFileError

@@ -21,8 +21,7 @@ from edgespec.backends.llamacpp.context_planning import (
     logits_bytes,
     split_load_options,
 )
-from edgespec.backends.llamacpp.device_split import device_split
-from edgespec.backends.llamacpp.devices import has_own_memory, on_cpu
+from edgespec.backends.llamacpp.devices import device_split, has_own_memory, on_cpu
 from edgespec.backends.llamacpp.kv_types import KvTypes
 from edgespec.backends.llamacpp.layerskip_files import PARTS, SHARED_BYTES_KEY
 from edgespec.backends.llamacpp.loading import Paths, load_skeleton, repacks_weights
