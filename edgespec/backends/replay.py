@@ -160,7 +160,7 @@ class ReplayModel(BaseModel):
         return pending
 
     def _grow_round(self) -> None:
-        """Commit the inner round so that the tree can grow, and save a checkpoint if there is no later one."""
+        """Commit the inner round so that the tree can grow. Save a checkpoint unless there is a later one."""
         begun_at = self._inner.length
         self._commit_inner(self._open)
         if not self._checkpoints or self._checkpoints[-1].length < begun_at:
