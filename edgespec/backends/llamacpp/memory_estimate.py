@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from fractions import Fraction
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from edgespec.backends.base import LoadOptions
 from edgespec.backends.llamacpp.context import ContextPlan, LlamaContext
@@ -29,67 +30,50 @@ from edgespec.backends.llamacpp.metadata import architecture_metadata, has_state
 from edgespec.backends.llamacpp.native import captured_log, library
 from edgespec.backends.llamacpp.resizing import longrope_switch_tokens
 from edgespec.backends.memory_estimate import GPU, MemoryEstimate, MemoryPart
-from edgespec.heap import address_space_is_limited, release_free_memory
+from edgespec.heap import release_free_memory
 
 __all__ = ["ContextBuffers", "GgufMemoryEstimator", "parse_buffers", "simulate"]
 
 _F16 = KvTypes("f16", "f16")
-_CACHE = re.compile(r"size = *([\d.]+) MiB \( *(\d+) cells")
+_CACHE = re.compile(r"size = *([\d.]+) MiB \( *\d+ cells")
 _STATES = re.compile(r"size = *([\d.]+) MiB \( *\d+ cells.*\), R \(")
 _COMPUTE = re.compile(r": +(\S+) compute buffer size = *([\d.]+) MiB")
-_NODES = re.compile(r"max_nodes = (\d+)")
-_MERGES = re.compile(r"tokenizer\.ggml\.merges +arr\[str,(\d+)\]")
 # The size of the context that is created to measure the bytes per token. llama.cpp rounds logged sizes to
 # 0.01 MiB, which is less than 1 byte per token for a context of this size.
 _MEASURED_TOKENS = 32768
-# The maximum size of a simulated context. The buffer sizes of longer contexts are extrapolated, because
-# simulating them would need tens of MiB of memory.
+# The maximum size of a simulated context. The buffers of longer contexts are assumed to be proportional to
+# it, because simulating them would need tens of MiB of memory.
 _MAX_SIMULATED_TOKENS = 2**18
-# Recurrent states smaller than `_SMALL_STATE_BYTES` are measured in a context with `_MANY_SEQUENCES`
-# sequences to reduce the rounding error.
-_SMALL_STATE_BYTES, _MANY_SEQUENCES = 2**20, 64
-# The memory that llama.cpp allocates per KV cell in addition to keys and values, for its position, sequence
-# ids and two set nodes (llama-kv-cells.h).
-_CELL_BYTES = 148
-# The memory that llama.cpp allocates per graph node, for three graphs and the scheduler. With multiple
-# devices, it also reserves address space for 2 * 30 inputs per graph split (GGML_SCHED_MAX_SPLIT_INPUTS), but
-# rarely uses it.
-_NODE_BYTES, _NODE_ADDRESS_BYTES = 1400, 21_120
-# The memory for a vocabulary, in bytes per token (its text, the map from text to id and Python's tables) and
-# per merge (the pair and its rank). Measured with the vocabularies in llama.cpp's test suite.
-_TOKEN_BYTES, _MERGE_BYTES = 192, 112
+# The memory of a vocabulary in bytes per token, for its text, its merge rule, the map from text to id and
+# Python's tables. Measured with the vocabularies in llama.cpp's test suite.
+_TOKEN_BYTES = 300
 
 
-@dataclass(frozen=True, slots=True)
-class ContextBuffers:
+class ContextBuffers(NamedTuple):
     """The buffer sizes that llama.cpp logged when it created a context.
 
     Attributes:
         cache_bytes: The total size of KV caches and recurrent states.
-        cells: The number of cells, summed over all caches.
         compute: The name of each compute buffer, such as `CPU` or `CUDA0`, and its size in bytes.
-        nodes: The maximum number of nodes in a graph.
     """
 
     cache_bytes: int
-    cells: int
     compute: tuple[tuple[str, int], ...]
-    nodes: int
 
     @property
-    def bookkeeping_bytes(self) -> int:
-        """The memory that llama.cpp allocates for cells and graphs in addition to the logged buffers."""
-        node_bytes = _NODE_BYTES + (_NODE_ADDRESS_BYTES if address_space_is_limited() else 0)
-        return self.cells * _CELL_BYTES + self.nodes * node_bytes
+    def compute_bytes(self) -> int:
+        """The total size of the compute buffers."""
+        return sum(size for _, size in self.compute)
 
 
 def parse_buffers(lines: Sequence[str]) -> ContextBuffers:
     """Parse the buffer sizes from the lines that llama.cpp logged when it created a context."""
-    caches = [match for line in lines if (match := _CACHE.search(line))]
     compute = tuple((match[1], _mib(match[2])) for line in lines if (match := _COMPUTE.search(line)))
-    nodes = max((int(match[1]) for line in lines if (match := _NODES.search(line))), default=0)
-    cells = sum(int(match[2]) for match in caches)
-    return ContextBuffers(sum(_mib(match[1]) for match in caches), cells, compute, nodes)
+    return ContextBuffers(_sum_of(_CACHE, lines), compute)
+
+
+def _sum_of(size: re.Pattern[str], lines: Sequence[str]) -> int:
+    return sum(_mib(match[1]) for line in lines if (match := size.search(line)))
 
 
 def _mib(text: str) -> int:
@@ -126,30 +110,26 @@ class GgufMemoryEstimator:
         self._files: list[Paths] = [*split_files] if split else [path]
         self._weights: list[Any] = []
         self._open(None)
-        lib = library()
-        self.trained_context_tokens: int = lib.llama_model_n_ctx_train(self._weights[0])
-        self.longrope_switch_tokens: int = longrope_switch_tokens(self._weights[0])
-        self.layers = lib.llama_model_n_layer(self._weights[0]) if has_own_memory() and not split else 0
+        lib, weights = library(), self._weights[0]
+        self.trained_context_tokens: int = lib.llama_model_n_ctx_train(weights)
+        self.longrope_switch_tokens: int = longrope_switch_tokens(weights)
+        self.layers: int = lib.llama_model_n_layer(weights) if has_own_memory() and not split else 0
         # Repacked weights are not memory-mapped, so the two parts of a split model cannot share them.
         can_share = split and not any(repacks_weights(files, None) for files in self._files)
-        self._shared_bytes = int(metadata(self._weights[0], SHARED_BYTES_KEY) or 0) if can_share else 0
+        self._shared_bytes = int(metadata(weights, SHARED_BYTES_KEY) or 0) if can_share else 0
         self._states: States | None = None
 
     def _open(self, gpu_layers: int | None) -> None:
         self.close()
         self._gpu_layers = gpu_layers
-        # Pairs of simulated contexts for `_extrapolate`, keyed by the arguments that affect them.
-        self._long: dict[tuple[Any, ...], tuple[ContextBuffers, ContextBuffers]] = {}
+        # Buffers of the longest simulated contexts, by the arguments that affect them.
+        self._longest: dict[tuple[Any, ...], ContextBuffers] = {}
         try:
-            with captured_log() as lines:
-                for files in self._files:
-                    self._weights.append(load_skeleton(files, gpu_layers))
+            for files in self._files:
+                self._weights.append(load_skeleton(files, gpu_layers))
         except BaseException:
             self.close()
             raise
-        merges = sum(int(match[1]) for line in lines if (match := _MERGES.search(line)))
-        tokens = sum(map(vocabulary_size, self._weights))
-        self._vocabulary_bytes = tokens * _TOKEN_BYTES + merges * _MERGE_BYTES
 
     def estimate(self, options: LoadOptions) -> MemoryEstimate:
         """See `MemoryEstimator`."""
@@ -160,8 +140,7 @@ class GgufMemoryEstimator:
         for part, (weights, plan, each) in enumerate(zip(self._weights, plans, part_options, strict=True)):
             buffers = self._buffers(part, plan, each)
             cache_bytes += buffers.cache_bytes
-            compute_bytes += sum(size for _, size in buffers.compute) + buffers.bookkeeping_bytes
-            compute_bytes += _attention_bytes(weights, plan, each)
+            compute_bytes += buffers.compute_bytes + _attention_bytes(weights, plan, each)
             gpu_compute += sum(size for name, size in buffers.compute if self.layers and _is_on_gpu(name))
             output_bytes += logits_bytes(weights, min(plan.rows, each.batch_tokens))
         gpu_weights, gpu_cache_share, doubled = device_split(self._path, self.layers, options.gpu_layers)
@@ -177,7 +156,7 @@ class GgufMemoryEstimator:
             MemoryPart("compute", compute_bytes - gpu_compute),
             MemoryPart("compute", gpu_compute, GPU),
             MemoryPart("output", output_bytes),
-            MemoryPart("vocabulary", self._vocabulary_bytes),
+            MemoryPart("vocabulary", sum(map(vocabulary_size, self._weights)) * _TOKEN_BYTES),
         )
         present = tuple(part for part in parts if part.bytes)
         return MemoryEstimate(plans[0].tokens, plans[0].kv_types.text, present)
@@ -192,19 +171,19 @@ class GgufMemoryEstimator:
         return [choose_context(weights, options, self._states)], [options]
 
     def _buffers(self, part: int, plan: ContextPlan, options: LoadOptions) -> ContextBuffers:
-        """Simulate the context, or extrapolate from two shorter ones if it is very long."""
+        """Simulate the context, or scale the buffers of the longest simulated one if it is longer."""
         weights, takes_hidden = self._weights[part], part > 0
         if plan.tokens <= _MAX_SIMULATED_TOKENS:
             return simulate(weights, plan, options, takes_hidden=takes_hidden)
         longest = replace(plan, tokens=_MAX_SIMULATED_TOKENS, kv_bytes=0)
         key = part, longest, options.batch_tokens, options.flash_attention
-        if key not in self._long:
-            half = replace(longest, tokens=_MAX_SIMULATED_TOKENS // 2)
-            self._long[key] = (
-                simulate(weights, half, options, takes_hidden=takes_hidden),
-                simulate(weights, longest, options, takes_hidden=takes_hidden),
-            )
-        return _extrapolate(*self._long[key], plan.tokens)
+        if key not in self._longest:
+            self._longest[key] = simulate(weights, longest, options, takes_hidden=takes_hidden)
+        cache_bytes, compute = self._longest[key]
+        scale = Fraction(plan.tokens, _MAX_SIMULATED_TOKENS)
+        return ContextBuffers(
+            int(cache_bytes * scale), tuple((name, int(size * scale)) for name, size in compute)
+        )
 
     def close(self) -> None:
         """See `MemoryEstimator`."""
@@ -213,38 +192,16 @@ class GgufMemoryEstimator:
         release_free_memory()
 
 
-def _extrapolate(half: ContextBuffers, whole: ContextBuffers, tokens: int) -> ContextBuffers:
-    """Extrapolate the buffer sizes to a context with `tokens` cells."""
-
-    def grow(first: int, second: int) -> int:
-        return second + (second - first) * (tokens - _MAX_SIMULATED_TOKENS) // (_MAX_SIMULATED_TOKENS // 2)
-
-    pairs = zip(half.compute, whole.compute, strict=True)
-    return ContextBuffers(
-        grow(half.cache_bytes, whole.cache_bytes),
-        grow(half.cells, whole.cells),
-        tuple((name, grow(first, second)) for (name, first), (_, second) in pairs),
-        whole.nodes,
-    )
-
-
 def _simulate_states(weights: Any, options: LoadOptions) -> States:
     """Return the sizes of the recurrent states, measured without loading the weights."""
-
-    def look(sequences: int) -> tuple[int, int, LlamaContext]:
-        plan = ContextPlan(_MEASURED_TOKENS, _F16, sequences, undo_tokens=UNDO_TOKENS)
-        with captured_log() as lines:
-            context = LlamaContext(weights, replace(options, batch_tokens=64), plan, 1)
-            context.close()
-        states = sum(_mib(match[1]) for line in lines if (match := _STATES.search(line)))
-        return states, parse_buffers(lines).cache_bytes - states, context
-
-    states, kv_bytes, context = look(1)
-    copies = 1 + context.undo_tokens
-    if states < _SMALL_STATE_BYTES:
-        states = look(_MANY_SEQUENCES)[0] // _MANY_SEQUENCES
+    plan = ContextPlan(_MEASURED_TOKENS, _F16, 1, undo_tokens=UNDO_TOKENS)
+    with captured_log() as lines:
+        context = LlamaContext(weights, replace(options, batch_tokens=64), plan, 1)
+        context.close()
+    states = _sum_of(_STATES, lines)
+    kv_bytes = parse_buffers(lines).cache_bytes - states
     keeps_earlier = context.undo_tokens > 0 and not context.window
-    return States(states // copies, kv_bytes // _MEASURED_TOKENS, keeps_earlier)
+    return States(states // (1 + context.undo_tokens), kv_bytes // _MEASURED_TOKENS, keeps_earlier)
 
 
 def _is_on_gpu(buffer: str) -> bool:
