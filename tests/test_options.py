@@ -70,11 +70,11 @@ def test_an_unknown_option_names_the_nearest(function: Any) -> None:
 @pytest.mark.parametrize(
     ("options", "error"),
     [
-        ({"context": 0}, "context is 0; give a whole number from 1 to"),
-        ({"threads": 5000}, "threads is 5000; give a whole number from 1 to 1024"),
-        ({"memory": "lots"}, "memory is 'lots'; write a size such as 8GiB"),
+        ({"context": 0}, "context must be a whole number from 1 to"),
+        ({"threads": 5000}, "threads must be a whole number from 1 to 1024, but is 5000"),
+        ({"memory": "lots"}, "memory must be a size, but is 'lots'; use a size such as 8GiB"),
         ({"prefer": "both"}, "prefer is 'both'; choose one of speed, context"),
-        ({"mmap": "no"}, "mmap is 'no'; give True or False"),
+        ({"mmap": "no"}, "mmap must be True or False, but is 'no'"),
         ({"method": "modl"}, "did you mean 'model'"),
         ({"methods": "suffix"}, "methods is 'suffix'; pass a list"),
         ({"draft_branches": (9, 9)}, "draft_branches \\(9, 9\\) make 81 branches"),

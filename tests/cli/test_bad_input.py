@@ -25,7 +25,7 @@ DRAFT = ROOT / "models" / "demo-draft-q8_0.gguf"
         (["--repetition-penalty", "0"], "repetition_penalty is 0.0"),
         (["--logit-bias", "5=nan"], "logit_bias of token 5 is nan"),
         (["--logit-bias", "five"], "'five' is not ID=VALUE"),
-        (["--memory", "lots"], "memory is 'lots'; write a size such as 8GiB"),
+        (["--memory", "lots"], "memory must be a size, but is 'lots'; use a size such as 8GiB"),
         (["--method", "modl"], "did you mean 'model'?"),
         (["--method", "model", "--draft", "none"], "needs a draft model"),
         (["--draft-length", "99"], "'99' is not a whole number from 1 to 64"),
