@@ -34,7 +34,7 @@ def in_batches(
         batch = tokens[start : start + batch_tokens]
         yield batch
         if progress and not progress("prefill", (start + len(batch)) / len(tokens)):
-            raise CancelledError("cancelled")
+            raise CancelledError("the prefill was cancelled")
 
 
 def scaled_progress(progress: Progress, begin: float, share: float) -> Progress:

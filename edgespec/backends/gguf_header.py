@@ -187,7 +187,7 @@ class _Reader:
         name, dimensions = self.text(), self.scalar(4)
         if dimensions > _MAX_DIMENSIONS:
             raise ValueError(
-                f"tensor {name} has {dimensions} dimensions, more than the maximum of {_MAX_DIMENSIONS}"
+                f"tensor {name} has {dimensions} dimensions, but at most {_MAX_DIMENSIONS} are valid"
             )
         shape = tuple(self.scalar(10) for _ in range(dimensions))
         return GgufTensor(name, shape, self.scalar(4), self.scalar(10))

@@ -93,6 +93,6 @@ def _listed_weights(index: Path) -> set[str]:
         return {str(name) for name in json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ModelFileError(
-            f"{index} is not a valid index of the weight files: {type(error).__name__}",
+            f"{index} is not a valid index of weight files: {type(error).__name__}",
             "download the model again",
         ) from error

@@ -131,10 +131,10 @@ class TestInvalidBytes:
     @pytest.mark.parametrize(
         ("at", "value", "says"),
         [
-            (0, 1, "their headers differ"),
-            (8, 2, "there is more than one stream"),
+            (0, 1, "the headers of the two splits differ"),
+            (8, 2, "the data has more than one stream"),
             (12, 2, "the cells have an unknown layout"),
-            (16, 9, "they contain different cells"),
+            (16, 9, "the two splits contain different cells"),
             (20, 2, "a cell belongs to several sequences"),
             (52, 2, "the cells have an unknown layout"),
             (52, 1, "the data ends too early"),

@@ -32,7 +32,7 @@ DRAFT = ROOT / "models" / "demo-draft-q8_0.gguf"
         (["--draft-branches", "3,x"], "'x' is not a whole number from 1 up: use auto, or numbers"),
         (["--draft-branches", "3,,2"], "'--draft-branches': '' is not a whole number from 1 up: use auto"),
         (["--draft-confidence", "2"], "draft_confidence is 2.0"),
-        (["--kv-type", "q9"], "kv_type is 'q9'"),
+        (["--kv-type", "q9"], "but is 'q9'"),
         (["--acceptance", "maybe"], "'maybe' is not one of"),
         (["--seed", "-1"], "'-1' is not a whole number from 0"),
         (["-n", "0"], "'0' is not a whole number from 1 up"),

@@ -245,7 +245,7 @@ class LlamaContext:
 
     def _decode(self, batch: Batch) -> None:
         if self.interrupt.requested:
-            raise CancelledError("cancelled")
+            raise CancelledError("the pass was cancelled")
         self._check_allocated()
         count = batch.native.n_tokens
         recent_errors(clear=True)
@@ -253,7 +253,7 @@ class LlamaContext:
         if status == 0:
             return
         if status == _ABORTED or self.interrupt.requested:
-            raise CancelledError("cancelled")
+            raise CancelledError("the pass was cancelled")
         if status == _NO_SLOT:
             raise ContextFullError(f"the context of {self.tokens:,} tokens is full", "use a larger --context")
         if status == _NO_MEMORY:
@@ -263,8 +263,8 @@ class LlamaContext:
             )
         detail = (recent_errors() or ["llama.cpp reported no reason"])[-1]
         raise BackendError(
-            f"llama.cpp failed on {count} tokens (status {status}): {detail}",
-            "free some memory or use a smaller --context",
+            f"llama.cpp failed on a pass over {count} tokens with status {status}: {detail}",
+            "close other programs or use a smaller --context",
         )
 
     def copy(self, source: int, sequence: int, start: int = -1, end: int = -1) -> None:
@@ -359,7 +359,7 @@ class LlamaContext:
         llama.cpp would apply it in the next pass, but checkpoints and copies of the context need it earlier.
         """
         if not self.import_sequence(self.export_sequence(recurrent_only=True), recurrent_only=True):
-            raise BackendError("the recurrent state cannot be rolled back", "reload the model")
+            raise BackendError("the recurrent state cannot be rolled back", "load the model again")
 
     def state_bytes(self, *, recurrent_only: bool = False) -> int:
         """Return the number of bytes that `export_sequence` exports for sequence 0."""

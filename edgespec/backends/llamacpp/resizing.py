@@ -125,5 +125,5 @@ def _fill(
         context.import_sequence(saved[0]) if recurrent else context.import_cells(saved, 0, length)
     ):
         raise BackendError(
-            f"{length:,} cached tokens cannot be imported after a resize", "send the message again"
+            f"the cache of {length:,} tokens was lost when the context was resized", "send the message again"
         )
