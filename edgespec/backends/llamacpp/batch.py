@@ -56,11 +56,6 @@ class Batch:
             for j, sequence in enumerate(ids):
                 self._sequences[i][j] = sequence
 
-    def put_consecutive(self, inputs: Inputs, position: int) -> None:
-        """Replace the contents with rows of sequence 0 at consecutive positions, without logits."""
-        count = len(inputs)
-        self.put(inputs, range(position, position + count), [(0,)] * count, logits=False)
-
     def free(self) -> None:
         """Free the native llama_batch."""
         self._lib.llama_batch_free(self.native)

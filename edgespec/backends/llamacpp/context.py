@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 
 from edgespec.backends.base import LoadOptions
 from edgespec.backends.llamacpp.batch import Batch, Inputs
-from edgespec.backends.llamacpp.buffer_pool import BufferPool
 from edgespec.backends.llamacpp.hidden_state_hook import HiddenStateHook
 from edgespec.backends.llamacpp.kv_types import KvTypes
 from edgespec.backends.llamacpp.metadata import vocabulary_size
@@ -139,8 +138,6 @@ class LlamaContext:
             OptionError: The KV types require flash attention, which is off.
         """
         self._free()
-        # Replace the pool too, because buffers sized for the old cache would waste memory.
-        self._copies = BufferPool()
         recent_errors(clear=True)
         self._params.n_ctx = plan.tokens
         self._context = self._lib.llama_init_from_model(self._model, self._params)
@@ -190,7 +187,8 @@ class LlamaContext:
     def append(self, inputs: Inputs, position: int) -> None:
         """Append tokens or hidden states to sequence 0, starting at `position`, without computing logits."""
         batch = self._batch_for(inputs)
-        batch.put_consecutive(inputs, position)
+        count = len(inputs)
+        batch.put(inputs, range(position, position + count), [(0,)] * count, logits=False)
         self._decode(batch)
 
     def run(
@@ -373,7 +371,7 @@ class LlamaContext:
         self._check_allocated()
         flags = self._flags(recurrent_only)
         size = self._lib.llama_state_seq_get_size_ext(self._context, sequence, flags)
-        copy = self._copies.take(size)
+        copy = np.empty(size, np.uint8)
         written = self._lib.llama_state_seq_get_data_ext(
             self._context, copy.ctypes.data_as(_BYTES), size, sequence, flags
         )

@@ -9,15 +9,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import psutil
-
 from edgespec.backends.base import LoadOptions
 from edgespec.backends.llamacpp.context import ContextPlan, LlamaContext
+from edgespec.backends.llamacpp.context_planning import check_contexts_fit
 from edgespec.backends.llamacpp.devices import in_main_memory
 from edgespec.backends.llamacpp.metadata import architecture_metadata
-from edgespec.backends.memory_check import BLOCK_TOKENS, cache_too_large_error, initial_context
+from edgespec.backends.memory_check import initial_context
 from edgespec.errors import BackendError, MemoryBudgetError
-from edgespec.files import format_bytes
 from edgespec.heap import release_free_memory
 
 __all__ = ["cache_variant", "check_resize_fits", "initial_plan", "longrope_switch_tokens", "rebuild_context"]
@@ -57,30 +55,14 @@ def longrope_switch_tokens(weights: Any) -> int:
 def check_resize_fits(
     before: Sequence[ContextPlan], after: Sequence[ContextPlan], weight_bytes: int, options: LoadOptions
 ) -> None:
-    """Check that resized contexts fit in memory.
-
-    Raises:
-        MemoryBudgetError: The contexts exceed the memory budget or the available memory.
-    """
-    new_bytes, old_bytes = sum(plan.kv_bytes for plan in after), sum(plan.kv_bytes for plan in before)
-    if new_bytes <= old_bytes:
+    """Raise MemoryBudgetError if enlarged contexts exceed the memory budget or the available memory."""
+    if sum(plan.kv_bytes for plan in after) <= sum(plan.kv_bytes for plan in before):
         return
-    if options.memory_bytes is not None and new_bytes > options.memory_bytes - weight_bytes:
-        left_bytes = max(0, options.memory_bytes - weight_bytes)
-        token_bytes = sum(plan.token_bytes for plan in after)
-        fitting_tokens = after[0].tokens - -(-(new_bytes - left_bytes) // token_bytes) if token_bytes else 0
-        raise cache_too_large_error(
-            after[0].tokens, new_bytes, left_bytes, max(0, fitting_tokens) // BLOCK_TOKENS * BLOCK_TOKENS
-        )
-    # There is no need to count the exported cells, because they need no more memory than the freed context.
-    # GPU memory is not checked, because a failed allocation on a GPU is handled safely.
-    available_bytes = int(psutil.virtual_memory().available)
-    if new_bytes > available_bytes and in_main_memory(options):
-        raise MemoryBudgetError(
-            f"a context of {after[0].tokens:,} tokens needs {format_bytes(new_bytes)} of memory,"
-            f" but only {format_bytes(available_bytes)} is free",
-            "close other programs or use a smaller --context",
-        )
+    if options.memory_bytes is not None:
+        check_contexts_fit(after, weight_bytes, options)
+    elif in_main_memory(options):  # A failed allocation on a GPU is handled safely.
+        # The weights are loaded already. The exported cells need no more memory than the freed context.
+        check_contexts_fit(after, 0, options)
 
 
 def rebuild_context(
