@@ -39,14 +39,7 @@ class Batch:
     def put(
         self, inputs: Inputs, positions: Sequence[int], sequences: Sequence[Sequence[int]], logits: bool
     ) -> None:
-        """Replace the contents of the batch.
-
-        Args:
-            inputs: The tokens or hidden states, one per row.
-            positions: The position of each row.
-            sequences: The ids of the sequences that each row belongs to.
-            logits: Whether to compute logits. Applies to all rows.
-        """
+        """Replace the contents of the batch. `logits` selects whether all rows or none need logits."""
         count = self.native.n_tokens = len(inputs)
         self._inputs[:count] = inputs
         self._position[:count] = positions

@@ -196,11 +196,6 @@ class LlamaContext:
     ) -> NDArray[np.float32]:
         """Run one pass and return its logits.
 
-        Args:
-            inputs: Tokens or hidden states, at most `max_width` rows.
-            positions: The position of each row.
-            sequences: The ids of the sequences that each row belongs to.
-
         Returns:
             The logits, float32 [rows, vocab]. This is a view that the next pass overwrites.
 

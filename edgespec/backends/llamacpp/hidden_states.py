@@ -20,10 +20,7 @@ __all__ = ["hidden_states"]
 def hidden_states(
     path: str, name: str, tokens: Sequence[int], options: LoadOptions, progress: Progress | None = None
 ) -> NDArray[np.float32]:
-    """Load a model, run it on `tokens`, and return the hidden states after every layer.
-
-    Returns:
-        The hidden states, float32 [layers, tokens, embd].
+    """Load a model, and return the hidden states after every layer, float32 [layers, tokens, embd].
 
     Raises:
         BackendError: llama.cpp does not expose the layer outputs of this architecture.

@@ -67,10 +67,7 @@ class KvCells:
         return bool(self._tracked)
 
     def place_tree(self, tree: TokenTree, first: int) -> tuple[list[int], list[list[int]]]:
-        """Assign positions and sequences to the tree's nodes, starting at index `first`.
-
-        Returns:
-            The position of each of these nodes, and the ids of all sequences that contain it.
+        """Return the positions and sequence ids of the tree's nodes, starting at index `first`.
 
         Raises:
             CapabilityError: The tree has too many branches. The uncommitted tree is removed.

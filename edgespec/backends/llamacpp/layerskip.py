@@ -257,11 +257,7 @@ class LowerSplit:
         return [slice(start, start + step) for start in range(0, count, step)]
 
     def draft(self, tree: TokenTree, first: int) -> NDArray[np.float32]:
-        """Run a draft tree's nodes, starting at index `first`, through the lower layers and the output head.
-
-        Returns:
-            The logits, float32 [nodes, vocab]. This may be a view that the next pass overwrites.
-        """
+        """Run a draft tree's nodes, starting at index `first`, and return their logits."""
         if first == 0:
             self.end_round()
         positions, sequences = self.cells.place_tree(tree, first)

@@ -92,12 +92,8 @@ def simulate(
 class GgufMemoryEstimator:
     """Estimates the memory that a GGUF model needs.
 
+    With `split`, the path is the folder of a model that is split into two parts, which share some weights.
     llama.cpp assigns layers to devices when it opens a file, so a change of `gpu_layers` reopens the file.
-
-    Args:
-        path: The GGUF file, or the folder of a model that is split into a lower and an upper part.
-        name: The model's name, used in error messages.
-        split: Whether the model is split. The two parts share some of their weights.
 
     Raises:
         ModelFileError: A file cannot be loaded.
