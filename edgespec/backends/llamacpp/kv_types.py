@@ -124,7 +124,7 @@ def parse_kv_types(text: str) -> KvTypes:
     for name in (keys, values or keys):
         if name not in _TYPES:
             raise OptionError(
-                f"kv_type must be a data type of the KV cache, but is {text!r}",
+                f"kv_type is {text!r}",
                 f"choose auto, one of {', '.join(_TYPES)}, or two of them for keys and values, such as"
                 " q8_0/f16",
             )
