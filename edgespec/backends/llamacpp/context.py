@@ -33,8 +33,8 @@ _FLASH_ATTENTION = {"auto": -1, "off": 0, "on": 1}
 # Status codes of llama_decode: no free KV cells, stopped by the abort callback, allocation failed.
 _NO_SLOT, _ABORTED, _NO_MEMORY = 1, 2, -2
 _BYTES = ctypes.POINTER(ctypes.c_uint8)
-# The default maximum number of rows with logits per pass. It limits the size of the logits buffer. Drafts
-# of this length are never worthwhile, so a higher limit would not help.
+# The default maximum number of rows with logits per pass, which limits the size of the logits buffer. Longer
+# drafts are never worthwhile.
 MAX_WIDTH = 256
 
 
@@ -47,8 +47,7 @@ class ContextPlan:
         kv_types: The data types of keys and values.
         sequences: The maximum number of sequences.
         recurrent: Whether any layers have a recurrent state instead of keys and values.
-        undo_tokens: The number of tokens that can be rolled back without replay, because llama.cpp keeps the
-            recurrent state after each of them.
+        undo_tokens: The number of last tokens after which llama.cpp keeps the recurrent state for a rollback.
         kv_bytes: The total size of KV cells and recurrent states.
         token_bytes: The size of one KV cell, summed over all layers.
         rows: The maximum number of rows with logits per pass.
@@ -103,8 +102,7 @@ class LlamaContext:
         params.n_threads = params.n_threads_batch = self.threads = threads
         params.type_k, params.type_v = plan.kv_types.ggml_types
         params.flash_attn_type = _FLASH_ATTENTION[options.flash_attention]
-        # Keep cells outside the sliding window, which a rollback may need. By default, llama.cpp overwrites
-        # them.
+        # Keep cells outside the sliding window, because a rollback may need them.
         params.swa_full = True
         params.kv_unified = True
         params.no_perf = True
