@@ -25,11 +25,7 @@ MAX_CACHED_PIECES = 8192
 def in_batches(
     tokens: Sequence[int], batch_tokens: int, progress: Progress | None
 ) -> Iterator[Sequence[int]]:
-    """Yield the tokens of a prefill in batches and report progress after each.
-
-    Raises:
-        CancelledError: `progress` returned False.
-    """
+    """Yield the tokens of a prefill in batches and report progress after each. Raises CancelledError."""
     for start in range(0, len(tokens), batch_tokens):
         batch = tokens[start : start + batch_tokens]
         yield batch

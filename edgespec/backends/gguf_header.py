@@ -110,11 +110,7 @@ class GgufHeader:
 
 
 def read_header(path: Path) -> GgufHeader:
-    """Read the header of a GGUF file.
-
-    Raises:
-        ModelFileError: The file cannot be read, is not a GGUF file or is truncated.
-    """
+    """Read the header of a GGUF file. Raises ModelFileError."""
     try:
         with path.open("rb") as file:
             data, size = b"", _FIRST_READ_BYTES

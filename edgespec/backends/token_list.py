@@ -103,11 +103,7 @@ def tokens_of_header(header: GgufHeader) -> TokenList | None:
 
 
 def tokens_of_folder(folder: Path) -> TokenList | None:
-    """Return the tokens of an MLX model, or None if it has no tokenizer.json.
-
-    Raises:
-        ModelFileError: The tokenizer.json is invalid.
-    """
+    """Return the tokens of an MLX model, or None if it has no tokenizer.json. Raises ModelFileError."""
     path = folder / "tokenizer.json"
     try:
         tokenizer = json.loads(path.read_text(encoding="utf-8"))

@@ -54,11 +54,7 @@ _ALIGNMENT_BYTES = 32
 
 
 def check_header(path: Path) -> None:
-    """Check the headers of all of a model's files.
-
-    Raises:
-        ModelFileError: A file cannot be read, or its header would make llama.cpp abort.
-    """
+    """Check the headers of all of a model's files. Raises ModelFileError."""
     for part in gguf_files(path):
         try:
             status = part.stat()

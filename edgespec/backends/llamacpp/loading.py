@@ -44,11 +44,7 @@ _LARGE_MODEL_BYTES = 1 << 40
 
 
 def check_file(path: str) -> int:
-    """Return the total size in bytes of all of a GGUF model's files.
-
-    Raises:
-        ModelFileError: The file is missing or is not a GGUF file.
-    """
+    """Return the total size in bytes of all of a GGUF model's files. Raises ModelFileError."""
     return sum(part.stat().st_size for part in gguf_files(Path(path)))
 
 

@@ -36,11 +36,7 @@ _callbacks: list[Any] = []
 
 @cache
 def library() -> ModuleType:
-    """Import and initialise the llama_cpp module and return it.
-
-    Raises:
-        BackendMissingError: llama_cpp cannot be imported.
-    """
+    """Import and initialise the llama_cpp module and return it. Raises BackendMissingError."""
     try:
         import llama_cpp
     except (ImportError, OSError, RuntimeError) as error:

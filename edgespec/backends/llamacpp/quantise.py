@@ -69,11 +69,7 @@ def quantisation_types() -> dict[str, int]:
 
 
 def parse_quantisation_type(name: str) -> str:
-    """Return the full name of a quantisation type, such as Q4_K_M for q4_k.
-
-    Raises:
-        OptionError: The type is unknown.
-    """
+    """Return the full name of a quantisation type, such as Q4_K_M for q4_k. Raises OptionError."""
     upper = name.upper()
     upper = _SHORT_NAMES.get(upper, upper)
     if upper not in quantisation_types():
