@@ -7,8 +7,9 @@ last tokens, and its memory does not grow with the context (MagicDec, arXiv 2408
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
+from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +27,7 @@ from edgespec.backends.llamacpp.loading import (
     load_weights,
     threads_for,
 )
-from edgespec.backends.llamacpp.metadata import all_metadata, has_state
+from edgespec.backends.llamacpp.metadata import all_metadata, has_state, vocabulary_size
 from edgespec.backends.llamacpp.native import library
 from edgespec.backends.llamacpp.probe import ProbeResult
 from edgespec.backends.llamacpp.resizing import check_resize_fits, rebuild_context
@@ -117,39 +118,28 @@ def _check_same_model(weights: Sequence[Any], copy: Any, path: str) -> None:
     The weights are not compared. With a copy of a differently trained model, few drafts would be accepted,
     but the output would still be correct because the target verifies every token.
     """
-    target_shape, copy_shape = _shape(weights), _shape([copy])
-    for key in [*target_shape, *(copy_shape.keys() - target_shape.keys())]:
-        if target_shape.get(key) != copy_shape.get(key):
-            raise _other_model_error(
-                path, f"its {key} is {copy_shape.get(key)}, the target's is {target_shape.get(key)}"
+    target, other = _identity(weights), _identity([copy])
+    for key in target | other:
+        if target.get(key) != other.get(key):
+            raise CapabilityError(
+                f"{path} is not a copy of the target: its {key} is {other.get(key)},"
+                f" but the target's is {target.get(key)}",
+                "make a copy of the target with `edgespec prepare lowbit`",
             )
-    lib = library()
-    target_vocab, copy_vocab = lib.llama_model_get_vocab(weights[0]), lib.llama_model_get_vocab(copy)
-    size, copy_size = lib.llama_vocab_n_tokens(target_vocab), lib.llama_vocab_n_tokens(copy_vocab)
-    if size != copy_size:
-        raise _other_model_error(path, f"it has {copy_size:,} tokens, the target has {size:,}")
-    text = lib.llama_vocab_get_text
-    for token in range(size):
-        if text(target_vocab, token) != text(copy_vocab, token):
-            raise _other_model_error(path, f"its token {token} differs from the target's")
 
 
-def _shape(weights: Sequence[Any]) -> Mapping[str, str]:
-    """Return the metadata that describes the architecture, but not how the weights are stored."""
+def _identity(weights: Sequence[Any]) -> dict[str, str]:
+    """Return the metadata that is equal for all quantisations of a model, whole or split."""
     parts = [all_metadata(part) for part in weights]
     architecture = parts[0].get("general.architecture", "")
     shape = {key: value for key, value in parts[0].items() if key.startswith(f"{architecture}.")}
     for key in (f"{architecture}.{name}" for name in _LAYER_COUNTS):
         if key in shape:
             shape[key] = str(sum(int(part[key]) for part in parts))
-    return {"general.architecture": architecture, **shape}
-
-
-def _other_model_error(path: str, difference: str) -> CapabilityError:
-    return CapabilityError(
-        f"{path} is not a copy of the target: {difference}",
-        "make a copy of the target with `edgespec prepare lowbit`",
-    )
+    vocabulary, text = library().llama_model_get_vocab(weights[0]), library().llama_vocab_get_text
+    size = vocabulary_size(weights[0])
+    tokens = sha256(b"\0".join(text(vocabulary, token) for token in range(size))).hexdigest()[:16]
+    return {"architecture": architecture, **shape, "vocabulary size": f"{size:,}", "vocabulary hash": tokens}
 
 
 def _plan(target: GgufModel, weights: Any, method: LowBit, options: LoadOptions) -> ContextPlan:
