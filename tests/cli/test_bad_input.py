@@ -26,14 +26,14 @@ DRAFT = ROOT / "models" / "demo-draft-q8_0.gguf"
         (["--logit-bias", "5=nan"], "--logit-bias of token 5 is nan; "),
         (
             ["--logit-bias", "five"],
-            "--logit-bias must have the form ID=VALUE, but is 'five'; use for example",
+            "--logit-bias must have the form ID=VALUE, but is 'five'; use",
         ),
         (["--memory", "lots"], "--memory must be a size, but is 'lots'; use a size such as 8GiB"),
         (["--method", "modl"], "did you mean 'model'?"),
         (["--method", "model", "--draft", "none"], "needs a draft model"),
         (
             ["--draft-length", "99"],
-            "--draft-length must be a whole number from 1 to 64, but is 99; choose another number, or method none",
+            "--draft-length must be a whole number from 1 to 64, but is 99; choose another",
         ),
         (
             ["--draft-branches", "3,x"],
