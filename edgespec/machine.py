@@ -155,17 +155,9 @@ def _mlx() -> MlxInfo:
     try:
         from edgespec.backends.mlx.build_info import build_info
 
-        facts = build_info()
+        return MlxInfo(*build_info())
     except BackendMissingError as error:
         return MlxInfo(problem=str(error))
-    return MlxInfo(
-        facts.version,
-        facts.mlx_lm_version,
-        facts.device,
-        facts.metal,
-        facts.cuda,
-        facts.recommended_working_set_bytes,
-    )
 
 
 def _folders() -> Folders:

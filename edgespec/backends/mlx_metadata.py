@@ -5,19 +5,17 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from edgespec.backends.checkpoint_names import WEIGHTS
+from edgespec.backends.mlx_files import StoredTensor, read_json_object, read_tensors
 from edgespec.backends.model_info import Kind, ModelInfo
 from edgespec.backends.token_list import tokens_of_folder
 from edgespec.errors import ModelFileError
 
 __all__ = ["read_mlx_info"]
 
-# Maximum size of a safetensors header, as in the safetensors library.
-_MAX_HEADER_BYTES = 100 * 2**20
 # Suffixes of architecture classes that write text.
 _TEXT_SUFFIXES = ("ForCausalLM", "ForConditionalGeneration", "LMHeadModel")
 _HEAD_NAMES = {"eagle3": "EAGLE-3", "eagle": "EAGLE", "medusa": "Medusa", "hydra": "Hydra"}
@@ -27,23 +25,16 @@ _CONTEXT = ("max_position_embeddings", "model_max_length", "n_positions", "seq_l
 _LICENCE = re.compile(r"^license:\s*[\"']?([\w .+-]+?)[\"']?\s*$", re.MULTILINE)
 
 
-@dataclass(frozen=True, slots=True)
-class _Tensor:
-    shape: tuple[int, ...]
-    dtype: str
-    size_bytes: int
-
-
 def read_mlx_info(folder: Path) -> ModelInfo:
     """Return the metadata of an MLX model. Raises ModelFileError if the folder is not a complete model."""
-    whole = _object(folder / "config.json")
+    whole = read_json_object(folder / "config.json")
     # Vision models store the configuration of their language part here.
     inner = whole.get("text_config")
     config = whole | inner if isinstance(inner, dict) else whole
     files = sorted(folder.glob(WEIGHTS))
-    tensors: dict[str, _Tensor] = {}
+    tensors: dict[str, StoredTensor] = {}
     for file in files:
-        tensors |= _tensors(file)
+        tensors |= read_tensors(file)
     if not tensors:
         raise ModelFileError(f"{folder} has no weights", "download the model again")
     tokens = tokens_of_folder(folder)
@@ -69,41 +60,6 @@ def read_mlx_info(folder: Path) -> ModelInfo:
     )
 
 
-def _object(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ModelFileError(f"{path} cannot be read: {error}", "download the model again") from error
-    if not isinstance(value, dict):
-        raise ModelFileError(f"{path} holds no JSON object", "download the model again")
-    return value
-
-
-def _tensors(file: Path) -> dict[str, _Tensor]:
-    """Return the tensors of a safetensors file by name, from its header."""
-    try:
-        size_bytes = file.stat().st_size
-        with file.open("rb") as stream:
-            length = int.from_bytes(stream.read(8), "little")
-            if not 0 < length <= min(_MAX_HEADER_BYTES, size_bytes - 8):
-                raise ValueError("its header is longer than the file")
-            header = json.loads(stream.read(length))
-        tensors, needed_bytes = {}, 0
-        for name, entry in header.items():
-            if name != "__metadata__":
-                begin, end = entry["data_offsets"]
-                needed_bytes = max(needed_bytes, 8 + length + end)
-                shape = tuple(int(size) for size in entry["shape"])
-                tensors[str(name)] = _Tensor(shape, str(entry["dtype"]), end - begin)
-    except (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
-        raise ModelFileError(f"{file} is not a safetensors file: {error}", "download it again") from error
-    if needed_bytes > size_bytes:
-        raise ModelFileError(
-            f"{file} is truncated: it has {size_bytes:,} of {needed_bytes:,} bytes", "download it again"
-        )
-    return tensors
-
-
 def _kind(config: Mapping[str, Any]) -> Kind:
     named = _architectures(config)
     if not isinstance(config.get("model_type"), str):
@@ -120,7 +76,9 @@ def _architectures(config: Mapping[str, Any]) -> list[str]:
     return [str(name) for name in named] if isinstance(named, list) else []
 
 
-def _heads(whole: Mapping[str, Any], config: Mapping[str, Any], tensors: Mapping[str, _Tensor]) -> list[str]:
+def _heads(
+    whole: Mapping[str, Any], config: Mapping[str, Any], tensors: Mapping[str, StoredTensor]
+) -> list[str]:
     for name in _architectures(whole):
         for head, label in _HEAD_NAMES.items():
             if head in name.lower():
@@ -131,7 +89,7 @@ def _heads(whole: Mapping[str, Any], config: Mapping[str, Any], tensors: Mapping
     return []
 
 
-def _parameters(tensors: Mapping[str, _Tensor], settings: Mapping[str, Any]) -> int:
+def _parameters(tensors: Mapping[str, StoredTensor], settings: Mapping[str, Any]) -> int:
     """Return the number of weights. Packed weights are counted by their bits."""
     total = 0
     for name, tensor in tensors.items():
@@ -149,7 +107,7 @@ def _parameters(tensors: Mapping[str, _Tensor], settings: Mapping[str, Any]) -> 
     return total
 
 
-def _quantisation(whole: Mapping[str, Any], settings: Any, tensors: Mapping[str, _Tensor]) -> str:
+def _quantisation(whole: Mapping[str, Any], settings: Any, tensors: Mapping[str, StoredTensor]) -> str:
     if isinstance(settings, dict) and isinstance(settings.get("bits"), int):
         mode = settings.get("mode")
         return f"{settings['bits']}-bit" if mode in (None, "affine") else str(mode)
@@ -162,7 +120,7 @@ def _quantisation(whole: Mapping[str, Any], settings: Any, tensors: Mapping[str,
     return max(by_dtype, key=by_dtype.__getitem__)
 
 
-def _pass_bytes(tensors: Mapping[str, _Tensor], used_fraction: float) -> int:
+def _pass_bytes(tensors: Mapping[str, StoredTensor], used_fraction: float) -> int:
     """Return `ModelInfo.pass_bytes`."""
     has_head = any("lm_head." in name for name in tensors)
     return round(

@@ -5,22 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
 
 import psutil
 
 from edgespec.backends.base import Capabilities, LanguageModel, LoadOptions, ModelFacts, Progress
 from edgespec.backends.memory_check import BLOCK_TOKENS, cache_too_large_error, requested_context
-from edgespec.backends.mlx.build_info import mlx_core
-from edgespec.backends.mlx.weight_loading import LoadedModel, load_model
+from edgespec.backends.mlx.build_info import mlx_core, runs_on_cpu
+from edgespec.backends.mlx.weight_loading import load_model
 from edgespec.errors import ModelFileError, OptionError
 from edgespec.heap import unmap_freed_buffers
 
-if TYPE_CHECKING:
-    from edgespec.backends.mlx.model import MlxModel
-    from edgespec.backends.mlx.probe import ProbeResult
-
-__all__ = ["KV_BITS", "MAX_WIDTH", "check_options", "load"]
+__all__ = ["KV_BITS", "MAX_WIDTH", "check_options", "load", "prefill_batch_tokens"]
 
 # Maximum number of tokens in a verify pass. Memory estimates include the buffers for a pass of this width. No
 # controller requests a wider pass.
@@ -28,6 +23,10 @@ MAX_WIDTH = 64
 # Number of bits per element in the KV cache, keyed by `LoadOptions.kv_type`. With None, the cache is not
 # quantised and uses the compute data type of the model.
 KV_BITS = {"auto": None, "q8_0": 8, "q4_0": 4}
+
+
+# Maximum number of tokens in a prefill batch on a CPU. Chosen small, because a batch cannot be interrupted.
+_CPU_BATCH_TOKENS = 64
 
 
 def load(path: str, name: str, options: LoadOptions, progress: Progress | None = None) -> LanguageModel:
@@ -47,12 +46,11 @@ def load(path: str, name: str, options: LoadOptions, progress: Progress | None =
         CancelledError: `progress` returned False.
     """
     check_options(options)
-    # Import mlx here first. If it is missing, this raises BackendMissingError instead of ImportError.
-    mlx_core()
-    from edgespec.backends.mlx.evaluation import limit_freed_buffers, release_thread_state
+    mx = mlx_core()  # Must come first: it raises BackendMissingError instead of ImportError.
+    from edgespec.backends.mlx.evaluation import freed_buffers_bytes, release_thread_state
 
     unmap_freed_buffers()
-    limit_freed_buffers()
+    mx.set_cache_limit(freed_buffers_bytes())  # By default, MLX keeps very large freed buffers for reuse.
     try:
         return _load(path, name, options, progress)
     except BaseException:
@@ -62,26 +60,49 @@ def load(path: str, name: str, options: LoadOptions, progress: Progress | None =
 
 def _load(path: str, name: str, options: LoadOptions, progress: Progress | None) -> LanguageModel:
     from edgespec.backends.mlx.model import MlxModel
-    from edgespec.backends.mlx.probe import PROBE_TOKENS
+    from edgespec.backends.mlx.probe import PROBE_TOKENS, probe
     from edgespec.backends.mlx.vocabulary import MlxVocabulary
 
     loaded = load_model(path, name, options, progress)
-    context_tokens = requested_context(options, loaded.trained_context_tokens)
-    facts = _facts_before_probe(loaded, path, name, context_tokens)
-    vocabulary = MlxVocabulary(loaded.tokenizer, loaded.vocab_size)
-    facts = replace(facts, vocab_size=vocabulary.size, chat_template=vocabulary.chat_template is not None)
-    model = MlxModel(
-        loaded,
-        # The capability tests need at least PROBE_TOKENS, even if a smaller context was requested.
-        replace(facts, context_tokens=max(context_tokens, PROBE_TOKENS)),
-        vocabulary,
-        kv_bits=KV_BITS[options.kv_type],
-        batch_tokens=options.batch_tokens,
+    skeleton = loaded.skeleton
+    vocabulary = MlxVocabulary(loaded.tokenizer, skeleton.vocab_size)
+    architecture = skeleton.config["model_type"]
+    description = f"{architecture} {skeleton.parameters / 1e6:,.1f}M {skeleton.quantisation}"
+    context_tokens = requested_context(options, skeleton.sizes.trained_context_tokens)
+    trained = skeleton.sizes.trained_context_tokens or context_tokens
+    notice = f"{name} was trained for a context of {trained} tokens; longer text may be incoherent"
+    facts = ModelFacts(
+        name=name,
+        path=path,
+        architecture=architecture,
+        description=f"{description}, computed in float32" if loaded.widened else description,
+        parameters=skeleton.parameters,
+        file_bytes=skeleton.file_bytes,
+        weight_bytes=loaded.weight_bytes,
+        kv_bytes=0,
+        quantisation=skeleton.quantisation,
+        trained_context_tokens=trained,
+        context_tokens=context_tokens,
+        vocab_size=skeleton.vocab_size,
+        chat_template=vocabulary.chat_template is not None,
+        capabilities=Capabilities(True, True, "", MAX_WIDTH),
+        notice=notice if context_tokens > trained else "",
     )
+    # The capability tests need at least PROBE_TOKENS, even if a smaller context was requested.
+    probed_facts = replace(facts, context_tokens=max(context_tokens, PROBE_TOKENS))
+    batch_tokens, kv_bits = prefill_batch_tokens(options), KV_BITS[options.kv_type]
+    model = MlxModel(loaded, probed_facts, vocabulary, kv_bits=kv_bits, batch_tokens=batch_tokens)
     try:
-        result = _probe(model, options)
+        try:
+            result = probe(model)
+        except ModelFileError as error:
+            if options.kv_type == "auto":
+                raise
+            raise OptionError(
+                f"{name} does not support kv_type {options.kv_type!r}: {error.what}", "use --kv-type auto"
+            ) from error
         model.partial_models.unavailable = result.unavailable_self_drafts
-        weight_bytes = loaded.weight_bytes + loaded.low_bits_bytes
+        weight_bytes = loaded.weight_bytes + (skeleton.low_bits.nbytes if skeleton.low_bits else 0)
         model.kv_bytes_for = partial(_checked_kv_bytes, result.kv_bytes_for, weight_bytes, options)
         model.facts = replace(
             facts,
@@ -99,18 +120,9 @@ def _load(path: str, name: str, options: LoadOptions, progress: Progress | None)
         raise
 
 
-def _probe(model: MlxModel, options: LoadOptions) -> ProbeResult:
-    from edgespec.backends.mlx.probe import probe
-
-    try:
-        return probe(model)
-    except ModelFileError as error:
-        if options.kv_type == "auto":
-            raise
-        raise OptionError(
-            f"{model.facts.name} does not support kv_type {options.kv_type!r}: {error.what}",
-            "use --kv-type auto",
-        ) from error
+def prefill_batch_tokens(options: LoadOptions) -> int:
+    """Return the maximum number of tokens in a prefill pass."""
+    return min(options.batch_tokens, _CPU_BATCH_TOKENS) if runs_on_cpu() else options.batch_tokens
 
 
 def check_options(options: LoadOptions) -> None:
@@ -129,30 +141,6 @@ def check_options(options: LoadOptions) -> None:
     ):
         if is_set:
             raise OptionError(f"{name} has no effect on an MLX model: {reason}", f"omit {name}")
-
-
-def _facts_before_probe(loaded: LoadedModel, path: str, name: str, context_tokens: int) -> ModelFacts:
-    trained = loaded.trained_context_tokens or context_tokens
-    notice = ""
-    if context_tokens > trained:
-        notice = f"{name} was trained for a context of {trained} tokens; longer text may be incoherent"
-    return ModelFacts(
-        name=name,
-        path=path,
-        architecture=loaded.architecture,
-        description=loaded.description,
-        parameters=loaded.parameters,
-        file_bytes=loaded.file_bytes,
-        weight_bytes=loaded.weight_bytes,
-        kv_bytes=0,
-        quantisation=loaded.quantisation,
-        trained_context_tokens=trained,
-        context_tokens=context_tokens,
-        vocab_size=0,
-        chat_template=False,
-        capabilities=Capabilities(True, True, "", MAX_WIDTH),
-        notice=notice,
-    )
 
 
 def _checked_kv_bytes(

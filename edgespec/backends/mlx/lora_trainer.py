@@ -8,8 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import mlx.core as mx
 import numpy as np
@@ -32,23 +31,12 @@ RANK = 8
 _SCALE = 2.0
 _LEARNING_RATE = 3e-4
 _MAX_GRADIENT_NORM = 1.0
-# Weight of the correctly predicted tokens in the loss, relative to the corrected tokens. Chosen.
-_RETENTION_WEIGHT = 1.0
 
 _Weights: TypeAlias = dict[str, mx.array]
 
 
-@dataclass(frozen=True, slots=True)
-class _AdaptedLayer:
-    """A linear layer, and the LoRA layer that replaces it while the adapter is enabled.
-
-    Attributes:
-        name: Unique name of the layer within the model.
-        parent: The module that contains the layer.
-        attribute: Attribute name of the layer in `parent`.
-        original: The original layer.
-        adapted: The LoRA layer that wraps `original`.
-    """
+class _AdaptedLayer(NamedTuple):
+    """A linear layer (`parent[attribute]`), and the LoRA layer that replaces it in the adapted model."""
 
     name: str
     parent: Any
@@ -64,12 +52,7 @@ class MlxTrainer:
     """
 
     def __init__(
-        self,
-        net: Any,
-        layout: PassLayout,
-        model_name: str,
-        identity: str,
-        end_round: Callable[[], None],
+        self, net: Any, layout: PassLayout, model_name: str, identity: str, end_round: Callable[[], None]
     ) -> None:
         """Create a trainer with a new adapter. Until it is trained, it does not change the model's output.
 
@@ -126,10 +109,9 @@ class MlxTrainer:
     def train_step(self, example: TrainingExample) -> float:
         tokens, weights = mx.array([example.tokens]), self._weights()
         corrected = np.isin(np.arange(len(example.tokens)), example.rows)
-        # The weights of corrected tokens sum to 1. Those of all other tokens sum to the retention weight.
+        # The weights of the corrected tokens sum to 1, and so do those of all other tokens.
         row_weights = mx.array(
-            np.where(corrected, 1.0 / corrected.sum(), _RETENTION_WEIGHT / max(1, (~corrected).sum())),
-            mx.float32,
+            np.where(corrected, 1.0 / corrected.sum(), 1.0 / max(1, (~corrected).sum())), mx.float32
         )
 
         def loss(weights: _Weights) -> mx.array:
@@ -179,13 +161,10 @@ class MlxTrainer:
         return {name: np.array(array) for name, array in self._weights().items()}
 
     def load_adapter(self, weights: Mapping[str, NDArray[np.float32]]) -> bool:
-        own = self.adapter_weights()
-        if set(weights) != set(own):
+        shapes = {name: array.shape for name, array in self._weights().items()}
+        if {name: array.shape for name, array in weights.items()} != shapes:
             return False
-        if any(
-            weights[name].shape != array.shape or not np.isfinite(weights[name]).all()
-            for name, array in own.items()
-        ):
+        if not all(np.isfinite(array).all() for array in weights.values()):
             return False
         loaded = {name: mx.array(array.astype(np.float32)) for name, array in weights.items()}
         evaluate(*loaded.values())
@@ -196,7 +175,7 @@ class MlxTrainer:
         release_thread_state()
 
     def _weights(self) -> _Weights:
-        weights = {}
+        weights: _Weights = {}
         for layer in self._layers:
             weights[f"{layer.name} a"] = layer.adapted.lora_a
             weights[f"{layer.name} b"] = layer.adapted.lora_b

@@ -5,12 +5,13 @@ from __future__ import annotations
 import gc
 import zlib
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
-from mlx.utils import tree_flatten
+from numpy.typing import NDArray
 
 from edgespec.backends.base import (
     LanguageModel,
@@ -27,8 +28,8 @@ from edgespec.backends.mlx.evaluation import release_thread_state
 from edgespec.backends.mlx.layer_caches import CacheCheckpoint
 from edgespec.backends.mlx.layers import HiddenStateHooks, LayerList
 from edgespec.backends.mlx.logits import DeviceLogits
-from edgespec.backends.mlx.partial_model_scoring import BestTokens, PartialModelScorer
-from edgespec.backends.mlx.partial_models import PartialModel, PartialModelFactory
+from edgespec.backends.mlx.model_skeleton import named_arrays
+from edgespec.backends.mlx.partial_models import SELF_DRAFT_NAMES, PartialModel, PartialModelFactory
 from edgespec.backends.mlx.pass_runner import PassRunner
 from edgespec.backends.mlx.vocabulary import MlxVocabulary
 from edgespec.backends.mlx.weight_loading import LoadedModel
@@ -37,10 +38,7 @@ from edgespec.backends.self_draft_view import SelfDraftView
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import BackendError, CancelledError, CapabilityError, ContextFullError
 
-__all__ = ["CPU_BATCH_TOKENS", "MlxModel", "measure_exits"]
-
-# Maximum number of tokens in a prefill batch on a CPU. Chosen small, because a batch cannot be interrupted.
-CPU_BATCH_TOKENS = 64
+__all__ = ["MlxModel", "measure_exits"]
 
 
 class MlxModel(BaseModel):
@@ -68,16 +66,16 @@ class MlxModel(BaseModel):
         self.facts = facts
         self.vocabulary: Vocabulary = vocabulary
         self._close_vocabulary = vocabulary.close
-        self._net = loaded.model
+        self._net = loaded.skeleton.model
         self.rounding: float = mx.finfo(loaded.dtype).eps
         self._runner = PassRunner(self._net, facts.context_tokens, facts.capabilities.max_width, kv_bits)
         self.caches = self._runner.caches
         self._fingerprint = f"{facts.architecture} {facts.quantisation} {kv_bits} {_weights_crc(self._net)}"
         self.kv_bytes_for: Callable[[int], int] = lambda _: 0  # Set by `loading` after the probe.
-        self.partial_models = PartialModelFactory(self._net, self._runner.layout, loaded.low_bits)
-        self._scorer = PartialModelScorer(self._runner.forward_partial, self.caches, self._runner.layout)
-        on_cpu = mx.default_device() == mx.cpu
-        self._batch_tokens = min(batch_tokens, CPU_BATCH_TOKENS) if on_cpu else batch_tokens
+        self.partial_models = PartialModelFactory(self._net, self._runner.layout, loaded.skeleton.low_bits)
+        # The checkpoint, tokens and result of the last scored pass of the whole model.
+        self._scored: tuple[CacheCheckpoint, tuple[int, ...], NDArray[np.uint32]] | None = None
+        self._batch_tokens = batch_tokens
 
     @property
     def length(self) -> int:
@@ -143,17 +141,12 @@ class MlxModel(BaseModel):
         )
 
     def hidden_state_hooks(self) -> HiddenStateHooks:
-        """Return hooks that record hidden states.
-
-        Raises:
-            CapabilityError: The model does not store its layers in a single list.
-        """
+        """Return hooks that record hidden states. Raises CapabilityError if the model has no layer list."""
         return HiddenStateHooks(self._net)
 
     def checkpoint(self) -> CacheCheckpoint:
         """Discard the uncommitted tokens, and return a checkpoint for `rewind` without copying any arrays."""
-        self._check(0)
-        self._runner.end_round()
+        self.end_round()
         return self.caches.checkpoint()
 
     def rewind(self, checkpoint: CacheCheckpoint) -> None:
@@ -162,9 +155,8 @@ class MlxModel(BaseModel):
         Raises:
             CapabilityError: The cache of a layer with a sliding window has dropped rows that are needed.
         """
-        self._check(0)
-        self._runner.end_round()
-        if not self.caches.can_restore(checkpoint):
+        self.end_round()
+        if not self.caches.can_restore(checkpoint.length):
             raise CapabilityError(
                 f"{self.facts.name} cannot roll back {self.length - checkpoint.length} tokens",
                 "compute them again",
@@ -173,8 +165,7 @@ class MlxModel(BaseModel):
         self._runner.committed = checkpoint
 
     def snapshot(self, start: int = 0, end: int | None = None) -> Snapshot:
-        self._check(0)
-        self._runner.end_round()
+        self.end_round()
         start, end = self._span(start, end)
         return Snapshot(end, serialize_caches(self.caches, start, end, self._fingerprint), start)
 
@@ -212,40 +203,42 @@ class MlxModel(BaseModel):
 
     def self_draft(self, method: SelfDraft) -> LanguageModel:
         self._check(0)
-        view = MlxSelfDraftView(self, *self.partial_models.create(method, self.facts))
+        view = MlxSelfDraftView(self, self._partial_model(method))
         self._views.add(view)
         return view
 
+    def _partial_model(self, method: SelfDraft) -> PartialModel:
+        self.partial_models.check(SELF_DRAFT_NAMES[type(method)], self.facts)
+        return self.partial_models.create(method, self.facts.name)
+
     def top1_agreement(self, layers: Sequence[int], tokens: Sequence[int]) -> float:
-        self._check_scoring(0)
-        partial_model, _, _ = self.partial_models.create(SkippedLayers(tuple(layers)), self.facts)
+        self._check_not_interrupted()
+        partial_model = self._partial_model(SkippedLayers(tuple(layers)))
+        self.end_round()
         start = self.length - len(tokens)
-        if not tokens or start < 0 or not all(cache.can_rewind(start) for cache in self.caches.attention):
+        if not tokens or start < 0 or not self.caches.can_rewind(start):
             raise CapabilityError(
                 f"{self.facts.name} cannot score the last {len(tokens)} tokens, because its cache holds fewer"
             )
-        try:
-            return self._scorer.agreement(self._runner.committed, tokens, partial_model.active(0))
-        finally:
-            self._runner.end_round()
+        committed, runner = self._runner.committed, self._runner
+        if not self._scored or self._scored[0] is not committed or self._scored[1] != tuple(tokens):
+            best = runner.best_tokens(tokens, start, nullcontext())
+            self._scored = committed, tuple(tokens), best
+        partial_best = runner.best_tokens(tokens, start, partial_model.active(0))
+        return float(np.mean(partial_best == self._scored[2]))
 
-    def best_by_exit(self, tokens: Sequence[int]) -> list[BestTokens]:
-        """Predict the next token after each of `tokens` with each early exit.
+    def best_by_exit(self, tokens: Sequence[int]) -> list[NDArray[np.uint32]]:
+        """Return the most likely next token after each of `tokens` [tokens], according to each early exit.
 
         The tokens follow the cached tokens. They are not added to the cache.
         """
-        self._check_scoring(len(tokens))
-        try:
-            return self._scorer.best_by_exit(
-                self.length, tokens, LayerList(self._net), self.hidden_state_hooks()
-            )
-        finally:
-            self._runner.end_round()
-
-    def _check_scoring(self, more: int) -> None:
-        self._check(more)
+        self._check(len(tokens))
         self._check_not_interrupted()
-        self._runner.end_round()
+        self.end_round()
+        layers, hooks, best_tokens = LayerList(self._net), self.hidden_state_hooks(), self._runner.best_tokens
+        best_tokens(tokens, self.length, hooks.on(range(hooks.count)))
+        resumed = (layers.resumed_at(hooks.count, hooks.outputs[layer]) for layer in range(hooks.count))
+        return [best_tokens(tokens, self.length, layers.replaced(each)) for each in resumed]
 
     def interrupt(self, enabled: bool) -> None:
         self._runner.interrupted = enabled
@@ -257,13 +250,13 @@ class MlxModel(BaseModel):
         self._close_vocabulary()
         mx.synchronize()
         self._runner.close()
-        del self._net, self.caches, self.partial_models, self._scorer
+        del self._net, self.caches, self.partial_models
         gc.collect()
         mx.clear_cache()
         release_thread_state()
 
     def end_round(self) -> None:
-        """Discard all uncommitted tokens, and passes that were launched early."""
+        """Discard all uncommitted tokens."""
         self._check(0)
         self._runner.end_round()
 
@@ -279,15 +272,13 @@ class MlxSelfDraftView(SelfDraftView[MlxModel]):
         facts: Facts of the target, but `weight_bytes` contains only the weights added for drafting.
     """
 
-    def __init__(
-        self, target: MlxModel, partial_model: PartialModel, description: str, extra_bytes: int
-    ) -> None:
+    def __init__(self, target: MlxModel, partial_model: PartialModel) -> None:
         super().__init__(target)
         self._partial_model = partial_model
         self.facts = replace(
             target.facts,
-            name=f"{target.facts.name} ({description})",
-            weight_bytes=extra_bytes,
+            name=f"{target.facts.name} ({partial_model.description})",
+            weight_bytes=partial_model.extra_bytes,
             file_bytes=0,
             kv_bytes=0,
             notice="",
@@ -342,6 +333,5 @@ def measure_exits(
 
 def _weights_crc(net: Any) -> int:
     """Return a checksum over the first elements of each weight, to tell models apart."""
-    weights: Any = tree_flatten(net.parameters())
-    few = [weight.reshape(-1)[:8].astype(mx.float32) for _, weight in weights]
+    few = [weight.reshape(-1)[:8].astype(mx.float32) for _, weight in named_arrays(net.parameters())]
     return zlib.crc32(np.array(mx.concatenate(few)).tobytes())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 from mlx.nn.layers.base import Module
@@ -12,8 +12,7 @@ from mlx.nn.layers.base import Module
 __all__ = ["PassLayout", "SinkWindow", "install_tree_ropes"]
 
 
-@dataclass(frozen=True, slots=True)
-class SinkWindow:
+class SinkWindow(NamedTuple):
     """Attention window over the first and the most recent tokens (StreamingLLM, arXiv 2309.17453).
 
     Attributes:
@@ -86,12 +85,11 @@ class PassLayout:
             A bool array [tokens, keys] that is True where a token attends to a key.
         """
         assert self.offsets is not None
-        queries = self.offsets[:, None]
-        if window is None:
-            prefix = mx.ones((self.offsets.size, before.size), mx.bool_)
-            return mx.concatenate([prefix, mx.array(self.visible)], axis=1)
-        prefix = queries < before + window
-        block = mx.array(self.visible) & (queries < mx.array(self.known)[None] + window)
+        prefix, block = mx.ones((self.offsets.size, before.size), mx.bool_), mx.array(self.visible)
+        if window is not None:
+            queries = self.offsets[:, None]
+            prefix = queries < before + window
+            block = block & (queries < mx.array(self.known)[None] + window)
         return mx.concatenate([prefix, block], axis=1)
 
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from itertools import takewhile
+from operator import eq
 from time import perf_counter as now
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
+import numpy as np
+from numpy.typing import NDArray
 
 from edgespec.backends.mlx.evaluation import evaluate, start_evaluation, translate_errors
 from edgespec.backends.mlx.layer_caches import CacheCheckpoint, LayerCaches
@@ -26,20 +28,7 @@ __all__ = ["PassRunner"]
 _CLEAR_EVERY_TOKENS = 256
 
 
-class _Round(TreeBuilder):
-    """Nodes of the current uncommitted token tree, in the order in which the model processed them."""
-
-    __slots__ = ()
-
-    def common_nodes(self, tree: TokenTree) -> int:
-        """Return the number of nodes before the first difference between this tree and `tree`."""
-        mine = zip(self.tokens, self.parents, strict=True)
-        others = zip(tree.tokens, tree.parents, strict=True)
-        return sum(takewhile(bool, (a == b for a, b in zip(mine, others, strict=False))))
-
-
-@dataclass(slots=True)
-class _PrelaunchedPass:
+class _PrelaunchedPass(NamedTuple):
     """A pass over a chain of tokens that was launched before the caller requested it.
 
     Attributes:
@@ -83,7 +72,7 @@ class PassRunner:
         self._net = net
         self.context_tokens = context_tokens
         self._max_width = max_width
-        self._round = _Round()
+        self._round = TreeBuilder()
         # The partial model that drafts the current tree, if the model is drafting for itself.
         self._partial_model: PartialModel | None = None
         self._prelaunched: _PrelaunchedPass | None = None
@@ -107,7 +96,7 @@ class PassRunner:
             self.caches.detach_states()
         return rows.astype(mx.float32)
 
-    def forward_partial(self, tokens: mx.array, partial_model: AbstractContextManager[None]) -> mx.array:
+    def _forward_partial(self, tokens: mx.array, partial_model: AbstractContextManager[None]) -> mx.array:
         """Run tokens [n] with a partial model, and return their lazy logits, float32 [n, vocab].
 
         Skipped layers append no rows to their caches, but the offsets of these caches increase as well.
@@ -116,6 +105,27 @@ class PassRunner:
             rows = self._forward(tokens)
         self.caches.set_offset(self.caches.length)
         return rows
+
+    def best_tokens(
+        self, tokens: Sequence[int], start: int, partial_model: AbstractContextManager[None]
+    ) -> NDArray[np.uint32]:
+        """Return the most likely next token after each token, without changing any rows of the caches.
+
+        Args:
+            tokens: The tokens to run.
+            start: Position of the first token.
+            partial_model: Context manager that selects the partial model, or does nothing.
+        """
+        try:
+            self.caches.set_offset(start)
+            self.layout.set_chain(start)
+            self.layout.scratch = True
+            best = mx.argmax(self._forward_partial(mx.array(list(tokens)), partial_model), axis=-1)
+            evaluate(best)
+            return np.array(best)
+        finally:
+            self.layout.scratch = False
+            self.end_round()
 
     def append(self, tokens: Sequence[int]) -> None:
         """Run tokens and commit them. If MLX fails, commit none of them and raise BackendError."""
@@ -169,8 +179,8 @@ class PassRunner:
         if self._partial_model:
             self._partial_model.end_round()
         self._partial_model = self._prelaunched = None
-        self._round = _Round()
-        if self.caches.unknown_kinds and self.caches.length != self.length:
+        self._round = TreeBuilder()
+        if self.caches.unsupported and self.caches.length != self.length:
             self.clear()
         elif self.length:
             self.caches.restore(self.committed)
@@ -215,7 +225,7 @@ class PassRunner:
                     )
                 self.caches.rewind(self.length + len(kept))
             self.committed = self.caches.checkpoint()
-        self._round = _Round()
+        self._round = TreeBuilder()
 
     def _clear_buffers(self) -> None:
         """Release the old buffers of caches that have grown, because MLX would keep them for reuse."""
@@ -237,7 +247,7 @@ class PassRunner:
     def _pass(self, tokens: mx.array, first: int) -> mx.array:
         if self._partial_model is None:
             return self._forward(tokens)
-        return self.forward_partial(tokens, self._partial_model.active(first))
+        return self._forward_partial(tokens, self._partial_model.active(first))
 
     def _start(self, rows: mx.array) -> None:
         """Start computing the logits, and all arrays of this pass that later passes need."""
@@ -256,9 +266,8 @@ class PassRunner:
 
     def _logits(self, rows: mx.array, first: int) -> DeviceLogits:
         self._start(rows)
-        return DeviceLogits(
-            rows, self._round.depths[first:], self._prelaunch_next if self._round.is_chain else None
-        )
+        depths = self._round.depths[first:]
+        return DeviceLogits(rows, depths, self._prelaunch_next if self._round.is_chain else None)
 
     def _end_draft(self, tree: TokenTree) -> tuple[EarlyExitModel, mx.array] | None:
         """End drafting with a partial model, if any, and discard its tree.
@@ -270,11 +279,13 @@ class PassRunner:
         partial_model = self._partial_model
         if partial_model is None:
             return None
-        common = self._round.common_nodes(tree)
+        drafted = zip(self._round.tokens, self._round.parents, strict=True)
+        requested = zip(tree.tokens, tree.parents, strict=True)
+        common = sum(takewhile(bool, map(eq, drafted, requested)))
         exit_states = None
         # The verify pass can reuse the lower layers only if their cache rows remain. Without committed
         # tokens, `end_round` clears the caches.
-        if isinstance(partial_model, EarlyExitModel) and common > 0 and self.length > 0:
+        if isinstance(partial_model, EarlyExitModel) and common and self.length:
             exit_states = partial_model, partial_model.exit_states(common)
         self.end_round()
         return exit_states
@@ -293,12 +304,12 @@ class PassRunner:
             self.caches.set_offset(self.length + known)
             self._set_layout(known)
             # Only the hidden states of this pass are needed. Its logits are never evaluated.
-            self.forward_partial(mx.array(list(tree.tokens[known:])), exit_model.active(known))
+            self._forward_partial(mx.array(list(tree.tokens[known:])), exit_model.active(known))
             states = mx.concatenate([states, exit_model.exit_states(tree.width)], axis=1)
             exit_model.end_round()
         self.caches.set_offset(self.length)
         self._set_layout(0)
-        return self.forward_partial(mx.array(tree.tokens), exit_model.resumed_from(states))
+        return self._forward_partial(mx.array(tree.tokens), exit_model.resumed_from(states))
 
     def pipeline_with(self, draft: PassRunner | None) -> None:
         """Launch a verify pass early for each chain that `draft` drafts. None disables this."""
@@ -310,12 +321,9 @@ class PassRunner:
 
     def _prelaunch_next(self, token: mx.array, source: DeviceLogits) -> None:
         """Launch this model's next step or its target's verify pass while `token` is being computed."""
-        if self._partial_model:
-            if self._partial_model.run_ahead:
-                self._prelaunch((), token, source)
-        elif self.run_ahead:
+        if self._partial_model.run_ahead if self._partial_model else self.run_ahead:
             self._prelaunch((), token, source)
-        elif self._target and not len(self._target._round):
+        elif not self._partial_model and self._target and not len(self._target._round):
             # If the draft model's cache is shorter, its chain starts with tokens that the target has cached.
             chain = tuple(self._round.tokens[max(0, self._target.length - self.length) :])
             if 0 < len(chain) < self._target._max_width:
@@ -326,9 +334,7 @@ class PassRunner:
         width = len(known) + 1
         if self._prelaunched or self._closed or self.interrupted:
             return
-        if self.length + len(self._round) + width > self.context_tokens:
-            return
-        if self.caches.unknown_kinds:  # Unsupported caches cannot be rolled back.
+        if self.length + len(self._round) + width > self.context_tokens or self.caches.unsupported:
             return
         started = now()
         before = self.caches.checkpoint()
