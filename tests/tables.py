@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 
 from edgespec.backends.base import LanguageModel
-from edgespec.backends.tabular import TabularModel
 from edgespec.drafters.base import Drafter
 from edgespec.engine.acceptance import Acceptance
 from edgespec.engine.sampling import Sampler
@@ -16,6 +15,7 @@ from edgespec.engine.tree import TokenTree
 from edgespec.methods import DrafterSet
 from edgespec.reply import MethodReport
 from edgespec.runtime import Runtime
+from tests.tabular import TabularModel
 
 VOCAB = 8
 # The vocabulary is `abc...`. Its last letter ends a reply.

@@ -16,7 +16,6 @@ from scipy import stats
 
 import edgespec
 from edgespec import Message, Runtime, idle
-from edgespec.backends.tabular import TabularModel
 from edgespec.engine import acceptance
 from edgespec.engine.acceptance import AcceptedPath, Invariant
 from edgespec.engine.distribution import Distribution
@@ -28,6 +27,7 @@ from edgespec.losslessness import Prompt, Report, read_prompts, verify
 from edgespec.losslessness.rescore import MAX_ROUNDING_ERROR, Rescored, is_near_tie, rescore, score_gap
 from edgespec.losslessness.statistics import holm, p_value
 from tests.tables import Saying, near, runtime, table, with_drafter
+from tests.tabular import TabularModel
 
 PROMPTS = [Prompt(f"p{i}", (Message("user", text),)) for i, text in enumerate(("abc", "fed", "aaaa", "cab"))]
 METHODS = ("model", "ngram", "model+ngram")

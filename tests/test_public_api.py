@@ -74,7 +74,7 @@ def test_every_error_is_one_line_with_a_next_step() -> None:
         "import edgespec",
         "import edgespec; edgespec.load, edgespec.Runtime, edgespec.Chat, edgespec.SamplingParams",
         "import edgespec.losslessness",
-        "import edgespec.engine.loop, edgespec.drafters.model, edgespec.backends.tabular",
+        "import edgespec.engine.loop, edgespec.drafters.model, edgespec.backends.bit_exactness",
     ],
 )
 def test_nothing_heavy_is_imported_before_it_is_used(code: str) -> None:

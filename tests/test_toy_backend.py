@@ -16,9 +16,9 @@ import edgespec
 from edgespec.backends.base import LanguageModel, LoadOptions, Progress
 from edgespec.backends.memory_estimate import MemoryEstimate, MemoryPart
 from edgespec.backends.registry import Backend, FileFormat, register
-from edgespec.backends.tabular import TabularModel
 from edgespec.cli.program import program
 from edgespec.errors import OptionError
+from tests.tabular import TabularModel
 
 VOCAB = 8
 CONTEXT_TOKENS = 4096

@@ -5,19 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from edgespec.assembly.drafting_options import DraftingOptions
 from edgespec.assembly.planning import PlanRequest
-from edgespec.assembly.prefix_cache_options import PrefixCacheOptions
 from edgespec.backends.base import LoadOptions
-from edgespec.checks import parse_size
 from edgespec.errors import OptionError
-from edgespec.memory import available_bytes
+from edgespec.memory import Preference, available_bytes
 from edgespec.memory.context_resize import INITIAL_CONTEXT_TOKENS
-from edgespec.options import MODEL_OPTIONS, LoadArguments
+from edgespec.options import MODEL_OPTIONS
 
-__all__ = ["LoadRequest"]
+__all__ = ["LoadRequest", "as_bytes"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +27,6 @@ class LoadRequest:
         draft: Reference to the draft model, `auto`, `none` or None.
         drafting: Drafting options, including all arguments.
         options: Load options for both models.
-        prefix_cache: Options of the prefix cache.
         plan: Options that the planner may or may not change.
         memory_bytes: The memory budget. Defaults to the available memory if None.
         reserve_bytes: Memory to leave for other programs, or None for the default.
@@ -39,7 +36,6 @@ class LoadRequest:
     draft: str | None
     drafting: DraftingOptions
     options: LoadOptions
-    prefix_cache: PrefixCacheOptions
     plan: PlanRequest
     memory_bytes: int | None
     reserve_bytes: int | None
@@ -52,28 +48,25 @@ class LoadRequest:
             MODEL_OPTIONS["draft"].check("draft", draft)
         drafting = DraftingOptions.of(**given)
         arguments = drafting.arguments
-        memory_bytes = _size("memory", arguments["memory"])
+        memory_bytes = as_bytes(arguments["memory"])
         options = _backend_options(drafting, memory_bytes)
-        prefix_cache = PrefixCacheOptions.from_options(
-            arguments["prefix_cache"], arguments["prefix_cache_memory"], arguments["prefix_cache_disk"]
-        )
         plan = PlanRequest.from_options(
-            arguments["prefer"],
+            cast(Preference, arguments["prefer"]),
             options,
             draft,
-            prefix_cache.requested_bytes,
-            _size("headroom", arguments["headroom"]),
+            0 if arguments["prefix_cache"] == "none" else as_bytes(arguments["prefix_cache_memory"]),
+            as_bytes(arguments["headroom"]),
         )
-        reserve_bytes = _size("reserve", arguments["reserve"])
-        return cls(target, draft, drafting, options, prefix_cache, plan, memory_bytes, reserve_bytes)
+        return cls(target, draft, drafting, options, plan, memory_bytes, as_bytes(arguments["reserve"]))
 
 
-def _size(name: str, value: str | int | None) -> int | None:
-    return None if value is None else parse_size(name, value)
+def as_bytes(size: str | int | None) -> int | None:
+    """Return a checked size, which `check_load_arguments` has already converted to a number of bytes."""
+    return None if size is None else int(size)
 
 
 def _backend_options(drafting: DraftingOptions, memory_bytes: int | None) -> LoadOptions:
-    arguments: LoadArguments = drafting.arguments
+    arguments = drafting.arguments
     adapter = arguments["adapter"]
     return LoadOptions(
         context_tokens=arguments["context"],
@@ -97,6 +90,6 @@ def _adapter_folder(adapter: str) -> str:
     if not folder.is_dir():
         raise OptionError(
             f"the adapter folder {folder} does not exist",
-            "give the folder that `mlx_lm.lora --adapter-path` wrote",
+            "pass the folder that `mlx_lm.lora --adapter-path` wrote",
         )
     return str(folder)

@@ -11,7 +11,7 @@ from typing import Unpack
 from edgespec.assembly.drafting import make_drafters
 from edgespec.assembly.drafting_options import DraftingOptions
 from edgespec.assembly.exact import restrict_to_exact
-from edgespec.assembly.load_request import LoadRequest
+from edgespec.assembly.load_request import LoadRequest, as_bytes
 from edgespec.assembly.pairing import ModelPair, find_pair, load_draft, load_target
 from edgespec.assembly.planning import LoadPlan, budget_for, check_fits, plan_pair
 from edgespec.assembly.prefix_cache_options import create_prefix_cache, file_states
@@ -76,10 +76,10 @@ def load(
     budget = budget_for(pair, request.memory_bytes, request.reserve_bytes)
     planned = plan_pair(pair, request.drafting, request.options, budget, request.plan)
     check_fits(planned)
-    return _load_planned(planned, request, progress)
+    return _load_planned(planned, progress)
 
 
-def _load_planned(planned: LoadPlan, request: LoadRequest, progress: Progress | None) -> Runtime:
+def _load_planned(planned: LoadPlan, progress: Progress | None) -> Runtime:
     """Load both models and create the runtime. If that fails, close everything that was loaded."""
     pair, drafting, options = planned.pair, planned.drafting, planned.options
     arguments = drafting.arguments
@@ -116,7 +116,13 @@ def _load_planned(planned: LoadPlan, request: LoadRequest, progress: Progress | 
             plan=planned.plan,
             record=_acceptance_recorder(pair, drafting),
             prefix_cache=create_prefix_cache(
-                request.prefix_cache, model, planned.target_options, costs, planned.plan, states
+                arguments["prefix_cache"],
+                as_bytes(arguments["prefix_cache_disk"]),
+                model,
+                planned.target_options,
+                costs,
+                planned.plan,
+                states,
             ),
             mapped=_mapped_files(pair, options, has_copy="lowbit" in drafters.names),
         )

@@ -2,43 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
-from typing import get_args
 
 from edgespec.assembly.drafting_options import DraftingOptions
 from edgespec.assembly.pairing import ModelPair, draft_load_options, options_in_pair
 from edgespec.backends.base import LoadOptions
 from edgespec.backends.memory_estimate import MemoryEstimator
-from edgespec.catalog import (
-    MetadataCache,
-    Resolved,
-    find_installed,
-    read_model_info,
-    smaller_quantisations,
-)
+from edgespec.catalog import Resolved, find_installed, smaller_quantisations
 from edgespec.drafters.windowed import AttentionWindow, choose_draft_window
 from edgespec.errors import EdgespecError
-from edgespec.memory import (
-    Budget,
-    Item,
-    MemoryPlan,
-    PairEstimate,
-    PlanChoice,
-    PlanOption,
-    compute_headroom_bytes,
-    create_items,
-    fit_to_budget,
-)
+from edgespec.memory import Budget, Item, MemoryPlan, PlanChoice, compute_headroom_bytes, create_items
 
 __all__ = ["PairEstimator", "open_estimator"]
 
 # A limit that every model fits, for estimates that must not depend on the remaining memory.
 _UNLIMITED_BYTES = 1 << 62
-# Memory that a `Translation` between two vocabularies needs per token in either of them, for the token's text
-# and its id in the other one. This is the peak measured while comparing real vocabularies.
-_TRANSLATION_BYTES = 190
-_ALL_OPTIONS: frozenset[PlanOption] = frozenset(get_args(PlanOption))
 
 
 class PairEstimator:
@@ -49,7 +29,11 @@ class PairEstimator:
         drafting: drafting options.
         options: load options.
         undo: exit stack that closes opened metadata.
+        budget: limits on the memory to use.
         headroom_bytes: headroom of each plan, or None for the default.
+
+    Attributes:
+        target: the target's estimator.
     """
 
     def __init__(
@@ -58,9 +42,12 @@ class PairEstimator:
         drafting: DraftingOptions,
         options: LoadOptions,
         undo: ExitStack,
+        budget: Budget,
         headroom_bytes: int | None = None,
     ) -> None:
-        self._pair, self._drafting, self._headroom_bytes = pair, drafting, headroom_bytes
+        self._pair, self._drafting = pair, drafting
+        self._budget, self._headroom_bytes = budget, headroom_bytes
+        self._plans: dict[PlanChoice, MemoryPlan] = {}
         self._options = replace(
             options, low_bits=pair.target.file_format.low_bit_weights and "lowbit" in drafting.named_drafters
         )
@@ -71,7 +58,6 @@ class PairEstimator:
         self._drafts: dict[str, tuple[Resolved, MemoryEstimator]] = {}
         if pair.draft:
             self._drafts[""] = pair.draft, self._open_draft(pair.draft)
-        self._translation_bytes: dict[str, int] = {}
         self._copy: MemoryEstimator | None = None
         if copy := _find_low_bit_copy(pair, drafting):
             self._copy = open_estimator(copy, options)
@@ -86,17 +72,13 @@ class PairEstimator:
         self._undo.callback(estimator.close)
         return estimator
 
-    def plan(self, choice: PlanChoice, budget: Budget) -> MemoryPlan:
-        """Return the plan for exactly this choice. May raise OptionError or MemoryBudgetError."""
-        return fit_to_budget(choice, self.estimate, budget, fixed=_ALL_OPTIONS)[1]
-
-    def smaller_drafts(self, start: PlanChoice, budget: Budget) -> list[str]:
+    def smaller_drafts(self, start: PlanChoice) -> list[str]:
         """If `start` does not fit, open installed files of the draft model that are quantised to fewer bits.
 
         Returns:
             Their names, for use as `PlanChoice.draft_form`.
         """
-        if self._pair.draft is None or self.plan(start, budget).fits:
+        if self._pair.draft is None or self.plan(start).fits:
             return []
         for draft in smaller_quantisations(self._pair.draft, find_installed()):
             with suppress(EdgespecError):
@@ -116,8 +98,13 @@ class PairEstimator:
             gpu_layers=choice.gpu_layers,
         )
 
-    def estimate(self, choice: PlanChoice) -> PairEstimate:
-        """Estimate the memory needed by a choice. May raise OptionError or MemoryBudgetError."""
+    def plan(self, choice: PlanChoice) -> MemoryPlan:
+        """Return the plan for exactly this choice. May raise OptionError or MemoryBudgetError."""
+        if choice not in self._plans:
+            self._plans[choice] = self._make_plan(choice)
+        return self._plans[choice]
+
+    def _make_plan(self, choice: PlanChoice) -> MemoryPlan:
         options = self.load_options(choice)
         pair = self._pair
         target_options = options_in_pair(pair.target, pair.draft, options)
@@ -135,9 +122,9 @@ class PairEstimator:
         headroom = compute_headroom_bytes(sum(item.bytes for item in items), self._headroom_bytes)
         items.append(Item("Python", "Python and its libraries", "process", self._process_bytes))
         items.append(Item("free", "headroom", "headroom", headroom))
-        return PairEstimate(tuple(items), target)
+        return MemoryPlan(self._budget, target.context_tokens, target.kv_type, tuple(items))
 
-    def _draft_items(self, choice: PlanChoice, options: LoadOptions, target_tokens: int) -> list[Item]:
+    def _draft_items(self, choice: PlanChoice, options: LoadOptions, target_tokens: int) -> Sequence[Item]:
         draft, estimator = self._drafts[choice.draft_form]
         draft_options = replace(
             draft_load_options(options, self._drafting, target_tokens, None),
@@ -148,27 +135,7 @@ class PairEstimator:
             options_in_pair(draft, self._pair.target, draft_options),
             choose_context_tokens=lambda trained: self._draft_tokens(choice, target_tokens, trained),
         )
-        items = list(create_items("draft", estimator.estimate(draft_options)))
-        if translation := self._translation(draft):
-            items.append(Item("draft", "draft vocabulary, translated", "vocabulary", translation))
-        return items
-
-    def _translation(self, draft: Resolved) -> int:
-        """Return the size of a `Translation` to the draft model's vocabulary, or 0 if it is the target's."""
-        if draft.name not in self._translation_bytes:
-            known, tokens = MetadataCache(), 0
-            with suppress(EdgespecError):  # Ignore the error here; loading the model will report it.
-                pair = (self._pair.target, draft)
-                infos = [read_model_info(model, known) for model in pair]
-                known.save()
-                mine, its = (
-                    (model.path, model.format, info.vocabulary)
-                    for model, info in zip(pair, infos, strict=True)
-                )
-                if not known.same_token_ids(mine, its):
-                    tokens = sum(info.vocab_size for info in infos)
-            self._translation_bytes[draft.name] = tokens * _TRANSLATION_BYTES
-        return self._translation_bytes[draft.name]
+        return create_items("draft", estimator.estimate(draft_options))
 
     def _window(self, choice: PlanChoice, target_tokens: int, trained_tokens: int) -> AttentionWindow | None:
         return choose_draft_window(
@@ -192,11 +159,10 @@ class PairEstimator:
 
         A draft model without a window supports contexts up to its own trained length.
         """
-        if not self._drafts or not choice.draft:
-            return self.target.trained_context_tokens
-        trained = self._drafts[choice.draft_form][1].trained_context_tokens
-        window = self._window(choice, choice.context_tokens, trained)
-        return self.target.trained_context_tokens if window or not trained else trained
+        longest = self.target.trained_context_tokens
+        if not self._drafts or not choice.draft or self.draft_window(choice, choice.context_tokens):
+            return longest
+        return self._drafts[choice.draft_form][1].trained_context_tokens or longest
 
     def _copy_context_tokens(self, choice: PlanChoice, target_tokens: int) -> int:
         """Return a low-bit copy's context size: its window plus drafted tokens, or the target's size."""

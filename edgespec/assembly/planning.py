@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 
 from edgespec.assembly.advice import find_advice
@@ -24,14 +23,11 @@ from edgespec.memory import (
     Preference,
     find_budget,
     fit_to_budget,
-    within_limits,
 )
 from edgespec.memory.context_resize import has_room_to_resize
-from edgespec.memory.prefix_cache import default_memory_bytes, max_copy_bytes
+from edgespec.memory.prefix_cache import default_memory_bytes
 
-__all__ = ["PREFERENCES", "LoadPlan", "PlanRequest", "budget_for", "check_fits", "plan_pair"]
-
-PREFERENCES: Mapping[str, Preference] = {"speed": "speed", "context": "context"}
+__all__ = ["LoadPlan", "PlanRequest", "budget_for", "check_fits", "plan_pair"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,15 +49,13 @@ class PlanRequest:
     @classmethod
     def from_options(
         cls,
-        prefer: str,
+        prefer: Preference,
         options: LoadOptions,
         draft: str | None,
         prefix_cache_bytes: int | None = 0,
         headroom_bytes: int | None = None,
     ) -> PlanRequest:
-        """Create a request from the options of `load`. Raise OptionError if `prefer` is unknown."""
-        if prefer not in PREFERENCES:
-            raise OptionError(f"prefer is {prefer!r}", f"choose one of {', '.join(PREFERENCES)}")
+        """Create a request from the options of `load`."""
         named: dict[PlanOption, bool] = {
             "context": options.context_tokens is not None,
             "kv_type": options.kv_type != "auto",
@@ -69,7 +63,7 @@ class PlanRequest:
             "gpu_layers": options.gpu_layers is not None,
         }
         fixed = frozenset(name for name, is_fixed in named.items() if is_fixed)
-        return cls(fixed, PREFERENCES[prefer], prefix_cache_bytes, headroom_bytes)
+        return cls(fixed, prefer, prefix_cache_bytes, headroom_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,8 +133,7 @@ def budget_for(pair: ModelPair, memory_bytes: int | None, reserve_bytes: int | N
         limit_malloc_arenas()
         for model in filter(None, (pair.target, pair.draft)):
             model.backend.preload()
-    budget = find_budget(memory_bytes, pair.target.backend.graphics_cards(), reserve_bytes)
-    return within_limits(budget, reserve_bytes)
+    return find_budget(memory_bytes, pair.target.backend.graphics_cards(), reserve_bytes)
 
 
 def plan_pair(
@@ -162,7 +155,7 @@ def plan_pair(
     request = request or PlanRequest()
     fixed = _fixed_options(request, drafting)
     with ExitStack() as undo:
-        estimator = PairEstimator(pair, drafting, options, undo, request.headroom_bytes)
+        estimator = PairEstimator(pair, drafting, options, undo, budget, request.headroom_bytes)
         target = estimator.target
         start = PlanChoice(
             requested_context(options, target.trained_context_tokens),
@@ -171,13 +164,12 @@ def plan_pair(
             drafting.window_tokens,
             options.gpu_layers,
         )
-        forms = [] if "draft" in request.fixed else estimator.smaller_drafts(start, budget)
+        forms = [] if "draft" in request.fixed else estimator.smaller_drafts(start)
 
         def fit(fixed: set[PlanOption]) -> tuple[PlanChoice, MemoryPlan]:
             return fit_to_budget(
                 start,
-                estimator.estimate,
-                budget,
+                estimator.plan,
                 fixed=frozenset(fixed),
                 prefer=request.prefer,
                 gpu_layers=target.layers,
@@ -188,7 +180,7 @@ def plan_pair(
         plan = replace(plan, prefix_cache_bytes=_prefix_cache_bytes(plan, request.prefix_cache_bytes))
         grows = options.initial_context_tokens is not None and has_room_to_resize(plan)
         if grows and options.context_tokens is None and plan.fits and not plan.decisions:
-            choice, plan = _extend_context(choice, plan, estimator, budget)
+            choice, plan = _extend_context(choice, plan, estimator)
         chosen = estimator.load_options(choice)
         window = estimator.draft_window(choice, plan.context_tokens)
         if choice.draft_form:
@@ -249,7 +241,7 @@ def _prefix_cache_bytes(plan: MemoryPlan, requested_bytes: int | None) -> int:
 
 
 def _extend_context(
-    choice: PlanChoice, plan: MemoryPlan, estimator: PairEstimator, budget: Budget
+    choice: PlanChoice, plan: MemoryPlan, estimator: PairEstimator
 ) -> tuple[PlanChoice, MemoryPlan]:
     """Return the choice with the longest context that requires no further reductions, and its plan.
 
@@ -261,32 +253,16 @@ def _extend_context(
         if tokens <= choice.context_tokens:
             break
         longer = replace(choice, context_tokens=tokens)
-        try:
-            candidate = estimator.plan(longer, budget)
-        except (OptionError, MemoryBudgetError):
-            continue
-        candidate = replace(candidate, prefix_cache_bytes=plan.prefix_cache_bytes)
-        if _keeps_everything(candidate, plan):
-            return longer, candidate
+        with suppress(OptionError, MemoryBudgetError):
+            candidate = replace(estimator.plan(longer), prefix_cache_bytes=plan.prefix_cache_bytes)
+            if (
+                candidate.fits
+                and candidate.free_bytes("memory") >= candidate.prefix_cache_bytes
+                and candidate.kv_type == plan.kv_type
+                and has_room_to_resize(candidate)
+            ):
+                return longer, candidate
     return choice, plan
-
-
-def _keeps_everything(longer: MemoryPlan, plan: MemoryPlan) -> bool:
-    """Return whether a plan with a longer context requires no further reductions than `plan`.
-
-    The prefix cache must still be able to copy a prefix as long as the shorter context in one piece.
-    """
-    copy_bytes = 0
-    if plan.prefix_cache_bytes:
-        cache_bytes = sum(i.bytes for i in plan.items if (i.role, i.kind) == ("target", "cache"))
-        copy_bytes = min(max_copy_bytes(plan.free_bytes("memory")), cache_bytes)
-    return (
-        longer.fits
-        and longer.free_bytes("memory") >= longer.prefix_cache_bytes
-        and longer.kv_type == plan.kv_type
-        and has_room_to_resize(longer)
-        and max_copy_bytes(longer.free_bytes("memory")) >= copy_bytes
-    )
 
 
 def check_fits(planned: LoadPlan) -> None:

@@ -1,60 +1,26 @@
-"""Define the options of the prefix cache, and create the cache for a loaded target."""
+"""Create the prefix cache of a loaded target."""
 
 from __future__ import annotations
 
 import hashlib
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 from edgespec.backends.base import LanguageModel, LoadOptions
 from edgespec.backends.registry import format_at
-from edgespec.checks import check_text, parse_size
 from edgespec.costs.target_costs import PassCosts
-from edgespec.errors import ModelFileError, OptionError
+from edgespec.errors import ModelFileError
 from edgespec.files import sampled_sha256
 from edgespec.memory import MemoryPlan
 from edgespec.memory.prefix_cache import PrefixCache, PrefixCacheDisk, ReuseCosts, max_copy_bytes
 from edgespec.saved_arrays import models_fingerprint
 
-__all__ = ["PLACES", "PrefixCacheOptions", "create_prefix_cache", "file_states"]
+__all__ = ["create_prefix_cache", "file_states"]
 
-PLACES = ("none", "memory", "disk")
 # Assumed speed-up of prefill over target steps, per token, until a prefill has been timed.
 _PREFILL_SPEEDUP = 4.0
 # Assumed memory bandwidth of a target step until a prefill has been timed.
 _ASSUMED_BYTES_PER_SECOND = 1e10
-
-
-@dataclass(frozen=True, slots=True)
-class PrefixCacheOptions:
-    """Options of the prefix cache: where to store prefixes, and how much space to use.
-
-    Attributes:
-        place: `none`, `memory`, or `disk`, which uses both memory and disk.
-        memory_bytes: size limit in memory. Defaults to `default_memory_bytes` if None.
-        disk_bytes: size limit on disk. Defaults to `default_disk_bytes` if None.
-    """
-
-    place: str = "memory"
-    memory_bytes: int | None = None
-    disk_bytes: int | None = None
-
-    @classmethod
-    def from_options(cls, place: str, memory: str | int | None, disk: str | int | None) -> PrefixCacheOptions:
-        """Create the options from the arguments of `load`. Raise OptionError if one is invalid."""
-        if check_text("prefix_cache", place, "none, memory or disk") not in PLACES:
-            raise OptionError(f"prefix_cache is {place!r}", f"choose one of {', '.join(PLACES)}")
-        return cls(place, _parse_size("prefix_cache_memory", memory), _parse_size("prefix_cache_disk", disk))
-
-    @property
-    def requested_bytes(self) -> int | None:
-        """The value for `PlanRequest.prefix_cache_bytes`."""
-        return 0 if self.place == "none" else self.memory_bytes
-
-
-def _parse_size(name: str, value: str | int | None) -> int | None:
-    return None if value is None else parse_size(name, value)
 
 
 def file_states(target: Path, adapter: str | None) -> tuple[str, ...]:
@@ -79,7 +45,8 @@ def _file_state(path: Path) -> str:
 
 
 def create_prefix_cache(
-    options: PrefixCacheOptions,
+    place: str,
+    disk_bytes: int | None,
     target: LanguageModel,
     load_options: LoadOptions,
     costs: PassCosts,
@@ -89,7 +56,8 @@ def create_prefix_cache(
     """Create the prefix cache of a loaded target.
 
     Args:
-        options: options of the prefix cache.
+        place: `none`, `memory`, or `disk`, which uses both memory and disk.
+        disk_bytes: size limit on disk. Defaults to `default_disk_bytes` if None.
         target: the loaded target.
         load_options: options that the target was loaded with.
         costs: pass costs of the target, which identify the machine and the kernels.
@@ -100,29 +68,25 @@ def create_prefix_cache(
     Returns:
         The cache, or None if the place is `none`.
     """
-    if options.place == "none":
+    if place == "none":
         return None
     disk, notice = None, ""
-    if options.place == "disk":
+    if place == "disk":
         identity = _identity(target, load_options, costs, states_before)
         if states_before and file_states(Path(target.facts.path), load_options.adapter) == states_before:
-            disk = PrefixCacheDisk(identity, options.disk_bytes)
+            disk = PrefixCacheDisk(identity, disk_bytes)
         else:
             notice = "prefixes are not cached on disk: the model's files changed while they were loaded"
+    prefill_seconds = target.facts.weight_bytes / _ASSUMED_BYTES_PER_SECOND / _PREFILL_SPEEDUP
     return PrefixCache(
         target,
         plan.prefix_cache_bytes,
         disk,
-        reuse_costs=ReuseCosts(_assumed_prefill_seconds(target)),
+        reuse_costs=ReuseCosts(prefill_seconds),
         max_copied_bytes=max_copy_bytes(plan.free_bytes("memory")),
         reserve_bytes=plan.budget.reserve_bytes,
         notice=notice,
     )
-
-
-def _assumed_prefill_seconds(target: LanguageModel) -> float:
-    """Return the assumed time per prefill token until a prefill has been timed."""
-    return target.facts.weight_bytes / _ASSUMED_BYTES_PER_SECOND / _PREFILL_SPEEDUP
 
 
 def _identity(target: LanguageModel, options: LoadOptions, costs: PassCosts, states: tuple[str, ...]) -> str:

@@ -22,9 +22,9 @@ MAX_PROB_SUM = 0.98
 class AcceptanceStats:
     """Acceptance probabilities of one drafter's nodes by depth and rank, and the cost of its drafts.
 
-    For lookup drafters, statistics are also kept per streak of accepted tokens: once a lookup has found the
-    passage that the model is copying, its tokens keep being accepted. The statistics depend only on tree
-    shapes and emitted tokens, never on the tokens that were drawn.
+    For lookup drafters, acceptance is also recorded by the number of consecutive tokens accepted before (the
+    streak): once a lookup has found the passage that the model is copying, its tokens keep being accepted.
+    The statistics depend only on tree shapes and emitted tokens, never on the tokens that were drawn.
 
     Attributes:
         draft_seconds: Mean duration of non-empty drafts.
@@ -35,14 +35,13 @@ class AcceptanceStats:
 
     # Boundaries of the streak buckets, in consecutive accepted tokens: 0, 1-3, 4-15, 16+.
     _STREAKS = (1, 4, 16)
-    # Prior acceptance probability of a node's first, second and later children; for lookups one row per
-    # streak. Round numbers: in tests/auto/test_combined_drafter.py they lose next to nothing against the
-    # better drafter alone. Models start with a high value, so that they are tried.
+    # Assumed acceptance probability of a node's first, second and later children; for lookups one row per
+    # streak bucket. With these round numbers, a combination is nearly as fast as its better drafter alone
+    # (tests/auto/test_combined_drafter.py). Models start with a high value, so that they are tried.
     _LOOKUP_PRIOR = np.array([[0.4, 0.1, 0.05], [0.6, 0.1, 0.05], [0.75, 0.1, 0.05], [0.9, 0.05, 0.02]])
     _MODEL_PRIOR = np.array([[0.85, 0.1, 0.05]])
-    # Weight of the prior, in drafted tokens. A few rounds outweigh it.
+    # Weights, in drafted tokens, of the assumed values and of the statistics after a long pause.
     _PRIOR_WEIGHT = 4.0
-    # Weight of the statistics after a long pause, in drafted tokens.
     _WEIGHT_AFTER_PAUSE = 2.0
 
     def __init__(self, is_lookup: bool) -> None:
@@ -61,8 +60,8 @@ class AcceptanceStats:
 
     def _probs(self) -> NDArray[np.float64]:
         """Return acceptance probabilities at the current streak, float64 [first or later level, rank]."""
-        streak = self._streak_class
-        probs: NDArray[np.float64] = self._counts.accepted[streak] / self._counts.drafted[streak]
+        at = self._streak_class
+        probs: NDArray[np.float64] = self._counts.accepted[at] / self._counts.drafted[at]
         return probs
 
     def record_draft(self, tree: TokenTree, seconds: float) -> None:
@@ -89,7 +88,7 @@ class AcceptanceStats:
         return self.rows.value / max(self.levels.value, 1.0)
 
     def reach_probs(self, levels: int) -> list[float]:
-        """Return, for each level of a future draft, the probability that one of its tokens is accepted."""
+        """Return, for each level of a future draft, the probability that a token of the level is accepted."""
         probs = self._probs()
         # In a tree, a level is reached if any of its siblings is accepted, so their probabilities add up.
         is_chain = self.rows.value <= self.levels.value
@@ -97,7 +96,7 @@ class AcceptanceStats:
         return list(accumulate((float(level_probs[min(level, 1)]) for level in range(levels)), mul))
 
     def record_outcome(self, tree: TokenTree, tokens: Sequence[int]) -> None:
-        """Record which nodes of this round's draft the emitted `tokens` accepted."""
+        """Record which nodes of this round's draft were accepted, given the emitted tokens."""
         streak = self._streak_class
         categories = _categories(tree)
         path = tree.walk(tokens)
@@ -113,24 +112,17 @@ class AcceptanceStats:
 
     def saved_statistics(self) -> dict[str, NDArray[np.float64]]:
         """Return all statistics as named arrays, for a later run."""
-        return {
-            "tally": self._counts.saved(),
-            "seconds": self.draft_seconds.saved(),
-            "levels": self.levels.saved(),
-            "rows": self.rows.saved(),
-        }
+        return {name: part.saved() for name, part in self._parts.items()}
 
     def restore_statistics(self, saved: Mapping[str, NDArray[np.float64]]) -> None:
-        """Continue from the arrays of `saved_statistics`.
+        """Continue from the arrays of `saved_statistics`. Damaged arrays raise KeyError or ValueError."""
+        for name, part in self._parts.items():
+            part.restore(saved[name])
 
-        Raises:
-            KeyError: An array is missing.
-            ValueError: An array holds impossible values.
-        """
-        self._counts.restore(saved["tally"])
-        self.draft_seconds.restore(saved["seconds"])
-        self.levels.restore(saved["levels"])
-        self.rows.restore(saved["rows"])
+    @property
+    def _parts(self) -> dict[str, AcceptanceCounts | RunningMean]:
+        means = {"seconds": self.draft_seconds, "levels": self.levels, "rows": self.rows}
+        return {"tally": self._counts, **means}
 
     def limit_weight(self) -> None:
         """Reduce the weight of statistics that are old because the drafter has not drafted for long."""

@@ -1,4 +1,4 @@
-"""Counter of the replies that this process is generating at the same time.
+"""Count the replies that this process is generating at the same time.
 
 Concurrent replies share the machine and slow each other down, so the controller measures costs per count.
 """
@@ -13,11 +13,7 @@ __all__ = ["ACTIVE_REPLIES", "ActiveReplies"]
 
 
 class ActiveReplies:
-    """Thread-safe counter of running replies.
-
-    Attributes:
-        count: Number of running replies, including those whose caller has stopped reading.
-    """
+    """Thread-safe counter of running replies, including those whose caller has stopped reading."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -26,15 +22,13 @@ class ActiveReplies:
     @contextmanager
     def track(self) -> Iterator[None]:
         """Count a reply for the duration of the `with` block."""
-        self._add(1)
+        with self._lock:
+            self.count += 1
         try:
             yield
         finally:
-            self._add(-1)
-
-    def _add(self, change: int) -> None:
-        with self._lock:
-            self.count += change
+            with self._lock:
+                self.count -= 1
 
 
 # The counter of this process, shared by all runtimes.

@@ -14,7 +14,7 @@ __all__ = ["Backoff"]
 
 # Mean gain per round, in target steps, below which drafting pauses.
 _MIN_GAIN = -0.01
-# Cost of a round without a draft, in target steps, below which looking for drafts never pauses.
+# If a round without a draft costs less than this, in target steps, drafting never pauses.
 _NEGLIGIBLE_COST = 0.005
 # Rounds before the first decision to pause, and per retry after a pause.
 _TRIAL_ROUNDS = 8
@@ -28,7 +28,7 @@ _RETRY_COST_FACTOR = 3
 class Backoff:
     """Pauses drafting while its measured gain is negative, and retries it at growing intervals.
 
-    On a small target even looking for a draft may take longer than accepted tokens save.
+    On a small target, even looking for a draft may take longer than accepted tokens save.
     """
 
     def __init__(self) -> None:
@@ -51,7 +51,7 @@ class Backoff:
         return self._gain.value < _MIN_GAIN and self._empty_cost.value > _NEGLIGIBLE_COST
 
     def may_draft(self) -> bool:
-        """Return whether this round may draft. During a pause, that is only the case when a retry is due."""
+        """Return whether this round may draft. During a pause, it may only if a retry is due."""
         if not self.is_paused:
             return True
         if not self._retries.is_due(_RETRY_COST_FACTOR * _RETRY_ROUNDS * self._empty_cost.value):
@@ -67,7 +67,7 @@ class Backoff:
     def record_empty_draft(self, cost: float) -> None:
         """Record a round whose drafters proposed nothing, at a cost in target steps."""
         self._empty_cost.add(cost)
-        self._record_gain(-cost)
+        self.record_draft(-cost)
 
     def record_unaffordable_draft(self, cost: float) -> None:
         """Record a round without a draft because of the loss limit. The check cost `cost` target steps."""
@@ -76,9 +76,6 @@ class Backoff:
 
     def record_draft(self, gain: float) -> None:
         """Record a round with a draft that gained `gain` target steps over plain decoding."""
-        self._record_gain(gain)
-
-    def _record_gain(self, gain: float) -> None:
         self._gain.add(gain)
         self._trial_rounds -= 1
         if not self._is_losing:
@@ -89,12 +86,7 @@ class Backoff:
         return {f"patience.{name}": part.saved() for name, part in self._parts.items()}
 
     def restore_statistics(self, saved: Mapping[str, NDArray[Any]]) -> None:
-        """Continue from the arrays of `saved_statistics`, without another trial.
-
-        Raises:
-            KeyError: An array is missing.
-            ValueError: An array holds impossible values.
-        """
+        """Continue from the arrays of `saved_statistics`, without another trial period."""
         for name, part in self._parts.items():
             part.restore(saved[f"patience.{name}"])
         self._trial_rounds = 0

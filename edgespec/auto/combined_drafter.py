@@ -25,31 +25,27 @@ from edgespec.engine.tree import TokenTree
 
 __all__ = ["CombinedDrafter"]
 
-# Share of the allowance that a round may spend on prefill. The rest is left for the draft.
+# Share of the allowance that a round may spend on prefill. The rest is reserved for the draft.
 _PREFILL_SHARE = 0.5
-# With fewer tokens of the sequence in its cache a draft model is rarely right.
+# With fewer tokens of the sequence in its cache, a draft model is rarely right.
 _MIN_PREFILL_TOKENS = 32
-# Draft lengths that are compared for drafters that choose their own length.
+# Draft lengths to compare for drafters that choose their own length.
 _DRAFT_LENGTHS = (1, 2, 3, 4, 5, 6, 8, 12, 16)
-# No retry is made if the other drafts are expected to yield more accepted tokens than this.
+# A drafter is not retried if the other drafts of the round are expected to yield more accepted tokens than
+# this.
 _MAX_TOKENS_AT_RISK = 0.5
 
 
 @dataclass(frozen=True)
 class _Proposal:
-    """One drafter's draft of this round.
-
-    Attributes:
-        tree: The draft.
-        node_probs: Each node's probability of acceptance given that its parent is accepted.
-    """
+    """One drafter's draft of this round."""
 
     tree: TokenTree
-    node_probs: list[float]
+    node_probs: list[float]  # The probability that a node is accepted, given that its parent is accepted.
 
     @cached_property
     def levels(self) -> tuple[list[float], list[int]]:
-        """Per level, the probability that one of its tokens is accepted, and its number of tokens."""
+        """The probability that a token of the level is accepted, and the number of tokens, for each level."""
         reach_probs, rows = [0.0] * max(self.tree.depths), [0] * max(self.tree.depths)
         path_probs = [1.0]
         for node in range(1, self.tree.width):
@@ -63,22 +59,23 @@ class _Proposal:
 class CombinedDrafter(Drafter):
     """Runs each drafter whose draft is expected to save time, and merges the drafts into one tree.
 
-    Lookup drafters always run, and run first. A drafter that runs a model is used if its expected accepted
-    tokens are worth its cost, judged by its recent acceptance rate, or if its cost has not been measured yet.
-    Tokens from lookups are pruned if they are not worth a wider pass. Other drafts are never pruned, because
-    pruning by the drawn tokens would bias rejection mode.
+    Lookup drafters always run, and run first. A draft model runs if its recent acceptance rate promises
+    enough accepted tokens for its cost, or if its cost has not been measured yet. Lookup tokens are pruned if
+    they are not worth a wider pass. Other drafts are never pruned, because pruning that depends on the drawn
+    tokens would bias rejection mode.
 
     Args:
         drafters: The drafters, in the order in which their drafts are merged.
-        can_branch: False for a target that verifies only chains. The most promising chain is then taken.
-        limits: Width and branches of a verify pass.
+        can_branch: False for a target that verifies only chains. Then only the most promising chain is
+            verified.
+        limits: Maximum width and number of branches of a verify pass.
         v: Cost of a verify pass by width, in target steps.
-        allowance_seconds: Returns how much the next round may lose against plain decoding.
-        exploration_seconds: Returns how much a draft without an expected gain may lose.
+        allowance_seconds: Returns how much time the next round may lose against plain decoding.
+        exploration_seconds: Returns how much time a draft without an expected gain may lose.
         clock: Returns the time in seconds.
 
     Attributes:
-        drafted_levels: Depth of the last draft of a drafter that runs a model.
+        drafted_levels: Depth of the last draft by a drafter that runs a model.
         prefill_seconds: Time spent on prefill in the last call of `propose`.
         contributors: Names of the drafters whose tokens were in the last draft that was not empty.
     """
@@ -123,7 +120,6 @@ class CombinedDrafter(Drafter):
         return any(stats.is_lookup for stats in self._stats)
 
     def select_text_kind(self, kind: str) -> None:
-        """Switch to the acceptance statistics for a kind of text."""
         for stats in self._stats:
             stats.select_text_kind(kind)
 
@@ -135,12 +131,7 @@ class CombinedDrafter(Drafter):
         return saved
 
     def restore_statistics(self, saved: Mapping[str, NDArray[Any]]) -> None:
-        """Continue from the arrays of `saved_statistics`.
-
-        Raises:
-            KeyError: An array is missing.
-            ValueError: An array holds impossible values.
-        """
+        """Continue from the arrays of `saved_statistics`. Damaged arrays raise KeyError or ValueError."""
         for stats in self._stats:
             stats.restore_statistics(saved)
         self._target_step_seconds.restore(saved["plain"])
@@ -157,7 +148,7 @@ class CombinedDrafter(Drafter):
     def propose_within(
         self, sampler: Sampler, acceptance: Acceptance, lookup_length: int, model_length: int
     ) -> TokenTree:
-        """Propose with separate draft lengths for lookups and for drafters that run a model."""
+        """Propose a draft with separate maximum lengths for lookups and for drafters that run a model."""
         proposals = self._proposals = {}
         self.prefill_seconds = 0.0
         for stats in sorted(self._stats, key=lambda stats: not stats.is_lookup):
@@ -167,9 +158,8 @@ class CombinedDrafter(Drafter):
                 tree = stats.drafter.propose(sampler, acceptance, length)
                 stats.record_draft(tree, length, self._clock() - started)
                 proposals[stats] = _Proposal(tree, stats.acceptance.node_probs(tree))
-        self.drafted_levels = max(
-            (max(each.tree.depths) for stats, each in proposals.items() if not stats.is_lookup), default=0
-        )
+        depths = [max(each.tree.depths) for stats, each in proposals.items() if not stats.is_lookup]
+        self.drafted_levels = max(depths, default=0)
         tree = self._merged_tree() if proposals else TokenTree.chain(self._last_token)
         if tree.drafted:
             drafted = (stats for stats in self._asked if proposals[stats].tree.drafted)
@@ -183,7 +173,7 @@ class CombinedDrafter(Drafter):
         return [stats for stats in self._stats if stats in self._proposals]
 
     def _prepare(self, stats: DrafterStats, levels: int) -> bool:
-        """Decide whether to run a drafter, and prefill its cache if so. Return the decision."""
+        """Decide whether a drafter runs in this round, and prefill its cache if it does."""
         gain = self._expected_gain(stats, levels)
         if gain > 1.0:
             if levels > stats.empty_draft_levels:
@@ -198,12 +188,12 @@ class CombinedDrafter(Drafter):
         return self._prefill(stats)
 
     def _should_retry(self, stats: DrafterStats, gain: float) -> bool:
-        """Decide whether to retry a drafter that did not save time before."""
+        """Return whether to retry a drafter that has not saved time before."""
         if sum(self._estimate().reach_probs) > _MAX_TOKENS_AT_RISK:
             return False
         chooses_length = stats.drafter.chooses_length
         levels, rows = (1, 1) if chooses_length else (None, round(stats.acceptance.rows.value))
-        # A drafter that nearly breaks even costs next to nothing to retry.
+        # Retrying a drafter that nearly breaks even costs next to nothing.
         cost = max(1.0 - gain, 0.0) * (self._draft_cost(stats, levels) + self._v(1 + rows))
         cost += self._first_prefill_cost(stats)
         seconds = cost * self._target_step_seconds.value
@@ -212,9 +202,9 @@ class CombinedDrafter(Drafter):
         return stats.retries.is_due(cost)
 
     def _first_prefill_cost(self, stats: DrafterStats) -> float:
-        """Return the cost of the first prefill in this reply, in target steps; 0 after that.
+        """Return the cost of the first prefill in this reply, in target steps; 0 after the first prefill.
 
-        Later prefills do not count, because rarer retries would not make them any smaller.
+        Later prefills do not count, because rarer retries would not make them shorter.
         """
         step = self._target_step_seconds.value
         if stats.has_prefilled or step <= 0.0:
@@ -222,7 +212,7 @@ class CombinedDrafter(Drafter):
         return self._prefill_tokens(stats) * stats.prefill_token_seconds(step) / step
 
     def _prefill(self, stats: DrafterStats) -> bool:
-        """Prefill as many tokens as the allowance permits. Return whether the drafter can draft then."""
+        """Prefill as many tokens as the allowance permits. Return whether the drafter can then draft."""
         tokens = self._prefill_tokens(stats)
         if not tokens:
             return not stats.pending_tokens
@@ -234,13 +224,13 @@ class CombinedDrafter(Drafter):
         return True
 
     def _prefill_tokens(self, stats: DrafterStats) -> int:
-        """Return how many tokens to prefill now: 0 if none are pending or the allowance is too small."""
+        """Return how many tokens to prefill now; 0 if none are pending or the allowance is too small."""
         pending, all_pending = stats.pending_tokens, stats.full_pending_tokens
         allowance = self._allowance_seconds()
         token_seconds = stats.prefill_token_seconds(self._target_step_seconds.value)
         if allowance == inf or not all_pending:
             return all_pending
-        # The duration is 0, that is unknown, until the first verify pass is measured.
+        # The duration is unknown, and therefore 0, until the first verify pass has been measured.
         affordable = int(_PREFILL_SHARE * allowance / token_seconds) if token_seconds > 0.0 else 0
         if affordable >= all_pending:
             return all_pending
@@ -269,10 +259,9 @@ class CombinedDrafter(Drafter):
         )
 
     def _best_chain(self) -> list[DrafterStats]:
-        """Return the drafter whose chain is verified: a drafter that ran a model, or else the best lookup."""
+        """Return the drafter whose chain is verified: one that ran a model, or otherwise the best lookup."""
         drafted = [stats for stats in self._asked if self._proposals[stats].tree.drafted]
-        models = [stats for stats in drafted if not stats.is_lookup]
-        if models:
+        if models := [stats for stats in drafted if not stats.is_lookup]:
             return models[:1]
         return [max(drafted or self._proposals, key=lambda stats: sum(self._proposals[stats].node_probs))]
 
@@ -280,23 +269,22 @@ class CombinedDrafter(Drafter):
         return stats.is_measured and self._target_step_seconds.count >= MEASURED_ROUNDS
 
     def _draft_cost(self, stats: DrafterStats, levels: int | None = None) -> float:
-        """Return the cost of a draft of `levels` levels, or a usual one, in target steps; 0 if unmeasured."""
+        """Return the cost of a draft of `levels` levels, or of a mean one, in target steps; 0 if unknown."""
         step = self._target_step_seconds.value
         if not self._is_measured(stats) or step <= 0.0:
             return 0.0
         return stats.draft_cost(step, levels)
 
     def _estimate(self) -> RoundEstimate:
-        """Return the estimate for all drafts proposed so far in this round."""
         estimate = RoundEstimate()
         for stats, proposal in self._proposals.items():
             estimate = estimate.with_draft(*proposal.levels, self._draft_cost(stats))
         return estimate
 
     def _expected_gain(self, stats: DrafterStats, draft_length: int) -> float:
-        """Return the expected speed of the round with a drafter over the speed without it.
+        """Return the expected speed of the round with a drafter, divided by the speed without the drafter.
 
-        Infinite for a drafter whose cost is not measured yet, unless its last draft was empty.
+        The gain of a drafter whose cost is unknown is infinite, or 0 if its last draft was empty.
         """
         acceptance = stats.acceptance
         if not self._is_measured(stats):

@@ -1,4 +1,4 @@
-"""The controller of `--method auto`: drafts while that saves time, within the loss limit."""
+"""The controller of `--method auto`: it drafts while drafting saves time, within the loss limit."""
 
 from __future__ import annotations
 
@@ -13,21 +13,22 @@ from edgespec.auto.explanation import ControllerReport, DraftingStatus
 from edgespec.auto.live_costs import LiveCosts
 from edgespec.auto.loss_limit import LossLimit, LossLimits
 from edgespec.auto.worst_case import WorstCaseCosts
-from edgespec.drafters.array_store import ArrayStore
 from edgespec.drafters.base import Drafter, MemoryUse
 from edgespec.drafters.running_stats import RunningMean
 from edgespec.engine.acceptance import Acceptance
 from edgespec.engine.logits import Logits
 from edgespec.engine.sampling import Sampler
 from edgespec.engine.tree import TokenTree
+from edgespec.saved_arrays import SavedArrays
 
 __all__ = ["AutoConfig", "AutoController"]
 
-# Tokens after which the duration of a target step is measured again.
+# Number of tokens after which the duration of a target step is measured again.
 _REMEASURE_TOKENS = 96
-# Rounds between two looks at the backoff while drafting is paused. On small targets looking costs time too.
+# Number of rounds between two checks of the backoff while drafting is paused. On small targets, even the
+# check costs noticeable time.
 _PAUSED_ROUNDS = 15
-# Time between two saves of the statistics.
+# Minimum time between two saves of the statistics.
 _SAVE_INTERVAL_SECONDS = 60.0
 # A reply that lost time is reported as plain decoding if it drafted less than once in this many tokens.
 _TOKENS_PER_RETRY = 16
@@ -38,37 +39,26 @@ class AutoConfig:
     """Settings of the controller for one target.
 
     Attributes:
-        limits: How much time speculation may cost a reply.
-        costs: Live costs of the target's passes.
-        open_store: Returns the store of the statistics of drafters given by name, such as "model+suffix".
-        controls_named: Methods that name drafters are controlled as well, not only `auto`.
-        adapts_length: Draft models choose their draft length round by round.
+        open_store: Returns the store for the statistics of the named drafters, such as "model+suffix".
+        controls_named: Whether methods that name drafters are controlled as well, not only `auto`.
+        adapts_length: Whether draft models choose their draft length in each round.
     """
 
     limits: LossLimits
     costs: LiveCosts
-    open_store: Callable[[str], ArrayStore] | None = None
+    open_store: Callable[[str], SavedArrays] | None = None
     controls_named: bool = False
     adapts_length: bool = True
 
 
 @dataclass(slots=True)
 class _Round:
-    """Timing of the running round.
-
-    Attributes:
-        started: When the round began.
-        was_considered: The loss limit and the backoff permitted looking for a draft.
-        was_asked: The drafters were asked for a draft.
-        draft_done: When the draft was complete.
-        pass_seconds: Duration of the target's pass.
-        width: Width of the target's pass.
-    """
+    """Timing of the running round. `pass_seconds` and `width` describe the target's pass."""
 
     started: float
-    was_considered: bool = False
-    was_asked: bool = False
-    draft_done: float = 0.0
+    was_considered: bool = False  # Whether the loss limit and the backoff permitted a draft.
+    was_asked: bool = False  # Whether the drafters were asked for a draft.
+    draft_done: float = 0.0  # The time at which the draft was complete.
     pass_seconds: float = 0.0
     width: int = 1
 
@@ -76,23 +66,23 @@ class _Round:
 class AutoController(Drafter):
     """Decides in every round whether and how far to draft, and keeps the reply within the loss limit.
 
-    A round drafts only if all of these hold. Otherwise it is a target step and drafts or prefills nothing.
+    A round drafts only if all of these conditions are met. Otherwise it is a target step without any drafting
+    or prefill.
 
+    - The duration of a target step is known. It is measured at the start, then at least once in 96 tokens.
+    - The backoff does not pause drafting.
+    - The worst case of the draft stays within the loss limit. This also limits the draft length.
 
-    - The duration of a target step is known: it is measured at the start, then once in 96 tokens.
-    - Drafting is not paused by the backoff.
-    - The worst case of the draft keeps the credit above the loss limit. This limits the draft length.
-
-    The combined drafter then decides which drafters to ask, by their expected gain. Worst cases and backoffs
-    are kept per number of concurrent replies.
+    The combined drafter then decides by expected gain which drafters to ask. Worst cases and backoffs are
+    recorded separately for each number of concurrent replies.
 
     Args:
-        drafter: The drafters; used by this controller alone.
-        loss_limit: The loss limit; may also be read by `drafter`.
+        drafter: The drafters, which only this controller uses.
+        loss_limit: The loss limit, which `drafter` may read as well.
         costs: Live costs of the target's passes.
-        text_kind: Classifies a prompt.
-        run_ahead: Tells the target whether the next rounds are target steps, which it may start early.
-        store: Where statistics are loaded from and saved to; None keeps them in this process.
+        text_kind: Returns the kind of text of a prompt.
+        run_ahead: Called with True if the next rounds are target steps, which the target may start early.
+        store: Loads and saves the statistics. None keeps them in this process only.
         clock: Returns the time in seconds.
         count_replies: Returns the number of concurrent replies.
     """
@@ -107,7 +97,7 @@ class AutoController(Drafter):
         *,
         text_kind: Callable[[Sequence[int]], str] = lambda _: "",
         run_ahead: Callable[[bool], None] = lambda _: None,
-        store: ArrayStore | None = None,
+        store: SavedArrays | None = None,
         clock: Callable[[], float] = perf_counter,
         count_replies: Callable[[], int] = lambda: ACTIVE_REPLIES.count,
     ) -> None:
@@ -128,25 +118,22 @@ class AutoController(Drafter):
         self._is_drafting = False
         # None in rounds that began without `propose`, and in skipped rounds of a pause.
         self._round: _Round | None = None
-        # Time that a target step takes in addition to its pass.
-        self._overhead_seconds = RunningMean()
+        self._overhead_seconds = RunningMean()  # Duration of a target step minus that of its pass.
         self._worst_case = WorstCaseCosts(costs)
         self._backoff = Backoff()
         self._backoffs = {1: self._backoff}
         self._skipped_rounds = 0
         self._contributors: dict[str, None] = {}
         self._asked_rounds = self._unaffordable_rounds = 0
-        if store:
-            self._load_statistics(store)
+        self._load_statistics()
 
     @property
     def target_step_seconds(self) -> float:
-        """Duration of a round without a draft."""
         return self.costs.target_step_seconds + self._overhead_seconds.value
 
     @property
     def allowance_seconds(self) -> float:
-        """Maximum time that the next round may lose compared with plain decoding."""
+        """Maximum time that the next round may lose against plain decoding."""
         return self.loss_limit.allowance_seconds(self.target_step_seconds)
 
     @property
@@ -177,21 +164,21 @@ class AutoController(Drafter):
             return tree
         self._backoff.skip_rounds(self._skipped_rounds)
         self._skipped_rounds = 0
-        self._round = _Round(self._clock())
+        this_round = self._round = _Round(self._clock())
         self._follow_active_replies()
-        if self._may_draft():
-            lookup_length, model_length = self._affordable_lengths(self._round, draft_length)
+        must_measure = self._tokens_since_target_step >= _REMEASURE_TOKENS or self.costs.needs_target_step
+        if not must_measure and self._backoff.may_draft():
+            lookup_length, model_length = self._affordable_lengths(this_round, draft_length)
             self._unaffordable_rounds += model_length == 0 < draft_length
             if lookup_length:
-                tree = self._ask_drafters(self._round, sampler, acceptance, lookup_length, model_length)
-        self._round.draft_done = self._clock()
+                this_round.was_asked = True
+                self._asked_rounds += 1
+                tree = self._drafter.propose_within(sampler, acceptance, lookup_length, model_length)
+                tree = self._cut(tree, self.allowance_seconds - (self._clock() - this_round.started))
+                if tree.drafted:
+                    self._contributors |= dict.fromkeys(self._drafter.contributors)
+        this_round.draft_done = self._clock()
         return tree
-
-    def _may_draft(self) -> bool:
-        """Return whether this round may draft instead of being a target step."""
-        if self._tokens_since_target_step >= _REMEASURE_TOKENS or self.costs.needs_target_step:
-            return False
-        return self._backoff.may_draft()
 
     def _affordable_lengths(self, this_round: _Round, draft_length: int) -> tuple[int, int]:
         """Return the draft lengths for lookups and for draft models that the loss limit permits."""
@@ -210,28 +197,11 @@ class AutoController(Drafter):
         # A lookup costs only the rows of its draft.
         return self._worst_case.affordable_length(draft_length, allowance, 0.0), model_length
 
-    def _ask_drafters(
-        self,
-        this_round: _Round,
-        sampler: Sampler,
-        acceptance: Acceptance,
-        lookup_length: int,
-        model_length: int,
-    ) -> TokenTree:
-        """Return the drafters' tree, cut to what the loss limit still permits."""
-        this_round.was_asked = True
-        self._asked_rounds += 1
-        tree = self._drafter.propose_within(sampler, acceptance, lookup_length, model_length)
-        tree = self._cut(tree, self.allowance_seconds - (self._clock() - this_round.started))
-        if tree.drafted:
-            self._contributors |= dict.fromkeys(self._drafter.contributors)
-        return tree
-
     def _cut(self, tree: TokenTree, allowance_seconds: float) -> TokenTree:
         """Drop tokens from the end of a draft until its worst case is within the allowance.
 
-        Tokens that were drawn from a distribution stay: cutting them by the shape of the tree, which depends
-        on the draw, would bias rejection mode.
+        Tokens that were drawn from a distribution are never dropped: dropping them by the shape of the tree,
+        which depends on the draw, would bias rejection mode.
         """
         width = tree.width
         while (
@@ -273,22 +243,21 @@ class AutoController(Drafter):
         self._round = None
 
     def _record_round(self, this_round: _Round, tokens: int, seconds: float) -> None:
-        """Update costs, credit and backoff after a round that emitted `tokens` in `seconds`."""
+        """Update costs, credit and backoff after a round that emitted `tokens` tokens in `seconds`."""
         step_seconds = self.target_step_seconds
         draft_seconds = this_round.draft_done - this_round.started
         expected_seconds = self.costs.pass_seconds(this_round.width)
-        # The duration of a pass means nothing if a reply began or ended during it.
+        # The duration of a pass is not representative if another reply began or ended during it.
         is_undisturbed = self._count_replies() == self._replies
         if is_undisturbed:
             self.costs.record_pass(this_round.width, this_round.pass_seconds)
         if not this_round.was_asked:
             self._record_target_step(this_round, tokens, seconds, step_seconds, draft_seconds)
             return
-        # A prefill serves the following rounds too, so it does not count against this one.
+        # A prefill also benefits later rounds, so its duration does not count against this round.
         prefill_seconds = self._drafter.prefill_seconds
         if this_round.width == 1:
-            self.loss_limit.record_target_step(tokens)
-            self.loss_limit.charge(draft_seconds)
+            self.loss_limit.record_target_step(tokens, draft_seconds)
             self._tokens_since_target_step = 0
             self._backoff.record_empty_draft((draft_seconds - prefill_seconds) / step_seconds)
         else:
@@ -307,23 +276,23 @@ class AutoController(Drafter):
         self.costs.set_context_tokens(len(self._tokens))
         self._overhead_seconds.add(seconds - this_round.pass_seconds - draft_seconds)
         self._worst_case.record_target_step()
-        self.loss_limit.record_target_step(tokens)
+        self.loss_limit.record_target_step(tokens, draft_seconds if this_round.was_considered else 0.0)
         self._tokens_since_target_step = 0
         if this_round.was_considered:
-            self.loss_limit.charge(draft_seconds)
             self._backoff.record_unaffordable_draft(draft_seconds / step_seconds)
             self._apply_backoff()
 
     def _apply_backoff(self) -> None:
-        """Stop following the reply with the drafters while drafting is paused."""
+        """Stop passing tokens to the drafters while drafting is paused."""
         self._is_drafting = not self._backoff.is_paused
         self._run_ahead(self._backoff.is_paused)
 
     def report(self) -> ControllerReport:
-        """Return the state of the running or last reply."""
+        """Return the state of the current or last reply."""
         step_seconds, loss_limit = self.target_step_seconds, self.loss_limit
         plain_seconds = max(loss_limit.tokens, 1) * step_seconds
         speed_up = plain_seconds / max(plain_seconds - loss_limit.credit_seconds, 1e-9)
+        shortest_loss = self._worst_case.loss_seconds(1, self._worst_case.level_seconds)
         drafts_often = loss_limit.draft_rounds * _TOKENS_PER_RETRY >= loss_limit.tokens
         return ControllerReport(
             step_seconds,
@@ -332,26 +301,21 @@ class AutoController(Drafter):
             speed_up,
             speed_up * self.costs.uncertainty,
             tuple(self._contributors) if loss_limit.credit_seconds > 0.0 or drafts_often else (),
-            self._reason(),
+            DraftingStatus(
+                name=self.name,
+                is_drafting=self._is_drafting,
+                is_faster=loss_limit.credit_seconds > 0.0,
+                tokens=loss_limit.tokens,
+                has_drafted=bool(self._contributors),
+                asked_rounds=self._asked_rounds,
+                unaffordable_rounds=self._unaffordable_rounds,
+                draft_cost_steps=shortest_loss / step_seconds,
+                allowance_steps=self.allowance_seconds / step_seconds,
+                round_gain_steps=self._backoff.gain,
+                target_step_seconds=step_seconds,
+                replies=self._replies,
+            ).reason,
         )
-
-    def _reason(self) -> str:
-        step_seconds = self.target_step_seconds
-        shortest_loss = self._worst_case.loss_seconds(1, self._worst_case.level_seconds)
-        return DraftingStatus(
-            name=self.name,
-            is_drafting=self._is_drafting,
-            is_faster=self.loss_limit.credit_seconds > 0.0,
-            tokens=self.loss_limit.tokens,
-            has_drafted=bool(self._contributors),
-            asked_rounds=self._asked_rounds,
-            unaffordable_rounds=self._unaffordable_rounds,
-            draft_cost_steps=shortest_loss / step_seconds,
-            allowance_steps=self.allowance_seconds / step_seconds,
-            round_gain_steps=self._backoff.gain,
-            target_step_seconds=step_seconds,
-            replies=self._replies,
-        ).reason
 
     def note(self) -> str:
         trouble = self._store.notice if self._store else ""
@@ -363,17 +327,16 @@ class AutoController(Drafter):
     def close(self) -> None:
         self._drafter.close()
 
-    def _load_statistics(self, store: ArrayStore) -> None:
-        """Continue from saved statistics, or start afresh where they are damaged."""
-        saved = store.load()
-        if not saved:
+    def _load_statistics(self) -> None:
+        """Continue from saved statistics. If some are damaged, they are measured again."""
+        if not self._store or not (saved := self._store.load()):
             return
         try:
             self.costs.restore_statistics(saved)
             self._drafter.restore_statistics(saved)
             self._backoffs[1].restore_statistics(saved)
         except (KeyError, ValueError, TypeError):
-            store.notice = "saved drafting statistics of these models are damaged and are measured again"
+            self._store.notice = "the saved drafting statistics are damaged and are measured again"
 
     def save_statistics(self) -> None:
         """Save the statistics for a later run."""

@@ -1,4 +1,4 @@
-"""One of several combined drafters, with its statistics per kind of text."""
+"""A drafter of a combination, with its statistics per kind of text."""
 
 from __future__ import annotations
 
@@ -17,25 +17,28 @@ __all__ = ["MEASURED_ROUNDS", "DrafterStats"]
 
 # Rounds before a duration counts as measured. The first rounds are slow because caches are cold.
 MEASURED_ROUNDS = 2
-# Assumed cost of prefilling one token, in target steps, until it is measured.
+# Assumed cost of prefilling one token, in target steps, until prefill is measured.
 _ASSUMED_PREFILL_COST = 0.03
-# Rounds over which the cost of a prefill is spread when drafting is weighed.
+# Number of rounds over which the cost of a prefill is spread in the expected gain of a draft.
 _PREFILL_ROUNDS = 48
 
 
 class DrafterStats:
     """A drafter with its acceptance statistics, costs and retry schedule.
 
+    The prefill methods do nothing for lookups and other drafters whose work cannot be limited.
+
     Attributes:
-        drafter: The drafter.
         acceptance: Acceptance statistics for the current kind of text.
         retries: Retry schedule for the current kind of text.
-        empty_draft_levels: Draft length at which the drafter last drafted nothing by its own choice, else 0.
-        has_prefilled: Whether it has prefilled tokens in this reply.
+        empty_draft_levels: Maximum draft length with which the drafter was last asked and chose to draft
+            nothing; 0 if its last draft was not empty.
+        has_prefilled: Whether the drafter has prefilled tokens in this reply.
     """
 
     def __init__(self, drafter: Drafter) -> None:
         self.drafter = drafter
+        self.is_lookup = drafter.is_lookup
         self._budgeted = drafter if isinstance(drafter, BudgetedDrafter) else None
         self.acceptance = AcceptanceStats(drafter.is_lookup)
         self.retries = RetrySchedule()
@@ -46,53 +49,42 @@ class DrafterStats:
         self._prefill_token_seconds = RunningMean()
 
     def begin(self, tokens: Sequence[int]) -> None:
-        """Start a reply after `tokens`."""
         self.has_prefilled = False
         self.drafter.begin(tokens)
 
     @property
-    def is_lookup(self) -> bool:
-        """Whether its drafts need no pass of a model."""
-        return self.drafter.is_lookup
-
-    @property
     def is_measured(self) -> bool:
-        """Whether the cost of its drafts has been measured."""
+        """Whether the cost of the drafter's drafts has been measured."""
         return self.acceptance.draft_seconds.count >= MEASURED_ROUNDS
 
     @property
     def pending_tokens(self) -> int:
-        """Number of tokens that the drafter must prefill before its next draft."""
         return self._budgeted.pending_tokens if self._budgeted else 0
 
     @property
     def full_pending_tokens(self) -> int:
-        """Number of tokens to prefill so that the drafter sees the whole sequence."""
         return self._budgeted.full_pending_tokens if self._budgeted else 0
 
     def prefill(self, max_tokens: int) -> None:
-        """Prefill pending tokens; see `BudgetedDrafter.prefill`."""
         if self._budgeted:
             self._budgeted.prefill(max_tokens)
 
     def force_draft(self) -> None:
-        """Make a short draft in the next round; see `BudgetedDrafter.force_draft`."""
         if self._budgeted:
             self._budgeted.force_draft()
 
     def record_draft(self, tree: TokenTree, draft_length: int, seconds: float) -> None:
-        """Record the draft proposed for a draft length, and its duration."""
+        """Record a draft, the draft length it was asked for, and its duration."""
         self.acceptance.record_draft(tree, seconds)
         chose_none = self.drafter.chooses_length and not tree.drafted
         self.empty_draft_levels = draft_length if chose_none else 0
 
     def record_prefill(self, tokens: int, seconds: float) -> None:
-        """Record a prefill of `tokens` tokens and its duration."""
         self._prefill_token_seconds.add(seconds / max(tokens, 1))
         self.has_prefilled = True
 
     def select_text_kind(self, kind: str) -> None:
-        """Switch to the statistics for a kind of text; new kinds start from those of the last one."""
+        """Switch to the statistics of a kind of text. A new kind starts with those of the previous kind."""
         if kind not in self._acceptance_by_kind:
             acceptance = AcceptanceStats(self.is_lookup)
             acceptance.restore_statistics(self.acceptance.saved_statistics())
@@ -103,21 +95,18 @@ class DrafterStats:
         self.retries = self._retries_by_kind.setdefault(kind, RetrySchedule())
 
     def draft_cost(self, target_step_seconds: float, levels: int | None = None) -> float:
-        """Return the cost of a draft with `levels` levels, or of a usual one, in target steps."""
-        seconds = (
-            self.acceptance.draft_seconds.value if levels is None else levels * self.acceptance.level_seconds
-        )
+        """Return the cost of a draft with `levels` levels, or of a mean draft, in target steps."""
+        acceptance = self.acceptance
+        seconds = acceptance.draft_seconds.value if levels is None else levels * acceptance.level_seconds
         prefill = self.pending_tokens * self.prefill_token_seconds(target_step_seconds) / _PREFILL_ROUNDS
         return (seconds + prefill) / target_step_seconds
 
     def prefill_token_seconds(self, target_step_seconds: float) -> float:
-        """Return the duration of prefilling one token."""
         if self._prefill_token_seconds.count:
             return self._prefill_token_seconds.value
         return _ASSUMED_PREFILL_COST * target_step_seconds
 
     def saved_statistics(self) -> dict[str, NDArray[Any]]:
-        """Return all statistics as named arrays, for a later run."""
         parts: dict[str, Mapping[str, NDArray[Any]]] = {
             f"record.{kind}": stats.saved_statistics() for kind, stats in self._acceptance_by_kind.items()
         }
@@ -128,12 +117,6 @@ class DrafterStats:
         return {f"{name}.{part}.{key}": v for part, values in parts.items() for key, v in values.items()}
 
     def restore_statistics(self, saved: Mapping[str, NDArray[Any]]) -> None:
-        """Continue from the arrays of `saved_statistics`.
-
-        Raises:
-            KeyError: An array is missing.
-            ValueError: An array holds impossible values.
-        """
         own = _with_prefix(saved, f"{self.drafter.name}.")
         if self._budgeted:
             self._budgeted.restore_statistics(_with_prefix(own, "own."))

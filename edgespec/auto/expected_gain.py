@@ -1,4 +1,4 @@
-"""Expected tokens per unit of cost for a round, used to decide which drafters to ask."""
+"""Estimate how many tokens a round emits per target step of cost, to decide which drafters to ask."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ __all__ = ["RoundEstimate"]
 
 @dataclass(frozen=True, slots=True)
 class RoundEstimate:
-    """The drafts proposed so far in a round, seen as one draft.
+    """The combined draft of all drafters asked so far in a round.
 
-    Speeds are expected tokens per target step of cost, E(k) / (c + v(rows)).
+    A speed is the number of expected tokens per target step of cost, E(k) / (c + v(rows)).
 
     Attributes:
         reach_probs: Per level, the probability that a drafted token of this level is accepted.
@@ -29,13 +29,11 @@ class RoundEstimate:
 
     def with_draft(self, reach_probs: Sequence[float], rows: Sequence[int], cost: float) -> RoundEstimate:
         """Return the estimate with another drafter's draft added."""
-        all_rows = (sum(pair) for pair in zip_longest(self.rows, rows, fillvalue=0))
-        return RoundEstimate(
-            tuple(_either_prob(self.reach_probs, reach_probs)), tuple(all_rows), self.cost + cost
-        )
+        all_rows = tuple(sum(pair) for pair in zip_longest(self.rows, rows, fillvalue=0))
+        return RoundEstimate(tuple(_either_prob(self.reach_probs, reach_probs)), all_rows, self.cost + cost)
 
     def speed(self, v: CostFunction) -> float:
-        """Return the speed when the draft is cut after its best level."""
+        """Return the speed if the draft is cut after its best level."""
         tokens = accumulate(self.reach_probs, initial=1.0)
         widths = accumulate(self.rows, initial=1)
         return max(expected / (self.cost + v(width)) for expected, width in zip(tokens, widths, strict=True))
@@ -49,20 +47,19 @@ class RoundEstimate:
         max_width: int,
         can_branch: bool,
     ) -> float:
-        """Return the speed with another draft added, which is verified whole.
+        """Return the speed with another draft added, which is never cut.
 
         Args:
-            reach_probs: Per level of the other draft, the probability that it is reached.
-            rows: Tokens of the other draft.
+            reach_probs: Per level of the other draft, the probability that one of its tokens is accepted.
+            rows: Number of tokens in the other draft.
             cost: Cost of the other draft, in target steps.
             v: Cost of a verify pass by width, in target steps.
-            max_width: Width limit of a pass.
+            max_width: Maximum width of a pass.
             can_branch: Whether a pass can verify a tree. If False, it verifies only the other draft.
         """
         alone = chain(reach_probs, repeat(0.0))
-        added = (
-            both - one for both, one in zip(_either_prob(self.reach_probs, reach_probs), alone, strict=False)
-        )
+        either = _either_prob(self.reach_probs, reach_probs)
+        added = (both - one for both, one in zip(either, alone, strict=False))
         tokens = accumulate(added, initial=1.0 + sum(reach_probs))
         widths = list(accumulate(self.rows, initial=1))
         return max(

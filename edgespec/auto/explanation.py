@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 __all__ = ["ControllerReport", "DraftingStatus"]
 
@@ -11,12 +12,10 @@ _FAST_TARGET_SECONDS = 0.003
 _MEASURING = "measuring how long one token takes without drafting"
 
 
-@dataclass(frozen=True, slots=True)
-class ControllerReport:
+class ControllerReport(NamedTuple):
     """State of a reply under the controller.
 
     Attributes:
-        target_step_seconds: Duration of a round without a draft.
         credit_seconds: Time saved so far; negative if speculation has cost more than it saved.
         max_loss: The loss limit as a share of the plain decoding time.
         speed_up: Speed over plain decoding.
@@ -49,7 +48,6 @@ class DraftingStatus:
         draft_cost_steps: Worst-case cost of the shortest draft.
         allowance_steps: How much the next round may lose.
         round_gain_steps: Mean gain of the last rounds that asked for a draft.
-        target_step_seconds: Duration of a target step.
         replies: Concurrent replies in this process.
     """
 
@@ -68,9 +66,8 @@ class DraftingStatus:
 
     @property
     def reason(self) -> str:
-        """The reason as one clause of less than 100 characters."""
-        others = f" (with {self.replies} replies at once)" if self.replies > 1 else ""
-        return self._reason + others
+        """Why the reply is generated with or without drafts, as one clause of less than 100 characters."""
+        return self._reason + (f" (with {self.replies} replies at once)" if self.replies > 1 else "")
 
     @property
     def _reason(self) -> str:
@@ -82,7 +79,10 @@ class DraftingStatus:
             milliseconds = f"{1000 * self.target_step_seconds:.2g} ms"
             return f"this model needs only {milliseconds} a token, so drafting takes longer than it saves"
         if self.unaffordable_rounds and self.draft_cost_steps > self.allowance_steps:
-            return self._loss_limit_reason()
+            if self.allowance_steps <= 0.0:
+                return "the time that drafting may cost this reply (--max-loss) is used up"
+            cost = _token_times(self.draft_cost_steps)
+            return f"a wrong draft could cost {cost}; this reply may lose {self.allowance_steps:.1f} so far"
         if self.is_drafting and self.has_drafted:
             return "drafting is being tried and has not saved time so far"
         if self.has_drafted:
@@ -94,12 +94,6 @@ class DraftingStatus:
         if self.round_gain_steps >= 0.0:
             return _MEASURING
         return f"drafting has not saved time lately; {self.name} is retried now and then"
-
-    def _loss_limit_reason(self) -> str:
-        if self.allowance_steps <= 0.0:
-            return "the time that drafting may cost this reply (--max-loss) is used up"
-        cost = _token_times(self.draft_cost_steps)
-        return f"a wrong draft could cost {cost}; this reply may lose {self.allowance_steps:.1f} so far"
 
 
 def _token_times(steps: float) -> str:

@@ -22,9 +22,9 @@ _CONTEXT_BUCKETS = (2048, 8192, 32768)
 _MAX_REPLIES = 8
 # Target steps measured before costs with a new number of concurrent replies are trusted.
 _MIN_TARGET_STEPS = 3
-# Wide passes after which a bucket follows changes at the usual rate. New buckets follow faster.
+# Number of wide passes after which a bucket follows changes at the usual rate. New buckets follow faster.
 _SETTLED_PASSES = 20
-# Costs that differ from the measured curve by more than a factor of 1,000 are taken for damaged data.
+# Saved costs that differ from the measured curve by more than a factor of 1,000 are treated as damaged.
 _MAX_LOG_RATIO = math.log(1000.0)
 
 
@@ -33,11 +33,10 @@ class _Bucket:
     """Costs at one context length with one number of concurrent replies.
 
     Attributes:
-        target_step_seconds: Duration of a target step.
-        log_ratios: By width, logarithm of the measured cost over the cost that the curve gives.
-        common_log_ratio: The same for widths that have not been seen yet.
-        target_steps: Target steps seen with this number of concurrent replies.
-        wide_passes: Passes of more than one token seen with this number of concurrent replies.
+        log_ratios: Logarithm of the measured cost divided by the cost of the curve, by width.
+        common_log_ratio: The same for all widths that have not been measured yet.
+        target_steps: Target steps measured with this number of concurrent replies.
+        wide_passes: Passes of more than one token measured with this number of concurrent replies.
     """
 
     target_step_seconds: float
@@ -47,7 +46,6 @@ class _Bucket:
     wide_passes: int = _SETTLED_PASSES
 
     def copy(self) -> _Bucket:
-        """Return an independent copy."""
         return replace(self, log_ratios=dict(self.log_ratios))
 
 
@@ -55,8 +53,8 @@ class LiveCosts:
     """A cost curve v(m) that follows the machine: load, temperature, context length, concurrent replies.
 
     Target steps update the duration of a target step. Wider passes update their own cost relative to it, and
-    the cost of widths not seen yet. If wide passes change together, the machine may have become slower or
-    only the wide passes may have: `needs_target_step` then requests a target step, which tells the two apart.
+    the cost of widths not measured yet. If wide passes become slower, either the whole machine or only the
+    wide passes have changed. `needs_target_step` then requests a target step, which tells the two apart.
     """
 
     # Share of the deviation from the expected duration by which one pass corrects the estimate.
@@ -64,15 +62,15 @@ class LiveCosts:
     _WIDE_PASS_RATE = 0.15
     # A single pass changes an estimate by at most this factor, as a logarithm.
     _MAX_LOG_CHANGE = math.log(4.0)
-    # Mean deviation of wide passes, as a logarithm, at which a target step is needed; and its rate.
+    # Mean deviation of wide passes, as a logarithm, at which a target step is needed, and the weight of the
+    # newest pass in that mean.
     _MAX_LOG_DEVIATION = math.log(1.25)
     _DEVIATION_RATE = 0.3
 
     def __init__(self, curve: CostCurve) -> None:
         self.curve = curve
         self._bucket = _Bucket(curve.target_step_seconds)
-        # Context bucket and number of concurrent replies.
-        self._key = (0, 1)
+        self._key = (0, 1)  # Context bucket and number of concurrent replies.
         self._buckets = {self._key: self._bucket}
         self._deviation = 0.0
         self._steps, self._spread = 0, 0.0
@@ -80,7 +78,6 @@ class LiveCosts:
 
     @property
     def target_step_seconds(self) -> float:
-        """Current duration of a target step."""
         return self._bucket.target_step_seconds
 
     def set_context_tokens(self, context_tokens: int) -> None:
@@ -89,11 +86,11 @@ class LiveCosts:
 
     @property
     def replies(self) -> int:
-        """Number of concurrent replies that the costs apply to."""
+        """Number of concurrent replies at which the costs apply."""
         return self._key[1]
 
     def set_active_replies(self, replies: int) -> None:
-        """Switch to the costs with a number of concurrent replies."""
+        """Switch to the costs at a number of concurrent replies."""
         self._select(self._key[0], max(1, min(replies, _MAX_REPLIES)))
 
     def _select(self, context_bucket: int, replies: int) -> None:
@@ -101,9 +98,7 @@ class LiveCosts:
         if key == self._key:
             return
         if key not in self._buckets:
-            nearest = min(
-                self._buckets, key=lambda known: (abs(known[1] - replies), abs(known[0] - context_bucket))
-            )
+            nearest = min(self._buckets, key=lambda at: (abs(at[1] - replies), abs(at[0] - context_bucket)))
             bucket = self._buckets[nearest].copy()
             if nearest[1] != replies:
                 bucket.target_steps = bucket.wide_passes = 0
@@ -173,39 +168,22 @@ class LiveCosts:
         """
         step = self.curve.target_step_seconds
         single = {context: bucket for (context, replies), bucket in self._buckets.items() if replies == 1}
-        return {
-            "found": np.array(
-                [
-                    (context, bucket.target_step_seconds / step, bucket.common_log_ratio)
-                    for context, bucket in single.items()
-                ]
-            ),
-            "extra": np.array(
-                [
-                    (context, width, log_ratio)
-                    for context, bucket in single.items()
-                    for width, log_ratio in bucket.log_ratios.items()
-                ]
-            ).reshape(-1, 3),
-        }
+        steps = [(at, each.target_step_seconds / step, each.common_log_ratio) for at, each in single.items()]
+        wide = [(at, width, ratio) for at, each in single.items() for width, ratio in each.log_ratios.items()]
+        return {"found": np.array(steps), "extra": np.array(wide).reshape(-1, 3)}
 
     def restore_statistics(self, saved: Mapping[str, NDArray[Any]]) -> None:
-        """Continue from the arrays of `saved_statistics`.
-
-        Raises:
-            KeyError: An array is missing.
-            ValueError: An array holds impossible costs.
-        """
+        """Continue from the arrays of `saved_statistics`. Damaged arrays raise KeyError or ValueError."""
         buckets = {}
         for context, steps, common in saved["found"].reshape(-1, 3).tolist():
             is_known = 0 <= context <= len(_CONTEXT_BUCKETS)
             if not (is_known and steps > 0.0 and max(abs(math.log(steps)), abs(common)) < _MAX_LOG_RATIO):
-                raise ValueError(f"saved costs ({steps} target steps, log ratio {common}) are impossible")
+                raise ValueError(f"Saved costs of {steps} target steps (log ratio {common}) are impossible.")
             seconds = steps * self.curve.target_step_seconds
             buckets[int(context)] = _Bucket(seconds, common_log_ratio=common)
         for context, width, log_ratio in saved["extra"].reshape(-1, 3).tolist():
             if not (abs(log_ratio) < _MAX_LOG_RATIO and 1 < width < math.inf):
-                raise ValueError(f"saved cost of width {width} (log ratio {log_ratio}) is impossible")
+                raise ValueError(f"The saved cost of width {width} (log ratio {log_ratio}) is impossible.")
             buckets[int(context)].log_ratios[int(width)] = log_ratio
         self._buckets = {(context, 1): bucket for context, bucket in buckets.items()}
         self._key = (0, 1)

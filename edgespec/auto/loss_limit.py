@@ -1,13 +1,13 @@
 """The loss limit: a bound on how much slower speculation may make a reply.
 
 A reply of N tokens takes at most (1 + rate) * N + steps target steps, whatever is accepted. The bound holds
-as long as a target step takes its measured time and no round costs more than its estimated worst case. A
-round that does is the last one with a draft until its cost is regained.
+as long as a target step takes its measured time and no round costs more than its estimated worst case. After
+a round that exceeds its worst case, no round drafts until the excess is regained.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 __all__ = ["LossLimit", "LossLimits"]
 
@@ -15,24 +15,16 @@ __all__ = ["LossLimit", "LossLimits"]
 _EXPLORATION_RATE = 0.01
 
 
-@dataclass(frozen=True, slots=True)
-class LossLimits:
+class LossLimits(NamedTuple):
     """How much time speculation may cost a reply.
 
     Attributes:
         rate: Share of the reply's plain decoding time, 0.02 for 2 %.
-        steps: Target steps in addition to that share.
-
-    Raises:
-        ValueError: A limit is negative or not a number.
+        steps: Number of target steps added to that share.
     """
 
     rate: float = 0.02
     steps: float = 2.0
-
-    def __post_init__(self) -> None:
-        if not (self.rate >= 0.0 and self.steps >= 0.0):
-            raise ValueError(f"loss limits must not be negative: rate {self.rate}, steps {self.steps}")
 
 
 class LossLimit:
@@ -42,7 +34,6 @@ class LossLimit:
     else is charged: drafting, wider verify passes, prefill of a draft model, and the controller itself.
 
     Attributes:
-        limits: The agreed limits.
         credit_seconds: Time saved so far; negative while speculation has cost more than it saved.
         tokens: Tokens emitted in this reply.
         draft_rounds: Rounds of this reply that verified a draft.
@@ -50,48 +41,36 @@ class LossLimit:
 
     def __init__(self, limits: LossLimits | None = None) -> None:
         self.limits = limits or LossLimits()
-        self.credit_seconds = 0.0
-        self.tokens = self.draft_rounds = 0
+        self.begin()
 
     def begin(self) -> None:
         """Start a reply without credit from earlier ones."""
         self.credit_seconds = 0.0
         self.tokens = self.draft_rounds = 0
 
-    def charge(self, seconds: float) -> None:
-        """Charge time that plain decoding would not have spent."""
-        self.credit_seconds -= seconds
-
-    def record_target_step(self, tokens: int) -> None:
-        """Record a round without a draft."""
+    def record_target_step(self, tokens: int, draft_seconds: float = 0.0) -> None:
+        """Record a round that verified no draft, and charge the time spent on looking for one."""
         self.tokens += tokens
+        self.credit_seconds -= draft_seconds
 
     def record_draft_round(self, tokens: int, seconds: float, target_step_seconds: float) -> None:
-        """Record a round that verified a draft.
-
-        Args:
-            tokens: Tokens that the round emitted.
-            seconds: Duration of the round.
-            target_step_seconds: Duration of one target step now.
-        """
+        """Record a round that verified a draft and emitted `tokens` in `seconds`."""
         self.tokens += tokens
         self.draft_rounds += 1
         self.credit_seconds += tokens * target_step_seconds - seconds
 
     def allowance_seconds(self, target_step_seconds: float) -> float:
-        """Return how much the next round may lose; negative once the limit is exceeded."""
-        return (
-            self.credit_seconds + (self.limits.rate * self.tokens + self.limits.steps) * target_step_seconds
-        )
+        """Return how much time the next round may lose; negative once the limit is exceeded."""
+        limit_steps = self.limits.rate * self.tokens + self.limits.steps
+        return self.credit_seconds + limit_steps * target_step_seconds
 
     def exploration_seconds(self, target_step_seconds: float) -> float:
-        """Return the exploration budget: how much a draft without an expected gain may lose.
+        """Return how much time a draft without an expected gain may lose.
 
-        It grows with the reply, so that short replies spend nothing on exploration.
+        This budget grows with the reply, so that short replies spend nothing on exploration.
         """
-        return (
-            self.credit_seconds + (self.limits.rate + _EXPLORATION_RATE) * self.tokens * target_step_seconds
-        )
+        limit_steps = (self.limits.rate + _EXPLORATION_RATE) * self.tokens
+        return self.credit_seconds + limit_steps * target_step_seconds
 
     @property
     def max_loss(self) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from edgespec.auto.acceptance_stats import MAX_PROB_SUM
 from edgespec.costs.curve import CostFunction
@@ -13,14 +13,8 @@ from edgespec.engine.tree import TokenTree, TreeBuilder
 __all__ = ["MergedTree", "merge_trees", "prune_optional"]
 
 
-@dataclass(frozen=True, slots=True)
-class MergedTree:
-    """One tree made of several.
-
-    Attributes:
-        tree: The merged tree.
-        node_maps: `node_maps[i][n]` is the node of `tree` that node n of the i-th input became.
-    """
+class MergedTree(NamedTuple):
+    """Several trees merged into one. `node_maps[i][n]` is the node of `tree` for node n of input i."""
 
     tree: TokenTree
     node_maps: tuple[tuple[int, ...], ...]
@@ -56,16 +50,15 @@ def prune_optional(
     v: CostFunction,
     draft_cost: float,
 ) -> TokenTree:
-    """Return the tree without optional nodes that do not fit or are not worth a wider pass.
+    """Return the tree without optional nodes that exceed the limits or are not worth a wider pass.
 
-    The most likely optional nodes are kept, as many as maximise
-    S = (1 + sum of path probabilities) / (draft cost + v(rows)), as Sequoia sizes a tree (arXiv 2402.12374),
-    for any v, monotone or not. Required nodes are always kept.
+    Required nodes are always kept. Of the optional nodes, the most likely ones are kept: as many as maximise
+    the speed S = (1 + sum of path probabilities) / (draft cost + v(rows)), as in Sequoia (arXiv 2402.12374).
 
     Args:
         merged: The merged tree.
         node_probs: Per input tree and node, the probability of acceptance given its parent's, in [0, 1].
-        is_optional: Per input tree, whether any of its nodes may be dropped.
+        is_optional: Per input tree, whether its nodes may be dropped.
         limits: Width and branches of a verify pass.
         v: Cost of a verify pass by width, in target steps.
         draft_cost: Cost of drafting, in target steps.

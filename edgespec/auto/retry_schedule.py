@@ -34,7 +34,7 @@ class RetrySchedule:
         return self._interval >= _RARE_FACTOR * self._min_interval
 
     def is_due(self, cost: float) -> bool:
-        """Count a round without the drafter and return whether it is to be retried in this round.
+        """Count a round without the drafter, and return whether to retry the drafter in this round.
 
         Args:
             cost: Expected cost of a retry, in target steps.
@@ -49,26 +49,21 @@ class RetrySchedule:
         """Count rounds in which `is_due` was not called."""
         self._waited += rounds
 
-    def saved(self) -> NDArray[np.float64]:
-        """Return the current interval, float64 [1], for a later run."""
-        return np.array([self._interval])
-
-    def restore(self, saved: NDArray[np.float64]) -> None:
-        """Continue with the interval of an earlier run.
-
-        Raises:
-            ValueError: The interval is outside the limits of this schedule.
-        """
-        if saved.shape != (1,) or not self._min_interval <= saved[0] <= self._max_interval:
-            raise ValueError(
-                f"saved retry interval {saved} is not {self._min_interval} to {self._max_interval} rounds"
-            )
-        self._interval, self._waited = int(saved[0]), 0
-
     def retry_next_round(self) -> None:
         """Make the next round due, after a retry whose whole draft was accepted."""
         self._waited = self._interval
 
     def shorten(self) -> None:
-        """Halve the interval, because drafting saves time in this round."""
+        """Halve the interval, because drafting saved time in this round."""
         self._interval, self._waited = max(self._interval // 2, self._min_interval), 0
+
+    def saved(self) -> NDArray[np.float64]:
+        """Return the current interval, float64 [1], for a later run."""
+        return np.array([self._interval])
+
+    def restore(self, saved: NDArray[np.float64]) -> None:
+        """Continue with the interval of an earlier run. Raises ValueError if it is not allowed here."""
+        if saved.shape != (1,) or not self._min_interval <= saved[0] <= self._max_interval:
+            limits = f"{self._min_interval} to {self._max_interval}"
+            raise ValueError(f"The saved retry interval must be {limits} rounds, but is {saved}.")
+        self._interval, self._waited = int(saved[0]), 0

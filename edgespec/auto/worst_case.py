@@ -14,15 +14,15 @@ _ASSUMED_PASS_RATIO = 2.0
 # Decay of worst cases, per round with a draft and per target step.
 _DRAFT_ROUND_DECAY = 0.97
 _TARGET_STEP_DECAY = 0.995
-# In the first rounds with a draft, only this share of the allowance is spent: if the first draft is rejected,
-# the rest affords another.
+# The first rounds with a draft may spend only this share of the allowance, so that another draft is
+# affordable if the first one is rejected.
 _FIRST_ROUNDS, _FIRST_ROUNDS_SHARE = 2, 0.5
-# A draft is only shortened for that if a level costs at most this many times more in the shorter draft.
+# A draft is only shortened for this if the shorter draft costs at most this many times more per level.
 _MAX_LEVEL_COST_RATIO = 1.25
 
 
 class WorstCaseCosts:
-    """Estimates the worst-case loss of a round, which occurs if its whole draft is rejected.
+    """Estimates how much time a round loses if its whole draft is rejected.
 
     Attributes:
         level_seconds: Worst-case time to draft one level.
@@ -63,8 +63,10 @@ class WorstCaseCosts:
         longest = self.affordable_length(draft_length, allowance_seconds, level)
         if longest and draft_rounds < _FIRST_ROUNDS:
             shorter = self.affordable_length(longest, _FIRST_ROUNDS_SHARE * allowance_seconds, level)
-            shorter_loss, longest_loss = (self.loss_seconds(each, level) for each in (shorter, longest))
-            if shorter and shorter_loss * longest <= _MAX_LEVEL_COST_RATIO * longest_loss * shorter:
+            longest_loss = self.loss_seconds(longest, level)
+            if shorter and (
+                self.loss_seconds(shorter, level) * longest <= _MAX_LEVEL_COST_RATIO * longest_loss * shorter
+            ):
                 return shorter
         return longest
 

@@ -12,7 +12,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.drafters.token_buffer import SEPARATOR, TokenArray
+from edgespec.drafters.suffix.tokens import SEPARATOR, TokenArray
 
 __all__ = ["NoveltyFilter"]
 

@@ -18,7 +18,7 @@ from zlib import crc32
 import numpy as np
 
 from edgespec.corpus.novelty import NoveltyFilter
-from edgespec.drafters.token_buffer import TokenArray
+from edgespec.drafters.suffix.tokens import TokenArray
 from edgespec.files import (
     data_folder,
     delete_files,

@@ -14,7 +14,7 @@ from zlib import crc32
 import numpy as np
 
 from edgespec.backends.base import Progress, Vocabulary
-from edgespec.drafters.token_buffer import TokenArray
+from edgespec.drafters.suffix.tokens import TokenArray
 from edgespec.errors import CancelledError, OptionError
 from edgespec.files import (
     cache_folder,

@@ -1,4 +1,4 @@
-"""Acceptance rules: which drafted tokens are kept, and which token follows them.
+"""Acceptance rules: they decide which drafted tokens are accepted, and which token follows them.
 
 Under both rules, emitted tokens follow exactly the target distribution. A rule also defines how a drafter
 samples from its own distribution, because drafting and accepting must match.
@@ -6,8 +6,7 @@ samples from its own distribution, because drafting and accepting must match.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -17,19 +16,18 @@ from edgespec.engine.noise import Stream, gumbel, uniform
 from edgespec.engine.sampling import Sampler
 from edgespec.engine.tree import TokenTree
 
-__all__ = ["Acceptance", "AcceptedPath", "Draw", "Invariant", "RandomDraws", "RandomSource", "Rejection"]
+__all__ = ["Acceptance", "AcceptedPath", "Draw", "Invariant", "RandomDraws", "Rejection"]
 
 # A drafted token and the distribution it was drawn from (None if it was not drawn at random).
 Draw = tuple[int, Distribution | None]
 
 
-@dataclass(frozen=True, slots=True)
-class AcceptedPath:
+class AcceptedPath(NamedTuple):
     """The result of one round.
 
     Attributes:
         path: The accepted nodes in order, without the root.
-        token: The token after them: a correction, or the bonus token if the path ends in a leaf.
+        token: The token after the path: a correction, or the bonus token if the path ends in a leaf.
     """
 
     path: tuple[int, ...]
@@ -78,21 +76,8 @@ class Invariant:
         return AcceptedPath(tuple(path), token)
 
 
-class RandomSource(Protocol):
-    """The random decisions of rejection mode. Tests replace it to enumerate all outcomes."""
-
-    def bernoulli(self, probability: float) -> bool:
-        """Return True with this probability."""
-
-    def sample(self, distribution: Distribution) -> int:
-        """Draw one token."""
-
-    def sample_distinct(self, distribution: Distribution, count: int) -> list[int]:
-        """Draw up to `count` tokens one after another without replacement."""
-
-
 class RandomDraws:
-    """A random source with one counter-based stream each for drafting, accepting and recovery.
+    """The random decisions of rejection mode, with separate streams for drafting, accepting and recovery.
 
     Every draw advances the counter of its stream, so that no random number is used for two decisions.
     """
@@ -106,13 +91,15 @@ class RandomDraws:
         return self._counters[stream]
 
     def bernoulli(self, probability: float) -> bool:
+        """Return True with this probability."""
         return uniform(self._seed, Stream.ACCEPT, self._next(Stream.ACCEPT)) < probability
 
     def sample(self, distribution: Distribution) -> int:
+        """Draw one token."""
         return distribution.sample(uniform(self._seed, Stream.RECOVER, self._next(Stream.RECOVER)))
 
     def sample_distinct(self, distribution: Distribution, count: int) -> list[int]:
-        # Gumbel top-k in descending order is sampling without replacement (arXiv 1903.06059).
+        """Draw up to `count` tokens in turn without replacement (Gumbel top-k, arXiv 1903.06059)."""
         noise = gumbel(self._seed, Stream.DRAFT, self._next(Stream.DRAFT), distribution.tokens)
         with np.errstate(divide="ignore"):
             ranking = np.argsort(-(np.log(distribution.probs) + noise), kind="stable")
@@ -124,16 +111,16 @@ class Rejection:
 
     Siblings are tried in order against a shrinking residual r, which starts as the target distribution. Child
     k with token x_k, drawn from q_k, is accepted with probability min(1, r(x_k) / q_k(x_k)). If it is
-    rejected, r becomes norm(max(r - q_k, 0)). For drafts without probabilities, q_k is a point mass. Children
-    drawn without replacement (SpecInfer, arXiv 2305.09781) follow the same rule.
+    rejected, r becomes norm(max(r - q_k, 0)). For drafts without probabilities, q_k is a point mass. The same
+    rule applies to children drawn without replacement (SpecInfer, arXiv 2305.09781).
 
     Args:
         random: The random decisions.
-        block_verification: Use block verification (arXiv 2403.10444, algorithm 2) on trees that are
-            `block_verifiable`.
+        block_verification: Whether to use block verification (arXiv 2403.10444, algorithm 2) on trees that
+            are `block_verifiable`.
     """
 
-    def __init__(self, random: RandomSource, block_verification: bool = True) -> None:
+    def __init__(self, random: RandomDraws, block_verification: bool = True) -> None:
         self._random = random
         self._block_verification = block_verification
 
@@ -172,7 +159,7 @@ class Rejection:
     def _accept_block(self, tree: TokenTree, logits: Logits, sampler: Sampler) -> AcceptedPath:
         """Accept a prefix of a chain by block verification.
 
-        `joint` is the paper's clipped product of probability ratios, `keep` its acceptance probability h.
+        `joint` is the clipped product of probability ratios in the paper.
         """
         joint: float = 1
         accepted, after = 0, sampler.distribution(logits, 0)
@@ -182,18 +169,14 @@ class Rejection:
             joint = min(1, joint * after.prob(token) / _draft_distribution(tree, node).prob(token))
             sampler.push(token)
             after = sampler.distribution(logits, node)
-            if node < tree.drafted:
-                left = after.residual(_draft_distribution(tree, node + 1), joint).sum()
-                keep = left / (left + 1 - joint) if left > 0 else 0
-            else:
-                keep = joint
-            if self._random.bernoulli(keep):
-                accepted = node
-                recovery = (
-                    after
-                    if node == tree.drafted
-                    else _residual(after, _draft_distribution(tree, node + 1), joint)
-                )
+            if node == tree.drafted:
+                if self._random.bernoulli(joint):
+                    accepted, recovery = node, after
+                break
+            draft = _draft_distribution(tree, node + 1)
+            left = after.residual(draft, joint).sum()
+            if self._random.bernoulli(left / (left + 1 - joint) if left > 0 else 0):
+                accepted, recovery = node, _residual(after, draft, joint)
         sampler.pop(tree.drafted)
         return AcceptedPath(tuple(range(1, accepted + 1)), self._random.sample(recovery))
 

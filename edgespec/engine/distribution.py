@@ -32,7 +32,7 @@ class Distribution:
     def point_mass(cls, token: int) -> Distribution:
         """Return the distribution with all probability on one token.
 
-        The probability is an integer, because tests compute with fractions, which a float would round.
+        The probability is an integer, because tests compute with exact fractions.
         """
         return cls(np.array([token], np.int64), np.array([1]))
 
@@ -55,8 +55,7 @@ class Distribution:
     def residual(self, other: Distribution, scale: float = 1) -> NDArray[np.float64]:
         """Return max(scale * self - other, 0) on this distribution's tokens, float64 [n], not normalised.
 
-        This is the residual of rejection sampling (Leviathan et al. 2023, section 2.3). Tokens that only
-        `other` contains have no mass in it.
+        This is the residual of rejection sampling (Leviathan et al. 2023, section 2.3).
         """
         return np.maximum(scale * self.probs - other.probs_of(self.tokens), 0)
 
@@ -69,9 +68,9 @@ class Distribution:
         return Distribution.normalised(self.tokens[keep], weights)
 
     def sample(self, uniform: float) -> int:
-        """Return the token at `uniform` (in [0, 1)) of the cumulative distribution."""
+        """Return the token at the quantile `uniform`, which is in [0, 1)."""
         cumulative = np.cumsum(self.probs)
-        # Rounding may reach past the end. Never return a token after the last one that has any mass.
+        # The limit prevents rounding from selecting a token after the last one with a positive probability.
         last = np.searchsorted(cumulative, cumulative[-1], side="left")
         i = np.searchsorted(cumulative, uniform * cumulative[-1], side="right")
         return int(self.tokens[min(i, last)])

@@ -9,18 +9,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgespec.engine.noise import Stream, gumbel
-from edgespec.engine.processors import Candidates, LogitsProcessor, Temperature, apply_chain
+from edgespec.engine.processors import Candidates, LogitsProcessor, Temperature, apply_chain, max_logit
 
 __all__ = ["HostLogits", "Logits", "Noise", "best_on_host", "candidates"]
 
 
 class Noise(NamedTuple):
-    """The Gumbel noise of one position: `noise.gumbel(seed, Stream.TOKEN, position, tokens)`.
-
-    Attributes:
-        seed: The seed of the reply.
-        position: Index of the sampled token in prompt and reply, from 0.
-    """
+    """The Gumbel noise of one position: `noise.gumbel(seed, Stream.TOKEN, position, tokens)`."""
 
     seed: int
     position: int
@@ -29,8 +24,8 @@ class Noise(NamedTuple):
 class Logits(Protocol):
     """The logits of one pass, one row per node of the tree. Valid until the backend's next pass.
 
-    The sampler requests only the tokens that can matter, so that a device backend can filter there and
-    return a few candidates instead of copying whole rows.
+    The sampler requests only tokens that can be sampled, so that a device backend can filter on the device
+    and return a few candidates instead of copying whole rows.
     """
 
     vocab_size: int
@@ -52,18 +47,16 @@ class Logits(Protocol):
         """Return the `count` best tokens of a row after the sampling chain, best first.
 
         A backend may compute this on the device only if it implements every processor of the chain.
-        Otherwise it must call `best_on_host`.
+        Otherwise it must call `best_on_host`. Ties go to the lowest id.
 
         Args:
             row: The row.
             count: Maximum number of tokens. Filters may leave fewer.
             processors: The sampling chain.
             noise: The Gumbel noise to add to the log-probabilities. None ranks by logit (temperature 0).
-                Ties go to the lowest id.
 
         Returns:
-            The tokens, and the row's largest logit before the chain. If that is not finite, the row is
-            invalid.
+            The tokens, and the row's largest logit before the chain. The row is invalid if it is not finite.
         """
 
     def top(self, row: int, count: int) -> Candidates:
@@ -87,7 +80,7 @@ def best_on_host(
     if not np.isfinite(peak):
         return [], peak
     tokens, scores = apply_chain(processors, found)
-    if not scores.max(initial=-np.inf) > -np.inf:
+    if max_logit(scores) == -np.inf:
         return [], peak
     if noise:
         scores = scores + gumbel(noise.seed, Stream.TOKEN, noise.position, tokens)
@@ -100,7 +93,7 @@ def best_on_host(
 def candidates(
     logits: Logits, row: int, processors: Sequence[LogitsProcessor], count: int = 0
 ) -> tuple[Candidates, float]:
-    """Return every token that may survive a sampling chain, before the chain is applied.
+    """Return every token that may remain after a sampling chain, before the chain is applied.
 
     Args:
         logits: The logits of the pass.
@@ -109,17 +102,16 @@ def candidates(
         count: Number of tokens needed after the chain, if the logits alone rank them. 0 means all.
 
     Returns:
-        The candidates, which may include some more tokens, and the row's largest logit.
+        The candidates, possibly with some more tokens, and the row's largest logit.
     """
-    touched = np.zeros(0, np.int64)
-    scale = 1.0
+    touched, scale = np.zeros(0, np.int64), 1.0
     for processor in processors:
         limit, margin = processor.max_candidates(), processor.max_margin()
         if limit is not None:
             count = limit
             break
         if margin is not None and not len(touched):
-            # Allow for rounding: `apply` makes the exact decision, so it must see every possible survivor.
+            # Allow for rounding: `apply` makes the exact decision and must receive all tokens near the bound.
             found = logits.above(row, margin * scale * (1 + 1e-6) + 1e-6)
             return found, float(found[1].max(initial=-np.inf))
         more = processor.touched_tokens(logits.vocab_size)
@@ -129,7 +121,8 @@ def candidates(
         touched = np.union1d(touched, more) if len(touched) else more
         if isinstance(processor, Temperature):
             scale = processor.temperature
-    # Touched tokens may drop out of the best `count` or rise into them. Fetch as many more, and all of them.
+    # Processors may move touched tokens into or out of the best `count`. So fetch all touched tokens, and as
+    # many more of the best ones.
     tokens, values = logits.top(row, count + len(touched) if count else 0)
     peak = float(values.max(initial=-np.inf))
     if count and len(touched):
@@ -167,15 +160,14 @@ class HostLogits:
     def top(self, row: int, count: int) -> Candidates:
         logits = self.rows[row]
         blocks = len(logits) // self._BLOCK
-        if count <= 0 or blocks <= count:
-            if 0 < count < len(logits):
-                floor = np.partition(logits, len(logits) - count)[len(logits) - count]
-                return self._from(logits, floor)
+        if not 0 < count < len(logits):
             return np.arange(len(logits)), logits.astype(np.float64)
+        if blocks <= count:
+            return self._from(logits, np.partition(logits, -count)[-count])
         # In interleaved blocks, the count-th largest block maximum is at most the count-th largest logit.
         # Finding this lower bound takes two fast passes; partitioning the row would take a millisecond.
         peaks = logits[: blocks * self._BLOCK].reshape(self._BLOCK, blocks).max(axis=0)
-        return self._from(logits, np.partition(peaks, blocks - count)[blocks - count])
+        return self._from(logits, np.partition(peaks, -count)[-count])
 
     def above(self, row: int, margin: float) -> Candidates:
         logits = self.rows[row]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal, Protocol
@@ -20,7 +19,7 @@ FinishReason = Literal["stop", "length", "cancelled"]
 
 
 class Verifier(Protocol):
-    """Interface of the target model. Its KV cache contains every token except the last."""
+    """The target model. Its KV cache contains every token except the last."""
 
     @property
     def free_tokens(self) -> int:
@@ -34,7 +33,7 @@ class Verifier(Protocol):
 
 
 class Proposer(Protocol):
-    """Interface of the drafter."""
+    """The drafter."""
 
     def propose(self, sampler: Sampler, acceptance: Acceptance, draft_length: int) -> TokenTree:
         """Return a tree of up to `draft_length` levels after the last token."""
@@ -52,7 +51,7 @@ class Step:
 
     Attributes:
         tokens: The emitted tokens.
-        accepted: Number of these that the drafter proposed. They come first.
+        accepted: How many of the first `tokens` are accepted draft tokens.
         finish_reason: Why the reply ends with this round, or None if it continues.
     """
 
@@ -79,18 +78,18 @@ def decode(
 ) -> Iterator[Step]:
     """Emit tokens round by round until a stop token, a limit or a cancellation.
 
-    However the iterator ends, the target's cache holds all emitted tokens except the last. Exceptions from
-    the backend propagate, except that a cancelled pass ends the reply.
+    However the iterator ends, the target's cache contains all emitted tokens except the last. A
+    CancelledError from the backend ends the reply; other exceptions propagate.
 
     Args:
-        target: The target. Its cache holds everything before `last_token`.
+        target: The target, whose cache contains the tokens before `last_token`.
         drafter: The drafter, or None for plain decoding.
         acceptance: The acceptance rule.
-        sampler: The sampler. Its history ends with `last_token`.
+        sampler: The sampler, whose history ends with `last_token`.
         last_token: The last token of the prompt.
-        vocab_size: Drafted token ids must be below this.
-        max_width: Maximum number of rows of a verify pass. Wider drafts are pruned.
-        max_branches: Maximum number of leaves of a tree. Trees with more are pruned.
+        vocab_size: Upper limit for drafted token ids. Drafts are pruned to all these limits.
+        max_width: Maximum number of rows of a verify pass.
+        max_branches: Maximum number of leaves of a draft.
         draft_length: Maximum depth of a draft.
         max_tokens: Maximum number of tokens to emit.
         is_stop: Called once for every emitted token, in order. No token is emitted after it returns True.
@@ -132,7 +131,7 @@ def decode(
             sampler.push(last_token)
         emitted_total += len(tokens)
         accepted = min(len(result.path), len(tokens))
-        stats.count_round(_drafted_at_depth(tree), accepted, len(tokens))
+        stats.count_round(tree.depths, accepted, len(tokens))
         timer.lap("overhead")
         timer.finish(stats, logits.overlapped_seconds, logits.waited_seconds)
         yield Step(tokens, accepted, "stop" if stopped else None)
@@ -147,9 +146,8 @@ def _proposed(
     """Return the drafter's tree after the last token, or the root alone if there is no draft."""
     if drafter and depth > 0:
         tree = drafter.propose(sampler, acceptance, depth)
-        if (
-            tree.tokens[0] == last_token
-        ):  # A different root means that the draft was made for another sequence.
+        # A different root means that the draft was made for another sequence.
+        if tree.tokens[0] == last_token:
             return tree
     return TokenTree.chain(last_token)
 
@@ -160,10 +158,3 @@ def _until_stop(tokens: tuple[int, ...], is_stop: Callable[[int], bool]) -> tupl
         if is_stop(token):
             return tokens[: i + 1], True
     return tokens, False
-
-
-def _drafted_at_depth(tree: TokenTree) -> list[int]:
-    if tree.drafted == 0:
-        return []
-    counts = Counter(tree.depths)
-    return [counts[depth] for depth in range(1, len(counts))]

@@ -1,8 +1,8 @@
-"""Counter-based noise: a pure function of (seed, stream, position, token id).
+"""Random numbers that are a pure function of (seed, stream, position, token id).
 
-The generator has no state, so drafting, accepting and rolling back cannot shift each other's random numbers.
-The hash is the finaliser of SplitMix64 (Steele, Lea and Flood 2014, "Fast splittable pseudorandom number
-generators"), applied once for each word of the counter.
+The generator has no state, so drafting, accepting and rolling back cannot change each other's random numbers.
+Each word of the counter is hashed with the finaliser of SplitMix64 (Steele, Lea and Flood 2014, "Fast
+splittable pseudorandom number generators").
 """
 
 from __future__ import annotations
@@ -43,15 +43,15 @@ def key(seed: int, stream: Stream, position: int) -> int:
 
 
 def uniform(seed: int, stream: Stream, position: int, index: int = 0) -> float:
-    """Return a uniform random number in (0, 1), determined by the seed, stream, position and index."""
-    # 52 bits plus one half are exact in a double. With one more bit the largest value would round up to 1.
+    """Return the uniform random number in (0, 1) for a seed, stream, position and index."""
+    # 52 bits plus one half are exact in a double. With one more bit, the largest value would round up to 1.
     return ((_mix(key(seed, stream, position) ^ index) >> 12) + 0.5) * 2.0**-52
 
 
 def gumbel(seed: int, stream: Stream, position: int, tokens: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Return standard Gumbel noise for `tokens` (int64 [n]) at an absolute position, as float64 [n].
+    """Return standard Gumbel noise for `tokens` (int64 [n]) at a position, as float64 [n].
 
-    argmax(log p + noise) is a sample from p (the Gumbel-max trick).
+    The token with the largest log p + noise is a sample from p (the Gumbel-max trick).
     """
     words = tokens.astype(np.uint64)
     words ^= np.uint64(key(seed, stream, position))

@@ -1,4 +1,4 @@
-"""Common prefixes of token sequences, which tell how much of a KV cache can be reused."""
+"""Common prefixes of token sequences, which determine how much of a KV cache can be reused."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ __all__ = ["common_prefix_length"]
 
 
 def common_prefix_length(a: Sequence[int], b: Sequence[int]) -> int:
-    """Return the number of tokens at the start that both sequences share."""
+    """Return the length of the longest common prefix of two token sequences."""
     for i, (x, y) in enumerate(zip(a, b, strict=False)):
         if x != y:
             return i

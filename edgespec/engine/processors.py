@@ -1,7 +1,7 @@
 """The sampling chain: penalties, bias, temperature and filters as logits processors.
 
-A new processor is one class here and one line in `build_processors`. Every backend can run it, because the
-sampler falls back to `LogitsProcessor.apply` on the host unless a backend implements the whole chain.
+To add a processor, write a class and add it to `build_processors`. It works with every backend, because the
+sampler runs `LogitsProcessor.apply` on the host unless a backend implements the whole chain.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgespec.engine.sampling_params import SamplingParams
+from edgespec.errors import BackendError
 
 __all__ = [
     "Candidates",
@@ -30,6 +31,7 @@ __all__ = [
     "TypicalP",
     "apply_chain",
     "build_processors",
+    "max_logit",
 ]
 
 # Token ids (int64 [n], ascending) and their logits (float64 [n]). After `Temperature` the second array holds
@@ -42,19 +44,20 @@ _NO_TOKENS = np.zeros(0, np.int64)
 class LogitsProcessor(ABC):
     """One step of the sampling chain: a penalty, a bias, a mask or a filter.
 
-    The sampler calls `push` for each token along a drafted path and `pop` to return, so that `apply` always
-    sees the tokens before the position that is sampled. Target and draft use the same processors.
+    The sampler calls `push` for each token along a drafted path and `pop` to go back, so that `apply` is
+    always called with the state after the tokens before the sampled one. Target and draft use the same
+    processors.
 
     Invariants:
 
     - `apply` depends only on the arguments of the constructor and on the pushed tokens.
     - `pop(n)` restores exactly the state before the last n calls of `push`.
-    - Token ids stay in ascending order.
+    - `apply` keeps token ids in ascending order.
     """
 
     @abstractmethod
     def apply(self, candidates: Candidates) -> Candidates:
-        """Return the candidates with changed logits, or fewer candidates. -inf forbids a token."""
+        """Return candidates with changed logits, or fewer candidates. A logit of -inf forbids a token."""
 
     def push(self, token: int) -> None:  # noqa: B027
         """Append a token to the current path."""
@@ -63,10 +66,10 @@ class LogitsProcessor(ABC):
         """Remove the last `count` tokens from the current path."""
 
     def touched_tokens(self, vocab_size: int) -> NDArray[np.int64] | None:  # noqa: ARG002
-        """Return the only token ids whose logits `apply` may change, or None if it needs the whole row.
+        """Return the ids of all tokens whose logits `apply` may change, or None if it needs the whole row.
 
-        The sampler fetches no other tokens than these and the most likely ones, which saves milliseconds
-        for large vocabularies. The default is always correct.
+        The sampler then fetches only these tokens and the most likely ones, which saves milliseconds for
+        large vocabularies. The default, None, is always correct.
         """
         return None
 
@@ -80,16 +83,15 @@ class LogitsProcessor(ABC):
 
 
 class Penalties(LogitsProcessor):
-    """Repetition, presence and frequency penalties over the last tokens.
+    """Repetition, presence and frequency penalties for the last `window` tokens; all tokens if negative.
 
     The repetition penalty is that of CTRL (Keskar et al. 2019, arXiv 1909.05858), except that it
-    multiplies negative logits.
+    multiplies negative logits. The state starts after `history`, the tokens of the prompt.
     """
 
     def __init__(
-        self, history: Iterable[int], *, repetition: float, presence: float, frequency: float, window: int
+        self, history: Iterable[int], repetition: float, presence: float, frequency: float, window: int
     ) -> None:
-        """Start after `history`, the tokens of the prompt. A negative window means all tokens."""
         self._repetition, self._presence, self._frequency = repetition, presence, frequency
         self._window = window if window >= 0 else 1 << 60
         self._path = list(history)
@@ -129,7 +131,7 @@ class Penalties(LogitsProcessor):
 
 
 class LogitBias(LogitsProcessor):
-    """A constant that is added to the logits of some tokens."""
+    """Add a constant to the logits of some tokens."""
 
     def __init__(self, bias: Mapping[int, float]) -> None:
         self._tokens = np.array(sorted(bias), np.int64)
@@ -154,7 +156,7 @@ class Temperature(LogitsProcessor):
 
     def apply(self, candidates: Candidates) -> Candidates:
         tokens, logits = candidates
-        peak = logits.max()
+        peak = max_logit(logits)
         if peak == -np.inf:  # Every token is forbidden.
             return tokens[:0], logits[:0]
         with np.errstate(over="ignore"):  # At tiny temperatures all but the largest logits become -inf.
@@ -183,9 +185,10 @@ class TopK(LogitsProcessor):
 
 @dataclass(frozen=True, slots=True)
 class TypicalP(LogitsProcessor):
-    """Keep the tokens whose surprise is closest to the entropy, up to a probability mass.
+    """Locally typical sampling (Meister et al. 2023, arXiv 2202.00666).
 
-    Locally typical sampling (Meister et al. 2023, arXiv 2202.00666). At least one token is kept.
+    Keep the tokens whose surprise is closest to the entropy, up to a probability mass, and at least one
+    token.
     """
 
     mass: float
@@ -201,9 +204,9 @@ class TypicalP(LogitsProcessor):
 
 @dataclass(frozen=True, slots=True)
 class TopP(LogitsProcessor):
-    """Keep the most likely tokens, up to a probability mass.
+    """Nucleus sampling (Holtzman et al. 2020, arXiv 1904.09751).
 
-    Nucleus sampling (Holtzman et al. 2020, arXiv 1904.09751). At least one token is kept.
+    Keep the most likely tokens, up to a probability mass, and at least one token.
     """
 
     mass: float
@@ -235,25 +238,18 @@ def build_processors(
 ) -> tuple[LogitsProcessor, ...]:
     """Return the sampling chain of a reply, in the order in which it is applied.
 
+    The chain begins with the `extra` processors, such as constraints. At temperature 0, it ends after the
+    bias, because filters never remove the largest logit.
+
     Args:
         params: The sampling settings.
         history: The tokens of the prompt.
-        extra: Further processors, such as constraints. They come first and see the model's own logits.
-
-    Returns:
-        The chain. At temperature 0 it ends after the bias, because filters never remove the largest logit.
+        extra: Processors that receive the model's own logits.
     """
     chain = list(extra)
     if params.has_penalties:
-        chain.append(
-            Penalties(
-                history,
-                repetition=params.repetition_penalty,
-                presence=params.presence_penalty,
-                frequency=params.frequency_penalty,
-                window=params.penalty_window,
-            )
-        )
+        penalties = params.repetition_penalty, params.presence_penalty, params.frequency_penalty
+        chain.append(Penalties(history, *penalties, params.penalty_window))
     if params.logit_bias:
         chain.append(LogitBias(params.logit_bias))
     if params.temperature > 0:
@@ -270,7 +266,7 @@ def build_processors(
 
 
 def apply_chain(processors: Sequence[LogitsProcessor], candidates: Candidates) -> Candidates:
-    """Return the candidates after all processors. They are empty if the chain forbids every token."""
+    """Return the candidates after all processors. None are left if the chain forbids every token."""
     for processor in processors:
         if not len(candidates[0]):
             break
@@ -278,8 +274,21 @@ def apply_chain(processors: Sequence[LogitsProcessor], candidates: Candidates) -
     return candidates
 
 
+def max_logit(logits: NDArray[np.float64]) -> float:
+    """Return the largest logit, or -inf if there is none.
+
+    Raises:
+        BackendError: A custom processor returned NaN or +inf.
+    """
+    peak = float(logits.max(initial=-np.inf))
+    if not peak < np.inf:
+        what = f"a logits processor returned a logit of {peak}"
+        raise BackendError(what, "return finite logits, or -inf to forbid a token")
+    return peak
+
+
 def _places(tokens: NDArray[np.int64], wanted: NDArray[np.int64]) -> NDArray[np.intp]:
-    """Return the indices in `tokens` of those `wanted` tokens that it contains. Both are ascending."""
+    """Return the indices in `tokens` of the `wanted` tokens that it contains. Both arrays are ascending."""
     at = np.searchsorted(tokens, wanted)
     at = at[at < len(tokens)]
     found: NDArray[np.intp] = at[tokens[at] == wanted[: len(at)]]
@@ -295,10 +304,10 @@ def _softmax(log_probs: NDArray[np.float64]) -> NDArray[np.float64]:
 def _lowest_rank_with_mass(
     rank: NDArray[np.float64], probs: NDArray[np.float64], mass: float, guesses: tuple[float, ...]
 ) -> NDArray[np.intp]:
-    """Return the indices, ascending, of the fewest candidates of lowest rank that hold `mass` together.
+    """Return the ascending indices of the candidates of lowest rank whose probabilities add up to `mass`.
 
-    Sorting a whole vocabulary takes milliseconds. Candidates with a rank up to a guessed bound are tried
-    first, because they nearly always hold enough mass.
+    Sorting a whole vocabulary takes milliseconds. Only candidates with a rank up to a guessed bound are
+    sorted first, because they nearly always hold enough mass.
     """
     for guess in (*guesses, np.inf):
         near = np.flatnonzero(rank <= guess)

@@ -1,4 +1,4 @@
-"""The sampler of one reply: it applies the sampling chain to logits and draws tokens."""
+"""Apply the sampling chain of a reply to logits, and draw tokens."""
 
 from __future__ import annotations
 
@@ -26,8 +26,10 @@ class Sampler:
         params: The sampling settings.
         seed: The seed of the reply.
         history: The tokens of the prompt.
-        processors: Further logits processors, such as constraints. They must be new: their state starts
-            after `history`.
+        processors: Further logits processors, such as constraints, whose state starts after `history`.
+
+    Attributes:
+        position: Index of the next token in prompt and reply.
     """
 
     def __init__(
@@ -41,22 +43,19 @@ class Sampler:
         self.params = params
         self.seed = seed
         self.position = len(history)
-        """Index of the next token in prompt and reply."""
         self._processors = build_processors(params, history, processors)
 
     @property
     def greedy(self) -> bool:
-        """True at temperature 0, where one token has all probability."""
+        """Whether the temperature is 0, so that one token has all probability."""
         return self.params.temperature == 0.0
 
     def push(self, token: int) -> None:
-        """Append a token to the current path."""
         self.position += 1
         for processor in self._processors:
             processor.push(token)
 
     def pop(self, count: int) -> None:
-        """Remove the last `count` tokens from the current path."""
         self.position -= count
         for processor in self._processors:
             processor.pop(count)
@@ -69,14 +68,14 @@ class Sampler:
         return self.ranked(logits, row, 1)[0]
 
     def ranked(self, logits: Logits, row: int, count: int) -> list[int]:
-        """Return the `count` tokens of the largest score, best first. Drafters use them as branches."""
+        """Return the `count` tokens with the largest scores, best first. Drafters use them as branches."""
         noise = None if self.greedy else Noise(self.seed, self.position)
         tokens, peak = logits.best(row, count, self._processors, noise)
         self._check(peak, bool(tokens))
         return tokens
 
     def scores(self, logits: Logits, row: int) -> Candidates:
-        """Return the candidates after the chain with log p + noise, up to a constant."""
+        """Return the tokens that remain after the chain, with log p + noise up to a constant."""
         tokens, log_probs = self._survivors(logits, row)
         return tokens, log_probs + gumbel(self.seed, Stream.TOKEN, self.position, tokens)
 

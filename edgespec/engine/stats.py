@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from time import perf_counter
 from typing import Literal, get_args
@@ -17,29 +17,20 @@ class Stats:
     """Counts and times of one reply, updated once per round. Seconds are wall-clock time.
 
     Attributes:
-        prompt_tokens: Tokens of the prompt.
         cached_prompt_tokens: Prompt tokens that were already in the KV cache.
-        generated_tokens: Emitted tokens.
         target_passes: Verify passes of the target, one per round.
-        drafted_tokens: Tokens that drafters proposed.
-        accepted_tokens: Drafted tokens that were accepted.
         drafted_per_position: Drafted tokens by depth in the draft, from depth 1.
         accepted_per_position: Accepted tokens by depth in the draft, from depth 1.
-        draft_seconds: Time of drafting.
-        verify_seconds: Time of verify passes.
-        rollback_seconds: Time of committing accepted and removing rejected tokens.
-        sampling_seconds: Time of sampling and accepting.
-        overhead_seconds: The rest of the rounds: the loop's own time.
-        prefill_seconds: Time of reading the prompt.
-        growth_seconds: Time of enlarging the context. Not part of any other phase.
-        ttft_seconds: Time from the request to the first token. None before it.
+        rollback_seconds: Time spent on committing accepted tokens and removing rejected ones.
+        sampling_seconds: Time spent on sampling and accepting.
+        overhead_seconds: The rest of the decoding time.
+        growth_seconds: Time spent on enlarging the context. Not part of any other phase.
+        ttft_seconds: Time from the request to the first token. None until the first token.
         target_step_seconds: Latest measured time of a target step. 0 if unknown.
         ledger_credit_seconds: Time that speculation has saved so far, which may be negative. None without a
             loss limit.
-        worst_case_loss: Largest time that this reply may lose, as a share of its time in plain decoding.
+        worst_case_loss: Maximum time that this reply may lose, as a share of its time in plain decoding.
             None without a loss limit.
-        draft_weight_bytes: Weights of the draft model.
-        draft_kv_bytes: KV cache of the draft model.
         draft_other_bytes: Other memory of drafters, such as lookup tables and training state.
         peak_memory_bytes: Peak memory of the process.
     """
@@ -68,24 +59,19 @@ class Stats:
     draft_other_bytes: int = 0
     peak_memory_bytes: int = 0
 
-    def count_round(self, drafted_at_depth: list[int], accepted: int, emitted: int) -> None:
-        """Add the counts of one round.
-
-        Args:
-            drafted_at_depth: Number of drafted tokens at depth 1, 2, ...
-            accepted: Number of accepted tokens.
-            emitted: Number of emitted tokens.
-        """
+    def count_round(self, depths: Sequence[int], accepted: int, emitted: int) -> None:
+        """Add the counts of one round, given the depth of every node of its draft tree."""
         self.target_passes += 1
         self.generated_tokens += emitted
         self.accepted_tokens += accepted
-        missing = len(drafted_at_depth) - len(self.drafted_per_position)
-        self.drafted_per_position.extend([0] * missing)
-        self.accepted_per_position.extend([0] * missing)
-        for depth, drafted in enumerate(drafted_at_depth):
-            self.drafted_tokens += drafted
-            self.drafted_per_position[depth] += drafted
-            self.accepted_per_position[depth] += depth < accepted
+        self.drafted_tokens += len(depths) - 1
+        missing = [0] * (max(depths) - len(self.drafted_per_position))
+        self.drafted_per_position += missing
+        self.accepted_per_position += missing
+        for depth in depths[1:]:
+            self.drafted_per_position[depth - 1] += 1
+        for position in range(accepted):
+            self.accepted_per_position[position] += 1
 
     @property
     def decode_seconds(self) -> float:
@@ -145,11 +131,7 @@ class Stats:
 
 
 class RoundTimer:
-    """Divides the time of a round among its phases.
-
-    Args:
-        now: A monotonic clock in seconds.
-    """
+    """Divides the time of a round among its phases. `now` returns the time in seconds."""
 
     __slots__ = ("_lap_start", "_now", "_seconds")
 
@@ -158,7 +140,7 @@ class RoundTimer:
         self.start()
 
     def start(self) -> None:
-        """Start a round. The times of an unfinished round are dropped."""
+        """Start a round, and discard the times of an unfinished one."""
         self._seconds: dict[Phase, float] = dict.fromkeys(get_args(Phase), 0.0)
         self._lap_start = self._now()
 

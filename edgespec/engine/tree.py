@@ -14,7 +14,7 @@ __all__ = ["TokenTree", "TreeBuilder"]
 # The class has no slots, because `cached_property` needs a dict. Each round reads these properties often.
 @dataclass(frozen=True)
 class TokenTree:
-    """The last emitted token (the root) and the tokens drafted after it.
+    """The last emitted token (the root) and the tokens drafted after the root.
 
     Node 0 is the root, which is not in the KV cache yet. Nodes are in topological order (`parents[i] < i`,
     `parents[0] == -1`), and siblings are in the order in which they were drawn. A chain is a tree without
@@ -26,8 +26,9 @@ class TokenTree:
         draft_probs: The distribution that each node was drawn from, given that it differs from its earlier
             siblings. None for nodes that were not drawn at random (n-gram, greedy). Only rejection mode
             reads it.
-        block_verifiable: The drafter meant to draft one chain before it drew any token; only its length may
-            depend on the drawn tokens. Block verification is biased for any other choice of trees.
+        block_verifiable: Whether the drafter decided to draft one chain before it drew any token. Only the
+            length of the chain may depend on the drawn tokens, because block verification is biased
+            otherwise.
     """
 
     tokens: tuple[int, ...]
@@ -62,7 +63,7 @@ class TokenTree:
 
     @cached_property
     def is_chain(self) -> bool:
-        """True if no node has two children."""
+        """Whether no node has two children."""
         return all(parent == node - 1 for node, parent in enumerate(self.parents))
 
     @cached_property
@@ -72,7 +73,7 @@ class TokenTree:
 
     @cached_property
     def depths(self) -> tuple[int, ...]:
-        """The depth of each node. The root has depth 0."""
+        """The depth of each node; 0 for the root."""
         if self.is_chain:
             return tuple(range(self.width))
         depths = [0] * self.width
@@ -92,10 +93,7 @@ class TokenTree:
         return None
 
     def walk(self, tokens: Sequence[int], node: int = 0) -> tuple[int, ...]:
-        """Return the longest path from `node` whose following nodes hold the first of `tokens`.
-
-        The path begins with `node` itself, so it has one node more than the number of matched tokens.
-        """
+        """Return the nodes from `node` on along `tokens`, up to the last token that is in the tree."""
         nodes = [node]
         for token in tokens:
             child = self.child(nodes[-1], token)
@@ -105,7 +103,7 @@ class TokenTree:
         return tuple(nodes)
 
     def subtree(self, nodes: Sequence[int]) -> TokenTree:
-        """Return the tree of these nodes in this order, which must keep parents before children."""
+        """Return the tree of these nodes in this order. A parent must precede its children."""
         at = {node: i for i, node in enumerate(nodes)}
         return TokenTree(
             tuple(self.tokens[node] for node in nodes),
@@ -117,15 +115,15 @@ class TokenTree:
     def pruned(
         self, vocab_size: int, max_depth: int, max_width: int = 1 << 20, max_branches: int = 1 << 20
     ) -> TokenTree:
-        """Return this tree without nodes beyond the limits, and without their descendants.
+        """Return this tree without the nodes that exceed the limits, and without their descendants.
 
-        Whether a node is kept depends on earlier nodes and on its token being in the vocabulary, never on
-        which of the vocabulary's tokens was drawn. Choosing by drawn tokens would bias rejection mode.
+        Which nodes are kept does not depend on the drawn tokens, except for tokens outside the vocabulary.
+        Otherwise rejection mode would be biased.
 
         Args:
-            vocab_size: Token ids must be below this.
+            vocab_size: Upper limit for token ids, which must be smaller.
             max_depth: Maximum depth of a node.
-            max_width: Maximum number of nodes, root included.
+            max_width: Maximum number of nodes, including the root.
             max_branches: Maximum number of leaves.
         """
         depths = self.depths
@@ -198,7 +196,7 @@ class TreeBuilder:
         return node
 
     def extend(self, tree: TokenTree, first: int) -> None:
-        """Add nodes `first` and up of a tree whose earlier nodes are the nodes of this builder."""
+        """Add the nodes of a tree from `first` on. This builder already contains the earlier nodes."""
         for node in range(first, tree.width):
             self.add(tree.parents[node], tree.tokens[node], tree.draft_probs[node])
 

@@ -7,9 +7,8 @@ from edgespec.memory.budget import (
     find_budget,
     peak_bytes,
     resident_bytes,
-    within_limits,
 )
-from edgespec.memory.fitting import PairEstimate, PlanChoice, PlanOption, Preference, fit_to_budget
+from edgespec.memory.fitting import PlanChoice, PlanOption, Preference, fit_to_budget
 from edgespec.memory.limits import Limit
 from edgespec.memory.plan import Decision, Item, MemoryPlan, compute_headroom_bytes, create_items
 
@@ -19,7 +18,6 @@ __all__ = [
     "Item",
     "Limit",
     "MemoryPlan",
-    "PairEstimate",
     "PlanChoice",
     "PlanOption",
     "Preference",
@@ -31,5 +29,4 @@ __all__ = [
     "fit_to_budget",
     "peak_bytes",
     "resident_bytes",
-    "within_limits",
 ]

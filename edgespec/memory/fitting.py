@@ -7,15 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from edgespec.backends.memory_check import BLOCK_TOKENS
-from edgespec.backends.memory_estimate import MemoryEstimate
 from edgespec.errors import MemoryBudgetError, OptionError
-from edgespec.memory.budget import Budget
-from edgespec.memory.plan import Decision, Item, MemoryPlan
+from edgespec.memory.plan import Decision, MemoryPlan
 
-__all__ = ["PairEstimate", "PlanChoice", "PlanOption", "Preference", "fit_to_budget"]
+__all__ = ["PlanChoice", "PlanOption", "Preference", "fit_to_budget"]
 
 Preference = Literal["speed", "context"]
 """What to keep where memory is short: the draft model (speed), or a long context."""
@@ -37,6 +35,15 @@ PlanOption = Literal[
 # heuristic: a chat of a few turns fits the first, and a short question with its answer fits the second.
 _SHORT_CONTEXT_TOKENS, _MIN_CONTEXT_TOKENS = 2048, 512
 _WINDOW_TOKENS = 1024
+# The options whose reductions are undone, in this order, if a later reduction made them unnecessary.
+_RESTORABLE: tuple[PlanOption, ...] = (
+    "float32",
+    "kv_type",
+    "draft_form",
+    "draft_window",
+    "draft_kv_type",
+    "context",
+)
 # Measured with scripts/bench_kv_types.py by comparison with an f32 cache.
 _QUALITY = {
     "q8_0": "the demo's likeliest token is then the same 99.8 % of the time",
@@ -72,27 +79,13 @@ class PlanChoice:
     draft_form: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class PairEstimate:
-    """Estimated memory needed by a `PlanChoice`.
-
-    Attributes:
-        items: all memory that the choice needs, as items of a plan.
-        target: the estimate for the target alone.
-    """
-
-    items: tuple[Item, ...]
-    target: MemoryEstimate
-
-
-_Estimate = Callable[[PlanChoice], PairEstimate]
+_Plan = Callable[[PlanChoice], MemoryPlan]
 _Step = tuple[PlanOption, PlanChoice]
 
 
 def fit_to_budget(
     start: PlanChoice,
-    estimate: _Estimate,
-    budget: Budget,
+    plan: _Plan,
     *,
     fixed: frozenset[PlanOption] = frozenset(),
     prefer: Preference = "speed",
@@ -103,8 +96,7 @@ def fit_to_budget(
 
     Args:
         start: the preferred choice, without any reductions.
-        estimate: estimates the memory that a choice needs.
-        budget: limits on the memory to use.
+        plan: returns the memory plan of a choice.
         fixed: options set by the user, which must not change.
         prefer: whether to keep a long context or the draft model if only one of them fits.
         gpu_layers: number of layers that may be moved off the graphics cards.
@@ -117,65 +109,42 @@ def fit_to_budget(
         OptionError: the model cannot be loaded with the options of `start`.
         MemoryBudgetError: there is not even enough memory to make an estimate.
     """
-    planner = _Planner(estimate, budget)
     choice = start
     passed = [start]
     for name, lower in _steps(start, prefer, gpu_layers, draft_forms):
-        if planner.plan(choice).fits:
+        if plan(choice).fits:
             break
         changed = replace(choice, **_values(name, lower))
-        if name in fixed or not planner.saves_memory(choice, changed):
-            continue
-        choice = changed
-        passed.append(choice)
-    if planner.plan(choice).fits:
-        choice = _restore_options(choice, passed, planner)
-        choice = _maximise_context(choice, start.context_tokens, planner)
+        if name not in fixed and _saves_memory(plan, choice, changed):
+            choice = changed
+            passed.append(choice)
+    if plan(choice).fits:
+        choice = _restore_options(choice, passed, plan)
+        choice = _maximise_context(choice, start.context_tokens, plan)
     if start.draft and not choice.draft:
-        choice = replace(
-            choice,
-            draft_window=start.draft_window,
-            draft_kv_type=start.draft_kv_type,
-            draft_form=start.draft_form,
-        )
-    return choice, replace(planner.plan(choice), decisions=_decisions(start, choice, planner))
+        unused: tuple[PlanOption, ...] = ("draft_window", "draft_kv_type", "draft_form")
+        for name in unused:
+            choice = replace(choice, **_values(name, start))
+    return choice, replace(plan(choice), decisions=_decisions(start, choice, plan))
 
 
-class _Planner:
-    """Computes and caches the memory plan of each choice."""
-
-    def __init__(self, estimate: _Estimate, budget: Budget) -> None:
-        self._estimate = estimate
-        self._budget = budget
-        self._plans: dict[PlanChoice, MemoryPlan] = {}
-
-    def plan(self, choice: PlanChoice) -> MemoryPlan:
-        """Return the plan of a choice. Raise OptionError if the model cannot be loaded that way."""
-        if choice not in self._plans:
-            found = self._estimate(choice)
-            self._plans[choice] = MemoryPlan(
-                self._budget, found.target.context_tokens, found.target.kv_type, found.items
-            )
-        return self._plans[choice]
-
-    def fits(self, choice: PlanChoice) -> bool:
-        """Return whether a choice fits the budget and the model can be loaded that way."""
-        try:
-            return self.plan(choice).fits
-        except (OptionError, MemoryBudgetError):
-            return False
-
-    def saves_memory(self, before: PlanChoice, after: PlanChoice) -> bool:
-        """Return whether `after` uses less memory than `before` in a pool that `before` does not fit."""
-        try:
-            old, new = self.plan(before), self.plan(after)
-        except (OptionError, MemoryBudgetError):
-            return False
-        short = [pool for pool in old.pools if old.free_bytes(pool) < 0]
-        return any(new.planned_bytes(pool) < old.planned_bytes(pool) for pool in short)
+def _fits(plan: _Plan, choice: PlanChoice) -> bool:
+    """Return whether a choice fits the budget and the model can be loaded that way."""
+    try:
+        return plan(choice).fits
+    except (OptionError, MemoryBudgetError):
+        return False
 
 
-_OPTIONS: tuple[PlanOption, ...] = get_args(PlanOption)
+def _saves_memory(plan: _Plan, before: PlanChoice, after: PlanChoice) -> bool:
+    """Return whether `after` uses less memory than `before` in a pool that `before` does not fit."""
+    try:
+        old, new = plan(before), plan(after)
+    except (OptionError, MemoryBudgetError):
+        return False
+    return any(
+        old.free_bytes(pool) < 0 and new.planned_bytes(pool) < old.planned_bytes(pool) for pool in old.pools
+    )
 
 
 def _values(name: PlanOption, choice: PlanChoice) -> dict[str, Any]:
@@ -187,7 +156,7 @@ def _steps(start: PlanChoice, prefer: Preference, layers: int, draft_forms: Sequ
     """Return the options to reduce and their reduced values, in the order in which to try them."""
     short = replace(start, context_tokens=min(start.context_tokens, _SHORT_CONTEXT_TOKENS))
     shortest = replace(start, context_tokens=min(start.context_tokens, _MIN_CONTEXT_TOKENS))
-    drop_drafter: list[_Step] = [("draft", replace(start, draft=False)), ("copy", replace(start, copy=False))]
+    no_drafter: list[_Step] = [("draft", replace(start, draft=False)), ("copy", replace(start, copy=False))]
     keep_16_bit: _Step = ("float32", replace(start, float32=False))
     forms: list[_Step] = [("draft_form", replace(start, draft_form=form)) for form in draft_forms]
     # Reduce the draft model's cache first. Drafts are verified, so its precision never changes a reply.
@@ -205,80 +174,78 @@ def _steps(start: PlanChoice, prefer: Preference, layers: int, draft_forms: Sequ
         if layers and (fewer := (layers + 1) * eighth // 8) < now
     ]
     if prefer == "speed":
-        return [("context", short), *cache, *forms, ("context", shortest), *drop_drafter, keep_16_bit, *cards]
-    return [keep_16_bit, *cache, *forms, *drop_drafter, *cards, ("context", short), ("context", shortest)]
+        return [("context", short), *cache, *forms, ("context", shortest), *no_drafter, keep_16_bit, *cards]
+    return [keep_16_bit, *cache, *forms, *no_drafter, *cards, ("context", short), ("context", shortest)]
 
 
-def _restore_options(choice: PlanChoice, passed: list[PlanChoice], planner: _Planner) -> PlanChoice:
+def _restore_options(choice: PlanChoice, passed: list[PlanChoice], plan: _Plan) -> PlanChoice:
     """Undo reductions that a later, larger reduction made unnecessary."""
-    undo_order: tuple[PlanOption, ...] = (
-        "float32",
-        "kv_type",
-        "draft_form",
-        "draft_window",
-        "draft_kv_type",
-        "context",
-    )
-    for name in undo_order:
+    for name in _RESTORABLE:
         for earlier in passed:
             restored = replace(choice, **_values(name, earlier))
-            if restored == choice or planner.fits(restored):
+            if restored == choice or _fits(plan, restored):
                 choice = restored
                 break
     return choice
 
 
-def _maximise_context(choice: PlanChoice, max_tokens: int, planner: _Planner) -> PlanChoice:
+def _maximise_context(choice: PlanChoice, max_tokens: int, plan: _Plan) -> PlanChoice:
     """Return the choice with the longest context that still fits, up to `max_tokens`."""
     low, high = choice.context_tokens // BLOCK_TOKENS, max_tokens // BLOCK_TOKENS
     while low < high:
         middle = (low + high + 1) // 2
-        if planner.fits(replace(choice, context_tokens=middle * BLOCK_TOKENS)):
+        if _fits(plan, replace(choice, context_tokens=middle * BLOCK_TOKENS)):
             low = middle
         else:
             high = middle - 1
     return replace(choice, context_tokens=max(choice.context_tokens, low * BLOCK_TOKENS))
 
 
-def _decisions(start: PlanChoice, choice: PlanChoice, planner: _Planner) -> tuple[Decision, ...]:
+def _decisions(start: PlanChoice, choice: PlanChoice, plan: _Plan) -> tuple[Decision, ...]:
     """Return the reductions that lead from `start` to `choice`, each with the memory that it saves."""
-    plan = planner.plan(choice)
+    chosen = plan(choice)
     decisions = []
-    for name in _OPTIONS:
+    for name, (what, why) in _descriptions(start, choice).items():
         restored = replace(choice, **_values(name, start))
         if restored == choice:
             continue
-        before = planner.plan(restored)
-        saved = max(before.planned_bytes(pool) - plan.planned_bytes(pool) for pool in plan.pools)
-        # Another reduction may already include this one. Changing the target's cache also changes the
-        # draft's.
+        before = plan(restored)
+        saved = max(before.planned_bytes(pool) - chosen.planned_bytes(pool) for pool in chosen.pools)
+        # Another reduction may include this one: a change of the target's cache also changes the draft's.
         if saved:
-            what, why = _describe(name, start, choice)
             decisions.append(Decision(what, why, saved))
     return tuple(decisions)
 
 
-def _describe(name: PlanOption, start: PlanChoice, choice: PlanChoice) -> tuple[str, str]:
-    """Return user-facing descriptions of what was reduced, and why."""
-    if name == "context":
-        return (
+def _descriptions(start: PlanChoice, choice: PlanChoice) -> dict[PlanOption, tuple[str, str]]:
+    """Return user-facing descriptions of each possible reduction, and the reasons for them."""
+    no_drafter = "drafting from the prompt and the reply takes hardly any memory"
+    return {
+        "context": (
             f"a context of {choice.context_tokens:,} tokens, not {start.context_tokens:,}",
             "a shorter context takes less cache",
-        )
-    if name == "kv_type":
-        return f"a cache of type {choice.kv_type}", _QUALITY[choice.kv_type]
-    if name == "draft_kv_type":
-        return f"a draft cache of type {choice.draft_kv_type}", "drafts are verified: replies stay the same"
-    if name == "draft_form":
-        what = f"{choice.draft_form} as the draft model"
-        return what, "it is the same model with fewer bits; a few more of its tokens are rejected"
-    if name == "draft_window":
-        what = f"the draft model sees the last {choice.draft_window:,} tokens"
-        return what, "its cache then stops growing with the context"
-    if name == "float32":
-        return "16-bit weights as they are", "float32 computes faster on a CPU, and takes twice the memory"
-    if name == "draft":
-        return "no draft model", "drafting from the prompt and the reply takes hardly any memory"
-    if name == "copy":
-        return "no low-bit copy", "drafting from the prompt and the reply takes hardly any memory"
-    return f"{choice.gpu_layers} layers on graphics cards", "the CPU computes the others, more slowly"
+        ),
+        "kv_type": (f"a cache of type {choice.kv_type}", _QUALITY.get(choice.kv_type, "")),
+        "draft_kv_type": (
+            f"a draft cache of type {choice.draft_kv_type}",
+            "drafts are verified: replies stay the same",
+        ),
+        "draft_window": (
+            f"the draft model sees the last {choice.draft_window or 0:,} tokens",
+            "its cache then stops growing with the context",
+        ),
+        "float32": (
+            "16-bit weights as they are",
+            "float32 computes faster on a CPU, and takes twice the memory",
+        ),
+        "draft_form": (
+            f"{choice.draft_form} as the draft model",
+            "it is the same model with fewer bits; a few more of its tokens are rejected",
+        ),
+        "draft": ("no draft model", no_drafter),
+        "copy": ("no low-bit copy", no_drafter),
+        "gpu_layers": (
+            f"{choice.gpu_layers} layers on graphics cards",
+            "the CPU computes the others, more slowly",
+        ),
+    }

@@ -49,7 +49,6 @@ _CHAT_WORDS = (
         r"\1 found no guess likely to save time",
     ),
     (rf"{_NAME}(?:\+{_NAME})* is retried", "it is retried"),
-    (r"(?<![\w/+.-])(?:suffix|ngram) takes", "searching for repeated text takes"),
     (r"(?<![\w/.-])draft model(?![\w/-])", "helper model"),
     (r"(?<![\w/.-])drafting(?![\w/-])", "guessing"),
     (r"(?<![\w/.-])drafts(?![\w/-])", "guesses"),

@@ -15,12 +15,10 @@ from typing import Any
 
 import edgespec
 from edgespec.backends.llamacpp.buffer_pool import BufferPool
-from edgespec.backends.registry import process_bytes
 from edgespec.backends.replay import ReplayModel
 from edgespec.engine.tree import TokenTree
 from edgespec.heap import release_free_memory
-from edgespec.memory import budget
-from edgespec.memory.limits import address_limit
+from edgespec.memory.budget import DEFAULT_RESERVE_BYTES
 
 __all__ = ["Cell"]
 
@@ -30,6 +28,8 @@ _LAST_TOKENS, _STEPS = 1100, 3
 _BLOCK_ROWS, _WIDE_TOKENS = 256, 512
 # Context of the tiny model that is loaded first. Chosen.
 _WARM_TOKENS = 1024
+# The budget rounds free addresses down by less than this.
+_ROUNDING_BYTES = 4 * 2**20
 # Sequences of a context that are left free for checkpoints.
 _FREE_SEQUENCES = 2
 # Sequence ids from here on are unused by models. The checkpoints of a long prompt hold these shares of it.
@@ -48,7 +48,7 @@ class Cell:
         grows: resize the context twice instead of allocating it in full.
         full: fill the context. Otherwise only a few passes run.
         warm: a tiny model that is loaded and closed before the measurement, so that all imports are done.
-        address_bytes: address space that may be used on top of that, besides thread stacks; 0 for no limit.
+        address_bytes: address space that the budget may use on top of that; 0 for no limit.
         fixed: pass `context` and `kv_type` to the load. Otherwise the planner chooses them.
     """
 
@@ -132,19 +132,10 @@ def measured(cell: Cell) -> dict[str, Any]:
 
 
 def _limit_addresses(before: dict[str, int], more_bytes: int) -> int:
-    """Limit the address space of this process to `more_bytes` on top of the present size. Returns the limit.
-
-    The limit also covers thread stacks, the part of the planned process memory that is not in use yet, and
-    the steps to which a budget is rounded.
-    """
+    """Limit the address space to the present size, `more_bytes` and the reserve. Return the limit."""
     _, hard_limit = resource.getrlimit(resource.RLIMIT_AS)
-    resource.setrlimit(resource.RLIMIT_AS, (before["VmSize"] + 2**40, hard_limit))
-    found = address_limit(0, 0)
-    stacks = found.stack_bytes or 0 if found else 0
-    process = process_bytes()
-    steps = min(before["VmRSS"], process) % budget.PROCESS_ADDRESS_STEP_BYTES + budget.ADDRESS_STEP_BYTES
-    limit = before["VmSize"] + more_bytes + stacks + steps + max(0, process - before["VmRSS"])
-    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    limit = before["VmSize"] + more_bytes + min(more_bytes // 19, DEFAULT_RESERVE_BYTES) + _ROUNDING_BYTES
+    resource.setrlimit(resource.RLIMIT_AS, (limit, hard_limit))
     return limit
 
 

@@ -24,7 +24,6 @@ from edgespec.errors import MemoryBudgetError, OptionError
 from edgespec.memory import Budget
 from edgespec.prepare.lowbit import prepare_lowbit
 from tests.backends.mlx.tiny_checkpoints import write_checkpoint
-from tests.backends.tiny_models import write_llama
 from tests.catalog.conftest import own_home as own_home
 from tests.catalog.fake_stores import add_to_lmstudio
 
@@ -49,20 +48,6 @@ def _roles(planned: LoadPlan) -> set[str]:
 
 def _total(**how: object) -> int:
     return _planned(1 << 40, **how).plan.total_bytes  # type: ignore[arg-type]
-
-
-def test_tables_of_another_vocabulary_are_planned(tmp_path: Path) -> None:
-    """The bytes of every token of both vocabularies are stored: tens of MiB for current models."""
-    words = tuple(f" word{i}" for i in range(2000))
-    other = write_llama(tmp_path / "other.gguf", words=words)
-
-    def translating(draft: str) -> list[int]:
-        items = _planned(1 << 40, draft=draft).plan.items
-        return [item.bytes for item in items if item.name == "draft vocabulary, translated"]
-
-    assert translating("demo-draft") == []
-    (size,) = translating(str(other))
-    assert 100 * (8192 + 2000) < size < 250 * (8192 + 2600)
 
 
 def test_the_draft_is_dropped_before_the_chat_fails() -> None:

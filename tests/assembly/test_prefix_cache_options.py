@@ -12,8 +12,9 @@ import pytest
 
 import edgespec
 from edgespec.assembly import loading
+from edgespec.assembly.load_request import LoadRequest
 from edgespec.assembly.pairing import load_target
-from edgespec.assembly.prefix_cache_options import PrefixCacheOptions, _identity, file_states
+from edgespec.assembly.prefix_cache_options import _identity, file_states
 from edgespec.backends.base import LoadOptions
 from edgespec.costs.target_costs import FreeCosts
 from edgespec.errors import OptionError
@@ -203,7 +204,10 @@ def test_none_writes_no_files(demo_target: Path, tmp_path: Path) -> None:
 
 
 def test_invalid_locations_and_sizes_are_rejected() -> None:
-    for wrong in (("cloud", None, None), ("disk", "much", None), ("disk", None, "-1")):
+    for wrong in ({"prefix_cache": "cloud"}, {"prefix_cache_memory": "much"}, {"prefix_cache_disk": "-1"}):
         with pytest.raises(OptionError):
-            PrefixCacheOptions.from_options(*wrong)
-    assert PrefixCacheOptions.from_options("disk", "1GiB", 5000) == PrefixCacheOptions("disk", 1 << 30, 5000)
+            LoadRequest.read("demo", None, wrong)
+    sizes = {"prefix_cache": "disk", "prefix_cache_memory": "1GiB", "prefix_cache_disk": 5000}
+    request = LoadRequest.read("demo", None, sizes)
+    assert request.plan.prefix_cache_bytes == 1 << 30
+    assert request.drafting.arguments["prefix_cache_disk"] == 5000

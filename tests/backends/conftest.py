@@ -12,7 +12,6 @@ import pytest
 from edgespec.backends import llamacpp, mlx
 from edgespec.backends.base import LanguageModel, LoadOptions
 from edgespec.backends.llamacpp.layerskip import load_layerskip
-from edgespec.backends.tabular import TabularModel
 from edgespec.prepare.layerskip import prepare_layerskip
 from tests.backends.mlx.tiny_checkpoints import write_checkpoint
 from tests.backends.rewindable import StateModel, replayed_table
@@ -24,6 +23,7 @@ from tests.backends.tiny_models import (
     write_llama,
     write_mamba,
 )
+from tests.tabular import TabularModel
 
 CONTEXT = 512
 

@@ -15,7 +15,6 @@ import pytest
 from edgespec.backends import llamacpp, mlx
 from edgespec.backends.base import LanguageModel, LoadOptions
 from edgespec.backends.llamacpp.layerskip import load_layerskip
-from edgespec.backends.tabular import TabularModel
 from edgespec.catalog.catalogue import models_folder
 from edgespec.prepare.layerskip import prepare_layerskip
 from tests.backends.contract import ROUNDING, step
@@ -29,6 +28,7 @@ from tests.backends.tiny_models import (
     write_llama,
     write_mamba,
 )
+from tests.tabular import TabularModel
 
 SMALL, LARGE = 256, 1024
 

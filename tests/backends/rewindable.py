@@ -8,10 +8,10 @@ import numpy as np
 
 from edgespec.backends.base import Progress, Snapshot
 from edgespec.backends.replay import ReplayModel
-from edgespec.backends.tabular import TabularModel
 from edgespec.engine.logits import HostLogits
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import CancelledError, CapabilityError
+from tests.tabular import TabularModel
 
 __all__ = ["StateModel", "replayed_table"]
 

@@ -12,11 +12,11 @@ import pytest
 import edgespec
 from edgespec.backends.base import Capabilities, LanguageModel, Progress
 from edgespec.backends.bit_exactness import BitExactPasses, find_bit_exact_passes, restricted_to
-from edgespec.backends.tabular import TabularModel
 from edgespec.engine.logits import HostLogits
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import CancelledError
 from tests.tables import table
+from tests.tabular import TabularModel
 
 _LAST_PLACE = np.float32(1e-6)
 

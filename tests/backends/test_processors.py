@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 
 from edgespec.backends.base import LanguageModel
-from edgespec.backends.tabular import TabularModel
 from edgespec.drafters.base import Drafter
 from edgespec.drafters.model import ModelDrafter
 from edgespec.drafters.ngram import NgramDrafter
@@ -25,6 +24,7 @@ from edgespec.engine.sampling_params import SamplingParams
 from edgespec.engine.stats import Stats
 from tests.backends.contract import ROUNDING, tokens_for
 from tests.tables import Saying
+from tests.tabular import TabularModel
 
 REPLY_TOKENS = 24
 DRAFT_LENGTH = 5

@@ -10,7 +10,6 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from edgespec.backends.tabular import TabularModel
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import CancelledError, ClosedError, ContextFullError, EdgespecError
 from tests.backends.contract import (
@@ -25,6 +24,7 @@ from tests.backends.contract import (
     tree_of,
 )
 from tests.backends.resizable import ALL, KINDS, LARGE, LLAMA, SMALL, Twins, check_step, load
+from tests.tabular import TabularModel
 
 
 @pytest.fixture(scope="module", params=ALL)

@@ -11,12 +11,12 @@ import pytest
 
 from edgespec import Message, Runtime
 from edgespec.backends.base import Progress
-from edgespec.backends.tabular import TabularModel
 from edgespec.bench import BenchPlan, BenchRun, make_report, method_configs, run
 from edgespec.bench.energy import EnergyMeter
 from edgespec.errors import BackendError, CancelledError, ContextFullError, OptionError
 from edgespec.losslessness import Prompt
 from tests.tables import near, runtime, table
+from tests.tabular import TabularModel
 
 PROMPTS = tuple(
     Prompt(f"p-{text}", (Message("user", text),), text[0]) for text in ("abcabc", "fedfed", "aab")

@@ -12,9 +12,8 @@ import pytest
 
 from edgespec.catalog import catalogue, find_installed, resolve, stored_models
 from edgespec.catalog.catalogue import models_folder
-from edgespec.catalog.hub_files import HubFile
+from edgespec.catalog.hub_files import HubFile, group_gguf_files
 from edgespec.catalog.lmstudio import lmstudio_models
-from edgespec.catalog.stored_models import GgufModel, group_gguf_files
 from edgespec.errors import ModelFileError, ModelNotFoundError
 from edgespec.prepare.layerskip import prepare_layerskip
 from tests.backends.tiny_models import write_llama
@@ -154,7 +153,7 @@ class TestLmStudio:
             add_to_lmstudio(lmstudio, f"maker/Many/m{number:02}-Q8_0.gguf", DRAFT)
         looks: list[int] = []
 
-        def counted(files: Sequence[HubFile]) -> list[GgufModel]:
+        def counted(files: Sequence[HubFile]) -> list[list[HubFile]]:
             looks.append(len(files))
             return group_gguf_files(files)
 

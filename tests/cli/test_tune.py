@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import edgespec
-from edgespec.backends.tabular import TabularModel
 from edgespec.bench.tuning import DrafterResult, _drafter_result, _verdict, break_even, tune
 from edgespec.costs.curve import CostCurve
 from edgespec.engine.stats import Stats
@@ -22,6 +21,7 @@ from edgespec.reply import MethodReport, Reply
 from edgespec.runtime import Runtime
 from tests.cli.conftest import Run, json_of, one_line_error
 from tests.tables import VOCAB
+from tests.tabular import TabularModel
 
 
 @given(st.floats(1.0, 70.0), st.integers(2, 64))

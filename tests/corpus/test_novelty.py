@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edgespec.corpus.novelty import NoveltyFilter
-from edgespec.drafters.token_buffer import TokenArray
+from edgespec.drafters.suffix.tokens import TokenArray
 
 
 def words(seed: int, count: int) -> TokenArray:

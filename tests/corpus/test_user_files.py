@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from edgespec.backends.tabular import LetterVocabulary
 from edgespec.corpus import UserFiles, read_user_files, suffix_drafter, vocabulary_fingerprint
 from edgespec.drafters.suffix import SuffixDrafter
 from edgespec.engine.acceptance import Invariant
 from edgespec.engine.sampling import Sampler
 from edgespec.engine.sampling_params import SamplingParams
 from edgespec.errors import CancelledError, OptionError
+from tests.tabular import LetterVocabulary
 
 
 class Counting(LetterVocabulary):

@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edgespec.backends.base import Capabilities
-from edgespec.backends.tabular import TabularModel
 from edgespec.costs.curve import CostFunction, assumed_cost
 from edgespec.costs.pass_limits import PassLimits
 from edgespec.drafters.adaptive_tree import AdaptiveTreeGrowth
@@ -24,6 +23,7 @@ from edgespec.engine.tree import TokenTree
 from tests.engine.exact import ExactModel, assert_law, random_table
 from tests.engine.test_acceptance_exact import ROOT, RULES, Rule, one_round, proposal
 from tests.tables import END, VOCAB, near, table, with_drafter
+from tests.tabular import TabularModel
 
 GREEDY = SamplingParams(temperature=0.0, logit_bias={END: -np.inf})
 

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 
 from edgespec.backends import llamacpp
 from edgespec.backends.base import LanguageModel, LoadOptions, Snapshot
-from edgespec.backends.tabular import TabularModel
 from edgespec.drafters.windowed import AttentionWindow, WindowedModel, choose_draft_window
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import (
@@ -28,6 +27,7 @@ from edgespec.errors import (
 from tests.backends.contract import step
 from tests.backends.rewindable import StateModel, replayed_table
 from tests.tables import near, runtime, table
+from tests.tabular import TabularModel
 
 WINDOW = AttentionWindow(sink_tokens=3, window_tokens=16)
 INNER = 3 + 16 + 4 + 8  # sinks, window, slack, and room for a round of 8

@@ -9,7 +9,6 @@ import pytest
 
 from edgespec.backends import llamacpp
 from edgespec.backends.base import LanguageModel, LoadOptions
-from edgespec.backends.tabular import LetterVocabulary, TabularModel
 from edgespec.drafters.vocabularies import TokenTranslation, TranslatedModel
 from edgespec.drafters.windowed import AttentionWindow, WindowedModel
 from tests.backends import test_contract
@@ -17,6 +16,7 @@ from tests.backends.contract import Rows
 from tests.backends.rewindable import StateModel, replayed_table
 from tests.backends.tiny_models import write_llama
 from tests.drafters.vocabularies.pieces import Pieces, speaking
+from tests.tabular import LetterVocabulary, TabularModel
 
 CONTEXT = 512
 # A table model depends on two tokens only, so no window changes its logits.

@@ -1,6 +1,6 @@
 """Exact tests of acceptance rules: every random outcome is enumerated with its probability as a fraction.
 
-The production code runs on Distributions whose probabilities are fractions, with a RandomSource that goes
+The production code runs on Distributions whose probabilities are fractions, with a RandomDraws that goes
 through all outcomes. The result is the exact distribution of the emitted tokens.
 """
 
@@ -18,9 +18,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgespec.backends.base import Capabilities, LanguageModel, ModelFacts
-from edgespec.backends.tabular import LetterVocabulary
+from edgespec.engine.acceptance import RandomDraws
 from edgespec.engine.distribution import Distribution
 from edgespec.engine.tree import TokenTree
+from tests.tabular import LetterVocabulary
 
 Outcome = TypeVar("Outcome")
 Path = tuple[int, ...]
@@ -29,8 +30,8 @@ Law = Sequence[Fraction]
 Table = Callable[[Path], Law]
 
 
-class AllChances:
-    """A RandomSource that enumerates all outcomes, one per run of an experiment."""
+class AllChances(RandomDraws):
+    """A RandomDraws that enumerates all outcomes, one per run of an experiment."""
 
     def __init__(self) -> None:
         self._choices: list[int] = []

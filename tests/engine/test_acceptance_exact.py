@@ -12,7 +12,7 @@ import pytest
 from edgespec.auto.combined_drafter import CombinedDrafter
 from edgespec.drafters.base import Drafter
 from edgespec.drafters.model import ModelDrafter
-from edgespec.engine.acceptance import Acceptance, RandomSource, Rejection
+from edgespec.engine.acceptance import Acceptance, RandomDraws, Rejection
 from edgespec.engine.loop import decode
 from edgespec.engine.stats import Stats
 from edgespec.engine.tree import TokenTree
@@ -28,14 +28,14 @@ from tests.engine.exact import (
 )
 
 ROOT = (0,)
-Rule = Callable[[RandomSource], Any]
+Rule = Callable[[RandomDraws], Any]
 
 
-def token_wise(chance: RandomSource) -> Rejection:
+def token_wise(chance: RandomDraws) -> Rejection:
     return Rejection(chance, block_verification=False)
 
 
-def block_wise(chance: RandomSource) -> Rejection:
+def block_wise(chance: RandomDraws) -> Rejection:
     return Rejection(chance, block_verification=True)
 
 

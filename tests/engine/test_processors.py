@@ -154,6 +154,34 @@ class TestForbiddenTokens:
                 call(logits, 0)
 
 
+class Overwrite(LogitsProcessor):
+    """A faulty processor that replaces the first logit by `value`."""
+
+    def __init__(self, value: float) -> None:
+        self._value = value
+
+    def apply(self, candidates: Candidates) -> Candidates:
+        tokens, logits = candidates
+        return tokens, np.where(tokens == 0, self._value, logits)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(temperature=0.0),
+        SamplingParams(),
+        SamplingParams(top_k=0, top_p=1.0, min_p=0.0),
+    ],
+)
+def test_a_processor_that_returns_no_valid_logit_is_reported(value: float, params: SamplingParams) -> None:
+    logits = HostLogits(np.zeros((1, 300), np.float32))
+    sampler = Sampler(params, 0, [1], [Overwrite(value)])
+    for call in (sampler.token, sampler.distribution):
+        with pytest.raises(BackendError, match=f"a logits processor returned a logit of {value}"):
+            call(logits, 0)
+
+
 class OnlyApply(LogitsProcessor):
     """A new filter as a contributor would write it first: nothing but `apply`."""
 

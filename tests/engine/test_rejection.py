@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 from scipy import stats
 
 from edgespec.auto.combined_drafter import CombinedDrafter
-from edgespec.backends.tabular import TabularModel
 from edgespec.drafters.base import Drafter
 from edgespec.drafters.model import ModelDrafter
 from edgespec.engine.acceptance import Acceptance, Invariant, RandomDraws, Rejection
@@ -29,6 +28,7 @@ from edgespec.engine.sampling_params import SamplingParams
 from edgespec.engine.stats import Stats
 from edgespec.engine.tree import TokenTree
 from tests.tables import Saying, table
+from tests.tabular import TabularModel
 
 VOCAB = 5
 PROMPT = [0, 1, 2, 0, 1]

@@ -14,8 +14,8 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="control groups 
 
 LOOK = """
 from edgespec.memory.limits import process_limits
-limit = min(process_limits(), key=lambda limit: limit.bytes)
-print(limit.bytes, limit.what)
+limit = min(process_limits(), key=lambda limit: limit.free_bytes)
+print(limit.free_bytes, limit.what)
 """
 # Fills the context of the demo pair with a prompt, and has a reply written.
 FILL = """

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from edgespec.backends.memory_estimate import MemoryEstimate, MemoryPart
 from edgespec.errors import OptionError
 from edgespec.memory import (
     Budget,
     Item,
     MemoryPlan,
-    PairEstimate,
     PlanChoice,
     PlanOption,
     Preference,
@@ -24,10 +24,11 @@ from edgespec.memory import (
 _KV_BYTES = {"auto": 16, "q8_0": 9, "q4_0": 5}
 _WEIGHTS, _WIDENED, _DRAFT, _DRAFT_KV, _LAYERS = 50_000, 4_000, 9_000, 2, 16
 START = PlanChoice(8192)
+_NO_BUDGET = Budget(0, "here")
 
 
-def measure(choice: PlanChoice) -> PairEstimate:
-    """A draft, and a target with 16 layers that can be put on a graphics card."""
+def measure(choice: PlanChoice, budget: Budget = _NO_BUDGET) -> MemoryPlan:
+    """Plan a target and its draft model."""
     cache = choice.context_tokens * _KV_BYTES[choice.kv_type]
     weights = _WEIGHTS + (_WIDENED if choice.float32 else 0)
     items = [
@@ -37,15 +38,17 @@ def measure(choice: PlanChoice) -> PairEstimate:
     if choice.draft:
         seen = min(choice.context_tokens, choice.draft_window or choice.context_tokens)
         items.append(Item("draft", "draft weights", "weights", _DRAFT + seen * _DRAFT_KV))
-    return PairEstimate(
-        tuple(items), MemoryEstimate(choice.context_tokens, choice.kv_type, (MemoryPart("cache", cache),))
-    )
+    return MemoryPlan(budget, choice.context_tokens, choice.kv_type, tuple(items))
+
+
+def within(budget_bytes: int) -> Callable[[PlanChoice], MemoryPlan]:
+    return partial(measure, budget=Budget(budget_bytes, "here"))
 
 
 def _fit(
     budget_bytes: int, fixed: frozenset[PlanOption] = frozenset(), prefer: Preference = "speed"
 ) -> tuple[PlanChoice, MemoryPlan]:
-    return fit_to_budget(START, measure, Budget(budget_bytes, "here"), fixed=fixed, prefer=prefer)
+    return fit_to_budget(START, within(budget_bytes), fixed=fixed, prefer=prefer)
 
 
 def _total(choice: PlanChoice) -> int:
@@ -99,25 +102,25 @@ def test_the_smallest_plan_may_not_fit() -> None:
 def test_steps_that_free_nothing_are_not_reported() -> None:
     """The draft's KV cache has the target's type, unless it has one of its own."""
 
-    def follows(choice: PlanChoice) -> PairEstimate:
+    def follows(choice: PlanChoice) -> MemoryPlan:
         taken = 512 * _KV_BYTES[choice.draft_kv_type or choice.kv_type]
-        measured = measure(choice)
+        measured = within(1000)(choice)
         return replace(measured, items=(*measured.items, Item("draft", "draft cache", "cache", taken)))
 
-    choice, plan = fit_to_budget(START, follows, Budget(1000, "here"), fixed=frozenset({"draft"}))
+    choice, plan = fit_to_budget(START, follows, fixed=frozenset({"draft"}))
     assert not plan.fits
     assert choice.draft_kv_type == choice.kv_type == "q4_0"
     assert all(decision.bytes > 0 for decision in plan.decisions)
 
 
 def test_steps_that_the_model_does_not_support_are_skipped() -> None:
-    def no_q8(choice: PlanChoice) -> PairEstimate:
+    def no_q8(choice: PlanChoice) -> MemoryPlan:
         if choice.kv_type == "q8_0":
             raise OptionError("heads of 20 elements cannot be quantised")
-        return measure(choice)
+        return within(_total(START) - 1)(choice)
 
     fixed: frozenset[PlanOption] = frozenset({"context", "draft", "draft_window", "float32"})
-    choice, plan = fit_to_budget(START, no_q8, Budget(_total(START) - 1, "here"), fixed=fixed)
+    choice, plan = fit_to_budget(START, no_q8, fixed=fixed)
     assert plan.fits
     assert choice.kv_type == "q4_0"
 
@@ -125,19 +128,20 @@ def test_steps_that_the_model_does_not_support_are_skipped() -> None:
 class TestCards:
     """Two memory pools: layers on the graphics card, and all others in system memory."""
 
-    def _measure(self, choice: PlanChoice) -> PairEstimate:
+    def _measure(self, choice: PlanChoice, budget: Budget) -> MemoryPlan:
         there = _LAYERS + 1 if choice.gpu_layers is None else choice.gpu_layers
         on_card = _WEIGHTS * there // (_LAYERS + 1)
         items = (
             Item("target", "target weights", "weights", _WEIGHTS - on_card),
             Item("target", "target weights", "weights", on_card, "gpu"),
         )
-        return PairEstimate(items, MemoryEstimate(choice.context_tokens, "f16", ()))
+        return MemoryPlan(budget, choice.context_tokens, "f16", items)
 
     @pytest.mark.parametrize("card_bytes", [_WEIGHTS, _WEIGHTS // 2, 4000])
     def test_the_card_gets_as_many_layers_as_fit(self, card_bytes: int) -> None:
         budget = Budget(_WEIGHTS, "here", gpu_bytes=card_bytes)
-        choice, plan = fit_to_budget(PlanChoice(512, draft=False), self._measure, budget, gpu_layers=_LAYERS)
+        start = PlanChoice(512, draft=False)
+        choice, plan = fit_to_budget(start, partial(self._measure, budget=budget), gpu_layers=_LAYERS)
         assert plan.fits
         assert plan.pools == ("memory", "gpu")
         assert plan.free_bytes("gpu") >= 0
@@ -148,7 +152,10 @@ class TestCards:
         budget = Budget(_WEIGHTS, "here", gpu_bytes=_WEIGHTS // 2)
         start = PlanChoice(512, draft=False, gpu_layers=17)
         choice, plan = fit_to_budget(
-            start, self._measure, budget, fixed=frozenset({"gpu_layers"}), gpu_layers=_LAYERS
+            start,
+            partial(self._measure, budget=budget),
+            fixed=frozenset({"gpu_layers"}),
+            gpu_layers=_LAYERS,
         )
         assert choice == start
         assert not plan.fits
@@ -168,9 +175,7 @@ def test_the_planner_finds_a_plan_if_one_exists_and_changes_no_fixed_option(
     budget_bytes: int, fixed: set[PlanOption], prefer: Preference, blocks: int
 ) -> None:
     start = PlanChoice(blocks * 256)
-    choice, plan = fit_to_budget(
-        start, measure, Budget(budget_bytes, "here"), fixed=frozenset(fixed), prefer=prefer
-    )
+    choice, plan = fit_to_budget(start, within(budget_bytes), fixed=frozenset(fixed), prefer=prefer)
     for name in fixed:
         field = _FIELDS.get(name, name)
         assert getattr(choice, field) == getattr(start, field)

@@ -21,7 +21,6 @@ from hypothesis import strategies as st
 import edgespec
 from edgespec import Reply, Runtime, idle
 from edgespec.backends.base import Snapshot
-from edgespec.backends.tabular import TabularModel
 from edgespec.memory import pressure, resident_bytes
 from edgespec.memory.budget import DEFAULT_RESERVE_BYTES
 from edgespec.memory.context_resize import ResizableContext
@@ -31,6 +30,7 @@ from edgespec.methods import DrafterSet
 from tests.backends.tiny_models import write_jamba
 from tests.memory.prefix_cache.helpers import ask, keeper
 from tests.tables import table
+from tests.tabular import TabularModel
 
 FIRST = 256
 LONG = [(7 * i * i + 11) % 250 + 5 for i in range(300)]

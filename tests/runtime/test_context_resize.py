@@ -18,7 +18,6 @@ import edgespec
 from edgespec import Reply, Runtime
 from edgespec.backends.llamacpp.context import ContextPlan, LlamaContext
 from edgespec.backends.llamacpp.model import LlamaCppModel
-from edgespec.backends.tabular import TabularModel
 from edgespec.catalog.catalogue import models_folder
 from edgespec.errors import ContextFullError, MemoryBudgetError
 from edgespec.memory import Budget, Item, MemoryPlan
@@ -26,6 +25,7 @@ from edgespec.memory.context_resize import ResizableContext, has_room_to_resize
 from edgespec.prepare.layerskip import prepare_layerskip
 from edgespec.prepare.lowbit import prepare_lowbit
 from tests.backends.tiny_models import write_gemma2, write_jamba, write_llama
+from tests.tabular import TabularModel
 
 FIRST = 256
 PROMPT = [(7 * i * i + 11) % 250 + 5 for i in range(120)] * 2

@@ -84,7 +84,6 @@ def test_details_of_a_plain_reply_contain_the_reason_and_no_speed_up(width: int)
             "a wrong draft could cost 2.0 tokens' time; the last drafts were wrong",
             "a wrong guess could cost 2.0 tokens' time; the last guesses were wrong",
         ),
-        ("suffix takes 66 µs per token", "searching for repeated text takes 66 µs per token"),
         (
             "no draft model fits /models/draft model.gguf: give --draft demo-draft",
             "no helper model fits /models/draft model.gguf: give --draft demo-draft",

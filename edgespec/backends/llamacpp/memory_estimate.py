@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from fractions import Fraction
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from edgespec.backends.base import LoadOptions
 from edgespec.backends.llamacpp.context import MAX_WIDTH, ContextPlan, LlamaContext
@@ -30,67 +31,50 @@ from edgespec.backends.llamacpp.metadata import metadata
 from edgespec.backends.llamacpp.native import captured_log, library
 from edgespec.backends.llamacpp.resizing import longrope_switch_tokens
 from edgespec.backends.memory_estimate import GPU, MemoryEstimate, MemoryPart
-from edgespec.heap import address_space_is_limited, release_free_memory
+from edgespec.heap import release_free_memory
 
 __all__ = ["ContextBuffers", "GgufMemoryEstimator", "SplitModelMemoryEstimator", "parse_buffers", "simulate"]
 
 _F16 = KvTypes("f16", "f16")
-_CACHE = re.compile(r"size = *([\d.]+) MiB \( *(\d+) cells")
+_CACHE = re.compile(r"size = *([\d.]+) MiB \( *\d+ cells")
 _STATES = re.compile(r"size = *([\d.]+) MiB \( *\d+ cells.*\), R \(")
 _COMPUTE = re.compile(r": +(\S+) compute buffer size = *([\d.]+) MiB")
-_NODES = re.compile(r"max_nodes = (\d+)")
-_MERGES = re.compile(r"tokenizer\.ggml\.merges +arr\[str,(\d+)\]")
 # The size of the context that is created to measure the bytes per token. llama.cpp rounds logged sizes to
 # 0.01 MiB, which is less than 1 byte per token for a context of this size.
 _MEASURED_TOKENS = 32768
-# The maximum size of a simulated context. The buffer sizes of longer contexts are extrapolated, because
-# simulating them would need tens of MiB of memory.
+# The maximum size of a simulated context. The buffers of longer contexts are assumed to be proportional to
+# it, because simulating them would need tens of MiB of memory.
 _MAX_SIMULATED_TOKENS = 2**18
-# Recurrent states smaller than `_SMALL_STATE_BYTES` are measured in a context with `_MANY_SEQUENCES`
-# sequences to reduce the rounding error.
-_SMALL_STATE_BYTES, _MANY_SEQUENCES = 2**20, 64
-# The memory that llama.cpp allocates per KV cell in addition to keys and values, for its position, sequence
-# ids and two set nodes (llama-kv-cells.h).
-_CELL_BYTES = 148
-# The memory that llama.cpp allocates per graph node, for three graphs and the scheduler. With multiple
-# devices, it also reserves address space for 2 * 30 inputs per graph split (GGML_SCHED_MAX_SPLIT_INPUTS), but
-# rarely uses it.
-_NODE_BYTES, _NODE_ADDRESS_BYTES = 1400, 21_120
-# The memory for a vocabulary, in bytes per token (its text, the map from text to id and Python's tables) and
-# per merge (the pair and its rank). Measured with the vocabularies in llama.cpp's test suite.
-_TOKEN_BYTES, _MERGE_BYTES = 192, 112
+# The memory of a vocabulary in bytes per token, for its text, its merge rule, the map from text to id and
+# Python's tables. Measured with the vocabularies in llama.cpp's test suite.
+_TOKEN_BYTES = 300
 
 
-@dataclass(frozen=True, slots=True)
-class ContextBuffers:
+class ContextBuffers(NamedTuple):
     """The buffer sizes that llama.cpp logged when it created a context.
 
     Attributes:
         cache_bytes: The total size of KV caches and recurrent states.
-        cells: The number of cells, summed over all caches.
         compute: The name of each compute buffer, such as `CPU` or `CUDA0`, and its size in bytes.
-        nodes: The maximum number of nodes in a graph.
     """
 
     cache_bytes: int
-    cells: int
     compute: tuple[tuple[str, int], ...]
-    nodes: int
 
     @property
-    def bookkeeping_bytes(self) -> int:
-        """The memory that llama.cpp allocates for cells and graphs in addition to the logged buffers."""
-        node_bytes = _NODE_BYTES + (_NODE_ADDRESS_BYTES if address_space_is_limited() else 0)
-        return self.cells * _CELL_BYTES + self.nodes * node_bytes
+    def compute_bytes(self) -> int:
+        """The total size of the compute buffers."""
+        return sum(size for _, size in self.compute)
 
 
 def parse_buffers(lines: Sequence[str]) -> ContextBuffers:
     """Parse the buffer sizes from the lines that llama.cpp logged when it created a context."""
-    caches = [match for line in lines if (match := _CACHE.search(line))]
     compute = tuple((match[1], _mib(match[2])) for line in lines if (match := _COMPUTE.search(line)))
-    nodes = max((int(match[1]) for line in lines if (match := _NODES.search(line))), default=0)
-    cells = sum(int(match[2]) for match in caches)
-    return ContextBuffers(sum(_mib(match[1]) for match in caches), cells, compute, nodes)
+    return ContextBuffers(_sum_of(_CACHE, lines), compute)
+
+
+def _sum_of(size: re.Pattern[str], lines: Sequence[str]) -> int:
+    return sum(_mib(match[1]) for line in lines if (match := size.search(line)))
 
 
 def _mib(text: str) -> int:
@@ -117,13 +101,13 @@ class GgufMemoryEstimator:
         self.name = name
         self._path = path
         self._gpu_layers: int | None = None
-        self._weights, self._merges = _open(path, name, None)
+        self._weights = load_skeleton(path, name, None)
         self.trained_context_tokens: int = library().llama_model_n_ctx_train(self._weights)
         self.longrope_switch_tokens: int = longrope_switch_tokens(self._weights)
         self.layers: int = library().llama_model_n_layer(self._weights) if has_own_memory() else 0
         self._states: States | None = None
-        # Cached pairs of simulated contexts for `_extrapolate`, keyed by the options that affect them.
-        self._long: dict[tuple[ContextPlan, int, str], tuple[ContextBuffers, ContextBuffers]] = {}
+        # Buffers of the longest simulated context, by the options that affect them.
+        self._longest: dict[tuple[ContextPlan, int, str], ContextBuffers] = {}
 
     def estimate(self, options: LoadOptions) -> MemoryEstimate:
         """See `MemoryEstimator`."""
@@ -137,8 +121,7 @@ class GgufMemoryEstimator:
         gpu_weights, gpu_cache_share, doubled = device_split(self._path, self.layers, options.gpu_layers)
         gpu_cache = round(buffers.cache_bytes * gpu_cache_share)
         gpu_compute = sum(size for buffer, size in buffers.compute if self.layers and _is_on_gpu(buffer))
-        compute = sum(size for _, size in buffers.compute) + buffers.bookkeeping_bytes
-        compute += _attention_bytes(weights, plan, options)
+        compute = buffers.compute_bytes + _attention_bytes(weights, plan, options)
         weight_bytes = library().llama_model_size(weights) + doubled
         logits_bytes = _logits_bytes(weights, min(plan.rows, options.batch_tokens))
         parts = (
@@ -149,29 +132,29 @@ class GgufMemoryEstimator:
             MemoryPart("compute", compute - gpu_compute),
             MemoryPart("compute", gpu_compute, GPU),
             MemoryPart("output", logits_bytes),
-            MemoryPart("vocabulary", _vocabulary_bytes(weights, self._merges)),
+            MemoryPart("vocabulary", _vocabulary_size(weights) * _TOKEN_BYTES),
         )
         return MemoryEstimate(plan.tokens, plan.kv_types.text, tuple(part for part in parts if part.bytes))
 
     def _buffers(self, plan: ContextPlan, options: LoadOptions) -> ContextBuffers:
-        """Simulate the context, or extrapolate from two shorter ones if it is very long."""
+        """Simulate the context, or scale the buffers of the longest simulated one if it is longer."""
         if plan.tokens <= _MAX_SIMULATED_TOKENS:
             return simulate(self._weights, plan, options)
         longest = replace(plan, tokens=_MAX_SIMULATED_TOKENS, kv_bytes=0)
         key = longest, options.batch_tokens, options.flash_attention
-        if key not in self._long:
-            half = replace(longest, tokens=_MAX_SIMULATED_TOKENS // 2)
-            self._long[key] = (
-                simulate(self._weights, half, options),
-                simulate(self._weights, longest, options),
-            )
-        return _extrapolate(*self._long[key], plan.tokens)
+        if key not in self._longest:
+            self._longest[key] = simulate(self._weights, longest, options)
+        cache_bytes, compute = self._longest[key]
+        scale = Fraction(plan.tokens, _MAX_SIMULATED_TOKENS)
+        return ContextBuffers(
+            int(cache_bytes * scale), tuple((name, int(size * scale)) for name, size in compute)
+        )
 
     def _reopen(self, gpu_layers: int | None) -> None:
         self.close()
-        self._weights, self._merges = _open(self._path, self.name, gpu_layers)
+        self._weights = load_skeleton(self._path, self.name, gpu_layers)
         self._gpu_layers = gpu_layers
-        self._long.clear()
+        self._longest.clear()
 
     def close(self) -> None:
         """See `MemoryEstimator`."""
@@ -193,13 +176,10 @@ class SplitModelMemoryEstimator:
     def __init__(self, folder: str, name: str) -> None:
         self.name = name
         self._parts: list[Any] = []
-        self._merges: list[int] = []
         try:
             paths = [[str(Path(folder) / file) for file in files] for files in PARTS]
-            for files in paths:
-                weights, merges = _open(files, name, None)
-                self._parts.append(weights)
-                self._merges.append(merges)
+            for files in paths:  # If a later part cannot be opened, `close` must free the earlier ones.
+                self._parts.append(load_skeleton(files, name, None))
             self._can_share = not any(repacks_weights(files, None) for files in paths)
         except BaseException:
             self.close()
@@ -219,20 +199,17 @@ class SplitModelMemoryEstimator:
         weight_bytes = sum(library().llama_model_size(weights) for weights in self._parts)
         if self._can_share and options.mmap and not options.mlock:
             weight_bytes -= int(metadata(lower, SHARED_BYTES_KEY) or 0)
-        compute = logits = vocabulary = 0
-        for weights, plan, each, found, merges in zip(
-            self._parts, plans, part_options, buffers, self._merges, strict=True
-        ):
-            compute += sum(size for _, size in found.compute) + found.bookkeeping_bytes
-            compute += _attention_bytes(weights, plan, each)
-            logits += _logits_bytes(weights, each.batch_tokens)
-            vocabulary += _vocabulary_bytes(weights, merges)
+        compute_bytes = sum(
+            found.compute_bytes + _attention_bytes(*part)
+            for found, *part in zip(buffers, self._parts, plans, part_options, strict=True)
+        )
+        logits_bytes = sum(_logits_bytes(lower, each.batch_tokens) for each in part_options)
         parts = (
             MemoryPart("weights", weight_bytes),
             MemoryPart("cache", sum(each.cache_bytes for each in buffers)),
-            MemoryPart("compute", compute),
-            MemoryPart("output", logits),
-            MemoryPart("vocabulary", vocabulary),
+            MemoryPart("compute", compute_bytes),
+            MemoryPart("output", logits_bytes),
+            MemoryPart("vocabulary", 2 * _vocabulary_size(lower) * _TOKEN_BYTES),
         )
         return MemoryEstimate(plans[0].tokens, plans[0].kv_types.text, parts)
 
@@ -243,51 +220,16 @@ class SplitModelMemoryEstimator:
         release_free_memory()
 
 
-def _open(paths: str | Sequence[str], name: str, gpu_layers: int | None) -> tuple[Any, int]:
-    """Open a model without its weights, and return it and the number of merges in its vocabulary."""
-    with captured_log() as lines:
-        weights = load_skeleton(paths, name, gpu_layers)
-    return weights, max((int(match[1]) for line in lines if (match := _MERGES.search(line))), default=0)
-
-
-def _extrapolate(half: ContextBuffers, whole: ContextBuffers, tokens: int) -> ContextBuffers:
-    """Extrapolate the buffer sizes to a context with `tokens` cells.
-
-    Args:
-        half: The buffers of a context with `_MAX_SIMULATED_TOKENS / 2` cells.
-        whole: The buffers of a context with `_MAX_SIMULATED_TOKENS` cells.
-        tokens: The number of cells.
-    """
-
-    def grow(first: int, second: int) -> int:
-        return second + (second - first) * (tokens - _MAX_SIMULATED_TOKENS) // (_MAX_SIMULATED_TOKENS // 2)
-
-    pairs = zip(half.compute, whole.compute, strict=True)
-    return ContextBuffers(
-        grow(half.cache_bytes, whole.cache_bytes),
-        grow(half.cells, whole.cells),
-        tuple((name, grow(first, second)) for (name, first), (_, second) in pairs),
-        whole.nodes,
-    )
-
-
 def _simulate_states(weights: Any, options: LoadOptions) -> States:
     """Return the sizes of the recurrent states, measured without loading the weights."""
-
-    def look(sequences: int) -> tuple[int, int, LlamaContext]:
-        plan = ContextPlan(_MEASURED_TOKENS, _F16, sequences, undo_tokens=UNDO_TOKENS)
-        with captured_log() as lines:
-            context = LlamaContext(weights, replace(options, batch_tokens=64), plan, 1)
-            context.close()
-        states = sum(_mib(match[1]) for line in lines if (match := _STATES.search(line)))
-        return states, parse_buffers(lines).cache_bytes - states, context
-
-    states, kv_bytes, context = look(1)
-    copies = 1 + context.undo_tokens
-    if states < _SMALL_STATE_BYTES:
-        states = look(_MANY_SEQUENCES)[0] // _MANY_SEQUENCES
+    plan = ContextPlan(_MEASURED_TOKENS, _F16, 1, undo_tokens=UNDO_TOKENS)
+    with captured_log() as lines:
+        context = LlamaContext(weights, replace(options, batch_tokens=64), plan, 1)
+        context.close()
+    states = _sum_of(_STATES, lines)
+    kv_bytes = parse_buffers(lines).cache_bytes - states
     keeps_earlier = context.undo_tokens > 0 and not context.window
-    return States(states // copies, kv_bytes // _MEASURED_TOKENS, keeps_earlier)
+    return States(states // (1 + context.undo_tokens), kv_bytes // _MEASURED_TOKENS, keeps_earlier)
 
 
 def _is_on_gpu(buffer: str) -> bool:
@@ -313,10 +255,6 @@ def _attention_bytes(weights: Any, plan: ContextPlan, options: LoadOptions) -> i
 
 def _logits_bytes(weights: Any, batch_tokens: int) -> int:
     return min(MAX_WIDTH, batch_tokens) * _vocabulary_size(weights) * 4
-
-
-def _vocabulary_bytes(weights: Any, merges: int) -> int:
-    return _vocabulary_size(weights) * _TOKEN_BYTES + merges * _MERGE_BYTES
 
 
 def _vocabulary_size(weights: Any) -> int:

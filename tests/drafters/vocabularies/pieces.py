@@ -7,7 +7,7 @@ from itertools import product
 
 import numpy as np
 
-from edgespec.backends.tabular import TabularModel
+from tests.tabular import TabularModel
 
 __all__ = ["Pieces", "conditioned", "speaking"]
 

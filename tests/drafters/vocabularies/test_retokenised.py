@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from edgespec import Message
 from edgespec.backends import llamacpp
 from edgespec.backends.base import LanguageModel, LoadOptions
-from edgespec.backends.tabular import TabularModel
 from edgespec.drafters.vocabularies import RetokenisedDrafter, TokenTranslation, retokenised
 from edgespec.drafters.vocabularies.incremental import IncrementalRetokeniser
 from edgespec.engine.acceptance import Invariant
@@ -25,6 +24,7 @@ from edgespec.losslessness import Prompt, verify
 from tests.backends.tiny_models import WORDS, write_llama
 from tests.drafters.vocabularies.pieces import Pieces, speaking
 from tests.tables import runtime, with_drafter
+from tests.tabular import TabularModel
 
 SMILE = "🙂".encode()
 # The target has single bytes of a character as tokens, and the draft has the character. Words are split

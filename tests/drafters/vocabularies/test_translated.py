@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from edgespec.backends import llamacpp
 from edgespec.backends.base import LoadOptions, Snapshot
-from edgespec.backends.tabular import TabularModel
 from edgespec.drafters.vocabularies import TokenTranslation, TranslatedModel
 from edgespec.drafters.vocabularies.translated_logits import TranslatedLogits
 from edgespec.drafters.windowed import AttentionWindow, WindowedModel
@@ -25,6 +24,7 @@ from edgespec.losslessness import verify
 from tests.backends.tiny_models import WORDS, write_llama
 from tests.drafters.vocabularies.pieces import Pieces, conditioned, speaking
 from tests.tables import runtime
+from tests.tabular import TabularModel
 from tests.test_losslessness import PROMPTS
 
 # The draft has the target's tokens in another order, without two of them, and some additional ones.

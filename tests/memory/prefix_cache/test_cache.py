@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 
 from edgespec import Runtime
 from edgespec.backends.base import LanguageModel, Progress, Snapshot
-from edgespec.backends.tabular import TabularModel
 from edgespec.errors import BackendError
 from edgespec.memory.prefix_cache import PrefixCache, ReuseCosts, default_memory_bytes, delete_cached_prefixes
 from edgespec.memory.prefix_cache.segments import Segment
@@ -25,6 +24,7 @@ from edgespec.methods import DrafterSet
 from tests.backends.rewindable import StateModel, replayed_table
 from tests.memory.prefix_cache.helpers import ask, keeper, keeping
 from tests.tables import table
+from tests.tabular import TabularModel
 
 
 def words(seed: int, count: int) -> list[int]:

@@ -1,4 +1,4 @@
-"""A language model that is a table of logits, for tests and simulations.
+"""A language model that is a table of logits.
 
 The logits of the next token depend on the last `order` tokens. The model is as strict as a real backend about
 the order of calls, so that code tested with it also runs on real backends.
