@@ -101,7 +101,7 @@ class AttentionCache:
             A bool array [count, keys], the string `"causal"`, or None if a single token attends to every row.
         """
         window = window_size or self.window
-        if self._layout.positions is not None:
+        if self._layout.offsets is not None:
             return self._layout.tree_mask(_positions(self._spans(self._layout.round_start)), window)
         spans = self._spans(self.offset + count)
         total = sum(end - begin for begin, end in spans)
@@ -175,8 +175,8 @@ class AttentionCache:
             if near and before > near.sinks + near.recent:
                 return [(0, near.sinks), (before - near.recent, end)]
             return [(0, end)]
-        # In a tree pass, `offset` may be past the root, but the mask and the keys start before the root.
-        first = self.offset if layout.positions is None else min(*layout.positions, before)
+        # In a tree pass, `offset` may be past the root, but tokens attend to the window before the root.
+        first = self.offset if layout.offsets is None else before
         oldest = (first - self.window + 1) // _BLOCK_ROWS * _BLOCK_ROWS
         return [(max(self.start, oldest), end)]
 
@@ -194,7 +194,7 @@ class AttentionCache:
             rows += _GROWTH_ROWS  # Without spare rows, the window would soon be copied again.
 
         def moved(cached: Rows, like: Rows) -> Rows:
-            """Return arrays with `rows` rows that start with rows `drop` to `used` of `cached`."""
+            """Copy rows `drop` to `used` of `cached` into new arrays with `rows` rows."""
             kept = used - drop if cached else 0
             result = []
             for i, new in enumerate(like):

@@ -73,11 +73,13 @@ def deserialize_caches(
         line, _, rest = snapshot.data.partition(b"\n")
         header = json.loads(line)
         if header["model"] != fingerprint:
-            raise ValueError("it was saved by another model")
+            raise ValueError("the snapshot was saved by another model")
         if header["start"] != start or caches.length != start:
-            raise ValueError(f"it starts after {header['start']} tokens, but {caches.length} are cached")
+            raise ValueError(
+                f"the snapshot starts after {header['start']} tokens, but {caches.length} are cached"
+            )
         if not start <= header["length"] <= context_tokens:
-            raise ValueError(f"it has {header['length']} tokens, but the context size is {context_tokens}")
+            raise ValueError(f"{header['length']} tokens exceed the context of {context_tokens} tokens")
         offset = 0
         for cache, part in zip([*caches.attention, *caches.recurrent], header["parts"], strict=True):
             arrays = []
@@ -90,7 +92,7 @@ def deserialize_caches(
             else:
                 cache.cache = arrays
         if offset != len(rest):
-            raise ValueError(f"it has {len(rest)} bytes of arrays, but {offset} are expected")
+            raise ValueError(f"the arrays take {offset} bytes, but the snapshot has {len(rest)}")
         mx.eval(*caches.arrays)
         caches.length = header["length"]
     except (ValueError, KeyError, TypeError, IndexError) as error:

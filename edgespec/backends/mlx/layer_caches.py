@@ -94,7 +94,6 @@ class LayerCaches:
 
     @property
     def windowed(self) -> bool:
-        """Whether any layer uses a sliding window."""
         return any(cache.window is not None for cache in self.attention)
 
     @property
@@ -104,7 +103,6 @@ class LayerCaches:
 
     @property
     def arrays(self) -> list[mx.array]:
-        """All arrays in all caches."""
         arrays = [array for cache in self.attention for array in cache.state]
         arrays += [array for state in self.states for array in state]
         return arrays + [cache.state for cache in self.unsupported if not cache.empty()]

@@ -46,11 +46,11 @@ def load(path: str, name: str, options: LoadOptions, progress: Progress | None =
         CancelledError: `progress` returned False.
     """
     check_options(options)
-    mx = mlx_core()  # Must come first: it raises BackendMissingError instead of ImportError.
+    mx = mlx_core()  # If mlx is missing, this raises BackendMissingError, unlike the imports below.
     from edgespec.backends.mlx.evaluation import freed_buffers_bytes, release_thread_state
 
     unmap_freed_buffers()
-    mx.set_cache_limit(freed_buffers_bytes())  # By default, MLX keeps very large freed buffers for reuse.
+    mx.set_cache_limit(freed_buffers_bytes())  # By default, MLX keeps gigabytes of freed buffers.
     try:
         return _load(path, name, options, progress)
     except BaseException:

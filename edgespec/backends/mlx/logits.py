@@ -136,27 +136,23 @@ class DeviceLogits:
         return fetched, [count] * len(self) if kept is None else kept.tolist(), peaks.tolist()
 
     def top(self, row: int, count: int) -> Candidates:
-        fetch_count = count + _SPARE_CANDIDATES
-        if count <= 0 or fetch_count >= self.vocab_size:
-            return self._row(row).top(0, count)
-        tokens, values = self._largest(row, fetch_count)
-        if values[count - 1] == values[-1]:  # More logits in the row may be equal.
-            return self._row(row).top(0, count)
-        return _ascending(tokens, values, values >= values[count - 1])
+        if 0 < count < self.vocab_size - _SPARE_CANDIDATES:
+            tokens, values = self._largest(row, count + _SPARE_CANDIDATES)
+            if values[count - 1] != values[-1]:  # Otherwise, more logits in the row may be equal.
+                return _ascending(tokens, values, values >= values[count - 1])
+        return self._host_row(row).top(0, count)
 
     def above(self, row: int, margin: float) -> Candidates:
-        if self.vocab_size <= _ABOVE_CANDIDATES:
-            return self._row(row).above(0, margin)
-        tokens, values = self._largest(row, _ABOVE_CANDIDATES)
-        # Round down, because float32 rounding could otherwise exclude a logit that is exactly at the margin.
-        floor = np.nextafter(np.float32(float(values[0]) - margin), np.float32(-np.inf))
-        if not values[-1] < floor:
-            return self._row(row).above(0, margin)
-        return _ascending(tokens, values, values >= floor)
+        if self.vocab_size > _ABOVE_CANDIDATES:
+            tokens, values = self._largest(row, _ABOVE_CANDIDATES)
+            # Round down, because float32 rounding could otherwise exclude a logit exactly at the margin.
+            floor = np.nextafter(np.float32(float(values[0]) - margin), np.float32(-np.inf))
+            if values[-1] < floor:
+                return _ascending(tokens, values, values >= floor)
+        return self._host_row(row).above(0, margin)
 
     def at(self, row: int, tokens: NDArray[np.int64]) -> NDArray[np.float64]:
-        values: NDArray[np.float64] = self._host(self._rows[row][mx.array(tokens)]).astype(np.float64)
-        return values
+        return self._host(self._rows[row][mx.array(tokens)]).astype(np.float64)
 
     def limit_vocab(self, vocab_size: int) -> DeviceLogits:
         if vocab_size >= self.vocab_size:
@@ -172,8 +168,7 @@ class DeviceLogits:
         tokens, values = self._fetched[count]
         return tokens[row], values[row]
 
-    def _row(self, row: int) -> HostLogits:
-        """Copy all logits of a row to the host."""
+    def _host_row(self, row: int) -> HostLogits:
         return HostLogits(self._host(self._rows[row])[None])
 
     def _host(self, array: mx.array) -> NDArray[np.float32]:

@@ -69,10 +69,8 @@ class MlxTrainer:
         self.identity = identity
         self.adapted = False
         self.peak_step_bytes = 0
-        self._net = net
-        self._layout = layout
-        self._model_name = model_name
-        self._end_round = end_round
+        self._net, self._layout = net, layout
+        self._model_name, self._end_round = model_name, end_round
         self._layers = list(_adapted_layers(net))
         if not self._layers:
             raise CapabilityError(f"{model_name} has no linear layers that can be adapted")
@@ -81,7 +79,7 @@ class MlxTrainer:
 
     @property
     def state_bytes(self) -> int:
-        """Memory of the adapter and Adam's two moments, in bytes. The first step allocates the moments."""
+        # The adapter and Adam's two moments, which the first step allocates.
         return 3 * sum(array.nbytes for array in self._weights().values())
 
     def set_adapted(self, enabled: bool) -> None:
@@ -97,9 +95,8 @@ class MlxTrainer:
     def _running(self, adapted: bool) -> Iterator[None]:
         """Enable or disable the adapter inside the block, and prepare for passes without a cache."""
         before = self.adapted
-        self._end_round()
+        self.set_adapted(adapted)
         self._layout.set_chain(0)
-        self._install(adapted)
         try:
             yield
         finally:
@@ -148,8 +145,7 @@ class MlxTrainer:
                     raise
         self._set_weights(updated)
         self.peak_step_bytes = max(self.peak_step_bytes, mx.get_peak_memory() - before)
-        loss_before: Any = value.item()
-        return float(loss_before)
+        return float(np.array(value))
 
     def count_hits(self, tokens: Sequence[int], first: int, *, adapted: bool) -> int:
         with self._running(adapted), translate_errors(f"{self._model_name} could not be run"):
@@ -196,9 +192,8 @@ def _adapted_layers(net: Any) -> Iterator[_AdaptedLayer]:
     random = np.random.default_rng(0)
     for index, block in enumerate(net.layers):
         for parent_name, parent in sorted(block.named_modules()):
-            for attribute, module in parent.items():
-                if type(module) not in (Linear, QuantizedLinear):
-                    continue
+            linear = ((key, one) for key, one in parent.items() if type(one) in (Linear, QuantizedLinear))
+            for attribute, module in linear:
                 adapted = LoRALinear.from_base(module, r=RANK, scale=_SCALE)
                 inputs = adapted.lora_a.shape[0]
                 bound = 1.0 / math.sqrt(inputs)

@@ -44,19 +44,14 @@ _FileStamps = tuple[tuple[str, int, int], ...]
 
 
 class _CacheBytes(NamedTuple):
-    """Sizes of the caches in bytes when the context is full.
-
-    Attributes:
-        total: Size of the caches of all layers.
-        largest_layer: Size of the keys and values in the layer where they are largest.
-        largest_side: Size of the keys or the values of one layer, whichever is the largest of all layers.
-        states: Size of the recurrent states of one sequence.
-    """
+    """Sizes of the caches in bytes when the context is full."""
 
     total: int
+    # Keys and values of the layer where they are largest.
     largest_layer: int
+    # Either the keys or the values of one layer, whichever is the largest of all layers.
     largest_side: int
-    states: int
+    recurrent_states: int
 
 
 _CacheSizes = Callable[[int], _CacheBytes]
@@ -90,26 +85,19 @@ class _RecurrentLayer(NamedTuple):
 
 
 class _ModelShape(NamedTuple):
-    """Properties of a model that its memory estimates are based on.
-
-    Attributes:
-        sizes: Sizes used to decide whether to widen weights to float32.
-        weight_bytes: Size of the weights as stored, and after widening to float32, in bytes.
-        vocab_size: Number of tokens in the vocabulary.
-        hidden_size, intermediate_size: Size of the hidden states, and of the feed-forward network.
-        heads: Number of attention heads.
-        recurrent_layers: Dimensions of the recurrent layers.
-        caches: Functions that map a context length in tokens to the cache sizes, keyed by (bits, widened).
-            Unsupported combinations are absent.
-    """
+    """Properties of a model that its memory estimates are based on."""
 
     sizes: WeightSizes
+    # As stored, and after widening to float32.
     weight_bytes: list[int]
     vocab_size: int
     hidden_size: int
+    # Size of the feed-forward network.
     intermediate_size: int
-    heads: int
+    attention_heads: int
     recurrent_layers: list[_RecurrentLayer]
+    # Functions that map a context length in tokens to the cache sizes, keyed by (bits per element, whether
+    # the weights are widened). Unsupported combinations are absent.
     caches: dict[tuple[int | None, bool], _CacheSizes]
 
 
@@ -118,7 +106,6 @@ class MlxMemoryEstimator:
 
     Raises:
         ModelFileError: The folder does not contain a model, or the model is damaged or unsupported.
-        MemoryBudgetError: The weights do not fit in memory.
         BackendMissingError: mlx or mlx-lm is not installed.
     """
 
@@ -132,7 +119,6 @@ class MlxMemoryEstimator:
         self.trained_context_tokens: int = self._shape.sizes.trained_context_tokens
 
     def estimate(self, options: LoadOptions) -> MemoryEstimate:
-        """Estimate the memory; see `MemoryEstimator`. A CPU widens 16-bit weights to float32 if they fit."""
         check_options(options)
         shape = self._shape
         tokens = requested_context(options, self.trained_context_tokens)
@@ -163,7 +149,7 @@ class MlxMemoryEstimator:
         # A prefill pass computes no logits. A verify pass computes them for up to MAX_WIDTH tokens.
         prefill_tokens = prefill_batch_tokens(options)
         # Attention on a CPU stores all scores in memory. The fused attention kernels of a GPU do not.
-        scores = shape.heads * tokens if on_cpu and cache.largest_layer else 0
+        scores = shape.attention_heads * tokens if on_cpu and cache.largest_layer else 0
         hidden, middle, logits = 6 * shape.hidden_size, 2 * shape.intermediate_size, 2 * shape.vocab_size
         widest = max(prefill_tokens, MAX_WIDTH)
         scan = max((layer.scan_elements(widest) for layer in shape.recurrent_layers), default=0)
@@ -182,10 +168,9 @@ class MlxMemoryEstimator:
         graph_bytes = looped_layers * prefill_tokens * _GRAPH_ROW_BYTES
         # Under `ulimit -v`, freed CPU memory is reused immediately.
         freed_bytes = 0 if on_cpu and counts_allocated else freed_buffers_bytes()
-        return int(pass_bytes + cache.states + graph_bytes + freed_bytes)
+        return int(pass_bytes + cache.recurrent_states + graph_bytes + freed_bytes)
 
     def close(self) -> None:
-        """Free the per-thread state of MLX; see `MemoryEstimator`."""
         release_thread_state()
 
 

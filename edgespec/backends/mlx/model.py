@@ -112,13 +112,13 @@ class MlxModel(BaseModel):
     def _check_tree(self, tree: TokenTree) -> None:
         capabilities = self.facts.capabilities
         if not capabilities.rollback and not self.caches.recurrent:
-            raise CapabilityError(f"{self.facts.name} cannot verify drafts", capabilities.reason)
+            raise CapabilityError(f"{self.facts.name} cannot verify drafts: {capabilities.reason}")
         if tree.width > capabilities.max_width:
             raise CapabilityError(
                 f"a verify pass of {tree.width} tokens exceeds the maximum of {capabilities.max_width}"
             )
         if not capabilities.tree and not tree.is_chain:
-            raise CapabilityError(f"{self.facts.name} cannot verify trees", capabilities.reason)
+            raise CapabilityError(f"{self.facts.name} cannot verify token trees: {capabilities.reason}")
 
     def run_ahead(self, enabled: bool) -> None:
         self._runner.run_ahead = enabled
@@ -141,7 +141,6 @@ class MlxModel(BaseModel):
         )
 
     def hidden_state_hooks(self) -> HiddenStateHooks:
-        """Return hooks that record hidden states. Raises CapabilityError if the model has no layer list."""
         return HiddenStateHooks(self._net)
 
     def checkpoint(self) -> CacheCheckpoint:
@@ -188,7 +187,6 @@ class MlxModel(BaseModel):
         self._now_sized(context_tokens, kv_bytes)
 
     def trainer(self) -> Trainer:
-        """Return a trainer that trains an adapter for this model. See `Trainable`."""
         from edgespec.backends.mlx.lora_trainer import MlxTrainer
 
         self._check(0)
@@ -262,7 +260,7 @@ class MlxModel(BaseModel):
 
     def _check_not_interrupted(self) -> None:
         if self._runner.interrupted:
-            raise CancelledError("cancelled")
+            raise CancelledError("the pass was cancelled")
 
 
 class MlxSelfDraftView(SelfDraftView[MlxModel]):
@@ -290,7 +288,7 @@ class MlxSelfDraftView(SelfDraftView[MlxModel]):
         self._check()
         if self._interrupted:
             self._target.end_round()
-            raise CancelledError("cancelled")
+            raise CancelledError("the pass was cancelled")
         return self._target.draft(self._partial_model, tree, first)
 
     def run_ahead(self, enabled: bool) -> None:

@@ -196,7 +196,7 @@ def _install_low_bits(model: Any) -> LowBitWeights:
 def _check_architecture(folder: Path, config: dict[str, Any]) -> None:
     """Raise ModelFileError if mlx-lm does not support the architecture."""
     if re.fullmatch(r"[\w-]+", config["model_type"]):
-        # olmo calls exit() if its library is missing.
+        # mlx-lm's implementation of OLMo calls exit() if its library is missing.
         with contextlib.suppress(ValueError, AttributeError, SystemExit):
             mlx_lm_utils()._get_classes(config)
             return
@@ -290,5 +290,5 @@ def trace_one_token(model: Any, kv_bits: int | None = None) -> tuple[int, LayerC
 def _kv_elements(caches: LayerCaches) -> int:
     """Return the number of array elements in the KV caches per token."""
     arrays = named_arrays([cache.state for cache in (*caches.attention, *caches.unsupported)])
-    # [batch, heads, tokens, size]
+    # Cached keys and values have shape [batch, heads, tokens, size].
     return sum(array.shape[1] * array.shape[3] for _, array in arrays if array.ndim == 4)

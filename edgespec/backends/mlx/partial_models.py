@@ -47,15 +47,11 @@ class PartialModel:
         self._activate = activate
 
     def active(self, first: int) -> AbstractContextManager[None]:  # noqa: ARG002
-        """Return a context manager inside which passes use this partial model.
-
-        Args:
-            first: Index of the first tree node in the pass.
-        """
+        """Return a context manager inside which passes over nodes from `first` onwards use this model."""
         return self._activate()
 
     def background_arrays(self) -> list[mx.array]:
-        """Return arrays of the last draft pass that must be evaluated because later passes need them."""
+        """Return the arrays of the last draft pass that later passes need."""
         return []
 
     def end_round(self) -> None:
@@ -133,7 +129,6 @@ class PartialModelFactory:
 
     @property
     def layer_count(self) -> int:
-        """Number of layers. Raises CapabilityError if the model does not store its layers in one list."""
         return len(LayerList(self._net).layers)
 
     def layer_bytes(self) -> tuple[list[int], int]:

@@ -88,7 +88,7 @@ class PassRunner:
         return self.committed.length
 
     def _forward(self, tokens: mx.array) -> mx.array:
-        """Run tokens [n] after the cached ones, and return their lazy logits, float32 [n, vocab]."""
+        """Run tokens [n] after the cached ones, and return their lazy logits [n, vocab] in float32."""
         with translate_errors("the model could not be run"):
             rows: mx.array = self._net(tokens[None], cache=self.caches.layers)[0]
         self.caches.length += tokens.size
@@ -97,12 +97,10 @@ class PassRunner:
         return rows.astype(mx.float32)
 
     def _forward_partial(self, tokens: mx.array, partial_model: AbstractContextManager[None]) -> mx.array:
-        """Run tokens [n] with a partial model, and return their lazy logits, float32 [n, vocab].
-
-        Skipped layers append no rows to their caches, but the offsets of these caches increase as well.
-        """
+        """Like `_forward`, but with a partial model."""
         with partial_model:
             rows = self._forward(tokens)
+        # Skipped layers append no rows to their caches, but the offsets of these caches increase as well.
         self.caches.set_offset(self.caches.length)
         return rows
 
@@ -188,7 +186,6 @@ class PassRunner:
             self.caches.clear()
 
     def clear(self) -> None:
-        """Clear the caches."""
         self.committed = CacheCheckpoint(0, (), ())
         self.caches.clear()
         self.committed = self.caches.checkpoint()
@@ -261,8 +258,9 @@ class PassRunner:
         With a single call for all layers, MLX would compute the states last and keep the inputs of all layers
         in memory until then.
         """
-        for layer in self.caches.states if width > 1 else ():
-            start_evaluation(*layer)
+        if width > 1:
+            for layer in self.caches.states:
+                start_evaluation(*layer)
 
     def _logits(self, rows: mx.array, first: int) -> DeviceLogits:
         self._start(rows)
@@ -296,14 +294,13 @@ class PassRunner:
         Args:
             tree: The tree to verify.
             exit_model: The early-exit model that drafted the tree.
-            states: Hidden states [1, nodes, size] after the exit layer, for the first nodes of the tree. For
-                the remaining nodes, the lower layers are run as well.
+            states: Hidden states [1, nodes, size] after the exit layer, for the first nodes of the tree.
         """
         known = states.shape[1]
         if known < tree.width:
+            # Run the lower layers for the remaining nodes. The logits of this pass are never evaluated.
             self.caches.set_offset(self.length + known)
             self._set_layout(known)
-            # Only the hidden states of this pass are needed. Its logits are never evaluated.
             self._forward_partial(mx.array(list(tree.tokens[known:])), exit_model.active(known))
             states = mx.concatenate([states, exit_model.exit_states(tree.width)], axis=1)
             exit_model.end_round()
@@ -312,7 +309,7 @@ class PassRunner:
         return self._forward_partial(mx.array(tree.tokens), exit_model.resumed_from(states))
 
     def pipeline_with(self, draft: PassRunner | None) -> None:
-        """Launch a verify pass early for each chain that `draft` drafts. None disables this."""
+        """See `LanguageModel.pipeline_with`."""
         if self._draft:
             self._draft._target = None
         self._draft = draft
@@ -349,12 +346,11 @@ class PassRunner:
     def _take_prelaunched(self, tree: TokenTree, first: int) -> _PrelaunchedPass | None:
         """Return the pass that was launched early if it matches the requested one. Otherwise, discard it."""
         prelaunched, self._prelaunched = self._prelaunched, None
-        if not prelaunched:
-            return None
-        follows = first == len(self._round) and tree.is_chain
-        if follows and tree.tokens[first:] == (*prelaunched.known, prelaunched.source.chosen):
-            return prelaunched
-        self.caches.restore(prelaunched.before)
+        if prelaunched:
+            follows = first == len(self._round) and tree.is_chain
+            if follows and tree.tokens[first:] == (*prelaunched.known, prelaunched.source.chosen):
+                return prelaunched
+            self.caches.restore(prelaunched.before)
         return None
 
     def close(self) -> None:

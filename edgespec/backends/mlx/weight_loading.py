@@ -51,7 +51,7 @@ def load_model(path: str, name: str, options: LoadOptions, progress: Progress | 
 
     Args:
         path: Path of the model folder.
-        name: Model name for error messages.
+        name: Model name for messages.
         options: Load options.
         progress: Callback for the loading progress. It can return False to cancel loading.
 

@@ -118,7 +118,7 @@ def lying(lie: str) -> Callable[..., Any]:
         class Liar(net):  # type: ignore[misc,valid-type]
             def __call__(self, tokens: mx.array, cache: Any = None) -> mx.array:
                 wide = tokens.shape[1] > 1
-                in_tree = cache[0]._layout.positions is not None
+                in_tree = cache[0]._layout.offsets is not None
                 if in_tree and lie == "raises":
                     raise ValueError("no trees here")
                 if in_tree and lie == "positions":
