@@ -27,12 +27,7 @@ _BLOCK_ROWS = 64
 
 
 def cache_rows(window: int | None, context_tokens: int) -> int:
-    """Return the number of rows that a layer's cache allocates when the context is full.
-
-    Args:
-        window: Size of the layer's sliding window in tokens, or None for full attention.
-        context_tokens: Context length in tokens.
-    """
+    """Return the number of rows that a cache with this sliding window allocates when the context is full."""
     rows = context_tokens
     if window is not None:
         rows = min(rows, window + AttentionCache.slack + 2 * _GROWTH_ROWS)

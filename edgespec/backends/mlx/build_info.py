@@ -22,12 +22,10 @@ class MlxBuildInfo(NamedTuple):
     """Installed versions of mlx and mlx-lm, and properties of the default device.
 
     Attributes:
-        version: Version of mlx.
-        lm_version: Version of mlx-lm.
         device: `CPU` or `GPU`, followed by the name of the device if mlx reports one.
         metal: Whether this build of mlx can use Metal.
         cuda: Whether this build of mlx can use CUDA.
-        working_set_bytes: Maximum memory, in bytes, that Metal recommends using; 0 without Metal.
+        working_set_bytes: Maximum memory that Metal recommends using; 0 without Metal.
     """
 
     version: str
@@ -40,11 +38,7 @@ class MlxBuildInfo(NamedTuple):
 
 @cache
 def mlx_core() -> Any:
-    """Import and return `mlx.core`.
-
-    Raises:
-        BackendMissingError: mlx is not installed, or cannot be loaded on this machine.
-    """
+    """Import and return `mlx.core`. Raises BackendMissingError if that fails."""
     try:
         import mlx.core
     except (ImportError, OSError, RuntimeError) as error:
@@ -60,11 +54,7 @@ def runs_on_cpu() -> bool:
 
 @cache
 def mlx_lm_utils() -> Any:
-    """Import and return `mlx_lm.utils`.
-
-    Raises:
-        BackendMissingError: mlx or mlx-lm is not installed, or cannot be loaded on this machine.
-    """
+    """Import and return `mlx_lm.utils`. Raises BackendMissingError if that fails."""
     mx = mlx_core()
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     # Silence the warnings that transformers prints if torch is missing, and tokenizers if the process forks.

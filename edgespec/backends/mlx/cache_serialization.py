@@ -25,11 +25,8 @@ _DTYPES = {
 def serialize_caches(caches: LayerCaches, start: int, end: int, fingerprint: str) -> bytes:
     """Serialise the cache rows of the tokens from position `start` to `end` (exclusive).
 
-    Args:
-        caches: The caches to serialise. Unless they are `truncatable`, the range must cover all their tokens.
-        start: Position of the first token.
-        end: Position after the last token.
-        fingerprint: Fingerprint of the model. Only a model with the same fingerprint can restore the caches.
+    Unless the caches are `truncatable`, the range must cover all their tokens. Only a model with the same
+    fingerprint can restore them.
 
     Raises:
         BackendError: The model uses a type of cache that is not supported.

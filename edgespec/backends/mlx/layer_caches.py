@@ -22,7 +22,7 @@ class CacheCheckpoint(NamedTuple):
 
     Attributes:
         length: Number of cached tokens.
-        offsets: Offset (position of the next token) of each attention cache.
+        offsets: `AttentionCache.offset` of each attention cache.
         states: State arrays of each recurrent layer.
     """
 

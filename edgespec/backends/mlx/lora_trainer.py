@@ -62,9 +62,6 @@ class MlxTrainer:
             model_name: Model name for error messages.
             identity: Fingerprint of the model and its weights.
             end_round: Callback that discards the uncommitted tokens. Called before the weights change.
-
-        Raises:
-            CapabilityError: The model has no linear layers that can be adapted.
         """
         self.identity = identity
         self.adapted = False

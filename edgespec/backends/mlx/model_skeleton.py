@@ -83,11 +83,9 @@ class ModelSkeleton:
     Attributes:
         model: An mlx `nn.Module`.
         config: The contents of config.json.
-        sizes: Sizes of the weights and caches.
-        file_bytes: Total size of the weight files.
         parameters: Number of parameters.
         quantisation: Quantisation or data type of most weights.
-        vocab_size: Number of logits per token.
+        vocab_size: Number of logits per token, which may exceed the number of tokens.
         low_bits: Weights that can be read with fewer bits, or None if they were not requested.
     """
 
@@ -104,15 +102,11 @@ class ModelSkeleton:
 def read_skeleton(path: str, name: str, options: LoadOptions) -> ModelSkeleton:
     """Create the model in a folder with lazy weights.
 
-    Args:
-        path: Path of the model folder.
-        name: Model name for error messages.
-        options: Load options. Only the adapter, `low_bits` and the memory limit are used.
+    Of the options, only the adapter, `low_bits` and the memory limit are used.
 
     Raises:
         ModelFileError: The folder does not contain a model, or the model is damaged or unsupported.
         MemoryBudgetError: The weights exceed the memory limit.
-        BackendMissingError: mlx or mlx-lm is not installed.
     """
     folder, adapter = Path(path), options.adapter
     with translate_load_errors(path):

@@ -189,12 +189,6 @@ class PartialModelFactory:
             )
         window = None
         if method.window_tokens is not None:
-            if method.window_tokens < 1 or method.sink_tokens < 0:
-                raise OptionError(
-                    f"an attention window of the first {method.sink_tokens} and the last"
-                    f" {method.window_tokens} tokens is invalid",
-                    "choose a window with at least one recent token",
-                )
             window = SinkWindow(method.sink_tokens, method.window_tokens)
         assert self.low_bits is not None
         activate = partial(_low_precision, self.low_bits, self._layout, window)

@@ -24,9 +24,6 @@ from edgespec.errors import CancelledError
 
 __all__ = ["LoadedModel", "load_model"]
 
-# Size of the weights, in bytes, that are loaded between two progress reports. This takes a few milliseconds.
-_PIECE_BYTES = 4 * 2**20
-
 
 class LoadedModel(NamedTuple):
     """A model with all its weights in memory.
@@ -34,7 +31,7 @@ class LoadedModel(NamedTuple):
     Attributes:
         skeleton: The model and its properties. Its weights are no longer lazy.
         tokenizer: mlx_lm's TokenizerWrapper.
-        weight_bytes: Memory used by the weights in bytes, without the memory added by low-bit weights.
+        weight_bytes: Memory used by the weights, without the memory added by low-bit weights.
         widened: Whether 16-bit weights were widened to float32.
         dtype: Data type of the computation (`mx.Dtype`).
     """
@@ -47,21 +44,7 @@ class LoadedModel(NamedTuple):
 
 
 def load_model(path: str, name: str, options: LoadOptions, progress: Progress | None) -> LoadedModel:
-    """Load the weights and the tokenizer of the model in a folder.
-
-    Args:
-        path: Path of the model folder.
-        name: Model name for messages.
-        options: Load options.
-        progress: Callback for the loading progress. It can return False to cancel loading.
-
-    Raises:
-        ModelFileError: The folder does not contain a model, the model is damaged or unsupported, or the
-            adapter belongs to another model.
-        MemoryBudgetError: The weights exceed the memory limit.
-        BackendMissingError: mlx or mlx-lm is not installed.
-        CancelledError: `progress` returned False.
-    """
+    """Load the weights and the tokenizer of the model in a folder. See `loading.load`."""
 
     def report(fraction: float) -> None:
         if progress is not None and not progress(f"loading {name}", fraction):
@@ -96,7 +79,7 @@ def _load_tokenizer(folder: Path, config: dict[str, Any]) -> Any:
 
 
 def _evaluate_weights(model: Any, widen: bool, report: Callable[[float], None]) -> bool:
-    """Load all weights into memory, a few megabytes at a time.
+    """Load all weights into memory, one after another.
 
     All weights must be evaluated here, because MLX can evaluate an array only in the thread that created it,
     and the model may run in another thread.
@@ -110,22 +93,15 @@ def _evaluate_weights(model: Any, widen: bool, report: Callable[[float], None]) 
     # Remove each weight from the list, so that its 16-bit array is freed before the next one is widened. Load
     # the largest weights first, while there is enough memory for both versions of a weight.
     waiting = sorted(named_arrays(model.parameters()), key=lambda each: each[1].nbytes)
-    total = max(1, sum(weight.nbytes for _, weight in waiting))
-    done = 0
-    widened = False
+    total_bytes, loaded_bytes, widened = parameter_bytes(model), 0, False
     while waiting:
-        piece: list[tuple[str, Any]] = []
-        size = 0
-        while waiting and (not piece or size + waiting[-1][1].nbytes <= _PIECE_BYTES):
-            name, weight = waiting.pop()
-            size += weight.nbytes
-            if widen and weight.dtype in (mx.float16, mx.bfloat16):
-                weight, widened = weight.astype(mx.float32), True
-            piece.append((name, weight))
-        mx.eval([weight for _, weight in piece])
-        model.update(tree_unflatten(piece))
-        done += size
-        report(done / total)
+        name, weight = waiting.pop()
+        loaded_bytes += weight.nbytes
+        if widen and weight.dtype in (mx.float16, mx.bfloat16):
+            weight, widened = weight.astype(mx.float32), True
+        mx.eval(weight)
+        model.update(tree_unflatten([(name, weight)]))
+        report(loaded_bytes / total_bytes)
     # Also evaluate arrays that are not parameters, such as the frequencies of rotary embeddings.
     mx.eval([array for _, array in named_arrays(model)])
     return widened

@@ -16,7 +16,7 @@ from edgespec.backends.base import LoadOptions, LowBit
 from edgespec.backends.mlx.low_bit_weights import SplitEmbedding, SplitLinear, merge_halves
 from edgespec.catalog.catalogue import models_folder
 from edgespec.engine.tree import TokenTree
-from edgespec.errors import CapabilityError, MemoryBudgetError, OptionError
+from edgespec.errors import CapabilityError, MemoryBudgetError
 from tests.backends.mlx.tiny_checkpoints import write_adapter, write_checkpoint
 
 TREE = TokenTree((5, 6, 7, 8), (-1, 0, 0, 2), (None,) * 4)
@@ -205,6 +205,4 @@ def test_impossible_low_bit_options_are_rejected(llama: Any, folder: Path) -> No
     model = load(folder / "llama", low_bits=True)
     with pytest.raises(CapabilityError, match="does not accept a copy"):
         model.self_draft(LowBit(copy="other"))
-    with pytest.raises(OptionError, match="window"):
-        model.self_draft(LowBit(window_tokens=0))
     model.close()

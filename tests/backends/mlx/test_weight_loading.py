@@ -18,7 +18,7 @@ from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 
 from edgespec.backends.base import LoadOptions
-from edgespec.backends.mlx import model_skeleton, weight_loading
+from edgespec.backends.mlx import model_skeleton
 from edgespec.backends.mlx.weight_loading import LoadedModel, load_model
 from edgespec.errors import CancelledError, MemoryBudgetError, ModelFileError
 from tests.backends.mlx.tiny_checkpoints import KINDS, ROWS, configuration, write_adapter, write_checkpoint
@@ -155,8 +155,7 @@ def test_a_model_beyond_the_memory_limit_fails_before_loading(
         _open(llama, memory_bytes=size - 1)
 
 
-def test_progress_goes_from_0_to_1(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weight_loading, "_PIECE_BYTES", 50_000)
+def test_progress_goes_from_0_to_1(llama: Path) -> None:
     seen: list[tuple[str, float]] = []
 
     def progress(what: str, fraction: float) -> bool:
@@ -173,8 +172,7 @@ def test_progress_goes_from_0_to_1(llama: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize("after", [0.0, 0.3])
-def test_progress_returning_false_cancels(llama: Path, monkeypatch: pytest.MonkeyPatch, after: float) -> None:
-    monkeypatch.setattr(weight_loading, "_PIECE_BYTES", 50_000)
+def test_progress_returning_false_cancels(llama: Path, after: float) -> None:
     asked: list[float] = []
 
     def progress(what: str, fraction: float) -> bool:
