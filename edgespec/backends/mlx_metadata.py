@@ -14,23 +14,29 @@ from edgespec.backends.model_info import Kind, ModelInfo
 from edgespec.backends.token_list import tokens_of_folder
 from edgespec.errors import ModelFileError
 
-__all__ = ["read_mlx_info"]
+__all__ = ["language_config", "read_mlx_info", "trained_context"]
 
 # Suffixes of architecture classes that write text.
 _TEXT_SUFFIXES = ("ForCausalLM", "ForConditionalGeneration", "LMHeadModel")
 _HEAD_NAMES = {"eagle3": "EAGLE-3", "eagle": "EAGLE", "medusa": "Medusa", "hydra": "Hydra"}
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 _EXPERTS_USED = ("num_experts_per_tok", "num_experts_per_token", "moe_top_k", "moe_k")
-_CONTEXT = ("max_position_embeddings", "model_max_length", "n_positions", "seq_length", "max_seq_len")
+_CONTEXT = (
+    "max_position_embeddings",
+    "model_max_length",
+    "n_positions",
+    "seq_length",
+    "max_seq_len",
+    "max_sequence_length",
+    "n_ctx",
+)
 _LICENCE = re.compile(r"^license:\s*[\"']?([\w .+-]+?)[\"']?\s*$", re.MULTILINE)
 
 
 def read_mlx_info(folder: Path) -> ModelInfo:
     """Return the metadata of an MLX model. Raises ModelFileError if the folder is not a complete model."""
     whole = read_json_object(folder / "config.json")
-    # Vision models store the configuration of their language part here.
-    inner = whole.get("text_config")
-    config = whole | inner if isinstance(inner, dict) else whole
+    config = language_config(whole)
     files = sorted(folder.glob(WEIGHTS))
     tensors: dict[str, StoredTensor] = {}
     for file in files:
@@ -49,7 +55,7 @@ def read_mlx_info(folder: Path) -> ModelInfo:
         size_bytes=sum(file.stat().st_size for file in files),
         pass_bytes=_pass_bytes(tensors, used / experts if experts and used else 1.0),
         kv_bytes=_kv_bytes(config),
-        context_tokens=_first(config, _CONTEXT),
+        context_tokens=trained_context(whole),
         vocab_size=_first(config, ("vocab_size",)) or (len(tokens.tokens) if tokens else 0),
         vocabulary=tokens.digest() if tokens else "",
         chat_template=_has_template(folder),
@@ -58,6 +64,17 @@ def read_mlx_info(folder: Path) -> ModelInfo:
         experts_used=used,
         heads=tuple(_heads(whole, config, tensors)),
     )
+
+
+def language_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the configuration of the language model, which vision models store under `text_config`."""
+    text = config.get("text_config")
+    return {**config, **text} if isinstance(text, dict) else config
+
+
+def trained_context(config: Mapping[str, Any]) -> int:
+    """Return the context length in tokens that a model was trained for, or 0 if it is unknown."""
+    return _first(language_config(config), _CONTEXT)
 
 
 def _kind(config: Mapping[str, Any]) -> Kind:

@@ -21,11 +21,11 @@ from edgespec.backends.mlx.loading import KV_BITS, MAX_WIDTH, check_options, pre
 from edgespec.backends.mlx.model_skeleton import (
     ModelSkeleton,
     WeightSizes,
-    language_config,
     parameter_bytes,
     read_skeleton,
     trace_one_token,
 )
+from edgespec.backends.mlx_metadata import language_config
 from edgespec.errors import OptionError
 from edgespec.heap import address_space_is_limited
 
@@ -155,10 +155,11 @@ class MlxMemoryEstimator:
         scan = max((layer.scan_elements(widest) for layer in shape.recurrent_layers), default=0)
         if counts_allocated:
             row = hidden + middle + shape.intermediate_size + scores
-            elements = max(prefill_tokens * row, MAX_WIDTH * (row + logits), _ALLOCATED_AHEAD * scan)
+            verify_row, scan = row + logits, _ALLOCATED_AHEAD * scan
         else:
             row = hidden + max(middle, scores)
-            elements = max(prefill_tokens * row, MAX_WIDTH * max(row, hidden + logits), scan)
+            verify_row = max(row, hidden + logits)
+        elements = max(prefill_tokens * row, MAX_WIDTH * verify_row, scan)
         pass_bytes = elements * (4 if widened or on_cpu else 2)
         if counts_allocated:
             pass_bytes += cache.largest_layer
@@ -214,11 +215,8 @@ def _shape_of(skeleton: ModelSkeleton) -> _ModelShape:
             except (ValueError, TypeError, AttributeError):
                 if bits is None:
                     raise
-    return _ModelShape(
-        *(skeleton.sizes, weight_bytes, skeleton.vocab_size, hidden, max(middle, block), heads),
-        _recurrent_layers(model),
-        caches,
-    )
+    sizes, vocab_size, recurrent = skeleton.sizes, skeleton.vocab_size, _recurrent_layers(model)
+    return _ModelShape(sizes, weight_bytes, vocab_size, hidden, max(middle, block), heads, recurrent, caches)
 
 
 def _recurrent_layers(model: Any) -> list[_RecurrentLayer]:

@@ -38,7 +38,7 @@ from edgespec.backends.self_draft_view import SelfDraftView
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import BackendError, CancelledError, CapabilityError, ContextFullError
 
-__all__ = ["MlxModel", "measure_exits"]
+__all__ = ["MlxModel"]
 
 
 class MlxModel(BaseModel):
@@ -225,18 +225,35 @@ class MlxModel(BaseModel):
         partial_best = runner.best_tokens(tokens, start, partial_model.active(0))
         return float(np.mean(partial_best == self._scored[2]))
 
-    def best_by_exit(self, tokens: Sequence[int]) -> list[NDArray[np.uint32]]:
-        """Return the most likely next token after each of `tokens` [tokens], according to each early exit.
+    def measure_exits(self, tokens: Sequence[int], first: int = 0) -> tuple[dict[int, float], list[int], int]:
+        """Measure how often each early exit predicts the same token as the full model.
 
         The tokens follow the cached tokens. They are not added to the cache.
+
+        Args:
+            tokens: 64 to 256 tokens of ordinary text. They must fit in the context.
+            first: Index of the first token to compare.
+
+        Returns:
+            The share of equal predictions (0 to 1) keyed by exit layer, the size of each layer in bytes, and
+            the size in bytes of the weights that a pass reads after the last layer.
+
+        Raises:
+            CapabilityError: The model has no early exits.
+            ContextFullError: The tokens do not fit in the context.
         """
+        self.partial_models.check("layerskip", self.facts)
         self._check(len(tokens))
         self._check_not_interrupted()
         self.end_round()
         layers, hooks, best_tokens = LayerList(self._net), self.hidden_state_hooks(), self._runner.best_tokens
-        best_tokens(tokens, self.length, hooks.on(range(hooks.count)))
-        resumed = (layers.resumed_at(hooks.count, hooks.outputs[layer]) for layer in range(hooks.count))
-        return [best_tokens(tokens, self.length, layers.replaced(each)) for each in resumed]
+        whole = best_tokens(tokens, self.length, hooks.on(range(hooks.count)))
+        agreements = {}
+        for layer in range(1, hooks.count):
+            resumed = layers.resumed_at(hooks.count, hooks.outputs[layer - 1])
+            best = best_tokens(tokens, self.length, layers.replaced(resumed))
+            agreements[layer] = float(np.mean((best == whole)[first:]))
+        return agreements, *self.partial_models.layer_bytes()
 
     def interrupt(self, enabled: bool) -> None:
         self._runner.interrupted = enabled
@@ -296,37 +313,6 @@ class MlxSelfDraftView(SelfDraftView[MlxModel]):
 
     def interrupt(self, enabled: bool) -> None:
         self._interrupted = enabled
-
-
-def measure_exits(
-    model: LanguageModel, tokens: Sequence[int], first: int = 0
-) -> tuple[dict[int, float], list[int], int]:
-    """Measure how often each early exit predicts the same token as the full model.
-
-    The cache does not change.
-
-    Args:
-        model: The model to measure.
-        tokens: 64 to 256 tokens of ordinary text. They must fit in the context.
-        first: Index of the first token to compare.
-
-    Returns:
-        The share of equal predictions (0 to 1) keyed by exit layer, the size of each layer in bytes, and the
-        size in bytes of the weights that a pass reads after the last layer.
-
-    Raises:
-        CapabilityError: The model has no early exits.
-        ContextFullError: The tokens do not fit in the context.
-    """
-    if not isinstance(model, MlxModel):
-        raise CapabilityError(f"{model.facts.name} has no early exits", "choose another method")
-    model.partial_models.check("layerskip", model.facts)
-    best = model.best_by_exit(tokens)
-    layer_bytes, head_bytes = model.partial_models.layer_bytes()
-    agreements = {
-        layer: float(np.mean((best[layer - 1] == best[-1])[first:])) for layer in range(1, len(layer_bytes))
-    }
-    return agreements, layer_bytes, head_bytes
 
 
 def _weights_crc(net: Any) -> int:

@@ -18,6 +18,7 @@ from edgespec.backends.checkpoint_names import WEIGHTS
 from edgespec.backends.memory_check import check_weights_fit, requested_context
 from edgespec.backends.mlx.build_info import mlx_core, mlx_lm_utils, runs_on_cpu
 from edgespec.backends.mlx_files import missing_files, read_json_object, read_tensors
+from edgespec.backends.mlx_metadata import trained_context
 from edgespec.errors import EdgespecError, MemoryBudgetError, ModelFileError
 
 if TYPE_CHECKING:
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
 __all__ = [
     "ModelSkeleton",
     "WeightSizes",
-    "language_config",
     "named_arrays",
     "parameter_bytes",
     "read_skeleton",
@@ -41,10 +41,6 @@ _OUT_OF_MEMORY = re.compile(
 _DENSE_NAMES = {"F16": "float16", "BF16": "bfloat16", "F32": "float32"}
 # Maximum number of characters of an exception's text in an error message.
 _MAX_DETAIL_CHARACTERS = 300
-_TRAINED_CONTEXT = (
-    *("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "seq_length"),
-    "n_ctx",
-)
 
 
 class WeightSizes(NamedTuple):
@@ -142,7 +138,7 @@ def read_skeleton(path: str, name: str, options: LoadOptions) -> ModelSkeleton:
             by_dtype.total() + (low_bits.nbytes if low_bits else 0),
             by_dtype["F16"] + by_dtype["BF16"],
             _kv_elements(caches),
-            _trained_context(config),
+            trained_context(config),
         )
         file_bytes = sum(file.stat().st_size for file in files)
     return ModelSkeleton(model, config, sizes, file_bytes, parameters, quantisation, vocab_size, low_bits)
@@ -253,18 +249,6 @@ def _describe_quantisation(model: Any, config: dict[str, Any], by_dtype: Counter
     method = (config.get("quantization_config") or {}).get("quant_method")
     ((dense, _),) = by_dtype.most_common(1)
     return str(method or _DENSE_NAMES.get(dense, dense.lower()))
-
-
-def language_config(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the configuration of the language model, which vision models store under `text_config`."""
-    text = config.get("text_config")
-    return {**config, **text} if isinstance(text, dict) else config
-
-
-def _trained_context(config: dict[str, Any]) -> int:
-    text = language_config(config)
-    values = (text.get(key) for key in _TRAINED_CONTEXT)
-    return next((tokens for tokens in values if isinstance(tokens, int) and 0 < tokens < 1 << 31), 0)
 
 
 def trace_one_token(model: Any, kv_bits: int | None = None) -> tuple[int, LayerCaches]:
