@@ -43,6 +43,21 @@ def test_every_argument_is_declared() -> None:
     assert ReplyArguments.__annotations__.keys() == REPLY_OPTIONS.keys()
 
 
+def test_every_load_option_is_read() -> None:
+    """An option that nothing reads would be accepted and silently do nothing."""
+    folder = Path(edgespec.__file__).parent
+    text = "".join(
+        path.read_text("utf-8") for path in folder.rglob("*.py") if folder / "cli" not in path.parents
+    )
+    unread = [name for name in LOAD_OPTIONS if f'["{name}"]' not in text]
+    assert not unread, f"nothing outside the command line reads the load options {unread}"
+
+
+def test_every_field_of_sampling_params_is_an_option() -> None:
+    missing = {*SamplingParams.names()} - REPLY_OPTIONS.keys()
+    assert not missing, f"declare {missing} in ReplyArguments (edgespec/reply_options.py), with a help text"
+
+
 def test_sampling_arguments_have_the_types_of_sampling_params() -> None:
     declared, used = get_type_hints(ReplyArguments), get_type_hints(SamplingParams)
     assert {name: declared[name] for name in SamplingParams.names()} == {

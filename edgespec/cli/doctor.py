@@ -155,9 +155,8 @@ def _demo(stop: Stop) -> Check:
     import edgespec
 
     started = time.perf_counter()
-    progress = ProgressLine(stop)
     try:
-        with edgespec.load("demo", progress=progress) as runtime:
+        with ProgressLine(stop) as progress, edgespec.load("demo", progress=progress) as runtime:
             load_seconds = time.perf_counter() - started
             stop.on_request(runtime.cancel)
             reply = runtime.generate("How do I list files?", max_tokens=_DEMO_TOKENS, temperature=0.0, seed=0)
@@ -165,8 +164,6 @@ def _demo(stop: Stop) -> Check:
         raise
     except EdgespecError as error:
         return Check("demo", False, error.what, error.next_step)
-    finally:
-        progress.clear()
     if reply.finish_reason == "cancelled":
         raise CancelledError("the demo was cancelled")
     rate = reply.stats.tokens_per_second or 0.0

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from edgespec.cli.failures import DONE, FAILED
-from edgespec.cli.help import HelpfulCommand, HelpfulGroup
+from edgespec.cli.help import HelpfulGroup
 from edgespec.cli.interrupt import Stop, interruptible
 from edgespec.cli.models_shown import (
     Shown,
@@ -72,7 +72,6 @@ def command() -> None:
 
 @command.command(
     "list",
-    cls=HelpfulCommand,
     short_help="List the catalogue and the models on this machine.",
     examples=("edgespec models list", "edgespec models list --json"),
 )
@@ -134,7 +133,6 @@ def list_models(as_json: bool) -> None:
 
 @command.command(
     "show",
-    cls=HelpfulCommand,
     short_help="Show facts about a model and its draft models.",
     examples=(
         "edgespec models show demo",
@@ -187,7 +185,6 @@ def show_model(reference: str, probe: bool, as_json: bool) -> int:
 
 @command.command(
     "pull",
-    cls=HelpfulCommand,
     short_help="Download a model.",
     examples=("edgespec models pull 8b-q4", "edgespec models pull hf:user/repo:Q4_K_M"),
 )
@@ -201,11 +198,8 @@ def pull_model(reference: str, as_json: bool) -> None:
     from edgespec.catalog import resolve
 
     def fetch(stop: Stop) -> Resolved:
-        progress = ProgressLine(stop)
-        try:
+        with ProgressLine(stop) as progress:
             return resolve(reference, progress=progress)
-        finally:
-            progress.clear()
 
     found = interruptible(fetch)
     if as_json:
@@ -218,7 +212,6 @@ def pull_model(reference: str, as_json: bool) -> None:
 
 @command.command(
     "alias",
-    cls=HelpfulCommand,
     short_help="Give a model your own name.",
     examples=("edgespec models alias big hf:user/repo:Q4_K_M", "edgespec models alias fast llama3.2:1b"),
 )
@@ -242,7 +235,6 @@ def set_alias(name: str, reference: str, as_json: bool) -> None:
 
 @command.command(
     "pair",
-    cls=HelpfulCommand,
     short_help="Choose the draft model that --draft auto uses for a target.",
     examples=(
         "edgespec models pair 70b-q4 1b-q4",
@@ -275,7 +267,6 @@ def set_pair(target: str, draft: str | None, remove: bool, as_json: bool) -> Non
 
 @command.command(
     "remove",
-    cls=HelpfulCommand,
     short_help="Delete an alias or a downloaded model.",
     examples=("edgespec models remove big", "edgespec models remove hf:user/repo:Q4_K_M --yes"),
 )
@@ -288,11 +279,12 @@ def remove_model(reference: str, yes: bool, as_json: bool) -> None:
     Models in Ollama and LM Studio and your own files are never deleted.
     """
     from edgespec.catalog import resolve
+    from edgespec.catalog.catalogue import user_aliases
     from edgespec.catalog.removal import plan_removal
-    from edgespec.cli.own_names import is_named, write_name
+    from edgespec.cli.own_names import write_name
 
     name = reference.strip()
-    if is_named("aliases", name):
+    if name.lower() in user_aliases():
         write_name("aliases", name, None)
         _print_change(f"The alias {name} is deleted.", "", {"removed": name, "freed_bytes": 0}, as_json)
         return
@@ -355,21 +347,17 @@ def _facts(stop: Stop, reference: str, has_gpu_layers: bool) -> tuple[ModelFacts
     """Load a model and return (facts, ""), or (None, reason) if it cannot be loaded."""
     import edgespec
 
-    progress = ProgressLine(stop)
+    options: dict[str, Any] = {"context": _LOOK_CONTEXT_TOKENS, "method": "none"}
+    if has_gpu_layers:
+        options["gpu_layers"] = 0
     try:
-        with edgespec.load(
-            reference,
-            "none",
-            context=_LOOK_CONTEXT_TOKENS,
-            gpu_layers=0 if has_gpu_layers else None,
-            method="none",
-            progress=progress,
-        ) as runtime:
+        with (
+            ProgressLine(stop) as progress,
+            edgespec.load(reference, "none", **options, progress=progress) as runtime,
+        ):
             return runtime.target, ""
     except (MemoryBudgetError, BackendMissingError) as error:
         return None, str(error)
-    finally:
-        progress.clear()
 
 
 def _downloaded_json(files: dict[str, str]) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from edgespec.cli.help import HelpfulCommand, HelpfulGroup
+from edgespec.cli.help import HelpfulGroup
 from edgespec.cli.interrupt import interruptible
 from edgespec.cli.options import json_option, model_reference
 from edgespec.cli.screen import ProgressLine, note, print_json, print_table, printable
@@ -40,7 +40,6 @@ def command() -> None:
 
 @command.command(
     "layerskip",
-    cls=HelpfulCommand,
     short_help="Split a model so that its first layers can draft.",
     examples=(
         "edgespec prepare layerskip demo",
@@ -90,7 +89,6 @@ def layerskip(reference: str, exit_layer: str, to: Path | None, as_json: bool) -
 
 @command.command(
     "lowbit",
-    cls=HelpfulCommand,
     short_help="Make a copy with fewer bits that can draft.",
     examples=("edgespec prepare lowbit ./my-f16.gguf", "edgespec prepare lowbit ./my-f16.gguf --type Q2_K"),
 )

@@ -228,15 +228,15 @@ def _fill_rows(model: Any, room: int) -> None:
     model.prefill(_prompt(_LAST_TOKENS))
     # Rows must move by whole blocks, because sliding-window caches consist of blocks.
     more = (room - 2 * _LAST_TOKENS) // _BLOCK_ROWS * _BLOCK_ROWS
-    for cache in model.memory.attention:
+    for cache in model.caches.attention:
         (start, end), arrays = cache.dump(0, model.length)
         if cache.window is None:
             again = mx.arange(end + more) % end
             arrays = [mx.take(array, again, axis=2) for array in arrays]
             mx.eval(arrays)
         cache.load([start if cache.window is None else start + more, end + more], arrays)
-    model.memory.length += more
-    model._passes.kept = model.memory.mark()
+    model.caches.length += more
+    model._runner.committed = model.caches.checkpoint()
     del arrays
     mx.clear_cache()
     _free_unused()

@@ -157,11 +157,11 @@ def test_on_the_command_line(run: Run) -> None:
     args = ["tune", "--draft", "none", "--threads", "1", "--context", "256", "-n", "8"]
     told = run(*args)
     assert told.exit_code == 0, told.output
-    assert told.stdout.startswith("target demo, draft none, ")
+    assert told.stdout.startswith("model demo, draft model none\n")
     assert "BREAK-EVEN" in told.stdout
     report = json_of(run(*args, "--json"))
     assert told.stdout.splitlines()[-1].split(" ")[0] in ("Speculation", "No", "Nothing", "Use")
     assert {each["name"] for each in report["drafters"]} == {"suffix", "ngram"}
     assert report["verdict"]
     assert report["auto"] > 0.0
-    assert "The automatic mode reached " in told.stdout
+    assert "The default method, auto, reached a speed-up of " in told.stdout

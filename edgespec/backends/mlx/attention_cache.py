@@ -117,16 +117,9 @@ class AttentionCache:
     # Interface used only by this backend.
 
     @property
-    def side_bytes_per_token(self) -> tuple[int, int]:
-        """Number of bytes per token of the keys and of the values. The cache must not be empty."""
-        rows = self._keys[0].shape[2]
-        key_bytes, value_bytes = (sum(array.nbytes for array in side) for side in (self._keys, self._values))
-        return key_bytes // rows, value_bytes // rows
-
-    @property
     def bytes_per_token(self) -> int:
         """Number of bytes per cached token. The cache must not be empty."""
-        return sum(self.side_bytes_per_token)
+        return sum(array.nbytes for array in self.state) // self._keys[0].shape[2]
 
     def can_rewind(self, length: int) -> bool:
         """Return whether the cache still contains every row that a token at position `length` attends to."""
