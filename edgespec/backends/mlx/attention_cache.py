@@ -130,11 +130,9 @@ class AttentionCache:
         self.offset = min(self.offset, length)
 
     def keep_path(self, round_start: int, path: list[int]) -> None:
-        """Keep the rows of an accepted path through the tree, and drop all other rows of the tree.
+        """Keep the rows of the tree nodes in `path`, in order, and drop all other rows of the tree.
 
-        Args:
-            round_start: Position of the root token.
-            path: Indices of the tree nodes to keep, in order.
+        The root of the tree is at position `round_start`.
         """
         low = round_start - self.start
         kept_rows = mx.array([low + node for node in path])

@@ -115,7 +115,7 @@ class LayerCaches:
     def bytes_by_context(self) -> Callable[[int], int]:
         """Return a function that maps a context length in tokens to the size of the full caches in bytes.
 
-        At least one token must be cached. The function returns 0 if any type of cache is unsupported.
+        At least one token must be cached. If any cache is unsupported, the function returns 0.
         """
         if self.unsupported:
             return lambda _tokens: 0

@@ -210,7 +210,7 @@ def _drawn(
         rows: Logits, float32 [rows, vocab].
         peaks: Largest logit of each row, [rows].
         keys: Key of each row for the noise generator, uint64 [rows].
-        count: Number of tokens to return per row.
+        count: Number of tokens per row.
         chain: Settings of the filters.
 
     Returns:

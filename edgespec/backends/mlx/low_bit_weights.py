@@ -63,10 +63,8 @@ class _SplitWeight(Module):
     """An 8-bit affine weight whose high and low four bits are stored separately.
 
     Attributes:
-        high: Packed high halves, uint32 [rows, columns / 8].
-        low: Packed low halves, uint32 [rows, columns / 8].
-        scales: Scales of the 8-bit weight, [rows, groups].
-        biases: Biases of the 8-bit weight, [rows, groups].
+        high, low: Packed halves, uint32 [rows, columns / 8].
+        scales, biases: Scales and biases of the 8-bit weight, [rows, groups].
         high_scales: Scales of the high halves, [rows, groups].
         draft_biases: Biases used when only the high halves are read, [rows, groups].
     """
@@ -127,12 +125,7 @@ def _pack(codes: mx.array) -> mx.array:
 
 
 def merge_halves(high: mx.array, low: mx.array) -> mx.array:
-    """Merge the two halves of a split weight into packed 8-bit codes, uint32 [..., n / 4].
-
-    Args:
-        high: Packed high halves, uint32 [..., n / 8].
-        low: Packed low halves, uint32 [..., n / 8].
-    """
+    """Merge packed halves (uint32 [..., n / 8]) into packed 8-bit codes (uint32 [..., n / 4])."""
     parts = [(half.view(mx.uint8) & 15, half.view(mx.uint8) >> _HALF_BITS) for half in (high, low)]
     (high_even, high_odd), (low_even, low_odd) = parts
     codes = mx.stack([(high_even << _HALF_BITS) | low_even, (high_odd << _HALF_BITS) | low_odd], axis=-1)

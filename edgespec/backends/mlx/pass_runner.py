@@ -109,10 +109,7 @@ class PassRunner:
     ) -> NDArray[np.uint32]:
         """Return the most likely next token after each token, without changing any rows of the caches.
 
-        Args:
-            tokens: The tokens to run.
-            start: Position of the first token.
-            partial_model: Context manager that selects the partial model, or does nothing.
+        The first token is at position `start`. The pass runs inside the context manager `partial_model`.
         """
         try:
             self.caches.set_offset(start)
@@ -291,10 +288,7 @@ class PassRunner:
     def _resume(self, tree: TokenTree, exit_model: EarlyExitModel, states: mx.array) -> mx.array:
         """Verify a tree by running only the layers above an early exit.
 
-        Args:
-            tree: The tree to verify.
-            exit_model: The early-exit model that drafted the tree.
-            states: Hidden states [1, nodes, size] after the exit layer, for the first nodes of the tree.
+        `states` are the hidden states [1, nodes, size] of the first nodes after the exit layer.
         """
         known = states.shape[1]
         if known < tree.width:

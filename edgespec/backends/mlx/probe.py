@@ -125,15 +125,9 @@ class _Checks:
     """
 
     def __init__(self, model: MlxModel, tokens: list[int], steps: NDArray[np.float64]) -> None:
-        """Create the checks.
-
-        Args:
-            model: The model to test.
-            tokens: Tokens to test it with.
-            steps: Logits [tokens, vocab] after each token, computed by passes over single tokens.
-        """
         self._model = model
         self._tokens = tokens
+        # Logits [tokens, vocab] after each token, computed by passes over single tokens.
         self._steps = steps
         self.supports_trees = True
 
@@ -243,10 +237,10 @@ class _Checks:
     def _differs(
         self, subject: str, logits: DeviceLogits, steps: Sequence[int], rows: Sequence[int] | None = None
     ) -> str:
-        """Compare logits with those of the single-token passes `steps`.
+        """Compare logits with those of single-token passes.
 
         Args:
-            subject: What produced the logits, for the result.
+            subject: Description of the tested capability.
             logits: The logits to check.
             steps: Index of the single-token pass that each row must equal.
             rows: Rows to check. Defaults to all rows.
