@@ -157,9 +157,10 @@ class AttentionCache:
         """Return the ranges (first, stop) of positions before `end` that the next pass attends to."""
         layout, before = self._layout, self._layout.round_start
         if self.window is None:
-            near = layout.sink_window
-            if near and before > near.sinks + near.recent:
-                return [(0, near.sinks), (before - near.recent, end)]
+            if layout.window and layout.window.window_tokens:
+                sinks, recent = layout.window.sink_tokens, layout.window.window_tokens
+                if before > sinks + recent:
+                    return [(0, sinks), (before - recent, end)]
             return [(0, end)]
         # In a tree pass, `offset` may be past the root, but tokens attend to the window before the root.
         first = self.offset if layout.offsets is None else before

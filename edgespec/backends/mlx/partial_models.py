@@ -17,7 +17,7 @@ from edgespec.backends.base import EarlyExit, LowBit, ModelFacts, SelfDraft, Ski
 from edgespec.backends.mlx.layers import LayerList, SkippedLayer
 from edgespec.backends.mlx.low_bit_weights import LowBitWeights
 from edgespec.backends.mlx.model_skeleton import parameter_bytes
-from edgespec.backends.mlx.pass_layout import PassLayout, SinkWindow
+from edgespec.backends.mlx.pass_layout import PassLayout
 from edgespec.errors import CapabilityError, OptionError
 
 __all__ = ["SELF_DRAFT_NAMES", "EarlyExitModel", "PartialModel", "PartialModelFactory"]
@@ -103,14 +103,12 @@ class EarlyExitModel(PartialModel):
 
 
 @contextmanager
-def _low_precision(
-    low_bits: LowBitWeights, layout: PassLayout, sink_window: SinkWindow | None
-) -> Iterator[None]:
-    low_bits.low, layout.sink_window = True, sink_window
+def _low_precision(low_bits: LowBitWeights, layout: PassLayout, method: LowBit) -> Iterator[None]:
+    low_bits.low, layout.window = True, method
     try:
         yield
     finally:
-        low_bits.low, layout.sink_window = False, None
+        low_bits.low, layout.window = False, None
 
 
 class PartialModelFactory:
@@ -161,10 +159,16 @@ class PartialModelFactory:
         Raises:
             CapabilityError: The model does not store its layers in a single list, or `method` specifies a
                 separate copy of the weights.
-            OptionError: The layers or the attention window of `method` are invalid.
+            OptionError: The model has no such layers.
         """
         if isinstance(method, LowBit):
-            return self._low_bit(method, name)
+            if method.copy is not None:
+                raise CapabilityError(
+                    f"{name} stores both precisions itself and does not accept a copy", "omit the copy"
+                )
+            assert self.low_bits is not None
+            activate = partial(_low_precision, self.low_bits, self._layout, method)
+            return PartialModel("fewer bits", activate, self.low_bits.nbytes)
         layers = LayerList(self._net)
         last = len(layers.layers) - 1
         if isinstance(method, EarlyExit):
@@ -181,15 +185,3 @@ class PartialModelFactory:
                 )
         remaining = layers.without(method.layers)
         return PartialModel(f"without {len(method.layers)} layers", partial(layers.replaced, remaining))
-
-    def _low_bit(self, method: LowBit, name: str) -> PartialModel:
-        if method.copy is not None:
-            raise CapabilityError(
-                f"{name} stores both precisions itself and does not accept a copy", "omit the copy"
-            )
-        window = None
-        if method.window_tokens is not None:
-            window = SinkWindow(method.sink_tokens, method.window_tokens)
-        assert self.low_bits is not None
-        activate = partial(_low_precision, self.low_bits, self._layout, window)
-        return PartialModel("fewer bits", activate, self.low_bits.nbytes)

@@ -4,24 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import mlx.core as mx
 from mlx.nn.layers.base import Module
 
-__all__ = ["PassLayout", "SinkWindow", "install_tree_ropes"]
+from edgespec.backends.base import LowBit
 
-
-class SinkWindow(NamedTuple):
-    """Attention window over the first and the most recent tokens (StreamingLLM, arXiv 2309.17453).
-
-    Attributes:
-        sinks: Number of tokens to attend to at the beginning of the context (attention sinks).
-        recent: Number of most recent cached tokens to attend to.
-    """
-
-    sinks: int
-    recent: int
+__all__ = ["PassLayout", "install_tree_ropes"]
 
 
 @dataclass
@@ -36,7 +26,8 @@ class PassLayout:
         offsets: Position of each token in the pass, or None for a chain, whose positions are consecutive.
         known: Position of each tree node in this pass and in earlier passes over the same tree.
         visible: For each token in the pass, whether it attends to each tree node.
-        sink_window: Window of cached tokens that full-attention layers attend to, or None for all of them.
+        window: Method whose `sink_tokens` and `window_tokens` limit what full-attention layers attend to. If
+            None, they attend to all cached tokens.
         scratch: Whether the pass must not store its keys and values in the caches.
     """
 
@@ -44,7 +35,7 @@ class PassLayout:
     offsets: mx.array | None = None
     known: list[int] = field(default_factory=list)
     visible: list[list[bool]] = field(default_factory=list)
-    sink_window: SinkWindow | None = None
+    window: LowBit | None = None
     scratch: bool = False
 
     def set_chain(self, round_start: int) -> None:
