@@ -27,12 +27,12 @@ from edgespec.backends.mlx.cache_serialization import deserialize_caches, serial
 from edgespec.backends.mlx.evaluation import release_thread_state
 from edgespec.backends.mlx.layer_caches import CacheCheckpoint
 from edgespec.backends.mlx.layers import HiddenStateHooks, LayerList
+from edgespec.backends.mlx.loading import LoadedModel
 from edgespec.backends.mlx.logits import DeviceLogits
 from edgespec.backends.mlx.model_skeleton import named_arrays
 from edgespec.backends.mlx.partial_models import SELF_DRAFT_NAMES, PartialModel, PartialModelFactory
 from edgespec.backends.mlx.pass_runner import PassRunner
 from edgespec.backends.mlx.vocabulary import MlxVocabulary
-from edgespec.backends.mlx.weight_loading import LoadedModel
 from edgespec.backends.optional_features import Trainer
 from edgespec.backends.self_draft_view import SelfDraftView
 from edgespec.engine.tree import TokenTree

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from edgespec.backends import mlx
 from edgespec.backends.base import LanguageModel, LoadOptions
 from edgespec.backends.mlx import loading
-from edgespec.backends.mlx.weight_loading import load_model
+from edgespec.backends.mlx.loading import load_model
 from edgespec.backends.replay import MAX_CHECKPOINTS
 from edgespec.catalog.catalogue import models_folder
 from edgespec.engine.tree import TokenTree

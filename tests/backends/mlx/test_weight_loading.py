@@ -19,7 +19,7 @@ from mlx_lm.models.cache import KVCache, make_prompt_cache
 
 from edgespec.backends.base import LoadOptions
 from edgespec.backends.mlx import model_skeleton
-from edgespec.backends.mlx.weight_loading import LoadedModel, load_model
+from edgespec.backends.mlx.loading import LoadedModel, load_model
 from edgespec.errors import CancelledError, MemoryBudgetError, ModelFileError
 from tests.backends.mlx.tiny_checkpoints import KINDS, ROWS, configuration, write_adapter, write_checkpoint
 
@@ -353,7 +353,7 @@ def refuse(*_, **__):
 socket.socket.connect = socket.getaddrinfo = refuse
 resource.setrlimit(resource.RLIMIT_NOFILE, (500, 3000))
 from edgespec.backends.base import LoadOptions
-from edgespec.backends.mlx.weight_loading import load_model
+from edgespec.backends.mlx.loading import load_model
 load_model(sys.argv[1], "tiny", LoadOptions(), None)
 # mlx-lm would set these limits to 2048 and 4096, or fail without the permission.
 assert resource.getrlimit(resource.RLIMIT_NOFILE) == (2048, 3000)
@@ -374,7 +374,7 @@ import sys
 sys.modules[sys.argv[1]] = None
 from edgespec.backends.base import LoadOptions
 from edgespec.backends.mlx.build_info import build_info
-from edgespec.backends.mlx.weight_loading import load_model
+from edgespec.backends.mlx.loading import load_model
 from edgespec.errors import BackendMissingError
 try:
     load_model(sys.argv[2], "tiny", LoadOptions(), None)
