@@ -133,8 +133,7 @@ def _load(path: str, name: str, options: LoadOptions, progress: Progress | None)
     )
     # The capability tests need at least PROBE_TOKENS, even if a smaller context was requested.
     probed_facts = replace(facts, context_tokens=max(context_tokens, PROBE_TOKENS))
-    batch_tokens, kv_bits = prefill_batch_tokens(options), KV_BITS[options.kv_type]
-    model = MlxModel(loaded, probed_facts, vocabulary, kv_bits=kv_bits, batch_tokens=batch_tokens)
+    model = MlxModel(loaded, probed_facts, vocabulary, options)
     try:
         try:
             result = probe(model)

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from edgespec.backends.base import (
     LanguageModel,
+    LoadOptions,
     ModelFacts,
     Progress,
     SelfDraft,
@@ -27,7 +28,7 @@ from edgespec.backends.mlx.cache_serialization import deserialize_caches, serial
 from edgespec.backends.mlx.evaluation import release_thread_state
 from edgespec.backends.mlx.layer_caches import CacheCheckpoint
 from edgespec.backends.mlx.layers import HiddenStateHooks, LayerList
-from edgespec.backends.mlx.loading import LoadedModel
+from edgespec.backends.mlx.loading import KV_BITS, LoadedModel, prefill_batch_tokens
 from edgespec.backends.mlx.logits import DeviceLogits
 from edgespec.backends.mlx.model_skeleton import named_arrays
 from edgespec.backends.mlx.partial_models import SELF_DRAFT_NAMES, PartialModel, PartialModelFactory
@@ -55,14 +56,9 @@ class MlxModel(BaseModel):
     """
 
     def __init__(
-        self,
-        loaded: LoadedModel,
-        facts: ModelFacts,
-        vocabulary: MlxVocabulary,
-        *,
-        kv_bits: int | None,
-        batch_tokens: int,
+        self, loaded: LoadedModel, facts: ModelFacts, vocabulary: MlxVocabulary, options: LoadOptions
     ) -> None:
+        kv_bits = KV_BITS[options.kv_type]
         self.facts = facts
         self.vocabulary: Vocabulary = vocabulary
         self._close_vocabulary = vocabulary.close
@@ -75,7 +71,7 @@ class MlxModel(BaseModel):
         self.partial_models = PartialModelFactory(self._net, self._runner.layout, loaded.skeleton.low_bits)
         # The checkpoint, tokens and result of the last scored pass of the whole model.
         self._scored: tuple[CacheCheckpoint, tuple[int, ...], NDArray[np.uint32]] | None = None
-        self._batch_tokens = batch_tokens
+        self._batch_tokens = prefill_batch_tokens(options)
 
     @property
     def length(self) -> int:
@@ -100,25 +96,21 @@ class MlxModel(BaseModel):
 
     def _check_pass(self, tree: TokenTree) -> None:
         """Check the arguments of `verify`. If they are invalid, discard the uncommitted tokens and raise."""
+        name, capabilities = self.facts.name, self.facts.capabilities
         try:
             self._check(tree.width)
-            if tree.width > 1:
-                self._check_tree(tree)
+            if tree.width > 1 and not capabilities.rollback and not self.caches.recurrent:
+                raise CapabilityError(f"{name} cannot verify drafts: {capabilities.reason}")
+            if tree.width > capabilities.max_width:
+                raise CapabilityError(
+                    f"a verify pass of {tree.width} tokens exceeds the maximum of {capabilities.max_width}"
+                )
+            if not capabilities.tree and not tree.is_chain:
+                raise CapabilityError(f"{name} cannot verify token trees: {capabilities.reason}")
             self._check_not_interrupted()
         except (CapabilityError, ContextFullError, CancelledError):
             self._runner.end_round()
             raise
-
-    def _check_tree(self, tree: TokenTree) -> None:
-        capabilities = self.facts.capabilities
-        if not capabilities.rollback and not self.caches.recurrent:
-            raise CapabilityError(f"{self.facts.name} cannot verify drafts: {capabilities.reason}")
-        if tree.width > capabilities.max_width:
-            raise CapabilityError(
-                f"a verify pass of {tree.width} tokens exceeds the maximum of {capabilities.max_width}"
-            )
-        if not capabilities.tree and not tree.is_chain:
-            raise CapabilityError(f"{self.facts.name} cannot verify token trees: {capabilities.reason}")
 
     def run_ahead(self, enabled: bool) -> None:
         self._runner.run_ahead = enabled
