@@ -97,7 +97,7 @@ class PassRunner:
         return rows.astype(mx.float32)
 
     def _forward_partial(self, tokens: mx.array, partial_model: AbstractContextManager[None]) -> mx.array:
-        """Like `_forward`, but with a partial model."""
+        """Run tokens [n] with a partial model, and return their lazy logits [n, vocab] in float32."""
         with partial_model:
             rows = self._forward(tokens)
         # Skipped layers append no rows to their caches, but the offsets of these caches increase as well.
@@ -199,7 +199,7 @@ class PassRunner:
 
     def commit(self, path: tuple[int, ...]) -> None:
         """See `LanguageModel.commit`. Raises CapabilityError if a recurrent state must be truncated."""
-        if self._partial_model:  # All uncommitted tokens are drafts.
+        if self._partial_model:  # The draft was not verified, so no token is kept.
             self.end_round()
             return
         kept, prelaunched = [0, *path], self._prelaunched
@@ -215,7 +215,7 @@ class PassRunner:
             elif len(kept) < len(self._round):
                 if self.caches.recurrent:
                     raise CapabilityError(
-                        "a recurrent state cannot drop its last tokens", "rewind to a checkpoint"
+                        "a recurrent state cannot drop its last tokens", "rewind to a checkpoint instead"
                     )
                 self.caches.rewind(self.length + len(kept))
             self.committed = self.caches.checkpoint()

@@ -26,10 +26,11 @@ __all__ = ["PROBE_TOKENS", "ProbeResult", "probe"]
 
 # Number of tokens used to test a model.
 PROBE_TOKENS = 8
-# Maximum difference between logits that counts as a rounding error, relative to the largest logit: the given
-# number of machine epsilons or the given share, whichever is larger. Rounding differs because the order of
-# additions depends on the number of tokens in a pass. In float32 the share is larger, because recurrent
-# layers and quantised products are less precise than the data type. Both limits were chosen.
+# Differences between logits up to the larger of these two limits count as rounding errors. The first limit is a
+# number of machine epsilons of the data type, the second is a fixed share; both are relative to the largest
+# logit. Rounding differs because the order of additions depends on the number of tokens in a pass. In float32,
+# the second limit is larger, because recurrent layers and quantised products are less precise than the data
+# type. Both limits were chosen.
 _MAX_EPSILONS, _MAX_LOGIT_SHARE = 32, 1e-3
 
 
@@ -208,7 +209,7 @@ class _Checks:
         partial_model = model.partial_models.create(method, model.facts.name)
         model.truncate(0)
         model.prefill(self._tokens[:2])
-        for end in (1, 2, 3):  # The last drafted token is wrong.
+        for end in (1, 2, 3):  # The target will reject the last drafted token.
             model.draft(partial_model, self._tree([2, 3, 6][:end], range(-1, 2)), end - 1)
         problem = self._differs(subject, self._chain(2, 3, 4), [2, 3, 4])
         model.commit((1, 2))

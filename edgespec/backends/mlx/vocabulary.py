@@ -162,7 +162,7 @@ def _other_family_ends(vocab: dict[str, int]) -> set[int]:
     """Return the tokens that end a reply in other model families, but not in this model's family."""
     texts = ""
     if {"<|return|>", "<|call|>"} <= vocab.keys() or {"<|calls|>", "<|flush|>"} <= vocab.keys():
-        texts += "<|end|> "  # Harmony uses it to end a message, not the reply.
+        texts += "<|end|> "  # In the Harmony format, this token ends a message, but not the reply.
     if "<|tool_response>" in vocab or "<|plamo:eos|>" in vocab:
         texts += "</s>"
     return _ids(texts, vocab)
