@@ -43,7 +43,7 @@ __all__ = ["MlxModel"]
 
 
 class MlxModel(BaseModel):
-    """A loaded MLX model with its caches. It checks the arguments of each call; a `PassRunner` runs the passes.
+    """A loaded MLX model. It checks the arguments of each call, and a `PassRunner` runs the passes.
 
     Attributes:
         rounding: Machine epsilon of the model's compute data type.
