@@ -13,15 +13,7 @@ from edgespec.cli.help import HelpfulGroup
 from edgespec.cli.interrupt import Stop, interruptible
 from edgespec.cli.models_shown import STORED_BY, Shown, entry_json, installed_json, prepared_json
 from edgespec.cli.options import json_option, model_reference
-from edgespec.cli.screen import (
-    ProgressLine,
-    is_terminal,
-    line_of,
-    note,
-    print_json,
-    print_table,
-    printable,
-)
+from edgespec.cli.screen import ProgressLine, is_terminal, line_of, note, print_json, print_table, printable
 from edgespec.errors import (
     BackendMissingError,
     MemoryBudgetError,

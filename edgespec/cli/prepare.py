@@ -94,10 +94,7 @@ def layerskip(reference: str, exit_layer: str, to: Path | None, as_json: bool) -
 )
 @model_reference("reference")
 @click.option(
-    "--type",
-    "type_name",
-    metavar="TYPE",
-    help="Quantisation of the copy, such as Q2_K. [default: Q4_0]",
+    "--type", "type_name", metavar="TYPE", help="Quantisation of the copy, such as Q2_K. [default: Q4_0]"
 )
 @_to_option
 @json_option

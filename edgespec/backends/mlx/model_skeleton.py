@@ -14,10 +14,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import psutil
 
 from edgespec.backends.base import LoadOptions
-from edgespec.backends.checkpoint_names import WEIGHTS
 from edgespec.backends.memory_check import check_weights_fit, requested_context
 from edgespec.backends.mlx.build_info import mlx_core, mlx_lm_utils, runs_on_cpu
-from edgespec.backends.mlx_files import missing_files, read_json_object, read_tensors
+from edgespec.backends.mlx_files import WEIGHTS, missing_files, read_json_object, read_tensors
 from edgespec.backends.mlx_metadata import trained_context
 from edgespec.errors import EdgespecError, MemoryBudgetError, ModelFileError
 

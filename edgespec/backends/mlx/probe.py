@@ -27,7 +27,7 @@ __all__ = ["PROBE_TOKENS", "ProbeResult", "probe"]
 # Number of tokens used to test a model.
 PROBE_TOKENS = 8
 # Differences between logits up to the larger of these two limits count as rounding errors: a number of
-# machine epsilons of the data type, and a fixed share. Both are relative to the largest logit, and were chosen.
+# machine epsilons of the data type, and a fixed share. Both are relative to the largest logit, and chosen.
 # Rounding differs because the order of additions depends on the number of tokens in a pass. In float32, the
 # fixed share applies, because recurrent layers and quantised products are less precise than the data type.
 _MAX_EPSILONS, _MAX_LOGIT_SHARE = 32, 1e-3

@@ -297,7 +297,7 @@ TROUBLES: dict[str, tuple[Callable[[Path], Path | None], str]] = {
     "nothing": (_renamed("weights"), "has no model.safetensors"),
     "index": (
         _write("model.safetensors.index.json", b"nonsense"),
-        "is not a valid index of weights",
+        "is not a valid index of weight files",
     ),
     "cut": (
         _weights(lambda data: data[:-1]),
