@@ -60,6 +60,7 @@ class AdaptiveTreeGrowth(TreeGrowth):
     ) -> None:
         limits = limits or PassLimits()
         self.siblings = siblings if limits.max_branches > 1 else 1
+        self.drafts_chains = self.siblings == 1
         self._max_width = min(limits.max_width, _MAX_WIDTH)
         self._max_branches = limits.max_branches
         self._v = v
@@ -78,9 +79,7 @@ class AdaptiveTreeGrowth(TreeGrowth):
 
     def begin_round(self, draft_length: int) -> bool:
         costs = np.array([self._v(width) for width in range(1, self._max_width + 1)])
-        self._round = _Round(
-            draft_length, self.draft_pass_cost, costs, self._clock(), is_forced=self._is_forced
-        )
+        self._round = _Round(draft_length, self.draft_pass_cost, costs, self._clock(), self._is_forced)
         self._is_forced = False
         levels, _, _ = self._best_addition(np.ones(1), width=0, expected_tokens=0.0)
         return levels > 0 or self._round.is_forced
@@ -104,9 +103,10 @@ class AdaptiveTreeGrowth(TreeGrowth):
         this_round = self._round
         this_round.passes += 1
         if this_round.is_forced:
-            return [
-                self._forced_child(path_prob, draft_probs(node)) for node, path_prob in enumerate(path_probs)
-            ]
+            # Draft a chain. Expand its first token if verifying another one would cost little extra.
+            this_round.width += 1
+            path_prob = path_probs[0] * self._acceptance.prob(0, draft_probs(0)[0])
+            return [Children((path_prob,), this_round.passes < (2 if self._v(2) >= _STEEP_COST else 1))]
         # Each candidate is (path probability, frontier node, rank among its siblings).
         candidates = [
             (path_prob * self._acceptance.prob(rank, draft_prob), node, rank)
@@ -114,9 +114,8 @@ class AdaptiveTreeGrowth(TreeGrowth):
             for rank, draft_prob in enumerate(draft_probs(node)[: self.siblings])
         ]
         candidates.sort(key=lambda candidate: -candidate[0])
-        levels, count, order = self._best_addition(
-            np.array([candidate[0] for candidate in candidates]), this_round.width, this_round.expected_tokens
-        )
+        probs = np.array([candidate[0] for candidate in candidates])
+        levels, count, order = self._best_addition(probs, this_round.width, this_round.expected_tokens)
         drafted, expanded = [0] * len(path_probs), [0] * len(path_probs)
         for index in order[:count]:
             candidate, descendant_level = divmod(int(index), levels + 1)
@@ -143,13 +142,6 @@ class AdaptiveTreeGrowth(TreeGrowth):
             return 0
         this_round.width, this_round.leaves = this_round.width + added, this_round.leaves + forks
         return added
-
-    def _forced_child(self, path_prob: float, probs: NDArray[np.float64]) -> Children:
-        """Return a single child. Expand it if a second level would add little to the cost of verification."""
-        this_round = self._round
-        this_round.width += 1
-        forced_levels = 2 if self._v(2) >= _STEEP_COST else 1
-        return Children((path_prob * self._acceptance.prob(0, probs[0]),), this_round.passes < forced_levels)
 
     def record_outcome(self, probs: NDArray[np.float64], accepted: int | None) -> None:
         self._acceptance.record(probs[: self.siblings], accepted)
@@ -278,32 +270,22 @@ class _ChildAcceptance:
         return accepted / (float(self._by_rank.drafted.max()) + self._PRIOR_WEIGHT)
 
     def record(self, probs: NDArray[np.float64], accepted: int | None) -> None:
-        """Record which child of a node was accepted. See `TreeGrowth.record_outcome`."""
         for rank in range(len(self._by_rank.accepted)):
             self._by_rank.record((rank,), rank == accepted)
         for rank, prob in enumerate(probs):
             self._by_prob.record((rank, bisect_right(self._EDGES, float(prob))), rank == accepted)
 
     def saved_statistics(self) -> dict[str, NDArray[Any]]:
-        """Return all counts as named arrays."""
         return {"seen": self._by_prob.saved(), "any": self._by_rank.saved()}
 
     def restore_statistics(self, saved: Mapping[str, NDArray[Any]]) -> None:
-        """Restore the counts returned by `saved_statistics`.
-
-        Raises:
-            KeyError: An array is missing.
-            ValueError: An array contains invalid values.
-        """
         self._by_prob.restore(saved["seen"])
         self._by_rank.restore(saved["any"])
 
     def limit_weight(self) -> None:
-        """Reduce the weight of old counts after a pause in drafting."""
         self._by_prob.limit_weight(self._WEIGHT_AFTER_PAUSE)
         self._by_rank.limit_weight(self._WEIGHT_AFTER_PAUSE)
 
     def decay(self) -> None:
-        """Move all counts slightly towards their initial values."""
         self._by_prob.decay()
         self._by_rank.decay()

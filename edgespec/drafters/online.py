@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.backends.base import Capabilities, LanguageModel
+from edgespec.backends.base import LanguageModel
 from edgespec.backends.optional_features import Trainer, TrainingExample
 from edgespec.drafters.base import MemoryUse
 from edgespec.drafters.draft_cache import DraftCache, replace_unknown_ids
@@ -75,12 +75,6 @@ class OnlineDrafter(ModelDrafter):
         self.trainer = trainer
         self._proposed: TokenTree | None = None
         self._verified: tuple[TokenTree, Logits] | None = None
-
-    def with_growth(self, make_growth: Callable[[Capabilities], TreeGrowth]) -> OnlineDrafter:
-        growth = make_growth(self._model.facts.capabilities)
-        return OnlineDrafter(
-            self._model, self._vocab_size, self.trainer, branches=growth, min_confidence=self._min_confidence
-        )
 
     @property
     def memory_use(self) -> MemoryUse:
