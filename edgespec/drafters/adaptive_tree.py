@@ -136,11 +136,11 @@ class AdaptiveTreeGrowth(TreeGrowth):
         """Return how many of a node's children to add so that `rank` is included, or 0 if they do not fit."""
         this_round = self._round
         added = max(rank + 1 - drafted, 0)
-        forks = added - (added > 0 and drafted == 0)
-        fits = this_round.width + added <= self._max_width and this_round.leaves + forks <= self._max_branches
-        if not fits:
+        width = this_round.width + added
+        leaves = this_round.leaves + added - (added > 0 and drafted == 0)
+        if width > self._max_width or leaves > self._max_branches:
             return 0
-        this_round.width, this_round.leaves = this_round.width + added, this_round.leaves + forks
+        this_round.width, this_round.leaves = width, leaves
         return added
 
     def record_outcome(self, probs: NDArray[np.float64], accepted: int | None) -> None:
@@ -159,17 +159,11 @@ class AdaptiveTreeGrowth(TreeGrowth):
     def _best_addition(
         self, candidates: NDArray[np.float64], width: int, expected_tokens: float
     ) -> tuple[int, int, NDArray[np.int64]]:
-        """Find how many candidates and descendants to add for the highest expected speed.
+        """Find how many candidates and descendants to add to a tree for the highest expected speed.
 
-        Args:
-            candidates: Path probabilities of the possible children, float64, in descending order.
-            width: Width of the tree before adding any candidate.
-            expected_tokens: Expected number of tokens emitted with the tree before adding any candidate.
-
-        Returns:
-            The number of descendant levels, the number of nodes to add, and the indices of all nodes in
-            descending order of probability. Index i * (levels + 1) + d stands for the expected descendant d
-            levels below candidate i, or for the candidate itself if d = 0.
+        Returns the number of descendant levels, the number of nodes to add, and the indices of all nodes in
+        descending order of probability. Index i * (levels + 1) + d stands for the expected descendant d
+        levels below candidate i, or for the candidate itself if d = 0.
         """
         this_round = self._round
         if len(candidates) == 1:
@@ -208,14 +202,12 @@ class _Round:
     """State of one draft-and-verify round.
 
     Attributes:
-        draft_length: Maximum number of draft passes.
         draft_pass_cost: Cost of a draft pass, in target steps.
         costs: Costs of verify passes of width 1, 2 and so on, in target steps; float64.
         started: Time at which drafting began, or at which the verify pass began if the draft is complete.
         is_forced: Whether to draft even if drafting is not expected to save time.
         passes: Number of draft passes so far.
         width: Number of tokens in the tree, including the root.
-        leaves: Number of leaves in the tree.
         expected_tokens: Expected number of tokens emitted with the current draft.
     """
 
@@ -231,8 +223,7 @@ class _Round:
 
     def pass_costs(self, width: int, count: int) -> NDArray[np.float64]:
         """Return the costs of verifying `width` tokens, `width` + 1 and so on. 0 tokens cost one step."""
-        indices = np.maximum(np.arange(width, width + count) - 1, 0)
-        return self.costs[indices]
+        return self.costs[np.maximum(np.arange(width, width + count) - 1, 0)]
 
 
 class _ChildAcceptance:

@@ -184,7 +184,7 @@ class SwiftDrafter(Drafter):
 
 @dataclass(frozen=True, slots=True)
 class ScoredLayerSet:
-    """A set of layers to skip and its expected speed-up.
+    """A set of layers to skip.
 
     Attributes:
         layers: The skipped layers.
@@ -203,11 +203,6 @@ class SwiftSearch:
     """Searches for the set of skipped layers with the highest expected speed-up.
 
     Random sets alternate with variants of good sets. The first and the last layer are never skipped.
-
-    Args:
-        layer_count: Number of layers in the target.
-        pass_cost: v(m), the cost of a verify pass of m tokens in target steps.
-        seed: Random seed for generating sets.
 
     Attributes:
         tried: Number of sets tried so far, including those no longer stored.

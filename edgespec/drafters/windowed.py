@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from edgespec.backends.base import LanguageModel, ModelFacts, Progress
-from edgespec.drafters.wrapped_model import WrappedModel
+from edgespec.backends.base import LanguageModel, Progress
+from edgespec.drafters.wrapped_model import WrappedModel, wrapped_capabilities
 from edgespec.engine.logits import Logits
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import CapabilityError, OptionError
@@ -109,7 +109,7 @@ class WindowedModel(WrappedModel):
         # Maximum number of tokens in the inner KV cache before a pass.
         self._max_cached_tokens = window.sink_tokens + window.window_tokens + window.slack_tokens
         spare = inner.context_tokens - self._max_cached_tokens
-        if spare < 1 or window.window_tokens < 1 or window.sink_tokens < 0:
+        if spare < 1:
             raise OptionError(
                 f"--draft-window {window.window_tokens} does not fit {inner.name}'s context of"
                 f" {inner.context_tokens} tokens",
@@ -118,13 +118,11 @@ class WindowedModel(WrappedModel):
         self._window = window
         self._start = window.sink_tokens
         max_width = min(inner.capabilities.max_width, spare)
-        self.facts: ModelFacts = replace(
+        self.facts = replace(
             inner,
             context_tokens=context_tokens,
             requested_context_tokens=context_tokens,
-            capabilities=replace(
-                inner.capabilities, max_width=max_width, partial_truncate=False, trainable=False
-            ),
+            capabilities=wrapped_capabilities(inner.capabilities, max_width),
         )
 
     @property

@@ -5,12 +5,18 @@ from __future__ import annotations
 import json
 from abc import abstractmethod
 from collections.abc import Sequence
+from dataclasses import replace
 
-from edgespec.backends.base import LanguageModel, Snapshot, Vocabulary
+from edgespec.backends.base import Capabilities, LanguageModel, Snapshot, Vocabulary
 from edgespec.backends.base_model import BaseModel
 from edgespec.errors import BackendError, CapabilityError
 
-__all__ = ["WrappedModel"]
+__all__ = ["WrappedModel", "wrapped_capabilities"]
+
+
+def wrapped_capabilities(inner: Capabilities, max_width: int) -> Capabilities:
+    """Return the capabilities of a wrapped model."""
+    return replace(inner, max_width=max_width, partial_truncate=False, trainable=False)
 
 
 class WrappedModel(BaseModel):

@@ -9,9 +9,9 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.backends.base import LanguageModel, ModelFacts, Progress, Vocabulary
+from edgespec.backends.base import LanguageModel, Progress, Vocabulary
 from edgespec.drafters.vocabularies.translation import MAX_SPELLING_TOKENS, TokenTranslation
-from edgespec.drafters.wrapped_model import WrappedModel
+from edgespec.drafters.wrapped_model import WrappedModel, wrapped_capabilities
 from edgespec.engine.logits import Logits, Noise, best_on_host
 from edgespec.engine.processors import Candidates, LogitsProcessor
 from edgespec.engine.tree import TokenTree, TreeBuilder
@@ -45,18 +45,13 @@ class TranslatedModel(WrappedModel):
         # Space to keep free: a pass begins with the root and at most one earlier token, and each of them may
         # be spelled with several draft tokens.
         self._margin = 2 * (self._max_spelling_tokens - 1)
-        self.facts: ModelFacts = replace(
+        self.facts = replace(
             model.facts,
             context_tokens=max(0, model.facts.context_tokens - self._margin),
             requested_context_tokens=max(0, model.facts.max_context_tokens - self._margin),
             vocab_size=vocabulary.size,
             chat_template=vocabulary.chat_template is not None,
-            capabilities=replace(
-                capabilities,
-                max_width=capabilities.max_width - self._margin,
-                partial_truncate=False,
-                trainable=False,
-            ),
+            capabilities=wrapped_capabilities(capabilities, capabilities.max_width - self._margin),
         )
         # The sequence in draft tokens. The first `_ends[i]` of them represent the first i target tokens.
         self._translated: list[int] = []
