@@ -28,15 +28,12 @@ class VocabularyComparison:
     Attributes:
         target_name: Name of the target.
         draft_name: Name of the draft model.
-        first_difference: Description of the first difference between the vocabularies. Empty if all token ids
-            match.
         shared_fraction: Fraction of the target's tokens that the draft model also has, under any id.
         translation: Translates token ids. None if all token ids match.
     """
 
     target_name: str
     draft_name: str
-    first_difference: str
     shared_fraction: float
     translation: TokenTranslation | None
 
@@ -73,7 +70,7 @@ def compare_vocabularies(
     """
     difference = _first_difference(target, draft, target_name, draft_name)
     if not difference:
-        return VocabularyComparison(target_name, draft_name, "", 1.0, None)
+        return VocabularyComparison(target_name, draft_name, 1.0, None)
     translation = TokenTranslation(target, draft)
     if not len(translation.target_ids):
         raise VocabularyMismatchError(
@@ -81,7 +78,7 @@ def compare_vocabularies(
             "choose a draft model from the same family, or use --draft none",
         )
     fraction = len(translation.target_ids) / translation.target_token_count
-    return VocabularyComparison(target_name, draft_name, difference, fraction, translation)
+    return VocabularyComparison(target_name, draft_name, fraction, translation)
 
 
 def _first_difference(target: Vocabulary, draft: Vocabulary, target_name: str, draft_name: str) -> str:
