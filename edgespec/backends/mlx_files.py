@@ -1,4 +1,4 @@
-"""Files of MLX models, inspected without importing MLX: which belong to a model and which are missing."""
+"""Check which files an MLX model needs and which are missing, without importing MLX."""
 
 from __future__ import annotations
 
@@ -9,11 +9,31 @@ from collections.abc import Iterable
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-from edgespec.backends.checkpoint_names import TOKENIZERS, WEIGHTS, WEIGHTS_INDEX
 from edgespec.errors import BackendMissingError, ModelFileError
 
-__all__ = ["is_weights", "missing_among", "missing_files", "mlx_installed", "require_mlx"]
+__all__ = [
+    "TOKENIZERS",
+    "WEIGHTS",
+    "WEIGHTS_INDEX",
+    "is_weights",
+    "missing_among",
+    "missing_files",
+    "mlx_installed",
+    "require_mlx",
+]
 
+# The weight files that mlx-lm loads. Folders may also hold the same weights in other formats.
+WEIGHTS = "model*.safetensors"
+WEIGHTS_INDEX = "model.safetensors.index.json"
+# Tokenizer files. A checkpoint needs at least one of them.
+TOKENIZERS = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "vocab.json",
+    "*.tiktoken",
+    "tiktoken.model",
+    "tekken.json",
+)
 _PART = re.compile(r"-\d{5}-of-(\d{5})\.safetensors$")
 
 
@@ -26,7 +46,7 @@ def require_mlx(model: str) -> None:
     """Raise BackendMissingError with the install command if MLX models cannot run."""
     if not mlx_installed():
         raise BackendMissingError(
-            f"{model} is an MLX model, and mlx with mlx-lm is not installed",
+            f"{model} is an MLX model, but mlx and mlx-lm are not installed",
             'install them with `pip install "edgespec[mlx]"`, or choose a GGUF model',
         )
 
@@ -73,5 +93,6 @@ def _listed_weights(index: Path) -> set[str]:
         return {str(name) for name in json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ModelFileError(
-            f"{index} is not a valid index of weights: {type(error).__name__}", "download the model again"
+            f"{index} is not a valid index of weight files: {type(error).__name__}",
+            "download the model again",
         ) from error

@@ -1,4 +1,4 @@
-"""Reads the metadata of MLX models from their configuration and headers, without loading weights."""
+"""Read the metadata of MLX models from their configuration and file headers, without loading weights."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from edgespec.backends.checkpoint_names import WEIGHTS
+from edgespec.backends.mlx_files import WEIGHTS
 from edgespec.backends.model_info import Kind, ModelInfo
 from edgespec.backends.token_list import tokens_of_folder
 from edgespec.errors import ModelFileError
@@ -18,7 +18,7 @@ __all__ = ["read_mlx_info"]
 
 # Maximum size of a safetensors header, as in the safetensors library.
 _MAX_HEADER_BYTES = 100 * 2**20
-# Suffixes of architecture classes that write text.
+# Suffixes of the architecture classes of models that generate text.
 _TEXT_SUFFIXES = ("ForCausalLM", "ForConditionalGeneration", "LMHeadModel")
 _HEAD_NAMES = {"eagle3": "EAGLE-3", "eagle": "EAGLE", "medusa": "Medusa", "hydra": "Hydra"}
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
@@ -45,7 +45,7 @@ def read_mlx_info(folder: Path) -> ModelInfo:
     for file in files:
         tensors |= _tensors(file)
     if not tensors:
-        raise ModelFileError(f"{folder} has no weights", "download the model again")
+        raise ModelFileError(f"{folder} contains no weights", "download the model again")
     tokens = tokens_of_folder(folder)
     experts, used = _first(config, _EXPERTS), _first(config, _EXPERTS_USED)
     settings = config.get("quantization") or whole.get("quantization")
@@ -75,7 +75,7 @@ def _object(path: Path) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError) as error:
         raise ModelFileError(f"{path} cannot be read: {error}", "download the model again") from error
     if not isinstance(value, dict):
-        raise ModelFileError(f"{path} holds no JSON object", "download the model again")
+        raise ModelFileError(f"{path} does not contain a JSON object", "download the model again")
     return value
 
 
@@ -86,7 +86,7 @@ def _tensors(file: Path) -> dict[str, _Tensor]:
         with file.open("rb") as stream:
             length = int.from_bytes(stream.read(8), "little")
             if not 0 < length <= min(_MAX_HEADER_BYTES, size_bytes - 8):
-                raise ValueError("its header is longer than the file")
+                raise ValueError("the header is longer than the file")
             header = json.loads(stream.read(length))
         tensors, needed_bytes = {}, 0
         for name, entry in header.items():
@@ -132,7 +132,7 @@ def _heads(whole: Mapping[str, Any], config: Mapping[str, Any], tensors: Mapping
 
 
 def _parameters(tensors: Mapping[str, _Tensor], settings: Mapping[str, Any]) -> int:
-    """Return the number of weights. Packed weights are counted by their bits."""
+    """Return the number of weights. Several quantised weights share an element of a packed tensor."""
     total = 0
     for name, tensor in tensors.items():
         module = name.removesuffix(".weight")
@@ -163,7 +163,6 @@ def _quantisation(whole: Mapping[str, Any], settings: Any, tensors: Mapping[str,
 
 
 def _pass_bytes(tensors: Mapping[str, _Tensor], used_fraction: float) -> int:
-    """Return `ModelInfo.pass_bytes`."""
     has_head = any("lm_head." in name for name in tensors)
     return round(
         sum(
@@ -184,7 +183,7 @@ def _kv_bytes(config: Mapping[str, Any]) -> int:
 
 
 def _first(config: Mapping[str, Any], names: tuple[str, ...]) -> int:
-    """Return the first plausible positive integer among these settings, or 0."""
+    """Return the first of these settings that is a positive integer below 2**40, or 0."""
     values = (config.get(name) for name in names)
     plausible = (v for v in values if isinstance(v, int) and not isinstance(v, bool) and 0 < v < 1 << 40)
     return next(plausible, 0)
@@ -208,7 +207,7 @@ def _has_template(folder: Path) -> bool:
 
 
 def _licence(folder: Path) -> str:
-    """Return the licence in the front matter of the model card."""
+    """Return the licence named at the beginning of the README.md, or an empty string."""
     try:
         with (folder / "README.md").open(encoding="utf-8", errors="replace") as file:
             head = file.read(8192)

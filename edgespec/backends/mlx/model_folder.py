@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from edgespec.backends.checkpoint_names import TOKENIZERS, WEIGHTS, WEIGHTS_INDEX
+from edgespec.backends.mlx_files import TOKENIZERS, WEIGHTS, WEIGHTS_INDEX
 from edgespec.errors import ModelFileError
 
 __all__ = ["StoredWeights", "check_adapter", "check_tokenizer", "check_weights", "read_config", "read_json"]

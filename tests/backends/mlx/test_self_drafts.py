@@ -318,7 +318,7 @@ class TestViews:
         assert view.length == llama.length == len(PROMPT)
         assert view.facts.weight_bytes == view.facts.kv_bytes == 0
         for call in (lambda: view.restore(llama.snapshot()), lambda: view.remove_range(1, 2)):
-            with pytest.raises(CapabilityError, match="no cache of its own"):
+            with pytest.raises(CapabilityError, match="uses the KV cache of the target"):
                 call()
         with pytest.raises(CapabilityError, match="already"):
             view.self_draft(EarlyExit(1))
