@@ -59,7 +59,7 @@ def parse(name: str, text: str) -> Setting:
     try:
         value: Setting = kind.check(name, kind.parse(text.lower().replace(" ", "")))
     except OptionError as error:
-        raise OptionError(f"Cannot set {name} to {text[:40]!r}", error.next_step) from None
+        raise OptionError(f"Cannot set {name} to {text[:40]!r}", error.next_step or error.what) from None
     return value
 
 
