@@ -1,4 +1,4 @@
-"""Show examples and option sections in the help of commands, and suggest names for misspelt commands."""
+"""Show examples and titled groups of options in the help, and suggest names for misspelt commands."""
 
 from __future__ import annotations
 
@@ -10,18 +10,20 @@ import click
 
 from edgespec.cli.failures import WRONG_USAGE
 
-__all__ = ["BEFORE_COMMAND", "HelpfulCommand", "HelpfulGroup", "SectionOption"]
-
-BEFORE_COMMAND = "edgespec.cli.before_command"
-"""The key in `ctx.meta` of a function that is called with the context before the command runs."""
+__all__ = ["HelpfulCommand", "HelpfulGroup", "SectionOption"]
 
 
 class SectionOption(click.Option):
-    """An option that the help lists under a section heading."""
+    """An option that the help lists in a titled group."""
 
     def __init__(self, *args: Any, section: str = "Options", **settings: Any) -> None:
         self.section = section
         super().__init__(*args, **settings)
+
+    def get_help_record(self, ctx: click.Context) -> tuple[str, str] | None:
+        """Return the columns of the help. A switch is shown as `--[no-]name`."""
+        record = super().get_help_record(ctx)
+        return (f"--[no-]{self.opts[0][2:]}", record[1]) if record and self.secondary_opts else record
 
 
 class _Helpful(click.Command):
@@ -40,7 +42,7 @@ class _Helpful(click.Command):
                     formatter.write(f"{'':{formatter.current_indent}}{example}\n")
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        sections: dict[str, list[tuple[str, str]]] = {}
+        sections: dict[str, list[tuple[str, str]]] = {"Options": []}
         for parameter in self.get_params(ctx):
             record = parameter.get_help_record(ctx) if isinstance(parameter, click.Option) else None
             if record is not None:
@@ -52,12 +54,15 @@ class _Helpful(click.Command):
 
 
 class HelpfulCommand(_Helpful):
-    """A command whose help has examples and sections."""
+    """A command with examples and titled groups of options in its help."""
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Call the function stored as BEFORE_COMMAND in the context, if any, then run the command."""
-        if before := ctx.meta.get(BEFORE_COMMAND):
-            before(ctx)
+        """Run the command without the settings that its method does not use."""
+        # Commands without settings leave `ctx.meta` empty.
+        if ctx.meta:
+            from edgespec.cli.settings import ignore_unread_settings
+
+            ignore_unread_settings(ctx)
         return super().invoke(ctx)
 
 

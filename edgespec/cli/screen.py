@@ -9,7 +9,7 @@ import shutil
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from typing import TextIO
+from typing import Self, TextIO
 
 from edgespec.cli.interrupt import Stop
 
@@ -27,8 +27,8 @@ __all__ = [
 # Control characters, including those that change the text direction, which can disguise a file name.
 _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
 _CLEAR_LINE = "\r\x1b[K"
-_TERMINAL_DELAY_SECONDS = 0.3  # faster steps show no progress line
-_PIPE_DELAY_SECONDS = 5.0  # in a pipe, print one line for each step that takes longer than this
+_TERMINAL_DELAY_SECONDS = 0.3  # Shorter operations show no progress line.
+_PIPE_DELAY_SECONDS = 5.0  # In a pipe, a step that takes longer prints one line.
 
 
 def is_terminal(stream: TextIO | None) -> bool:
@@ -100,8 +100,8 @@ def print_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
 class ProgressLine:
     """A progress callback that prints to stderr and forwards stop requests.
 
-    On a terminal, one line is updated in place and erased at the end. In a pipe, each slow step prints one
-    line.
+    On a terminal, one line is updated in place, and erased at the end of the `with` block. In a pipe, each
+    slow step prints one line.
     """
 
     def __init__(self, stop: Stop) -> None:
@@ -130,6 +130,12 @@ class ProgressLine:
             sys.stderr.write(f"{description}\n")
             sys.stderr.flush()
         return not self._stop.requested
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.clear()
 
     def clear(self) -> None:
         """Erase the progress line."""
