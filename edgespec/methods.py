@@ -112,8 +112,7 @@ class DrafterSet:
     @property
     def loss_limits(self) -> tuple[float, float] | None:
         """The loss limit: a share of the plain decoding time plus a number of target steps. May be None."""
-        limits = self._auto_config.limits if self._auto_config else None
-        return (limits.rate, limits.steps) if limits else None
+        return self._auto_config.limits if self._auto_config else None
 
     def choose(self, method: str) -> tuple[Drafter | None, MethodReport]:
         """Return the drafter for a method, and a report on the drafters in use.
@@ -143,11 +142,6 @@ class DrafterSet:
         if self._auto_config and (method == "auto" or self._auto_config.controls_named):
             return self._controlled(self._auto_config, names), report
         return self._drafters[names[0]] if len(names) == 1 else self._combined(names), report
-
-    def controller(self, method: str) -> AutoController | None:
-        """Return the controller for a method, or None if the method drafts in every round."""
-        drafter, _ = self.choose(method)
-        return drafter if isinstance(drafter, AutoController) else None
 
     def _auto_names(self) -> tuple[str, ...]:
         models = [name for name in _AUTO_MODELS if name in self._drafters]

@@ -1,4 +1,4 @@
-"""Generates replies with a target and its drafters, one at a time, and runs idle work between them."""
+"""Generate replies with a target and its drafters, one at a time, and run idle work between them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from edgespec.auto.active_replies import ACTIVE_REPLIES
 from edgespec.auto.controller import AutoController
 from edgespec.backends.base import LanguageModel, Progress
 from edgespec.drafters.base import Drafter
-from edgespec.engine.acceptance import Acceptance, Invariant, RandomDraws, Rejection
+from edgespec.engine.acceptance import Invariant, RandomDraws, Rejection
 from edgespec.engine.loop import Step, decode
 from edgespec.engine.sampling import Sampler
 from edgespec.engine.stats import Stats
@@ -47,8 +47,6 @@ class Session:
     The models run in the thread that iterates over `run`. `cancel` and `close` may be called from any thread.
 
     Attributes:
-        target: The target model.
-        drafters: The drafters that are available for it.
         prefix_cache: KV segments of earlier prompts, or None.
         context: Resizes the KV caches of target and draft model.
         memory_pressure: Frees caches when other programs need memory.
@@ -63,7 +61,7 @@ class Session:
         draft: LanguageModel | None = None,
         reserve_bytes: int = DEFAULT_RESERVE_BYTES,
     ) -> None:
-        self.target = target
+        self.target, self.draft = target, draft
         self.prefix_cache = prefix_cache
         self.context = ResizableContext(target, draft)
         self.drafters = drafters
@@ -135,9 +133,8 @@ class Session:
         stats: Stats,
         progress: Progress | None,
     ) -> Iterator[Step]:
-        """Prepare the caches for the prompt and decode, updating stats and memory along the way."""
-        method = request.method_options.method
-        drafter, controller = self.drafters.choose(method)[0], self.drafters.controller(method)
+        """Prepare the caches for the prompt, decode, and update the statistics and the context size."""
+        drafter, _ = self.drafters.choose(request.method)
         tokens = list(request.tokens)  # This list is shared with the target cache and grows during the reply.
         self._idle_drafters = ()
         started = now()
@@ -147,6 +144,7 @@ class Session:
                 room = min(request.max_tokens, MIN_ROOM_TOKENS)
                 stats.cached_prompt_tokens = self._target_cache.prepare(tokens, room, stats, progress)
                 self.target.run_ahead(drafter is None)
+                self.target.pipeline_with(self.drafters.chain_model(request.method))
                 if drafter:
                     drafter.begin(tokens)
                     _count_draft_memory(stats, drafter)
@@ -156,8 +154,25 @@ class Session:
             return
         finally:
             stats.prefill_seconds = now() - started - stats.growth_seconds
+        facts, capabilities = self.target.facts, self.target.facts.capabilities
+        is_rejection = request.acceptance == "rejection"
+        steps = decode(
+            self.target,
+            drafter,
+            Rejection(RandomDraws(request.seed)) if is_rejection else Invariant(),
+            Sampler(request.params, request.seed, tokens, request.processors),
+            tokens[-1],
+            vocab_size=facts.vocab_size,
+            max_width=capabilities.max_width,
+            max_branches=capabilities.max_branches if capabilities.tree else 1,
+            draft_length=request.max_draft_length(drafter.chooses_length) if drafter else 0,
+            max_tokens=request.max_tokens,
+            is_stop=is_stop,
+            is_cancelled=is_cancelled,
+            stats=stats,
+        )
         drafted_tokens, decode_seconds = 0, 0.0
-        for step in self._decode(request, tokens, drafter, is_stop, is_cancelled, stats):
+        for step in steps:
             tokens.extend(step.tokens)
             if step.tokens and stats.drafted_tokens == drafted_tokens:
                 step_seconds = stats.decode_seconds - decode_seconds
@@ -167,42 +182,18 @@ class Session:
                 stats.target_step_seconds = self.target_step_seconds
             if stats.ttft_seconds is None and step.tokens:
                 stats.ttft_seconds = now() - started
-            if drafter:
-                _count_drafter(stats, drafter, controller, ended=step.finish_reason is not None)
+            ended = step.finish_reason is not None
+            reports = ended or stats.target_passes % _PASSES_PER_REPORT == 1
+            if reports and isinstance(drafter, AutoController):
+                report = drafter.report()
+                stats.target_step_seconds = report.target_step_seconds
+                stats.ledger_credit_seconds, stats.worst_case_loss = report.credit_seconds, report.max_loss
+            if drafter and ended:
+                _count_draft_memory(stats, drafter)
             yield step
-            if self.context.needs_room and not (step.finish_reason or is_cancelled()):
+            if self.context.needs_room and not (ended or is_cancelled()):
                 stats.growth_seconds += self.context.make_room()
             self.memory_pressure.check_during_reply()
-
-    def _decode(
-        self,
-        request: Request,
-        tokens: list[int],
-        drafter: Drafter | None,
-        is_stop: Callable[[int], bool],
-        is_cancelled: Callable[[], bool],
-        stats: Stats,
-    ) -> Iterator[Step]:
-        """Start the decoding loop with the options that the request, the target and the drafter allow."""
-        options, facts = request.method_options, self.target.facts
-        capabilities = facts.capabilities
-        self.target.run_ahead(drafter is None)  # again, because a drafter's `begin` may have changed it
-        self.target.pipeline_with(self.drafters.chain_model(options.method))
-        return decode(
-            self.target,
-            drafter,
-            _acceptance_rule(request),
-            Sampler(request.params, request.seed, tokens),
-            tokens[-1],
-            vocab_size=facts.vocab_size,
-            max_width=capabilities.max_width,
-            max_branches=capabilities.max_branches if capabilities.tree else 1,
-            draft_length=options.max_draft_length(drafter.chooses_length) if drafter else 0,
-            max_tokens=request.max_tokens,
-            is_stop=is_stop,
-            is_cancelled=is_cancelled,
-            stats=stats,
-        )
 
     def _start(self, request: object) -> None:
         with self._state_lock:
@@ -237,8 +228,8 @@ class Session:
             return replace(report, note=" · ".join(filter(None, notes)))
         failures = [self._idle_worker.failures.get(part.name, "") for part in drafter.parts]
         report = replace(report, note=" · ".join(filter(None, [drafter.note(), *failures, *notes])))
-        if controller := self.drafters.controller(method):
-            progress = controller.report()
+        if isinstance(drafter, AutoController):
+            progress = drafter.report()
             return replace(
                 report,
                 effective="+".join(progress.drafters) or "none",
@@ -371,25 +362,6 @@ def _count_draft_memory(stats: Stats, drafter: Drafter) -> None:
     memory = drafter.memory_use
     stats.draft_weight_bytes, stats.draft_kv_bytes = memory.weight_bytes, memory.cache_bytes
     stats.draft_other_bytes = memory.other_bytes
-
-
-def _count_drafter(stats: Stats, drafter: Drafter, controller: AutoController | None, *, ended: bool) -> None:
-    """Update the controller's stats at intervals, and all drafting stats once the reply has ended."""
-    if not ended and stats.target_passes % _PASSES_PER_REPORT != 1:
-        return
-    if controller:
-        report = controller.report()
-        stats.target_step_seconds = report.target_step_seconds
-        stats.ledger_credit_seconds = report.credit_seconds
-        stats.worst_case_loss = report.max_loss
-    if ended:
-        _count_draft_memory(stats, drafter)
-
-
-def _acceptance_rule(request: Request) -> Acceptance:
-    if request.method_options.acceptance == "rejection":
-        return Rejection(RandomDraws(request.seed))
-    return Invariant()
 
 
 _open_sessions: weakref.WeakSet[Session] = weakref.WeakSet()
