@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from types import MappingProxyType, TracebackType
+from types import MappingProxyType
 from typing import Any, Unpack
 
 from edgespec.backends.base import LanguageModel, LoadOptions, ModelFacts, Progress, Vocabulary
@@ -68,8 +68,8 @@ _DEFAULTS: Mapping[str, Any] = MappingProxyType(
 class Runtime:
     """A loaded target model with its drafters. Created by `edgespec.load`.
 
-    A runtime generates one reply at a time and raises BusyError if asked for a second one. To serve several
-    callers, use a `RequestQueue`. `cancel` and `close` may be called from any thread.
+    A runtime generates one reply at a time. A second one raises BusyError. To serve several callers, use a
+    `RequestQueue`. `cancel` and `close` may be called from any thread.
 
     Attributes:
         vocabulary: The target's tokenizer.
@@ -91,15 +91,12 @@ class Runtime:
         record: AcceptanceRecorder | None = None,
         mapped: MappedFiles | None = None,
     ) -> None:
-        vocabulary = target.vocabulary
         self._target, self._draft, self._notice = target, draft, notice
-        self.vocabulary: Vocabulary = vocabulary
+        self.vocabulary: Vocabulary = target.vocabulary
         self._template: ChatTemplate | TemplateError | None = None
-        if vocabulary.chat_template:
+        if template := self.vocabulary.chat_template:
             try:
-                self._template = ChatTemplate(
-                    vocabulary.chat_template, vocabulary.bos_text, vocabulary.eos_text
-                )
+                self._template = ChatTemplate(template, self.vocabulary.bos_text, self.vocabulary.eos_text)
             except TemplateError as error:
                 # The model is usable without a chat template. The property `template` raises the error.
                 self._template = error
@@ -151,9 +148,9 @@ class Runtime:
         return self._session.drafters.choose(method)[1]
 
     def measure_costs(self, progress: Progress | None = None) -> CostCurve:
-        """Measure the cost of the target's verification passes and save the result for the next load.
+        """Measure the cost of the target's verify passes and save it for the next load.
 
-        It takes at most 10 seconds, or 12 target steps if those take longer.
+        The measurement takes at most 10 seconds, or the time of 12 target steps if that is longer.
 
         Args:
             progress: Called when the measurement starts. Returning False cancels it.
@@ -194,8 +191,8 @@ class Runtime:
 
     def cached_prefixes(self) -> Iterable[Sequence[int]]:
         """Return the token sequences in the prefix cache."""
-        prefix_cache = self._session.prefix_cache
-        return [tokens.tolist() for tokens in prefix_cache.sequences()] if prefix_cache else []
+        cache = self._session.prefix_cache
+        return [tokens.tolist() for tokens in cache.sequences()] if cache else []
 
     def generate(
         self, prompt: str, *, system: str | None = None, raw: bool = False, **options: Unpack[StreamArguments]
@@ -383,8 +380,8 @@ class Runtime:
     def save_prefix_cache(self) -> None:
         """Save the prefix cache to disk if the runtime was loaded with an on-disk cache.
 
-        This also happens when the runtime is idle and when it closes. Failures raise no error: a prompt that
-        could not be saved is simply processed again.
+        This also happens when the runtime is idle and when it is closed. A failure raises no error, because a
+        prompt that is not saved is only processed again.
         """
         self._session.save_prefix_cache()
 
@@ -402,7 +399,7 @@ class Runtime:
         self._session.cancel()
 
     def close(self) -> None:
-        """Stop the running reply and free the models. May be called again."""
+        """Stop the running reply and free the models. Further calls do nothing."""
         self._session.close()
         if self._record:
             self._record.save()
@@ -410,7 +407,5 @@ class Runtime:
     def __enter__(self) -> Runtime:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()

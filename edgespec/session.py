@@ -82,7 +82,6 @@ class Session:
 
     @property
     def closed(self) -> bool:
-        """True after `close` was called."""
         return self._closing
 
     def run(
@@ -94,13 +93,13 @@ class Session:
         stats: Stats,
         progress: Progress | None = None,
     ) -> Generator[Step]:
-        """Yield the steps of a reply. If it is cancelled, the last step is marked as cancelled.
+        """Yield the steps of a reply. The last step has the finish reason.
 
         Args:
             request: The request. Its prompt must fit in the context.
             is_stop: Called with every emitted token. Returns True if the reply ends with the token.
             is_cancelled: Called between target passes.
-            stats: Counts and times, updated in place.
+            stats: Counts and times to update.
             progress: Called during the prefill.
 
         Raises:
@@ -115,9 +114,8 @@ class Session:
                 while True:
                     with self._compute_lock:
                         if self._closing:
-                            raise ClosedError(
-                                "the runtime was closed during the reply", "load the model again"
-                            )
+                            problem = "the runtime was closed during the reply"
+                            raise ClosedError(problem, "load the model again")
                         step = next(steps, None)
                     if step is None:
                         return
@@ -220,14 +218,14 @@ class Session:
     def report(self, method: str) -> MethodReport:
         """Return the report on the current or last reply that used this method.
 
-        Its note lists what the drafters report, failures of idle work, and problems with memory.
+        The note consists of the drafters' notes, failures of idle work, and problems with memory.
         """
         drafter, report = self.drafters.choose(method)
         notes = [self.context.notice, self.memory_pressure.notice]
-        if drafter is None:
-            return replace(report, note=" · ".join(filter(None, notes)))
-        failures = [self._idle_worker.failures.get(part.name, "") for part in drafter.parts]
-        report = replace(report, note=" · ".join(filter(None, [drafter.note(), *failures, *notes])))
+        if drafter:
+            failures = [self._idle_worker.failures.get(part.name, "") for part in drafter.parts]
+            notes = [drafter.note(), *failures, *notes]
+        report = replace(report, note=" · ".join(filter(None, notes)))
         if isinstance(drafter, AutoController):
             progress = drafter.report()
             return replace(
@@ -265,10 +263,7 @@ class Session:
                 self.prefix_cache.store.clear()
 
     def save_prefix_cache(self, should_continue: Callable[[], bool] = lambda: True) -> None:
-        """Add the target's KV state to the prefix cache and write the cache to disk.
-
-        Does nothing if the prefix cache is in memory only.
-        """
+        """Add the target's KV state to the prefix cache, and write the cache to disk if it is saved there."""
         if not self.prefix_cache or not self._target_cache.saves_to_disk:
             return
         with self._compute_lock:
@@ -277,10 +272,9 @@ class Session:
         self.prefix_cache.store.write(should_continue)
 
     def run_idle_work(self, should_continue: Callable[[], bool]) -> None:
-        """Run the idle work of the last reply's drafters in this thread.
+        """Run the idle work of the last reply's drafters in this thread; see `Runtime.run_idle_work`.
 
-        It ends when `should_continue()` returns False or a reply starts. A failure is not raised but
-        reported in the note of the next `report`.
+        A failure is not raised, but the next `report` contains it.
         """
         with self._compute_lock:
             succeeded = self._idle_worker.run_drafters(
@@ -300,7 +294,7 @@ class Session:
             self.run_idle_work(should_continue)
 
     def _reclaim_memory(self, should_continue: Callable[[], bool]) -> bool:
-        """Free memory if other programs need it. Return True if more memory can be freed."""
+        """Free memory if other programs need it. Return whether more memory can be freed."""
         if self.prefix_cache and self.memory_pressure.is_low:
             # Once segments are on disk, they can be removed from memory without being lost.
             self.prefix_cache.store.write(should_continue)
@@ -317,16 +311,15 @@ class Session:
         """
         with self._state_lock:
             self._idle_worker.stop()
-            if (
-                self._active_request is not None
-                and (request is None or request is self._active_request)
-                and not self._closed
-            ):
+            is_running = (
+                self._active_request is not None and (request or self._active_request) is self._active_request
+            )
+            if is_running and not self._closed:
                 self._stopping = True
                 self._interrupt(True)
 
     def close(self) -> None:
-        """Stop the running reply, save the prefix cache and free the models. May be called again."""
+        """Stop the running reply, save the prefix cache and free the models. Further calls do nothing."""
         with self._state_lock:
             self._closing = True
         self.cancel()
@@ -347,7 +340,7 @@ class Session:
         self.drafters.interrupt(interrupted)
 
     def _measure_target_step(self) -> float:
-        """Measure the duration of a target step in seconds. A first, untimed step absorbs one-time costs."""
+        """Return the duration of a target step. A first, untimed step absorbs one-time costs."""
         rows = np.array([0])
         self.target.verify(TokenTree.chain(0)).at(0, rows)
         self.target.truncate(0)  # the context may be as small as one token

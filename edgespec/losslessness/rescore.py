@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -140,10 +140,10 @@ def is_near_tie(
 def score_gap(
     row: NDArray[np.float32], params: SamplingParams, seed: int, history: Sequence[int], a: int, b: int
 ) -> float:
-    """Return the difference of two tokens' scores in logits, with penalties and noise but without filters."""
+    """Return the difference between two tokens' scores in logits, with penalties and noise but no filters."""
     temperature = params.temperature or 1.0
-    unfiltered: Any = SamplingParams.disabled_filters()
-    sampler = Sampler(replace(params, temperature=temperature, **unfiltered), seed, history)
+    unfiltered = replace(params, temperature=temperature, **SamplingParams.disabled_filters())
+    sampler = Sampler(unfiltered, seed, history)
     tokens, scores = sampler.scores(HostLogits(row[None]), 0)
     if params.temperature == 0:
         scores = scores - gumbel(seed, Stream.TOKEN, sampler.position, tokens)

@@ -287,7 +287,7 @@ class _Verification:
 def _distribution(
     target: LanguageModel, params: SamplingParams, start: Sequence[int], prefix: Sequence[int]
 ) -> Distribution:
-    """Return the distribution after `start` and `prefix`. The cache contains all of `start` but the last token."""
+    """Return the distribution after `start` and `prefix`. The cache contains `start[:-1]`."""
     *before, last = [start[-1], *prefix]
     for token in before:
         target.verify(TokenTree.chain(token))

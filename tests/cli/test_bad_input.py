@@ -17,7 +17,7 @@ DRAFT = ROOT / "models" / "demo-draft-q8_0.gguf"
 @pytest.mark.parametrize(
     ("args", "says"),
     [
-        (["--temperature", "-1"], "temperature is -1.0; give a number from 0 to 100"),
+        (["--temperature", "-1"], "temperature is -1.0; use a number from 0 to 100"),
         (["--temperature", "nan"], "temperature is nan"),
         (["--temperature", "warm"], "'warm' is not a number"),
         (["--top-k", "-4"], "top_k is -4"),

@@ -105,7 +105,7 @@ def test_set_changes_a_value_and_keeps_comments(run: Run, file: Path) -> None:
         (["set", "seed", "1", "2"], "seed takes one value, not 2"),
         (["set", "seed", "x"], "seed: 'x' is not a whole number from 0"),
         (["set", "mmap", "x"], "mmap: 'x' is neither true nor false"),
-        (["set", "temperature", "-1"], "temperature is -1.0; give a number from 0"),
+        (["set", "temperature", "-1"], "temperature is -1.0; use a number from 0"),
         (["set", "system", "\udce9"], "is not UTF-8 text"),
         (["unset", "zzz"], "there is no setting 'zzz'"),
         (["get", "zzz"], "there is no setting 'zzz'"),

@@ -148,7 +148,7 @@ def test_settings_that_the_method_does_not_read_are_left_out(run: Run, file: Pat
         ("prefix_cache_memory = '-4'", "line 1: prefix_cache_memory is '-4'; write a size such as 8GiB"),
         ("memory = 'much'", "line 1: memory is 'much'; write a size such as 8GiB"),
         ("memory = true", "line 1: memory: True is not a valid value for this setting"),
-        ("temperature = -1", "line 1: temperature is -1.0; give a number from 0"),
+        ("temperature = -1", "line 1: temperature is -1.0; use a number from 0"),
         ("method = 'modle'", "line 1: method 'modle' is unknown; did you mean 'model'?"),
         ("flash_attention = 'of'", "line 1: flash_attention: 'of' is not one of 'auto', 'on', 'off'"),
         ("chat = 3", "line 1: there is no setting 'chat'"),
@@ -213,7 +213,7 @@ def test_a_folder_or_a_pipe_in_place_of_the_file(run: Run, file: Path) -> None:
             "maybe",
             "EDGESPEC_MMAP: mmap: 'maybe' is neither true nor false; correct it, or unset",
         ),
-        ("EDGESPEC_MIN_P", "3", "EDGESPEC_MIN_P: min_p is 3.0; give a number from 0 to 1"),
+        ("EDGESPEC_MIN_P", "3", "EDGESPEC_MIN_P: min_p is 3.0; use a number from 0 to 1"),
     ],
 )
 def test_a_variable_that_is_wrong(
