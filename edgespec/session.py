@@ -311,10 +311,8 @@ class Session:
         """
         with self._state_lock:
             self._idle_worker.stop()
-            is_running = (
-                self._active_request is not None and (request or self._active_request) is self._active_request
-            )
-            if is_running and not self._closed:
+            active = self._active_request
+            if active is not None and (request or active) is active and not self._closed:
                 self._stopping = True
                 self._interrupt(True)
 
