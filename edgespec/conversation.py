@@ -40,7 +40,7 @@ class Chat:
         self.dropped_messages: int = 0
         self._runtime = runtime
         self._context_full = context_full
-        # None if the conversation began with messages and has not had a turn yet.
+        # None before the first turn of a conversation that began with messages.
         self._used_tokens: int | None = None if self.messages else 0
 
     @property

@@ -48,15 +48,13 @@ class DrafterSet:
     rates.
 
     Args:
-        target: The target.
-        draft: The draft model, if there is one.
         branches: Number of branches at each depth of the draft model's tree, or a rule for growing the tree,
             which no other drafter may use.
         min_confidence: The draft model stops drafting when its confidence falls below this probability.
         why_no_draft: Why there is no draft model, for reports and errors.
-        others: Other drafters by name, or explanations of why they are missing. An entry `model` replaces the
+        others: Other drafters by name, or the reasons why they are missing. An entry `model` replaces the
             usual drafter for the draft model.
-        v: Cost of a verification pass, in target steps, as a function of its width in tokens.
+        v: Cost of a verify pass by width, in target steps.
         auto_config: Settings of the controller that decides when to draft. Without them, `auto` drafts in
             every round.
     """
@@ -99,7 +97,6 @@ class DrafterSet:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of the available drafters."""
         return tuple(name for name in DRAFTER_NAMES if name in self._drafters)
 
     @property

@@ -47,7 +47,7 @@ class RequestQueue:
         return len(self._waiting)
 
     def stream(self, prompt: str, **options: Any) -> QueuedReply:
-        """Queue a request for a reply to a prompt. Takes the arguments of `Runtime.stream`.
+        """Queue a request for a reply to a prompt. See `Runtime.stream` for the arguments.
 
         Raises:
             BusyError: Too many requests are waiting.
@@ -56,12 +56,9 @@ class RequestQueue:
         return self._submit(lambda: self._runtime.stream(prompt, **options))
 
     def stream_messages(self, messages: Sequence[Message | Mapping[str, Any]], **options: Any) -> QueuedReply:
-        """Queue a request for a reply to messages. Takes the arguments of `Runtime.stream_messages`.
+        """Queue a request for a reply to messages. See `Runtime.stream_messages` for the arguments.
 
-        Raises:
-            BusyError: Too many requests are waiting.
-            ClosedError: The queue was closed.
-            OptionError: A message is invalid.
+        Invalid messages raise OptionError at once. Other errors are those of `stream`.
         """
         # Copy the list, because the caller may change it before the request starts.
         checked = as_messages(messages)
@@ -107,9 +104,7 @@ class RequestQueue:
             self._waiting.clear()
             self._changed.notify_all()
         for queued in waiting:
-            queued._end(
-                ClosedError("the request queue was closed before the request started", "submit it to another")
-            )
+            queued._end(ClosedError("the queue was closed before the request started", "use another queue"))
         if running:
             running.cancel()
         if self._thread is not threading.current_thread():

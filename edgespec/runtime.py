@@ -258,7 +258,7 @@ class Runtime:
     ) -> ReplyStream:
         """Stream the reply to a list of messages that contains the whole conversation.
 
-        If the conversation continues an earlier one, the KV cache of the earlier one is reused.
+        The KV cache of an earlier reply in the same conversation is reused.
 
         Args:
             messages: `Message` objects, or dictionaries with `role` (`system`, `user` or `assistant`) and

@@ -65,14 +65,14 @@ class Session:
         self.prefix_cache = prefix_cache
         self.context = ResizableContext(target, draft)
         self.drafters = drafters
-        # Held while a model computes, but released while the caller of `run` handles a step.
+        # Locked while a model computes, but not while the caller of `run` handles a step.
         self._compute_lock = threading.Lock()
         self._state_lock = threading.Lock()
         self._active_request: object | None = None
         self._stopping = False
         self._closing = self._closed = False
         self._idle_worker = IdleWorker()
-        # The last reply's drafters that have idle work. They use the tokens still in their caches.
+        # The last reply's drafters that have idle work, which uses the tokens in their caches.
         self._idle_drafters: Sequence[Drafter] = ()
         self.target_step_seconds = self._measure_target_step()
         store = prefix_cache.store if prefix_cache else None
