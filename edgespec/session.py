@@ -131,7 +131,7 @@ class Session:
         stats: Stats,
         progress: Progress | None,
     ) -> Iterator[Step]:
-        """Prepare the caches for the prompt, decode, and update the statistics and the context size."""
+        """Prepare the caches for the prompt, and decode. Update the statistics and resize the context."""
         drafter, _ = self.drafters.choose(request.method)
         tokens = list(request.tokens)  # This list is shared with the target cache and grows during the reply.
         self._idle_drafters = ()
@@ -142,11 +142,11 @@ class Session:
                 room = min(request.max_tokens, MIN_ROOM_TOKENS)
                 stats.cached_prompt_tokens = self._target_cache.prepare(tokens, room, stats, progress)
                 self.target.run_ahead(drafter is None)
-                self.target.pipeline_with(self.drafters.chain_model(request.method))
                 if drafter:
                     drafter.begin(tokens)
                     _count_draft_memory(stats, drafter)
                     self._idle_drafters = drafters_with_idle_work(drafter)
+                self.target.pipeline_with(self.drafters.chain_model(request.method))
         except CancelledError:
             yield Step((), 0, "cancelled")
             return

@@ -101,7 +101,7 @@ def verify(
         for method in methods
         for draft_length in (draft_lengths if method != "none" else draft_lengths[:1])
     ]
-    findings = {method: _MethodFindings() for method in methods}
+    findings = {method: _MethodFindings(len(prompts)) for method in methods}
     for done, case in enumerate(cases):
         run.status = f"{case.prompt.name}, {case.method}, temperature {case.temperature:g}", done / len(cases)
         if not run.should_continue():
@@ -110,7 +110,7 @@ def verify(
     if progress:
         progress("done", 1.0)
     draft = runtime.draft.name if runtime.draft else None
-    results = {method: each.result(len(prompts)) for method, each in findings.items()}
+    results = {method: each.finished_result() for method, each in findings.items()}
     return Report(runtime.target.name, draft, acceptance, results)
 
 
@@ -122,38 +122,28 @@ class _Case(NamedTuple):
 
 
 class _MethodFindings:
-    """The results of one method so far."""
+    """The result of one method so far, and the prompt and p-value of every statistical test."""
 
-    def __init__(self) -> None:
-        self.replies = self.drafted_tokens = self.accepted_tokens = 0
-        self.note = ""
-        self.divergences: list[Divergence] = []
-        # The prompt and p-value of every statistical test.
+    def __init__(self, prompts: int) -> None:
+        self.result = MethodResult(prompts)
         self.tests: list[tuple[str, float]] = []
 
     def count(self, reply: Reply) -> None:
-        self.replies += 1
-        self.drafted_tokens += reply.stats.drafted_tokens
-        self.accepted_tokens += reply.stats.accepted_tokens
-        self.note = reply.method.note or (reply.method.reason if reply.method.effective == "none" else "")
+        result, method = self.result, reply.method
+        result.replies += 1
+        result.drafted_tokens += reply.stats.drafted_tokens
+        result.accepted_tokens += reply.stats.accepted_tokens
+        result.note = method.note or (method.reason if method.effective == "none" else "")
 
-    def result(self, prompts: int) -> MethodResult:
-        corrected = holm([p for _, p in self.tests])
+    def finished_result(self) -> MethodResult:
+        result, corrected = self.result, holm([p for _, p in self.tests])
         wrong = {name for (name, _), p in zip(self.tests, corrected, strict=True) if p < _SIGNIFICANCE}
-        wrong |= {d.prompt for d in self.divergences if d.verdict == "violation"}
-        near_ties = {d.prompt for d in self.divergences} - wrong
-        return MethodResult(
-            prompts=prompts,
-            replies=self.replies,
-            drafted_tokens=self.drafted_tokens,
-            accepted_tokens=self.accepted_tokens,
-            identical=prompts - len(wrong) - len(near_ties),
-            near_tie=len(near_ties),
-            violations=len(wrong),
-            divergences=self.divergences,
-            smallest_corrected_p_value=min(corrected, default=None),
-            note=self.note,
-        )
+        wrong |= {d.prompt for d in result.divergences if d.verdict == "violation"}
+        near_ties = {d.prompt for d in result.divergences} - wrong
+        result.violations, result.near_tie = len(wrong), len(near_ties)
+        result.identical = result.prompts - len(wrong) - len(near_ties)
+        result.smallest_corrected_p_value = min(corrected, default=None)
+        return result
 
 
 @dataclass
@@ -221,7 +211,7 @@ class _Verification:
         findings.count(other)
         self._run_idle_work()
         if other.tokens != plain.tokens:
-            findings.divergences.append(self._divergence(case, plain, other))
+            findings.result.divergences.append(self._divergence(case, plain, other))
 
     def _divergence(self, case: _Case, plain: Reply, other: Reply) -> Divergence:
         """Score the first difference again and decide whether rounding explains it."""
