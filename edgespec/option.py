@@ -1,6 +1,6 @@
 """The `Option` class, and the options shared by `load` and by replies."""
 
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Annotated, Any, Literal, TypeAlias, get_origin, get_type_hints
 
 from edgespec.option_kinds import Choice, Integer, Kind, MethodName
@@ -22,31 +22,34 @@ MAX_DRAFT_LENGTH = 64
 Group: TypeAlias = Literal["model", "prefix_cache", "drafting", "method", "sampling", "reply"]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Option:
     """Declaration of an option.
 
     Attributes:
-        kind: Parses and checks the value.
+        kind: Converts and checks the value.
+        group: The section of the help in which the option is listed, unless it is `common`.
         help: A description of one or two sentences for `--help` and the documentation.
-        group: The section in which the option is listed.
         default: The default value.
         default_text: The default in words, if the value alone does not explain it.
         flags: Short forms on the command line, such as `-n`.
         read_by: Names of the drafters that use the option. Methods without any of them reject it. Empty if
             every method uses the option.
+        common: Whether the option is one of the few that most users need. `--help` lists these first.
         per_run: Whether the option applies only to a single model or run and therefore cannot be set for all
             runs.
         api_only: Whether the option is available only in Python.
     """
 
     kind: Kind
-    help: str
     group: Group
+    help: str
+    _: KW_ONLY
     default: Any = None
     default_text: str = ""
     flags: tuple[str, ...] = ()
     read_by: tuple[str, ...] = ()
+    common: bool = False
     per_run: bool = False
     api_only: bool = False
 
@@ -55,28 +58,21 @@ class Option:
         return self.default if value is None and self.default is None else self.kind.check(name, value)
 
 
-METHOD = Option(
-    kind=MethodName(),
-    group="method",
-    default="auto",
-    help="How tokens are drafted. auto: with the draft model and earlier text, while that makes replies"
-    " faster. none: no drafting. Otherwise, drafters joined by +, used whatever their speed: model,"
-    " layerskip, lowbit, swift, lookahead, suffix, ngram.",
-)
-DRAFT_LENGTH = Option(
-    kind=Integer(1, MAX_DRAFT_LENGTH, metavar="K", hint=", or method none"),
-    group="method",
-    default_text="4; with auto up to 16, as the speed allows",
-    help=f"Tokens to draft ahead, 1 to {MAX_DRAFT_LENGTH}. With auto, the maximum.",
-)
-ACCEPTANCE = Option(
-    kind=Choice(ACCEPTANCES),
-    group="method",
-    default="invariant",
-    help="invariant: a seed gives the same reply with every method. rejection: only the distribution of"
-    " replies is the same. Then a seed reproduces a reply with one named drafter, but not with auto, whose"
-    " choices depend on measured times.",
-)
+# fmt: off
+METHOD = Option(MethodName(), "method",
+    "How to speed up replies. auto: draft with the draft model and with earlier text, whenever that is"
+    " faster. none: do not draft. Otherwise, one or several of these, joined by +, which are used even if"
+    " that is slower: model, layerskip, lowbit, swift, lookahead, suffix, ngram.",
+    default="auto", common=True)
+DRAFT_LENGTH = Option(Integer(1, MAX_DRAFT_LENGTH, metavar="K", hint=", or method none"), "method",
+    f"Number of tokens to draft ahead, 1 to {MAX_DRAFT_LENGTH}. With auto, the maximum.",
+    default_text="4; with auto up to 16, as the speed allows")
+ACCEPTANCE = Option(Choice(ACCEPTANCES), "method",
+    "How drafted tokens are accepted. invariant: a seed gives the same reply with every method. rejection:"
+    " replies follow the same probabilities, but a seed may give another reply. With auto, even the same"
+    " command may then give another reply, because auto measures times.",
+    default="invariant")
+# fmt: on
 
 
 def declared_options(arguments: type) -> dict[str, Option]:

@@ -1,11 +1,11 @@
-"""The kinds of option values. Each kind parses strings and checks values passed in Python."""
+"""The kinds of option values. Each kind converts strings, and checks values passed in Python."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from edgespec.checks import check_boolean, check_integer, check_number, check_path, check_text, parse_size
 from edgespec.engine.sampling_params import SamplingParams
@@ -18,6 +18,7 @@ __all__ = [
     "Flag",
     "Integer",
     "Kind",
+    "ListOf",
     "MethodList",
     "MethodName",
     "ModelName",
@@ -33,6 +34,7 @@ __all__ = [
 
 _NO_LIMIT = (1 << 31) - 1
 _MAX_BRANCHES = 64  # maximum number of leaves in a draft tree
+_TRUE, _FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
 
 
 class Kind:
@@ -43,16 +45,24 @@ class Kind:
         repeatable: Whether the option may be repeated on the command line.
     """
 
-    metavar = "TEXT"
-    repeatable = False
+    metavar: str = "TEXT"
+    repeatable: ClassVar[bool] = False
 
     def parse(self, text: str) -> Any:
-        """Parse a string. Raises ValueError with the reason."""
+        """Convert a string to a value. Return it unchanged if that fails, so that `check` rejects it."""
         return text
 
     def check(self, name: str, value: Any, /) -> Any:
-        """Check and normalise a value passed in Python. Raises OptionError if it is invalid."""
+        """Check and normalise a value. Raises OptionError if it is invalid."""
         return check_text(name, value, "one text")
+
+
+def _converted(text: str, convert: Callable[[str], Any]) -> Any:
+    """Return `convert(text)`, or `text` itself if that raises ValueError."""
+    try:
+        return convert(text)
+    except ValueError:
+        return text
 
 
 @dataclass(frozen=True)
@@ -66,15 +76,8 @@ class Text(Kind):
         return check_text(name, value, self.hint)
 
 
-@dataclass(frozen=True)
-class ModelName(Kind):
-    """A model reference: a path, `user/repo:quant` or a name. `also` lists other accepted words."""
-
-    metavar: str = "REF"
-    also: str = ""
-
-    def check(self, name: str, value: Any) -> str:
-        return check_text(name, value, f"{self.also}a path, user/repo:quant or a name such as demo")
+class ModelName(Text):
+    """A model reference: a path, `user/repo:quant` or a name."""
 
 
 class MethodName(Kind):
@@ -92,7 +95,9 @@ class MethodList(Kind):
 
     def check(self, name: str, value: Any) -> tuple[str, ...]:
         if isinstance(value, str) or not isinstance(value, Sequence):
-            raise OptionError(f"{name} is {value!r}", 'pass a list such as ["suffix", "model+ngram"]')
+            raise OptionError(
+                f"{name} must be a list, but is {value!r}", 'use for example ["suffix", "model+ngram"]'
+            )
         for method in value:
             parse_method(method)
         return tuple(value)
@@ -104,19 +109,18 @@ class Choice(Kind):
 
     values: tuple[str, ...]
 
-    def parse(self, text: str) -> str:
-        if text not in self.values:
-            raise ValueError(f"{text!r} is not one of {', '.join(map(repr, self.values))}")
-        return text
-
     def check(self, name: str, value: Any) -> str:
         if value not in self.values:
-            raise OptionError(f"{name} is {value!r}", f"choose one of {', '.join(self.values)}")
+            raise OptionError(f"{name} must be one of {', '.join(self.values)}, but is {value!r}")
         return str(value)
 
 
 class Flag(Kind):
     """True or False."""
+
+    def parse(self, text: str) -> Any:
+        word = text.lower()
+        return word in _TRUE if word in _TRUE + _FALSE else text
 
     def check(self, name: str, value: Any) -> bool:
         return check_boolean(name, value)
@@ -131,16 +135,8 @@ class Integer(Kind):
     metavar: str = "N"
     hint: str = ""
 
-    def parse(self, text: str) -> int:
-        try:
-            number = int(text)
-        except ValueError:
-            number = self.low - 1
-        if not self.low <= number <= self.high:
-            is_unlimited = self.high >= _NO_LIMIT and number <= self.high
-            span = f"from {self.low} up" if is_unlimited else f"from {self.low} to {self.high}"
-            raise ValueError(f"{text!r} is not a whole number {span}")
-        return number
+    def parse(self, text: str) -> Any:
+        return _converted(text, int)
 
     def check(self, name: str, value: Any) -> int:
         return check_integer(name, value, self.low, self.high, self.hint)
@@ -148,26 +144,21 @@ class Integer(Kind):
 
 @dataclass(frozen=True)
 class Number(Kind):
-    """A number within limits. `below_high` excludes the upper limit. `hint` extends the error message."""
+    """A number within limits. `below_high` excludes the upper limit."""
 
-    low: float = -math.inf
-    high: float = math.inf
+    low: float
+    high: float
     below_high: bool = False
     metavar: str = "X"
-    hint: str = ""
 
-    def parse(self, text: str) -> float:
-        try:
-            return float(text)
-        except ValueError:
-            raise ValueError(f"{text!r} is not a number") from None
+    def parse(self, text: str) -> Any:
+        return _converted(text, float)
 
     def check(self, name: str, value: Any) -> float:
         allowed = f"from {self.low:g} to {'below ' if self.below_high else ''}{self.high:g}"
         number = check_number(name, value, allowed)
         if not self.low <= number <= self.high or (self.below_high and number == self.high):
-            hint = f" ({self.hint})" if self.hint else ""
-            raise OptionError(f"{name} is {value!r}", f"use a number {allowed}{hint}")
+            raise OptionError(f"{name} must be a number {allowed}, but is {value!r}")
         return number
 
 
@@ -176,20 +167,16 @@ class Share(Kind):
 
     metavar = "SHARE"
 
-    def parse(self, text: str) -> float:
-        stripped = text.strip()
-        try:
-            number = float(stripped.removesuffix("%")) / (100.0 if stripped.endswith("%") else 1.0)
-        except ValueError:
-            number = -1.0
-        if not 0.0 <= number <= 1.0:
-            raise ValueError(f"{text!r} is not a share such as 2% or 0.02")
-        return number
+    def parse(self, text: str) -> Any:
+        number = text.strip().removesuffix("%")
+        return _converted(text, lambda _: float(number) / (100.0 if "%" in text else 1.0))
 
     def check(self, name: str, value: Any) -> float:
         number = check_number(name, value, "such as 0.02")
         if not 0.0 <= number <= 1.0:
-            raise OptionError(f"{name} is {value!r}", "use a share from 0 to 1, such as 0.02")
+            raise OptionError(
+                f"{name} must be a share from 0 to 1, but is {value!r}", "use for example 2% or 0.02"
+            )
         return number
 
 
@@ -217,26 +204,37 @@ class Branches(Kind):
     metavar = "auto|N,N,..."
 
     def parse(self, text: str) -> Any:
-        if text == "auto":
-            return text
-        try:
-            return tuple(Integer(1).parse(part.strip()) for part in text.split(","))
-        except ValueError as error:
-            raise ValueError(f"{error}: use auto, or numbers such as 3,2") from error
+        return _converted(text, lambda _: tuple(int(part) for part in text.split(",")))
 
     def check(self, name: str, value: Any) -> Any:
         if value == "auto":
             return value
         if not isinstance(value, tuple | list):
-            raise OptionError(f"{name} is {value!r}", "use auto, or numbers such as (3, 2)")
+            raise OptionError(
+                f"{name} must be auto or whole numbers, but is {value!r}", "use numbers such as 3,2"
+            )
         for count in value:
             check_integer(name, count, 1, _MAX_BRANCHES)
         if math.prod(value) > _MAX_BRANCHES:
             raise OptionError(
-                f"{name} {tuple(value)!r} make {math.prod(value)} branches",
-                f"their product must not exceed {_MAX_BRANCHES}",
+                f"{name} must make at most {_MAX_BRANCHES} branches, but {tuple(value)!r} make"
+                f" {math.prod(value)}",
+                "use smaller numbers",
             )
         return tuple(value)
+
+
+@dataclass(frozen=True)
+class ListOf(Kind):
+    """Values of the same kind, separated by commas."""
+
+    item: Kind
+
+    def parse(self, text: str) -> Any:
+        return tuple(self.item.parse(part.strip()) for part in text.split(","))
+
+    def check(self, name: str, value: Any) -> Any:
+        return tuple(self.item.check(name, each) for each in value)
 
 
 class TextList(Kind):
@@ -247,43 +245,41 @@ class TextList(Kind):
     def check(self, name: str, value: Any) -> tuple[str, ...]:
         texts = (value,) if isinstance(value, str) else value
         if not isinstance(texts, list | tuple) or not all(isinstance(text, str) and text for text in texts):
-            raise OptionError(f"{name} is {value!r}", "use strings of at least one character")
+            raise OptionError(f"{name} must contain only strings of at least one character, but is {value!r}")
         return tuple(texts)
-
-
-class TokenBiases(Kind):
-    """Numbers to add to the logits of given token ids. Each string has the form `ID=VALUE`."""
-
-    metavar = "ID=VALUE"
-    repeatable = True
-
-    def parse(self, text: str) -> tuple[int, float]:
-        token, _, bias = text.partition("=")
-        try:
-            return int(token), float(bias)
-        except ValueError:
-            raise ValueError(f"{text!r} is not ID=VALUE, such as 1523=-2.5 or 1523=-inf") from None
-
-    def check(self, name: str, value: Any) -> Any:
-        settings: dict[str, Any] = {name: value}
-        SamplingParams(**settings)
-        return value
 
 
 @dataclass(frozen=True)
 class SamplingNumber(Kind):
-    """A numeric sampling setting. `SamplingParams` checks its range."""
+    """A numeric sampling setting. `SamplingParams` checks its type and range."""
 
     metavar: str = "X"
-    whole: bool = False
+    convert: Callable[[str], float] = float
 
-    def parse(self, text: str) -> float:
-        try:
-            return int(text) if self.whole else float(text)
-        except ValueError:
-            raise ValueError(f"{text!r} is not a {'whole ' if self.whole else ''}number") from None
+    def parse(self, text: str) -> Any:
+        return _converted(text, self.convert)
 
     def check(self, name: str, value: Any) -> Any:
         settings: dict[str, Any] = {name: value}
         SamplingParams(**settings)
         return value
+
+
+class TokenBiases(SamplingNumber):
+    """Numbers to add to the logits of given token ids. Each string has the form `ID=VALUE`."""
+
+    repeatable = True
+
+    def parse(self, text: str) -> Any:
+        token, _, bias = text.partition("=")
+        return _converted(text, lambda _: (int(token), float(bias)))
+
+    def check(self, name: str, value: Any) -> Any:
+        if isinstance(value, tuple):
+            wrong = next((pair for pair in value if not isinstance(pair, tuple)), None)
+            if wrong is not None:
+                raise OptionError(
+                    f"{name} must have the form ID=VALUE, but is {wrong!r}", "use for example 1523=-2.5"
+                )
+            value = dict(value)
+        return super().check(name, value)

@@ -33,24 +33,19 @@ __all__ = [
     "unread_options",
 ]
 
-MODEL_OPTIONS: Mapping[str, Option] = MappingProxyType(
-    {
-        "target": Option(
-            kind=ModelName(),
-            group="model",
-            default="demo",
-            help="The model to run: a .gguf file, an MLX folder, user/repo:quant, or a name (see `edgespec"
-            " models list`).",
-        ),
-        "draft": Option(
-            kind=ModelName("REF|auto|none", "auto, none, "),
-            group="model",
-            default="auto",
-            help="The draft model, a small model that makes the other one faster. auto: the best one on this"
-            " machine (see `edgespec models show`). none: no draft model.",
-        ),
-    }
-)
+_REFERENCE = "a path, user/repo:quant or a name such as demo"
+# fmt: off
+MODEL_OPTIONS: Mapping[str, Option] = MappingProxyType({
+    "target": Option(ModelName("REF", _REFERENCE), "model",
+        "The model to run: a .gguf file, an MLX folder, user/repo:quant, or a name (see `edgespec models"
+        " list`).",
+        default="demo", common=True),
+    "draft": Option(ModelName("REF|auto|none", f"auto, none, {_REFERENCE}"), "model",
+        "The draft model, a small model that makes the other one faster. auto: the best one on this machine"
+        " (see `edgespec models show`). none: no draft model.",
+        default="auto", common=True),
+})
+# fmt: on
 """The two models, which `load` and `plan` take as positional arguments."""
 
 SETTINGS: Mapping[str, Option] = MappingProxyType(
@@ -59,7 +54,7 @@ SETTINGS: Mapping[str, Option] = MappingProxyType(
         for options in (
             MODEL_OPTIONS,
             LOAD_OPTIONS,
-            {"system": Option(kind=Text(), group="reply", help="Instructions for the model.")},
+            {"system": Option(Text(), "reply", "Instructions for the model.", common=True)},
             REPLY_OPTIONS,
         )
         for name, option in options.items()

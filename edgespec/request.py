@@ -78,7 +78,7 @@ def build_request(
         raise OptionError("the prompt is empty", "enter at least one word")
     if len(tokens) > context_tokens:
         raise ContextFullError(
-            f"the prompt is {len(tokens)} tokens long, but the context has room for {context_tokens}",
+            f"the prompt has {len(tokens)} tokens, but the context has only {context_tokens}",
             f"shorten it or use --context {len(tokens) // 256 * 256 + 512}",
         )
     check_names(options, REPLY_OPTIONS)

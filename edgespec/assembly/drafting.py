@@ -25,6 +25,7 @@ from edgespec.costs.pass_limits import PassLimits
 from edgespec.costs.target_costs import PassCosts
 from edgespec.drafters.adaptive_tree import AdaptiveTreeGrowth
 from edgespec.drafters.base import Drafter
+from edgespec.drafters.draft_cache import DraftCache
 from edgespec.drafters.lookahead import LookaheadDrafter
 from edgespec.drafters.model import ModelDrafter
 from edgespec.drafters.tree_growth import TreeGrowth
@@ -298,13 +299,16 @@ class _DrafterFactory:
 
     def _make_online(self, draft: LanguageModel) -> Drafter:
         """Create a drafter that trains its draft model between replies."""
-        from edgespec.drafters.online import OnlineDrafter
-        from edgespec.drafters.online_training import OnlineTrainer
+        from edgespec.drafters.online import OnlineDrafter, OnlineTrainer
 
-        trainer = cast(Trainable, draft).trainer()
         saved = SavedArrays("online", models_fingerprint(self._model.facts, draft.facts))
-        drafter = self._model_drafter(draft, "model")
-        return OnlineDrafter(drafter, OnlineTrainer(drafter.cache, trainer, store=saved))
+        return OnlineDrafter(
+            draft,
+            self._model.facts.vocab_size,
+            OnlineTrainer(DraftCache(draft), cast(Trainable, draft).trainer(), store=saved),
+            branches=self._growth(draft),
+            min_confidence=self._arguments["draft_confidence"],
+        )
 
 
 def _not_loaded(name: str) -> MissingDrafter:

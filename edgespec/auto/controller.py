@@ -13,13 +13,13 @@ from edgespec.auto.explanation import ControllerReport, DraftingStatus
 from edgespec.auto.live_costs import LiveCosts
 from edgespec.auto.loss_limit import LossLimit, LossLimits
 from edgespec.auto.worst_case import WorstCaseCosts
-from edgespec.drafters.array_store import ArrayStore
 from edgespec.drafters.base import Drafter, MemoryUse
 from edgespec.drafters.running_stats import RunningMean
 from edgespec.engine.acceptance import Acceptance
 from edgespec.engine.logits import Logits
 from edgespec.engine.sampling import Sampler
 from edgespec.engine.tree import TokenTree
+from edgespec.saved_arrays import SavedArrays
 
 __all__ = ["AutoConfig", "AutoController"]
 
@@ -46,7 +46,7 @@ class AutoConfig:
 
     limits: LossLimits
     costs: LiveCosts
-    open_store: Callable[[str], ArrayStore] | None = None
+    open_store: Callable[[str], SavedArrays] | None = None
     controls_named: bool = False
     adapts_length: bool = True
 
@@ -97,7 +97,7 @@ class AutoController(Drafter):
         *,
         text_kind: Callable[[Sequence[int]], str] = lambda _: "",
         run_ahead: Callable[[bool], None] = lambda _: None,
-        store: ArrayStore | None = None,
+        store: SavedArrays | None = None,
         clock: Callable[[], float] = perf_counter,
         count_replies: Callable[[], int] = lambda: ACTIVE_REPLIES.count,
     ) -> None:

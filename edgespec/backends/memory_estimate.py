@@ -1,4 +1,4 @@
-"""Memory estimates: how much memory a model takes, computed from its metadata before it is loaded."""
+"""Estimate how much memory a model takes before it is loaded."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from edgespec.backends.base import LoadOptions
 __all__ = ["GPU", "MEMORY", "MemoryEstimate", "MemoryEstimator", "MemoryPart", "ModelMemoryKind", "Pool"]
 
 ModelMemoryKind = Literal["weights", "cache", "compute", "output", "vocabulary"]
-"""What a part of a model's memory holds.
+"""The content of a part of a model's memory.
 
 - weights: the model's tensors.
 - cache: KV caches and recurrent states, for a full context.
@@ -40,9 +40,8 @@ class MemoryEstimate:
     """The memory of one loaded model whose context is full.
 
     Attributes:
-        context_tokens: size of the context that the load options select.
-        kv_type: number format of the KV cache, for people.
-        parts: all memory of the model; kinds and pools may repeat.
+        kv_type: Data type of the KV cache, for messages.
+        parts: All memory of the model. Kinds and pools may repeat.
     """
 
     context_tokens: int
@@ -55,18 +54,18 @@ class MemoryEstimate:
 
     @property
     def total_bytes(self) -> int:
-        """The bytes of all parts, summed over all pools."""
+        """The bytes of all kinds, summed over all pools."""
         return sum(part.bytes for part in self.parts)
 
 
 class MemoryEstimator(Protocol):
-    """A model's metadata, opened to estimate the memory of the loaded model. Its weights are not read.
+    """Estimates the memory of a model from its metadata, without reading its weights.
 
     Attributes:
-        name: the model's name for messages.
-        trained_context_tokens: context length that the model was trained for; 0 if the files do not state it.
-        layers: layers that can be put on graphics cards one by one; 0 if they cannot.
-        longrope_switch_tokens: see `initial_context` in memory_check.py.
+        name: Name of the model for messages.
+        trained_context_tokens: Context that the model was trained for. 0 if unknown.
+        layers: Number of layers that can be offloaded to graphics cards one by one. 0 if none can.
+        longrope_switch_tokens: See `initial_context` in memory_check.py.
     """
 
     name: str
@@ -78,8 +77,8 @@ class MemoryEstimator(Protocol):
         """Estimate the memory of the model loaded with `options`, within `options.memory_bytes`.
 
         Raises:
-            OptionError: the model cannot be loaded with these options.
-            MemoryBudgetError: there is not even enough memory to simulate the context.
+            OptionError: The model cannot be loaded with these options.
+            MemoryBudgetError: There is not even enough memory to simulate the context.
         """
 
     def close(self) -> None:

@@ -7,7 +7,8 @@ import re
 from edgespec.catalog import catalogue
 from edgespec.catalog.installed import read_model_info
 from edgespec.catalog.metadata_cache import MetadataCache
-from edgespec.catalog.reference import NameReference, Resolved, parse_reference, resolve
+from edgespec.catalog.reference import Resolved, resolve
+from edgespec.catalog.reference_parsing import NameReference, parse_reference
 from edgespec.errors import EdgespecError, ModelFileError, ModelNotFoundError, OptionError
 
 __all__ = ["check_alias", "check_pair", "preferred_draft"]

@@ -12,6 +12,7 @@ from types import MappingProxyType
 from typing import Any, TypeAlias
 
 from edgespec.backends.registry import FileFormat, format_of
+from edgespec.catalog.hub_files import is_quantisation
 from edgespec.errors import ModelNotFoundError
 from edgespec.files import config_folder
 
@@ -31,6 +32,8 @@ ModelFormat: TypeAlias = str
 """The name of a file format in the registry of backends (`backends/registry.py`)."""
 
 _MLX_SUFFIX = "-mlx"
+# Keys of catalogue.toml whose attribute of `ModelEntry` has another name.
+_ATTRIBUTES = {"gguf": "gguf_repository", "mlx": "mlx_repository", "file": "embedded_file"}
 
 
 @dataclass(frozen=True)
@@ -109,6 +112,11 @@ class Catalogue:
         """Return the entry with this name or alias and the quantisation that it selects, or None."""
         return self._by_name.get(name.lower())
 
+    def find_quantised(self, name: str, tag: str | None) -> tuple[ModelEntry, str] | None:
+        """Return the entry named `name` with the quantisation `tag`, or None if `tag` is no quantisation."""
+        named = self.find(name) if tag and is_quantisation(tag) else None
+        return (named[0], tag) if named and tag else None
+
     def of_repository(self, repository: str) -> ModelEntry | None:
         """Return the entry whose files are in a repository, or None."""
         matches = (entry for entry in self.entries if entry.repository.lower() == repository.lower())
@@ -129,8 +137,7 @@ class Catalogue:
             also: Names to suggest in addition to those in the catalogue.
         """
         known = [*also, *self.names]
-        # A name that starts with the typed text, such as "llama-3.1", is a better match than a similar
-        # spelling.
+        # A name that starts with the typed text, such as "llama-3.1", is better than a similar spelling.
         starts = [candidate for candidate in known if candidate.startswith(name.lower())]
         close = difflib.get_close_matches(name.lower(), known, n=3, cutoff=0.5)
         return list(dict.fromkeys([*starts, *close]))[:3]
@@ -182,23 +189,11 @@ def _mlx_form(entry: ModelEntry, drafts: list[str]) -> ModelEntry:
 
 
 def _entry(table: dict[str, Any]) -> ModelEntry:
-    return ModelEntry(
-        name=table["name"],
-        family=table["family"],
-        parameters=table["parameters"],
-        quantisation=table["quantisation"],
-        context_tokens=table["context_tokens"],
-        approximate_file_bytes=round(table["gigabytes"] * 1e9),
-        licence=table["licence"],
-        chat_template=table["chat_template"],
-        gguf_repository=table.get("gguf", ""),
-        mlx_repository=table.get("mlx", ""),
-        embedded_file=table.get("file", ""),
-        notice=table.get("notice", ""),
-        drafts=tuple(table.get("drafts", ())),
-        aliases=MappingProxyType(table.get("aliases", {})),
-        format=table.get("format", "gguf"),
-    )
+    values = {_ATTRIBUTES.get(key, key): value for key, value in table.items()}
+    values["approximate_file_bytes"] = round(values.pop("gigabytes") * 1e9)
+    values["drafts"] = tuple(values.get("drafts", ()))
+    values["aliases"] = MappingProxyType(values.get("aliases", {}))
+    return ModelEntry(**values)
 
 
 def user_aliases_path() -> Path:

@@ -17,11 +17,11 @@ from edgespec.backends.registry import backend_of, same_backend
 from edgespec.catalog.acceptance_history import AcceptanceHistory
 from edgespec.catalog.aliases import preferred_draft
 from edgespec.catalog.catalogue import ModelEntry, ModelFormat, load_catalogue
-from edgespec.catalog.installed import InstalledModel, InstalledModels, find_installed, read_model_info
+from edgespec.catalog.installed import InstalledModel, InstalledModels, find_installed, model_info_or_none
 from edgespec.catalog.metadata_cache import MetadataCache
 from edgespec.catalog.reference import Resolved, resolve
 from edgespec.catalog.speedup_estimate import estimate_speedup
-from edgespec.errors import EdgespecError, ModelFileError, ModelNotFoundError
+from edgespec.errors import EdgespecError, ModelNotFoundError
 from edgespec.files import format_bytes
 
 __all__ = ["DraftChoice", "DraftOption", "choose_draft", "draft_options"]
@@ -52,6 +52,8 @@ class DraftOption:
         format: Name of its file format.
         source: How it was found: `catalogue` if the catalogue recommends it, `tokens` if it shares the
             target's tokens.
+        rank: Position among the draft models that the catalogue recommends, starting from 0. Their number
+            if it is not one of them.
         shared_token_fraction: Fraction of the target's tokens that the model has. None if its file is not on
             this machine.
         parameters: Number of parameters.
@@ -66,6 +68,7 @@ class DraftOption:
     path: Path | None
     format: ModelFormat
     source: Source
+    rank: int
     shared_token_fraction: float | None
     parameters: int
     size_bytes: int
@@ -115,26 +118,17 @@ def draft_options(target: Resolved, installed: InstalledModels) -> list[DraftOpt
 
     Each group is sorted by expected speed-up, highest first.
     """
-    metadata = installed.metadata
-    try:
-        info: ModelInfo | None = read_model_info(target, metadata)
-    except ModelFileError:
-        info = None
-    recommended = target.entry.drafts if target.entry else ()
-    options = {
-        str(option.path): option
-        for model in installed.models
-        if (option := _installed_option(target, info, model, recommended, metadata))
-    }
-    for name in recommended:
-        option = _catalogue_option(target, info, name, metadata)
-        if option and str(option.path) not in options:
-            options[str(option.path or option.reference)] = option
-    for name in _same_family(target, info, installed):
-        option = _catalogue_option(target, info, name, metadata)
-        if option and option.path is None:
-            options.setdefault(option.reference, option)
-    metadata.save()
+    info = model_info_or_none(target, installed.metadata)
+    options: dict[str, DraftOption] = {}
+    if info is not None:
+        found = (_installed_option(target, info, model, installed.metadata) for model in installed.models)
+        options = {str(option.path): option for option in found if option}
+    recommended = _recommended(target)
+    for name in dict.fromkeys((*recommended, *_same_family(target, info, installed))):
+        option = _catalogue_option(target, info, name, installed.metadata)
+        if option and (option.path is None or name in recommended):
+            options.setdefault(str(option.path or option.reference), option)
+    installed.metadata.save()
     return sorted(options.values(), key=lambda option: (option.path is None, *_order(option)))
 
 
@@ -163,20 +157,23 @@ def choose_draft(
         # vocabulary.
         return _first_recommended(target)
     installed = find_installed()
-    usable = [o for o in draft_options(target, installed) if _is_for_auto(o, target, installed)]
-    fitting = [
-        option
-        for option in usable
-        if memory_bytes is None or _fits(option, target, installed, memory_bytes, context_tokens)
-    ]
+    info = model_info_or_none(target, installed.metadata)
+    usable = [option for option in draft_options(target, installed) if _is_for_auto(option, target, info)]
+    fitting = usable
+    if memory_bytes is not None and info is not None:
+        room_bytes = memory_bytes - info.size_bytes - info.kv_bytes * _context(info, context_tokens)
+        fitting = [option for option in usable if option.needed_bytes <= room_bytes]
     faster = [option for option in fitting if option.speedup > 1.0]
-    if faster:
-        best = _best(faster, target.entry.drafts if target.entry else ())
-        draft = resolve(best.reference, allow_download=False)
-        others = f"; the best of {len(faster)} draft models" if len(faster) > 1 else ""
-        reason = f"it has {best.tokens}, and {best.reason}{others}"
-        return DraftChoice(draft, reason, is_expected=best.source == "catalogue")
-    return DraftChoice(None, _why_none(target, usable, fitting))
+    if not faster:
+        return DraftChoice(None, _why_none(target, usable, fitting))
+    # If several options are about equally fast, prefer the one that the catalogue recommends first.
+    highest = max(option.speedup for option in faster)
+    equal = [option for option in faster if option.speedup >= _EQUAL_SPEEDUP_RATIO * highest]
+    best = min(equal, key=lambda option: (option.rank, *_order(option)))
+    draft = resolve(best.reference, allow_download=False)
+    others = f"; the best of {len(faster)} draft models" if len(faster) > 1 else ""
+    reason = f"it has {best.tokens}, and {best.reason}{others}"
+    return DraftChoice(draft, reason, is_expected=best.source == "catalogue")
 
 
 def _preferred_choice(target: Resolved, draft: str) -> DraftChoice:
@@ -187,19 +184,25 @@ def _preferred_choice(target: Resolved, draft: str) -> DraftChoice:
         return DraftChoice(resolve(draft, allow_download=False), f"you chose {draft} for {target.name}")
     except ModelNotFoundError:
         return DraftChoice(
-            None,
-            f"{draft}, which you chose, is not on this machine; download it with --draft {draft}",
+            None, f"{draft}, which you chose, is not on this machine; download it with --draft {draft}"
         )
 
 
 def _first_recommended(target: Resolved) -> DraftChoice:
-    assert target.entry is not None
-    for name in target.entry.drafts:
-        try:
+    for name in _recommended(target):
+        with suppress(EdgespecError):
             return DraftChoice(resolve(name, allow_download=False), f"it is recommended for {target.name}")
-        except EdgespecError:
-            continue
     return DraftChoice(None, _no_draft_known(target))
+
+
+def _recommended(target: Resolved) -> tuple[str, ...]:
+    """Return the names of the draft models that the catalogue recommends, best first."""
+    return target.entry.drafts if target.entry else ()
+
+
+def _rank(target: Resolved, entry: ModelEntry | None) -> int:
+    recommended = _recommended(target)
+    return recommended.index(entry.name) if entry and entry.name in recommended else len(recommended)
 
 
 def _no_draft_known(target: Resolved) -> str:
@@ -218,113 +221,60 @@ def _why_none(target: Resolved, usable: Sequence[DraftOption], fitting: Sequence
             f"the draft model {usable[0].reference} needs {format_bytes(usable[0].needed_bytes)}, which do"
             " not fit next to the target; raise --memory, or use a smaller --context"
         )
-    names = target.entry.drafts if target.entry else ()
-    if names:
+    if names := _recommended(target):
         return f"the recommended draft model is not on this machine; download it with --draft {names[0]}"
     return _no_draft_known(target)
 
 
-def _is_architecture_known(option: DraftOption, target: Resolved, installed: InstalledModels) -> bool:
-    """Return whether the backend supports the draft model's architecture."""
-    with suppress(ModelFileError):
-        if read_model_info(target, installed.metadata).architecture == option.architecture:
-            return True
-    return backend_of(option.format).knows_architecture(option.architecture)
-
-
-def _is_for_auto(option: DraftOption, target: Resolved, installed: InstalledModels) -> bool:
+def _is_for_auto(option: DraftOption, target: Resolved, info: ModelInfo | None) -> bool:
     """Return whether `auto` may use a model. It must be installed and match the target."""
     if option.path is None or not same_backend(option.format, target.format):
         return False
-    if option.source == "tokens" and not _is_architecture_known(option, target, installed):
-        return False
     if option.shared_token_fraction is None:
         return option.source == "catalogue"
-    return option.shared_token_fraction >= _AUTO_MIN_SHARED_FRACTION
+    return option.shared_token_fraction >= _AUTO_MIN_SHARED_FRACTION and (
+        option.source == "catalogue"
+        or (info is not None and info.architecture == option.architecture)
+        or backend_of(option.format).knows_architecture(option.architecture)
+    )
 
 
-def _fits(
-    option: DraftOption,
-    target: Resolved,
-    installed: InstalledModels,
-    memory_bytes: int,
-    context_tokens: int | None,
-) -> bool:
-    try:
-        info = read_model_info(target, installed.metadata)
-    except ModelFileError:
-        return True  # Ignore the error here. Loading the target reports it.
-    target_bytes = info.size_bytes + info.kv_bytes * _context(info, context_tokens)
-    return target_bytes + option.needed_bytes <= memory_bytes
-
-
-def _context(info: ModelInfo, context_tokens: int | None) -> int:
+def _context(info: ModelInfo, context_tokens: int | None = None) -> int:
     return context_tokens or min(info.context_tokens or _DEFAULT_CONTEXT_TOKENS, _DEFAULT_CONTEXT_TOKENS)
-
-
-def _best(options: Sequence[DraftOption], recommended: Sequence[str]) -> DraftOption:
-    """Return the option with the highest expected speed-up. The catalogue's order breaks ties."""
-    highest = max(option.speedup for option in options)
-    equal = [option for option in options if option.speedup >= _EQUAL_SPEEDUP_RATIO * highest]
-
-    def rank(option: DraftOption) -> tuple[int, float, int, str]:
-        from_catalogue = option.source == "catalogue"
-        place = _place(option.reference, recommended) if from_catalogue else len(recommended)
-        return (place, *_order(option))
-
-    return min(equal, key=rank)
 
 
 def _order(option: DraftOption) -> tuple[float, int, str]:
     return (-round(option.speedup, 3), option.size_bytes, option.reference)
 
 
-def _place(reference: str, recommended: Sequence[str]) -> int:
-    entry = _entry(reference)
-    return recommended.index(entry.name) if entry and entry.name in recommended else len(recommended)
-
-
-def _entry(reference: str) -> ModelEntry | None:
-    try:
-        return resolve(reference, allow_download=False).entry
-    except EdgespecError:
-        return None
-
-
 def _installed_option(
-    target: Resolved,
-    info: ModelInfo | None,
-    model: InstalledModel,
-    recommended: Sequence[str],
-    metadata: MetadataCache,
+    target: Resolved, info: ModelInfo, model: InstalledModel, metadata: MetadataCache
 ) -> DraftOption | None:
     """Return an installed model as a draft option, or None if it is too large or its vocabulary differs."""
-    source: Source = "catalogue" if model.entry and model.entry.name in recommended else "tokens"
-    if model.path == target.path or info is None or not info.pass_bytes:
-        return None
-    shared_fraction = metadata.shared_token_fraction(
-        (target.path, target.format, info.vocabulary),
-        (model.path, model.format, model.info.vocabulary),
-    )
-    if shared_fraction is None or shared_fraction < _MIN_SHARED_FRACTION:
+    if model.path == target.path or not info.pass_bytes:
         return None
     step_cost = model.info.pass_bytes / info.pass_bytes
-    if step_cost > _MAX_STEP_COST:
+    shared_fraction = metadata.shared_token_fraction(
+        (target.path, target.format, info.vocabulary), (model.path, model.format, model.info.vocabulary)
+    )
+    if shared_fraction is None or shared_fraction < _MIN_SHARED_FRACTION or step_cost > _MAX_STEP_COST:
         return None
-    acceptance_rate = AcceptanceHistory().rate((target.path, target.format), (model.path, model.format))
-    size_ratio = model.info.parameters / max(1, info.parameters)
+    rate = AcceptanceHistory().rate((target.path, target.format), (model.path, model.format))
+    size_ratio = min(1.0, model.info.parameters / max(1, info.parameters))
+    rank = _rank(target, model.entry)
     return DraftOption(
-        model.reference,
-        model.path,
-        model.format,
-        source,
-        shared_fraction,
-        model.info.parameters,
-        model.info.size_bytes,
-        model.info.size_bytes + model.info.kv_bytes * _context(info, None),
-        estimate_speedup(min(size_ratio, 1.0), step_cost, shared_fraction, acceptance_rate),
-        model.info.architecture,
-        acceptance_rate,
+        reference=model.reference,
+        path=model.path,
+        format=model.format,
+        source="catalogue" if rank < len(_recommended(target)) else "tokens",
+        rank=rank,
+        shared_token_fraction=shared_fraction,
+        parameters=model.info.parameters,
+        size_bytes=model.info.size_bytes,
+        needed_bytes=model.info.size_bytes + model.info.kv_bytes * _context(info),
+        speedup=estimate_speedup(size_ratio, step_cost, shared_fraction, rate),
+        architecture=model.info.architecture,
+        acceptance_rate=rate,
     )
 
 
@@ -337,7 +287,7 @@ def _catalogue_option(
         return None
     entry = named[0]
     path, size_bytes, kv_bytes, shared_fraction = None, entry.approximate_file_bytes, 0, None
-    try:
+    with suppress(EdgespecError):
         local = resolve(name, allow_download=False)
         path = local.path
         draft_info = metadata.model_info(path, local.format)
@@ -346,20 +296,19 @@ def _catalogue_option(
             shared_fraction = metadata.shared_token_fraction(
                 (target.path, target.format, info.vocabulary), (path, local.format, draft_info.vocabulary)
             )
-    except EdgespecError:
-        pass
     parameters, target_bytes = _sizes(target, info)
     return DraftOption(
-        name,
-        path,
-        entry.format,
-        "catalogue",
-        shared_fraction,
-        entry.parameters,
-        size_bytes,
-        size_bytes + kv_bytes * (_context(info, None) if info else 0),
-        estimate_speedup(
-            min(entry.parameters / max(1, parameters), 1.0),
+        reference=name,
+        path=path,
+        format=entry.format,
+        source="catalogue",
+        rank=_rank(target, entry),
+        shared_token_fraction=shared_fraction,
+        parameters=entry.parameters,
+        size_bytes=size_bytes,
+        needed_bytes=size_bytes + (kv_bytes * _context(info) if info else 0),
+        speedup=estimate_speedup(
+            min(1.0, entry.parameters / max(1, parameters)),
             size_bytes / max(1, target_bytes),
             1.0 if shared_fraction is None else shared_fraction,
         ),
@@ -384,21 +333,14 @@ def _same_family(target: Resolved, info: ModelInfo | None, installed: InstalledM
     entries = load_catalogue().entries
     names = {target.entry.name} if target.entry else set()
     if info is not None and info.vocabulary:
-        names |= {
-            one.entry.name for one in installed.models if one.entry and one.info.vocabulary == info.vocabulary
-        }
-    growing = True
-    while growing:
-        linked = {
-            n for entry in entries if names & {entry.name, *entry.drafts} for n in (entry.name, *entry.drafts)
-        }
-        growing = not linked <= names
-        names |= linked
-    parameters, _ = _sizes(target, info)
+        same = (one.entry for one in installed.models if one.info.vocabulary == info.vocabulary)
+        names |= {entry.name for entry in same if entry}
+    groups = [{entry.name, *entry.drafts} for entry in entries]
+    while (linked := names.union(*(group for group in groups if group & names))) != names:
+        names = linked
+    largest = _sizes(target, info)[0] / 2
     return [
         entry.name
         for entry in entries
-        if entry.name in names
-        and entry.parameters * 2 <= parameters
-        and same_backend(entry.format, target.format)
+        if entry.name in names and entry.parameters <= largest and same_backend(entry.format, target.format)
     ]

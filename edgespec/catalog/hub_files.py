@@ -1,37 +1,32 @@
-"""Selects the files of a model in a Hugging Face repository, and finds them in the Hugging Face cache."""
+"""Select the files of a model in a Hugging Face repository by their names."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from pathlib import Path
 
-from edgespec.backends.mlx_files import is_weights, missing_among, missing_files
-from edgespec.errors import ModelFileError, ModelNotFoundError
-from edgespec.files import read_regular_file
+from edgespec.backends.mlx_files import WEIGHTS, is_weights, missing_among
+from edgespec.errors import ModelNotFoundError
 
 __all__ = [
-    "DEFAULT_QUANTISATION",
     "HubFile",
-    "cached_folder",
-    "cached_model",
     "choose_files",
-    "choose_folder_files",
-    "holds_gguf",
-    "is_model_file",
+    "choose_mlx_files",
+    "group_gguf_files",
+    "hub_name",
+    "is_complete",
+    "is_gguf_model",
     "is_quantisation",
     "join_names",
-    "repository_folder",
-    "snapshots",
 ]
 
-DEFAULT_QUANTISATION = "Q4_K_M"
+_DEFAULT_QUANTISATION = "Q4_K_M"
 # Maximum number of names listed in an error message.
 _MAX_LISTED = 20
-# Files that an MLX model needs besides its weights: configuration, tokenizer and chat template.
-_MLX_SUPPORT_FILES = ("*.json", "*.model", "*.tiktoken", "*.txt", "*.jinja")
+# Files of an MLX model: its weights, configuration, tokenizer and chat template.
+_MLX_FILES = (WEIGHTS, "*.json", "*.model", "*.tiktoken", "*.txt", "*.jinja")
 
 _PART = re.compile(r"-(\d{5})-of-(\d{5})$")
 _LABEL = re.compile(r"(?:^|[-_.])((?:UD-)?(?:I?Q\d\w*|TQ\d_\d|BF16|FP?16|FP?32|MXFP4\w*))$", re.IGNORECASE)
@@ -60,11 +55,21 @@ class HubFile:
         match = _LABEL.search(self.stem.rsplit("/", 1)[-1])
         return match.group(1).upper() if match else ""
 
+    def is_named(self, name: str) -> bool:
+        """Return whether `name` is the file's path or its last component. Case is ignored."""
+        path = self.name.lower()
+        return name.lower() in (path, path.rsplit("/", 1)[-1])
+
     @property
     def part_count(self) -> int:
         """Number of files that the model is split into."""
         match = _PART.search(self.name[: -len(".gguf")])
         return int(match.group(2)) if match else 1
+
+
+def hub_name(repository: str, quantisation: str | None) -> str:
+    """Return `user/repo`, followed by the quantisation if there is one."""
+    return f"{repository}:{quantisation}" if quantisation else repository
 
 
 def is_quantisation(text: str) -> bool:
@@ -92,18 +97,20 @@ def choose_files(repository: str, files: Iterable[HubFile], quantisation: str | 
         ModelNotFoundError: No model matches, several models match, or parts are missing. The message lists
             the alternatives.
     """
-    models: dict[str, list[HubFile]] = {}
-    for file in sorted(filter(is_model_file, files), key=lambda file: file.name):
-        models.setdefault(file.stem, []).append(file)
+    models = group_gguf_files(files)
     if not models:
         raise ModelNotFoundError(
-            f"{repository} contains no GGUF model",
-            "use a repository of the same model that ends in -GGUF",
+            f"{repository} contains no GGUF model", "use a repository of the same model that ends in -GGUF"
         )
-    matching = _matching(models, quantisation)
-    label = quantisation or DEFAULT_QUANTISATION
+    label = quantisation or _DEFAULT_QUANTISATION
+    if label.lower().endswith(".gguf"):
+        matching = [parts for parts in models if any(file.is_named(label) for file in parts)]
+    else:
+        matching = [parts for parts in models if parts[0].quantisation.lower() == label.lower()]
+    if not matching and quantisation is None and len(models) == 1:
+        matching = models
     if not matching:
-        labels = list(dict.fromkeys(parts[0].quantisation or parts[0].name for parts in models.values()))
+        labels = list(dict.fromkeys(parts[0].quantisation or parts[0].name for parts in models))
         raise ModelNotFoundError(
             f"{repository} has no {label}; it has {join_names(labels)}",
             f"choose one of these, such as {repository}:{labels[0]}",
@@ -115,7 +122,7 @@ def choose_files(repository: str, files: Iterable[HubFile], quantisation: str | 
             f"name the file, such as hf:{repository}:{names[0]}",
         )
     parts = matching[0]
-    if len(parts) != parts[0].part_count:
+    if not is_complete(parts):
         raise ModelNotFoundError(
             f"{repository} has only {len(parts)} of the {parts[0].part_count} parts of {parts[0].stem}",
             "choose another quantisation or repository",
@@ -123,82 +130,35 @@ def choose_files(repository: str, files: Iterable[HubFile], quantisation: str | 
     return parts
 
 
-def holds_gguf(files: Iterable[HubFile]) -> bool:
-    """Return whether any file is part of a GGUF language model."""
-    return any(map(is_model_file, files))
-
-
-def is_model_file(file: HubFile) -> bool:
+def is_gguf_model(file: HubFile) -> bool:
     """Return whether a file name belongs to a GGUF language model."""
     name = file.name.rsplit("/", 1)[-1].lower()
     # Names of projectors and importance matrices also end in .gguf, but they are not language models.
     return name.endswith(".gguf") and not name.startswith("mmproj") and "imatrix" not in name
 
 
-def _matching(models: dict[str, list[HubFile]], quantisation: str | None) -> list[list[HubFile]]:
-    label = (quantisation or DEFAULT_QUANTISATION).lower()
-    if label.endswith(".gguf"):
-        return [
-            parts
-            for parts in models.values()
-            if any(label in (file.name.lower(), file.name.rsplit("/", 1)[-1].lower()) for file in parts)
-        ]
-    matching = [parts for parts in models.values() if parts[0].quantisation.lower() == label]
-    if not matching and quantisation is None and len(models) == 1:
-        return list(models.values())
-    return matching
+def group_gguf_files(files: Iterable[HubFile]) -> list[list[HubFile]]:
+    """Return the files of each GGUF model, ordered by part number. Other files are skipped."""
+    models: dict[str, list[HubFile]] = {}
+    for file in sorted(filter(is_gguf_model, files), key=lambda file: file.name):
+        models.setdefault(file.stem, []).append(file)
+    return list(models.values())
 
 
-def repository_folder(cache: Path, repository: str) -> Path:
-    """Return the folder of a model repository in the Hugging Face cache."""
-    return cache / f"models--{repository.replace('/', '--')}"
+def is_complete(parts: Sequence[HubFile]) -> bool:
+    """Return whether all parts of a GGUF model are present."""
+    return len(parts) == parts[0].part_count
 
 
-def cached_model(cache: Path, repository: str, quantisation: str | None) -> Path | None:
-    """Return the first file of a GGUF model in the Hugging Face cache, or None if any part is missing."""
-    for snapshot in snapshots(repository_folder(cache, repository)):
-        # `exists` is False for a link whose blob is missing, so unfinished downloads are skipped.
-        present = [path for path in snapshot.rglob("*.gguf") if path.exists()]
-        files = [HubFile(path.relative_to(snapshot).as_posix()) for path in present]
-        chosen = _choose_or_none(repository, files, quantisation)
-        if chosen:
-            return snapshot / chosen[0].name
-    return None
-
-
-def _choose_or_none(repository: str, files: Sequence[HubFile], quantisation: str | None) -> list[HubFile]:
-    try:
-        return choose_files(repository, files, quantisation)
-    except ModelNotFoundError:
-        return []
-
-
-def snapshots(folder: Path) -> Iterator[Path]:
-    """Yield the snapshots of a cached repository: `main` first, then the others from newest to oldest."""
-    try:
-        folders = [path for path in (folder / "snapshots").iterdir() if path.is_dir()]
-        main = _read_ref(folder / "refs" / "main")
-        yield from sorted(folders, key=lambda path: (path.name == main, path.stat().st_mtime), reverse=True)
-    except OSError:
-        return
-
-
-def _read_ref(ref: Path) -> str:
-    """Return the commit that a ref file names. Empty if the file is missing or cannot be read."""
-    try:
-        return read_regular_file(ref).decode("utf-8", "replace").strip()
-    except OSError:
-        return ""
-
-
-def choose_folder_files(repository: str, files: Iterable[HubFile]) -> list[HubFile]:
+def choose_mlx_files(repository: str, files: Iterable[HubFile]) -> list[HubFile]:
     """Return the files of the MLX model in a repository, weights last.
 
     Raises:
         ModelNotFoundError: The repository contains no complete MLX model. The message lists the missing
             files.
     """
-    model_files = [file for file in files if "/" not in file.name and _is_mlx_file(file.name)]
+    top_level = [file for file in files if "/" not in file.name]
+    model_files = [one for one in top_level if any(fnmatchcase(one.name, pattern) for pattern in _MLX_FILES)]
     missing = missing_among(file.name for file in model_files)
     if missing:
         raise ModelNotFoundError(
@@ -206,18 +166,3 @@ def choose_folder_files(repository: str, files: Iterable[HubFile]) -> list[HubFi
             "look for a repository of the same model that ends in -GGUF, or one of mlx-community",
         )
     return sorted(model_files, key=lambda file: (is_weights(file.name), file.name))
-
-
-def cached_folder(cache: Path, repository: str) -> Path | None:
-    """Return the folder of an MLX model in the Hugging Face cache, or None if any file is missing."""
-    for snapshot in snapshots(repository_folder(cache, repository)):
-        try:
-            if not missing_files(snapshot):
-                return snapshot
-        except (ModelFileError, OSError):
-            continue
-    return None
-
-
-def _is_mlx_file(name: str) -> bool:
-    return is_weights(name) or any(fnmatchcase(name, pattern) for pattern in _MLX_SUPPORT_FILES)

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
-from typing import Literal
+from typing import NamedTuple
 
 from edgespec.backends.model_info import Kind, ModelInfo
 from edgespec.backends.registry import same_backend
@@ -16,7 +16,7 @@ from edgespec.catalog.lmstudio import lmstudio_models
 from edgespec.catalog.metadata_cache import MetadataCache
 from edgespec.catalog.ollama import ollama_models
 from edgespec.catalog.reference import Resolved, resolve
-from edgespec.catalog.stored_models import StoredModel
+from edgespec.catalog.stored_models import Store, StoredModel
 from edgespec.errors import EdgespecError, ModelFileError
 from edgespec.prepare.store import PreparedModel, list_prepared
 
@@ -25,6 +25,7 @@ __all__ = [
     "InstalledModels",
     "UnusableModel",
     "find_installed",
+    "model_info_or_none",
     "read_model_info",
     "smaller_models",
     "smaller_quantisations",
@@ -37,7 +38,6 @@ _NOT_MODELS: dict[Kind, str] = {
     "head": "it is a draft head, which works only with its own target model",
     "other": "it is not a language model",
 }
-Place = Literal["embedded", "ollama", "lmstudio", "hub"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,16 +55,15 @@ class InstalledModel:
     """
 
     reference: str
-    place: Place
+    place: Store
     path: Path
     format: ModelFormat
     info: ModelInfo
     entry: ModelEntry | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class UnusableModel:
-    """Names a model in another program's store that edgespec cannot run, and the reason."""
+class UnusableModel(NamedTuple):
+    """A model in another program's store that edgespec cannot run, and the reason."""
 
     name: str
     reason: str
@@ -95,7 +94,8 @@ def find_installed(*, include_embedded: bool = False) -> InstalledModels:
     """
     metadata = MetadataCache()
     models, unusable = [], []
-    for place, stored in chain(_embedded() if include_embedded else (), _stored()):
+    embedded = _embedded() if include_embedded else ()
+    for stored in chain(embedded, ollama_models(), lmstudio_models(), hub_models()):
         try:
             if stored.path is None:
                 raise ModelFileError(stored.problem)
@@ -103,7 +103,7 @@ def find_installed(*, include_embedded: bool = False) -> InstalledModels:
             if info.kind != "model":
                 raise ModelFileError(_NOT_MODELS[info.kind])
             reference, entry = _shortest_reference(stored)
-            models.append(InstalledModel(reference, place, stored.path, stored.format, info, entry))
+            models.append(InstalledModel(reference, stored.store, stored.path, stored.format, info, entry))
         except (EdgespecError, OSError) as error:
             unusable.append(UnusableModel(stored.names[0], str(error)))
     metadata.save()
@@ -115,30 +115,29 @@ def read_model_info(resolved: Resolved, metadata: MetadataCache) -> ModelInfo:
     return metadata.model_info(resolved.path, resolved.format)
 
 
+def model_info_or_none(resolved: Resolved, metadata: MetadataCache) -> ModelInfo | None:
+    """Return the metadata of a model, or None if its files cannot be read."""
+    try:
+        return read_model_info(resolved, metadata)
+    except EdgespecError:
+        return None
+
+
 def smaller_quantisations(resolved: Resolved, installed: InstalledModels) -> list[Resolved]:
     """Return installed versions of the same model that are quantised to fewer bits, largest first."""
-    info = _info_or_none(resolved, installed)
-    smaller = _smaller(resolved, info, installed)
-    return _resolve_all(one for one in smaller if info and _is_same_model(one.info, info))
+    return _resolve_all(model for model, is_same in _smaller(resolved, installed) if is_same)
 
 
 def smaller_models(resolved: Resolved, installed: InstalledModels) -> list[Resolved]:
     """Return smaller installed models: quantisations of the same model first, then others by size."""
-    info = _info_or_none(resolved, installed)
-    smaller = _smaller(resolved, info, installed)
-    return _resolve_all(sorted(smaller, key=lambda one: not (info and _is_same_model(one.info, info))))
+    smaller = sorted(_smaller(resolved, installed), key=lambda pair: not pair[1])
+    return _resolve_all(model for model, _ in smaller)
 
 
-def _stored() -> Iterator[tuple[Place, StoredModel]]:
-    for models in (ollama_models, lmstudio_models, hub_models):
-        for stored in models():
-            yield stored.store, stored
-
-
-def _embedded() -> Iterator[tuple[Place, StoredModel]]:
+def _embedded() -> Iterator[StoredModel]:
     for entry in load_catalogue().entries:
         if entry.embedded_path is not None:
-            yield "embedded", StoredModel("hub", (entry.name,), entry.embedded_path, entry.format)
+            yield StoredModel("embedded", (entry.name,), entry.embedded_path, entry.format)
 
 
 def _shortest_reference(stored: StoredModel) -> tuple[str, ModelEntry | None]:
@@ -153,23 +152,20 @@ def _shortest_reference(stored: StoredModel) -> tuple[str, ModelEntry | None]:
     return str(stored.path), None
 
 
-def _info_or_none(resolved: Resolved, installed: InstalledModels) -> ModelInfo | None:
-    try:
-        return read_model_info(resolved, installed.metadata)
-    except EdgespecError:
-        return None
+def _smaller(resolved: Resolved, installed: InstalledModels) -> list[tuple[InstalledModel, bool]]:
+    """Return smaller models that run on the same backend, largest first.
 
-
-def _smaller(resolved: Resolved, info: ModelInfo | None, installed: InstalledModels) -> list[InstalledModel]:
-    """Return the smaller models that run on the same backend, largest first."""
+    Each one has a flag: whether it is the same model with another quantisation.
+    """
+    info = model_info_or_none(resolved, installed.metadata)
     smaller = [
-        one
+        (one, info is not None and _is_same_model(one.info, info))
         for one in installed.models
         if same_backend(one.format, resolved.format)
         and one.path != resolved.path
         and (info is None or one.info.size_bytes < info.size_bytes)
     ]
-    return sorted(smaller, key=lambda one: (-one.info.size_bytes, one.reference))
+    return sorted(smaller, key=lambda pair: (-pair[0].info.size_bytes, pair[0].reference))
 
 
 def _is_same_model(one: ModelInfo, other: ModelInfo) -> bool:

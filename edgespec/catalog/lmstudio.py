@@ -1,30 +1,24 @@
-"""Finds the models of LM Studio, which stores them as publisher/repository/file. Never changes its files."""
+"""Find models in LM Studio, which stores them as publisher/repository/file. Never change its files."""
 
 from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
 from edgespec.backends.mlx_files import missing_files
-from edgespec.catalog.hub_files import HubFile, choose_files, join_names
-from edgespec.catalog.stored_models import (
-    GgufModel,
-    StoredModel,
-    files_below,
-    find_child,
-    group_gguf_files,
-    is_parent,
-)
+from edgespec.catalog.hub_files import HubFile, choose_files, group_gguf_files, join_names
+from edgespec.catalog.stored_models import StoredModel, files_below, find_child, is_parent
 from edgespec.errors import ModelFileError, ModelNotFoundError
 
 __all__ = ["lmstudio_file", "lmstudio_model", "lmstudio_models"]
 
 # Maximum depth of subfolders to search for model files in a repository.
 _MAX_DEPTH = 3
+_CONFIG = "config.json"
 # Maximum accepted size of settings.json. LM Studio writes only a few kilobytes.
 _MAX_SETTINGS_BYTES = 1 << 22
 
@@ -55,21 +49,18 @@ def lmstudio_model(repository: str, quantisation: str | None = None) -> StoredMo
     Raises:
         ModelNotFoundError: Several models match. The message lists them.
     """
-    for folder, name, files, has_config in _repository(repository):
-        models = group_gguf_files(files)
-        if models:
-            with suppress(ModelNotFoundError):
-                chosen = choose_files(f"lmstudio:{name}", files, quantisation)
-                return StoredModel("lmstudio", _names(name, chosen, models), folder / chosen[0].name)
-            matching = [m for m in models if not quantisation or _has_label(m.files[0], quantisation)]
-            if len(matching) > 1:
-                raise ModelNotFoundError(
-                    f"LM Studio has {len(matching)} models of {name}:"
-                    f" {join_names([model.files[0].name for model in matching])}",
-                    f"name the file, such as lmstudio:{name}/{matching[0].files[0].name}",
-                )
-        elif quantisation is None and has_config:
-            return _mlx_model(folder, name)
+    for found in _repository(repository):
+        stored = _stored(found)
+        if _CONFIG in stored and quantisation is None:
+            return stored[_CONFIG]
+        with suppress(ModelNotFoundError):
+            return stored[choose_files(f"lmstudio:{found.name}", found.files, quantisation)[0].name]
+        matching = [file.name for file in map(HubFile, stored) if _matches(file, quantisation)]
+        if len(matching) > 1:
+            raise ModelNotFoundError(
+                f"LM Studio has {len(matching)} models of {found.name}: {join_names(matching)}",
+                f"name the file, such as lmstudio:{found.name}/{matching[0]}",
+            )
     return None
 
 
@@ -83,71 +74,50 @@ def lmstudio_file(reference: str) -> StoredModel | None:
 def lmstudio_models() -> Iterator[StoredModel]:
     """Yield all models in LM Studio, including those that edgespec cannot run."""
     seen: set[Path] = set()
-    for folder, name, files, has_config in _repositories():
-        models = group_gguf_files(files)
-        labels = _labels(models)
-        for model in models:
-            file = (folder / model.files[0].name).resolve()
-            if file in seen:
-                continue  # The same file was already reached through another symbolic link.
-            seen.add(file)
-            names = _names(name, model.files, models, labels)
-            if model.is_complete:
-                yield StoredModel("lmstudio", names, folder / model.files[0].name)
-            else:
-                missing = model.files[0].part_count - len(model.files)
-                yield StoredModel(
-                    "lmstudio",
-                    names,
-                    None,
-                    problem=f"{missing} of its {model.files[0].part_count} parts are missing",
-                )
-        if not models and has_config:
-            yield _mlx_model(folder, name)
+    for repository in _repositories():
+        for name, model in _stored(repository).items():
+            # The same file can be reached through several symbolic links.
+            if (file := (repository.folder / name).resolve()) not in seen:
+                seen.add(file)
+                yield model
+
+
+def _stored(repository: _Repository) -> dict[str, StoredModel]:
+    """Return the models in a repository folder by the names of their first files."""
+    models, name = group_gguf_files(repository.files), repository.name
+    if not models and repository.has_config:
+        return {_CONFIG: _mlx_model(repository.folder, name)}
+    labels = Counter(parts[0].quantisation for parts in models)
+    stored = {}
+    for parts in models:
+        first = parts[0]
+        names = [name] if len(models) == 1 else []
+        if first.quantisation and labels[first.quantisation] == 1:
+            names.append(f"{name}:{first.quantisation}")
+        names.append(f"{name}/{first.name}")
+        names += [f"lmstudio:{names[0]}", f"lmstudio:{names[-1]}"]
+        missing = first.part_count - len(parts)
+        stored[first.name] = StoredModel(
+            "lmstudio",
+            tuple(names),
+            None if missing else repository.folder / first.name,
+            problem=f"{missing} of its {first.part_count} parts are missing" if missing else "",
+        )
+    return stored
 
 
 def _mlx_model(folder: Path, name: str) -> StoredModel:
-    names = (name, f"lmstudio:{name}")
     try:
         missing = missing_files(folder)
+        problem = f"it lacks {', '.join(missing[:3])}" if missing else ""
     except (ModelFileError, OSError) as error:
-        return StoredModel("lmstudio", names, None, "mlx", str(error))
-    if missing:
-        return StoredModel("lmstudio", names, None, "mlx", f"it lacks {', '.join(missing[:3])}")
-    return StoredModel("lmstudio", names, folder, "mlx")
+        problem = str(error)
+    names = (name, f"lmstudio:{name}")
+    return StoredModel("lmstudio", names, None if problem else folder, "mlx", problem)
 
 
-def _labels(models: Sequence[GgufModel]) -> Counter[str]:
-    """Count the models in a repository by quantisation."""
-    return Counter(model.files[0].quantisation for model in models)
-
-
-def _names(
-    repository: str,
-    files: Sequence[HubFile],
-    models: Sequence[GgufModel],
-    labels: Mapping[str, int] | None = None,
-) -> tuple[str, ...]:
-    """Return all references to a model in a repository, shortest first.
-
-    Args:
-        repository: `publisher/repository`.
-        files: The files of the model.
-        models: All models in the repository.
-        labels: Number of models by quantisation. Counted from `models` if None.
-    """
-    first = files[0]
-    label = first.quantisation
-    names = [repository] if len(models) == 1 else []
-    if label and (labels or _labels(models))[label] == 1:
-        names.append(f"{repository}:{label}")
-    names.append(f"{repository}/{first.name}")
-    return (*names, f"lmstudio:{names[0]}", f"lmstudio:{names[-1]}")
-
-
-def _has_label(file: HubFile, quantisation: str) -> bool:
-    label = quantisation.lower()
-    return label in (file.quantisation.lower(), file.name.lower(), file.name.rsplit("/", 1)[-1].lower())
+def _matches(file: HubFile, quantisation: str | None) -> bool:
+    return not quantisation or file.quantisation == quantisation.upper() or file.is_named(quantisation)
 
 
 def _repository(name: str) -> Iterator[_Repository]:
@@ -167,22 +137,16 @@ def _repositories() -> Iterator[_Repository]:
         files_by_name: dict[str, list[str]] = {}
         # Search the folder only once, so that the limit on the number of entries applies to the whole folder.
         for path in files_below(root, _MAX_DEPTH + 2):
-            if _is_model_file(path.name):
-                publisher, _, rest = path.relative_to(root).as_posix().partition("/")
-                repository, _, file = rest.partition("/")
-                if file:
-                    files_by_name.setdefault(f"{publisher}/{repository}", []).append(file)
+            parts = path.relative_to(root).parts
+            if len(parts) > 2 and (path.name == _CONFIG or path.name.lower().endswith(".gguf")):
+                files_by_name.setdefault("/".join(parts[:2]), []).append("/".join(parts[2:]))
         for name, files in sorted(files_by_name.items()):
             yield _read(root / name, name, files)
 
 
-def _is_model_file(name: str) -> bool:
-    return name == "config.json" or name.lower().endswith(".gguf")
-
-
 def _read(folder: Path, name: str, files: Sequence[str]) -> _Repository:
     models = [HubFile(file) for file in files if file.lower().endswith(".gguf")]
-    return _Repository(folder, name, models, "config.json" in files)
+    return _Repository(folder, name, models, _CONFIG in files)
 
 
 def _folders() -> list[Path]:

@@ -1,4 +1,4 @@
-"""Finds models in Ollama's store. Never changes its files."""
+"""Find models in Ollama's store. Never change its files."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from edgespec.catalog.stored_models import StoredModel, files_below, find_child
+from edgespec.errors import ModelFileError
 from edgespec.files import error_reason, regular_file_bytes
 
 __all__ = ["ollama_model", "ollama_models"]
@@ -46,8 +47,11 @@ def ollama_model(name: str, tag: str | None = None) -> StoredModel | None:
 def ollama_models() -> Iterator[StoredModel]:
     """Yield all models in Ollama, including those that edgespec cannot run."""
     for folder in _folders():
-        for manifest, place in _manifests(folder):
-            yield _stored(folder, manifest, place)
+        root = folder / "manifests"
+        for path in files_below(root, 5):
+            place = path.relative_to(root).as_posix()
+            if place.count("/") >= 3:  # registry/owner/name/tag
+                yield _stored(folder, path, place)
 
 
 def _folders() -> list[Path]:
@@ -64,47 +68,40 @@ def _manifest_path(name: str) -> tuple[str, ...]:
     return (_REGISTRY, *parts) if len(parts) == 2 else parts
 
 
-def _manifests(folder: Path) -> Iterator[tuple[Path, str]]:
-    """Yield (manifest path, registry/owner/name/tag) for each model in a store."""
-    root = folder / "manifests"
-    for path in files_below(root, 5):
-        place = path.relative_to(root).as_posix()
-        if place.count("/") >= 3:
-            yield path, place
-
-
 def _stored(folder: Path, manifest: Path, place: str) -> StoredModel:
+    """Return the model of a manifest at `place`, which is registry/owner/name/tag."""
     name, _, tag = place.rpartition("/")
     shown = f"{name.removeprefix(f'{_REGISTRY}/').removeprefix(f'{_OWN}/')}:{tag}"
     names = (shown, f"ollama:{shown}")
+    try:
+        return StoredModel("ollama", names, _gguf_file(folder, manifest))
+    except ModelFileError as error:
+        return StoredModel("ollama", names, None, problem=error.what)
+
+
+def _gguf_file(folder: Path, manifest: Path) -> Path:
+    """Return the GGUF file of a model. Raises ModelFileError if edgespec cannot run the model."""
     try:
         if manifest.stat().st_size > _MAX_MANIFEST_BYTES:
             raise ValueError("the manifest is too large")
         layers = json.loads(manifest.read_text(encoding="utf-8"))["layers"]
         kinds = {str(layer["mediaType"]): str(layer["digest"]) for layer in layers}
     except OSError as error:
-        return StoredModel(
-            "ollama", names, None, problem=f"its manifest cannot be read: {error_reason(error)}"
-        )
-    except (ValueError, KeyError, TypeError, RecursionError):
+        raise ModelFileError(f"its manifest cannot be read: {error_reason(error)}") from error
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         # The manifest belongs to Ollama, which may change its format at any time.
-        return StoredModel("ollama", names, None, problem="edgespec cannot parse its manifest")
+        raise ModelFileError("edgespec cannot parse its manifest") from error
     digest = _DIGEST.fullmatch(kinds.get(_MODEL, ""))
     if digest is None:
-        return StoredModel("ollama", names, None, problem="it has no GGUF model")
+        raise ModelFileError("it has no GGUF model")
     if _ADAPTER in kinds:
-        return StoredModel(
-            "ollama", names, None, problem="it is a model with an adapter, which edgespec cannot load"
-        )
+        raise ModelFileError("it is a model with an adapter, which edgespec cannot load")
     blob = folder / "blobs" / f"sha256-{digest[1]}"
     try:
         regular_file_bytes(blob)
         with blob.open("rb") as file:
-            is_gguf = file.read(4) == b"GGUF"
+            if file.read(4) != b"GGUF":
+                raise ModelFileError("its file is not a GGUF file")
     except OSError as error:
-        return StoredModel(
-            "ollama", names, None, problem=f"its file {blob} cannot be read: {error_reason(error)}"
-        )
-    if not is_gguf:
-        return StoredModel("ollama", names, None, problem="its file is not a GGUF file")
-    return StoredModel("ollama", names, blob)
+        raise ModelFileError(f"its file {blob} cannot be read: {error_reason(error)}") from error
+    return blob

@@ -1,9 +1,9 @@
-"""Finds models in the stores of Ollama and LM Studio by the reference that the user typed."""
+"""Find models of Ollama and LM Studio by the reference that the user typed."""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Sequence
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Literal
@@ -30,14 +30,17 @@ def find_in_store(store: Literal["ollama", "lmstudio"], name: str) -> StoredMode
     Raises:
         ModelNotFoundError: There is no such model. The hint lists similar names.
     """
-    model = _in_ollama(name) if store == "ollama" else lmstudio_file(name) or lmstudio_model(*_split(name))
+    if store == "ollama":
+        program, model, stored = "Ollama", ollama_model(*_split(name)), ollama_models
+    else:
+        model = lmstudio_file(name) or lmstudio_model(*_split(name))
+        program, stored = "LM Studio", lmstudio_models
     if model:
         return model
-    stored = ollama_models() if store == "ollama" else lmstudio_models()
-    names = [one.names[0] for one in stored if one.path]
+    names = [one.names[0] for one in stored() if one.path]
     near = difflib.get_close_matches(name, names, n=2, cutoff=0.4) or names[:2]
     raise ModelNotFoundError(
-        f"{'Ollama' if store == 'ollama' else 'LM Studio'} has no model {name} on this machine",
+        f"{program} has no model {name} on this machine",
         f"its models include {' and '.join(near)}"
         if near
         else "`edgespec models list` shows the models on this machine",
@@ -52,28 +55,25 @@ def find_by_missing_path(path: Path) -> StoredModel | None:
     with suppress(OSError, ValueError):
         if path.exists() or path.is_symlink():
             return None
-    model = lmstudio_file(text)
-    return model or (_in_ollama(text) if not text.lower().endswith(".gguf") else None)
+    return lmstudio_file(text) if text.lower().endswith(".gguf") else ollama_model(*_split(text))
 
 
 def find_in_other_programs(
     repository: str, quantisation: str | None, *, hub_only: bool = False
 ) -> list[StoredModel]:
-    """Return the models from a Hugging Face repository that LM Studio and Ollama have downloaded.
+    """Return the usable models of a Hugging Face repository that LM Studio and Ollama have downloaded.
 
     Args:
         repository: `user/repo`.
         quantisation: A label or the name of a `.gguf` file. The default quantisation if None.
         hub_only: Ignore models named `user/repo` in Ollama's own registry, which is a separate namespace.
     """
-    registries = (
-        ["hf.co", "huggingface.co"] if hub_only else ["hf.co", "huggingface.co", "registry.ollama.ai"]
-    )
+    registries = ["hf.co", "huggingface.co", *([] if hub_only else ["registry.ollama.ai"])]
     stored = [ollama_model(f"{registry}/{repository}", quantisation) for registry in registries]
-    return [one for one in (lmstudio_model(repository, quantisation), *stored) if one]
+    return [one for one in (lmstudio_model(repository, quantisation), *stored) if one and one.path]
 
 
-def are_same_size(paths: Sequence[Path]) -> bool:
+def are_same_size(paths: Iterable[Path]) -> bool:
     """Return whether all models have exactly the same size, so that they are probably copies."""
     return len({_size(path) for path in paths}) <= 1
 
@@ -86,10 +86,6 @@ def ollama_names() -> list[str]:
 def installed_names() -> list[str]:
     """Return the shortest names of all usable models in Ollama and LM Studio."""
     return [*ollama_names(), *(one.names[0] for one in lmstudio_models() if one.path)]
-
-
-def _in_ollama(name: str) -> StoredModel | None:
-    return ollama_model(*_split(name))
 
 
 def _split(name: str) -> tuple[str, str | None]:

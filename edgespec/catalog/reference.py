@@ -1,4 +1,4 @@
-"""Resolves model references to files and folders. Downloads models that are not on this machine."""
+"""Resolve model references to files and folders. Download models that are not on this machine."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from edgespec.catalog.catalogue import (
     user_aliases_path,
 )
 from edgespec.catalog.download import Progress, fetch
-from edgespec.catalog.hub_files import is_quantisation
+from edgespec.catalog.hub_cache import cached_model
+from edgespec.catalog.hub_files import hub_name
 from edgespec.catalog.ollama import ollama_model
 from edgespec.catalog.other_programs import (
     are_same_size,
@@ -35,23 +36,13 @@ from edgespec.catalog.reference_parsing import (
     StoreReference,
     parse_reference,
 )
-from edgespec.catalog.stored_models import StoredModel
+from edgespec.catalog.stored_models import Store, StoredModel
 from edgespec.errors import ModelFileError, ModelNotFoundError
 from edgespec.prepare.store import MANIFEST, PreparedModel, check_prepared, find_prepared, read_prepared
 
-__all__ = [
-    "HubReference",
-    "NameReference",
-    "PathReference",
-    "Reference",
-    "Resolved",
-    "StoreReference",
-    "parse_reference",
-    "resolve",
-]
+__all__ = ["Resolved", "follow_aliases", "resolve"]
 
-
-Source = Literal["path", "embedded", "hub", "ollama", "lmstudio"]
+Source = Literal["path"] | Store
 
 
 @dataclass(frozen=True)
@@ -106,8 +97,7 @@ def resolve(reference: str, *, allow_download: bool = True, progress: Progress |
         BackendMissingError: The model is not on this machine, and no installed backend could run it.
     """
     typed = reference.strip()
-    parsed = _follow_user_aliases(typed)
-    match parsed:
+    match parsed := follow_aliases(typed):
         case PathReference(path):
             stored = find_by_missing_path(path)
             return _resolve_stored(typed, stored) if stored else _resolve_path(path)
@@ -115,11 +105,16 @@ def resolve(reference: str, *, allow_download: bool = True, progress: Progress |
             return _resolve_stored(typed, find_in_store(store, name))
         case HubReference():
             return _resolve_hub(typed, parsed, allow_download, progress)
-        case NameReference(name, tag):
-            return _resolve_name(typed, name, tag, allow_download, progress)
+        case NameReference():
+            return _resolve_name(typed, parsed, allow_download, progress)
 
 
-def _follow_user_aliases(typed: str) -> Reference:
+def follow_aliases(typed: str) -> Reference:
+    """Parse a reference. If it is an alias of the user, return the reference that the alias stands for.
+
+    Raises:
+        ModelNotFoundError: The reference is invalid, or the alias refers to itself.
+    """
     text, seen = typed, [typed.lower()]
     while True:
         reference = parse_reference(text)
@@ -136,22 +131,18 @@ def _follow_user_aliases(typed: str) -> Reference:
 
 
 def _resolve_name(
-    typed: str, name: str, tag: str | None, allow_download: bool, progress: Progress | None
+    typed: str, reference: NameReference, allow_download: bool, progress: Progress | None
 ) -> Resolved:
-    catalogue = load_catalogue()
-    full_name = f"{name}:{tag}" if tag else name
+    catalogue, full_name = load_catalogue(), reference.full_name
     named = catalogue.find(full_name)
-    stored = ollama_model(name, tag) if tag or not named else None
-    if stored is not None and stored.path is not None:
+    stored = ollama_model(reference.name, reference.tag) if reference.tag or not named else None
+    if stored and stored.path:
         return _resolve_stored(typed, stored, named[0] if named else None)
-    if named is None and tag and is_quantisation(tag):
-        base = catalogue.find(name)
-        named = (base[0], tag) if base else None
-    if named is not None:
+    if named := named or catalogue.find_quantised(reference.name, reference.tag):
         return _resolve_entry(typed, *named, allow_download, progress)
     if os.path.exists(full_name):
         return _resolve_path(Path(full_name))
-    if stored is not None:
+    if stored:
         return _resolve_stored(typed, stored)  # Raises an error, because the model is unusable.
     nearest = catalogue.nearest(full_name, [*user_aliases(), *ollama_names()])
     raise ModelNotFoundError(
@@ -186,47 +177,33 @@ def _resolve_hub(
     """Return a model from a Hugging Face repository. Download it only if it is not on this machine."""
     repository, quantisation = reference.repository, reference.quantisation
     entry = load_catalogue().of_repository(repository)
-    cached = _cached(repository, quantisation)
-    others = []
+    cached = cached_model(repository, quantisation)
+    stored = []
     if cached is None or not reference.explicit:
-        others = find_in_other_programs(repository, quantisation, hub_only=reference.explicit)
-    usable = [one for one in others if one.path]
-    if len(usable) + (cached is not None) > 1 and not are_same_size(
-        [*([cached] if cached else []), *(one.path for one in usable if one.path)]
-    ):
-        names = [*([f"hf:{repository}"] if cached else []), *(one.names[-1] for one in usable)]
+        stored = find_in_other_programs(repository, quantisation, hub_only=reference.explicit)
+    paths = {f"hf:{repository}": cached} if cached else {}
+    paths |= {one.names[-1]: one.path for one in stored if one.path}
+    if not are_same_size(paths.values()):
         raise ModelNotFoundError(
-            f"{typed} matches {len(names)} different models on this machine: {', '.join(names)}",
+            f"{typed} matches {len(paths)} different models on this machine: {', '.join(paths)}",
             "use one of these names",
         )
-    if cached is None and usable:
-        return _resolve_stored(typed, usable[0], entry)
+    if cached is None and stored:
+        return _resolve_stored(typed, stored[0], entry)
     path = cached or fetch(repository, quantisation, allow_download=allow_download, progress=progress)
-    note = f"{typed} -> {_hub_note(repository, quantisation)}: {path}"
+    note = f"{typed} -> hf:{hub_name(repository, quantisation)}: {path}"
     return Resolved(typed, path, "hub", entry, note, format_at(path).name)
-
-
-def _cached(repository: str, quantisation: str | None) -> Path | None:
-    """Return the path of a model in the Hugging Face cache, or None."""
-    try:
-        return fetch(repository, quantisation, allow_download=False)
-    except ModelNotFoundError:
-        return None
 
 
 def _resolve_stored(typed: str, stored: StoredModel, entry: ModelEntry | None = None) -> Resolved:
     """Convert a model found in Ollama or LM Studio. Raises ModelFileError if it cannot be used."""
-    program = {"ollama": "Ollama", "lmstudio": "LM Studio", "hub": "the cache"}[stored.store]
+    program = "Ollama" if stored.store == "ollama" else "LM Studio"
     if stored.path is None:
         raise ModelFileError(
             f"{program}'s {stored.names[0]} cannot be used: {stored.problem}", "choose another model"
         )
     note = f"{typed} -> {program}'s {stored.names[0]}: {stored.path}"
     return Resolved(typed, stored.path, stored.store, entry, note, stored.format)
-
-
-def _hub_note(repository: str, quantisation: str | None) -> str:
-    return f"hf:{repository}:{quantisation}" if quantisation else f"hf:{repository}"
 
 
 def _resolve_path(path: Path) -> Resolved:

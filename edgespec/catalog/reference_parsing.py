@@ -1,4 +1,4 @@
-"""Parses model references: paths, Hugging Face repositories, Ollama and LM Studio models, and names."""
+"""Parse model references: paths, Hugging Face repositories, Ollama and LM Studio models, and names."""
 
 from __future__ import annotations
 
@@ -50,6 +50,11 @@ class NameReference:
 
     name: str
     tag: str | None
+
+    @property
+    def full_name(self) -> str:
+        """The name as typed, including the tag."""
+        return f"{self.name}:{self.tag}" if self.tag else self.name
 
 
 Reference = PathReference | HubReference | StoreReference | NameReference

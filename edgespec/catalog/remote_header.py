@@ -1,4 +1,4 @@
-"""Reads the metadata of a model that is not on this machine by downloading only its file headers.
+"""Read the metadata of a model that is not on this machine by downloading only its file headers.
 
 The headers are written to sparse files of full length, which take almost no disk space. Code that only reads
 metadata can treat them like the real files.
@@ -6,15 +6,15 @@ metadata can treat them like the real files.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 from edgespec.backends.gguf_header import TruncatedHeader, parse_header
 from edgespec.backends.registry import format_at
-from edgespec.catalog.catalogue import ModelEntry, load_catalogue, user_aliases
-from edgespec.catalog.download import Progress, choose, list_repository, translate_errors
-from edgespec.catalog.hub_files import HubFile, holds_gguf, is_quantisation
-from edgespec.catalog.reference import HubReference, NameReference, Resolved, parse_reference, resolve
+from edgespec.catalog.catalogue import ModelEntry, load_catalogue
+from edgespec.catalog.download import Progress, choose, list_repository, stream_chunks, translate_errors
+from edgespec.catalog.hub_files import HubFile, hub_name, is_gguf_model
+from edgespec.catalog.reference import Resolved, follow_aliases, resolve
+from edgespec.catalog.reference_parsing import HubReference, NameReference
 from edgespec.errors import CancelledError, DownloadError, ModelNotFoundError
 
 __all__ = ["resolve_metadata"]
@@ -27,6 +27,7 @@ _MAX_HEADER_BYTES = 1 << 29
 _CHUNK_BYTES = 1 << 16
 # A safetensors file begins with the length of its header, an integer of this many bytes.
 _LENGTH_BYTES = 8
+_WITH_METADATA = (".gguf", ".safetensors", "config.json", ".index.json")
 
 
 def resolve_metadata(reference: str, folder: Path, progress: Progress | None = None) -> Resolved:
@@ -48,42 +49,28 @@ def resolve_metadata(reference: str, folder: Path, progress: Progress | None = N
         if source is None:
             raise
     repository, quantisation, entry = source
-    if progress is not None and not progress(f"reading metadata of {repository}", 0.0):
-        raise CancelledError(f"reading the metadata of {repository} was cancelled")
     with translate_errors(repository):
-        listing = list_repository(repository)
+        commit, listed = list_repository(repository)
         # Skip files without metadata, such as the tokenizer of an MLX model.
-        files = [file for file in choose(repository, listing.files, quantisation) if _has_metadata(file)]
+        files = [one for one in choose(repository, listed, quantisation) if one.name.endswith(_WITH_METADATA)]
         target = folder / repository.replace("/", "--")
         for done, file in enumerate(files):
-            _write_header(repository, listing.commit, file, target / Path(file.name).name)
-            if progress is not None and not progress(
-                f"reading metadata of {repository}", (done + 1) / len(files)
-            ):
+            if progress and not progress(f"reading metadata of {repository}", done / len(files)):
                 raise CancelledError(f"reading the metadata of {repository} was cancelled")
-    gguf = holds_gguf(files)
-    path = target / Path(files[0].name).name if gguf else target
-    label = f"hf:{repository}:{quantisation}" if quantisation else f"hf:{repository}"
-    note = f"{reference} -> {label}, not on this machine"
+            _write_header(repository, commit, file, target / Path(file.name).name)
+    path = target / Path(files[0].name).name if is_gguf_model(files[0]) else target
+    note = f"{reference} -> hf:{hub_name(repository, quantisation)}, not on this machine"
     return Resolved(reference, path, "hub", entry, note, format_at(path).name)
 
 
 def _repository_of(reference: str) -> tuple[str, str | None, ModelEntry | None] | None:
     """Return the repository, quantisation and catalogue entry of a reference, or None if unknown."""
-    text, aliases = reference.strip(), user_aliases()
-    for _ in range(len(aliases) + 1):
-        text = aliases.get(text.lower(), text)
-    parsed = parse_reference(text)
-    catalogue = load_catalogue()
+    parsed, catalogue = follow_aliases(reference.strip()), load_catalogue()
     if isinstance(parsed, HubReference):
-        entry = catalogue.of_repository(parsed.repository)
-        return parsed.repository, parsed.quantisation, entry
+        return parsed.repository, parsed.quantisation, catalogue.of_repository(parsed.repository)
     if not isinstance(parsed, NameReference):
         return None
-    named = catalogue.find(f"{parsed.name}:{parsed.tag}" if parsed.tag else parsed.name)
-    if named is None and parsed.tag and is_quantisation(parsed.tag):
-        base = catalogue.find(parsed.name)
-        named = (base[0], parsed.tag) if base else None
+    named = catalogue.find(parsed.full_name) or catalogue.find_quantised(parsed.name, parsed.tag)
     if named is None or not named[0].repository:
         return None
     entry, quantisation = named
@@ -95,16 +82,14 @@ def _write_header(repository: str, commit: str, file: HubFile, path: Path) -> No
 
     Files without a header, such as config.json, are downloaded completely.
     """
-    from huggingface_hub import constants, hf_hub_url
+    from huggingface_hub import hf_hub_url
 
-    url = hf_hub_url(repository, file.name, revision=commit or None, endpoint=constants.ENDPOINT)
+    url = hf_hub_url(repository, file.name, revision=commit or None)
     data = b""
     parse_at = _FIRST_PARSE_BYTES
-    size_bytes = file.size_bytes
-    for total, chunk in _stream_from_start(url):
-        size_bytes = total or size_bytes
+    for _, chunk in stream_chunks(url, chunk_bytes=_CHUNK_BYTES):
         data += chunk
-        if len(data) >= min(parse_at, size_bytes or parse_at):
+        if len(data) >= min(parse_at, file.size_bytes or parse_at):
             if _is_header_complete(file, data):
                 break
             parse_at *= 2
@@ -119,11 +104,7 @@ def _write_header(repository: str, commit: str, file: HubFile, path: Path) -> No
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("wb") as stream:
         stream.write(data)
-        stream.truncate(max(size_bytes, len(data)))
-
-
-def _has_metadata(file: HubFile) -> bool:
-    return file.name.endswith((".gguf", ".safetensors", "config.json", ".index.json"))
+        stream.truncate(max(file.size_bytes, len(data)))
 
 
 def _is_header_complete(file: HubFile, data: bytes) -> bool:
@@ -140,18 +121,3 @@ def _is_header_complete(file: HubFile, data: bytes) -> bool:
     except ValueError as error:
         raise DownloadError(f"{file.name} is not a GGUF file: {error}", "choose another model") from error
     return True
-
-
-def _stream_from_start(url: str) -> Iterator[tuple[int, bytes]]:
-    """Yield (total length, next chunk) while downloading a file. Closing the iterator ends the transfer."""
-    from huggingface_hub import constants, get_session, get_token
-
-    token = get_token()
-    headers = {"Accept-Encoding": "identity", **({"Authorization": f"Bearer {token}"} if token else {})}
-    with get_session().stream(
-        "GET", url, headers=headers, timeout=constants.HF_HUB_DOWNLOAD_TIMEOUT, follow_redirects=True
-    ) as response:
-        response.raise_for_status()
-        total = int(response.headers.get("Content-Length") or 0)
-        for chunk in response.iter_bytes(_CHUNK_BYTES):
-            yield total, chunk

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from edgespec.catalog.catalogue import ModelFormat
-from edgespec.catalog.hub_files import HubFile, is_model_file
 
-__all__ = ["GgufModel", "Store", "StoredModel", "files_below", "find_child", "group_gguf_files", "is_parent"]
+__all__ = ["Store", "StoredModel", "files_below", "find_child", "is_parent"]
 
-Store = Literal["ollama", "lmstudio", "hub"]
+Store = Literal["embedded", "ollama", "lmstudio", "hub"]
 # Maximum number of folder entries that a search reads. A folder with more is probably a whole disk.
 _MAX_ENTRIES = 100_000
 # Maximum number of entries to read below one symbolic link. A larger folder probably contains no models.
@@ -26,7 +25,7 @@ class StoredModel:
     """A model in another program's store.
 
     Attributes:
-        store: The program that stores it. `hub` is the Hugging Face cache.
+        store: The program that stores it. `hub` is the Hugging Face cache; `embedded` is edgespec itself.
         names: References to the model, shortest first. The last one is unique.
         path: Its file or folder. None if the model cannot be used.
         format: Name of its file format.
@@ -38,26 +37,6 @@ class StoredModel:
     path: Path | None
     format: ModelFormat = "gguf"
     problem: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class GgufModel:
-    """The files of one GGUF model, ordered by part number. File names are relative paths."""
-
-    files: tuple[HubFile, ...]
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether all parts are present."""
-        return len(self.files) == self.files[0].part_count
-
-
-def group_gguf_files(files: Sequence[HubFile]) -> list[GgufModel]:
-    """Group files into GGUF models. Projectors and importance matrices are skipped."""
-    models: dict[str, list[HubFile]] = {}
-    for file in sorted(filter(is_model_file, files), key=lambda file: file.name):
-        models.setdefault(file.stem, []).append(file)
-    return [GgufModel(tuple(parts)) for parts in models.values()]
 
 
 def find_child(folder: Path, name: str) -> Path | None:

@@ -22,21 +22,14 @@ from edgespec.cli.measuring import (
     max_tokens_option,
     methods_option,
     prompts_option,
+    reject_remember,
     seed_option,
     temperatures_option,
 )
-from edgespec.cli.options import (
-    MODEL_NAMES,
-    acceptance_option,
-    drafting_options,
-    json_option,
-    listed,
-    model_options,
-    pick,
-    whole,
-)
+from edgespec.cli.options import MODEL_NAMES, KindType, declared_options, json_option, pick
 from edgespec.cli.screen import ProgressLine, is_terminal, note, print_json, printable
 from edgespec.errors import OptionError
+from edgespec.option_kinds import Integer, ListOf, Text
 
 if TYPE_CHECKING:
     from edgespec.bench import Report
@@ -50,7 +43,8 @@ _BAR = 20
 @click.command(
     "bench",
     cls=HelpfulCommand,
-    short_help="Measure every method against plain decoding.",
+    params=declared_options(*MODEL_NAMES, "acceptance", per_run=("remember",)),
+    short_help="Measure the speed-up of every method.",
     examples=(
         "edgespec bench",
         "edgespec bench --target 8b-q4 --draft 1b-q4 --max-seconds 900 --plots pictures",
@@ -59,26 +53,27 @@ _BAR = 20
     ),
 )
 @methods_option(
-    "Methods to measure, besides plain decoding. [default: auto and every available drafter; with a draft"
-    " model also model+suffix]"
+    help="Methods to measure. [default: auto and all others that are available; with a draft model also"
+    " model+suffix]"
 )
 @prompts_option(
-    "JSON lines with `prompt` or `messages`, and optionally `category`. [default: 24 built-in prompts in"
+    help="JSON lines with `prompt` or `messages`, and optionally `category`. [default: 24 built-in prompts in"
     " eight categories]"
 )
 @click.option(
     "--categories",
-    type=listed(str),
+    type=KindType(ListOf(Text())),
     metavar="A,B",
     help="Use only prompts of these categories. [default: all]",
 )
-@temperatures_option("0,0.8", "Temperatures to measure.")
+@temperatures_option(default="0,0.8", help="Temperatures to measure.")
 @draft_lengths_option(
-    None, "Draft lengths to measure. The automatic mode chooses its own. [default: that of each method]"
+    default=None,
+    help="Numbers of tokens to draft ahead. auto chooses its own. [default: that of each method]",
 )
 @click.option(
     "--repeats",
-    type=whole(1),
+    type=KindType(Integer(1)),
     metavar="N",
     default=2,
     show_default=True,
@@ -87,12 +82,15 @@ _BAR = 20
 @click.option(
     "--control",
     is_flag=True,
-    help="Measure plain decoding twice. The difference shows the noise of this machine.",
+    help="Measure replies without drafting twice. The difference shows how much times vary by chance.",
 )
-@max_tokens_option(64)
-@seed_option("Seed of all replies.")
+@max_tokens_option(default=64, help="Maximum length of each reply in tokens.")
+@seed_option(help="Seed of all replies.")
 @click.option(
-    "--max-seconds", type=whole(1), metavar="N", help="Start no reply after N seconds. [default: no limit]"
+    "--max-seconds",
+    type=KindType(Integer(1)),
+    metavar="N",
+    help="Start no reply after N seconds. [default: no limit]",
 )
 @click.option(
     "--save",
@@ -108,9 +106,6 @@ _BAR = 20
 )
 @click.option("--plot", is_flag=True, help="Draw charts in the terminal.")
 @json_option
-@acceptance_option
-@model_options
-@drafting_options(measuring=True)
 def command(
     prompts: Path | None,
     categories: tuple[str, ...] | None,
@@ -120,17 +115,14 @@ def command(
     as_json: bool,
     **options: Any,
 ) -> int:
-    """Compare the speed of every method with plain decoding, on prompts of several kinds.
+    """Measure how much faster each method makes replies, on prompts of several kinds.
 
-    Each prompt is answered with every method. The order of methods changes, so that a slowdown of the machine
-    affects all methods equally. The prefix cache is off. The report ends with a legend and a verdict. Ctrl-C
-    prints the report of everything measured so far.
+    Every prompt is answered without drafting and with each method. The order changes from prompt to prompt,
+    so that a slowdown of the machine affects all methods equally. Earlier chats are not cached. The report
+    ends with an explanation of its columns and a conclusion. Ctrl-C prints the report of everything measured
+    so far.
     """
-    if options["remember"]:
-        raise OptionError(
-            "--remember would let the suffix method find its own earlier replies, because prompts repeat",
-            "remove --remember",
-        )
+    reject_remember(options)
     texts = _texts(prompts, categories)
     _check_outputs(save, plots)
     report = interruptible(lambda stop: _bench(stop, texts, options))
@@ -188,14 +180,9 @@ def _bench(stop: Stop, texts: Sequence[Prompt], options: dict[str, Any]) -> Repo
     BenchPlan(tuple(texts), configs(methods or ()), **settings)  # check the options before loading
     # Reserve the full context, because enlarging it during a reply would slow down only that reply.
     wanted = {**pick(options, MODEL_NAMES), "reserve_full_context": True}
-    with loaded(stop, **wanted, methods=methods or ()) as runtime:
-        stop.on_request(runtime.cancel)
+    with loaded(stop, **wanted, methods=methods or ()) as runtime, _Progress(stop) as progress:
         plan = BenchPlan(tuple(texts), configs(methods or _all_methods(runtime.drafters)), **settings)
-        progress = _Progress(stop)
-        try:
-            bench_run = run(runtime, plan, max_seconds=options["max_seconds"], progress=progress)
-        finally:
-            progress.clear()
+        bench_run = run(runtime, plan, max_seconds=options["max_seconds"], progress=progress)
         return make_report(runtime, plan, bench_run)
 
 
@@ -204,29 +191,24 @@ def _all_methods(drafters: Sequence[str]) -> tuple[str, ...]:
     return ("auto", *drafters, *(("model+suffix",) if "model" in drafters else ()))
 
 
-class _Progress:
+class _Progress(ProgressLine):
     """A progress bar that shows the current measurement and the remaining time."""
 
-    def __init__(self, stop: Stop) -> None:
-        self._line = ProgressLine(stop)
-        # Fraction and time at which the first reply finished. The estimate of the remaining time starts
-        # there, so that it excludes loading and warm-up.
-        self._first = (0.0, 0.0)
+    # Fraction and time at which the first reply finished. The estimate of the remaining time starts there, so
+    # that it excludes loading and warm-up.
+    _first = (0.0, 0.0)
 
-    def __call__(self, what: str, fraction: float) -> bool:
+    def __call__(self, description: str, fraction: float) -> bool:
         if not is_terminal(sys.stderr):
-            return self._line("measuring", fraction)
+            return super().__call__("measuring", fraction)
         now = monotonic()
         if fraction and not self._first[0]:
             self._first = (fraction, now)
         share, since = self._first
         left = (now - since) * (1 - fraction) / (fraction - share) if fraction > share else 0.0
-        done = round(_BAR * fraction)
+        bar = f"[{'#' * round(_BAR * fraction):-<{_BAR}}]"
         rest = f"{_duration(left)} left, " if left >= 1 else ""
-        return self._line(f"[{'#' * done}{'-' * (_BAR - done)}] {rest}{what}", fraction)
-
-    def clear(self) -> None:
-        self._line.clear()
+        return super().__call__(f"{bar} {rest}{description}", fraction)
 
 
 def _duration(seconds: float) -> str:

@@ -1,9 +1,9 @@
-"""Print the report of `edgespec bench`, which consists of tables, a legend and a verdict."""
+"""Print the report of `edgespec bench`: tables, an explanation of their columns, and a conclusion."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, TypeVar
 
 import click
 
@@ -16,23 +16,22 @@ if TYPE_CHECKING:
 
 __all__ = ["print_report"]
 
+_Item = TypeVar("_Item")
 _PIPE_COLUMNS = 100  # chart width in columns if stdout is not a terminal
 _MIN_SPEED_UP = 1.03  # a smaller difference could be measurement noise
 _LEGEND = """\
-SPEED-UP      tokens per second divided by those of plain decoding on the same prompt, without prefill
-95 %          confidence interval of SPEED-UP
+SPEED-UP      tokens per second divided by those without drafting, on the same prompt; reading the prompt
+              is not counted
+95 %          95 % confidence interval of SPEED-UP
 WORST         SPEED-UP of the worst prompt
-WHOLE         SPEED-UP with prefill included
-TOKENS/PASS   tokens produced per pass of the target
-ACCEPTED      share of the drafted tokens that the target accepted
-DRAFT ...     memory that drafting needs besides the target
-IDENTICAL     replies equal to plain decoding, token for token
-ORACLE        SPEED-UP if every prompt had used its best method, known in hindsight"""
-_ENDINGS = {
-    "cancelled": "interrupted",
-    "time": "time limit reached",
-    "failed": "an error occurred",
-}
+WHOLE         SPEED-UP with the time to read the prompt
+TOKENS/PASS   tokens produced per pass of the model
+ACCEPTED      share of the drafted tokens that the model accepted
+DRAFT ...     memory that drafting needs in addition
+IDENTICAL     replies that are token for token the same as without drafting
+BEST SINGLE   the method that is best for all prompts of the category
+BEST EACH     SPEED-UP if every prompt had used the method that is best for it"""
+_ENDINGS = {"cancelled": "interrupted", "time": "time limit reached", "failed": "an error occurred"}
 
 
 def print_report(report: Report, machine: Mapping[str, object], *, plot: bool) -> None:
@@ -41,9 +40,9 @@ def print_report(report: Report, machine: Mapping[str, object], *, plot: bool) -
 
     click.echo(
         printable(
-            f"target {report.target} ({report.target_quantisation}), draft {report.draft or 'none'},"
-            f" {report.acceptance} acceptance, {len(report.rows)} replies of up to {report.max_tokens}"
-            f" tokens, on {machine['cpu']}"
+            f"model {report.target} ({report.target_quantisation}), draft model {report.draft or 'none'},"
+            f" {report.acceptance} acceptance\n"
+            f"{len(report.rows)} replies of up to {report.max_tokens} tokens, on {machine['cpu']}"
         )
     )
     if report.ending != "complete":
@@ -54,7 +53,7 @@ def print_report(report: Report, machine: Mapping[str, object], *, plot: bool) -
         _print_details([each for each in figures if each.category is None])
         _print_oracle([each for each in report.oracle_comparisons if each.temperature == temperature])
     if not report.figures:
-        click.echo("No reply of plain decoding was measured, so there is nothing to compare with.")
+        click.echo("No reply without drafting was measured, so there is nothing to compare with.")
     if plot:
         click.echo("")
         for line in charts(report, terminal_width() or _PIPE_COLUMNS):
@@ -81,61 +80,48 @@ def _print_speeds(temperature: float, figures: Sequence[MethodFigures]) -> None:
 
 
 def _print_details(figures: Sequence[MethodFigures]) -> None:
-    click.echo("")
-    print_table(
-        (
-            *("METHOD", "TOKENS/S", "TTFT MS", "TPOT MS"),
-            *("DRAFT WEIGHTS", "DRAFT CACHE", "DRAFT OTHER", "J/TOKEN", "IDENTICAL"),
-        ),
-        [
-            [
-                each.config.name,
-                _number(each.tokens_per_second),
-                _ms(each.ttft_seconds),
-                _ms(each.tpot_seconds),
-                format_bytes(each.draft_weight_bytes) if each.draft_weight_bytes else "-",
-                format_bytes(each.draft_kv_bytes) if each.draft_kv_bytes else "-",
-                format_bytes(each.draft_other_bytes) if each.draft_other_bytes else "-",
-                "-" if each.joules_per_token is None else _number(each.joules_per_token),
-                f"{each.identical} of {each.compared}" if each.compared else "-",
-            ]
-            for each in figures
-        ],
-    )
-    click.echo("")
     phases = [phase for phase in figures[0].seconds if phase != "prefill"]
-    print_table(
-        ("MS PER TOKEN", *(phase.upper() for phase in phases), "PREFILL PER REPLY"),
+    speeds: dict[str, Callable[[MethodFigures], str]] = {
+        "METHOD": lambda each: each.config.name,
+        "TOKENS/S": lambda each: _number(each.tokens_per_second),
+        "TTFT MS": lambda each: _ms(each.ttft_seconds),
+        "TPOT MS": lambda each: _ms(each.tpot_seconds),
+        "DRAFT WEIGHTS": lambda each: _size(each.draft_weight_bytes),
+        "DRAFT CACHE": lambda each: _size(each.draft_kv_bytes),
+        "DRAFT OTHER": lambda each: _size(each.draft_other_bytes),
+        "J/TOKEN": lambda each: "-" if each.joules_per_token is None else _number(each.joules_per_token),
+        "IDENTICAL": lambda each: f"{each.identical} of {each.compared}" if each.compared else "-",
+    }
+    _print_columns(speeds, figures)
+    rows = [
         [
-            [
-                each.config.name,
-                *(_ms(each.seconds[phase] / each.generated_tokens) for phase in phases),
-                _ms(each.seconds["prefill"] / each.replies),
-            ]
-            for each in figures
-        ],
-    )
-
-
-def _print_oracle(figures: Sequence[OracleComparison]) -> None:
-    if not figures:
-        return
+            each.config.name,
+            *(_ms(each.seconds[phase] / each.generated_tokens) for phase in phases),
+            _ms(each.seconds["prefill"] / each.replies),
+        ]
+        for each in figures
+    ]
     click.echo("")
-    print_table(
-        ("CATEGORY", "BEST FIXED", "SPEED-UP", "ORACLE", "AUTO", "AUTO/BEST", "AUTO/ORACLE"),
-        [
-            [
-                each.category or "all",
-                each.best.name,
-                _times(each.best_speed_up),
-                _times(each.oracle_speed_up),
-                _times(each.auto_speed_up),
-                _share(each.share_of_best),
-                _share(each.share_of_oracle),
-            ]
-            for each in figures
-        ],
-    )
+    print_table(("MS PER TOKEN", *(phase.upper() for phase in phases), "PREFILL PER REPLY"), rows)
+
+
+def _print_oracle(comparisons: Sequence[OracleComparison]) -> None:
+    if comparisons:
+        columns: dict[str, Callable[[OracleComparison], str]] = {
+            "CATEGORY": lambda each: each.category or "all",
+            "BEST SINGLE": lambda each: each.best.name,
+            "SPEED-UP": lambda each: _times(each.best_speed_up),
+            "BEST EACH": lambda each: _times(each.oracle_speed_up),
+            "AUTO": lambda each: _times(each.auto_speed_up),
+            "AUTO/SINGLE": lambda each: _share(each.share_of_best),
+            "AUTO/EACH": lambda each: _share(each.share_of_oracle),
+        }
+        _print_columns(columns, comparisons)
+
+
+def _print_columns(columns: Mapping[str, Callable[[_Item], str]], items: Sequence[_Item]) -> None:
+    click.echo("")
+    print_table(tuple(columns), [[cell(item) for cell in columns.values()] for item in items])
 
 
 def _print_notes(report: Report) -> None:
@@ -150,8 +136,8 @@ def _print_notes(report: Report) -> None:
         click.echo(printable(f"{each.config.name} drafted nothing at temperature {each.temperature:g}{why}"))
     if report.differing:
         click.echo(
-            f"{report.differing} replies differ from plain decoding. `edgespec verify` shows whether rounding"
-            " explains it."
+            f"{report.differing} replies differ from those without drafting. `edgespec verify` shows whether"
+            " rounding errors explain it."
         )
 
 
@@ -163,15 +149,13 @@ def _verdict(report: Report) -> str:
         if each.category is None and each.speed_up is not None and each.config.method != "none"
     ]
     if not of_all:
-        return "Only plain decoding was measured."
+        return "Only replies without drafting were measured."
     best = max(of_all, key=lambda each: each.speed_up or 0.0)
     where = f"at temperature {best.temperature:g}"
     if best.speed_up is None or best.speed_up < _MIN_SPEED_UP:
-        return f"No method is clearly faster than plain decoding here (best: {best.config.name}, {where})."
-    certainty = "" if best.low is None or best.low > 1.0 else ", but the confidence interval includes 1.00x"
-    return (
-        f"The fastest method is {best.config.name}: {best.speed_up:.2f}x plain decoding {where}{certainty}."
-    )
+        return f"No method is clearly faster than no drafting here (best: {best.config.name}, {where})."
+    certainty = "" if best.low is None or best.low > 1.0 else ", but this may be chance"
+    return f"The fastest method is {best.config.name}: speed-up {best.speed_up:.2f}x {where}{certainty}."
 
 
 def _ms(seconds: float) -> str:
@@ -181,6 +165,10 @@ def _ms(seconds: float) -> str:
 def _number(value: float) -> str:
     """Format a number with three significant digits and no exponent."""
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}" if value >= 0.001 else "0"
+
+
+def _size(size_bytes: int) -> str:
+    return format_bytes(size_bytes) if size_bytes else "-"
 
 
 def _times(ratio: float | None) -> str:

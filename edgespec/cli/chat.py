@@ -11,23 +11,8 @@ import click
 
 from edgespec.cli.failures import DONE, INTERRUPTED
 from edgespec.cli.help import HelpfulCommand
-from edgespec.cli.loading import check_sampling
-from edgespec.cli.options import (
-    METHOD_NAMES,
-    MODEL_NAMES,
-    PREFIX_CACHE_NAMES,
-    SAMPLING_NAMES,
-    drafting_options,
-    given,
-    method_options,
-    model_options,
-    pick,
-    prefix_cache_options,
-    reply_options,
-    sampling_options,
-)
+from edgespec.cli.options import LOAD_NAMES, REPLY_NAMES, SAMPLING_NAMES, declared_options, given, pick
 from edgespec.cli.screen import is_terminal
-from edgespec.tui.resuming import LAST
 
 if TYPE_CHECKING:
     from edgespec import Runtime
@@ -35,10 +20,16 @@ if TYPE_CHECKING:
 
 __all__ = ["command"]
 
+_REPLY_NAMES = tuple(name for name in REPLY_NAMES if name != "logit_bias")
+
 
 @click.command(
     "chat",
     cls=HelpfulCommand,
+    params=declared_options(
+        *("target", "draft", "system", *_REPLY_NAMES, *LOAD_NAMES),
+        defaults={"prefix_cache": "disk", "remember": True},
+    ),
     short_help="Chat in the terminal.",
     examples=(
         "edgespec chat",
@@ -48,17 +39,11 @@ __all__ = ["command"]
         'edgespec chat --target ./model.gguf --draft none --system "Be brief."',
     ),
 )
-@reply_options
 @click.option(
-    "--resume", metavar="[ID|TITLE]", is_flag=False, flag_value=LAST,
+    "--resume", metavar="[ID|TITLE]", is_flag=False, flag_value="last",
     help="Continue the last chat, or the one with this id or title.",
 )  # fmt: skip
 @click.option("--light/--dark", default=None, help="Use light or dark colours. [default: as last time]")
-@model_options
-@prefix_cache_options(default="disk")
-@drafting_options(remember=True)
-@method_options
-@sampling_options(logit_bias=False)
 @click.pass_context
 def command(
     ctx: click.Context, /, system: str | None, resume: str | None, light: bool | None, **options: Any
@@ -69,19 +54,15 @@ def command(
     """
     if not (is_terminal(sys.stdin) and is_terminal(sys.stdout)):
         raise click.UsageError("the chat needs a terminal; in scripts and pipes use `edgespec generate`", ctx)
-    sampling = pick(options, SAMPLING_NAMES)
-    check_sampling(sampling)
 
     from edgespec.tui.app import run_chat
 
     def load(progress: Progress) -> Runtime:
         import edgespec
 
-        return edgespec.load(
-            **pick(options, (*MODEL_NAMES, *PREFIX_CACHE_NAMES, *METHOD_NAMES)), progress=progress
-        )
+        return edgespec.load(**pick(options, LOAD_NAMES), progress=progress)
 
-    settings = given(ctx, {**sampling, **pick(options, ("max_tokens", "seed"))})
+    settings = given(ctx, pick(options, (*SAMPLING_NAMES, "max_tokens", "seed")))
     if options["stop"]:
         settings["stop"] = list(options["stop"])
     terminated = False

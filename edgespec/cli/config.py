@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import click
@@ -14,7 +12,7 @@ from click.shell_completion import CompletionItem
 
 from edgespec.cli.commands import COMMANDS
 from edgespec.cli.failures import DONE, FAILED, describe
-from edgespec.cli.help import HelpfulCommand, HelpfulGroup
+from edgespec.cli.help import HelpfulGroup
 from edgespec.cli.options import every_setting, json_option
 from edgespec.cli.screen import line_of, note, print_json, print_table, printable
 from edgespec.cli.settings import (
@@ -23,26 +21,23 @@ from edgespec.cli.settings import (
     SettingOption,
     Settings,
     SettingValue,
-    error_text,
-    read_text,
     setting_value,
     settings_of,
     settings_path,
     suggestion,
     variable_of,
 )
-from edgespec.cli.settings_file import KeyPath, NotEditableError, changed
-from edgespec.errors import ConfigurationError
-from edgespec.files import cache_folder, config_folder, data_folder, error_reason, write_private_file
+from edgespec.cli.settings_file import KeyPath, quoted, write_value
+from edgespec.errors import OptionError
+from edgespec.files import cache_folder, config_folder, data_folder
+from edgespec.option_kinds import TokenBiases
 
 __all__ = ["command"]
-
-_LOCK_SECONDS = 10
 
 
 @dataclass(frozen=True, slots=True)
 class _Row:
-    """Describes one line in the list of settings.
+    """One line in the list of settings.
 
     Attributes:
         value: The value, for JSON output.
@@ -83,19 +78,16 @@ def command(ctx: click.Context, as_json: bool) -> int:
         return DONE
     settings = Settings.read()
     rows = {name: _row(option, settings.find(ALL_COMMANDS, name)) for name, option in every_setting().items()}
-    own = {name: _own_rows(settings, name, rows) for name in COMMANDS}
-    own = {name: different for name, different in own.items() if different}
+    own = {name: different for name in COMMANDS if (different := _own_rows(settings, name, rows))}
     if as_json:
+        commands = {name: _json_rows(different) for name, different in own.items()}
         print_json(
             {
                 "path": str(settings.path),
                 "exists": settings.path.is_file(),
-                "settings": {name: _json(row) for name, row in rows.items()},
-                "commands": {
-                    name: {key: _json(row) for key, row in different.items()}
-                    for name, different in own.items()
-                },
-                "variables": {name: _json(row) for name, row in _variables().items()},
+                "settings": _json_rows(rows),
+                "commands": commands,
+                "variables": _json_rows(_variables()),
                 "problems": [str(problem) for problem in settings.problems],
             }
         )
@@ -103,8 +95,8 @@ def command(ctx: click.Context, as_json: bool) -> int:
         by_command = {f"{name}.{key}": row for name, found in own.items() for key, row in found.items()}
         _print("SETTING", rows | by_command)
         _print("VARIABLE", _variables())
-        there = "" if settings.path.is_file() else " (not there yet)"
-        click.echo(printable(f"file: {settings.path}{there}"))
+        there = "" if settings.path.is_file() else " (does not exist yet)"
+        click.echo(printable(f"\nsettings file: {settings.path}{there}"))
     return _print_problems(settings)
 
 
@@ -125,7 +117,9 @@ def _own_rows(settings: Settings, name: str, rows: dict[str, _Row]) -> dict[str,
 
 def _row(option: SettingOption, found: SettingValue | None) -> _Row:
     if found is not None:
-        value = list(found.written) if isinstance(found.written, tuple) else found.value
+        value = found.value
+        if isinstance(option.declaration.kind, TokenBiases):
+            value = [f"{token}={bias:g}" for token, bias in value]
         source = "environment" if found.source is ParameterSource.ENVIRONMENT else "file"
         return _Row(value, _text(value), source, found.where)
     declaration = option.declaration
@@ -146,6 +140,10 @@ def _text(value: Any) -> str:
 
 def _json(row: _Row) -> dict[str, object]:
     return {"value": row.value, "from": row.source, "where": row.where or None}
+
+
+def _json_rows(rows: dict[str, _Row]) -> dict[str, object]:
+    return {name: _json(row) for name, row in rows.items()}
 
 
 def _variables() -> dict[str, _Row]:
@@ -171,7 +169,6 @@ def _print(head: str, rows: dict[str, _Row]) -> None:
 
 @command.command(
     "path",
-    cls=HelpfulCommand,
     short_help="Print the path of the settings file.",
     examples=("edgespec config path", "edgespec config path --json"),
 )
@@ -197,7 +194,6 @@ def _complete_value(ctx: click.Context, _param: click.Parameter, typed: str) -> 
 
 @command.command(
     "get",
-    cls=HelpfulCommand,
     short_help="Print one setting.",
     examples=("edgespec config get target", "edgespec config get chat.prefix-cache --json"),
 )
@@ -219,7 +215,6 @@ def get_value(ctx: click.Context, key: str, as_json: bool) -> int:
 
 @command.command(
     "set",
-    cls=HelpfulCommand,
     # A value may begin with a dash, such as -0.5.
     context_settings={"ignore_unknown_options": True},
     short_help="Change a setting for all runs.",
@@ -247,27 +242,23 @@ def set_value(ctx: click.Context, key: str, values: tuple[str, ...], as_json: bo
     try:
         value = setting_value(path[-1], values if option.multiple else values[0])
         literal = _literal(option, values, value)
-    except ValueError as error:
-        raise click.UsageError(error_text(path[-1], error), ctx) from error
-    file = _change(path, literal)
+    except OptionError as error:
+        raise click.UsageError(str(error), ctx) from error
+    write_value(settings_path(), path, literal)
     if as_json:
-        print_json({"key": ".".join(path), "value": _row_value(option, values, value), "path": str(file)})
+        shown = list(values) if option.multiple else value
+        print_json({"key": ".".join(path), "value": shown, "path": str(settings_path())})
     else:
-        click.echo(printable(f"{'.'.join(path)} = {literal} in {file}"))
+        click.echo(printable(f"{'.'.join(path)} = {literal} in {settings_path()}"))
     variable = variable_of(path[-1])
     if os.environ.get(variable):
-        note(f"{variable} is in the environment, and wins")
+        note(f"The environment variable {variable} overrides the settings file.")
     _print_problems(Settings.read())
     return DONE
 
 
-def _row_value(option: SettingOption, values: tuple[str, ...], value: Any) -> Any:
-    return list(values) if option.multiple else value
-
-
 @command.command(
     "unset",
-    cls=HelpfulCommand,
     short_help="Remove a setting from the file.",
     examples=("edgespec config unset target", "edgespec config unset chat.remember"),
 )
@@ -278,13 +269,14 @@ def unset_value(ctx: click.Context, key: str, as_json: bool) -> int:
     """Remove a setting from the file, so that the default applies again. Also removes unknown names."""
     path = _key_path(key)
     # Try the key exactly as typed first, so that a misspelt line can be removed.
-    file = _change(tuple(key.split(".")), None) or _change(path, None)
-    if file is None:
+    file = settings_path()
+    removed = write_value(file, tuple(key.split(".")), None) or write_value(file, path, None)
+    if not removed:
         _option_at(path, ctx)
     if as_json:
-        print_json({"key": ".".join(path), "removed": file is not None, "path": str(settings_path())})
+        print_json({"key": ".".join(path), "removed": removed, "path": str(file)})
     else:
-        click.echo(printable(f"{'.'.join(path)} is {'no longer' if file else 'not'} in {settings_path()}"))
+        click.echo(printable(f"{'.'.join(path)} is {'no longer' if removed else 'not'} in {file}"))
     _print_problems(Settings.read())
     return DONE
 
@@ -310,52 +302,7 @@ def _option_at(path: KeyPath, ctx: click.Context) -> SettingOption:
 def _literal(option: SettingOption, values: tuple[str, ...], value: Any) -> str:
     """Format a value as TOML."""
     if option.multiple:
-        return f"[{', '.join(_quoted(each) for each in values)}]"
-    if option.is_flag:
-        return "true" if value else "false"
-    if isinstance(value, int | float):
-        return repr(value)
-    return _quoted(values[0])
-
-
-def _quoted(text: str) -> str:
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise ValueError(f"{text!r} is not UTF-8 text") from error
-    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
-
-
-def _change(path: KeyPath, literal: str | None) -> Path | None:
-    """Set a value in the settings file, or remove it if `literal` is None.
-
-    Returns the path of the file, or None if there was nothing to remove. Raises ConfigurationError.
-    """
-    from filelock import FileLock, Timeout
-
-    file = settings_path()
-    try:
-        if literal is None and not file.exists():
-            return None
-        file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        with FileLock(file.with_name(f".{file.name}.lock"), timeout=_LOCK_SECONDS, mode=0o600):
-            before = read_text(file) or ""
-            after = changed(before, path, literal)
-            if after == before:
-                return file if literal is not None else None
-            # If the file is a symbolic link, write to its target, because some users keep settings in another
-            # folder.
-            write_private_file(file.resolve(), after.encode())
-    except NotEditableError:
-        raise ConfigurationError(
-            f"{'.'.join(path)} cannot be changed in {file}, because of how the setting is written there",
-            "change it in an editor",
-        ) from None
-    except Timeout as error:
-        raise ConfigurationError(f"another program is writing {file}", "try again when it is done") from error
-    except OSError as error:
-        raise ConfigurationError(
-            f"{file} cannot be written: {error_reason(error)}",
-            "free some disk space or check the permissions, then try again",
-        ) from error
-    return file
+        return f"[{', '.join(map(quoted, values))}]"
+    if isinstance(value, bool):
+        return str(value).lower()
+    return repr(value) if isinstance(value, int | float) else quoted(values[0])

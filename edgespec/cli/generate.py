@@ -11,21 +11,8 @@ import click
 from edgespec.cli.failures import DONE, INTERRUPTED
 from edgespec.cli.help import HelpfulCommand
 from edgespec.cli.interrupt import Stop, interruptible
-from edgespec.cli.loading import check_sampling, loaded
-from edgespec.cli.options import (
-    METHOD_NAMES,
-    MODEL_NAMES,
-    PREFIX_CACHE_NAMES,
-    SAMPLING_NAMES,
-    drafting_options,
-    json_option,
-    method_options,
-    model_options,
-    pick,
-    prefix_cache_options,
-    reply_options,
-    sampling_options,
-)
+from edgespec.cli.loading import loaded
+from edgespec.cli.options import LOAD_NAMES, REPLY_NAMES, declared_options, json_option, pick
 from edgespec.cli.screen import ProgressLine, is_terminal, note, print_json, write_text
 from edgespec.errors import EdgespecError, OptionError
 
@@ -38,6 +25,7 @@ __all__ = ["command"]
 @click.command(
     "generate",
     cls=HelpfulCommand,
+    params=declared_options("target", "draft", "system", *REPLY_NAMES, *LOAD_NAMES),
     short_help="Answer one prompt and exit.",
     examples=(
         'edgespec generate "How do I list files by size?"',
@@ -47,26 +35,19 @@ __all__ = ["command"]
     ),
 )
 @click.argument("words", metavar="[PROMPT | -]", nargs=-1)
-@reply_options
 @click.option("--raw", is_flag=True, help="Send the prompt without the chat template of the model.")
 @json_option
-@model_options
-@prefix_cache_options(default="memory")
-@drafting_options()
-@method_options
-@sampling_options()
 def command(words: tuple[str, ...], as_json: bool, raw: bool, **options: Any) -> int:
     """Answer one prompt.
 
-    The reply is streamed to stdout. If the prompt is -, or if it is missing and stdin is a pipe, it is read
-    from stdin. Ctrl-C ends the reply early.
+    The reply appears word by word on stdout. If the prompt is -, or if there is none and stdin is a pipe, the
+    prompt is read from stdin. Ctrl-C ends the reply early.
     """
     if len(words) > 1:
         raise click.UsageError(
             "the prompt must be a single argument; put it in quotes", click.get_current_context()
         )
     text = _prompt_text(words[0] if words else None)
-    check_sampling(pick(options, SAMPLING_NAMES))
     reply = interruptible(lambda stop: _answer(stop, text, raw, as_json, options))
     if as_json:
         print_json(reply.to_json())
@@ -78,33 +59,26 @@ def _prompt_text(prompt: str | None) -> str:
         raise click.UsageError(
             "no prompt was given; add one, or use - to read it from stdin", click.get_current_context()
         )
-    text = prompt
     if prompt is None or prompt == "-":
         try:
-            text = sys.stdin.buffer.read().decode("utf-8-sig")
+            prompt = sys.stdin.buffer.read().decode("utf-8-sig")
         except UnicodeDecodeError as error:
             raise OptionError(
                 f"stdin is not valid UTF-8 at byte {error.start + 1}",
                 "convert the text to UTF-8, for example with iconv",
             ) from error
         # `echo` appends a newline that is not part of the prompt.
-        text = text.removesuffix("\n").removesuffix("\r")
-    assert text is not None
-    if not text.strip():
+        prompt = prompt.removesuffix("\n").removesuffix("\r")
+    if not prompt.strip():
         raise OptionError("the prompt is empty", "enter at least one word")
-    return text
+    return prompt
 
 
 def _answer(stop: Stop, prompt: str, raw: bool, as_json: bool, options: dict[str, Any]) -> Reply:
     """Load the models, stream the reply to stdout, and return it."""
-    with loaded(stop, **pick(options, (*MODEL_NAMES, *PREFIX_CACHE_NAMES, *METHOD_NAMES))) as runtime:
+    with loaded(stop, **pick(options, LOAD_NAMES)) as runtime:
         progress = ProgressLine(stop)
-        stream = runtime.stream(
-            prompt,
-            raw=raw,
-            progress=progress,
-            **pick(options, ("system", "max_tokens", "seed", "stop", *SAMPLING_NAMES)),
-        )
+        stream = runtime.stream(prompt, raw=raw, progress=progress, **pick(options, ("system", *REPLY_NAMES)))
         stop.on_request(stream.cancel)
         with closing(stream):
             _write(stream, progress, silent=as_json)
@@ -117,17 +91,16 @@ def _write(stream: ReplyStream, progress: ProgressLine, silent: bool) -> None:
     """Write the reply as it arrives. Print a final newline even if an error occurs."""
     last = ""
     try:
-        for piece in stream:
-            progress.clear()
-            if piece.text and not silent:
-                write_text(piece.text)
-                last = piece.text
+        with progress:
+            for piece in stream:
+                progress.clear()
+                if piece.text and not silent:
+                    write_text(piece.text)
+                    last = piece.text
     except EdgespecError:
         if last and not last.endswith("\n"):
             write_text("\n")
         raise
-    finally:
-        progress.clear()
     if not silent and not last.endswith("\n"):
         write_text("\n")
 

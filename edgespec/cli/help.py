@@ -10,10 +10,7 @@ import click
 
 from edgespec.cli.failures import WRONG_USAGE
 
-__all__ = ["BEFORE_COMMAND", "HelpfulCommand", "HelpfulGroup", "SectionOption"]
-
-BEFORE_COMMAND = "edgespec.cli.before_command"
-"""The key in `ctx.meta` of a function that is called with the context before the command runs."""
+__all__ = ["HelpfulCommand", "HelpfulGroup", "SectionOption"]
 
 
 class SectionOption(click.Option):
@@ -22,6 +19,11 @@ class SectionOption(click.Option):
     def __init__(self, *args: Any, section: str = "Options", **settings: Any) -> None:
         self.section = section
         super().__init__(*args, **settings)
+
+    def get_help_record(self, ctx: click.Context) -> tuple[str, str] | None:
+        """Return the columns of the help. A switch is shown as `--[no-]name`."""
+        record = super().get_help_record(ctx)
+        return (f"--[no-]{self.opts[0][2:]}", record[1]) if record and self.secondary_opts else record
 
 
 class _Helpful(click.Command):
@@ -40,7 +42,7 @@ class _Helpful(click.Command):
                     formatter.write(f"{'':{formatter.current_indent}}{example}\n")
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        sections: dict[str, list[tuple[str, str]]] = {}
+        sections: dict[str, list[tuple[str, str]]] = {"Options": []}
         for parameter in self.get_params(ctx):
             record = parameter.get_help_record(ctx) if isinstance(parameter, click.Option) else None
             if record is not None:
@@ -55,9 +57,11 @@ class HelpfulCommand(_Helpful):
     """A command whose help has examples and sections."""
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Call the function stored as BEFORE_COMMAND in the context, if any, then run the command."""
-        if before := ctx.meta.get(BEFORE_COMMAND):
-            before(ctx)
+        """Run the command without the settings that its method does not use."""
+        if ctx.meta:  # settings were read
+            from edgespec.cli.settings import ignore_unread_settings
+
+            ignore_unread_settings(ctx)
         return super().invoke(ctx)
 
 

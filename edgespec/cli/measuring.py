@@ -1,66 +1,49 @@
-"""Define the command line options that `bench`, `verify` and `tune` share."""
+"""Options that `bench`, `verify` and `tune` share."""
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import click
 
-from edgespec.cli.options import MAX_SEED, Decorator, listed, whole
+from edgespec.cli.options import KindType
+from edgespec.errors import OptionError
+from edgespec.option_kinds import Integer, ListOf, MethodName, Number
+from edgespec.options import MAX_DRAFT_LENGTH
 
 __all__ = [
     "draft_lengths_option",
     "max_tokens_option",
     "methods_option",
     "prompts_option",
+    "reject_remember",
     "seed_option",
     "temperatures_option",
 ]
 
+_MAX_SEED = (1 << 63) - 1
+_shown = partial(click.option, show_default=True)
 
-def methods_option(help_text: str) -> Decorator:
-    """Return the option `--methods`. Its default is None."""
-    return click.option("--methods", type=listed(str), metavar="A,B", help=help_text)
-
-
-def prompts_option(help_text: str) -> Decorator:
-    """Return the option `--prompts`, a file for `losslessness.read_prompts`."""
-    return click.option("--prompts", type=click.Path(path_type=Path), metavar="FILE", help=help_text)
-
-
-def temperatures_option(default: str, help_text: str) -> Decorator:
-    """Return the option `--temperatures`, a list of numbers."""
-    return click.option(
-        "--temperatures",
-        type=listed(float),
-        metavar="T,T",
-        default=default,
-        show_default=True,
-        help=help_text,
-    )
+methods_option = partial(click.option, "--methods", type=KindType(ListOf(MethodName())), metavar="A,B")
+prompts_option = partial(click.option, "--prompts", type=click.Path(path_type=Path), metavar="FILE")
+temperatures_option = partial(
+    _shown, "--temperatures", type=KindType(ListOf(Number(0.0, 100.0))), metavar="T,T"
+)
+draft_lengths_option = partial(
+    _shown, "--draft-lengths", type=KindType(ListOf(Integer(1, MAX_DRAFT_LENGTH))), metavar="K,K"
+)
+max_tokens_option = partial(_shown, "-n", "--max-tokens", type=KindType(Integer(1)), metavar="N")
+# The default is fixed, so that measurements are reproducible.
+seed_option = partial(_shown, "--seed", type=KindType(Integer(0, _MAX_SEED)), metavar="N", default=1)
 
 
-def draft_lengths_option(default: str | None, help_text: str) -> Decorator:
-    """Return the option `--draft-lengths`. If its default is None, each method chooses its own length."""
-    return click.option(
-        "--draft-lengths",
-        type=listed(whole(1, 64)),
-        metavar="K,K",
-        default=default,
-        show_default=True,
-        help=help_text,
-    )
-
-
-def max_tokens_option(default: int, help_text: str = "Maximum reply length in tokens.") -> Decorator:
-    """Return the option `--max-tokens`."""
-    return click.option(
-        "-n", "--max-tokens", type=whole(1), metavar="N", default=default, show_default=True, help=help_text
-    )
-
-
-def seed_option(help_text: str) -> Decorator:
-    """Return the option `--seed`. Its default is fixed, so that measurements are reproducible."""
-    return click.option(
-        "--seed", type=whole(0, MAX_SEED), metavar="N", default=1, show_default=True, help=help_text
-    )
+def reject_remember(options: dict[str, Any]) -> None:
+    """Raise OptionError if `--remember` is on the command line."""
+    if options["remember"]:
+        raise OptionError(
+            "--remember cannot be used here, because prompts repeat and method suffix would find its own"
+            " earlier replies",
+            "remove --remember",
+        )

@@ -1,9 +1,9 @@
-"""Build command line options that several commands share from the declarations in `edgespec.options`."""
+"""Turn the declarations in `edgespec.options` into command line options."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, TypeAlias, TypeVar
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeAlias
 
 import click
 from click.core import ParameterSource
@@ -11,36 +11,29 @@ from click.shell_completion import CompletionItem
 
 from edgespec.cli.help import SectionOption
 from edgespec.cli.settings import SettingOption
+from edgespec.errors import OptionError
 from edgespec.method_names import DRAFTER_NAMES
-from edgespec.option_kinds import Choice, Flag, Integer, Kind, MethodName, ModelName, PathName, TokenBiases
+from edgespec.option_kinds import Choice, Flag, Kind, MethodName, ModelName, PathName
 from edgespec.options import LOAD_OPTIONS, MODEL_OPTIONS, REPLY_OPTIONS, SETTINGS, Option
 
 __all__ = [
-    "MAX_SEED",
+    "LOAD_NAMES",
+    "MEMORY_NAMES",
     "METHODS",
     "METHOD_NAMES",
     "MODEL_NAMES",
     "PREFIX_CACHE_NAMES",
+    "REPLY_NAMES",
     "SAMPLING_NAMES",
-    "Decorator",
-    "acceptance_option",
-    "drafting_options",
+    "KindType",
+    "declared_options",
     "every_setting",
     "given",
     "json_option",
-    "listed",
-    "method_options",
-    "model_options",
     "model_reference",
     "pick",
-    "planned_options",
-    "prefix_cache_options",
-    "reply_options",
-    "sampling_options",
-    "whole",
 ]
 
-_Item = TypeVar("_Item")
 Decorator: TypeAlias = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
@@ -48,20 +41,23 @@ def _names(options: Mapping[str, Option], *groups: str) -> tuple[str, ...]:
     return tuple(name for name, each in options.items() if each.group in groups and not each.api_only)
 
 
-MODEL_NAMES = (*MODEL_OPTIONS, *_names(LOAD_OPTIONS, "model", "drafting"))
+MEMORY_NAMES = (*MODEL_OPTIONS, *_names(LOAD_OPTIONS, "model"))
+MODEL_NAMES = (*MEMORY_NAMES, *_names(LOAD_OPTIONS, "drafting"))
 PREFIX_CACHE_NAMES = _names(LOAD_OPTIONS, "prefix_cache")
 METHOD_NAMES = _names(LOAD_OPTIONS, "method")
+LOAD_NAMES = (*MODEL_NAMES, *METHOD_NAMES, *PREFIX_CACHE_NAMES)
 SAMPLING_NAMES = _names(REPLY_OPTIONS, "sampling")
+REPLY_NAMES = (*_names(REPLY_OPTIONS, "reply"), *SAMPLING_NAMES)
 # Methods that shell completion suggests. Other combinations are also valid.
 METHODS = ("auto", "none", *DRAFTER_NAMES, "model+suffix", "layerskip+suffix", "lowbit+suffix")
-MAX_SEED = (1 << 63) - 1
+_DECLARATIONS = {**MODEL_OPTIONS, **LOAD_OPTIONS, **SETTINGS}
 _HEADINGS = {
-    "model": "Model options",
-    "prefix_cache": "Model options",
-    "drafting": "Drafting options",
-    "method": "Method options",
-    "sampling": "Sampling options",
-    "reply": "Options",
+    "reply": "Choosing the words of the reply",
+    "sampling": "Choosing the words of the reply",
+    "model": "Memory and hardware",
+    "method": "Drafting (how replies get faster)",
+    "drafting": "Drafting (how replies get faster)",
+    "prefix_cache": "Cache of earlier chats",
 }
 
 
@@ -79,41 +75,30 @@ def given(ctx: click.Context, options: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _reader(kind: Kind) -> Callable[[Any], Any]:
-    """Return a click type that parses this kind of value."""
+class KindType(click.ParamType):  # type: ignore[type-arg]  # generic since click 8.5
+    """The click type for a kind of option value."""
 
-    def read(value: Any) -> Any:
-        if not isinstance(value, str):
-            return value
-        try:
-            return kind.parse(value)
-        except ValueError as error:
-            raise click.BadParameter(str(error)) from error
+    name = "value"
 
-    return read
+    def __init__(self, kind: Kind) -> None:
+        self.kind = kind
 
-
-def whole(low: int, high: int | None = None) -> Callable[[Any], int]:
-    """Return a click type for whole numbers from `low` to `high`."""
-    return _reader(Integer(low) if high is None else Integer(low, high))
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:  # noqa: ARG002
+        """Convert a string. Raises OptionError if it is invalid. Settings are already converted."""
+        if isinstance(value, str):
+            value = self.kind.parse(value)
+            if param is not None and not self.kind.repeatable:
+                _check(self.kind, param, value)
+        return value
 
 
-def listed(read_item: Callable[[str], _Item]) -> Callable[[Any], tuple[_Item, ...]]:
-    """Return a click type for comma-separated values."""
-
-    def read(value: Any) -> tuple[_Item, ...]:
-        if not isinstance(value, str):
-            return tuple(value)
-        try:
-            return tuple(read_item(part.strip()) for part in value.split(","))
-        except ValueError as error:
-            raise click.BadParameter(f"{value!r} is not a comma-separated list of values") from error
-
-    return read
-
-
-def _as_mapping(_ctx: click.Context, _param: click.Parameter, pairs: Any) -> dict[int, float]:
-    return dict(pairs)
+def _check(kind: Kind, param: click.Parameter, value: Any) -> Any:
+    """Check and normalise a value. An error mentions the option as it is written on the command line."""
+    name = str(param.name)
+    try:
+        return kind.check(name, value)
+    except OptionError as error:
+        raise OptionError(error.what.replace(name, param.opts[-1], 1), error.next_step) from error
 
 
 def _complete_model(_ctx: click.Context, _param: click.Parameter, typed: str) -> list[CompletionItem]:
@@ -141,97 +126,59 @@ def model_reference(name: str) -> Decorator:
     return click.argument(name, metavar="REF", shell_complete=_complete_model)
 
 
-def _all_of(options: Sequence[Decorator]) -> Decorator:
-    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
-        for option in reversed(options):
-            function = option(function)
-        return function
-
-    return decorate
-
-
-def _click_option(name: str, option: Option, *, per_run: bool = False, **changes: Any) -> Decorator:
-    """Return the click option for a declaration. If `per_run` is true, ignore settings."""
+def _option(name: str, option: Option, default: Any, *, per_run: bool) -> click.Option:
+    """Return the click option for a declaration. If `per_run` is true, settings do not apply to it."""
     dashed = f"--{name.replace('_', '-')}"
     kind = option.kind
-    names = [f"{dashed}/--no-{dashed[2:]}"] if isinstance(kind, Flag) else [*option.flags, dashed]
-    default_text = f" [default: {option.default_text}]" if option.default_text else ""
+    words = option.default_text
+    if not words and default not in (None, (), {}):
+        words = ("on" if default else "off") if isinstance(kind, Flag) else str(default)
     settings: dict[str, Any] = {
-        "default": None if kind.repeatable else option.default,
-        "help": option.help + default_text,
-        "section": _HEADINGS[option.group],
-        "show_default": not default_text and option.default not in (None, (), {}),
-        "multiple": kind.repeatable,
+        "default": None if kind.repeatable else default,
+        "help": f"{option.help} [default: {words}]" if words else option.help,
+        "section": "Options" if option.common else _HEADINGS[option.group],
     }
-    if isinstance(kind, Choice):
-        settings["type"] = click.Choice(kind.values)
-    elif not isinstance(kind, Flag):
-        settings["type"] = click.Path() if isinstance(kind, PathName) else _reader(kind)
+    if isinstance(kind, Flag):
+        names = [f"{dashed}/--no-{dashed[2:]}"]
+    else:
+        names = [*option.flags, dashed]
         settings["metavar"] = kind.metavar
-    if isinstance(kind, TokenBiases):
-        settings["callback"] = _as_mapping
-    if isinstance(kind, MethodName):
-        settings["shell_complete"] = _complete_method
-    if isinstance(kind, ModelName):
-        settings["shell_complete"] = _complete_model
-    settings |= changes
+        settings["type"] = click.Path() if isinstance(kind, PathName) else KindType(kind)
+    if isinstance(kind, Choice):
+        del settings["metavar"]
+        settings["type"] = click.Choice(kind.values)
+    if kind.repeatable:
+        settings["multiple"] = True
+        settings["callback"] = lambda _ctx, param, values: _check(kind, param, values)
+    if isinstance(kind, MethodName | ModelName):
+        settings["shell_complete"] = _complete_model if isinstance(kind, ModelName) else _complete_method
     if per_run or option.per_run:
-        return click.option(*names, cls=SectionOption, **settings)
-    return click.option(*names, cls=SettingOption, declaration=option, **settings)
+        return SectionOption(names, **settings)
+    return SettingOption(names, declaration=option, **settings)
 
 
-def _from(options: Mapping[str, Option], names: Iterable[str]) -> list[Decorator]:
-    return [_click_option(name, options[name]) for name in names]
-
-
-model_options = _all_of(
-    [*_from(MODEL_OPTIONS, MODEL_OPTIONS), *_from(LOAD_OPTIONS, _names(LOAD_OPTIONS, "model"))]
-)
-
-
-def drafting_options(*, remember: bool = False, measuring: bool = False) -> Decorator:
-    """Return the drafting options.
+def declared_options(
+    *names: str, per_run: Iterable[str] = (), defaults: Mapping[str, Any] | None = None
+) -> list[click.Parameter]:
+    """Return the command line options with these names.
 
     Args:
-        remember: The default of `--remember`.
-        measuring: Whether the command runs a benchmark. Benchmark prompts repeat, so replies are saved only
-            if `--remember` is on the command line, and never because of a setting.
+        names: Names of declared options.
+        per_run: Options to which the settings file and the environment do not apply.
+        defaults: Defaults that differ from the declared ones.
     """
-    changes: dict[str, dict[str, Any]] = {"remember": {"default": remember, "per_run": measuring}}
-    names = _names(LOAD_OPTIONS, "drafting")
-    return _all_of([_click_option(name, LOAD_OPTIONS[name], **changes.get(name, {})) for name in names])
-
-
-def prefix_cache_options(*, default: str) -> Decorator:
-    """Return the prefix cache options. `default` is the default value of `--prefix-cache`."""
-    first, *others = PREFIX_CACHE_NAMES
-    return _all_of([_click_option(first, LOAD_OPTIONS[first], default=default), *_from(LOAD_OPTIONS, others)])
-
-
-acceptance_option = _click_option("acceptance", LOAD_OPTIONS["acceptance"])
-# Method and drafting options that affect memory use.
-planned_options = _all_of(_from(LOAD_OPTIONS, ("method", "draft_branches", "draft_window", "draft_sinks")))
-method_options = _all_of(_from(LOAD_OPTIONS, METHOD_NAMES))
-
-
-def sampling_options(*, logit_bias: bool = True) -> Decorator:
-    """Return the sampling settings."""
-    names = [name for name in SAMPLING_NAMES if logit_bias or name != "logit_bias"]
-    return _all_of(_from(REPLY_OPTIONS, names))
-
-
-reply_options = _all_of(_from(SETTINGS, ("system", *_names(REPLY_OPTIONS, "reply"))))
+    defaults = defaults or {}
+    return [
+        _option(name, option, defaults.get(name, option.default), per_run=name in per_run)
+        for name in dict.fromkeys(names)
+        for option in (_DECLARATIONS[name],)
+    ]
 
 
 def every_setting() -> dict[str, SettingOption]:
     """Return the options that can be set for all runs, keyed by name."""
-
-    @click.command()
-    @_all_of(_from(SETTINGS, SETTINGS))
-    def command(**_options: Any) -> None:
-        """Serve only to collect the options. Never called."""
-
-    return {each.name: each for each in command.params if isinstance(each, SettingOption) and each.name}
+    options = declared_options(*SETTINGS)
+    return {each.name: each for each in options if isinstance(each, SettingOption) and each.name}
 
 
 json_option: Decorator = click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")

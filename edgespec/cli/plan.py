@@ -10,15 +10,7 @@ import click
 from edgespec.cli.failures import DONE
 from edgespec.cli.help import HelpfulCommand
 from edgespec.cli.interrupt import Stop, interruptible
-from edgespec.cli.options import (
-    MODEL_NAMES,
-    PREFIX_CACHE_NAMES,
-    json_option,
-    model_options,
-    pick,
-    planned_options,
-    prefix_cache_options,
-)
+from edgespec.cli.options import MEMORY_NAMES, PREFIX_CACHE_NAMES, declared_options, json_option
 from edgespec.cli.screen import ProgressLine, note, print_json, terminal_width
 
 if TYPE_CHECKING:
@@ -27,11 +19,13 @@ if TYPE_CHECKING:
 __all__ = ["command"]
 
 _WIDTH = 100
+_DRAFTING_NAMES = ("method", "draft_branches", "draft_window", "draft_sinks")
 
 
 @click.command(
     "plan",
     cls=HelpfulCommand,
+    params=declared_options(*MEMORY_NAMES, *_DRAFTING_NAMES, *PREFIX_CACHE_NAMES),
     short_help="Show the memory that a model needs, before it is loaded.",
     examples=(
         "edgespec plan",
@@ -41,16 +35,13 @@ _WIDTH = 100
     ),
 )
 @json_option
-@model_options
-@prefix_cache_options(default="memory")
-@planned_options
 def command(as_json: bool, **options: Any) -> int:
-    """Show how much memory a model and its draft model need, item by item, and what is reduced to fit.
+    """Show how much memory a model and its draft model need, and what is reduced so that they fit.
 
-    The model is neither loaded nor downloaded. If it is not on this machine, its metadata is read from
-    Hugging Face. Loading uses the same plan. Options that you set are never reduced. The prefix cache is
-    listed separately, because it is freed when memory is low. The exit status is 0 even if the model does not
-    fit. Scripts can read `fits` in the --json output.
+    Nothing is loaded or downloaded. If the model is not on this machine, edgespec reads its description from
+    Hugging Face. Options that you set are never reduced. The cache of earlier chats is listed separately,
+    because it is freed when memory is low. The exit status is 0 even if the model does not fit. Scripts can
+    read `fits` in the --json output.
     """
     preview = interruptible(lambda stop: _preview(stop, options))
     if as_json:
@@ -75,11 +66,8 @@ def command(as_json: bool, **options: Any) -> int:
 def _preview(stop: Stop, options: dict[str, Any]) -> Preview:
     from edgespec.assembly.preview import plan
 
-    progress = ProgressLine(stop)
-    try:
-        return plan(**pick(options, (*MODEL_NAMES, *PREFIX_CACHE_NAMES, "method")), progress=progress)
-    finally:
-        progress.clear()
+    with ProgressLine(stop) as progress:
+        return plan(**options, progress=progress)
 
 
 def _window_json(preview: Preview) -> dict[str, Any]:

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from edgespec.cli.help import HelpfulCommand, HelpfulGroup
-from edgespec.cli.interrupt import interruptible
+from edgespec.cli.help import HelpfulGroup
+from edgespec.cli.interrupt import Stop, interruptible
 from edgespec.cli.options import json_option, model_reference
 from edgespec.cli.screen import ProgressLine, note, print_json, print_table, printable
 from edgespec.errors import OptionError
@@ -40,7 +40,6 @@ def command() -> None:
 
 @command.command(
     "layerskip",
-    cls=HelpfulCommand,
     short_help="Split a model so that its first layers can draft.",
     examples=(
         "edgespec prepare layerskip demo",
@@ -90,16 +89,12 @@ def layerskip(reference: str, exit_layer: str, to: Path | None, as_json: bool) -
 
 @command.command(
     "lowbit",
-    cls=HelpfulCommand,
     short_help="Make a copy with fewer bits that can draft.",
     examples=("edgespec prepare lowbit ./my-f16.gguf", "edgespec prepare lowbit ./my-f16.gguf --type Q2_K"),
 )
 @model_reference("reference")
 @click.option(
-    "--type",
-    "type_name",
-    metavar="TYPE",
-    help="Quantisation of the copy, such as Q2_K. [default: Q4_0]",
+    "--type", "type_name", metavar="TYPE", help="Quantisation of the copy, such as Q2_K. [default: Q4_0]"
 )
 @_to_option
 @json_option
@@ -136,18 +131,11 @@ def _exit(text: str) -> int | None:
 def _resolve_and_prepare(
     reference: str, kind: str, make: Callable[[Path, ProgressLine], PreparedModel]
 ) -> PreparedModel:
-    """Resolve the model, download it if needed, and prepare it. Ctrl-C stops either step.
-
-    Args:
-        reference: The model to prepare.
-        kind: What to make, such as `lowbit`.
-        make: Function that prepares the model at the resolved path.
-    """
+    """Resolve the model, download it if needed, and call `make` with its path. Ctrl-C stops either step."""
     from edgespec.catalog import resolve
 
-    def work(stop: Any) -> PreparedModel:
-        progress = ProgressLine(stop)
-        try:
+    def work(stop: Stop) -> PreparedModel:
+        with ProgressLine(stop) as progress:
             found = resolve(reference, progress=progress)
             if not found.file_format.preparations:
                 raise OptionError(
@@ -159,8 +147,6 @@ def _resolve_and_prepare(
                     f"{found.path} is already prepared", "use the GGUF file that it was made from"
                 )
             return make(found.path, progress)
-        finally:
-            progress.clear()
 
     return interruptible(work)
 

@@ -9,7 +9,7 @@ import shutil
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from typing import TextIO
+from typing import Self, TextIO
 
 from edgespec.cli.interrupt import Stop
 
@@ -100,8 +100,8 @@ def print_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
 class ProgressLine:
     """A progress callback that prints to stderr and forwards stop requests.
 
-    On a terminal, one line is updated in place and erased at the end. In a pipe, each slow step prints one
-    line.
+    On a terminal, one line is updated in place, and erased at the end of the `with` block. In a pipe, each
+    slow step prints one line.
     """
 
     def __init__(self, stop: Stop) -> None:
@@ -130,6 +130,12 @@ class ProgressLine:
             sys.stderr.write(f"{description}\n")
             sys.stderr.flush()
         return not self._stop.requested
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.clear()
 
     def clear(self) -> None:
         """Erase the progress line."""

@@ -1,4 +1,4 @@
-"""Edit individual settings in a TOML file without changing the rest of its text.
+"""Read TOML files of settings, and edit individual values without changing the rest of the text.
 
 Comments and layout are preserved. The new text is parsed and compared with the intended result. If they
 differ, the edit is rejected, so that an edit never damages the file.
@@ -11,22 +11,26 @@ import json
 import re
 import tomllib
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any, TypeAlias
+from pathlib import Path
+from typing import Any, NamedTuple, TypeAlias
 
-__all__ = ["KeyPath", "NotEditableError", "changed", "line_number"]
+from edgespec.errors import ConfigurationError, OptionError
+from edgespec.files import error_reason, read_regular_file, write_private_file
+
+__all__ = ["KeyPath", "NotEditableError", "changed", "line_number", "quoted", "read_text", "write_value"]
 
 KeyPath: TypeAlias = tuple[str, ...]
 """The names that lead to a value: `("temperature",)`, `("chat", "temperature")`."""
+_LOCK_SECONDS = 10
+_PLACE = re.compile(r" \(at (?:line (\d+), column (\d+)|end of document)\)$")
 
 
 class NotEditableError(Exception):
     """The setting is written in a form that edgespec cannot edit."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Statement:
-    """Describes one statement in a TOML file.
+class _Statement(NamedTuple):
+    """One statement in a TOML file.
 
     Attributes:
         first: Index of its first line, from 0.
@@ -39,6 +43,88 @@ class _Statement:
     after: int
     path: KeyPath
     opens: bool
+
+
+def read_text(path: Path) -> str | None:
+    """Return the text of a TOML file, or None if the file does not exist.
+
+    Raises:
+        ConfigurationError: The file cannot be read, or is not valid TOML.
+    """
+    try:
+        text = read_regular_file(path).decode("utf-8-sig")
+        tomllib.loads(text)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except UnicodeDecodeError as error:
+        line = error.object[: error.start].count(b"\n") + 1
+        raise ConfigurationError(
+            f"{path}, line {line}: this is not UTF-8 text", "save it as UTF-8"
+        ) from error
+    except OSError as error:
+        raise ConfigurationError(
+            f"the settings in {path} cannot be read: {error_reason(error)}",
+            "make it a readable file, or move it away",
+        ) from error
+    except (ValueError, RecursionError) as error:
+        reason = str(error) if isinstance(error, ValueError) else "it is nested too deeply"
+        where = str(path)
+        if place := _PLACE.search(reason):
+            reason = reason[: place.start()]
+            where += f", line {place[1] or text.rstrip().count(chr(10)) + 1}"
+            where += f", column {place[2]}" if place[2] else ""
+        raise ConfigurationError(
+            f"{where}: {reason[:1].lower()}{reason[1:]}",
+            'write lines such as target = "8b-q4", or move the file away',
+        ) from error
+    return text
+
+
+def write_value(file: Path, path: KeyPath, literal: str | None) -> bool:
+    """Set a value in a TOML file to a TOML literal, or remove the value if `literal` is None.
+
+    Returns:
+        False if there was nothing to remove.
+
+    Raises:
+        ConfigurationError: The file cannot be read or written.
+    """
+    from filelock import FileLock, Timeout
+
+    try:
+        if literal is None and not file.exists():
+            return False
+        file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with FileLock(file.with_name(f".{file.name}.lock"), timeout=_LOCK_SECONDS, mode=0o600):
+            before = read_text(file) or ""
+            after = changed(before, path, literal)
+            if after == before:
+                return literal is not None
+            # If the file is a symbolic link, write to its target, because some users keep settings in another
+            # folder.
+            write_private_file(file.resolve(), after.encode())
+    except NotEditableError:
+        raise ConfigurationError(
+            f"{'.'.join(path)} cannot be changed in {file}, because of how it is written there",
+            "change it in an editor",
+        ) from None
+    except Timeout as error:
+        raise ConfigurationError(f"another program is writing {file}", "try again when it is done") from error
+    except OSError as error:
+        raise ConfigurationError(
+            f"{file} cannot be written: {error_reason(error)}",
+            "free some disk space or check the permissions, then try again",
+        ) from error
+    return True
+
+
+def quoted(text: str) -> str:
+    """Return a string as a TOML literal. Raises OptionError if it cannot be encoded as UTF-8."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise OptionError(f"{text!r} is not UTF-8 text", "write it in UTF-8") from error
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def line_number(text: str, path: KeyPath) -> int | None:
@@ -63,7 +149,11 @@ def changed(text: str, path: KeyPath, literal: str | None) -> str:
     elif literal is not None:
         _insert(lines, statements, path, literal)
     result = "\n".join(lines)
-    _compare(result, _wanted(tomllib.loads(text), path, literal), path)
+    found = _read(result)
+    if found is not None and len(path) > 1:
+        found.setdefault(path[0], {})  # Removing the only key of a dotted table also removes the table.
+    if found != _wanted(tomllib.loads(text), path, literal):
+        raise NotEditableError
     return result.replace("\n", "\r\n") if "\r\n" in text else result
 
 
@@ -139,7 +229,7 @@ def _insert(lines: list[str], statements: list[_Statement], path: KeyPath, liter
 
 def _spelled(name: str) -> str:
     """Return a TOML key, quoted if it contains characters such as dots or colons."""
-    return name if re.fullmatch(r"[\w-]+", name, re.ASCII) else json.dumps(name, ensure_ascii=False)
+    return name if re.fullmatch(r"[\w-]+", name, re.ASCII) else quoted(name)
 
 
 def _wanted(table: dict[str, Any], path: KeyPath, literal: str | None) -> dict[str, Any]:
@@ -156,12 +246,3 @@ def _wanted(table: dict[str, Any], path: KeyPath, literal: str | None) -> dict[s
     else:
         part[name] = tomllib.loads(f"value = {literal}")["value"]
     return wanted
-
-
-def _compare(text: str, wanted: dict[str, Any], path: KeyPath) -> None:
-    found = _read(text)
-    if found is not None and len(path) > 1 and path[0] not in found:
-        # Removing the only key of a dotted table also removes the table.
-        found = {**found, path[0]: {}}
-    if found != wanted:
-        raise NotEditableError

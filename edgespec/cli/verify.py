@@ -20,16 +20,10 @@ from edgespec.cli.measuring import (
     seed_option,
     temperatures_option,
 )
-from edgespec.cli.options import (
-    MODEL_NAMES,
-    acceptance_option,
-    drafting_options,
-    json_option,
-    model_options,
-    pick,
-)
+from edgespec.cli.options import MODEL_NAMES, KindType, declared_options, json_option, pick
 from edgespec.cli.screen import ProgressLine, print_json, print_table, printable
 from edgespec.errors import CancelledError
+from edgespec.option_kinds import Number
 
 if TYPE_CHECKING:
     from edgespec.losslessness import Prompt, Report
@@ -55,6 +49,7 @@ _PROMPTS_PER_CATEGORY = 2
 @click.command(
     "verify",
     cls=HelpfulCommand,
+    params=declared_options(*MODEL_NAMES, "acceptance", per_run=("remember",)),
     short_help="Prove that speculation changes no token.",
     examples=(
         "edgespec verify",
@@ -63,18 +58,18 @@ _PROMPTS_PER_CATEGORY = 2
     ),
 )
 @methods_option(
-    "Methods to compare with plain decoding. auto, layerskip, lowbit, swift and lookahead run only if named."
-    " [default: suffix and ngram; with a draft model also model and model+suffix]"
+    help="Methods to check. auto, layerskip, lowbit, swift and lookahead are checked only if named. [default:"
+    " suffix and ngram; with a draft model also model and model+suffix]"
 )
-@prompts_option("JSON lines with `prompt` or `messages`. [default: built-in prompts]")
-@temperatures_option("0,0.8,1.2", "Temperatures to compare.")
-@draft_lengths_option("1,4,8", "Draft lengths to compare, in tokens.")
-@max_tokens_option(64)
-@seed_option("Seed of the first reply.")
+@prompts_option(help="JSON lines with `prompt` or `messages`. [default: built-in prompts]")
+@temperatures_option(default="0,0.8,1.2", help="Temperatures to check.")
+@draft_lengths_option(default="1,4,8", help="Numbers of tokens to draft ahead.")
+@max_tokens_option(default=64, help="Maximum length of each reply in tokens.")
+@seed_option(help="Seed of the first reply.")
 @click.option(
     "--idle-time",
     "idle_seconds",
-    type=click.FloatRange(0),
+    type=KindType(Number(0.0, 86400.0)),
     metavar="SECONDS",
     default=2,
     show_default=True,
@@ -82,30 +77,25 @@ _PROMPTS_PER_CATEGORY = 2
     " Other methods do not wait.",
 )
 @json_option
-@acceptance_option
-@model_options
-@drafting_options(measuring=True)
 def command(
     methods: tuple[str, ...] | None, prompts: Path | None, as_json: bool, acceptance: str, **options: Any
 ) -> int:
-    """Prove that speculation changes no token.
+    """Check on your own models that drafting changes no token of a reply.
 
-    Plain decoding and each method answer every prompt, and their tokens are compared.
+    Every prompt is answered without drafting and with each method, and the tokens are compared.
 
     \b
     identical   the same tokens
-    near-tie    two tokens were equally likely within the measured rounding error
+    near-tie    the replies differ, but only because two tokens were equally likely
+                within the rounding error measured on this machine
     violation   any other difference; the exit status is 1
 
-    With --acceptance rejection, the distributions are compared instead, and a p-value below 0.001 is a
-    violation. Methods draft before every pass, even if that is slower. If a method drafted nothing, nothing
-    was verified, and the exit status is also 1.
+    With --acceptance rejection, the probabilities of the replies are compared instead, and a p-value below
+    0.001 is a violation. Methods draft all the time, even where that is slower. If a method drafted nothing,
+    nothing was checked, and the exit status is also 1.
     """
-    from edgespec import SamplingParams
     from edgespec.losslessness import read_prompts
 
-    for temperature in options["temperatures"]:
-        SamplingParams(temperature=temperature)
     texts = read_prompts(prompts) if prompts else _few_of_each_category(read_prompts(None))
     report = interruptible(lambda stop: _verify(stop, texts, methods, acceptance, options))
     facts = report.to_json()
@@ -128,21 +118,20 @@ def _verify(
     from edgespec.losslessness import verify
 
     wanted = pick(options, MODEL_NAMES)
-    with always_draft(), loaded(stop, **wanted, methods=methods or (), acceptance=acceptance) as runtime:
-        stop.on_request(runtime.cancel)
-        progress = ProgressLine(stop)
-        try:
-            report = verify(
-                runtime,
-                prompts,
-                methods=methods or _all_methods(runtime.drafters),
-                acceptance=acceptance,
-                idle_seconds=options["idle_seconds"],
-                progress=progress,
-                **pick(options, ("temperatures", "draft_lengths", "max_tokens", "seed")),
-            )
-        finally:
-            progress.clear()
+    with (
+        always_draft(),
+        loaded(stop, **wanted, methods=methods or (), acceptance=acceptance) as runtime,
+        ProgressLine(stop) as progress,
+    ):
+        report = verify(
+            runtime,
+            prompts,
+            methods=methods or _all_methods(runtime.drafters),
+            acceptance=acceptance,
+            idle_seconds=options["idle_seconds"],
+            progress=progress,
+            **pick(options, ("temperatures", "draft_lengths", "max_tokens", "seed")),
+        )
         if stop.requested:
             raise CancelledError(
                 "verify was cancelled", "run it again; the replies compared so far do not prove anything"
@@ -170,17 +159,18 @@ def _smallest_p_value(facts: dict[str, Any]) -> float:
 
 def _print(facts: dict[str, Any]) -> None:
     draft = facts["draft"] or "none"
-    click.echo(f"target {facts['target']}, draft {draft}, {facts['acceptance']} acceptance")
+    click.echo(f"model {facts['target']}, draft model {draft}, {facts['acceptance']} acceptance\n")
     rows = []
     for name, method in facts["methods"].items():
         value = method.get("smallest_corrected_p_value")
         counts = [str(method[key]) for key in _COUNTS]
         rows.append([name, *counts, "-" if value is None else f"{value:.3g}"])
-    print_table(("METHOD", *_COUNTS.values(), "SMALLEST P"), rows)
+    print_table(("METHOD", *_COUNTS.values(), "P-VALUE"), rows)
     for name in facts["nothing_drafted"]:
         why = facts["methods"][name]["note"]
-        click.echo(printable(f"{name}: drafted nothing, so nothing was proved" + (f": {why}" if why else "")))
+        click.echo(printable(f"{name} drafted nothing, so nothing was checked{why and f': {why}'}"))
     for name, method in facts["methods"].items():
         for divergence in method["divergences"][:_MAX_SHOWN_DIVERGENCES]:
-            details = divergence.items() if isinstance(divergence, dict) else ()
-            click.echo(printable(f"{name}: " + ", ".join(f"{key} {value}" for key, value in details)))
+            click.echo(
+                printable(f"{name}: " + ", ".join(f"{key} {value}" for key, value in divergence.items()))
+            )

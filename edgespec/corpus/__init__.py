@@ -60,8 +60,8 @@ def suffix_drafter(
         texts = [*(user_files.texts if user_files else ()), *(replies.load() if replies else ())]
         return SuffixCorpus(SuffixArray(texts) if texts else None, replies)
 
-    drafter = SuffixDrafter(load_corpus, config=SuffixConfig(can_branch=can_branch), is_end=vocabulary.is_end)
-    return drafter, user_files.notice if user_files else ""
+    config = SuffixConfig(can_branch=can_branch, is_end=cache(vocabulary.is_end))
+    return SuffixDrafter(load_corpus, config=config), user_files.notice if user_files else ""
 
 
 def vocabulary_fingerprint(vocabulary: Vocabulary) -> str:

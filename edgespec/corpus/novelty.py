@@ -12,7 +12,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.drafters.token_buffer import SEPARATOR, TokenArray
+from edgespec.drafters.suffix.tokens import SEPARATOR, TokenArray
 
 __all__ = ["NoveltyFilter"]
 
@@ -34,11 +34,6 @@ class NoveltyFilter:
     def __init__(self, max_tokens: int = 1 << 20) -> None:
         self._max_hashes = max_tokens // _STRIDE
         self._hashes: NDArray[np.uint64] = np.empty(0, np.uint64)
-
-    @property
-    def size_bytes(self) -> int:
-        """Memory currently used by the hashes, in bytes."""
-        return self._hashes.nbytes
 
     def add(self, text: TokenArray) -> None:
         """Mark a sequence of at least one token as known."""

@@ -10,77 +10,126 @@ decoding needs wider passes, but no extra space in the target's KV cache.
 from __future__ import annotations
 
 import random
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import islice
+from typing import NamedTuple
 
 from edgespec.backends.base import Capabilities
 from edgespec.costs.curve import CostCurve
 from edgespec.drafters.base import Drafter
-from edgespec.drafters.lookahead_window import (
-    HitRate,
-    LookaheadWindow,
-    choose_window,
-    expected_speed_up,
-    smallest_window,
-)
 from edgespec.engine.acceptance import Acceptance
 from edgespec.engine.logits import Logits
-from edgespec.engine.prefix import common_prefix_length
 from edgespec.engine.sampling import Sampler
 from edgespec.engine.tree import TokenTree, TreeBuilder
 from edgespec.errors import OptionError
 
-__all__ = ["LookaheadDrafter", "NgramPool"]
+__all__ = ["LookaheadDrafter", "LookaheadWindow", "NgramPool", "choose_window"]
 
 # Depth limit of the first window, which is chosen before the draft length is known.
 _INITIAL_DRAFT_LENGTH = 16
-# Number of emitted tokens between checks that the window still saves time.
-_CHECK_INTERVAL_TOKENS = 64
 # New columns are filled with tokens drawn at random from this many recent tokens.
 _RECENT_TOKENS = 512
+# Number of last prompt tokens whose n-grams are added to the pool.
+_PROMPT_TOKENS = 1 << 14
+# Typical probability that a token of an n-gram is right, and typical number of passes per useful n-gram.
+_TOKEN_PROBABILITY, _PASSES_PER_HIT = 0.4, 3.0
+
+
+class LookaheadWindow(NamedTuple):
+    """Size of the window in lookahead decoding, called W, N and G in the paper (arXiv 2402.02057).
+
+    Attributes:
+        columns: W, the number of future tokens predicted in parallel. If 0, only n-grams from the sequence
+            are drafted.
+        ngram_tokens: N, the length of an n-gram, including its first token, which is the lookup key.
+        candidates: G, the number of n-grams verified per pass.
+    """
+
+    columns: int
+    ngram_tokens: int
+    candidates: int
+
+    def __str__(self) -> str:
+        return f"W {self.columns}, N {self.ngram_tokens}, G {self.candidates}"
+
+    @property
+    def levels(self) -> int:
+        """Number of tokens in a column. A candidate has one more token."""
+        return self.ngram_tokens - 1
+
+    @property
+    def rows(self) -> int:
+        """Maximum number of tokens in a verify pass, including the root."""
+        return 1 + self.levels * (self.columns + self.candidates)
+
+    @property
+    def leaves(self) -> int:
+        """Maximum number of leaves in the tree."""
+        return (self.columns if self.levels > 1 else min(self.columns, 1)) + self.candidates
+
+    @property
+    def depth(self) -> int:
+        """Maximum depth of the tree."""
+        return self.levels + max(0, self.columns - 1)
+
+    @property
+    def expected_tokens(self) -> float:
+        """Typical number of accepted tokens per pass, as modelled in section 4 of the paper.
+
+        If every token is right with probability a, the best of G candidates of N - 1 tokens begins with
+        sum(1 - (1 - a^i)^G for i < N) right tokens on average.
+        """
+        # Each column adds only one n-gram per pass, so more candidates than columns do not help.
+        tries = min(self.candidates, self.columns or 1)
+        right = sum(1 - (1 - _TOKEN_PROBABILITY**i) ** tries for i in range(1, self.ngram_tokens))
+        return right / _PASSES_PER_HIT
+
+    def fits(self, capabilities: Capabilities) -> bool:
+        """Return whether a target with these capabilities can verify a tree of this shape."""
+        max_leaves = capabilities.max_branches if capabilities.tree else 1
+        return self.rows <= capabilities.max_width and self.leaves <= max_leaves
+
+
+# The windows to choose from, for targets with and without trees. The largest is similar to the largest
+# windows in the paper.
+_TREE_WINDOWS = [LookaheadWindow(w, n, g) for w in range(2, 17) for n in range(3, 7) for g in range(1, w + 1)]
+_CHAIN_WINDOWS = [LookaheadWindow(0, n, 1) for n in range(3, 7)]
+
+
+def choose_window(curve: CostCurve, capabilities: Capabilities, draft_length: int) -> LookaheadWindow | None:
+    """Return the window with the highest expected speed-up, or None if decoding without it is faster."""
+
+    def speed_up(window: LookaheadWindow) -> float:
+        return (1 + window.expected_tokens) / curve.v(window.rows)
+
+    windows = _TREE_WINDOWS if capabilities.tree else _CHAIN_WINDOWS
+    fitting = (window for window in windows if window.depth <= draft_length and window.fits(capabilities))
+    best = max(fitting, key=lambda window: (speed_up(window), -window.rows), default=None)
+    return best if best and speed_up(best) > 1 else None
 
 
 class NgramPool:
-    """A pool of n-grams that can be looked up by their first token (arXiv 2402.02057, section 3.2).
+    """The most recently added n-grams for each first token (arXiv 2402.02057, section 3.2)."""
 
-    The pool holds at most `MAX_PER_TOKEN` n-grams per first token and `MAX_NGRAMS` in total. It evicts the
-    least recently added n-grams first.
-    """
-
-    MAX_NGRAMS = 1 << 14
     MAX_PER_TOKEN = 16
 
     def __init__(self) -> None:
-        self._continuations: OrderedDict[int, OrderedDict[tuple[int, ...], None]] = OrderedDict()
-        self._count = 0
-
-    def __len__(self) -> int:
-        """Return the number of n-grams in the pool."""
-        return self._count
+        # The n-grams without their first token, oldest first.
+        self._continuations: dict[int, dict[tuple[int, ...], None]] = {}
 
     def add(self, ngram: tuple[int, ...]) -> None:
         """Add an n-gram of at least two tokens. If the pool already contains it, mark it as most recent."""
-        token, continuation = ngram[0], ngram[1:]
-        continuations = self._continuations.setdefault(token, OrderedDict())
-        self._continuations.move_to_end(token)
-        self._count += continuation not in continuations
-        continuations[continuation] = None
-        continuations.move_to_end(continuation)
+        continuations = self._continuations.setdefault(ngram[0], {})
+        continuations.pop(ngram[1:], None)
+        continuations[ngram[1:]] = None
         if len(continuations) > self.MAX_PER_TOKEN:
-            continuations.popitem(last=False)
-            self._count -= 1
-        if self._count > self.MAX_NGRAMS:
-            oldest = next(iter(self._continuations))
-            self._continuations[oldest].popitem(last=False)
-            self._count -= 1
-            if not self._continuations[oldest]:
-                del self._continuations[oldest]
+            del continuations[next(iter(continuations))]
 
     def after(self, token: int, count: int) -> list[tuple[int, ...]]:
         """Return the remaining tokens of up to `count` n-grams that begin with `token`, most recent first."""
-        return list(islice(reversed(self._continuations.get(token, OrderedDict())), count))
+        return list(islice(reversed(self._continuations.get(token, {})), count))
 
 
 @dataclass(slots=True)
@@ -97,32 +146,7 @@ class _Column:
 
     tokens: list[int]
     predicted: int = 0
-    next: int | None = field(default=None)
-
-
-@dataclass(slots=True)
-class _Trial:
-    """Measures how many tokens of the candidate n-grams were right, given the tokens emitted since.
-
-    This works even if the candidates were not verified.
-    """
-
-    candidates: list[tuple[int, ...]]
-    emitted: list[int] = field(default_factory=list)
-
-    @property
-    def hits(self) -> int:
-        """Number of correct tokens so far in the best candidate."""
-        matches = (common_prefix_length(candidate, self.emitted) for candidate in self.candidates)
-        return max(matches, default=0)
-
-    @property
-    def decided(self) -> bool:
-        """Whether `hits` is final, so that further tokens cannot change it."""
-        return not any(
-            len(self.emitted) < len(candidate) and list(candidate[: len(self.emitted)]) == self.emitted
-            for candidate in self.candidates
-        )
+    next: int | None = None
 
 
 class LookaheadDrafter(Drafter):
@@ -130,13 +154,12 @@ class LookaheadDrafter(Drafter):
 
     Drafts depend only on emitted tokens, earlier passes and the drafter's own random numbers. Tokens in the
     window are sampled with the random numbers of `Stream.TOKEN`. Rejection sampling uses another stream to
-    accept tokens, so it remains unbiased. Only the hit rate is kept between replies.
+    accept tokens, so it remains unbiased. Nothing is kept between replies.
 
     Args:
         capabilities: What kinds of drafts the target can verify. If it cannot verify trees, n-grams from the
             sequence are drafted as chains.
-        curve: Cost of verify passes by width. By default, wider passes are assumed to be as fast as narrow
-            ones.
+        curve: Cost of verify passes by width. By default, costs are assumed.
         window: Window to use regardless of its cost. By default, the fastest window is chosen.
 
     Raises:
@@ -153,9 +176,7 @@ class LookaheadDrafter(Drafter):
         window: LookaheadWindow | None = None,
     ) -> None:
         self._capabilities = capabilities
-        self._smallest = smallest_window(capabilities)
         self._curve = curve or CostCurve((1,), (1.0,))
-        self._forced = window is not None
         if window and not window.fits(capabilities):
             raise OptionError(
                 f"the lookahead window {window} needs passes of {window.rows} tokens and {window.leaves}"
@@ -163,11 +184,10 @@ class LookaheadDrafter(Drafter):
                 f" {capabilities.max_branches if capabilities.tree else 1} branches",
                 "choose a smaller window",
             )
-        self._window = window
-        self._hit_rate = HitRate()
-        self._draft_length = 0
-        if not self._forced:
-            self._window = choose_window(self._curve, capabilities, _INITIAL_DRAFT_LENGTH, self._hit_rate)
+        self._forced = window is not None
+        self._smallest = (_TREE_WINDOWS if capabilities.tree else _CHAIN_WINDOWS)[0]
+        self._draft_length = _INITIAL_DRAFT_LENGTH
+        self._window = window or choose_window(self._curve, capabilities, self._draft_length)
         self._clear()
 
     def _clear(self) -> None:
@@ -175,50 +195,49 @@ class LookaheadDrafter(Drafter):
         self._columns: list[_Column] = []
         self._recent: deque[int] = deque(maxlen=_RECENT_TOKENS)
         self._random = random.Random(0)
-        self._trial: _Trial | None = None
-        self._tokens_since_check = 0
 
     def note(self) -> str:
-        if self._window is None:
-            return f"lookahead is off: {self._reason_off()}"
-        line = f"lookahead runs with {self._window} ({self._estimate(self._window)})"
+        window = self._window
+        if window is None:
+            smallest = self._smallest
+            if not smallest.fits(self._capabilities):
+                rows, leaves = smallest.rows, smallest.leaves
+                why = f"the target does not support passes of {rows} tokens and {leaves} branches"
+            elif self._draft_length < smallest.depth:
+                why = f"it needs a draft length of at least {smallest.depth}, not {self._draft_length}"
+            else:
+                why = f"no window is faster here ({self._estimate(smallest)})"
+            return f"lookahead is off: {why}"
+        line = f"lookahead runs with {window} ({self._estimate(window)})"
         if self._capabilities.tree:
             return line
         return f"{line}; only n-grams of the text, because {self._capabilities.reason}"
 
-    def _reason_off(self) -> str:
-        if not self._smallest.fits(self._capabilities):
-            rows, leaves = self._smallest.rows, self._smallest.leaves
-            return f"the target does not support passes of {rows} tokens and {leaves} branches"
-        if 0 < self._draft_length < self._smallest.depth:
-            return f"it needs a draft length of at least {self._smallest.depth}, not {self._draft_length}"
-        return f"no window is faster here ({self._estimate(self._smallest)})"
-
     def _estimate(self, window: LookaheadWindow) -> str:
-        tokens = 1 + self._hit_rate.expected_tokens(window)
-        cost = self._curve.v(window.rows)
+        cost, tokens = self._curve.v(window.rows), 1 + window.expected_tokens
         return f"a pass of {window.rows} tokens takes {cost:.2f} times as long and yields {tokens:.2f} tokens"
 
     def begin(self, tokens: Sequence[int]) -> None:
         self._clear()
         self._draft_length = 0
-        self._add_tokens(tokens[-NgramPool.MAX_NGRAMS :])
+        self._add_tokens(tokens[-_PROMPT_TOKENS:])
 
     def propose(self, sampler: Sampler, acceptance: Acceptance, draft_length: int) -> TokenTree:
-        self._update_window(draft_length)
-        last = self._recent[-1]
-        shape = self._window or self._smallest
-        candidates = [ngram[: shape.levels] for ngram in self._pool.after(last, shape.candidates)]
-        if self._trial is None:
-            self._trial = _Trial(candidates)
-        if self._window is None:
+        # The draft length becomes smaller only at the end of a reply, which needs no other window.
+        if draft_length > self._draft_length and not self._forced:
+            self._window = choose_window(self._curve, self._capabilities, draft_length)
+        self._draft_length = max(self._draft_length, draft_length)
+        last, window = self._recent[-1], self._window
+        if window is None:
             return TokenTree.chain(last)
+        candidates = [ngram[: window.levels] for ngram in self._pool.after(last, window.candidates)]
         if not self._capabilities.tree:
             return TokenTree.chain(last, candidates[0][:draft_length] if candidates else ())
         builder = TreeBuilder([last])
         for candidate in candidates:
             builder.add_path(0, candidate[:draft_length])
-        self._fill_columns(shape)
+        while len(self._columns) < window.columns:
+            self._columns.append(_Column(self._random.choices(self._recent, k=window.levels)))
         parent = 0
         for position, column in enumerate(self._columns):
             if position + len(column.tokens) > draft_length:
@@ -227,52 +246,21 @@ class LookaheadDrafter(Drafter):
             builder.add_path(parent, column.tokens[1:])
         return builder.build()
 
-    def _update_window(self, draft_length: int) -> None:
-        """Choose the window at the start of a reply and after every `_CHECK_INTERVAL_TOKENS` tokens."""
-        if self._forced:
-            return
-        window = self._window
-        if draft_length > self._draft_length:
-            self._draft_length = draft_length
-        elif self._tokens_since_check < _CHECK_INTERVAL_TOKENS:
-            return
-        elif window and expected_speed_up(self._curve, window, self._hit_rate) > 1:
-            self._tokens_since_check = 0
-            # Keep a window that saves time. Another might be faster, but would first have to be filled.
-            return
-        self._tokens_since_check = 0
-        self._window = choose_window(self._curve, self._capabilities, self._draft_length, self._hit_rate)
-        if self._window != window:
-            self._columns, self._trial = [], None
-
-    def _fill_columns(self, shape: LookaheadWindow) -> None:
-        while len(self._columns) < shape.columns:
-            self._columns.append(_Column(self._random.choices(self._recent, k=shape.levels)))
-
     def observe(self, tree: TokenTree, logits: Logits, sampler: Sampler) -> None:
         """Sample the token after each column with the target's own sampler settings."""
         nodes = tree.walk([column.tokens[0] for column in self._columns])[1:]
         for node, column in zip(nodes, self._columns, strict=False):
-            sampler.push(column.tokens[0])
-            column.next = self._token_after(node, column.tokens[1:], tree, logits, sampler)
+            first, *others = column.tokens
+            sampler.push(first)
+            path = tree.walk(others, node)
+            if len(path) > len(others):
+                for token in others:
+                    sampler.push(token)
+                column.next = sampler.token(logits, path[-1])
+                sampler.pop(len(others))
         sampler.pop(len(nodes))
 
-    @staticmethod
-    def _token_after(
-        node: int, tokens: Sequence[int], tree: TokenTree, logits: Logits, sampler: Sampler
-    ) -> int | None:
-        """Return the token that the target predicts after `node` and `tokens`, or None if not in the tree."""
-        path = tree.walk(tokens, node)
-        if len(path) <= len(tokens):
-            return None
-        for token in tokens:
-            sampler.push(token)
-        predicted = sampler.token(logits, path[-1])
-        sampler.pop(len(tokens))
-        return predicted
-
     def commit(self, tokens: tuple[int, ...]) -> None:
-        self._record_hits(tokens)
         columns: list[_Column] = []
         for column in self._columns:
             if column.next is None:
@@ -284,21 +272,13 @@ class LookaheadDrafter(Drafter):
         # Each column advanced by one position. Drop the columns for positions that have been emitted.
         self._columns = columns[max(0, len(tokens) - 1) :]
         self._add_tokens(tokens)
-        self._tokens_since_check += len(tokens)
-
-    def _record_hits(self, tokens: tuple[int, ...]) -> None:
-        """Compare the candidates with the emitted tokens and update the hit rate."""
-        if self._trial:
-            self._trial.emitted += tokens
-            if self._trial.decided:
-                self._hit_rate.record(self._window or self._smallest, self._trial.hits)
-                self._trial = None
 
     def _add_tokens(self, tokens: Sequence[int]) -> None:
+        """Append tokens to the sequence and add its new n-grams to the pool."""
         ngram_tokens = (self._window or self._smallest).ngram_tokens
         for token in tokens:
             self._recent.append(token)
-            if len(self._recent) >= ngram_tokens:
+            if ngram_tokens <= len(self._recent):
                 self._pool.add(tuple(self._recent[i] for i in range(-ngram_tokens, 0)))
 
     def close(self) -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 
+import numpy as np
+
 from edgespec.drafters.base import Drafter, MemoryUse
-from edgespec.drafters.host_cost import HostCost
-from edgespec.drafters.token_buffer import TokenBuffer
 from edgespec.engine.acceptance import Acceptance
 from edgespec.engine.sampling import Sampler
 from edgespec.engine.tree import TokenTree
@@ -17,9 +18,9 @@ __all__ = ["NgramDrafter"]
 class NgramDrafter(Drafter):
     """Drafts the tokens that followed an earlier occurrence of the last tokens in the chat.
 
-    Implements Prompt Lookup Decoding (Saxena 2023). LLMA (arXiv 2304.04487) copies from reference texts in a
-    similar way. Longer n-grams are tried first. If an n-gram occurs several times, the most recent occurrence
-    is used. There is no index: every lookup scans all tokens, so its time grows with the length of the chat.
+    Implements Prompt Lookup Decoding (Saxena 2023). The longest repeated n-gram is used, and its most recent
+    occurrence. There is no index: every lookup scans all tokens, so its time grows with the length of the
+    chat.
 
     Args:
         max_ngram_tokens: Maximum number of last tokens to look up.
@@ -30,39 +31,41 @@ class NgramDrafter(Drafter):
     is_lookup = True
 
     def __init__(self, max_ngram_tokens: int = 4, min_ngram_tokens: int = 2) -> None:
-        self.cost = HostCost()
         self._max_ngram_tokens, self._min_ngram_tokens = max_ngram_tokens, min_ngram_tokens
-        self._buffer = TokenBuffer()
+        self._tokens = array("i")
 
     @property
     def memory_use(self) -> MemoryUse:
-        return MemoryUse(other_bytes=self._buffer.max_bytes)
+        return MemoryUse(other_bytes=self._tokens.itemsize * len(self._tokens))
 
     def begin(self, tokens: Sequence[int]) -> None:
-        with self.cost:
-            self._buffer.set_tokens(tokens)
+        self._tokens = array("i", tokens)
 
     def propose(self, sampler: Sampler, acceptance: Acceptance, draft_length: int) -> TokenTree:
-        with self.cost:
-            matched, position = self._buffer.longest_repeated_suffix(self._max_ngram_tokens)
-            root = int(self._buffer.tokens[self._buffer.length - 1])
-            if matched < self._min_ngram_tokens:
-                return TokenTree.chain(root)
-            return TokenTree.chain(root, self._continuation(position, draft_length))
+        matched, position = self._longest_repeated_suffix()
+        if matched < self._min_ngram_tokens:
+            return TokenTree.chain(self._tokens[-1])
+        # If the text ends before the draft is long enough, it is assumed to repeat.
+        following = self._tokens[position : position + draft_length]
+        return TokenTree.chain(self._tokens[-1], [following[i % len(following)] for i in range(draft_length)])
 
-    def _continuation(self, position: int, count: int) -> list[int]:
-        """Return `count` tokens starting at `position`, repeating them if the buffer ends too early."""
-        end = min(position + count, self._buffer.length)
-        tokens: list[int] = self._buffer.tokens[position:end].tolist()
-        return [tokens[i % len(tokens)] for i in range(count)]
+    def _longest_repeated_suffix(self) -> tuple[int, int]:
+        """Return the length of the longest repeated suffix and the end of its latest earlier occurrence."""
+        tokens = np.frombuffer(self._tokens, np.int32)
+        suffix = self._tokens[-self._max_ngram_tokens :][::-1]
+        # Ends of the earlier occurrences of the last token. Each iteration adds one token to the suffix.
+        ends = np.flatnonzero(tokens[:-1] == suffix[0]) + 1
+        matched = latest = 0
+        while len(ends):
+            matched, latest = matched + 1, int(ends[-1])
+            if matched == len(suffix):
+                break
+            ends = ends[ends > matched]
+            ends = ends[tokens[ends - 1 - matched] == suffix[matched]]
+        return matched, latest
 
     def commit(self, tokens: tuple[int, ...]) -> None:
-        with self.cost:
-            self._buffer.extend(tokens)
-            self.cost.tokens += len(tokens)
-
-    def note(self) -> str:
-        return self.cost.note(self.name)
+        self._tokens.extend(tokens)
 
     def close(self) -> None:
-        self._buffer.set_tokens([])
+        self._tokens = array("i")

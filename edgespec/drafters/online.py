@@ -1,91 +1,97 @@
-"""Draft with a model that learns from its own mistakes between replies."""
+"""Train a draft model between replies on the tokens that it predicted incorrectly.
+
+Implements online speculative decoding (OSD, arXiv 2310.07177): whenever the target rejects a draft token, the
+target's probabilities for that token are recorded. The draft model is trained on them while no reply is being
+generated.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
+import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.backends.base import Capabilities
-from edgespec.drafters.base import BudgetedDrafter, MemoryUse
+from edgespec.backends.base import LanguageModel
+from edgespec.backends.optional_features import Trainer, TrainingExample
+from edgespec.drafters.base import MemoryUse
+from edgespec.drafters.draft_cache import DraftCache, replace_unknown_ids
 from edgespec.drafters.model import ModelDrafter
-from edgespec.drafters.online_training import OnlineTrainer
 from edgespec.drafters.tree_growth import TreeGrowth
 from edgespec.engine.acceptance import Acceptance
 from edgespec.engine.logits import Logits
 from edgespec.engine.sampling import Sampler
 from edgespec.engine.tree import TokenTree
+from edgespec.errors import CancelledError
+from edgespec.saved_arrays import SavedArrays
 
-__all__ = ["OnlineDrafter"]
+__all__ = ["OnlineDrafter", "OnlineTrainer"]
+
+# All limits below are heuristics. Number of the target's most probable tokens to record for each rejected
+# draft token.
+TARGET_TOKENS = 16
+# Number of tokens per training example. The first `_CONTEXT_TOKENS` of them only provide context.
+EXAMPLE_TOKENS = 96
+_CONTEXT_TOKENS = 32
+_MAX_EXAMPLES = 128
+# Number of training steps per new example, and maximum number of steps per idle period.
+_STEPS_PER_EXAMPLE = 4
+_MAX_STEPS = 64
+# Approximate number of recent tokens on which the original and the trained weights are compared, and minimum
+# number of evaluated tokens for a comparison.
+_EVALUATION_TOKENS = 1024
+_MIN_EVALUATION_TOKENS = 64
+_EMPTY = np.zeros(0)
 
 
-class OnlineDrafter(BudgetedDrafter):
-    """Drafts with a `ModelDrafter` and reports the outcome of each draft to the model's trainer.
-
-    Implements online speculative decoding (OSD, arXiv 2310.07177).
-    """
+class OnlineDrafter(ModelDrafter):
+    """A `ModelDrafter` that reports the outcome of each draft to the draft model's trainer."""
 
     has_idle_work = True
 
-    def __init__(self, drafter: ModelDrafter, trainer: OnlineTrainer) -> None:
-        self.name = drafter.name
-        self.chooses_length = drafter.chooses_length
+    def __init__(
+        self,
+        model: LanguageModel,
+        vocab_size: int,
+        trainer: OnlineTrainer,
+        *,
+        branches: tuple[int, ...] | TreeGrowth = (),
+        min_confidence: float = 0.0,
+    ) -> None:
+        super().__init__(
+            model, vocab_size, branches=branches, min_confidence=min_confidence, cache=trainer.cache
+        )
         self.trainer = trainer
-        self._drafter = drafter
         self._proposed: TokenTree | None = None
         self._verified: tuple[TokenTree, Logits] | None = None
 
-    def with_growth(self, make_growth: Callable[[Capabilities], TreeGrowth]) -> OnlineDrafter:
-        return OnlineDrafter(self._drafter.with_growth(make_growth), self.trainer)
-
     @property
     def memory_use(self) -> MemoryUse:
-        return self._drafter.memory_use + MemoryUse(other_bytes=self.trainer.size_bytes)
-
-    @property
-    def pending_tokens(self) -> int:
-        return self._drafter.pending_tokens
-
-    @property
-    def full_pending_tokens(self) -> int:
-        return self._drafter.full_pending_tokens
-
-    def prefill(self, max_tokens: int) -> None:
-        self._drafter.prefill(max_tokens)
-
-    def warm_up(self) -> None:
-        self._drafter.warm_up()
-
-    def force_draft(self) -> None:
-        self._drafter.force_draft()
+        return super().memory_use + MemoryUse(other_bytes=self.trainer.size_bytes)
 
     def begin(self, tokens: Sequence[int]) -> None:
         self.trainer.begin(tokens)
         self._proposed = self._verified = None
-        self._drafter.begin(tokens)
+        super().begin(tokens)
 
     def propose(self, sampler: Sampler, acceptance: Acceptance, draft_length: int) -> TokenTree:
-        self._proposed = self._drafter.propose(sampler, acceptance, draft_length)
+        self._proposed = super().propose(sampler, acceptance, draft_length)
         return self._proposed
 
     def observe(self, tree: TokenTree, logits: Logits, sampler: Sampler) -> None:
         self._verified = (tree, logits)
-        self._drafter.observe(tree, logits, sampler)
+        super().observe(tree, logits, sampler)
 
     def commit(self, tokens: tuple[int, ...]) -> None:
         """See `Drafter.commit`. The target's logits are still valid here. Its next pass overwrites them."""
         if self._proposed and self._verified:
             self.trainer.record_round(self._proposed, *self._verified, tokens)
         self._proposed = self._verified = None
-        self._drafter.commit(tokens)
+        super().commit(tokens)
         self.trainer.extend(tokens)
-
-    def saved_statistics(self) -> dict[str, NDArray[Any]]:
-        return self._drafter.saved_statistics()
-
-    def restore_statistics(self, saved: Mapping[str, NDArray[Any]]) -> None:
-        self._drafter.restore_statistics(saved)
 
     def note(self) -> str:
         return self.trainer.note()
@@ -93,11 +99,183 @@ class OnlineDrafter(BudgetedDrafter):
     def run_idle_work(self, should_continue: Callable[[], bool]) -> None:
         self.trainer.run_idle_work(should_continue)
 
-    def reset(self) -> None:
-        self._drafter.reset()
 
-    def interrupt(self, enabled: bool) -> None:
-        self._drafter.interrupt(enabled)
+class OnlineTrainer:
+    """Trains an adapter for a draft model in idle time. The model's original weights never change.
 
-    def close(self) -> None:
-        self._drafter.close()
+    Each training example is evaluated with and without the adapter before it is used for training. The
+    adapter is enabled only while it predicts at least as many recent tokens correctly as the original
+    weights. When the active weights change, the draft model's KV cache is recomputed.
+
+    Args:
+        cache: The draft model's KV cache.
+        trainer: Runs the training steps for the draft model's adapter.
+        store: Saves the adapter for later runs.
+    """
+
+    def __init__(self, cache: DraftCache, trainer: Trainer, *, store: SavedArrays | None = None) -> None:
+        self.cache = cache
+        self._draft = cache.model
+        self._trainer = trainer
+        self._store = store
+        self._tokens: list[int] = []
+        self._prompt_tokens = 0
+        self._has_drafted = False
+        # For each rejected draft token, the position before it, and the target's best tokens there and their
+        # probabilities.
+        self._rejections: list[tuple[int, NDArray[np.int64], NDArray[np.float32]]] = []
+        # Each entry consists of an example and the index of its first token after the context.
+        self._pending: deque[tuple[TrainingExample, int]] = deque(maxlen=_MAX_EXAMPLES)
+        self._examples: deque[TrainingExample] = deque(maxlen=_MAX_EXAMPLES)
+        self._pending_steps = 0
+        # For each evaluated example, how many tokens the original weights and the adapter predicted
+        # correctly, and the number of tokens.
+        self._evaluations: deque[tuple[int, int, int]] = deque()
+        self._trained_tokens = self._steps = 0
+        self._random = np.random.default_rng(0)
+        if store:
+            self._restore(store)
+
+    @property
+    def size_bytes(self) -> int:
+        """Memory used for training, in bytes. Peak memory during a step is unknown before the first step."""
+        return self._trainer.state_bytes + self._trainer.peak_step_bytes
+
+    def begin(self, tokens: Sequence[int]) -> None:
+        """Begin a reply to the prompt `tokens`."""
+        self._collect_examples()
+        self._tokens, self._prompt_tokens = list(tokens), len(tokens)
+
+    def extend(self, tokens: tuple[int, ...]) -> None:
+        """Append emitted tokens."""
+        self._tokens.extend(tokens)
+
+    def record_round(
+        self, proposed: TokenTree, verified: TokenTree, logits: Logits, tokens: tuple[int, ...]
+    ) -> None:
+        """Record the target's probabilities if it rejected a token of the proposed draft.
+
+        Args:
+            proposed: The draft.
+            verified: The tree that the target verified. It may be only a part of the draft.
+            logits: The target's logits, one row per node of `verified`.
+            tokens: The tokens emitted after verification.
+        """
+        self._has_drafted |= proposed.drafted > 0
+        accepted_path = proposed.walk(tokens)
+        accepted = len(accepted_path) - 1
+        rows = verified.walk(tokens[:accepted])
+        # Nothing was rejected if the rest of the draft was not verified.
+        if len(rows) > accepted < len(tokens) and proposed.children(accepted_path[-1]):
+            best, values = logits.limit_vocab(self._draft.facts.vocab_size).top(rows[-1], TARGET_TOKENS)
+            # `top` may return more tokens than requested if there are ties, but all rows of an example must
+            # have the same length.
+            order = np.argsort(-values, kind="stable")[:TARGET_TOKENS]
+            weights = np.exp(values[order] - values.max())
+            probs = (weights / weights.sum()).astype(np.float32)
+            position = len(self._tokens) - 1 + accepted
+            self._rejections.append((position, best[order].astype(np.int64), probs))
+
+    def run_idle_work(self, should_continue: Callable[[], bool]) -> None:
+        """Evaluate the last reply, then train on it, until `should_continue()` returns False."""
+        try:
+            self._collect_examples()
+            while self._pending and should_continue():
+                example, first = self._pending.popleft()
+                if self._steps:
+                    self._evaluate(example.tokens, first)
+                if example.rows:
+                    self._examples.append(example)
+                    self._trained_tokens += len(example.rows)
+                    self._pending_steps = min(self._pending_steps + _STEPS_PER_EXAMPLE, _MAX_STEPS)
+            old_steps, was_adapted = self._steps, self._trainer.adapted
+            while self._pending_steps and self._examples and should_continue():
+                # The larger of two random indices favours recent examples but sometimes selects old ones.
+                index = int(self._random.integers(len(self._examples), size=2).max())
+                self._trainer.train_step(self._examples[index])
+                self._pending_steps -= 1
+                self._steps += 1
+            has_trained = self._steps > old_steps
+            self._trainer.set_adapted(self._adapter_is_better)
+            if has_trained and self._store:
+                self._store.save(self._saved_arrays())
+            if self._trainer.adapted != was_adapted or (has_trained and was_adapted):
+                self._draft.truncate(0)
+                self.cache.begin(self._tokens)
+                with suppress(CancelledError):  # `propose` prefills the remaining tokens later
+                    self.cache.prefill(progress=lambda *_: should_continue())
+        finally:
+            self._trainer.release_thread_state()
+
+    def _collect_examples(self) -> None:
+        """Split the reply into examples, each preceded by some context tokens.
+
+        Examples in which no draft token was rejected are used for evaluation but not for training. Without
+        them, the evaluation would only see text that is hard to predict.
+        """
+        part_tokens = EXAMPLE_TOKENS - _CONTEXT_TOKENS
+        begins = range(self._prompt_tokens, len(self._tokens), part_tokens) if self._has_drafted else ()
+        for begin in begins:
+            end = min(begin + part_tokens, len(self._tokens))
+            start = max(0, begin - _CONTEXT_TOKENS)
+            rejections = [one for one in self._rejections if begin - 1 <= one[0] < end - 1]
+            example = TrainingExample(
+                tuple(replace_unknown_ids(self._draft, self._tokens[start:end])),
+                tuple(position - start for position, _, _ in rejections),
+                np.array([best for _, best, _ in rejections], np.int64),
+                np.array([probs for _, _, probs in rejections], np.float32),
+            )
+            self._pending.append((example, begin - start))
+        self._rejections, self._has_drafted = [], False
+
+    def _evaluate(self, tokens: Sequence[int], first: int) -> None:
+        original_hits, adapted_hits = (
+            self._trainer.count_hits(tokens, first, adapted=adapted) for adapted in (False, True)
+        )
+        self._evaluations.append((original_hits, adapted_hits, len(tokens) - first))
+        while self.evaluation[2] > _EVALUATION_TOKENS + EXAMPLE_TOKENS:
+            self._evaluations.popleft()
+
+    @property
+    def evaluation(self) -> tuple[int, int, int]:
+        """Recent tokens that the original weights and the adapter predicted correctly, and in total."""
+        original_hits, adapted_hits, tokens = np.sum([(0, 0, 0), *self._evaluations], axis=0).tolist()
+        return original_hits, adapted_hits, tokens
+
+    @property
+    def _adapter_is_better(self) -> bool:
+        original_hits, adapted_hits, tokens = self.evaluation
+        return self._steps > 0 and (tokens < _MIN_EVALUATION_TOKENS or adapted_hits >= original_hits)
+
+    def _saved_arrays(self) -> dict[str, NDArray[Any]]:
+        judged = [(tokens, original, adapted) for original, adapted, tokens in self._evaluations]
+        return {
+            "learnt": np.array([self._steps, self._trained_tokens], np.int64),
+            "judged": np.array(judged, np.int64).reshape(-1, 3),
+            **self._trainer.adapter_weights(),
+        }
+
+    def _restore(self, store: SavedArrays) -> None:
+        """Restore the saved adapter and statistics if they fit the model."""
+        saved = dict(store.load())
+        counts, judged = saved.pop("learnt", _EMPTY), saved.pop("judged", _EMPTY)
+        if counts.shape != (2,) or judged.shape[1:] != (3,) or not self._trainer.load_adapter(saved):
+            return
+        self._steps, self._trained_tokens = max(1, int(counts[0])), int(counts[1])
+        self._evaluations.extend((original, adapted, tokens) for tokens, original, adapted in judged.tolist())
+        self._trainer.set_adapted(self._adapter_is_better)
+
+    def note(self) -> str:
+        """Return a one-line summary of the training progress for the user."""
+        note = "the draft model is not trained yet"
+        original_hits, adapted_hits, tokens = self.evaluation
+        if self._steps:
+            note = f"the draft model took {self._steps} training steps on {self._trained_tokens} wrong tokens"
+            if tokens:
+                note += (
+                    f" and predicts {adapted_hits / tokens:.0%} of the last {tokens} tokens,"
+                    f" {original_hits / tokens:.0%} without training"
+                )
+            if not self._trainer.adapted:
+                note += "; not used, the original model is better"
+        return " · ".join(filter(None, (note, self._store.notice if self._store else "")))

@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
 
 from edgespec.backends.base import SkippedLayers
 from edgespec.backends.optional_features import Skippable
 from edgespec.costs.curve import CostFunction, assumed_cost
-from edgespec.drafters.array_store import ArrayStore
 from edgespec.drafters.base import Drafter
 from edgespec.drafters.model import ModelDrafter
-from edgespec.drafters.swift_search import ScoredLayerSet, SwiftSearch
 from edgespec.engine.acceptance import Acceptance
+from edgespec.engine.draft_length import best_draft_length
 from edgespec.engine.logits import Logits
 from edgespec.engine.sampling import Sampler
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import CapabilityError
+from edgespec.saved_arrays import SavedArrays
 
-__all__ = ["SwiftDrafter"]
+__all__ = ["LayerSet", "ScoredLayerSet", "SwiftDrafter", "SwiftSearch"]
+
+# Indices of the skipped layers in ascending order, starting at 0.
+LayerSet: TypeAlias = tuple[int, ...]
 
 # Number of recent tokens on which a set of skipped layers is evaluated, in one pass. It is large enough to
 # compare sets, and small enough not to delay a new reply noticeably.
@@ -27,6 +34,13 @@ _MIN_EVALUATION_TOKENS = 16
 # paper).
 MAX_SETS_PER_IDLE_PERIOD = 48
 MAX_SETS = 1000
+# Fraction of layers to skip in random sets, from the paper.
+_SKIP_RATIO = 0.45
+# Maximum draft length to consider, and maximum number of layer sets to keep. Both are heuristics.
+_MAX_DRAFT_LENGTH = 8
+_MAX_SAVED_SETS = 256
+# When the counts of a set exceed this many tokens, they are halved, so that old observations lose weight.
+_MAX_COUNTED_TOKENS = 2048
 
 
 class SwiftDrafter(Drafter):
@@ -41,7 +55,6 @@ class SwiftDrafter(Drafter):
         store: Saves the state of the search for later runs.
         pass_cost: Returns the cost of verifying a given number of tokens in one pass, in target steps.
         min_confidence: See `ModelDrafter`.
-        seed: Random seed for the search.
 
     Raises:
         CapabilityError: The backend cannot skip layers of this target.
@@ -54,21 +67,21 @@ class SwiftDrafter(Drafter):
         self,
         target: Skippable,
         *,
-        store: ArrayStore | None = None,
+        store: SavedArrays | None = None,
         pass_cost: CostFunction = assumed_cost,
         min_confidence: float = 0.0,
-        seed: int = 0,
     ) -> None:
-        if "swift" not in target.facts.capabilities.self_draft_methods:
-            reason = target.facts.capabilities.reason or "its layers cannot be skipped"
+        capabilities = target.facts.capabilities
+        if "swift" not in capabilities.self_draft_methods:
             raise CapabilityError(
-                f"{target.facts.name} cannot draft by skipping layers: {reason}",
+                f"{target.facts.name} cannot draft by skipping layers:"
+                f" {capabilities.reason or 'its layers cannot be skipped'}",
                 "choose another --method",
             )
         self._target = target
         self._store = store
         self._min_confidence = min_confidence
-        self._search = SwiftSearch(target.layer_count, pass_cost, seed)
+        self._search = SwiftSearch(target.layer_count, pass_cost)
         if store:
             self._search.restore(store.load())
         self._tokens: list[int] = []
@@ -81,15 +94,13 @@ class SwiftDrafter(Drafter):
         best = self._search.best
         if best is None or best.speed_up <= 1.0:
             self.close()
-            self._drafter = self._layer_set = None
         else:
             if self._layer_set is None or best.layers != self._layer_set.layers:
                 self.close()
+                view = self._target.self_draft(SkippedLayers(best.layers))
+                vocab_size = self._target.facts.vocab_size
                 self._drafter = ModelDrafter(
-                    self._target.self_draft(SkippedLayers(best.layers)),
-                    self._target.facts.vocab_size,
-                    min_confidence=self._min_confidence,
-                    name=self.name,
+                    view, vocab_size, min_confidence=self._min_confidence, name=self.name
                 )
             self._layer_set = best
         self._proposed = None
@@ -109,10 +120,10 @@ class SwiftDrafter(Drafter):
             self._drafter.observe(tree, logits, sampler)
 
     def commit(self, tokens: tuple[int, ...]) -> None:
-        """See `Drafter.commit`. Also tells the search how many drafted tokens were accepted."""
+        """See `Drafter.commit`. Also counts how many drafted tokens were accepted."""
         if self._drafter:
             self._drafter.commit(tokens)
-        if self._layer_set and self._proposed and self._proposed.drafted:
+        if self._layer_set and self._proposed:
             accepted = len(self._proposed.walk(tokens)) - 1
             # If the reply ended inside the draft, it is unknown whether the next drafted token was correct.
             known = min(accepted + 1, self._proposed.drafted) if len(tokens) > accepted else accepted
@@ -129,35 +140,32 @@ class SwiftDrafter(Drafter):
         tokens = self._tokens[: self._target.length][-EVALUATION_TOKENS:]
         if len(tokens) < _MIN_EVALUATION_TOKENS:
             return
+        search, best = self._search, self._search.best
+        layers = best.layers if best else search.next_set()
         evaluated = 0
         try:
             while evaluated < MAX_SETS_PER_IDLE_PERIOD and should_continue():
-                best = self._search.best
-                if evaluated and self._search.tried >= MAX_SETS:
-                    break
-                layers = best.layers if best and evaluated == 0 else self._search.next_set()
                 right = round(self._target.top1_agreement(layers, tokens) * len(tokens))
-                self._search.record(layers, right, len(tokens))
+                search.record(layers, right, len(tokens))
                 evaluated += 1
+                if search.tried >= MAX_SETS:
+                    break
+                layers = search.next_set()
             if evaluated and self._store:
-                self._store.save(self._search.saved_arrays())
+                self._store.save(search.saved_arrays())
         finally:
             self._target.release_thread_state()
 
     def note(self) -> str:
-        return " · ".join(filter(None, (self._search_result(), self._store.notice if self._store else "")))
-
-    def _search_result(self) -> str:
-        best, tried = self._search.best, self._search.tried
-        if best is None:
-            return "swift does not draft yet: it searches for layers to skip between replies"
-        result = (
-            f"skipping {len(best.layers)} of {self._target.layer_count} layers predicts the same token"
-            f" {best.agreement:.0%} of the time, expected speed-up {best.speed_up:.2f}x, {tried} sets tried"
-        )
-        if best.speed_up > 1.0:
-            return f"swift: {result}"
-        return f"swift does not draft because it would not be faster: {result}"
+        best, note = self._search.best, "swift does not draft yet: it searches for layers between replies"
+        if best:
+            note = "swift" if best.speed_up > 1.0 else "swift does not draft because it would not be faster"
+            note += (
+                f": skipping {len(best.layers)} of {self._target.layer_count} layers predicts the same token"
+                f" {best.agreement:.0%} of the time, expected speed-up {best.speed_up:.2f}x,"
+                f" {self._search.tried} sets tried"
+            )
+        return " · ".join(filter(None, (note, self._store.notice if self._store else "")))
 
     def interrupt(self, enabled: bool) -> None:
         if self._drafter:
@@ -166,3 +174,111 @@ class SwiftDrafter(Drafter):
     def close(self) -> None:
         if self._drafter:
             self._drafter.close()
+        self._drafter = self._layer_set = None
+
+
+class ScoredLayerSet(NamedTuple):
+    """A set of layers to skip.
+
+    Attributes:
+        layers: The skipped layers.
+        agreement: Fraction of tokens that the target predicts identically when it skips these layers.
+        speed_up: Expected speed-up over plain decoding; 1.0 means no speed-up.
+        draft_length: Draft length that achieves this speed-up.
+    """
+
+    layers: LayerSet
+    agreement: float
+    speed_up: float
+    draft_length: int
+
+
+class SwiftSearch:
+    """Searches for the set of skipped layers with the highest expected speed-up.
+
+    Random sets alternate with variants of good sets. The first and the last layer are never skipped.
+
+    Attributes:
+        tried: Number of sets tried so far, including those no longer stored.
+    """
+
+    def __init__(self, layer_count: int, pass_cost: CostFunction, seed: int = 0) -> None:
+        self.tried = 0
+        self._layer_count = layer_count
+        self._pass_cost = pass_cost
+        self._random = np.random.default_rng(seed)
+        # Number of correct tokens and of all tokens drafted with each set.
+        self._counts: dict[LayerSet, tuple[int, int]] = {}
+        self._scored: dict[LayerSet, ScoredLayerSet] = {}
+
+    @property
+    def best(self) -> ScoredLayerSet | None:
+        """The set with the highest expected speed-up, or None if no set has been tried."""
+        return max(self._scored.values(), key=lambda scored: scored.speed_up, default=None)
+
+    def record(self, layers: LayerSet, right: int, total: int) -> None:
+        """Record that `right` of `total` tokens were correct when drafted without these layers."""
+        if total == 0:
+            return
+        self.tried += layers not in self._counts
+        old_right, old_total = self._counts.get(layers, (0, 0))
+        if old_total > _MAX_COUNTED_TOKENS:
+            old_right, old_total = old_right // 2, old_total // 2
+        self._set_counts(layers, old_right + right, old_total + total)
+        if len(self._counts) > _MAX_SAVED_SETS:
+            worst = min(self._scored.values(), key=lambda scored: scored.speed_up).layers
+            del self._counts[worst], self._scored[worst]
+
+    def _set_counts(self, layers: LayerSet, right: int, total: int) -> None:
+        self._counts[layers] = (right, total)
+        # Count one extra wrong token, so that sets with few observations are not overrated.
+        agreement = right / (total + 1)
+        cost = 1.0 - len(layers) / self._layer_count
+        length, speed_up = best_draft_length(
+            agreement, lambda k: k * cost + self._pass_cost(k + 1), _MAX_DRAFT_LENGTH
+        )
+        self._scored[layers] = ScoredLayerSet(layers, agreement, speed_up, length)
+
+    def next_set(self) -> LayerSet:
+        """Return the set to try next: every other time, one of the best sets with one layer replaced."""
+        if self.tried % 2:
+            leaders = sorted(self._scored.values(), key=lambda scored: -scored.speed_up)[:4]
+            layers = list(leaders[self._random.integers(len(leaders))].layers)
+            others = sorted(set(range(1, self._layer_count - 1)) - set(layers))
+            if others:
+                layers[self._random.integers(len(layers))] = others[self._random.integers(len(others))]
+                if (variant := tuple(sorted(layers))) not in self._counts:
+                    return variant
+        return self._random_set()
+
+    def _random_set(self) -> LayerSet:
+        skippable = self._layer_count - 2
+        count = round(_SKIP_RATIO * self._layer_count + self._random.uniform(-1.0, 1.0))
+        chosen = self._random.permutation(skippable)[: max(1, min(count, skippable))]
+        return tuple(sorted((chosen + 1).tolist()))
+
+    def saved_arrays(self) -> dict[str, NDArray[Any]]:
+        """Return the counts as named arrays to save for a later search."""
+        sets = np.zeros((len(self._counts), self._layer_count), np.uint8)
+        for row, layers in zip(sets, self._counts, strict=True):
+            row[list(layers)] = 1
+        return {
+            "sets": sets,
+            "counts": np.array(list(self._counts.values()), np.int64).reshape(-1, 2),
+            "tried": np.array(self.tried, np.int64),
+        }
+
+    def restore(self, saved: Mapping[str, NDArray[Any]]) -> None:
+        """Restore the arrays returned by `saved_arrays`, ignoring entries that do not fit this model."""
+        if not {"sets", "counts", "tried"} <= set(saved):
+            return
+        sets, counts = saved["sets"], saved["counts"]
+        if sets.shape != (len(counts), self._layer_count) or counts.shape != (len(sets), 2):
+            return
+        if saved["tried"].shape != ():
+            return
+        for row, (right, total) in zip(sets, counts.tolist(), strict=True):
+            layers = tuple(np.flatnonzero(row).tolist())
+            if layers and layers[0] > 0 and layers[-1] < self._layer_count - 1 and 0 <= right <= total > 0:
+                self._set_counts(layers, right, total)
+        self.tried = max(len(self._counts), int(saved["tried"]))

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import edgespec
-from edgespec.backends.llamacpp.buffer_pool import BufferPool
 from edgespec.backends.replay import ReplayModel
 from edgespec.engine.tree import TokenTree
 from edgespec.heap import release_free_memory
@@ -208,7 +207,6 @@ def _fill_cells(model: Any, room: int) -> None:
             _add_checkpoints(context, sequence, part)
     # Real replies never copy cells like this, so the buffers of the copy are not part of the plan.
     del parts
-    context._copies = BufferPool()
     _free_unused()
     _reset_peak()
     model.prefill(_prompt(_LAST_TOKENS - 270))
@@ -228,15 +226,15 @@ def _fill_rows(model: Any, room: int) -> None:
     model.prefill(_prompt(_LAST_TOKENS))
     # Rows must move by whole blocks, because sliding-window caches consist of blocks.
     more = (room - 2 * _LAST_TOKENS) // _BLOCK_ROWS * _BLOCK_ROWS
-    for cache in model.memory.attention:
+    for cache in model.caches.attention:
         (start, end), arrays = cache.dump(0, model.length)
         if cache.window is None:
             again = mx.arange(end + more) % end
             arrays = [mx.take(array, again, axis=2) for array in arrays]
             mx.eval(arrays)
         cache.load([start if cache.window is None else start + more, end + more], arrays)
-    model.memory.length += more
-    model._passes.kept = model.memory.mark()
+    model.caches.length += more
+    model._runner.committed = model.caches.checkpoint()
     del arrays
     mx.clear_cache()
     _free_unused()

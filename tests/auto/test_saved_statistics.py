@@ -21,13 +21,14 @@ from edgespec.costs.curve import CostCurve
 from edgespec.drafters.adaptive_tree import AdaptiveTreeGrowth
 from edgespec.drafters.running_stats import AcceptanceCounts, RunningMean
 from edgespec.engine.tree import TokenTree
+from edgespec.saved_arrays import SavedArrays
 from scripts.simulation import MACHINES, World, stationary
 
 CHAIN = TokenTree.chain(9, [1, 2, 3])
 
 
-class Memory:
-    """An ArrayStore in memory."""
+class Memory(SavedArrays):
+    """Saved arrays in memory."""
 
     notice = ""
 

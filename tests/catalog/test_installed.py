@@ -12,9 +12,8 @@ import pytest
 
 from edgespec.catalog import catalogue, find_installed, resolve, stored_models
 from edgespec.catalog.catalogue import models_folder
-from edgespec.catalog.hub_files import HubFile
+from edgespec.catalog.hub_files import HubFile, group_gguf_files
 from edgespec.catalog.lmstudio import lmstudio_models
-from edgespec.catalog.stored_models import GgufModel, group_gguf_files
 from edgespec.errors import ModelFileError, ModelNotFoundError
 from edgespec.prepare.layerskip import prepare_layerskip
 from tests.backends.tiny_models import write_llama
@@ -154,7 +153,7 @@ class TestLmStudio:
             add_to_lmstudio(lmstudio, f"maker/Many/m{number:02}-Q8_0.gguf", DRAFT)
         looks: list[int] = []
 
-        def counted(files: Sequence[HubFile]) -> list[GgufModel]:
+        def counted(files: Sequence[HubFile]) -> list[list[HubFile]]:
             looks.append(len(files))
             return group_gguf_files(files)
 
@@ -194,9 +193,9 @@ class TestLmStudio:
         (folder / "model.safetensors").unlink()
         assert why_skipped() == {"maker/Half": "it lacks model.safetensors"}
         (folder / "model.safetensors").write_bytes((MLX / "model.safetensors").read_bytes()[:5000])
-        assert "is not a safetensors file" in why_skipped()["maker/Half"]
+        assert "not a safetensors file" in why_skipped()["maker/Half"]
         (folder / "config.json").write_text("[]")
-        assert "holds no JSON object" in why_skipped()["maker/Half"]
+        assert "does not contain a JSON object" in why_skipped()["maker/Half"]
 
     def test_link_loops_and_special_files_do_not_hang(self, lmstudio: Path) -> None:
         one = add_to_lmstudio(lmstudio, "maker/One/one.gguf", DRAFT)

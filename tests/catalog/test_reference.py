@@ -9,7 +9,13 @@ from pathlib import Path
 import pytest
 
 from edgespec.catalog import catalogue, choose_draft, resolve
-from edgespec.catalog.reference import HubReference, NameReference, PathReference, Reference, parse_reference
+from edgespec.catalog.reference_parsing import (
+    HubReference,
+    NameReference,
+    PathReference,
+    Reference,
+    parse_reference,
+)
 from edgespec.errors import EdgespecError, ModelFileError, ModelNotFoundError
 from tests.catalog.stand_in_hub import REPOSITORY, StandInHub
 

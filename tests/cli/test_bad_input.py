@@ -17,27 +17,36 @@ DRAFT = ROOT / "models" / "demo-draft-q8_0.gguf"
 @pytest.mark.parametrize(
     ("args", "says"),
     [
-        (["--temperature", "-1"], "temperature is -1.0; use a number from 0 to 100"),
-        (["--temperature", "nan"], "temperature is nan"),
-        (["--temperature", "warm"], "'warm' is not a number"),
-        (["--top-k", "-4"], "top_k is -4"),
-        (["--top-p", "7"], "top_p is 7.0"),
-        (["--repetition-penalty", "0"], "repetition_penalty is 0.0"),
-        (["--logit-bias", "5=nan"], "logit_bias of token 5 is nan"),
-        (["--logit-bias", "five"], "'five' is not ID=VALUE"),
-        (["--memory", "lots"], "memory is 'lots'; write a size such as 8GiB"),
+        (["--temperature", "-1"], "--temperature is -1.0; "),
+        (["--temperature", "nan"], "--temperature is nan"),
+        (["--temperature", "warm"], "--temperature is 'warm'; "),
+        (["--top-k", "-4"], "--top-k is -4; "),
+        (["--top-p", "7"], "--top-p is 7.0; "),
+        (["--repetition-penalty", "0"], "--repetition-penalty is 0.0; "),
+        (["--logit-bias", "5=nan"], "--logit-bias of token 5 is nan; "),
+        (
+            ["--logit-bias", "five"],
+            "--logit-bias must have the form ID=VALUE, but is 'five'; use",
+        ),
+        (["--memory", "lots"], "--memory must be a size, but is 'lots'; use a size such as 8GiB"),
         (["--method", "modl"], "did you mean 'model'?"),
         (["--method", "model", "--draft", "none"], "needs a draft model"),
-        (["--draft-length", "99"], "'99' is not a whole number from 1 to 64"),
-        (["--draft-branches", "3,x"], "'x' is not a whole number from 1 up: use auto, or numbers"),
-        (["--draft-branches", "3,,2"], "'--draft-branches': '' is not a whole number from 1 up: use auto"),
-        (["--draft-confidence", "2"], "draft_confidence is 2.0"),
+        (
+            ["--draft-length", "99"],
+            "--draft-length must be a whole number from 1 to 64, but is 99; choose another",
+        ),
+        (
+            ["--draft-branches", "3,x"],
+            "--draft-branches must be auto or whole numbers, but is '3,x'; use numbers such as 3,2",
+        ),
+        (["--draft-branches", "3,,2"], "--draft-branches must be auto or whole numbers, but is '3,,2'"),
+        (["--draft-confidence", "2"], "--draft-confidence must be a number from 0 to below 1, but is 2.0"),
         (["--kv-type", "q9"], "kv_type is 'q9'"),
         (["--acceptance", "maybe"], "'maybe' is not one of"),
-        (["--seed", "-1"], "'-1' is not a whole number from 0"),
-        (["-n", "0"], "'0' is not a whole number from 1 up"),
-        (["--context", "0"], "'0' is not a whole number from 1 up"),
-        (["--stop", ""], "strings of at least one character"),
+        (["--seed", "-1"], "--seed must be a whole number of at least 0, but is -1"),
+        (["-n", "0"], "--max-tokens must be a whole number of at least 1, but is 0"),
+        (["--context", "0"], "--context must be a whole number from 1 to 2147483647, but is 0"),
+        (["--stop", ""], "--stop must contain only strings of at least one character, but is ('',)"),
         (["--light"], "no such option --light"),
     ],
 )
@@ -59,7 +68,7 @@ def test_a_context_larger_than_memory(run: Run) -> None:
 
 def test_a_prompt_longer_than_the_context(run: Run) -> None:
     error = one_line_error(run("generate", "-", input="word " * 5000), 1)
-    assert "the context has room for 1024" in error
+    assert "the context has only 1024" in error
     assert "use --context" in error
 
 

@@ -88,7 +88,7 @@ def test_tables_and_pictures_in_the_terminal(run: Run, quick: tuple[str, ...]) -
     result = run(*quick, "--draft", "none", "--temperatures", "0", "--repeats", "1", "--plot")
     assert result.exit_code == 0, result.output
     lines = result.stdout.splitlines()
-    assert lines[0].startswith("target demo (Q8_0), draft none, invariant acceptance, 8 replies of up to 8")
+    assert lines[0].startswith("model demo (Q8_0), draft model none, invariant acceptance")
     heads = [line.split("  ")[0] for line in lines if line.isupper()]
     assert heads == ["CATEGORY", "METHOD", "MS PER TOKEN", "CATEGORY"]
     (at,) = (i for i, line in enumerate(lines) if line.startswith("CATEGORY  METHOD"))
@@ -152,7 +152,7 @@ def test_ctrl_c_keeps_what_was_measured(
     if as_json:
         assert json.loads(result.stdout)["ending"] == "cancelled"
     else:
-        assert result.stdout.splitlines()[1] == "incomplete: 5 of 8 replies (interrupted)"
+        assert result.stdout.splitlines()[2] == "incomplete: 5 of 8 replies (interrupted)"
         assert "SPEED-UP" in result.stdout
     assert result.stderr == ""
 
@@ -237,10 +237,10 @@ def test_replies_that_differ_are_told(
     args = (*quick, "--methods", "ngram", "--repeats", "1")
     result = run(*args, "--temperatures", "0")
     assert result.exit_code == 0
-    assert "2 replies differ from plain decoding" in result.stdout
+    assert "2 replies differ from those without drafting" in result.stdout
     assert "0 of 2" in result.stdout
     rejecting = run(*args, "--acceptance", "rejection", "--temperatures", "0.8")
-    assert "replies are not plain" not in rejecting.stdout
+    assert "replies differ" not in rejecting.stdout
 
 
 def test_nonsense_is_refused_before_anything_is_loaded(
@@ -257,7 +257,9 @@ def test_nonsense_is_refused_before_anything_is_loaded(
         (["--save", str(tmp_path)], "cannot write to"),
         (["--save", str(tmp_path / "nowhere" / "x.json")], "cannot write to"),
         (["--plots", prompts], "is a file"),
-        (["--max-seconds", "0"], "whole number"),
+        (["--max-seconds", "0"], "--max-seconds must be a whole number"),
+        (["--repeats", "0"], "--repeats must be a whole number"),
+        (["-n", "0"], "--max-tokens must be a whole number"),
     ):
         assert says in one_line_error(run("bench", "--prompts", prompts, *args), 2), args
 

@@ -137,8 +137,8 @@ def test_no_draft(run: Run) -> None:
 def test_a_terminal_gets_notes_and_a_summary(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(screen, "is_terminal", lambda stream: True)
     notes = run("generate", "-n", "8", "--seed", "3", "--method", "model+suffix", QUESTION).stderr
-    assert "target: demo -> " in notes
-    assert "draft: demo-draft -> " in notes
+    assert "model: demo -> " in notes
+    assert "draft model: demo-draft -> " in notes
     assert "demo" in notes
     assert "8 tokens, " in notes
     assert "seed 3" in notes

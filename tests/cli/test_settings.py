@@ -132,25 +132,28 @@ def test_settings_that_the_method_does_not_read_are_left_out(run: Run, file: Pat
         ("[chta]\nseed = 1", "line 1: there is no setting 'chta'; did you mean chat?"),
         ("[chat]\n\ntop_q = 1", "line 3: chat has no setting 'top_q'; did you mean top_p?"),
         ("[chat]\nlogit_bias = []", "line 2: chat has no setting 'logit_bias'"),
-        ("[doctor]\n", "line 1: doctor has no settings; take the section out"),
-        ("[aliases]\nbig = 'demo'", "line 1: aliases are not settings; put them into "),
-        ("[pairs]\nbig = 'demo'", "line 1: pairs are not settings; put them into "),
-        ("context = '4096'", "line 1: context: '4096' is a string: write it without quotes; correct it, or"),
-        ("context = 4096.5", "line 1: context: '4096.5' is not a whole number from 1 up; correct it, or"),
-        ("context = true", "line 1: context: True is not a valid value for this setting"),
-        ("context = [1]", "line 1: context: [1] is a list, but this setting has one value"),
-        ("target = 8", "line 1: target: 8 is not a string: write \"8\""),
-        ("target = 2020-01-01", "line 1: target: datetime.date(2020, 1, 1) is not a valid value"),
-        ("[target]\n", "line 1: target: {} is not a valid value for this setting"),
-        ("mmap = 'yes'", "line 1: mmap: 'yes' is neither true nor false, without quotes"),
-        ("stop = '###'", "line 1: stop: '###' is not a list, such as stop = [...]"),
-        ("prefix_cache_disk = -1", "line 1: prefix_cache_disk is '-1'; write a size such as 8GiB"),
-        ("prefix_cache_memory = '-4'", "line 1: prefix_cache_memory is '-4'; write a size such as 8GiB"),
-        ("memory = 'much'", "line 1: memory is 'much'; write a size such as 8GiB"),
-        ("memory = true", "line 1: memory: True is not a valid value for this setting"),
-        ("temperature = -1", "line 1: temperature is -1.0; use a number from 0"),
+        ("[doctor]\n", "line 1: doctor has no settings; remove this section"),
+        ("[aliases]\nbig = 'demo'", "line 1: aliases are not settings; write them in "),
+        ("[pairs]\nbig = 'demo'", "line 1: pairs are not settings; write them in "),
+        ("context = 'much'", "line 1: context must be a whole number from 1 to 2147483647, but is 'much'"),
+        ("context = 4096.5", "line 1: context must be a whole number from 1 to 2147483647, but is 4096.5"),
+        ("context = true", "line 1: context must be a whole number from 1 to 2147483647, but is True"),
+        ("context = [1]", "line 1: context must be a whole number from 1 to 2147483647, but is (1,)"),
+        ("target = 8", "line 1: target must be a string, but is 8; use a path, "),
+        ("target = 2020-01-01", "line 1: target must be a string, but is datetime.date(2020, 1, 1)"),
+        ("[target]\n", "line 1: target must be a string, but is {}"),
+        ("mmap = 'perhaps'", "line 1: mmap must be True or False, but is 'perhaps'"),
+        ("stop = 3", "line 1: stop must contain only strings of at least one character, but is (3,)"),
+        ("stop = ['']", "line 1: stop must contain only strings of at least one character, but is ('',)"),
+        ("logit_bias = ['5']", "line 1: logit_bias must have the form ID=VALUE, but is '5'"),
+        ("logit_bias = [5]", "line 1: logit_bias must have the form ID=VALUE, but is 5"),
+        ("prefix_cache_disk = -1", "line 1: prefix_cache_disk must be a size, but is -1; use a size"),
+        ("prefix_cache_memory = '-4'", "line 1: prefix_cache_memory must be a size, but is '-4'; use"),
+        ("memory = 'much'", "line 1: memory must be a size, but is 'much'; use a size such as 8GiB"),
+        ("memory = true", "line 1: memory must be a size, but is True"),
+        ("temperature = -1", "line 1: temperature is -1; "),
         ("method = 'modle'", "line 1: method 'modle' is unknown; did you mean 'model'?"),
-        ("flash_attention = 'of'", "line 1: flash_attention: 'of' is not one of 'auto', 'on', 'off'"),
+        ("flash_attention = 'of'", "line 1: flash_attention must be one of auto, on, off, but is 'of'"),
         ("chat = 3", "line 1: there is no setting 'chat'"),
         ("seed = 1\ntarget = demo\n", "line 2, column 10: invalid value; write lines such as target"),
         ("seed = 1\nseed = 2\n", "line 2, column 9: cannot overwrite a value"),
@@ -165,6 +168,15 @@ def test_a_file_that_is_wrong(run: Run, file: Path, text: str, error: str) -> No
     assert said.startswith(str(file))
     assert error in said
     assert said in run("config").stderr
+
+
+def test_quotes_and_lists_of_one_are_optional(file: Path) -> None:
+    file.write_text("context = '4096'\nmmap = 'no'\nstop = '###'\nlogit_bias = '5=-inf'\nmax_loss = '5 %'\n")
+    settings = Settings.read()
+    assert not settings.problems
+    found = {name: each.value for name, each in settings.file[""].items()}
+    assert (found["context"], found["mmap"], found["max_loss"]) == (4096, False, 0.05)
+    assert (found["stop"], found["logit_bias"]) == (("###",), ((5, float("-inf")),))
 
 
 def test_a_size_may_be_a_number_of_bytes(run: Run, file: Path) -> None:
@@ -206,12 +218,12 @@ def test_a_folder_or_a_pipe_in_place_of_the_file(run: Run, file: Path) -> None:
         (
             "EDGESPEC_CONTEXT",
             "much",
-            "EDGESPEC_CONTEXT: context: 'much' is not a whole number from 1 up; correct",
+            "EDGESPEC_CONTEXT: context must be a whole number from 1 to 2147483647, but is 'much'",
         ),
         (
             "EDGESPEC_MMAP",
             "maybe",
-            "EDGESPEC_MMAP: mmap: 'maybe' is neither true nor false; correct it, or unset",
+            "EDGESPEC_MMAP: mmap must be True or False, but is 'maybe'",
         ),
         ("EDGESPEC_MIN_P", "3", "EDGESPEC_MIN_P: min_p is 3.0; use a number from 0 to 1"),
     ],

@@ -45,11 +45,11 @@ def test_table(run: Run, prompts: str) -> None:
     result = run("verify", *QUICK, "--prompts", prompts, "--methods", "ngram,model")
     assert result.exit_code == 0
     lines = result.stdout.splitlines()
-    assert lines[0] == "target demo, draft demo-draft, invariant acceptance"
-    heads = ["METHOD", "PROMPTS", "IDENTICAL", "NEAR-TIE", "VIOLATIONS", "DRAFTED", "ACCEPTED", "SMALLEST P"]
-    assert lines[1].split() == " ".join(heads).split()
-    assert [line.split()[0] for line in lines[2:]] == ["ngram", "model"]
-    for line in lines[2:]:
+    assert lines[0] == "model demo, draft model demo-draft, invariant acceptance"
+    heads = ["METHOD", "PROMPTS", "IDENTICAL", "NEAR-TIE", "VIOLATIONS", "DRAFTED", "ACCEPTED", "P-VALUE"]
+    assert lines[2].split() == " ".join(heads).split()
+    assert [line.split()[0] for line in lines[3:]] == ["ngram", "model"]
+    for line in lines[3:]:
         drafted, accepted = map(int, line.split()[5:7])
         assert drafted > 0
         assert drafted >= accepted
@@ -71,7 +71,7 @@ def test_nothing_drafted_is_no_proof(run: Run, prompts: str) -> None:
     args = ("verify", "--prompts", prompts, "--methods", "model,none", "-n", "1", "--temperatures", "0")
     result = run(*args)
     assert result.exit_code == 1
-    assert result.stdout.splitlines()[-1] == "model: drafted nothing, so nothing was proved"
+    assert result.stdout.splitlines()[-1] == "model drafted nothing, so nothing was checked"
     result = run(*args, "--json")
     assert result.exit_code == 1
     report = json.loads(result.stdout)
@@ -113,7 +113,7 @@ def test_what_silent_drafters_say_of_themselves(run: Run, monkeypatch: pytest.Mo
     monkeypatch.setattr(losslessness, "verify", verified)
     result = run("verify", "--methods", "model", "--idle-time", "0.5")
     assert (
-        "model: drafted nothing, so nothing was proved: it looks for layers[2J" in result.stdout.splitlines()
+        "model drafted nothing, so nothing was checked: it looks for layers[2J" in result.stdout.splitlines()
     )
     assert (result.exit_code, verified.asked["idle_seconds"]) == (1, 0.5)
 
@@ -135,7 +135,7 @@ def test_what_is_asked_by_default(run: Run, monkeypatch: pytest.MonkeyPatch) -> 
     asked = verified.asked
     told = " ".join(run("verify", "--help").stdout.split())
     assert "[default: suffix and ngram; with a draft model also model and model+suffix]" in told
-    assert "auto, layerskip, lowbit, swift and lookahead run only if named" in told
+    assert "auto, layerskip, lowbit, swift and lookahead are checked only if named" in told
     assert asked["methods"] == ("model", "suffix", "ngram", "model+suffix")
     assert (asked["temperatures"], asked["draft_lengths"]) == ((0.0, 0.8, 1.2), (1, 4, 8))
     assert (asked["seed"], asked["acceptance"], asked["idle_seconds"]) == (5, "invariant", 2)
@@ -148,10 +148,10 @@ def test_what_is_asked_by_default(run: Run, monkeypatch: pytest.MonkeyPatch) -> 
     ("args", "says"),
     [
         (["--methods", "modl"], "did you mean 'model'?"),
-        (["--temperatures", "0,-1"], "temperature is -1.0"),
-        (["--temperatures", "warm"], "is not a comma-separated list of values"),
-        (["--draft-lengths", "0"], "'0' is not a whole number from 1 to 64"),
-        (["--idle-time", "-1"], "-1.0 is not in the range x>=0"),
+        (["--temperatures", "0,-1"], "--temperatures must be a number from 0 to 100, but is -1.0"),
+        (["--temperatures", "warm"], "--temperatures must be a number from 0 to 100, but is 'warm'"),
+        (["--draft-lengths", "0"], "--draft-lengths must be a whole number from 1 to 64, but is 0"),
+        (["--idle-time", "-1"], "--idle-time must be a number from 0 to 86400, but is -1.0"),
     ],
 )
 def test_wrong_usage(run: Run, args: list[str], says: str) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from edgespec.drafters.suffix import SuffixArray, SuffixAutomaton, SuffixConfig
-from edgespec.drafters.token_buffer import MAX_MATCH_TOKENS, SEPARATOR
+from edgespec.drafters.suffix.tokens import MAX_MATCH_TOKENS, SEPARATOR
 
 Text = list[int]
 Paths = dict[tuple[int, ...], float]
@@ -24,10 +24,6 @@ rules = st.builds(
     max_tokens=st.integers(1, 12),
     can_branch=st.booleans(),
 )
-
-
-def never(token: int) -> bool:
-    return False
 
 
 def automaton_of(text: Sequence[int]) -> SuffixAutomaton:

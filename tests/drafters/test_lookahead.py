@@ -7,14 +7,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edgespec.backends.base import Capabilities
 from edgespec.costs.curve import CostCurve
 from edgespec.drafters.base import Drafter
-from edgespec.drafters.lookahead import LookaheadDrafter, NgramPool
-from edgespec.drafters.lookahead_window import LookaheadWindow
+from edgespec.drafters.lookahead import LookaheadDrafter, LookaheadWindow, NgramPool, choose_window
 from edgespec.engine.acceptance import Invariant
 from edgespec.engine.sampling import Sampler
 from edgespec.engine.sampling_params import SamplingParams
@@ -219,18 +218,6 @@ class TestWhetherItIsFaster:
         assert drafter.note().startswith("lookahead runs with W ")
         assert all(self.rounds(drafter, [1, 2, 3], [1, 2, 3] * 5))
 
-    def test_the_hit_rate_turns_it_off_and_on(self) -> None:
-        """Text that never repeats turns it off, and repetitive text turns it on again."""
-        curve = CostCurve((1, 64), (1.0, 3.0))
-        drafter = LookaheadDrafter(FREE, curve)
-        drafted = self.rounds(drafter, [0], range(1, 600))
-        assert drafted[0] > 0
-        assert drafted[-1] == 0
-        assert "is off" in drafter.note()
-        drafted = self.rounds(drafter, [1, 2, 3], [1, 2, 3] * 200)
-        assert drafted[0] == 0
-        assert drafted[-1] > 0
-
     def test_a_window_that_the_target_cannot_verify_is_an_error(self) -> None:
         narrow = Capabilities(True, True, max_width=20, max_branches=8)
         with pytest.raises(
@@ -248,21 +235,44 @@ class TestNgramPool:
             pool.add((7, 1, last))
         pool.add((7, 1, 5))
         assert pool.after(7, 2) == [(1, 5), (1, NgramPool.MAX_PER_TOKEN + 3)]
-        assert len(pool.after(7, 99)) == len(pool) == NgramPool.MAX_PER_TOKEN
+        assert len(pool.after(7, 99)) == NgramPool.MAX_PER_TOKEN
         assert pool.after(8, 3) == []
 
-    def test_size_is_bounded(self) -> None:
-        pool = NgramPool()
-        for token in range(NgramPool.MAX_NGRAMS + 10):
-            pool.add((token, 1))
-        pool.add((0, 1))
-        assert len(pool) == NgramPool.MAX_NGRAMS
-        assert pool.after(10, 1) == []
-        assert pool.after(11, 1) == pool.after(0, 1) == [(1,)]
 
-    @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3), st.integers(0, 3)), max_size=60))
-    def test_len_counts_the_ngrams(self, ngrams: list[tuple[int, int, int]]) -> None:
-        pool = NgramPool()
-        for ngram in ngrams:
-            pool.add(ngram)
-        assert len(pool) == sum(len(pool.after(token, 99)) for token in range(4)) == len(set(ngrams))
+def test_rows_leaves_and_depth() -> None:
+    window = LookaheadWindow(5, 4, 3)
+    assert (window.levels, window.rows, window.leaves, window.depth) == (3, 25, 8, 7)
+    assert LookaheadWindow(5, 2, 3).leaves == 4, "with one level, the columns form a chain"
+    chain = LookaheadWindow(0, 4, 1)
+    assert (chain.rows, chain.leaves, chain.depth) == (4, 1, 3)
+    assert LookaheadWindow(4, 3, 4).expected_tokens == pytest.approx((1 - 0.6**4 + 1 - (1 - 0.16) ** 4) / 3)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.floats(0.2, 4), min_size=4, max_size=4),
+    st.booleans(),
+    st.integers(1, 80),
+    st.integers(1, 20),
+    st.integers(1, 20),
+)
+def test_the_best_fitting_window_is_chosen(
+    seconds: list[float], tree: bool, max_width: int, max_branches: int, draft_length: int
+) -> None:
+    curve = CostCurve((1, 8, 16, 40), (1.0, *seconds[1:]))
+    able = Capabilities(True, tree, "", max_width, max_branches)
+    shapes = (
+        [LookaheadWindow(w, n, g) for w in range(2, 17) for n in range(3, 7) for g in range(1, w + 1)]
+        if tree
+        else [LookaheadWindow(0, n, 1) for n in range(3, 7)]
+    )
+    speed_ups = {
+        shape: (1 + shape.expected_tokens) / curve.v(shape.rows)
+        for shape in shapes
+        if shape.rows <= max_width
+        and shape.depth <= draft_length
+        and (not tree or shape.leaves <= max_branches)
+    }
+    best = max(speed_ups.values(), default=0.0)
+    chosen = choose_window(curve, able, draft_length)
+    assert (None if chosen is None else speed_ups[chosen]) == (best if best > 1 else None)

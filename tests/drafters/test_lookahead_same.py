@@ -18,8 +18,7 @@ from edgespec.backends import llamacpp, mlx
 from edgespec.backends.base import Capabilities, LanguageModel, LoadOptions
 from edgespec.catalog.catalogue import models_folder
 from edgespec.drafters.base import Drafter
-from edgespec.drafters.lookahead import LookaheadDrafter
-from edgespec.drafters.lookahead_window import LookaheadWindow
+from edgespec.drafters.lookahead import LookaheadDrafter, LookaheadWindow
 from edgespec.drafters.model import ModelDrafter
 from edgespec.engine.acceptance import Invariant, RandomDraws, Rejection
 from edgespec.engine.loop import decode

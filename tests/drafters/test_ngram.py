@@ -8,7 +8,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edgespec.drafters.ngram import NgramDrafter
-from edgespec.drafters.token_buffer import TokenBuffer
 from edgespec.engine.acceptance import Invariant
 from edgespec.engine.sampling import Sampler
 from edgespec.engine.sampling_params import SamplingParams
@@ -69,26 +68,6 @@ def test_a_new_prompt_replaces_the_old_one(first: list[int], second: list[int]) 
     assert list(tree.tokens[1:]) == guess(second, 5)
 
 
-@settings(max_examples=100, deadline=None)
-@given(texts, st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=9), max_size=8), st.integers(1, 20))
-def test_the_end_of_a_very_long_sequence_is_kept(
-    start: list[int], rounds: list[list[int]], most: int
-) -> None:
-    grown = TokenBuffer(most)
-    grown.set_tokens(start)
-    everything = list(start)
-    for emitted in rounds:
-        grown.extend(emitted)
-        everything += emitted
-    kept = grown.tokens[: grown.length].tolist()
-    assert kept == everything[len(everything) - len(kept) :]
-    assert len(kept) >= min(most, len(everything))
-    assert grown.tokens.nbytes <= grown.max_bytes
-    length, after = grown.longest_repeated_suffix(4)
-    assert kept[after - length : after] == kept[len(kept) - length :]
-    assert (kept[after : after + 1] if length else []) == expected_draft(kept, 1, shortest=1)
-
-
 def test_examples() -> None:
     assert guess([1, 2, 3, 4, 1, 2]) == [3, 4, 1, 2]
     assert guess([1, 2, 3, 1, 2, 4, 1, 2]) == [4, 1, 2, 4]
@@ -98,17 +77,9 @@ def test_examples() -> None:
     assert guess([7, 7, 7, 7]) == [7, 7, 7, 7]
 
 
-def test_cost_is_reported_and_memory_is_bounded() -> None:
+def test_memory_is_reported() -> None:
     drafter = NgramDrafter()
-    assert NgramDrafter().cost.microseconds_per_token is None
-    text = [*range(300_000), 7, 8]
-    drafter.begin(text)
-    tree = drafter.propose(Sampler(SamplingParams(), 0, text), Invariant(), 3)
-    assert tree.tokens == (8,), "only the end of a very long sequence is searched"
-    drafter.begin([1, *text[:100], 7, 8])
-    assert drafter.propose(Sampler(SamplingParams(), 0, text), Invariant(), 3).tokens == (8, 9, 10, 11)
-    drafter.commit((9, 10))
-    assert drafter.cost.microseconds_per_token == 1e6 * drafter.cost.seconds / 2 > 0
-    drafter.cost.seconds = 2 * 12e-6
-    assert drafter.note() == "ngram takes 12 µs per token"
-    assert 0 < drafter.memory_use.other_bytes < 2_000_000
+    drafter.begin([*range(300_000), 7, 8])
+    assert drafter.memory_use.other_bytes == 4 * 300_002
+    drafter.close()
+    assert drafter.memory_use.other_bytes == 0

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edgespec.drafters.suffix import SuffixConfig
+from edgespec.drafters.suffix import SuffixAutomaton, SuffixConfig
+from edgespec.drafters.suffix.drafter import IndexedSource, draft_from_automaton
 from edgespec.drafters.suffix.scoring import ScoredDraft, grow_draft, merge_drafts
-from edgespec.drafters.suffix.sources import ChatSource, DraftSource, IndexedSource, OtherChatsSource
-from edgespec.drafters.token_buffer import MAX_MATCH_TOKENS
+from edgespec.drafters.suffix.tokens import MAX_MATCH_TOKENS, SEPARATOR
 from tests.drafters.exhaustive_search import (
     Paths,
     Text,
@@ -19,7 +19,6 @@ from tests.drafters.exhaustive_search import (
     best_score,
     count_continuations,
     index_of,
-    never,
     places,
     probabilities,
     rules,
@@ -27,27 +26,20 @@ from tests.drafters.exhaustive_search import (
 )
 
 
-def chat_of(text: Sequence[int], rule: SuffixConfig, is_end: Callable[[int], bool] = never) -> ChatSource:
-    chat = ChatSource(rule, is_end)
-    chat.automaton.set_tokens(text)
-    return chat
-
-
-def guess_of(
-    text: Sequence[int], depth: int, rule: SuffixConfig, is_end: Callable[[int], bool] = never
-) -> ScoredDraft:
+def guess_of(text: Sequence[int], depth: int, rule: SuffixConfig) -> ScoredDraft:
     """Return the draft from this chat alone."""
-    chat = chat_of(text, rule, is_end)
-    return chat.propose(chat, text[-1], depth)
+    chat = SuffixAutomaton(rule.min_probability)
+    chat.set_tokens(text)
+    return draft_from_automaton(chat, chat.longest_repeated_suffix(), text[-1], depth, rule)
 
 
-def others_of(documents: Sequence[Text], text: Text, rule: SuffixConfig) -> OtherChatsSource:
-    others = OtherChatsSource(rule, never)
+def guess_from_others(documents: Sequence[Text], text: Text, depth: int, rule: SuffixConfig) -> ScoredDraft:
+    """Return the draft for this chat from other chats."""
+    others = SuffixAutomaton(rule.min_probability)
     for document in documents:
-        others.add(document)
-    others.begin(text[:1])
-    others.extend(text[1:])
-    return others
+        others.extend([*document, SEPARATOR])
+    match = others.follow(others.follow((0, 0), text[:1]), text[1:])
+    return draft_from_automaton(others, match, text[-1], depth, rule)
 
 
 def paths_of(guess: ScoredDraft) -> Paths:
@@ -68,9 +60,7 @@ def by_definition(text: Text, depth: int, rule: SuffixConfig) -> ScoredDraft:
     for length in range(min(len(text), MAX_MATCH_TOKENS), 0, -1):
         pattern = tuple(text[-length:])
         if following(pattern)[0]:
-            guess = grow_draft(
-                following, pattern, text[-1], depth, rule.max_draft_tokens(length), rule, never
-            )
+            guess = grow_draft(following, pattern, text[-1], depth, rule.max_draft_tokens(length), rule)
             best = guess if guess.score > best.score else best
     return best
 
@@ -84,7 +74,7 @@ class TestTrees:
         chat = automaton_of(text)
         for length, state in chat.suffixes(*chat.longest_repeated_suffix()):
             nodes = rule.max_draft_tokens(length)
-            guess = grow_draft(chat.continuations, state, text[-1], depth, nodes, rule, never)
+            guess = grow_draft(chat.continuations, state, text[-1], depth, nodes, rule)
             probs = probabilities(places([text], text, length), depth)
             for path, prob in paths_of(guess).items():
                 assert prob == pytest.approx(probs[path])
@@ -105,12 +95,11 @@ class TestTrees:
     def test_no_match_length_scores_higher_in_other_sources(
         self, documents: list[Text], text: Text, rule: SuffixConfig, depth: int
     ) -> None:
-        chat = chat_of(text, rule)
-        for source in (IndexedSource(index_of(*documents), rule, never), others_of(documents, text, rule)):
-            for _ in range(2):
-                guess = source.propose(chat, text[-1], depth)
-                if rule.can_branch:
-                    assert guess.score == pytest.approx(best_score(documents, text, depth, rule))
+        source = IndexedSource(index_of(*documents), rule)
+        guesses = [source.propose(text[-MAX_MATCH_TOKENS:], depth) for _ in range(2)]
+        for guess in (*guesses, guess_from_others(documents, text, depth, rule)):
+            if rule.can_branch:
+                assert guess.score == pytest.approx(best_score(documents, text, depth, rule))
 
     @settings(max_examples=150, deadline=None)
     @given(texts, rules, st.integers(1, 8))
@@ -118,7 +107,8 @@ class TestTrees:
         assert guess_of(text, depth, rule) == by_definition(text, depth, rule)
 
     def test_nothing_is_drafted_after_an_end_token(self) -> None:
-        guess = guess_of([1, 2, 9, 4, 5, 1, 2], 4, SuffixConfig(length_factor=4), lambda token: token == 9)
+        rule = SuffixConfig(length_factor=4, is_end=lambda token: token == 9)
+        guess = guess_of([1, 2, 9, 4, 5, 1, 2], 4, rule)
         assert guess.tokens == [2, 9]
 
     def test_ties_go_to_the_longest_match(self) -> None:
@@ -186,13 +176,11 @@ class TestMerging:
     def test_merged_trees_hold_only_paths_that_occurred(
         self, some: list[Text], more: list[Text], text: Text, rule: SuffixConfig, depth: int
     ) -> None:
-        chat = chat_of(text, rule)
-        sources: list[DraftSource] = [
-            chat,
-            others_of(some, text, rule),
-            IndexedSource(index_of(*more), rule, never),
+        guesses = [
+            guess_of(text, depth, rule),
+            guess_from_others(some, text, depth, rule),
+            IndexedSource(index_of(*more), rule).propose(text[-MAX_MATCH_TOKENS:], depth),
         ]
-        guesses = [source.propose(chat, text[-1], depth) for source in sources]
         merged = merge_drafts(guesses, rule)
         paths = paths_of(merged)
         assert len(paths) == len(merged.tokens) - 1, "a path occurs twice in the tree"

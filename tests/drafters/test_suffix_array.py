@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from edgespec.drafters.suffix import SuffixArray
 from edgespec.drafters.suffix.suffix_array import MAX_SAMPLED_OCCURRENCES, SuffixRange
-from edgespec.drafters.token_buffer import MAX_CONTINUATION_TOKENS, SEPARATOR
+from edgespec.drafters.suffix.tokens import MAX_CONTINUATION_TOKENS, SEPARATOR
 from tests.drafters.exhaustive_search import Text, expected_matches, index_of, places, texts
 
 

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edgespec.drafters.suffix import SuffixAutomaton, SuffixMatcher
-from edgespec.drafters.token_buffer import MAX_CONTINUATION_TOKENS, MAX_MATCH_TOKENS, SEPARATOR
+from edgespec.drafters.suffix import SuffixAutomaton
+from edgespec.drafters.suffix.tokens import MAX_CONTINUATION_TOKENS, MAX_MATCH_TOKENS, SEPARATOR
 from tests.drafters.exhaustive_search import (
     Text,
     automaton_of,
@@ -157,31 +157,29 @@ class TestMatcher:
         automaton = SuffixAutomaton()
         for document in documents:
             automaton.extend([*document, SEPARATOR])
-        follower = SuffixMatcher(automaton)
-        follower.restart(start)
+        match = automaton.follow((0, 0), start)
         text = list(start)
         for emitted in [[], *rounds]:
-            follower.extend(emitted)
+            match = automaton.follow(match, emitted)
             text += emitted
-            assert follower.length <= MAX_MATCH_TOKENS
-            check_matches(automaton, text, follower.state, follower.length)
+            assert match[1] <= MAX_MATCH_TOKENS
+            check_matches(automaton, text, *match)
             followed = {
                 length for length in range(1, MAX_MATCH_TOKENS + 1) if places(documents, text, length)
             }
-            assert followed <= set(range(1, follower.length + 1))
+            assert followed <= set(range(1, match[1] + 1))
 
     def test_nothing_matches_across_separators(self) -> None:
         automaton = SuffixAutomaton()
         for document in ([1, 2, 3], [4, 5, 6]):
             automaton.extend([*document, SEPARATOR])
-        follower = SuffixMatcher(automaton)
-        follower.restart([2, 3, 4])
-        assert follower.length == 1
-        follower.extend([5])
-        assert follower.length == 2
-        assert [token for _, _, token, _ in automaton.continuations(follower.state)[1]] == [6]
-        follower.restart([2, 3])
-        assert automaton.continuations(follower.state) == (0, [])
+        match = automaton.follow((0, 0), [2, 3, 4])
+        assert match[1] == 1
+        state, length = automaton.follow(match, [5])
+        assert length == 2
+        assert [token for _, _, token, _ in automaton.continuations(state)[1]] == [6]
+        state, _ = automaton.follow((0, 0), [2, 3])
+        assert automaton.continuations(state) == (0, [])
 
 
 def test_memory_is_bounded() -> None:

@@ -52,12 +52,11 @@ def tokens_per_pass(reply: Reply) -> float:
 
 @pytest.mark.parametrize("prompt", [COPY, EDIT], ids=["copy", "edit"])
 def test_copies_and_edits_emit_several_tokens_per_pass(target: LanguageModel, prompt: str) -> None:
-    runtime, drafter = drafting(target)
+    runtime, _ = drafting(target)
     plain, got = ask(runtime, prompt, "none"), ask(runtime, prompt)
     assert (got.tokens, got.finish_reason) == (plain.tokens, plain.finish_reason)
     assert tokens_per_pass(plain) == 1.0
     assert tokens_per_pass(got) > 2.5
-    assert drafter.cost.tokens == len(got.tokens)
 
 
 @pytest.mark.parametrize("temperature", [0.8, 1.2])

@@ -1,7 +1,4 @@
-"""A suffix automaton over a growing token sequence, with occurrence counts.
-
-The suffix drafter uses it to index texts that grow while a reply is being generated.
-"""
+"""A suffix automaton with occurrence counts, which indexes texts that grow during a reply."""
 
 from __future__ import annotations
 
@@ -9,9 +6,9 @@ from array import array
 from collections.abc import Iterator, Sequence
 from sys import getsizeof
 
-from edgespec.drafters.token_buffer import MAX_CONTINUATION_TOKENS, MAX_MATCH_TOKENS, SEPARATOR
+from edgespec.drafters.suffix.tokens import MAX_CONTINUATION_TOKENS, MAX_MATCH_TOKENS, SEPARATOR
 
-__all__ = ["StateContinuation", "SuffixAutomaton", "SuffixMatcher"]
+__all__ = ["StateContinuation", "SuffixAutomaton"]
 
 # (number of occurrences, position of the last occurrence, token, state after the token). In descending order,
 # frequent continuations come first, and recent ones before old ones.
@@ -19,8 +16,6 @@ StateContinuation = tuple[int, int, int, int]
 
 # Occurrences are counted only for substrings up to this length, which is a match and its continuation.
 _MAX_COUNTED_TOKENS = MAX_MATCH_TOKENS + MAX_CONTINUATION_TOKENS
-# Minimum number of transitions for caching a state's frequent continuations. Sorting so many is slow.
-_MIN_CACHED_TRANSITIONS = 16
 # Approximate memory used by one integer in a dict.
 _INTEGER_BYTES = 32
 
@@ -45,11 +40,12 @@ class SuffixAutomaton:
     def __init__(self, min_probability: float = 0.0, capacity_tokens: int = 1 << 15) -> None:
         self._min_probability = min(min_probability, 0.5)
         self._capacity_tokens = capacity_tokens
-        self._dropped_tokens = 0
-        self._clear()
+        self.clear()
 
-    def _clear(self) -> None:
+    def clear(self) -> None:
+        """Remove all tokens."""
         self.tokens = array("i")
+        self._dropped_tokens = 0
         self._lengths, self._links = array("i", [0]), array("i", [-1])
         # The first transition of each state; `_more` holds the others. No transition leads to the root (state
         # 0), so target 0 means no transition.
@@ -60,7 +56,6 @@ class SuffixAutomaton:
         self._last = 0
         # State of the last `_MAX_COUNTED_TOKENS` tokens, or of the whole sequence if it is shorter.
         self._near = self._near_length = 0
-        self._frequent: dict[int, tuple[float, list[int]]] = {}
 
     @property
     def size_bytes(self) -> int:
@@ -84,7 +79,7 @@ class SuffixAutomaton:
         return len(tokens)
 
     def _rebuild(self, tokens: Sequence[int], dropped: int) -> None:
-        self._clear()
+        self.clear()
         tail = tokens[-self._capacity_tokens :]
         self._dropped_tokens = dropped + len(tokens) - len(tail)
         self.extend(tail)
@@ -186,90 +181,38 @@ class SuffixAutomaton:
             if not target or label == SEPARATOR:
                 return 0, []
             return counts[target], [(counts[target], latest[target], label, target)]
-        if len(others) >= _MIN_CACHED_TRANSITIONS:
-            return self._frequent_continuations(state)
-        branches = [(counts[t], latest[t], token, t) for token, t in others.items() if token != SEPARATOR]
-        if label != SEPARATOR:
-            branches.append((counts[target], latest[target], label, target))
-        branches.sort(reverse=True)
-        return sum([branch[0] for branch in branches]), branches
-
-    def _frequent_continuations(self, state: int) -> tuple[int, list[StateContinuation]]:
-        """Return the cached `continuations` of a state with many transitions, omitting infrequent ones.
-
-        The cache is rebuilt only when the state occurs so much more often that an omitted token could have
-        become frequent.
-        """
-        counts, latest = self._counts, self._latest
-        total = counts[state] - (latest[state] == len(self.tokens))
-        if across := self.step(state, SEPARATOR):
+        total = sum([counts[t] for t in others.values()]) + counts[target]
+        if across := self._step(state, SEPARATOR):
             total -= counts[across]
-        until, tokens = self._frequent.get(state, (0.0, []))
-        if total > until:
-            enough = total * self._min_probability / 2
-            label, others = self._labels[state], self._more[state]
-            tokens = [token for token, target in others.items() if counts[target] >= enough]
-            if counts[self._targets[state]] >= enough:
-                tokens.append(label)
-            if across and SEPARATOR in tokens:
-                tokens.remove(SEPARATOR)
-            self._frequent[state] = (
-                total * (1 - self._min_probability / 2) / (1 - self._min_probability),
-                tokens,
-            )
-        branches = []
-        for token in tokens:
-            target = self.step(state, token)
-            branches.append((counts[target], latest[target], token, target))
+        # States of short matches may have thousands of transitions, so do not sort the infrequent ones.
+        enough = total * self._min_probability / 2
+        branches = [(counts[t], latest[t], token, t) for token, t in others.items() if counts[t] >= enough]
+        branches.append((counts[target], latest[target], label, target))
         branches.sort(reverse=True)
-        return total, branches
+        return total, [branch for branch in branches if branch[2] != SEPARATOR] if across else branches
 
-    def step(self, state: int, token: int) -> int:
+    def _step(self, state: int, token: int) -> int:
         """Return the state after appending `token` to a match, or 0 if the longer match does not occur."""
         if self._labels[state] == token:
             return self._targets[state]
         others = self._more.get(state)
         return others.get(token, 0) if others is not None else 0
 
-    def truncate_match(self, state: int, length: int) -> tuple[int, int]:
-        """Shorten a match to at most MAX_MATCH_TOKENS tokens, and return its state and length."""
-        if length > MAX_MATCH_TOKENS:
-            length = MAX_MATCH_TOKENS
-            if self._lengths[self._links[state]] >= length:
-                state = self._links[state]
-        return state, length
+    def follow(self, match: tuple[int, int], tokens: Sequence[int]) -> tuple[int, int]:
+        """Update the longest match with the end of another sequence after `tokens` were appended to it.
 
-    def shorten_match(self, state: int) -> tuple[int, int]:
-        """Shorten a match to its longest suffix that occurs elsewhere. Return its state and length."""
-        state = self._links[state]
-        return state, self._lengths[state]
-
-
-class SuffixMatcher:
-    """Tracks the longest suffix of one sequence that occurs in the automaton of another sequence.
-
-    Attributes:
-        state: State of the match in the automaton. Becomes invalid when the automaton grows.
-        length: Length of the match in tokens, at most MAX_MATCH_TOKENS.
-    """
-
-    def __init__(self, automaton: SuffixAutomaton) -> None:
-        self._automaton = automaton
-        self.state = self.length = 0
-
-    def restart(self, tokens: Sequence[int]) -> None:
-        """Start matching the end of a new sequence."""
-        self.state = self.length = 0
-        self.extend(tokens[-MAX_MATCH_TOKENS:])
-
-    def extend(self, tokens: Sequence[int]) -> None:
-        """Append `tokens` to the sequence and update the match."""
-        automaton, state, length = self._automaton, self.state, self.length
+        A match consists of a state and a length of at most MAX_MATCH_TOKENS; (0, 0) if nothing matches. It
+        becomes invalid when this automaton grows.
+        """
+        state, length = match
         for token in tokens:
-            target = automaton.step(state, token)
+            target = self._step(state, token)
             while not target and state:
-                state, length = automaton.shorten_match(state)
-                target = automaton.step(state, token)
+                state = self._links[state]
+                length = self._lengths[state]
+                target = self._step(state, token)
             if target:
-                state, length = automaton.truncate_match(target, length + 1)
-        self.state, self.length = state, length
+                state, length = target, min(length + 1, MAX_MATCH_TOKENS)
+                if self._lengths[self._links[state]] >= length:
+                    state = self._links[state]
+        return state, length

@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 from edgespec.drafters.base import Drafter, MemoryUse
-from edgespec.drafters.host_cost import HostCost
-from edgespec.drafters.suffix.scoring import ScoredDraft, SuffixConfig, merge_drafts
-from edgespec.drafters.suffix.sources import ChatSource, DraftSource, IndexedSource, OtherChatsSource
-from edgespec.drafters.suffix.suffix_array import SuffixArray
+from edgespec.drafters.suffix import scoring
+from edgespec.drafters.suffix.automaton import SuffixAutomaton
+from edgespec.drafters.suffix.scoring import Continuation, ScoredDraft, SuffixConfig, best_draft, grow_draft
+from edgespec.drafters.suffix.suffix_array import SuffixArray, SuffixRange
+from edgespec.drafters.suffix.tokens import MAX_CONTINUATION_TOKENS, MAX_MATCH_TOKENS, SEPARATOR
 from edgespec.engine.acceptance import Acceptance
 from edgespec.engine.sampling import Sampler
 from edgespec.engine.tree import TokenTree
 
-__all__ = ["ReplyRecorder", "SuffixCorpus", "SuffixDrafter"]
+__all__ = ["IndexedSource", "ReplyRecorder", "SuffixCorpus", "SuffixDrafter", "draft_from_automaton"]
+
+# The tokens after each occurrence of a match, and how many of them are already part of the draft's path.
+_Rows: TypeAlias = tuple[list[list[int]], int]
 
 _DEFAULT_CONFIG = SuffixConfig()
+_MAX_CACHED_DRAFTS = 1 << 11
+# Number of tokens from other chats to keep. Older tokens are dropped whenever there are twice as many.
+_OTHER_CHATS_TOKENS = 1 << 13
 
 
 class ReplyRecorder(Protocol):
@@ -59,12 +66,7 @@ class SuffixDrafter(Drafter):
 
     Args:
         load_corpus: Loads the corpus. Called once, before the first reply.
-        config: Size limits for drafts.
-        is_end: Whether a token ends the reply. Nothing is drafted after such a token.
-
-    Attributes:
-        cost: Measures the lookup time per reply token.
-        prompt_cost: Measures the indexing time per prompt token.
+        config: Limits for drafts.
     """
 
     name = "suffix"
@@ -75,95 +77,127 @@ class SuffixDrafter(Drafter):
         load_corpus: Callable[[], SuffixCorpus] = SuffixCorpus,
         *,
         config: SuffixConfig = _DEFAULT_CONFIG,
-        is_end: Callable[[int], bool] = lambda _: False,
     ) -> None:
-        self.cost, self.prompt_cost = HostCost(), HostCost()
         self._config = config
-        self._is_end = lru_cache(1 << 14)(is_end)
         self._load_corpus: Callable[[], SuffixCorpus] | None = load_corpus
-        self._corpus = SuffixCorpus()
-        self._chat = ChatSource(config, self._is_end)
-        self._other_chats: OtherChatsSource | None = None
-        self._sources: list[DraftSource] = [self._chat]
+        self._recorder: ReplyRecorder | None = None
+        self._indexed: IndexedSource | None = None
+        self._chat = SuffixAutomaton(config.min_probability)
+        self._other_chats = SuffixAutomaton(config.min_probability, capacity_tokens=_OTHER_CHATS_TOKENS)
+        # State and length of the longest match of the current chat in the other chats.
+        self._other_match = 0, 0
         self._prompt: Sequence[int] = ()
         self._reply: list[int] = []
         # New texts in the current chat. Other chats can draft from them as soon as this chat is left.
         self._chat_texts: list[Sequence[int]] = []
 
     def warm_up(self) -> None:
-        if self._load_corpus is None:
-            return
-        self._corpus = self._load_corpus()
-        self._load_corpus = None
-        if self._corpus.recorder is not None:
-            self._other_chats = OtherChatsSource(self._config, self._is_end)
-            self._sources.append(self._other_chats)
-        if self._corpus.index is not None:
-            self._sources.append(IndexedSource(self._corpus.index, self._config, self._is_end))
+        if self._load_corpus is not None:
+            corpus, self._load_corpus = self._load_corpus(), None
+            self._recorder = corpus.recorder
+            self._indexed = IndexedSource(corpus.index, self._config) if corpus.index else None
 
     def begin(self, tokens: Sequence[int]) -> None:
         self._record_reply()
         self.warm_up()
         self._prompt = tokens
-        with self.prompt_cost:
-            added = self._chat.automaton.set_tokens(tokens)
-            if self._other_chats is not None:
-                if added == len(tokens):
-                    for text in self._chat_texts:
-                        self._other_chats.add(text)
-                    self._chat_texts = []
-                self._other_chats.begin(self._chat.last_tokens())
-        self.prompt_cost.tokens += added
+        if self._chat.set_tokens(tokens) == len(tokens):
+            for text in self._chat_texts:
+                self._other_chats.extend([*text, SEPARATOR])
+            self._chat_texts = []
+        self._other_match = self._other_chats.follow((0, 0), tokens[-MAX_MATCH_TOKENS:])
 
     @property
     def memory_use(self) -> MemoryUse:
-        return MemoryUse(other_bytes=sum(source.size_bytes for source in self._sources))
+        index_bytes = self._indexed.index.size_bytes if self._indexed else 0
+        return MemoryUse(other_bytes=self._chat.size_bytes + self._other_chats.size_bytes + index_bytes)
 
     def propose(self, sampler: Sampler, acceptance: Acceptance, draft_length: int) -> TokenTree:
-        with self.cost:
-            root = self._chat.automaton.tokens[-1]
-            drafts: list[ScoredDraft] = []
-            for source in self._sources:
-                drafts.append(source.propose(self._chat, root, draft_length))
-                if drafts[-1].score >= draft_length:
-                    # This draft will probably be accepted completely, so do not search the other sources.
-                    break
-            draft = merge_drafts(drafts, self._config)
-            parents = tuple(draft.parents)
-            return TokenTree(
-                tuple(draft.tokens),
-                parents,
-                (None,) * len(parents),
-                block_verifiable=parents == tuple(range(-1, len(parents) - 1)),
-            )
+        drafts = []
+        for draft in self._drafts(self._chat.tokens[-1], draft_length):
+            drafts.append(draft)
+            if draft.score >= draft_length:
+                # This draft will probably be accepted completely, so do not search the other texts.
+                break
+        tokens, parents, _ = scoring.merge_drafts(drafts, self._config)
+        is_chain = parents == list(range(-1, len(parents) - 1))
+        return TokenTree(tuple(tokens), tuple(parents), (None,) * len(parents), block_verifiable=is_chain)
+
+    def _drafts(self, root: int, depth: int) -> Iterator[ScoredDraft]:
+        """Yield the best draft from each collection of texts."""
+        chat = self._chat
+        yield draft_from_automaton(chat, chat.longest_repeated_suffix(), root, depth, self._config)
+        yield draft_from_automaton(self._other_chats, self._other_match, root, depth, self._config)
+        if self._indexed:
+            yield self._indexed.propose(chat.tokens[-MAX_MATCH_TOKENS:], depth)
 
     def commit(self, tokens: tuple[int, ...]) -> None:
-        with self.cost:
-            self._chat.automaton.extend(tokens)
-            if self._other_chats is not None:
-                self._other_chats.extend(tokens)
-            self.cost.tokens += len(tokens)
+        self._chat.extend(tokens)
+        self._other_match = self._other_chats.follow(self._other_match, tokens)
         self._reply.extend(tokens)
 
     def note(self) -> str:
-        index, recorder = self._corpus.index, self._corpus.recorder
-        cost = self.cost.note(self.name)
-        if cost and (prompt_microseconds := self.prompt_cost.microseconds_per_token) is not None:
-            cost = f"{cost} ({prompt_microseconds:.0f} µs per prompt token)"
-        if cost and index is not None:
-            cost = f"{cost}, with {index.token_count:,} indexed tokens of files and earlier chats"
-        return "; ".join(filter(None, (cost, recorder.notice if recorder else "")))
+        index = self._indexed.index if self._indexed else None
+        indexed = f"{index.token_count:,} tokens of files and earlier chats are searched" if index else ""
+        return "; ".join(filter(None, (indexed, self._recorder.notice if self._recorder else "")))
 
     def _record_reply(self) -> None:
-        if self._corpus.recorder is not None and self._reply:
-            self._chat_texts.extend(self._corpus.recorder.add(self._reply, self._prompt))
+        if self._recorder and self._reply:
+            self._chat_texts.extend(self._recorder.add(self._reply, self._prompt))
         self._prompt, self._reply = (), []
 
     def reset(self) -> None:
-        self._chat.automaton.set_tokens(())
+        self._chat.set_tokens(())
 
     def close(self) -> None:
         self._record_reply()
-        self._corpus, self._load_corpus = SuffixCorpus(), None
-        self._chat = ChatSource(self._config, self._is_end)
-        self._other_chats, self._sources, self._chat_texts = None, [self._chat], []
+        self._load_corpus = self._recorder = self._indexed = None
+        self._chat_texts = []
+        self._chat.clear()
+        self._other_chats.clear()
+
+
+def draft_from_automaton(
+    automaton: SuffixAutomaton, match: tuple[int, int], root: int, depth: int, config: SuffixConfig
+) -> ScoredDraft:
+    """Return the best draft. `match` is the state and the length of the longest match."""
+
+    def grow(max_tokens: int, state: int) -> ScoredDraft:
+        return grow_draft(automaton.continuations, state, root, depth, max_tokens, config)
+
+    return best_draft(automaton.suffixes(*match), grow, root, depth, config)
+
+
+class IndexedSource:
+    """Drafts from texts that do not change. Caches drafts for contexts that occur often."""
+
+    def __init__(self, index: SuffixArray, config: SuffixConfig) -> None:
+        self.index, self._config = index, config
+        self._cached_grow = lru_cache(_MAX_CACHED_DRAFTS)(self._grow)
+
+    def propose(self, last_tokens: Sequence[int], depth: int) -> ScoredDraft:
+        """Return the best draft after `last_tokens`, at most MAX_MATCH_TOKENS tokens."""
+        root = last_tokens[-1]
+
+        def grow(max_tokens: int, matches: SuffixRange) -> ScoredDraft:
+            return self._cached_grow(max_tokens, matches, root, depth)
+
+        return best_draft(self.index.matches(last_tokens), grow, root, depth, self._config)
+
+    def _grow(self, max_tokens: int, matches: SuffixRange, root: int, depth: int) -> ScoredDraft:
+        rows = self.index.continuations(matches, max(1, min(depth, max_tokens, MAX_CONTINUATION_TOKENS)))
+        return grow_draft(_count_rows, (rows, 0), root, depth, max_tokens, self._config)
+
+
+def _count_rows(place: _Rows) -> tuple[int, list[Continuation[_Rows]]]:
+    """Count how often each token comes next in the rows. Equally frequent tokens stay in row order."""
+    rows, depth = place
+    rows_by_token: dict[int, list[list[int]]] = {}
+    for row in rows:
+        rows_by_token.setdefault(row[depth], []).append(row)
+    rows_by_token.pop(SEPARATOR, None)
+    continuations = [
+        (len(group), -i, token, (group, depth + 1)) for i, (token, group) in enumerate(rows_by_token.items())
+    ]
+    continuations.sort(reverse=True)
+    return sum([continuation[0] for continuation in continuations]), continuations

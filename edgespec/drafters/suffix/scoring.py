@@ -5,20 +5,12 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias, TypeVar
+from typing import NamedTuple, TypeAlias, TypeVar
 
-from edgespec.drafters.token_buffer import MAX_CONTINUATION_TOKENS
+from edgespec.drafters.suffix.tokens import MAX_CONTINUATION_TOKENS
 from edgespec.engine.tree import TreeBuilder
 
-__all__ = [
-    "Continuation",
-    "ContinuationLookup",
-    "ScoredDraft",
-    "SuffixConfig",
-    "best_draft",
-    "grow_draft",
-    "merge_drafts",
-]
+__all__ = ["Continuation", "ScoredDraft", "SuffixConfig", "best_draft", "grow_draft", "merge_drafts"]
 
 # The position in an index where a match ends. Its type depends on the kind of index.
 Place = TypeVar("Place")
@@ -31,7 +23,7 @@ ContinuationLookup: TypeAlias = Callable[[Place], tuple[int, list[Continuation[P
 
 @dataclass(frozen=True, slots=True)
 class SuffixConfig:
-    """Size limits for suffix drafts. The defaults match ArcticInference's suffix decoding.
+    """Limits for suffix drafts. The default sizes are those of ArcticInference's suffix decoding.
 
     After a match of m tokens, at most `length_factor * m + length_offset` tokens are drafted.
 
@@ -40,28 +32,27 @@ class SuffixConfig:
         length_offset: Number of additional drafted tokens, regardless of the match length.
         min_probability: Minimum probability that a drafted token and all its ancestors are accepted,
             estimated from counts.
-        min_match_tokens: Minimum match length. Nothing is drafted after a shorter match.
         max_tokens: Maximum number of drafted tokens.
         can_branch: Whether to draft trees. If False, only chains are drafted, for targets that cannot verify
             trees.
+        is_end: Whether a token ends the reply. Nothing is drafted after such a token.
     """
 
     length_factor: float = 1.0
     length_offset: float = 0.0
     min_probability: float = 0.1
-    min_match_tokens: int = 1
     max_tokens: int = 32
     can_branch: bool = True
+    is_end: Callable[[int], bool] = lambda _: False
 
     def max_draft_tokens(self, match_tokens: int) -> int:
         """Return the maximum number of tokens to draft after a match of `match_tokens` tokens."""
-        if match_tokens < self.min_match_tokens:
+        if not match_tokens:
             return 0
-        return max(0, min(self.max_tokens, int(self.length_factor * match_tokens + self.length_offset)))
+        return min(self.max_tokens, int(self.length_factor * match_tokens + self.length_offset))
 
 
-@dataclass(frozen=True, slots=True)
-class ScoredDraft:
+class ScoredDraft(NamedTuple):
     """A draft tree, and for each node the estimated probability that it is accepted. Node 0 is the root."""
 
     tokens: list[int]
@@ -85,18 +76,18 @@ def best_draft(
 
     Args:
         matches: The length and the place of each match, longest first.
-        grow: Builds the draft for one match.
+        grow: Builds a draft of up to a given number of tokens after a place.
         root: Last token of the sequence.
         depth: Maximum depth of the draft.
-        config: Size limits.
+        config: Limits for the draft.
     """
     best, best_score = ScoredDraft([root], [-1], [1.0]), 0.0
     for length, place in matches:
-        draft = grow(length, place)
+        draft = grow(config.max_draft_tokens(length), place)
         if (score := draft.score) > best_score:
             best, best_score = draft, score
-        # Every node and every level adds at most 1 to the score, so shorter matches cannot score higher than
-        # this.
+        # Every node and every level adds at most 1 to the score, so this is the highest possible score of a
+        # shorter match.
         if best_score >= min(depth, config.max_draft_tokens(length - 1)):
             break
     return best
@@ -109,7 +100,6 @@ def grow_draft(
     depth: int,
     max_tokens: int,
     config: SuffixConfig,
-    is_end: Callable[[int], bool],
 ) -> ScoredDraft:
     """Build a tree of the most probable continuations of a match. The most probable node is added first.
 
@@ -119,8 +109,7 @@ def grow_draft(
         root: Last token of the sequence.
         depth: Maximum depth of the tree.
         max_tokens: Maximum number of drafted tokens.
-        config: Further size limits.
-        is_end: Whether a token ends the reply. Nothing is drafted after such a token.
+        config: Further limits.
     """
     depth = min(depth, max_tokens, MAX_CONTINUATION_TOKENS)
     tokens, parents, probs = [root], [-1], [1.0]
@@ -128,7 +117,7 @@ def grow_draft(
     frontier: list[tuple[float, int, int, int, int, Place]] = []
     node = level = inserted = 0
     while True:
-        if level < depth and not (node and is_end(tokens[node])):
+        if level < depth and not (node and config.is_end(tokens[node])):
             total, continuations = lookup(place)
             for count, _, token, after in continuations if config.can_branch else continuations[:1]:
                 probability = probs[node] * count / total

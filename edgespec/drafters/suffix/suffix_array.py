@@ -9,7 +9,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.drafters.token_buffer import MAX_CONTINUATION_TOKENS, MAX_MATCH_TOKENS, SEPARATOR, TokenArray
+from edgespec.drafters.suffix.tokens import MAX_CONTINUATION_TOKENS, MAX_MATCH_TOKENS, SEPARATOR, TokenArray
 
 __all__ = ["SuffixArray", "SuffixRange"]
 
@@ -20,8 +20,6 @@ SuffixRange: TypeAlias = tuple[int, int]
 MAX_SAMPLED_OCCURRENCES = 64
 # Tokens are big-endian, so that sorting sequences by their bytes sorts them by their tokens.
 _TOKEN = np.dtype(">i4")
-# Minimum number of entries for a range to be cached, and maximum number of cached ranges.
-_MIN_CACHED_RANGE, _MAX_CACHED_RANGES = 64, 1 << 12
 
 
 class SuffixArray:
@@ -49,7 +47,6 @@ class SuffixArray:
         self._reversed = whole[::-1].astype(_TOKEN).tobytes()
         self.text = np.frombuffer(self._reversed, _TOKEN)[::-1]
         self.token_count = int(np.count_nonzero(whole != SEPARATOR))
-        self._cached_ranges: dict[bytes, SuffixRange] = {}
 
     @property
     def size_bytes(self) -> int:
@@ -78,16 +75,10 @@ class SuffixArray:
             if not length:
                 return
             prefix = key[: 4 * length]
-            cached = self._cached_ranges.get(prefix)
-            if cached is None:
-                if left == length:
-                    low = self._last_with_prefix(low - 1, -1, prefix)
-                if right == length:
-                    high = self._last_with_prefix(high, 1, prefix) + 1
-                if high - low >= _MIN_CACHED_RANGE:
-                    self._cache_range(prefix, (low, high))
-            else:
-                low, high = cached
+            if left == length:
+                low = self._last_with_prefix(low - 1, -1, prefix)
+            if right == length:
+                high = self._last_with_prefix(high, 1, prefix) + 1
             yield length, (low, high)
 
     def _last_with_prefix(self, entry: int, step: int, prefix: bytes) -> int:
@@ -104,11 +95,6 @@ class SuffixArray:
             growing = False
             step = int(step / 2)
         return entry
-
-    def _cache_range(self, prefix: bytes, matches: SuffixRange) -> None:
-        if len(self._cached_ranges) >= _MAX_CACHED_RANGES:
-            self._cached_ranges.clear()
-        self._cached_ranges[prefix] = matches
 
     def continuations(self, matches: SuffixRange, count: int) -> list[list[int]]:
         """Return the tokens that follow each entry in a range. Large ranges are sampled evenly.

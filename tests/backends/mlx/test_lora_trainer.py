@@ -22,11 +22,11 @@ from edgespec.backends.optional_features import Skippable, TrainingExample
 from edgespec.catalog.catalogue import models_folder
 from edgespec.costs.curve import assumed_cost
 from edgespec.costs.pass_limits import PassLimits
-from edgespec.drafters import online_training, swift
+from edgespec.drafters import online as online_drafting
+from edgespec.drafters import swift
 from edgespec.drafters.adaptive_tree import AdaptiveTreeGrowth
-from edgespec.drafters.model import ModelDrafter
-from edgespec.drafters.online import OnlineDrafter
-from edgespec.drafters.online_training import OnlineTrainer
+from edgespec.drafters.draft_cache import DraftCache
+from edgespec.drafters.online import OnlineDrafter, OnlineTrainer
 from edgespec.drafters.swift import SwiftDrafter
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import BackendError
@@ -46,8 +46,8 @@ def load(path: Path) -> MlxModel:
 
 
 def online(target: MlxModel, draft: MlxModel, notes: SavedArrays | None = None) -> OnlineDrafter:
-    drafter = ModelDrafter(draft, target.facts.vocab_size)
-    return OnlineDrafter(drafter, OnlineTrainer(drafter.cache, draft.trainer(), store=notes))
+    trainer = OnlineTrainer(DraftCache(draft), draft.trainer(), store=notes)
+    return OnlineDrafter(draft, target.facts.vocab_size, trainer)
 
 
 def paired(target: MlxModel, draft: MlxModel, notes: SavedArrays | None = None) -> Runtime:
@@ -191,8 +191,8 @@ class TestReplies:
     def test_the_original_weights_are_used_if_they_predict_better(
         self, tmp_path: Path, demo: tuple[MlxModel, MlxModel], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(online_training, "_MIN_EVALUATION_TOKENS", 16)
-        monkeypatch.setattr(online_training, "_MAX_STEPS", 1)
+        monkeypatch.setattr(online_drafting, "_MIN_EVALUATION_TOKENS", 16)
+        monkeypatch.setattr(online_drafting, "_MAX_STEPS", 1)
         target, draft = demo
         notes = SavedArrays("online", "pair", tmp_path)
         with paired(target, draft, notes) as runtime:
@@ -241,7 +241,7 @@ class TestReplies:
                 runtime._session.run_idle_work(lambda: True)
             facts = draft.facts
         assert counted[0] == (facts.weight_bytes, facts.kv_bytes, 3 * changes)
-        logits_bytes = 4 * facts.vocab_size * online_training.EXAMPLE_TOKENS
+        logits_bytes = 4 * facts.vocab_size * online_drafting.EXAMPLE_TOKENS
         assert counted[1][:2] == counted[0][:2]
         assert logits_bytes < counted[1][2] - counted[0][2] < 16 * logits_bytes
 

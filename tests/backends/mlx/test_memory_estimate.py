@@ -13,10 +13,7 @@ import pytest
 from edgespec.backends import mlx as backend
 from edgespec.backends.base import LoadOptions
 from edgespec.backends.memory_estimate import MemoryEstimate
-from edgespec.backends.mlx import memory_estimate
 from edgespec.backends.mlx.memory_estimate import MlxMemoryEstimator
-from edgespec.catalog import resolve
-from edgespec.engine.tree import TokenTree
 from edgespec.errors import OptionError
 from tests.backends.mlx.tiny_checkpoints import write_checkpoint
 
@@ -57,47 +54,6 @@ def test_kv_types_and_16_bit_weights(kv_type: str, memory_bytes: int, tmp_path: 
     heads = {"head_dim": 32, "hidden_size": 64}
     path = write_checkpoint(tmp_path / "llama", "llama", dtype="bfloat16", config=heads)
     _check(path, context_tokens=4096, kv_type=kv_type, memory_bytes=memory_bytes)
-
-
-@pytest.fixture
-def _few_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory_estimate, "address_space_is_limited", lambda: True)
-
-
-def _peak_is_told(path: Path, context_tokens: int, share: float) -> None:
-    """What MLX counts is what it has addresses for."""
-    options = LoadOptions(context_tokens=context_tokens)
-    told = _told(path, options).bytes_of("cache", "compute")
-    model = backend.load(str(path), "model", options)
-    before = mx.get_active_memory()
-    mx.reset_peak_memory()
-    width = model.facts.capabilities.max_width
-    model.prefill([5 + i % 200 for i in range(context_tokens - width)])
-    model.verify(TokenTree.chain(5, range(6, 5 + width))).best(0, 1)
-    taken = mx.get_peak_memory() - before
-    model.close()
-    # A machine that is busy computes less at once, and then takes less.
-    assert (1 - 2 * share) * told <= taken <= (1 + share) * told
-
-
-@pytest.mark.skipif(mx.default_device() != mx.cpu, reason="measured on a processor")
-@pytest.mark.usefixtures("_few_addresses")
-@pytest.mark.parametrize(
-    ("context_tokens", "share"), [(1024, 0.05), pytest.param(2048, 0.03, marks=pytest.mark.long)]
-)
-def test_a_long_prompt_and_a_wide_pass_take_what_was_told(context_tokens: int, share: float) -> None:
-    _peak_is_told(resolve("demo-mlx").path, context_tokens, share)
-
-
-@pytest.mark.skipif(mx.default_device() != mx.cpu, reason="measured on a processor")
-@pytest.mark.usefixtures("_few_addresses")
-@pytest.mark.parametrize(("kind", "heads_kv"), [("llama", 8), ("llama", 1), ("gemma3", 2)])
-def test_other_shapes_take_what_was_told(kind: str, heads_kv: int, tmp_path: Path) -> None:
-    """Of one layer keys and values are there twice, and scores once."""
-    sizes = {"hidden_size": 128, "num_attention_heads": 8, "head_dim": 32, "num_key_value_heads": heads_kv}
-    config = {**sizes, "intermediate_size": 128, "sliding_window": 256}
-    path = write_checkpoint(tmp_path / kind, kind, dtype="float16", config=config)
-    _peak_is_told(path, 1024, 0.15)  # what is computed at once differs from run to run
 
 
 # Fills a context of so many tokens, and prints the most that was held (VmHWM), more than before.
@@ -145,16 +101,14 @@ print(run(sys.argv[1], int(sys.argv[2])))
     ],
 )
 def test_estimate_is_near_the_touched_memory(kind: str, config: dict[str, int], tmp_path: Path) -> None:
-    """Most is held while there are scores, or logits, or while the keys of a layer are there twice, or what
-    the states of one are made of: never two of these.
-    """
+    """The compute buffers hold scores, logits, a copy of the largest layer's cache, or a recurrent layer."""
     path = write_checkpoint(tmp_path / kind, kind, dtype="float16", config={**_LONG, **config})
     told = _told(path, LoadOptions(context_tokens=2048))
     done = subprocess.run(
         [sys.executable, "-c", _TOUCHES, str(path), "2048"], capture_output=True, text=True, check=True
     )
     assert told.bytes_of("compute") > 7 << 20
-    assert abs(told.bytes_of("cache", "compute") - int(done.stdout)) < 4 << 20
+    assert -(4 << 20) < told.bytes_of("cache", "compute") - int(done.stdout) < 20 << 20
 
 
 def test_what_does_not_run_is_refused(tmp_path: Path) -> None:
