@@ -109,7 +109,11 @@ def _load_planned(planned: LoadPlan, progress: Progress | None) -> Runtime:
             model,
             draft.model if draft else None,
             drafters,
-            defaults={name: arguments[name] for name in ("method", "draft_length", "acceptance")},
+            defaults={
+                "method": arguments["method"],
+                "draft_length": arguments["draft_length"],
+                "acceptance": arguments["acceptance"],
+            },
             costs=costs,
             notice=" · ".join(filter(None, notices)),
             plan=planned.plan,
