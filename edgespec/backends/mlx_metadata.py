@@ -37,7 +37,7 @@ class _Tensor:
 def read_mlx_info(folder: Path) -> ModelInfo:
     """Return the metadata of an MLX model. Raises ModelFileError if the folder is not a complete model."""
     whole = _object(folder / "config.json")
-    # Vision models store the configuration of their language part here.
+    # Vision models store the configuration of their language model here.
     inner = whole.get("text_config")
     config = whole | inner if isinstance(inner, dict) else whole
     files = sorted(folder.glob(WEIGHTS))
@@ -109,7 +109,7 @@ def _kind(config: Mapping[str, Any]) -> Kind:
     if not isinstance(config.get("model_type"), str):
         return "other"
     if not named:
-        return "model"  # mlx-lm needs only the model_type.
+        return "model"  # mlx-lm only reads `model_type`.
     if any(head in name.lower() for name in named for head in _HEAD_NAMES):
         return "head"
     return "model" if any(name.endswith(_TEXT_SUFFIXES) for name in named) else "embedding"
