@@ -95,7 +95,7 @@ def find_pair(
         drafting: The methods that replies may use.
         progress: Called during downloads. Returns False to cancel.
         options: Memory and context limits that `auto` considers when choosing a draft model.
-        find_model: Finds a model by reference. By default it downloads missing files.
+        find_model: Finds a model by reference. The default downloads missing files.
 
     Raises:
         OptionError: A method needs a draft model but there is none, or the target does not support adapters.
@@ -108,13 +108,15 @@ def find_pair(
     found_draft, why_none, why_draft = _find_draft(found, draft, find_model, options)
     if options.adapter is not None and not found.file_format.adapters:
         raise OptionError(
-            f"an adapter needs an MLX model, and {found.name} is not one",
-            "leave --adapter out, or name the MLX form of the model, such as 8b-mlx",
+            f"an adapter needs an MLX model, but {found.name} is not one",
+            "leave --adapter out, or use the MLX form of the model, such as 8b-mlx",
         )
     found = _prepared_for_early_exit(found, drafting, found_draft is not None)
     if not found_draft and "model" in drafting.named_drafters:
         method = next(method for method in drafting.methods if "model" in method.split("+"))
-        raise OptionError(f"method {method!r} needs a draft model: {why_none}", "give --draft REF")
+        raise OptionError(
+            f"method {method!r} needs a draft model: {why_none}", "pass a draft model with --draft REF"
+        )
     return ModelPair(found, found_draft, why_none, why_draft)
 
 
@@ -132,7 +134,7 @@ def _prepared_for_early_exit(found: Resolved, drafting: DraftingOptions, has_dra
     except ModelFileError:
         if named:
             raise
-        return found  # `auto` ignores a damaged form
+        return found  # `auto` ignores a damaged form.
     return replace(found, path=prepared.folder, note=str(prepared.folder), format=prepared.kind)
 
 
@@ -208,7 +210,7 @@ def _adapted_to_target(
     name = pair.draft.name
     window = window_for(model.facts.trained_context_tokens)
     initial_tokens, max_tokens = model.facts.context_tokens, model.facts.max_context_tokens
-    if window:  # contexts of models with a window never grow
+    if window:  # The context of a model with a window never grows.
         model.resize(max_tokens)
     elif compared.translation is not None:
         model.resize(max(initial_tokens, min(max_tokens, _FOREIGN_CONTEXT_TOKENS)))
@@ -226,7 +228,7 @@ def _adapted_to_target(
         return LoadedDraft(TranslatedModel(model, target.vocabulary, compared.translation), notice)
     if drafting.arguments["draft_branches"]:
         raise OptionError(
-            f"{name} has another vocabulary than {pair.target.name}, so it can only draft chains",
+            f"{name} cannot draft branches, because its vocabulary differs from that of {pair.target.name}",
             "leave --draft-branches out",
         )
     min_confidence = drafting.arguments["draft_confidence"]
@@ -245,19 +247,17 @@ def _check_trainable(
 ) -> None:
     """Check that a draft model can be trained between replies, and raise OptionError if it cannot."""
     if not found.file_format.online_training:
-        why, hint = "that takes an MLX draft", "give an MLX draft"
+        why, hint = "only MLX draft models can be trained", "use an MLX draft model"
     elif not draft.capabilities.trainable:
-        why, hint = "it has a recurrent state", "give a draft without one"
+        why, hint = "it has a recurrent state", "use a draft model without one"
     elif not same_vocabulary:
-        why, hint = (
-            f"its vocabulary is not that of {target.name}",
-            "give a draft with the same vocabulary",
-        )
+        why = f"its vocabulary differs from that of {target.name}"
+        hint = "use a draft model with the same vocabulary"
     elif window:
-        why, hint = "it sees a window of the text only", "use --draft-window 0"
+        why, hint = "it reads only the end of the text", "use --draft-window 0"
     else:
         return
-    raise OptionError(f"the draft {found.name} cannot learn: {why}", f"{hint}, or leave --learn out")
+    raise OptionError(f"the draft model {found.name} cannot learn: {why}", f"{hint}, or leave --learn out")
 
 
 def _load_model(found: Resolved, options: LoadOptions, progress: Progress | None) -> LanguageModel:

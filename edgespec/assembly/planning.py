@@ -121,13 +121,7 @@ class LoadPlan:
 
 
 def budget_for(pair: ModelPair, memory_bytes: int | None, reserve_bytes: int | None = None) -> Budget:
-    """Return the user's budget or the default one, reduced to the hard limits of this process if needed.
-
-    Args:
-        pair: the models. Their backend reports the graphics cards.
-        memory_bytes: the value of `--memory`, or None.
-        reserve_bytes: the value of `--reserve`, or None.
-    """
+    """Return `find_budget` for a pair, with the graphics cards of its backend."""
     if address_space_is_limited():
         # Libraries need address space, so load them now, before the remaining memory is counted.
         limit_malloc_arenas()
@@ -276,7 +270,7 @@ def check_fits(planned: LoadPlan) -> None:
     named = ", ".join(f"{item.name} {format_bytes(item.bytes)}" for item in largest)
     raise MemoryBudgetError(
         f"{planned.pair.target.name} with a context of {planned.options.context_tokens:,} tokens needs"
-        f" {format_bytes(plan.planned_bytes(pool))}{where}, and the budget is"
+        f" {format_bytes(plan.planned_bytes(pool))}{where}, but the budget is"
         f" {format_bytes(plan.budget_bytes(pool))} ({plan.budget.source}): {named}",
         planned.advice,
     )
