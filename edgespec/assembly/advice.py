@@ -39,13 +39,8 @@ def find_advice(
 ) -> str:
     """Return advice for the user: change one of the options that they set, or choose a smaller model.
 
-    Args:
-        fixed: options set by the user.
-        fit: returns the best choice and its plan when only the given options are fixed.
-        pair: models that do not fit.
-        options: load options.
-        budget: limits on the memory to use.
-        headroom_bytes: the value of `--headroom`, or None.
+    `fixed` are the options set by the user. `fit` returns the best choice and its plan for a set of fixed
+    options.
     """
     for name, text in _ADVICE.items():
         if name in fixed:

@@ -174,8 +174,11 @@ def load_draft(
     found = pair.draft
     if found is None:
         return None
-    context_tokens = target.facts.max_context_tokens
-    options = draft_load_options(options, drafting, context_tokens, _remaining_bytes(options, target.facts))
+    facts, memory_bytes = target.facts, options.memory_bytes
+    context_tokens = facts.max_context_tokens
+    if memory_bytes is not None:
+        memory_bytes = max(0, memory_bytes - facts.weight_bytes - facts.max_kv_bytes)
+    options = draft_load_options(options, drafting, context_tokens, memory_bytes)
     if drafting.draft_kv_type:
         options = replace(options, kv_type=drafting.draft_kv_type)
     options = options_in_pair(found, pair.target, options)
@@ -264,23 +267,13 @@ def _load_model(found: Resolved, options: LoadOptions, progress: Progress | None
     return found.file_format.load(str(found.path), found.name, options, progress)
 
 
-def _remaining_bytes(options: LoadOptions, target: ModelFacts) -> int | None:
-    """Return the number of bytes of the budget that a loaded target leaves, or None without a budget."""
-    if options.memory_bytes is None:
-        return None
-    return max(0, options.memory_bytes - target.weight_bytes - target.max_kv_bytes)
-
-
 def draft_load_options(
     options: LoadOptions, drafting: DraftingOptions, context_tokens: int, memory_bytes: int | None
 ) -> LoadOptions:
     """Derive the draft model's load options from those of the target.
 
-    Args:
-        options: The target's options.
-        drafting: Drafting options. Branches chosen by the user may be as wide as the backend allows.
-        context_tokens: Size of the target's context, all of which the draft model sees.
-        memory_bytes: Maximum memory for the draft model, or None for no limit.
+    The draft model sees all `context_tokens` of the target. Branches chosen by the user may be as wide as the
+    backend allows.
     """
     adapts = drafting.arguments["draft_branches"] in ((), "auto")
     return replace(

@@ -47,12 +47,8 @@ class _ModelShape(NamedTuple):
     """Properties of a model that its memory estimates are based on.
 
     Attributes:
-        sizes: Sizes used to decide whether to widen weights to float32.
         weight_bytes: Size of the weights as stored, and after widening to float32, in bytes.
         zero_bytes: Size of the zero arrays that are allocated but not stored in the files, in bytes.
-        vocab_size: Number of tokens in the vocabulary.
-        hidden_size, intermediate_size: Size of the hidden states, and of the feed-forward network.
-        heads: Number of attention heads.
         scans: For each recurrent layer, the number of array elements in memory for a pass of some tokens.
         caches: Functions that return the cache sizes, keyed by (bits, widened). Unsupported combinations are
             absent.

@@ -66,8 +66,7 @@ class PrefixCache:
         reuse_costs: decides whether a copy saves time.
         max_copied_bytes: maximum size of one copy, or None for no limit. A larger KV state is stored in
             several segments, or not at all if the model can only copy it whole.
-        available: returns the number of bytes that are currently free on the system.
-        reserve_bytes: memory to leave for other programs.
+        available, reserve_bytes: see `SegmentStore`.
         notice: user-facing reason why the cache differs from what the user asked for, or an empty string.
     """
 

@@ -51,13 +51,7 @@ _FRESH_SECONDS = 600.0
 class StoredSegment:
     """Description of a segment's file, read from its header.
 
-    Attributes:
-        name: see `name_of`.
-        after: digest of the sequence before the segment; empty at the beginning of a sequence.
-        start: number of tokens in the sequence before the segment.
-        tokens: int32 [n], the segment's tokens.
-        data_bytes: size of the KV state.
-        last_used: time of the last use, in seconds since the epoch.
+    `after` is the digest of the sequence before the segment, and empty at the beginning of a sequence.
     """
 
     name: str
