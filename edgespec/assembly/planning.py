@@ -71,11 +71,9 @@ class LoadPlan:
     """All decisions about a load, made before anything is loaded.
 
     Attributes:
-        pair: the models to load.
         drafting: drafting options, including the planner's changes.
         options: load options for both models together.
         float32: see `PlanChoice`.
-        plan: the memory plan.
         advice: advice for the user if the plan does not fit; empty if it fits.
         trained_tokens: context length that the target was trained for; 0 if unknown.
         longrope_switch_tokens: see `initial_context`.
@@ -98,8 +96,7 @@ class LoadPlan:
         kinds = ("weights", "cache")
         draft_bytes = sum(i.bytes for i in self.plan.items if i.role == "draft" and i.kind in kinds)
         left = (self.options.memory_bytes or 0) - draft_bytes
-        # MLX converts weights to float32 if there is enough memory, so a plan without float32 sets a tight
-        # limit.
+        # MLX converts weights to float32 if memory allows, so a plan without float32 sets a tight limit.
         if not self.float32:
             target = (i.bytes for i in self.plan.items if i.role == "target" and i.kind in kinds)
             left = min(left, sum(target))

@@ -141,12 +141,6 @@ class AttentionCache:
         """Number of bytes per cached token. The cache must not be empty."""
         return self.nbytes // self._keys[0].shape[2]
 
-    @property
-    def side_bytes_per_token(self) -> int:
-        """Like `bytes_per_token`, but only for the keys or the values, whichever are larger."""
-        sides = (sum(array.nbytes for array in side) for side in (self._keys, self._values))
-        return max(sides) // self._keys[0].shape[2]
-
     def can_rewind(self, length: int) -> bool:
         """Return whether the cache still contains every row that a token at position `length` attends to."""
         return self.start == 0 or (self.window is not None and length - self.window + 1 >= self.start)

@@ -37,7 +37,7 @@ class SegmentStore:
         max_bytes: size limit in memory. Segments beyond it are moved to disk, or dropped without a disk.
         disk: storage for segments on disk. If None, segments are kept only in memory.
         available: returns the number of bytes that are currently free on the system.
-        reuse_costs: estimates the time that a segment saves, which decides what is kept on disk.
+        reuse_costs: estimates the prefill time that a segment saves, which decides what stays on disk.
         reserve_bytes: memory to leave for other programs, regardless of `max_bytes`.
     """
 
