@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -48,7 +48,7 @@ class Segment:
         snapshot: the KV state; None if it is only on disk.
         on_disk: whether the KV state is on disk.
         is_branch_point: whether sequences are known to diverge after this segment.
-        last_used: time of the last use, in seconds since the epoch. Using a segment also uses its ancestors.
+        last_used: time of the last use, in seconds since the epoch.
         children: the segments that continue this one.
     """
 
@@ -91,6 +91,10 @@ class Segment:
         for segment in found:
             found += segment.children
         return found
+
+    def value(self, own_value: Callable[[Segment], float]) -> float:
+        """Return the highest value in the subtree, because all descendants need this segment."""
+        return max(map(own_value, self.subtree()))
 
 
 class SegmentTree:

@@ -18,6 +18,8 @@ __all__ = ["SegmentStore", "default_memory_bytes", "max_copy_bytes"]
 _DEFAULT_MAX_BYTES, _DEFAULT_SHARE = 4 * 2**30, 0.25
 # While a copy is being made, it is in memory twice, in addition to the segments already cached.
 _COPIES_AT_ONCE = 3
+# Added to the age of each segment, so that age hardly matters for segments used in the last minute.
+_FRESH_SECONDS = 60.0
 
 
 def default_memory_bytes(free_bytes: int) -> int:
@@ -150,15 +152,20 @@ class SegmentStore:
             return before - self.memory_bytes
 
     def enforce_limits(self, write: bool = True) -> None:
-        """Drop the least recently used segments from memory until size limit and reserve are respected."""
+        """Drop the least valuable segments from memory until size limit and reserve are respected."""
         in_memory = [segment for segment in self.tree if segment.snapshot]
         total = sum(segment.size_bytes for segment in in_memory)
         limit = min(self.max_bytes, total + self.available() - self._reserve_bytes)
         if total <= limit:
             return
+        clock = time.time()
+
+        def own_value(segment: Segment) -> float:
+            tokens_per_byte = len(segment.tokens) / (segment.size_bytes + 1)
+            return tokens_per_byte / (max(0.0, clock - segment.last_used) + _FRESH_SECONDS)
 
         def eviction_order(segment: Segment) -> tuple[bool, float, int]:
-            return not (write or segment.on_disk), segment.last_used, -segment.start
+            return not (write or segment.on_disk), segment.value(own_value), -segment.start
 
         for segment in sorted(in_memory, key=eviction_order):
             if total <= limit:
