@@ -1,4 +1,4 @@
-"""Memory estimates: how much memory a model takes, computed from its metadata before it is loaded."""
+"""Estimates of the memory that a model will use, computed from its metadata before it is loaded."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from edgespec.backends.base import LoadOptions
 __all__ = ["GPU", "MEMORY", "MemoryEstimate", "MemoryEstimator", "MemoryPart", "ModelMemoryKind", "Pool"]
 
 ModelMemoryKind = Literal["weights", "cache", "compute", "output", "vocabulary"]
-"""What a part of a model's memory holds.
+"""The content of a part of a model's memory.
 
 - weights: the model's tensors.
 - cache: KV caches and recurrent states, for a full context.
-- compute: buffers for intermediate results of the widest pass, and the library's data about graph and cache.
+- compute: buffers for intermediate results of the widest pass.
 - output: logits of the widest verify pass.
-- vocabulary: the tokens' texts and the lookup tables over them.
+- vocabulary: the text of each token, and the tokenizer's lookup tables.
 """
 
 Pool = Literal["memory", "gpu"]
@@ -28,7 +28,7 @@ GPU: Pool = "gpu"
 
 @dataclass(frozen=True, slots=True)
 class MemoryPart:
-    """Memory of one kind that a model takes in one pool."""
+    """Memory of one kind that a model uses in one pool."""
 
     kind: ModelMemoryKind
     bytes: int
@@ -37,35 +37,28 @@ class MemoryPart:
 
 @dataclass(frozen=True, slots=True)
 class MemoryEstimate:
-    """The memory of one loaded model whose context is full.
-
-    Attributes:
-        context_tokens: size of the context that the load options select.
-        kv_type: number format of the KV cache, for people.
-        parts: all memory of the model; kinds and pools may repeat.
-    """
+    """The memory of a loaded model with a full context. `kv_type` names the format of its KV cache."""
 
     context_tokens: int
     kv_type: str
     parts: tuple[MemoryPart, ...]
 
     def bytes_of(self, *kinds: ModelMemoryKind) -> int:
-        """Return the bytes of these kinds, summed over all pools."""
+        """Return the size of all parts of these kinds."""
         return sum(part.bytes for part in self.parts if part.kind in kinds)
 
     @property
     def total_bytes(self) -> int:
-        """The bytes of all parts, summed over all pools."""
+        """The size of all parts."""
         return sum(part.bytes for part in self.parts)
 
 
 class MemoryEstimator(Protocol):
-    """A model's metadata, opened to estimate the memory of the loaded model. Its weights are not read.
+    """Estimates the memory of a model from its metadata, without reading its weights.
 
     Attributes:
-        name: the model's name for messages.
         trained_context_tokens: context length that the model was trained for; 0 if the files do not state it.
-        layers: layers that can be put on graphics cards one by one; 0 if they cannot.
+        layers: number of layers that can be moved to graphics cards one by one; 0 if that is not supported.
         longrope_switch_tokens: see `initial_context` in memory_check.py.
     """
 
@@ -79,7 +72,7 @@ class MemoryEstimator(Protocol):
 
         Raises:
             OptionError: the model cannot be loaded with these options.
-            MemoryBudgetError: there is not even enough memory to simulate the context.
+            MemoryBudgetError: there is not enough memory to simulate the context.
         """
 
     def close(self) -> None:

@@ -89,13 +89,13 @@ def test_what_does_not_fit_says_what_to_do(run: Run) -> None:
 
 def test_what_is_given_up_is_told(run: Run) -> None:
     done = run(
-        "plan", "--memory", "125MiB", "--headroom", "8MiB", "--draft", "none", "--prefer", "context", "--json"
+        "plan", "--memory", "123MiB", "--headroom", "8MiB", "--draft", "none", "--prefer", "context", "--json"
     )
     said = json.loads(done.stdout)
     assert said["fits"]
     assert [each["what"] for each in said["decisions"]] == ["a cache of type q8_0"]
     assert said["kv_type"] == "q8_0"
-    done = run("plan", "--memory", "125MiB", "--headroom", "8MiB", "--draft", "none")
+    done = run("plan", "--memory", "123MiB", "--headroom", "8MiB", "--draft", "none")
     assert "a cache of type q8_0 (frees 2.6 MiB)" in done.stdout
 
 
@@ -117,7 +117,7 @@ def test_the_picture(run: Run) -> None:
     assert "░" in done.stdout
     over = run("plan", "--memory", "50MiB")
     assert "▒" in over.stdout
-    assert "does not fit: choose a smaller model or quantisation, or give" in over.stdout
+    assert "does not fit: choose a smaller model or quantisation, or raise" in over.stdout
     lines = over.stdout.splitlines()
     given_up = lines[lines.index("tried, and still too large:") + 1 : lines.index("", -4)]
     assert given_up
