@@ -87,7 +87,7 @@ def test_loading_imports_one_backend_only(reference: str, unwanted: tuple[str, .
 
 
 def test_an_adapter_for_a_gguf_is_rejected(loaded: list[tuple[str, Any]], tmp_path: Path) -> None:
-    with pytest.raises(OptionError, match="an adapter needs an MLX model, and demo is not one") as caught:
+    with pytest.raises(OptionError, match="an adapter needs an MLX model, but demo is not one") as caught:
         edgespec.load("demo", adapter=str(tmp_path))
     assert caught.value.next_step
     assert not loaded
