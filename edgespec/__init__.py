@@ -60,36 +60,31 @@ __all__ = [
 __version__ = "0.1.0"
 
 _HOMES = {
-    "Capabilities": "edgespec.backends.base",
-    "Chat": "edgespec.conversation",
-    "EdgespecError": "edgespec.errors",
-    "PrefixCacheUsage": "edgespec.memory.prefix_cache.cache",
-    "MemoryPlan": "edgespec.memory.plan",
-    "MemoryUse": "edgespec.runtime",
-    "Message": "edgespec.chat.message",
-    "MethodReport": "edgespec.reply",
-    "ModelFacts": "edgespec.backends.base",
-    "TextChunk": "edgespec.reply",
-    "Preview": "edgespec.assembly.preview",
-    "QueuedReply": "edgespec.request_queue",
-    "LoadArguments": "edgespec.load_options",
-    "Reply": "edgespec.reply",
-    "ReplyArguments": "edgespec.reply_options",
-    "ReplyStream": "edgespec.stream",
-    "RequestQueue": "edgespec.request_queue",
-    "Runtime": "edgespec.runtime",
-    "SamplingParams": "edgespec.engine.sampling_params",
-    "Stats": "edgespec.engine.stats",
-    "delete_data": "edgespec.saved_data",
-    "load": "edgespec.assembly.loading",
-    "plan": "edgespec.assembly.preview",
+    "edgespec.assembly.loading": ("load",),
+    "edgespec.assembly.preview": ("Preview", "plan"),
+    "edgespec.backends.base": ("Capabilities", "ModelFacts"),
+    "edgespec.chat.message": ("Message",),
+    "edgespec.conversation": ("Chat",),
+    "edgespec.engine.sampling_params": ("SamplingParams",),
+    "edgespec.engine.stats": ("Stats",),
+    "edgespec.errors": ("EdgespecError",),
+    "edgespec.load_options": ("LoadArguments",),
+    "edgespec.memory.plan": ("MemoryPlan",),
+    "edgespec.memory.prefix_cache.cache": ("PrefixCacheUsage",),
+    "edgespec.reply": ("MethodReport", "Reply", "TextChunk"),
+    "edgespec.reply_options": ("ReplyArguments",),
+    "edgespec.request_queue": ("QueuedReply", "RequestQueue"),
+    "edgespec.runtime": ("MemoryUse", "Runtime"),
+    "edgespec.saved_data": ("delete_data",),
+    "edgespec.stream": ("ReplyStream",),
 }
 
 
 def __getattr__(name: str) -> Any:
     """Import a public name on first use, so that `import edgespec` and `edgespec --help` are fast."""
-    if name in _HOMES:
-        return getattr(import_module(_HOMES[name]), name)
+    for module, names in _HOMES.items():
+        if name in names:
+            return getattr(import_module(module), name)
     raise AttributeError(f"module 'edgespec' has no attribute {name!r}")
 
 

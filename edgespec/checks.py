@@ -12,20 +12,20 @@ __all__ = ["check_boolean", "check_integer", "check_number", "check_path", "chec
 
 _UNITS = {"": 1, "k": 1000, "m": 1000**2, "g": 1000**3, "t": 1000**4}
 _BINARY_UNITS = {"k": 1024, "m": 1024**2, "g": 1024**3, "t": 1024**4}
-# Smaller sizes without a unit are rejected, because `--memory 8` surely means 8 GiB and not 8 bytes.
+# Smaller sizes without a unit are rejected, because `--memory 8` is more likely to mean 8 GiB than 8 bytes.
 _MIN_UNITLESS_BYTES = 1024
 _SIZE = re.compile(r"\s*([0-9]{1,18}(?:\.[0-9]{1,18})?)\s*([kmgt]?)(i?)b?\s*", re.IGNORECASE)
 
 
 def check_integer(name: str, value: object, low: int, high: int, hint: str = "") -> int:
-    """Return `value` if it is an integer from `low` to `high`.
+    """Return `value` if it is an integer from `low` to `high` and not a boolean.
 
     Args:
         name: The option's name, for the error message.
-        value: The value to check. Booleans are not integers here.
+        value: The value to check.
         low: The smallest valid value.
         high: The largest valid value.
-        hint: Text appended to the error's next step.
+        hint: An alternative, appended to the error message, such as `, or method none`.
 
     Raises:
         OptionError: `value` is not an integer or out of range.
@@ -33,23 +33,24 @@ def check_integer(name: str, value: object, low: int, high: int, hint: str = "")
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
         above = isinstance(value, int) and value > high
         span = f"from {low} to {high}" if above or high < 1 << 31 else f"of at least {low}"
-        raise OptionError(f"{name} is {value!r}", f"give a whole number {span}{hint}")
+        next_step = f"choose another number{hint}" if hint else ""
+        raise OptionError(f"{name} must be a whole number {span}, but is {value!r}", next_step)
     return value
 
 
 def check_number(name: str, value: object, allowed: str) -> float:
-    """Return `value` as a float if it is a number. The caller checks its range.
+    """Return `value` as a float if it is a number and not a boolean. The caller checks its range.
 
     Args:
         name: The option's name, for the error message.
-        value: The value to check. Booleans are not numbers here.
+        value: The value to check.
         allowed: The valid range in words, for the error message.
 
     Raises:
         OptionError: `value` is not a number.
     """
     if isinstance(value, bool) or not isinstance(value, Real):
-        raise OptionError(f"{name} is {value!r}", f"give a number {allowed}")
+        raise OptionError(f"{name} must be a number {allowed}, but is {value!r}")
     return float(value)
 
 
@@ -61,24 +62,24 @@ def parse_size(name: str, value: str | int) -> int:
         value: The size.
 
     Raises:
-        OptionError: `value` is not a size, or a unit was probably left out.
+        OptionError: `value` is not a size, or is so small that a unit is probably missing.
     """
-    hint = "write a size such as 8GiB, 8GB or 800MiB"
+    hint = "use a size such as 8GiB, 8GB or 800MiB"
     if isinstance(value, int) and abs(value) >= 1 << 62:
-        raise OptionError(f"{name} is larger than any machine's memory", hint)
+        raise OptionError(f"{name} exceeds the memory of any machine", hint)
     match = _SIZE.fullmatch(str(value))
     if not match or (match[3] and not match[2]):
-        raise OptionError(f"{name} is {value!r}", hint)
+        raise OptionError(f"{name} must be a size, but is {value!r}", hint)
     unit = match[2].lower()
     if not unit and "b" not in match[0].lower() and 0 < float(match[1]) < _MIN_UNITLESS_BYTES:
-        raise OptionError(f"{name} is {value!r}, which means bytes without a unit", hint)
+        raise OptionError(f"{name} must have a unit, but is {value!r}", hint)
     return int(float(match[1]) * (_BINARY_UNITS[unit] if match[3] else _UNITS[unit]))
 
 
 def check_boolean(name: str, value: object) -> bool:
-    """Return `value` if it is True or False. Otherwise raises OptionError that mentions `name`."""
+    """Return `value` if it is True or False. Raises OptionError otherwise."""
     if not isinstance(value, bool):
-        raise OptionError(f"{name} is {value!r}", "give True or False")
+        raise OptionError(f"{name} must be True or False, but is {value!r}")
     return value
 
 
@@ -94,7 +95,7 @@ def check_text(name: str, value: object, allowed: str) -> str:
         OptionError: `value` is not a string.
     """
     if not isinstance(value, str):
-        raise OptionError(f"{name} is {value!r}", f"give {allowed}, as a string")
+        raise OptionError(f"{name} must be a string, but is {value!r}", f"use {allowed}")
     return value
 
 

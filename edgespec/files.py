@@ -40,38 +40,29 @@ _BLOCKS = 16
 _SIZE_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
-def _chosen(variable: str) -> Path | None:
-    """Return the folder named by an environment variable, or None if it is unset."""
+def _folder(variable: str, default: str) -> Path:
+    """Return the folder that an environment variable names, or the default from platformdirs."""
     # A value that was read from a file may end with a line break.
-    text = os.environ.get(variable, "").rstrip("\r\n")
-    return Path(text).expanduser() if text else None
+    if text := os.environ.get(variable, "").rstrip("\r\n"):
+        return Path(text).expanduser()
+    import platformdirs
+
+    return Path(getattr(platformdirs, default)("edgespec", appauthor=False))
 
 
 def data_folder() -> Path:
     """Return the folder for user data: `$EDGESPEC_DATA_DIR`, or the platform's user data folder."""
-    if chosen := _chosen("EDGESPEC_DATA_DIR"):
-        return chosen
-    from platformdirs import user_data_path
-
-    return user_data_path("edgespec", appauthor=False)
+    return _folder("EDGESPEC_DATA_DIR", "user_data_path")
 
 
 def cache_folder() -> Path:
     """Return the cache folder: `$EDGESPEC_CACHE_DIR`, or the platform's user cache folder."""
-    if chosen := _chosen("EDGESPEC_CACHE_DIR"):
-        return chosen
-    from platformdirs import user_cache_path
-
-    return user_cache_path("edgespec", appauthor=False)
+    return _folder("EDGESPEC_CACHE_DIR", "user_cache_path")
 
 
 def config_folder() -> Path:
     """Return the settings folder: `$EDGESPEC_CONFIG_DIR`, or the platform's user configuration folder."""
-    if chosen := _chosen("EDGESPEC_CONFIG_DIR"):
-        return chosen
-    from platformdirs import user_config_path
-
-    return user_config_path("edgespec", appauthor=False)
+    return _folder("EDGESPEC_CONFIG_DIR", "user_config_path")
 
 
 def log_folder() -> Path:

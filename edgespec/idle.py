@@ -49,10 +49,9 @@ class IdleWorker:
             watch: A bound method, called every `WATCH_SECONDS` until it returns False. The thread keeps only
                 a weak reference to its object.
         """
-        self._stopped = stopped = threading.Event()
-        thread = threading.Thread(
-            target=_run, args=(stopped, [work], WeakMethod(watch)), name="edgespec-idle", daemon=True
-        )
+        self._stopped = threading.Event()
+        args = (self._stopped, [work], WeakMethod(watch))
+        thread = threading.Thread(target=_run, args=args, name="edgespec-idle", daemon=True)
         with suppress(RuntimeError):  # threads cannot be started during interpreter shutdown
             thread.start()
             self._thread = thread
@@ -84,10 +83,8 @@ class IdleWorker:
                 break
             except Exception as error:
                 succeeded = False
-                reason = (
-                    error.what if isinstance(error, EdgespecError) else f"{type(error).__name__}: {error}"
-                )
-                self.failures[drafter.name] = f"{drafter.name} stopped learning: {' '.join(reason.split())}"
+                what = error.what if isinstance(error, EdgespecError) else f"{type(error).__name__}: {error}"
+                self.failures[drafter.name] = f"{drafter.name} stopped learning: {' '.join(what.split())}"
         return succeeded
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import psutil
 
 import edgespec
+from edgespec.backends.llamacpp.build_info import LlamaCppInfo, build_info
 from edgespec.catalog import mlx_installed
 from edgespec.catalog.catalogue import user_aliases_path
 from edgespec.chat.store import ChatStore
@@ -19,26 +20,7 @@ from edgespec.errors import BackendMissingError
 from edgespec.files import log_folder
 from edgespec.memory import available_bytes
 
-__all__ = ["Folders", "LlamaCppInfo", "MachineInfo", "MlxInfo", "inspect_machine"]
-
-
-@dataclass(frozen=True, slots=True)
-class LlamaCppInfo:
-    """Information about the installed llama.cpp library.
-
-    Attributes:
-        version: The version of llama-cpp-python.
-        gpu_offload: Whether it was built with GPU support.
-        default_threads: The number of threads used for large models.
-        features: The CPU features and build options that llama.cpp reports.
-        problem: Why the library cannot be loaded; empty if it can. The other attributes are empty then.
-    """
-
-    version: str = ""
-    gpu_offload: bool = False
-    default_threads: int = 0
-    features: str = ""
-    problem: str = ""
+__all__ = ["Folders", "MachineInfo", "MlxInfo", "inspect_machine"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +87,8 @@ class MachineInfo:
 
 def inspect_machine() -> MachineInfo:
     """Collect information about this machine. Loads llama.cpp and MLX if installed, but no model."""
+    from huggingface_hub import constants
+
     return MachineInfo(
         edgespec_version=edgespec.__version__,
         python_version=platform.python_version(),
@@ -115,9 +99,14 @@ def inspect_machine() -> MachineInfo:
         memory_total_bytes=int(psutil.virtual_memory().total),
         memory_available_bytes=available_bytes(),
         accelerator=_accelerator(),
-        llama_cpp=_llama_cpp(),
+        llama_cpp=build_info(),
         mlx=_mlx(),
-        folders=_folders(),
+        folders=Folders(
+            models=Path(constants.HF_HUB_CACHE),
+            chats=ChatStore().folder,
+            logs=log_folder(),
+            aliases=user_aliases_path(),
+        ),
     )
 
 
@@ -139,41 +128,12 @@ def _accelerator() -> str:
     return "cuda" if shutil.which("nvidia-smi") or Path("/proc/driver/nvidia/version").exists() else ""
 
 
-def _llama_cpp() -> LlamaCppInfo:
-    try:
-        from edgespec.backends.llamacpp.build_info import build_info
-
-        facts = build_info()
-    except BackendMissingError as error:
-        return LlamaCppInfo(problem=str(error))
-    return LlamaCppInfo(facts.version, facts.gpu_offload, facts.default_threads, facts.features)
-
-
 def _mlx() -> MlxInfo:
     if not mlx_installed():
         return MlxInfo(problem="not installed")
     try:
-        from edgespec.backends.mlx.build_info import build_info
+        from edgespec.backends.mlx.build_info import build_info as mlx_build_info
 
-        facts = build_info()
+        return MlxInfo(*mlx_build_info())
     except BackendMissingError as error:
         return MlxInfo(problem=str(error))
-    return MlxInfo(
-        facts.version,
-        facts.mlx_lm_version,
-        facts.device,
-        facts.metal,
-        facts.cuda,
-        facts.recommended_working_set_bytes,
-    )
-
-
-def _folders() -> Folders:
-    from huggingface_hub import constants
-
-    return Folders(
-        models=Path(constants.HF_HUB_CACHE),
-        chats=ChatStore().folder,
-        logs=log_folder(),
-        aliases=user_aliases_path(),
-    )

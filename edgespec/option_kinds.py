@@ -95,7 +95,9 @@ class MethodList(Kind):
 
     def check(self, name: str, value: Any) -> tuple[str, ...]:
         if isinstance(value, str) or not isinstance(value, Sequence):
-            raise OptionError(f"{name} is {value!r}", 'pass a list such as ["suffix", "model+ngram"]')
+            raise OptionError(
+                f"{name} must be a list, but is {value!r}", 'use for example ["suffix", "model+ngram"]'
+            )
         for method in value:
             parse_method(method)
         return tuple(value)
@@ -109,7 +111,7 @@ class Choice(Kind):
 
     def check(self, name: str, value: Any) -> str:
         if value not in self.values:
-            raise OptionError(f"{name} is {value!r}", f"choose one of {', '.join(self.values)}")
+            raise OptionError(f"{name} must be one of {', '.join(self.values)}, but is {value!r}")
         return str(value)
 
 
@@ -156,7 +158,7 @@ class Number(Kind):
         allowed = f"from {self.low:g} to {'below ' if self.below_high else ''}{self.high:g}"
         number = check_number(name, value, allowed)
         if not self.low <= number <= self.high or (self.below_high and number == self.high):
-            raise OptionError(f"{name} is {value!r}", f"use a number {allowed}")
+            raise OptionError(f"{name} must be a number {allowed}, but is {value!r}")
         return number
 
 
@@ -172,7 +174,9 @@ class Share(Kind):
     def check(self, name: str, value: Any) -> float:
         number = check_number(name, value, "such as 0.02")
         if not 0.0 <= number <= 1.0:
-            raise OptionError(f"{name} is {value!r}", "use a share from 0 to 1, such as 2% or 0.02")
+            raise OptionError(
+                f"{name} must be a share from 0 to 1, but is {value!r}", "use for example 2% or 0.02"
+            )
         return number
 
 
@@ -206,13 +210,16 @@ class Branches(Kind):
         if value == "auto":
             return value
         if not isinstance(value, tuple | list):
-            raise OptionError(f"{name} is {value!r}", "use auto, or numbers such as 3,2")
+            raise OptionError(
+                f"{name} must be auto or whole numbers, but is {value!r}", "use numbers such as 3,2"
+            )
         for count in value:
             check_integer(name, count, 1, _MAX_BRANCHES)
         if math.prod(value) > _MAX_BRANCHES:
             raise OptionError(
-                f"{name} {tuple(value)!r} make {math.prod(value)} branches",
-                f"their product must not exceed {_MAX_BRANCHES}",
+                f"{name} must make at most {_MAX_BRANCHES} branches, but {tuple(value)!r} make"
+                f" {math.prod(value)}",
+                "use smaller numbers",
             )
         return tuple(value)
 
@@ -238,7 +245,7 @@ class TextList(Kind):
     def check(self, name: str, value: Any) -> tuple[str, ...]:
         texts = (value,) if isinstance(value, str) else value
         if not isinstance(texts, list | tuple) or not all(isinstance(text, str) and text for text in texts):
-            raise OptionError(f"{name} is {value!r}", "use strings of at least one character")
+            raise OptionError(f"{name} must contain only strings of at least one character, but is {value!r}")
         return tuple(texts)
 
 
@@ -271,6 +278,8 @@ class TokenBiases(SamplingNumber):
         if isinstance(value, tuple):
             wrong = next((pair for pair in value if not isinstance(pair, tuple)), None)
             if wrong is not None:
-                raise OptionError(f"{name} is {wrong!r}", "use ID=VALUE, such as 1523=-2.5 or 1523=-inf")
+                raise OptionError(
+                    f"{name} must have the form ID=VALUE, but is {wrong!r}", "use for example 1523=-2.5"
+                )
             value = dict(value)
         return super().check(name, value)

@@ -69,8 +69,7 @@ class SavedArrays:
         except (ValueError, EOFError, KeyError, zipfile.BadZipFile, NotImplementedError, MemoryError):
             self.notice = f"the saved data in {self.path} is damaged and will be replaced"
             return {}
-        header = values.pop("header", None)
-        if header is None or header.dtype.kind != "U" or header.shape != () or str(header) != self._header:
+        if str(values.pop("header", "")) != self._header:
             self.notice = f"the saved data in {self.path} belongs to another model and will be replaced"
             return {}
         return values
@@ -89,14 +88,7 @@ class SavedArrays:
 
 
 def delete_saved_arrays(folder: Path | None = None) -> int:
-    """Delete the saved arrays of all models.
-
-    Returns:
-        Number of bytes freed.
-
-    Raises:
-        OSError: A file cannot be deleted.
-    """
+    """Delete the saved arrays of all models and return the number of bytes freed. Raises OSError."""
     folder = folder or _default_folder()
     return delete_files(path for kind in ("*.npz", "*.json") for path in folder.glob(kind))
 
@@ -108,15 +100,15 @@ def models_fingerprint(*models: ModelFacts) -> str:
     """
     digest = hashlib.sha256()
     for facts in models:
-        properties = (
-            facts.architecture,
-            facts.quantisation,
-            facts.parameters,
-            facts.file_bytes,
-            facts.vocab_size,
+        sizes = facts.parameters, facts.file_bytes, facts.vocab_size
+        digest.update(repr((facts.architecture, facts.quantisation, *sizes)).encode())
+        model = Path(facts.path)
+        files = (
+            [path for path in model.iterdir() if path.suffix in _WEIGHT_SUFFIXES]
+            if model.is_dir()
+            else [model]
         )
-        digest.update(repr(properties).encode())
-        for path in _weight_files(Path(facts.path)):
+        for path in sorted(files):
             digest.update(path.name.encode())
             with suppress(OSError):
                 digest.update(sampled_sha256(path).encode())
@@ -125,9 +117,3 @@ def models_fingerprint(*models: ModelFacts) -> str:
 
 def _default_folder() -> Path:
     return data_folder() / "learnt"
-
-
-def _weight_files(path: Path) -> list[Path]:
-    if not path.is_dir():
-        return [path]
-    return sorted(one for one in path.iterdir() if one.suffix in _WEIGHT_SUFFIXES)

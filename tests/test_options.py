@@ -85,15 +85,15 @@ def test_an_unknown_option_names_the_nearest(function: Any) -> None:
 @pytest.mark.parametrize(
     ("options", "error"),
     [
-        ({"context": 0}, "context is 0; give a whole number from 1 to"),
-        ({"threads": 5000}, "threads is 5000; give a whole number from 1 to 1024"),
-        ({"memory": "lots"}, "memory is 'lots'; write a size such as 8GiB"),
-        ({"prefer": "both"}, "prefer is 'both'; choose one of speed, context"),
-        ({"mmap": "no"}, "mmap is 'no'; give True or False"),
+        ({"context": 0}, "context must be a whole number from 1 to"),
+        ({"threads": 5000}, "threads must be a whole number from 1 to 1024, but is 5000"),
+        ({"memory": "lots"}, "memory must be a size, but is 'lots'; use a size such as 8GiB"),
+        ({"prefer": "both"}, "prefer must be one of speed, context, but is 'both'"),
+        ({"mmap": "no"}, "mmap must be True or False, but is 'no'"),
         ({"method": "modl"}, "did you mean 'model'"),
-        ({"methods": "suffix"}, "methods is 'suffix'; pass a list"),
-        ({"draft_branches": (9, 9)}, "draft_branches \\(9, 9\\) make 81 branches"),
-        ({"max_loss": 2}, "max_loss is 2; use a share from 0 to 1"),
+        ({"methods": "suffix"}, "methods must be a list, but is 'suffix'; "),
+        ({"draft_branches": (9, 9)}, "draft_branches must make at most 64 branches, but \\(9, 9\\) make 81"),
+        ({"max_loss": 2}, "max_loss must be a share from 0 to 1, but is 2; "),
         (
             {"method": "suffix", "draft_window": 9},
             "draft_window applies to model and lowbit, but method suffix",

@@ -70,26 +70,22 @@ SelfDraft: TypeAlias = EarlyExit | LowBit | SkippedLayers
 
 @dataclass(frozen=True, slots=True)
 class LoadOptions:
-    """Options for loading one model.
+    """Options for loading one model. None lets the backend choose.
 
     Attributes:
-        context_tokens: Size of the KV cache. None uses the model's default.
+        context_tokens: Size of the KV cache.
         choose_context_tokens: Function that maps the trained context (0 if unknown) to the size of the KV
             cache. Takes precedence over `context_tokens`.
         initial_context_tokens: Size of the KV cache at load, if `resize` will enlarge it later. None
             allocates the full size at load.
-        threads: CPU threads. None lets the backend choose.
-        gpu_layers: Layers to offload to a GPU. None offloads as many as the backend can.
+        gpu_layers: Layers to offload to a GPU. None offloads as many as possible.
         kv_type: Data type of the KV cache, such as `f16` or `q8_0`, or `q8_0/f16` for keys and values
             separately. `auto` uses the backend's choice.
         flash_attention: `auto`, `on` or `off`.
-        mmap: Map the weight file into memory instead of reading it.
-        mlock: Lock the weights in memory.
         batch_tokens: Tokens per prefill batch.
         max_branches: Maximum number of leaves of a token tree.
         memory_bytes: Limit for weights and KV cache together. None sets no limit.
-        max_logit_rows: Maximum number of rows of a pass that need logits. None allows as many as the
-            widest pass has.
+        max_logit_rows: Maximum number of rows of a pass that need logits. None allows the widest pass.
         is_draft: The model will draft. Its `auto` settings may then prefer speed over exact rounding.
         adapter: Folder of a LoRA or DoRA adapter to apply to the weights.
         exact: Make `auto` settings choose kernels whose logits are bit-identical at all widths, even if
@@ -127,14 +123,13 @@ class Capabilities:
         reason: One line that explains a missing feature. Empty if nothing is missing.
         max_width: Maximum number of rows of a verify pass.
         max_branches: Maximum number of leaves of a token tree.
-        hidden_states: The hidden states between layers can be read.
-        self_draft_methods: The exact ways of `self_draft`: `layerskip` (EarlyExit), `lowbit` (LowBit) and
-            `swift` (SkippedLayers, for a `Skippable` model).
-        trainable: The model can be adapted as a draft by online training. It then is a `Trainable`.
+        self_draft_methods: The methods that `self_draft` supports exactly: `layerskip` (EarlyExit), `lowbit`
+            (LowBit) and `swift` (SkippedLayers, for a `Skippable` model).
+        trainable: The model is a `Trainable`, which online training can adapt as a draft.
         partial_truncate: `truncate` and `snapshot` work at every token. Otherwise `truncate` may keep
             fewer tokens than requested.
-        exact: The model is restricted to passes whose logits are bit-identical to single-token passes. See
-            `bit_exactness`.
+        exact: All passes that the model accepts have logits that are bit-identical to single-token passes.
+            See `bit_exactness`.
         prefix_reuse_exact: The logits after a cached prefix do not depend on how the prefix was computed,
             apart from rounding; with `exact` they are bit-identical. If False, bit-identical logits need
             a prefill from the start in the same batches, generated tokens included.
@@ -158,7 +153,6 @@ class ModelFacts:
     """Properties of a loaded model.
 
     Attributes:
-        name: Name for messages and reports.
         path: Path of the model file or folder.
         architecture: Architecture name from the metadata, such as `llama`.
         description: One line for people: architecture, size and quantisation.
@@ -170,9 +164,7 @@ class ModelFacts:
         quantisation: Quantisation name, such as `Q4_K_M`.
         trained_context_tokens: Context that the model was trained for. 0 if unknown.
         context_tokens: Current size of the context.
-        vocab_size: Number of token ids.
         chat_template: The model has a chat template.
-        capabilities: Features of the model.
         notice: A warning to show to the user. Empty if there is none.
         rollback: Description of how rejected tokens are removed from the cache.
         requested_context_tokens: Context size that `resize` can reach, if the context was loaded smaller.

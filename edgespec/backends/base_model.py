@@ -1,4 +1,4 @@
-"""Shared parts of the LanguageModel implementations that own a KV cache."""
+"""The base class of models that own a KV cache."""
 
 from __future__ import annotations
 
@@ -7,41 +7,39 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from edgespec.backends.base import LanguageModel, ModelFacts, Progress, SelfDraft, Vocabulary
 from edgespec.backends.memory_check import check_tokens_fit
-from edgespec.backends.self_draft_view import SelfDraftView
 from edgespec.errors import CancelledError, CapabilityError, ClosedError, ContextFullError
+
+if TYPE_CHECKING:
+    from edgespec.backends.self_draft_view import SelfDraftView
 
 __all__ = ["MAX_CACHED_PIECES", "BaseModel", "in_batches", "scaled_progress"]
 
-# Number of token pieces that a vocabulary caches as bytes. Caching all of them would take tens of MiB.
+# The maximum number of tokens whose bytes a vocabulary caches. All tokens would take tens of MiB.
 MAX_CACHED_PIECES = 8192
 
 
 def in_batches(
     tokens: Sequence[int], batch_tokens: int, progress: Progress | None
 ) -> Iterator[Sequence[int]]:
-    """Yield the tokens of a prefill in batches and report progress after each.
-
-    Raises:
-        CancelledError: `progress` returned False.
-    """
+    """Yield the tokens of a prefill in batches and report progress after each. Raises CancelledError."""
     for start in range(0, len(tokens), batch_tokens):
         batch = tokens[start : start + batch_tokens]
         yield batch
         if progress and not progress("prefill", (start + len(batch)) / len(tokens)):
-            raise CancelledError("cancelled")
+            raise CancelledError("the prefill was cancelled")
 
 
 def scaled_progress(progress: Progress, begin: float, share: float) -> Progress:
-    """Return a callback for one part of the work, which covers `share` of the total from `begin` on."""
+    """Return a progress callback for a part of the work: the fraction `share`, starting at `begin`."""
     return lambda what, fraction: progress(what, begin + share * fraction)
 
 
 class BaseModel(ABC):
-    """Base class of models. By default there is no background computation and no self-drafting."""
+    """Base class of models that own a KV cache. By default, they do not draft for themselves."""
 
     facts: ModelFacts
     vocabulary: Vocabulary
@@ -49,21 +47,19 @@ class BaseModel(ABC):
 
     @property
     @abstractmethod
-    def length(self) -> int:
-        """Number of tokens in the cache."""
+    def length(self) -> int: ...
 
     @property
     def free_tokens(self) -> int:
         return self.facts.context_tokens - self.length
 
     def run_ahead(self, enabled: bool) -> None:  # noqa: B027
-        """Do nothing: this model computes nothing in the background."""
+        pass
 
     def pipeline_with(self, draft: LanguageModel | None) -> None:  # noqa: B027
-        """Do nothing: this model never starts a pass before the whole draft is on the host."""
+        pass
 
     def self_draft(self, method: SelfDraft) -> LanguageModel:  # noqa: ARG002
-        """Raise CapabilityError: by default, self-drafting is not supported."""
         reason = self.facts.capabilities.reason
         raise CapabilityError(f"{self.facts.name} cannot draft for itself{reason and f': {reason}'}")
 
@@ -73,7 +69,7 @@ class BaseModel(ABC):
         return weakref.WeakSet()
 
     def _span(self, start: int, end: int | None) -> tuple[int, int]:
-        """Return the token range that a snapshot will cover: the whole cache without `partial_truncate`."""
+        """Return the token range of a snapshot. Without `partial_truncate`, this is the whole cache."""
         if not self.facts.capabilities.partial_truncate:
             return 0, self.length
         end = self.length if end is None else min(end, self.length)

@@ -1,7 +1,7 @@
 """Test which passes of a loaded model give bit-identical logits, for `--exact`.
 
-Kernels may sum in another order for wider passes or longer contexts. Logits then differ in the last bits, and
-two nearly equal tokens can swap. `--exact` restricts a model to the passes that were found bit-identical.
+Kernels may sum in a different order in wider passes or longer contexts. The logits then differ in the last
+bits, which can change the order of two nearly equal tokens. `--exact` only allows bit-identical passes.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from edgespec.errors import CancelledError
 
 __all__ = ["BitExactPasses", "find_bit_exact_passes", "restricted_to"]
 
-# Widest pass to test: the longest draft of `--method auto` and its root.
+# The widest pass to test, which is the longest draft of `--method auto` and its root.
 _MAX_WIDTH = 17
-# Context lengths to test at. llama.cpp uses another attention kernel for single tokens beyond 256.
+# The context lengths to test. llama.cpp uses another attention kernel for single tokens after 256 tokens.
 _CONTEXT_LENGTHS = (290, 40)
-# Single-token passes to compare at each context length. If a kernel rounds differently once in ten thousand
-# numbers, a large model shows it in every second token and a small one in every fiftieth.
+# The number of single-token passes to compare at each context length. Small models need more, because a
+# rare rounding difference affects every second token of a large model, but only one in 50 of a small one.
 _STEPS = 3 * _MAX_WIDTH // 2 + 1
 _STEPS_OF_SMALL_MODELS, _SMALL_MODEL_BYTES = 136, 256 * 2**20
-# Batch sizes for prefilling the same tokens again: a few rows, and more rows than a kernel's tile has.
+# The batch sizes when the same tokens are prefilled again: fewer and more rows than a tile of a kernel.
 _BATCHES = (5, 37, 1, 3, 100, 64, 16, 1, 2, 8, 9, 4, 11, 7, 13, 6, 33, 130)
-# Token trees to run one after another.
+# The number of token trees to test.
 _TREES = 3
-# Single-token passes after each trial, which show whether it left a bit-identical cache.
+# The number of single-token passes after each test, which check that the cache is bit-identical too.
 _STEPS_AFTER = 3
 
 
@@ -39,9 +39,9 @@ class BitExactPasses:
     """The passes that give bit-identical logits to single-token passes and leave a bit-identical cache.
 
     Attributes:
-        max_width: Widest chain. 1 if no wider pass is bit-identical.
-        trees: Token trees of up to this width are bit-identical too.
-        prefill: The tokens before may be prefilled in any batches, or run in single-token passes.
+        max_width: Width of the widest chain. 1 if no wider pass is bit-identical.
+        trees: Whether token trees of up to this width are bit-identical.
+        prefill: Whether the cache does not depend on how the tokens were split into batches and passes.
     """
 
     max_width: int
@@ -50,11 +50,11 @@ class BitExactPasses:
 
 
 def find_bit_exact_passes(model: LanguageModel, progress: Progress | None = None) -> BitExactPasses:
-    """Find by trial which passes of a model are bit-identical to single-token passes.
+    """Test which passes of a model are bit-identical to single-token passes.
 
-    The trials run two or three prefills of some hundred tokens, about 100 single-token passes (200 for small
-    models) and 80 wider ones. The result is valid for the current context size.
-    The cache is empty afterwards.
+    This runs two or three prefills of a few hundred tokens, about 100 single-token passes (200 for small
+    models) and 80 wider passes. The result is valid for the current context size. The cache is empty
+    afterwards.
 
     Raises:
         CancelledError: `progress` returned False, or the model was interrupted.
@@ -73,13 +73,13 @@ def find_bit_exact_passes(model: LanguageModel, progress: Progress | None = None
             _report(progress, i / len(_CONTEXT_LENGTHS))
             trial = _Trial(model, length, steps)
             prefill = prefill and trial.prefill_is_exact()
-            # If all batch sizes agree, the layers do. A few rows then suffice to test the output head.
+            # If all batch sizes give the same cache, the layers are exact. A few rows suffice for the head.
             width = trial.max_width(width, thorough=not prefill)
             trees = trees and width > 3 and trial.trees_are_exact()
             steps = min(steps, _STEPS)
     finally:
         model.truncate(0)
-    # If every wider pass rounds differently, a low-precision cache may hide that from the prefill trial.
+    # If every wider pass rounds differently, prefill does too, although a low-precision cache may hide it.
     return BitExactPasses(width, trees, prefill and (width > 1 or not capabilities.rollback))
 
 
@@ -130,11 +130,9 @@ class _Trial:
         return next((width - 1 for width in widths if not self._width_is_exact(width, thorough)), limit)
 
     def _width_is_exact(self, width: int, thorough: bool) -> bool:
-        """Return whether chains of this width are exact. Half of the first chain is rejected.
+        """Return whether chains of this width are exact. The second half of the first chain is rejected.
 
-        Args:
-            width: The width.
-            thorough: Test all steps instead of about two passes.
+        Runs about two passes, or with `thorough` as many as there are steps.
         """
         self._rewind()
         end = self._steps if thorough else min(self._steps, 2 * width)
@@ -150,7 +148,7 @@ class _Trial:
         return self._steps_after_are_exact(1)
 
     def trees_are_exact(self) -> bool:
-        """Return whether the right path of trees is exact, with wrong branches before its nodes."""
+        """Return whether the accepted path of a tree is exact if rejected branches precede its nodes."""
         self._rewind()
         for first in range(0, 2 * _TREES, 2):
             root, right = self._tokens[self._length + first :][:2]
@@ -163,7 +161,7 @@ class _Trial:
         return self._steps_after_are_exact()
 
     def prefill_is_exact(self) -> bool:
-        """Return whether the cache does not depend on how its tokens were split into batches and steps."""
+        """Return whether the cache is the same after a prefill in other batches and single-token passes."""
         self._model.truncate(0)
         batches = cycle(_BATCHES)
         while (start := self._model.length) < self._length:
@@ -175,16 +173,15 @@ class _Trial:
         self._model.prefill(self._tokens[self._length : self._length + self._steps])
         if self._steps_after_are_exact():
             return True
-        self._model.truncate(0)  # The following trials must not start from this cache.
+        self._model.truncate(0)  # The following tests must not reuse this cache.
         return False
 
 
 def restricted_to(capabilities: Capabilities, exact: BitExactPasses) -> Capabilities:
-    """Return the capabilities of a model that may only run bit-identical passes.
+    """Return the capabilities of a model that only runs bit-identical passes.
 
-    Rollback by replay and self-drafting on the target's cache run passes of any width, so they need a
-    bit-exact prefill. A model without any exact wider pass loses rollback, because replay would
-    make its passes wider.
+    Replay and self-drafting run passes of any width, so they need a bit-exact prefill. Without an exact wider
+    pass, the model loses rollback.
     """
     width = exact.max_width if exact.prefill or capabilities.partial_truncate else 1
     restricted = replace(capabilities, exact=True, prefix_reuse_exact=exact.prefill)
@@ -193,12 +190,7 @@ def restricted_to(capabilities: Capabilities, exact: BitExactPasses) -> Capabili
     if width == 1:
         reason = "--exact is set, and no verify pass of this model is bit-identical to single-token passes"
         return replace(
-            restricted,
-            rollback=False,
-            tree=False,
-            reason=reason,
-            max_width=1,
-            self_draft_methods=frozenset(),
+            restricted, rollback=False, tree=False, reason=reason, max_width=1, self_draft_methods=frozenset()
         )
     return replace(
         restricted,

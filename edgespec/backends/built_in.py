@@ -1,8 +1,7 @@
-"""The backends that come with edgespec: llama.cpp and MLX. Each is imported when it is first used."""
+"""The built-in backends, llama.cpp and MLX. Each one is imported on first use."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,13 +14,14 @@ from edgespec.backends.mlx_files import missing_files, require_mlx
 from edgespec.backends.mlx_metadata import read_mlx_info
 from edgespec.backends.registry import Backend, ExitMeasurement, FileFormat
 from edgespec.backends.token_list import TokenList, tokens_of_folder, tokens_of_header
+from edgespec.errors import CapabilityError
 
 if TYPE_CHECKING:
     from edgespec.backends.memory_estimate import MemoryEstimator
 
 __all__ = ["BUILT_IN"]
 
-# Measured, with the terminal interface loaded.
+# Memory of a process with the terminal chat and one backend loaded. Measured without a model.
 _LLAMA_CPP_PROCESS_BYTES = 80 * 2**20
 _MLX_PROCESS_BYTES = 128 * 2**20
 
@@ -49,9 +49,9 @@ def _load_split(path: str, name: str, options: LoadOptions, progress: Progress |
 
 
 def _estimate_split(path: str, name: str, _options: LoadOptions) -> MemoryEstimator:
-    from edgespec.backends.llamacpp.memory_estimate import SplitModelMemoryEstimator
+    from edgespec.backends.llamacpp.memory_estimate import GgufMemoryEstimator
 
-    return SplitModelMemoryEstimator(path, name)
+    return GgufMemoryEstimator(path, name, split=True)
 
 
 def _split_tokens(folder: Path) -> TokenList | None:
@@ -73,14 +73,11 @@ def _estimate_mlx(path: str, name: str, options: LoadOptions) -> MemoryEstimator
 
 
 def _measure_mlx_exits(model: LanguageModel, tokens: Sequence[int], first: int) -> ExitMeasurement:
-    from edgespec.backends.mlx.model import measure_exits
+    from edgespec.backends.mlx.model import MlxModel
 
-    return measure_exits(model, tokens, first)
-
-
-def _folder_files(folder: Path) -> list[Path]:
-    with os.scandir(folder) as entries:
-        return sorted(Path(entry.path) for entry in entries if entry.is_file())
+    if not isinstance(model, MlxModel):
+        raise CapabilityError(f"{model.facts.name} has no early exits", "choose another method")
+    return model.measure_exits(tokens, first)
 
 
 def _llama_cpp_cards() -> Sequence[tuple[str, int]]:
@@ -96,7 +93,7 @@ def _preload_mlx() -> None:
 
 
 def _llama_cpp_knows(architecture: str) -> bool:
-    import gguf  # takes a sixth of a second, so it is imported only where a draft has another architecture
+    import gguf  # Imported here, because the import takes 0.2 seconds.
 
     return architecture in gguf.MODEL_ARCH_NAMES.values()
 
@@ -118,12 +115,11 @@ _GGUF = FileFormat(
 _SPLIT_GGUF = FileFormat(
     name="layerskip",
     label="GGUF prepared for early exit, run by llama.cpp",
-    recognise=lambda _path: False,  # only the manifest of a prepared folder names this format
+    recognise=lambda _path: False,  # Only the manifest of a prepared model selects this format.
     load=_load_split,
     open_estimator=_estimate_split,
     read_info=read_split_info,
     read_tokens=_split_tokens,
-    files=_folder_files,
     mapped=True,
     preparations=frozenset({"lowbit"}),
     fixed_exit=True,
@@ -137,7 +133,6 @@ _MLX = FileFormat(
     open_estimator=_estimate_mlx,
     read_info=read_mlx_info,
     read_tokens=tokens_of_folder,
-    files=_folder_files,
     missing_files=missing_files,
     adapters=True,
     online_training=True,

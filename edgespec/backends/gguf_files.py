@@ -1,4 +1,4 @@
-"""The files of a GGUF model, which may be split into several parts."""
+"""Find all files of a GGUF model, which may be split into several parts."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def gguf_files(path: Path) -> list[Path]:
         raise ModelFileError(f"{path} cannot be read: {error.strerror or error}", "check the path") from error
     if magic != b"GGUF":
         begins = f"it begins with {magic!r}" if magic else "it is empty"
-        raise ModelFileError(f"{path} is not a GGUF file: {begins}", "give the .gguf file of a model")
+        raise ModelFileError(f"{path} is not a GGUF file: {begins}", "select the .gguf file of a model")
     match = _PART.fullmatch(path.name)
     count = int(match[2]) if match else 0
     if match is None or not count:
@@ -37,7 +37,7 @@ def gguf_files(path: Path) -> list[Path]:
     missing = [part.name for part in parts if not part.is_file()]
     if missing:
         raise ModelFileError(
-            f"{len(missing)} of {len(parts)} parts are missing, first {missing[0]}",
-            f"put all parts into {path.parent}",
+            f"{len(missing)} of the {len(parts)} parts of {path} are missing, such as {missing[0]}",
+            f"copy all parts to {path.parent}",
         )
     return parts

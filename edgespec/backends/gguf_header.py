@@ -1,4 +1,4 @@
-"""Reader for the header of GGUF files: metadata and tensor descriptions, without the weights."""
+"""Read the headers of GGUF files, which contain the metadata and tensor descriptions."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from edgespec.errors import ModelFileError
 
 __all__ = ["GgufHeader", "GgufTensor", "StringArray", "TruncatedHeader", "parse_header", "read_header"]
 
-# Size of the first read and limit of all reads. Headers contain the vocabulary: some MiB, rarely over 32.
+# The number of bytes to read at first, and the maximum. Headers contain the vocabulary, so most take a few
+# MiB and few take more than 32 MiB.
 _FIRST_READ_BYTES, _MAX_READ_BYTES = 1 << 20, 1 << 29
 # Tensors with more dimensions are treated as a damaged file. ggml supports 4.
 _MAX_DIMENSIONS = 8
@@ -37,22 +38,17 @@ _LENGTH = struct.Struct("<Q")
 
 
 class TruncatedHeader(ValueError):
-    """The given bytes end before the header does."""
+    """Raised when the data ends before the header is complete."""
 
 
 class StringArray:
-    """A read-only list of byte strings, decoded on access from the bytes of the file.
+    """A read-only list of byte strings, which are copied from the header when they are accessed.
 
-    Decoding a whole vocabulary at once would take ten times the memory and fragment Python's heap.
+    A Python list of a whole vocabulary would take ten times the memory.
     """
 
     def __init__(self, data: bytes, begins: array[int]) -> None:
-        """Create the list.
-
-        Args:
-            data: The bytes of the header.
-            begins: Offset of each string in `data`, and the offset that one more string would have.
-        """
+        # The offset of each string in `data`, followed by the offset after the last string and its length.
         self._data, self._begins = data, begins
 
     def __len__(self) -> int:
@@ -74,7 +70,7 @@ class GgufTensor:
     Attributes:
         name: Tensor name, such as `blk.0.attn_q.weight`.
         shape: Dimensions in ggml's order, the contiguous one first.
-        kind: ggml's number of the data type.
+        kind: Number of the data type (`ggml_type`).
         offset_bytes: Offset of the data from the end of the header.
     """
 
@@ -85,7 +81,6 @@ class GgufTensor:
 
     @property
     def elements(self) -> int:
-        """Number of elements."""
         return math.prod(self.shape)
 
 
@@ -115,11 +110,7 @@ class GgufHeader:
 
 
 def read_header(path: Path) -> GgufHeader:
-    """Read the header of a GGUF file.
-
-    Raises:
-        ModelFileError: The file cannot be read, is not a GGUF file or is truncated.
-    """
+    """Read the header of a GGUF file. Raises ModelFileError."""
     try:
         with path.open("rb") as file:
             data, size = b"", _FIRST_READ_BYTES
@@ -147,11 +138,11 @@ def parse_header(data: bytes) -> GgufHeader:
     """
     reader = _Reader(data)
     if data[:4] != b"GGUF"[: len(data)]:
-        raise ValueError(f"the file begins with {data[:4]!r}")
+        raise ValueError(f"the first bytes are {data[:4]!r} instead of b'GGUF'")
     reader.at = 4
     version = reader.scalar(4)
     if version not in (2, 3):
-        raise ValueError(f"the file has version {version}; only versions 2 and 3 are supported")
+        raise ValueError(f"GGUF version {version} is not supported, only versions 2 and 3 are")
     tensor_count, value_count = reader.scalar(10), reader.scalar(10)
     metadata = {}
     for _ in range(value_count):
@@ -160,7 +151,7 @@ def parse_header(data: bytes) -> GgufHeader:
     tensors = tuple(reader.tensor() for _ in range(tensor_count))
     alignment = metadata.get("general.alignment", 32)
     if not isinstance(alignment, int) or alignment < 1:
-        raise ValueError(f"the alignment is {alignment!r}")
+        raise ValueError(f"general.alignment must be a positive integer, but is {alignment!r}")
     return GgufHeader(metadata, tensors, -(-reader.at // alignment) * alignment)
 
 
@@ -174,7 +165,7 @@ class _Reader:
     def scalar(self, kind: int) -> Any:
         form = _SCALARS.get(kind)
         if form is None:
-            raise ValueError(f"the header contains a value of the unknown type {kind}")
+            raise ValueError(f"the header contains a value of unknown type {kind}")
         return form.unpack(self._take(form.size))[0]
 
     def raw_text(self) -> bytes:
@@ -191,7 +182,9 @@ class _Reader:
     def tensor(self) -> GgufTensor:
         name, dimensions = self.text(), self.scalar(4)
         if dimensions > _MAX_DIMENSIONS:
-            raise ValueError(f"{name} has {dimensions} dimensions")
+            raise ValueError(
+                f"tensor {name} has {dimensions} dimensions, but at most {_MAX_DIMENSIONS} are valid"
+            )
         shape = tuple(self.scalar(10) for _ in range(dimensions))
         return GgufTensor(name, shape, self.scalar(4), self.scalar(10))
 
@@ -200,19 +193,19 @@ class _Reader:
         if kind == _STRING:
             return self._strings(count)
         if kind not in _DTYPES:
-            raise ValueError(f"the header contains an array of the unknown type {kind}")
+            raise ValueError(f"the header contains an array of unknown type {kind}")
         dtype = np.dtype(_DTYPES[kind])
         return np.frombuffer(self._take(count * dtype.itemsize), dtype)
 
     def _strings(self, count: int) -> StringArray:
-        """Read an array of strings. Inlined, because vocabularies have over 100,000 strings."""
+        """Read an array of strings without calling a function per string, because vocabularies are large."""
         data, begin, end = self._data, self.at + 8, len(self._data)
         length_at = _LENGTH.unpack_from
         begins = array("q", [begin])
         for _ in range(count):
             length = length_at(data, begin - 8)[0] if begin <= end else end
             if begin + length > end:
-                raise TruncatedHeader("the header ends inside an array of strings")
+                raise TruncatedHeader("the data ends within an array of strings")
             begin += length + 8
             begins.append(begin)
         self.at = begin - 8
@@ -222,5 +215,5 @@ class _Reader:
         begin = self.at
         self.at += count
         if self.at > len(self._data):
-            raise TruncatedHeader(f"the header ends after {len(self._data):,} bytes")
+            raise TruncatedHeader(f"the data ends within the header, after {len(self._data):,} bytes")
         return self._data[begin : self.at]

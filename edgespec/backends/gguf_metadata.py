@@ -1,4 +1,4 @@
-"""Reads the metadata of GGUF models from their headers, which takes milliseconds and loads no weights."""
+"""Read the metadata of GGUF models from their file headers, without loading weights."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from edgespec.backends.model_info import Kind, ModelInfo
 from edgespec.backends.token_list import tokens_of_header
 from edgespec.errors import ModelFileError
 
-__all__ = ["read_gguf_info", "read_split_info", "split_metadata_file"]
+__all__ = ["read_gguf_info", "read_split_info", "split_metadata_file", "tensor_bytes"]
 
-# Architectures of llama.cpp that embed or encode text, but do not write any.
+# llama.cpp architectures that compute embeddings instead of generating text.
 _EMBEDDING = (
     "bert", "nomic-bert", "nomic-bert-moe", "jina-bert-v2", "jina-bert-v3", "neo-bert", "modern-bert",
     "t5encoder", "gemma-embedding", "eurobert",
 )  # fmt: skip
-# Architectures that draft from another model's hidden states.
+# Architectures of heads that draft from the hidden states of another model.
 _HEADS = {"eagle": "EAGLE", "eagle2": "EAGLE-2", "eagle3": "EAGLE-3", "dflash": "DFlash", "medusa": "Medusa"}
 _F16_BYTES = 2
 
@@ -37,41 +37,28 @@ def read_split_info(folder: Path) -> ModelInfo:
 
     The file that it was prepared from may have been deleted.
     """
-    from edgespec.backends.llamacpp import (
-        layerskip_files,  # Imported here, because it loads the llama.cpp backend.
-    )
+    # Imported here, because it loads the llama.cpp backend.
+    from edgespec.backends.llamacpp.layerskip_files import FILES, LOWER_FIRST, UPPER_FIRST
 
-    firsts = [folder / name for name in (layerskip_files.LOWER_FIRST, layerskip_files.UPPER_FIRST)]
-    info = _of_parts(
-        [
-            *firsts,
-            *(
-                folder / name
-                for name in (layerskip_files.SHARED, layerskip_files.LOWER, layerskip_files.UPPER)
-            ),
-        ]
-    )
-    # The header of each half describes its own layers only.
-    return replace(info, kv_bytes=sum(_kv_bytes(read_header(first)) for first in firsts))
+    info = _of_parts([folder / name for name in FILES])
+    # Each of these headers describes the layers of its own split only.
+    kv_bytes = sum(_kv_bytes(read_header(folder / first)) for first in (LOWER_FIRST, UPPER_FIRST))
+    return replace(info, kv_bytes=kv_bytes)
 
 
 def split_metadata_file(folder: Path) -> Path:
     """Return the file of a prepared model that holds its metadata and its tokens."""
-    from edgespec.backends.llamacpp import layerskip_files
+    from edgespec.backends.llamacpp.layerskip_files import LOWER_FIRST
 
-    return folder / layerskip_files.LOWER_FIRST
+    return folder / LOWER_FIRST
 
 
 def _of_parts(parts: Sequence[Path]) -> ModelInfo:
-    """Return the metadata of a model in several files, of which the first one holds the general metadata."""
+    """Return the metadata of a model in several files. The first file contains the general metadata."""
     headers = [read_header(part) for part in parts]
-    sizes = [part.stat().st_size for part in parts]
     header = headers[0]
-    bytes_of: list[tuple[str, int]] = []
-    tensors: list[GgufTensor] = []
-    for one, size_bytes, part in zip(headers, sizes, parts, strict=True):
-        bytes_of += _tensor_bytes(one, size_bytes, part)
-        tensors += one.tensors
+    bytes_of = [pair for part, each in zip(parts, headers, strict=True) for pair in tensor_bytes(part, each)]
+    tensors = [tensor for each in headers for tensor in each.tensors]
     metadata = header.metadata
     experts = _number(header.architecture_value("expert_count"))
     used = _number(header.architecture_value("expert_used_count"))
@@ -84,7 +71,7 @@ def _of_parts(parts: Sequence[Path]) -> ModelInfo:
         architecture=header.architecture,
         parameters=sum(tensor.elements for tensor in tensors),
         quantisation=_quantisation(metadata, tensors),
-        size_bytes=sum(sizes),
+        size_bytes=sum(part.stat().st_size for part in parts),
         pass_bytes=_pass_bytes(bytes_of, used / experts if experts and used else 1.0),
         kv_bytes=_kv_bytes(header),
         context_tokens=_number(header.architecture_value("context_length")),
@@ -120,24 +107,24 @@ def _heads(header: GgufHeader, tensors: Sequence[GgufTensor]) -> list[str]:
     return [f"MTP, {layers} layer{'s' if layers > 1 else ''}"] if layers and present else []
 
 
-def _tensor_bytes(header: GgufHeader, file_bytes: int, path: Path) -> list[tuple[str, int]]:
-    """Return the name and the bytes of each tensor, including the padding up to the next one.
+def tensor_bytes(file: Path, header: GgufHeader) -> list[tuple[str, int]]:
+    """Return the name and size of each tensor in a GGUF file, including the padding up to the next one.
 
     Raises:
         ModelFileError: The file is truncated.
     """
+    file_bytes = file.stat().st_size
     ordered = sorted(header.tensors, key=lambda tensor: tensor.offset_bytes)
     ends = [*(tensor.offset_bytes for tensor in ordered[1:]), file_bytes - header.size_bytes]
-    taken = [(tensor.name, end - tensor.offset_bytes) for tensor, end in zip(ordered, ends, strict=False)]
-    if any(size_bytes <= 0 for _, size_bytes in taken):
+    sizes = [(tensor.name, end - tensor.offset_bytes) for tensor, end in zip(ordered, ends, strict=False)]
+    if any(size_bytes <= 0 for _, size_bytes in sizes):
         raise ModelFileError(
-            f"{path} is truncated: its tensors need more than its {file_bytes:,} bytes", "download it again"
+            f"{file} is truncated: its tensors need more than its {file_bytes:,} bytes", "download it again"
         )
-    return taken
+    return sizes
 
 
 def _pass_bytes(bytes_of: Sequence[tuple[str, int]], used_fraction: float) -> int:
-    """Return `ModelInfo.pass_bytes`."""
     has_head = any(name == "output.weight" for name, _ in bytes_of)
     looked_up = {"token_embd.weight"} if has_head else set()
     return round(
@@ -162,8 +149,8 @@ def _kv_bytes(header: GgufHeader) -> int:
 
 
 def _quantisation(metadata: Mapping[str, Any], tensors: list[GgufTensor]) -> str:
-    """Return the quantisation in the metadata, or else the type of most weights."""
-    import gguf  # Takes a sixth of a second, so it is imported only for models that are not cached.
+    """Return the quantisation named in the metadata, or the type of most weights if there is none."""
+    import gguf  # Imported here, because the import takes 0.2 seconds.
 
     try:
         return (

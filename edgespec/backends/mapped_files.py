@@ -1,4 +1,4 @@
-"""Detection of model files that were truncated while they are mapped into memory."""
+"""Detect model files that were truncated while they are mapped into memory."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ __all__ = ["MappedFiles"]
 
 
 class MappedFiles:
-    """The sizes of mapped files at load time.
+    """Memory-mapped files and their sizes at load time.
 
-    Reading a page beyond the end of a mapped file kills the process with SIGBUS. `check` detects a truncated
-    file before the next pass does.
+    Reading a page beyond the end of a mapped file kills the process with SIGBUS. Call `check` before a pass
+    to detect a truncated file.
     """
 
     def __init__(self, paths: Iterable[Path]) -> None:
@@ -26,7 +26,7 @@ class MappedFiles:
                 self._sizes[path] = (status.st_dev, status.st_ino, status.st_size)
 
     def check(self) -> None:
-        """Raise ModelFileError if a file was truncated. Takes about a microsecond per file.
+        """Raise ModelFileError if a file was truncated.
 
         Deleted and replaced files are safe, because the mapping keeps the old file.
         """

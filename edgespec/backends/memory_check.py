@@ -1,12 +1,16 @@
-"""Checks that weights, KV cache and tokens fit the memory limit and the context."""
+"""Choose the size of a context, and check that weights, KV cache and tokens fit."""
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import TYPE_CHECKING, Any
 
-from edgespec.backends.base import LoadOptions, ModelFacts
+from edgespec.backends.base import LoadOptions
 from edgespec.errors import ContextFullError, MemoryBudgetError
 from edgespec.files import format_bytes
+
+if TYPE_CHECKING:
+    from edgespec.backends.base_model import BaseModel
+    from edgespec.backends.self_draft_view import SelfDraftView
 
 __all__ = [
     "BLOCK_TOKENS",
@@ -18,7 +22,7 @@ __all__ = [
     "round_up_to_block",
 ]
 
-# Default size of the context if the model was trained for at least as much.
+# The default context size, unless the model was trained for a smaller context.
 _DEFAULT_CONTEXT_TOKENS = 8192
 # llama.cpp and mlx-lm allocate their KV caches in multiples of this many tokens.
 BLOCK_TOKENS = 256
@@ -27,16 +31,6 @@ BLOCK_TOKENS = 256
 def round_up_to_block(tokens: int) -> int:
     """Round a context size up to whole blocks, as the libraries do."""
     return -(-tokens // BLOCK_TOKENS) * BLOCK_TOKENS
-
-
-class _Limited(Protocol):
-    facts: ModelFacts
-
-    @property
-    def length(self) -> int: ...
-
-    @property
-    def free_tokens(self) -> int: ...
 
 
 def initial_context(whole_tokens: int, initial_context_tokens: int, longrope_switch_tokens: int) -> int:
@@ -54,12 +48,7 @@ def initial_context(whole_tokens: int, initial_context_tokens: int, longrope_swi
 
 
 def requested_context(options: LoadOptions, trained_tokens: int) -> int:
-    """Return the context size to allocate: the requested one, or the default.
-
-    Args:
-        options: The load options.
-        trained_tokens: Context that the model was trained for. 0 if unknown.
-    """
+    """Return the requested context size, or the default for a model trained for `trained_tokens`."""
     if options.choose_context_tokens:
         return options.choose_context_tokens(trained_tokens)
     return options.context_tokens or min(trained_tokens or _DEFAULT_CONTEXT_TOKENS, _DEFAULT_CONTEXT_TOKENS)
@@ -75,11 +64,12 @@ def check_weights_fit(name: str, weight_bytes: int, options: LoadOptions) -> Non
         )
 
 
-def check_tokens_fit(model: _Limited, more: int) -> None:
+def check_tokens_fit(model: BaseModel | SelfDraftView[Any], more: int) -> None:
     """Raise ContextFullError if `more` tokens do not fit into the context."""
     if more > model.free_tokens:
         raise ContextFullError(
-            f"{model.length} cached and {more} new tokens exceed the context of {model.facts.context_tokens}",
+            f"{model.length} cached tokens and {more} new tokens exceed the context of"
+            f" {model.facts.context_tokens} tokens",
             "use a larger --context",
         )
 
@@ -87,13 +77,9 @@ def check_tokens_fit(model: _Limited, more: int) -> None:
 def cache_too_large_error(
     context_tokens: int, wanted_bytes: int, left_bytes: int, fitting_tokens: int
 ) -> MemoryBudgetError:
-    """Return the error for a KV cache that exceeds the memory limit.
+    """Return the error for a KV cache of `wanted_bytes` that exceeds the memory left for it.
 
-    Args:
-        context_tokens: Requested context.
-        wanted_bytes: Size of its KV cache.
-        left_bytes: Memory left for the KV cache.
-        fitting_tokens: Largest context that fits. 0 if none does.
+    The message suggests the largest context that fits, unless `fitting_tokens` is 0.
     """
     return MemoryBudgetError(
         f"the KV cache for a context of {context_tokens:,} tokens takes {format_bytes(wanted_bytes)},"

@@ -1,4 +1,4 @@
-"""Metadata of a model as stated in its files, in one form for all backends."""
+"""The metadata of a model, in the same form for all backends."""
 
 from __future__ import annotations
 
@@ -8,16 +8,15 @@ from typing import Literal
 __all__ = ["Kind", "ModelInfo"]
 
 Kind = Literal["model", "projector", "adapter", "embedding", "head", "other"]
-"""The kind of a file. Only a `model` is a complete language model that writes text."""
+"""The kind of a model file. Only a `model` can generate text by itself."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """Metadata of a model. 0 and empty strings stand for values that the files do not state.
+    """The metadata in the files of a model. Missing values are 0 or empty.
 
     Attributes:
-        kind: Whether this is a language model or another kind of file.
-        family: Name that the publisher gave the model.
+        family: The publisher's name for the model.
         architecture: Architecture name, such as `llama`.
         parameters: Number of weights.
         quantisation: Quantisation name, such as `Q4_K_M`.
@@ -26,13 +25,11 @@ class ModelInfo:
             table do not count.
         kv_bytes: Bytes of one token in an f16 KV cache. Layers with a sliding window count in full.
         context_tokens: Context that the model was trained for.
-        vocab_size: Number of tokens.
-        vocabulary: Hash of the tokens, which is equal for models with the same tokens (`TokenList.digest`).
+        vocabulary: Hash of the tokens (`TokenList.digest`), which is equal for models with the same tokens.
         chat_template: Whether the model has a chat template.
-        licence: Licence stated in the files.
         experts: Number of experts of a mixture-of-experts model.
         experts_used: Number of experts that process each token.
-        heads: Heads in the files that can draft from its hidden states, such as MTP.
+        heads: Names of included heads that can draft from the hidden states, such as MTP.
     """
 
     kind: Kind

@@ -1,4 +1,4 @@
-"""Protocols of optional model features: skipping layers (SWIFT) and online training of drafts."""
+"""Protocols of optional model features: skipping layers (SWIFT) and online training of draft models."""
 
 from __future__ import annotations
 
@@ -15,21 +15,17 @@ __all__ = ["Skippable", "Trainable", "Trainer", "TrainingExample"]
 
 
 class Skippable(LanguageModel, Protocol):
-    """A model that can draft with some of its layers skipped.
-
-    `self_draft(SkippedLayers(layers))` is cheap, so a search may call it for every candidate set.
-    """
+    """A model that can draft with some of its layers skipped. `self_draft(SkippedLayers(...))` is cheap."""
 
     @property
     def layer_count(self) -> int:
         """Number of layers. The first and the last may not be skipped."""
 
     def top1_agreement(self, layers: Sequence[int], tokens: Sequence[int]) -> float:
-        """Return the share of positions where skipping layers does not change the most likely token.
+        """Return the share of tokens after which skipping layers does not change the most likely token.
 
-        One pass runs `tokens` again after the tokens before them. The results with all layers are reused in
-        the next call, as long as cache and tokens are the same. The call ends the round and does not change
-        the cache.
+        The results with all layers are reused in the next call if the cache and `tokens` are the same. The
+        call ends the round and does not change the cache.
 
         Args:
             layers: Indices of the layers to skip.
@@ -37,22 +33,21 @@ class Skippable(LanguageModel, Protocol):
 
         Raises:
             OptionError: A layer does not exist, or is the first or the last.
-            CapabilityError: The model cannot skip layers, or its cache cannot be rewound by this many tokens.
+            CapabilityError: The model cannot skip layers, or cannot remove this many tokens from its cache.
             CancelledError: `interrupt` was called.
         """
 
     def release_thread_state(self) -> None:
-        """Free the state that is cached for the calling thread. Call it before the thread ends."""
+        """Free the memory that is cached for the calling thread. Call this before the thread ends."""
 
 
 @dataclass(frozen=True, slots=True)
 class TrainingExample:
-    """A token sequence with the target's most likely tokens at some positions.
+    """A token sequence with the target's most likely next tokens.
 
     Attributes:
-        tokens: The sequence.
-        rows: Positions in `tokens`. The targets are the tokens that follow them.
-        best: The target's k most likely tokens at each position, int64 [rows, k].
+        rows: Indices into `tokens`. The draft model learns to predict the tokens after them.
+        best: The target's k most likely tokens after each of `rows`, int64 [rows, k].
         probs: Their probabilities, float32 [rows, k]. Each row sums to 1.
     """
 
@@ -74,7 +69,7 @@ class Trainer(Protocol):
 
     @property
     def adapted(self) -> bool:
-        """True while the adapter is switched on."""
+        """Whether the adapter is switched on."""
 
     @property
     def state_bytes(self) -> int:
@@ -82,20 +77,20 @@ class Trainer(Protocol):
 
     @property
     def peak_step_bytes(self) -> int:
-        """Largest additional memory of a training step so far. 0 before the first step."""
+        """Most memory that a training step has needed in addition so far. 0 before the first step."""
 
     def set_adapted(self, enabled: bool) -> None:
         """Switch the adapter on or off."""
 
     def train_step(self, example: TrainingExample) -> float:
-        """Run one training step and return the loss before it.
+        """Run one training step, and return the loss before the step.
 
         Raises:
             BackendError: The step failed. The adapter is unchanged.
         """
 
     def count_hits(self, tokens: Sequence[int], first: int, *, adapted: bool) -> int:
-        """Return how many of `tokens[first:]` are the model's most likely token at their position."""
+        """Return how many of `tokens[first:]` the model predicts as the most likely next token."""
 
     def adapter_weights(self) -> dict[str, NDArray[np.float32]]:
         """Return the weights of the adapter by name."""
@@ -104,7 +99,7 @@ class Trainer(Protocol):
         """Load saved adapter weights. Returns False and changes nothing if their names or shapes differ."""
 
     def release_thread_state(self) -> None:
-        """Free the state that is cached for the calling thread. Call it before the thread ends."""
+        """Free the memory that is cached for the calling thread. Call this before the thread ends."""
 
 
 class Trainable(LanguageModel, Protocol):

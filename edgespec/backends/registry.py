@@ -1,6 +1,6 @@
-"""The registry of backends: one record says everything that the rest of edgespec needs to know about one.
+"""The registry of backends, with one record per backend and per file format.
 
-Code outside this package never compares the names of formats. It looks up the record and reads its fields.
+Code outside this package never compares the names of formats. It reads the fields of their records.
 """
 
 from __future__ import annotations
@@ -33,69 +33,49 @@ __all__ = [
 ]
 
 ExitMeasurement: TypeAlias = tuple[dict[int, float], list[int], int]
-"""Agreement of each exit layer's best token with the full model's, from 0 to 1; the bytes of each layer; and
-the bytes read after the last layer.
+"""Three measurements of a model's exit layers.
+
+- The share of tokens for which each exit layer predicts the same token as the full model.
+- The bytes of each layer.
+- The bytes that are read after the last layer.
 """
 
 
-def _always_installed(_model: str) -> None:
-    """Accept a backend that needs no library of its own."""
-
-
-def _no_cards() -> Sequence[tuple[str, int]]:
-    return ()
-
-
-def _nothing_to_preload() -> None:
-    """Do nothing."""
-
-
-def _unknown_architecture(_architecture: str) -> bool:
-    return False
-
-
-def _files_at(path: Path) -> list[Path]:
+def _all_files(path: Path) -> list[Path]:
     return sorted(file for file in path.iterdir() if file.is_file()) if path.is_dir() else [path]
 
 
-def _nothing_missing(_path: Path) -> list[str]:
-    return []
-
-
 def _no_info(path: Path) -> ModelInfo:
-    raise ModelFileError(f"the format of {path} states no metadata", "name the draft model with --draft")
-
-
-def _no_tokens(_path: Path) -> TokenList | None:
-    return None
+    raise ModelFileError(
+        f"models in the format of {path} have no readable metadata", "select a draft model with --draft"
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileFormat:
-    """One way in which a model lies on disk, and how its backend handles it.
+    """A file format of models and the functions with which its backend handles it.
 
     Attributes:
-        name: The format's unique name, as it stands in the catalogue and in JSON output.
-        label: The format and the program that runs it, for people.
-        recognise: Whether the file or folder at a path has this format. Formats registered later are asked
-            first.
-        load: Loads the model at a path, with the name to show for it.
-        open_estimator: Reads the metadata of the model at a path to estimate its memory.
-        read_info: Reads facts about a model from its files. Raises ModelFileError.
-        read_tokens: Reads the tokens of a model, or None where its files do not list them.
-        files: All files of the model at a path. Raises OSError and ModelFileError.
-        missing_files: Names of files that the model at a path lacks.
-        one_file_per_quantisation: Whether a hub repository holds several quantisations, each in a file.
-        mapped: Whether weights are memory-mapped, so that the files must not change while they are in use.
-        adapters: Whether a LoRA or DoRA adapter can be applied to a target.
-        online_training: Whether a draft model can be trained between replies (`--learn`).
-        skips_layers: Whether the model can draft with some of its layers left out (method `swift`).
-        preparations: What `edgespec prepare` can make from this format, such as `lowbit`.
-        fixed_exit: Whether the files were split at one early exit, which a manifest states.
-        measure_exits: Measures every early exit on `(model, tokens, first)`; None where exits are fixed or
-            the model has to be prepared first.
-        low_bit_copy_format: The format of a prepared copy with fewer bits; empty where none is used.
-        low_bit_weights: Whether loaded weights can be split to draft with fewer bits, without a copy.
+        name: The format's unique name in the catalogue and in JSON output.
+        label: The format and the program that runs it, for messages.
+        recognise: Returns whether the file or folder at a path has this format.
+        load: Loads the model at a path, given its name for messages.
+        open_estimator: Opens the metadata of the model at a path to estimate its memory.
+        read_info: Returns the metadata of the model at a path. Raises ModelFileError.
+        read_tokens: Returns the model's tokens, or None if its files do not list them.
+        files: Returns all files of the model at a path. Raises OSError or ModelFileError.
+        missing_files: Returns the names of the files that the model at a path lacks.
+        one_file_per_quantisation: A Hugging Face repository may hold several quantisations, one per file.
+        mapped: Weights are memory-mapped, so the files must not change while they are in use.
+        adapters: A LoRA or DoRA adapter can be applied to the model.
+        online_training: A draft model can be trained between replies (`--learn`).
+        skips_layers: The model can draft with some of its layers skipped (method `swift`).
+        preparations: The preparations that `edgespec prepare` supports for this format, such as `lowbit`.
+        fixed_exit: The files were split at one exit layer, which a manifest states.
+        measure_exits: Measures every exit layer, given a model, tokens and the first token to predict. None
+            if the exit layer is fixed or the model must be prepared first.
+        low_bit_copy_format: The format of prepared low-bit copies. Empty if the format uses none.
+        low_bit_weights: Loaded weights can be split to draft with fewer bits, without a copy.
     """
 
     name: str
@@ -104,9 +84,9 @@ class FileFormat:
     load: Callable[[str, str, LoadOptions, Progress | None], LanguageModel]
     open_estimator: Callable[[str, str, LoadOptions], MemoryEstimator]
     read_info: Callable[[Path], ModelInfo] = _no_info
-    read_tokens: Callable[[Path], TokenList | None] = _no_tokens
-    files: Callable[[Path], list[Path]] = _files_at
-    missing_files: Callable[[Path], list[str]] = _nothing_missing
+    read_tokens: Callable[[Path], TokenList | None] = lambda _path: None
+    files: Callable[[Path], list[Path]] = _all_files
+    missing_files: Callable[[Path], list[str]] = lambda _path: []
     one_file_per_quantisation: bool = False
     mapped: bool = False
     adapters: bool = False
@@ -121,36 +101,36 @@ class FileFormat:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Backend:
-    """A library that runs models, and what planning and loading have to know about it.
+    """A library that runs models, with the properties that planning and loading need.
 
     Attributes:
-        name: The library's name, for people.
+        name: The library's name for messages.
         formats: The formats that it loads.
-        process_bytes: What Python and this library occupy before any model is loaded.
-        require: Raises BackendMissingError, naming the model, where the library is not installed.
-        modules: Python modules that are imported once the backend is in use.
-        packages: Distributions whose versions change how fast and how exactly it computes.
-        graphics_cards: Name and free bytes of each graphics card with memory of its own.
-        preload: Imports what loading a model would import, so that a plan counts its memory.
-        cache_follows_text: Whether the KV cache grows with the text by itself, without `resize`.
-        ignored_options: Fields of LoadOptions that the library does not have. Loading refuses them, and in a
-            pair with a model of another backend they apply to the other model only.
-        shares_kv_type: Whether a draft model takes over the `kv_type` of a target of another backend.
-        knows_architecture: Whether a model of this architecture can be loaded, whatever the target's is.
+        process_bytes: Memory of Python and this library before any model is loaded.
+        require: Raises BackendMissingError with the name of the model if the library is not installed.
+        modules: Python modules that are imported when the backend is in use.
+        packages: Packages whose versions affect its speed and rounding.
+        graphics_cards: Returns the name and free bytes of each graphics card with its own memory.
+        preload: Imports the modules that loading a model imports, so that a plan includes their memory.
+        cache_follows_text: The KV cache grows with the text by itself, without `resize`.
+        ignored_options: Fields of LoadOptions that the library does not support. Loading rejects them, unless
+            the other model of the pair uses a backend that supports them.
+        shares_kv_type: A draft model uses the `kv_type` of the target, even if their backends differ.
+        knows_architecture: Returns whether models of an architecture can be loaded.
     """
 
     name: str
     formats: tuple[FileFormat, ...]
     process_bytes: int = 0
-    require: Callable[[str], None] = _always_installed
+    require: Callable[[str], None] = lambda _model: None
     modules: tuple[str, ...] = ()
     packages: tuple[str, ...] = ()
-    graphics_cards: Callable[[], Sequence[tuple[str, int]]] = _no_cards
-    preload: Callable[[], None] = _nothing_to_preload
+    graphics_cards: Callable[[], Sequence[tuple[str, int]]] = lambda: ()
+    preload: Callable[[], None] = lambda: None
     cache_follows_text: bool = False
     ignored_options: frozenset[str] = frozenset()
     shares_kv_type: bool = True
-    knows_architecture: Callable[[str], bool] = _unknown_architecture
+    knows_architecture: Callable[[str], bool] = lambda _architecture: False
 
 
 _registered: list[Backend] = []
@@ -164,13 +144,13 @@ def _built_in() -> tuple[Backend, ...]:
 
 
 def register(backend: Backend) -> Callable[[], None]:
-    """Add a backend, whose formats are recognised before those that are registered already.
+    """Register a backend. Its formats are recognised before those of earlier backends.
 
     Returns:
-        A function that takes the backend out again.
+        A function that removes the backend.
 
     Raises:
-        ValueError: One of its formats has a name that is taken.
+        ValueError: One of its formats has the name of a registered format.
     """
     names = [form.name for form in backend.formats]
     for name in names:
@@ -186,45 +166,40 @@ def register(backend: Backend) -> Callable[[], None]:
 
 
 def backends() -> tuple[Backend, ...]:
-    """Return every backend, in the order of registration."""
+    """Return all backends in the order of registration."""
     return (*_built_in(), *_registered)
 
 
 def backend_of(format_name: str) -> Backend:
-    """Return the backend that loads a format. Raises KeyError for a format that nobody registered."""
-    return _found(format_name)[0]
+    """Return the backend that loads a format. Raises KeyError if the format is not registered."""
+    return _records()[format_name][0]
 
 
 def format_of(format_name: str) -> FileFormat:
-    """Return the record of a format. Raises KeyError for a format that nobody registered."""
-    return _found(format_name)[1]
+    """Return the record of a format. Raises KeyError if the format is not registered."""
+    return _records()[format_name][1]
 
 
-def _found(format_name: str) -> tuple[Backend, FileFormat]:
-    for backend in backends():
-        for form in backend.formats:
-            if form.name == format_name:
-                return backend, form
-    raise KeyError(format_name)
+def _records() -> dict[str, tuple[Backend, FileFormat]]:
+    return {form.name: (backend, form) for backend in backends() for form in backend.formats}
 
 
 def is_registered(format_name: str) -> bool:
-    """Return whether a backend loads a format of this name."""
-    return any(form.name == format_name for backend in backends() for form in backend.formats)
+    """Return whether a format with this name is registered."""
+    return format_name in _records()
 
 
 def format_at(path: Path) -> FileFormat:
-    """Return the format of the file or folder at `path`. Files of no known kind count as GGUF."""
-    every = [form for backend in backends() for form in backend.formats]
-    return next(form for form in reversed(every) if form.recognise(path))
+    """Return the format of the file or folder at `path`. Files of unknown formats count as GGUF."""
+    return next(form for _, form in reversed(_records().values()) if form.recognise(path))
 
 
 def same_backend(format_name: str, other_name: str) -> bool:
-    """Return whether one backend loads both formats."""
+    """Return whether the same backend loads both formats."""
     return backend_of(format_name) is backend_of(other_name)
 
 
 def process_bytes() -> int:
-    """Return what Python and the largest backend in use occupy; the first backend's where none is in use."""
+    """Return the memory of Python and the largest backend in use, or of llama.cpp if none is in use."""
     in_use = [each for each in backends() if any(module in sys.modules for module in each.modules)]
     return max((each.process_bytes for each in in_use), default=backends()[0].process_bytes)

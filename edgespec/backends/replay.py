@@ -1,14 +1,14 @@
-"""Exact rollback for recurrent models, by checkpoints and replay.
+"""Roll back recurrent models exactly, with checkpoints and replay.
 
-Every token overwrites a recurrent state, so single tokens cannot be removed. After a rejection, the model
-returns to a checkpoint, and the tokens accepted since then are run again at the front of the next pass.
+Every token overwrites the recurrent state, so single tokens cannot be removed. After a rejection, the model
+returns to a checkpoint, and the next pass first runs the tokens accepted since that checkpoint again.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from dataclasses import replace
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,49 +22,45 @@ from edgespec.errors import BackendError, CapabilityError
 
 __all__ = ["MAX_CHECKPOINTS", "ReplayModel", "Rewindable"]
 
-# Number of checkpoints held at a time. Each one takes memory for a whole recurrent state.
+# The maximum number of checkpoints. Each one takes as much memory as the recurrent state.
 MAX_CHECKPOINTS = 4
-# Up to this many pending tokens are run at the front of the next pass. More are prefilled, because every
-# further token makes the pass wider.
+# The maximum number of pending tokens that a verify pass runs before the draft. More tokens are prefilled,
+# because each one makes the pass wider.
 _MAX_PENDING_TOKENS = 8
-# Tokens between checkpoints in plain decoding: the most that an interrupted step has to run again.
+# Tokens between checkpoints in plain decoding. An interrupted step runs at most this many tokens again.
 _PLAIN_STRIDE = 128
-# Tokens between checkpoints in prefill: the most that a cancelled prefill loses.
+# Tokens between checkpoints in prefill. A cancelled prefill loses at most this many tokens.
 _PREFILL_STRIDE = 1024
 
 
 class Rewindable(LanguageModel, Protocol):
     """A LanguageModel that runs chains and can return to checkpoints.
 
-    ReplayModel commits whole rounds only, except that it drops up to `undo_tokens` tokens from the end of the
-    last pass. After an exception or a partly rejected round, the cache may hold anything until `rewind` or
-    `truncate(0)` restores it.
+    After an exception or a partly rejected round, the content of the cache is undefined until `rewind` or
+    `truncate(0)` is called.
     """
 
     def checkpoint(self) -> Any:
-        """Return a handle of the present cache. Must be called between rounds."""
+        """Save a checkpoint of the cache between two rounds, and return a handle for `rewind`."""
 
     def rewind(self, checkpoint: Any) -> None:
-        """Restore the cache, including `length`, to a checkpoint and end the round.
+        """Restore a checkpoint, including `length`, and end the round.
 
-        A checkpoint may be used several times. It becomes invalid when the cache is rewound to an earlier
-        one or resized.
+        A checkpoint may be restored several times. It becomes invalid when an earlier checkpoint is restored
+        or the context is resized.
 
         Raises:
-            CapabilityError: The cache no longer holds what the checkpoint needs.
+            CapabilityError: The tokens before the checkpoint are no longer in the cache.
         """
 
 
-@dataclass(frozen=True, slots=True)
-class _Checkpoint:
-    """A checkpoint of the inner model and its number of cached tokens."""
-
+class _Checkpoint(NamedTuple):
     length: int
     handle: Any
 
 
 class ReplayModel(BaseModel):
-    """A LanguageModel with exact rollback, around one that can only return to checkpoints.
+    """Adds exact rollback to a model that can only return to checkpoints.
 
     Invariants:
 
@@ -74,28 +70,22 @@ class ReplayModel(BaseModel):
 
     Args:
         inner: The recurrent model.
-        reason: Why branches are not supported, for `Capabilities.reason`.
-        undo_tokens: Number of tokens at the end of a pass that the inner `commit` can drop exactly.
+        reason: Why it does not support branches, for `Capabilities.reason`.
+        undo_tokens: Number of tokens at the end of a pass that its `commit` can remove exactly.
     """
 
     def __init__(self, inner: Rewindable, reason: str, undo_tokens: int = 0) -> None:
         self._inner = inner
         self._undo_tokens = undo_tokens
         self.vocabulary: Vocabulary = inner.vocabulary
-        capabilities = replace(
-            inner.facts.capabilities,
-            rollback=True,
-            partial_truncate=False,
-            tree=False,
-            reason=reason,
-            max_branches=1,
-        )
+        limits = replace(inner.facts.capabilities, tree=False, max_branches=1, partial_truncate=False)
+        capabilities = replace(limits, rollback=True, reason=reason)
         self.facts: ModelFacts = replace(inner.facts, capabilities=capabilities)
-        # `_known` holds the tokens from position `_first_known` on. Earlier tokens came from a snapshot.
+        # The tokens from position `_first_known` on. Earlier tokens were restored from a snapshot.
         self._first_known = 0
         self._known: list[int] = []
         self._checkpoints: list[_Checkpoint] = []
-        # The tokens of the open round, and how many of them the inner round holds.
+        # The tokens of the open round, and the number of tokens in the open round of the inner model.
         self._round: list[int] = []
         self._open = 0
 
@@ -154,7 +144,8 @@ class ReplayModel(BaseModel):
             raise CapabilityError(f"{self.facts.name} cannot verify branches", limits.reason)
         if tree.width > limits.max_width:
             raise CapabilityError(
-                f"a verify pass of {tree.width} rows exceeds the limit of {limits.max_width}"
+                f"a verify pass of {tree.width} rows exceeds the limit of {limits.max_width}",
+                "use a shorter --draft-length",
             )
 
     def _begin_round(self, width: int) -> list[int]:
@@ -169,10 +160,7 @@ class ReplayModel(BaseModel):
         return pending
 
     def _grow_round(self) -> None:
-        """Commit the inner round before the tree grows, and take a checkpoint.
-
-        The root is part of the checkpoint, because every committed path contains it.
-        """
+        """Commit the inner round so that the tree can grow. Save a checkpoint unless there is a later one."""
         begun_at = self._inner.length
         self._commit_inner(self._open)
         if not self._checkpoints or self._checkpoints[-1].length < begun_at:
@@ -191,7 +179,7 @@ class ReplayModel(BaseModel):
             self._go_back(length)
             if self.length < length:
                 raise BackendError(
-                    f"{self.facts.name} could not remove {dropped} rejected tokens and lost all {length}",
+                    f"{self.facts.name} could not remove {dropped} rejected tokens and cleared its cache",
                     "send the message again",
                 )
 
@@ -206,7 +194,7 @@ class ReplayModel(BaseModel):
         del self._known[length - self._first_known :]
 
     def remove_range(self, start: int, end: int) -> None:
-        raise CapabilityError(f"{self.facts.name} is recurrent and cannot remove tokens {start} to {end}")
+        raise CapabilityError(f"{self.facts.name} is recurrent and cannot remove the tokens {start} to {end}")
 
     def snapshot(self, start: int = 0, end: int | None = None) -> Snapshot:  # noqa: ARG002
         self._check(0)
@@ -224,7 +212,6 @@ class ReplayModel(BaseModel):
         self._take_checkpoint()
 
     def resize(self, context_tokens: int) -> None:
-        """Resize the context. Only a checkpoint of the inner cache's present state remains."""
         self._check_size(context_tokens)
         self._end_round()
         # A resize makes all checkpoints invalid, even if it fails.
@@ -258,7 +245,6 @@ class ReplayModel(BaseModel):
         self._inner.commit(tuple(range(1, count)))
 
     def _end_round(self) -> None:
-        """Drop an open round."""
         if self._round:
             self._round = []
             self._go_back(self.length)
@@ -279,7 +265,7 @@ class ReplayModel(BaseModel):
             self._first_known, self._known = 0, []
 
     def _take_checkpoint(self) -> None:
-        """Add a checkpoint. At the limit, drop the one whose removal leaves the smallest gap."""
+        """Save a checkpoint. At the limit, first delete the one whose neighbours are closest together."""
         checkpoints, length = self._checkpoints, self._inner.length
         if length == 0 or (checkpoints and checkpoints[-1].length == length):
             return

@@ -1,43 +1,25 @@
-"""Base class of self-drafts: models that draft on the target's KV cache."""
+"""The base class of self-drafts, which draft on the KV cache of their target."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
 from edgespec.backends.base import LanguageModel, ModelFacts, Progress, SelfDraft, Snapshot, Vocabulary
+from edgespec.backends.base_model import BaseModel
 from edgespec.engine.logits import Logits
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import CapabilityError, ClosedError
 
-__all__ = ["CacheOwner", "SelfDraftView"]
+__all__ = ["SelfDraftView"]
 
 
-class CacheOwner(Protocol):
-    """The target whose KV cache a view uses."""
-
-    @property
-    def facts(self) -> ModelFacts:
-        """Properties of the target."""
-
-    @property
-    def length(self) -> int:
-        """Number of tokens in the cache."""
-
-    @property
-    def free_tokens(self) -> int:
-        """Number of tokens that still fit into the context."""
-
-    def check_open(self) -> None:
-        """Raise ClosedError if the target is closed."""
+M = TypeVar("M", bound=BaseModel)
 
 
-L = TypeVar("L", bound=CacheOwner)
-
-
-class SelfDraftView(ABC, Generic[L]):
+class SelfDraftView(ABC, Generic[M]):
     """A draft model without a KV cache of its own, as returned by `LanguageModel.self_draft`.
 
     The target's cache holds all tokens, so most calls do nothing. Subclasses implement `verify` and
@@ -47,13 +29,12 @@ class SelfDraftView(ABC, Generic[L]):
     facts: ModelFacts
     vocabulary: Vocabulary
 
-    def __init__(self, target: L) -> None:
+    def __init__(self, target: M) -> None:
         self._target = target
         self._closed = False
 
     @property
     def closed(self) -> bool:
-        """True after `close`."""
         return self._closed
 
     @property
@@ -65,63 +46,54 @@ class SelfDraftView(ABC, Generic[L]):
         return self._target.free_tokens
 
     def prefill(self, tokens: Sequence[int], progress: Progress | None = None) -> None:  # noqa: ARG002
-        """Do nothing: the target has cached the tokens already."""
         self._check()
 
     @abstractmethod
     def verify(self, tree: TokenTree, first: int = 0) -> Logits:
-        """Run nodes of a tree on the target's cache. See `LanguageModel.verify`."""
+        """See `LanguageModel.verify`."""
 
     def commit(self, path: tuple[int, ...]) -> None:  # noqa: ARG002
-        """Do nothing: the target commits."""
         self._check()
 
     def truncate(self, length: int) -> None:  # noqa: ARG002
-        """Do nothing: the target truncates its own cache."""
         self._check()
 
     def remove_range(self, start: int, end: int) -> None:  # noqa: ARG002
-        """Raise CapabilityError: a view has no cache of its own."""
-        self._check()
-        raise CapabilityError(
-            f"{self.facts.name} has no cache of its own", "remove the range from the target's cache"
-        )
+        raise self._no_cache_error("remove the range from the target's cache")
 
     def snapshot(self, start: int = 0, end: int | None = None) -> Snapshot:  # noqa: ARG002
-        """Return an empty snapshot with the present length. The target's snapshot holds the cache."""
+        """Return an empty snapshot, because the target's snapshot contains the cache."""
         self._check()
         return Snapshot(self.length, b"")
 
     def restore(self, snapshot: Snapshot) -> None:  # noqa: ARG002
-        """Raise CapabilityError: a view has no cache of its own."""
-        self._check()
-        raise CapabilityError(f"{self.facts.name} has no cache of its own", "restore the target's snapshot")
+        raise self._no_cache_error("restore the target's snapshot")
 
     def resize(self, context_tokens: int) -> None:  # noqa: ARG002
-        """Raise CapabilityError: a view has no cache of its own."""
+        raise self._no_cache_error("resize the target's context")
+
+    def _no_cache_error(self, next_step: str) -> CapabilityError:
         self._check()
-        raise CapabilityError(f"{self.facts.name} has no cache of its own", "resize the target's context")
+        return CapabilityError(f"{self.facts.name} uses the KV cache of the target", next_step)
 
     def resized(self) -> None:
-        """Update `facts` after the target's context was resized."""
+        """Update `facts` after a resize of the target's context."""
         self.facts = replace(self.facts, context_tokens=self._target.facts.context_tokens)
 
     def run_ahead(self, enabled: bool) -> None:
-        """Do nothing: views compute nothing in the background."""
+        pass
 
     def pipeline_with(self, draft: LanguageModel | None) -> None:
-        """Do nothing: views do not verify drafts."""
+        pass
 
     def self_draft(self, method: SelfDraft) -> LanguageModel:  # noqa: ARG002
-        """Raise CapabilityError: a self-draft cannot have a self-draft."""
         raise CapabilityError(f"{self.facts.name} is already a self-draft", "call the target's `self_draft`")
 
     @abstractmethod
     def interrupt(self, enabled: bool) -> None:
-        """Stop the running pass. See `LanguageModel.interrupt`."""
+        """See `LanguageModel.interrupt`."""
 
     def close(self) -> None:
-        """Close the view. The target stays open."""
         self._closed = True
 
     def _check(self) -> None:

@@ -1,4 +1,4 @@
-"""The tokens of a model that is not loaded: are they those of another, and if not, how many do they share?"""
+"""Read the tokens of a model from its files, and compare them with those of another model."""
 
 from __future__ import annotations
 
@@ -18,28 +18,32 @@ from edgespec.errors import ModelFileError
 
 __all__ = ["TokenList", "tokens_of_folder", "tokens_of_header"]
 
-# What both forms call the kinds of tokenizers that spell bytes in their own way.
+# Tokenizer kinds that store bytes as other characters. GGUF files name them by the keys of `_KINDS`.
 _BYTE_LEVEL, _SENTENCEPIECE = "byte-level", "sentencepiece"
 _KINDS = {"gpt2": _BYTE_LEVEL, "llama": _SENTENCEPIECE, "t5": _SENTENCEPIECE}
-# What converters fill the end of an embedding table with.
+# Converters pad the end of an embedding table with such tokens.
 _PADDING = re.compile(rb"\[PAD\d+\]")
 _BYTE = re.compile(rb"<0x([0-9A-Fa-f]{2})>")
-_MOST_TOKENS = 1 << 22
-# What comes of a tokenizer.json that says something else than it is asked.
-_MISREAD = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError)
+_MAX_TOKENS = 1 << 22
+# Exceptions raised while parsing an invalid tokenizer.json.
+_PARSE_ERRORS = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError)
 
 
 @dataclass(frozen=True, slots=True)
 class TokenList:
-    """Tokens by id, as the file spells them. kind: how it spells bytes."""
+    """The tokens of a vocabulary.
+
+    Attributes:
+        kind: The tokenizer kind, which determines how the tokens store bytes.
+        tokens: The text of each token as stored in the file, indexed by token id.
+    """
 
     kind: str
     tokens: Sequence[bytes]
 
     def digest(self) -> str:
-        """Equal where every id means the same bytes; padding at the end is no difference."""
-        tokens = self.tokens
-        count = len(tokens)
+        """Return a hash of the tokens without the padding at the end."""
+        tokens, count = self.tokens, len(self.tokens)
         while count and _PADDING.fullmatch(tokens[count - 1]):
             count -= 1
         digest = hashlib.sha256(f"{self.kind} {count}\n".encode())
@@ -48,29 +52,29 @@ class TokenList:
         return digest.hexdigest()
 
     def same_ids(self, other: TokenList) -> bool:
-        """Whether an id means the same in both; one may have up to `MAX_VOCAB_PADDING` more at its end."""
+        """Return whether the lists are equal, apart from up to `MAX_VOCAB_PADDING` tokens at the end."""
         count = min(len(self.tokens), len(other.tokens))
         alike = self.kind == other.kind and self.tokens[:count] == other.tokens[:count]
         return alike and abs(len(self.tokens) - len(other.tokens)) <= MAX_VOCAB_PADDING
 
     def shared_token_fraction(self, draft: TokenList) -> float:
-        """Of these tokens, the share that `draft` has too, under whatever id; see `Translation`."""
-        mine, its = set(self._bytes()), set(draft._bytes())
-        return len(mine & its) / max(1, len(mine))
+        """Return the fraction of these tokens that `draft` also contains, possibly with other ids."""
+        own, others = set(self._bytes()), set(draft._bytes())
+        return len(own & others) / max(1, len(own))
 
     def _bytes(self) -> Iterable[bytes]:
-        """What each token stands for, padding left out."""
-        spelled = (token for token in self.tokens if not _PADDING.fullmatch(token))
+        """Return the bytes that each token adds to a text, without padding tokens."""
+        stored = (token for token in self.tokens if not _PADDING.fullmatch(token))
         if self.kind == _BYTE_LEVEL:
-            return map(_from_byte_level, spelled)
-        return map(_from_sentencepiece, spelled) if self.kind == _SENTENCEPIECE else spelled
+            return map(_from_byte_level, stored)
+        return map(_from_sentencepiece, stored) if self.kind == _SENTENCEPIECE else stored
 
 
 def _byte_level_table() -> dict[int, int]:
-    """From the characters GPT-2's tokenizers write bytes as to those bytes."""
-    themselves = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), 256)}
-    others = [byte for byte in range(256) if byte not in themselves]
-    return {byte: byte for byte in themselves} | {256 + i: byte for i, byte in enumerate(others)}
+    """Return the byte for each character code that GPT-2's tokenizer uses to store a byte."""
+    printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), 256)}
+    others = [byte for byte in range(256) if byte not in printable]
+    return {byte: byte for byte in printable} | {256 + i: byte for i, byte in enumerate(others)}
 
 
 _TABLE = _byte_level_table()
@@ -80,7 +84,7 @@ def _from_byte_level(token: bytes) -> bytes:
     try:
         return bytes([_TABLE[ord(character)] for character in token.decode()])
     except (KeyError, UnicodeDecodeError):
-        return token  # a control token, which is written as it is
+        return token  # Control tokens are stored as plain text.
 
 
 def _from_sentencepiece(token: bytes) -> bytes:
@@ -90,7 +94,7 @@ def _from_sentencepiece(token: bytes) -> bytes:
 
 
 def tokens_of_header(header: GgufHeader) -> TokenList | None:
-    """The tokens of a GGUF model; None where the file has none."""
+    """Return the tokens of a GGUF model, or None if the file contains none."""
     tokens = header.metadata.get("tokenizer.ggml.tokens")
     if not isinstance(tokens, StringArray) or not tokens:
         return None
@@ -99,22 +103,19 @@ def tokens_of_header(header: GgufHeader) -> TokenList | None:
 
 
 def tokens_of_folder(folder: Path) -> TokenList | None:
-    """The tokens of a model in MLX's form; None where they are not in a tokenizer.json.
-
-    Raises ModelFileError where that cannot be understood.
-    """
+    """Return the tokens of an MLX model, or None if it has no tokenizer.json. Raises ModelFileError."""
     path = folder / "tokenizer.json"
     try:
         tokenizer = json.loads(path.read_text(encoding="utf-8"))
         ids = dict(_ids(tokenizer))
         count = max(ids, default=-1) + 1
-        if not 0 < count <= _MOST_TOKENS or min(ids) < 0:
+        if not 0 < count <= _MAX_TOKENS or min(ids) < 0:
             raise ValueError(f"{count} tokens")
     except FileNotFoundError:
         return None
-    except (OSError, *_MISREAD) as error:
+    except (OSError, *_PARSE_ERRORS) as error:
         why = error.strerror if isinstance(error, OSError) and error.strerror else type(error).__name__
-        raise ModelFileError(f"{path} is no tokenizer: {why}", "download the model again") from error
+        raise ModelFileError(f"{path} is not a valid tokenizer: {why}", "download the model again") from error
     tokens = [ids[i].encode("utf-8", "surrogatepass") if i in ids else b"[PAD%d]" % i for i in range(count)]
     return TokenList(_kind_of(tokenizer), tokens)
 
@@ -129,7 +130,7 @@ def _ids(tokenizer: Mapping[str, Any]) -> Iterable[tuple[int, str]]:
 
 
 def _kind_of(tokenizer: Mapping[str, Any]) -> str:
-    """How a tokenizer.json spells bytes, by the step that turns tokens into text again."""
+    """Return the tokenizer kind, as determined by the step that decodes tokens."""
     if "ByteLevel" in json.dumps(tokenizer.get("decoder")):
         return _BYTE_LEVEL
     model = tokenizer["model"]

@@ -144,17 +144,8 @@ def _oracle_comparison(
     best = max(means, key=lambda config: means[config])
     reached = oracle(list(fixed.values()))
     auto = geometric_mean(configs[AUTO]) if AUTO in configs else None
-    return OracleComparison(
-        temperature,
-        category,
-        prompts,
-        best,
-        means[best],
-        reached,
-        auto,
-        None if auto is None else auto / means[best],
-        None if auto is None else auto / reached,
-    )
+    shares = (None, None) if auto is None else (auto / means[best], auto / reached)
+    return OracleComparison(temperature, category, prompts, best, means[best], reached, auto, *shares)
 
 
 def _groups(rows: Sequence[Measurement]) -> Iterable[tuple[float, str | None, list[Measurement]]]:

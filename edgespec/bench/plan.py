@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
+from itertools import product, zip_longest
 from pathlib import Path
 
-from edgespec.checks import check_integer
-from edgespec.engine.sampling_params import SamplingParams
 from edgespec.errors import OptionError
 from edgespec.losslessness import Prompt, read_prompts
 
@@ -22,8 +20,6 @@ __all__ = [
     "bench_prompts",
     "method_configs",
 ]
-
-_MAX_COUNT = 1 << 31
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,10 +97,6 @@ class BenchPlan:
         ):
             if len(set(entries)) < len(entries):
                 raise OptionError(f"the list of {kind} contains a duplicate", "list each entry once")
-        for temperature in self.temperatures:
-            SamplingParams(temperature=temperature)
-        check_integer("repeats", self.repeats, 1, _MAX_COUNT)
-        check_integer("max_tokens", self.max_tokens, 1, _MAX_COUNT)
 
     @property
     def replies(self) -> int:
@@ -119,15 +111,11 @@ class BenchPlan:
         heat, then affects all configurations equally.
         """
         for repeat in range(self.repeats):
-            turn = repeat // 2
-            for prompt in _spread(self.prompts):
-                for temperature in self.temperatures:
-                    turn += 1
-                    at = turn % len(self.configs)
-                    configs = self.configs[at:] + self.configs[:at]
-                    yield BenchRound(
-                        prompt, temperature, repeat, configs if repeat % 2 == 0 else configs[::-1]
-                    )
+            pairs = product(_spread(self.prompts), self.temperatures)
+            for turn, (prompt, temperature) in enumerate(pairs, repeat // 2 + 1):
+                at = turn % len(self.configs)
+                configs = self.configs[at:] + self.configs[:at]
+                yield BenchRound(prompt, temperature, repeat, configs[::-1] if repeat % 2 else configs)
 
 
 def method_configs(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 from edgespec.bench.figures import MethodFigures, OracleComparison, figures, oracle_comparisons
 from edgespec.bench.plan import BenchPlan
@@ -50,30 +50,17 @@ class Report:
 
     def to_json(self, *, rows: bool = False) -> dict[str, object]:
         """Return the report as a JSON object. If `rows` is true, include one entry per reply."""
-        summary: dict[str, object] = {
-            "target": self.target,
-            "target_quantisation": self.target_quantisation,
-            "draft": self.draft,
-            "acceptance": self.acceptance,
-            "max_tokens": self.max_tokens,
-            "repeats": self.repeats,
-            "seed": self.seed,
-            "planned_replies": self.planned,
-            "replies": len(self.rows),
-            "ending": self.ending,
-            "error": self.error,
-            "no_energy": self.no_energy,
-            "curve": asdict(self.curve),
-            "peak_memory_bytes": self.peak_memory_bytes,
-            "differing_replies": self.differing,
-            "figures": [asdict(each) for each in self.figures],
-            "oracle_comparisons": [asdict(each) for each in self.oracle_comparisons],
-        }
+        # `asdict` would also convert the replies, which is slow.
+        summary = asdict(replace(self, rows=()))
+        del summary["rows"]
+        summary["planned_replies"] = summary.pop("planned")
+        summary |= {"replies": len(self.rows), "differing_replies": self.differing}
         return summary | ({"rows": [row.to_json() for row in self.rows]} if rows else {})
 
 
 def make_report(runtime: Runtime, plan: BenchPlan, bench_run: BenchRun) -> Report:
     """Compute the report of a complete or partial run."""
+    rows = bench_run.rows
 
     def equal_tokens(temperature: float) -> bool:
         return plan.acceptance == "invariant" or temperature == 0
@@ -91,8 +78,8 @@ def make_report(runtime: Runtime, plan: BenchPlan, bench_run: BenchRun) -> Repor
         error=bench_run.error,
         no_energy=bench_run.no_energy,
         curve=bench_run.curve,
-        peak_memory_bytes=max((row.reply.stats.peak_memory_bytes for row in bench_run.rows), default=0),
-        figures=tuple(figures(bench_run.rows, plan.configs, equal_tokens=equal_tokens)),
-        oracle_comparisons=tuple(oracle_comparisons(bench_run.rows, plan.configs)),
-        rows=bench_run.rows,
+        peak_memory_bytes=max((row.reply.stats.peak_memory_bytes for row in rows), default=0),
+        figures=tuple(figures(rows, plan.configs, equal_tokens=equal_tokens)),
+        oracle_comparisons=tuple(oracle_comparisons(rows, plan.configs)),
+        rows=rows,
     )

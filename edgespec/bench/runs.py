@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
 from time import monotonic, perf_counter
 from typing import Literal
 
@@ -47,21 +47,10 @@ class Measurement:
 
     def to_json(self) -> dict[str, object]:
         """Return the measurement as a JSON object without the reply's text."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
         reply = self.reply.to_json()
-        del reply["text"]
-        return {
-            "prompt": self.prompt,
-            "category": self.category,
-            "temperature": self.temperature,
-            "repeat": self.repeat,
-            "position": self.position,
-            "method": self.config.method,
-            "draft_length": self.config.draft_length,
-            "again": self.config.again,
-            "seconds": self.seconds,
-            "joules": self.joules,
-            "reply": reply,
-        }
+        del values["config"], reply["text"]
+        return values | asdict(self.config) | {"reply": reply}
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,16 +182,9 @@ class _Bench:
         reply = self._reply(description, each.prompt, each.temperature, config, self._plan.max_tokens)
         seconds = perf_counter() - started
         joules = self.meter.joules(before, self.meter.read())
+        prompt, category = each.prompt.name, each.prompt.category
         return Measurement(
-            each.prompt.name,
-            each.prompt.category,
-            each.temperature,
-            each.repeat,
-            position,
-            config,
-            seconds,
-            joules,
-            reply,
+            prompt, category, each.temperature, each.repeat, position, config, seconds, joules, reply
         )
 
     def _reply(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from itertools import product
 from statistics import geometric_mean
 from typing import Any
 
@@ -115,37 +116,30 @@ def tune(
         CancelledError: The tuning was cancelled.
     """
     curve = runtime.measure_costs(progress)
-    tries_auto = runtime.method.requested == "auto" and runtime.target.capabilities.rollback
+    capabilities = runtime.target.capabilities
+    tries_auto = runtime.method.requested == "auto" and capabilities.rollback
     configs = ["none", *runtime.drafters, *(["auto"] if tries_auto else [])]
     replies: dict[str, list[Reply]] = {config: [] for config in configs}
-    for i, prompt in enumerate(prompts):
-        for j, config in enumerate(configs):
-            if progress and not progress(
-                f"trying {config}", (i * len(configs) + j) / (len(configs) * len(prompts))
-            ):
-                raise _cancelled(runtime)
-            replies[config].append(_reply(runtime, prompt, config, max_tokens))
-    drafters = tuple(
-        _drafter_result(config, replies[config], replies["none"], curve) for config in runtime.drafters
-    )
-    passes = tuple(
-        _pass_cost(width, seconds, curve) for width, seconds in zip(curve.widths, curve.seconds, strict=True)
-    )
+    for done, (prompt, config) in enumerate(product(prompts, configs)):
+        if progress and not progress(f"trying {config}", done / (len(configs) * len(prompts))):
+            raise _cancelled(runtime)
+        replies[config].append(_reply(runtime, prompt, config, max_tokens))
+    plain = replies["none"]
+    drafters = tuple(_drafter_result(name, replies[name], plain, curve) for name in runtime.drafters)
+    passes = tuple(_pass_cost(*measured, curve) for measured in zip(curve.widths, curve.seconds, strict=True))
     limit = max(each.limit for each in passes)
-    auto = _speed_up(replies["auto"], replies["none"]) if tries_auto else None
-    capabilities = runtime.target.capabilities
     return Tuning(
-        runtime.target.name,
-        runtime.draft.name if runtime.draft else None,
-        curve.target_step_seconds,
-        passes,
-        drafters,
-        limit,
-        auto,
-        _verdict(limit, drafters)
+        target=runtime.target.name,
+        draft=runtime.draft.name if runtime.draft else None,
+        target_step_seconds=curve.target_step_seconds,
+        passes=passes,
+        drafters=drafters,
+        limit=limit,
+        auto=_speed_up(replies["auto"], plain) if tries_auto else None,
+        verdict=_verdict(limit, drafters)
         if capabilities.rollback
-        else f"Speculation cannot be used with this model: {capabilities.reason}.",
-        runtime.costs_notice,
+        else f"Drafting cannot be used with this model: {capabilities.reason}.",
+        notice=runtime.costs_notice,
     )
 
 
@@ -165,7 +159,7 @@ def break_even(v: float, width: int) -> float | None:
     if v <= 1.0:
         return 0.0
     low, high = 0.0, 1.0
-    for _ in range(40):
+    while high - low > 1e-9:
         middle = (low + high) / 2
         low, high = (low, middle) if _expected_tokens(middle, width - 1) >= v else (middle, high)
     return high
@@ -264,18 +258,17 @@ def _acceptance(replies: Sequence[Reply]) -> float:
 def _verdict(limit: float, drafters: Sequence[DrafterResult]) -> str:
     if limit < _MIN_SPEED_UP:
         return (
-            "Speculation cannot help on this machine: checking several tokens in one pass takes as long as"
+            "Drafting cannot help on this machine: checking several tokens in one pass takes as long as"
             " producing them one by one. Use --method none."
         )
-    if drafters and not any(result.drafted for result in drafters):
+    tried = [result for result in drafters if result.drafted]
+    if drafters and not tried:
         return "Nothing was drafted in such short replies. Use a larger --max-tokens."
-    best = max(
-        (result for result in drafters if result.drafted), key=lambda result: result.expected, default=None
-    )
-    ceiling = f"the ceiling on this machine is {limit:.2f}x"
+    best = max(tried, key=lambda result: result.expected, default=None)
+    ceiling = f"at most {limit:.2f}x is possible on this machine"
     if best is None or best.expected < _MIN_SPEED_UP:
-        return f"No available method is faster than plain decoding here ({ceiling}). Use --method none."
+        return f"No available method makes replies faster here ({ceiling}). Use --method none."
     return (
-        f"Use --method {best.name} --draft-length {best.best_length}. Expect {best.expected:.2f}x the speed"
-        f" of plain decoding on similar text ({ceiling})."
+        f"Use --method {best.name} --draft-length {best.best_length}. Expect a speed-up of"
+        f" {best.expected:.2f}x on similar text ({ceiling})."
     )

@@ -7,8 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
-from edgespec.backends.checkpoint_names import WEIGHTS
-from edgespec.backends.mlx_files import is_weights, missing_among
+from edgespec.backends.mlx_files import WEIGHTS, is_weights, missing_among
 from edgespec.errors import ModelNotFoundError
 
 __all__ = [

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from edgespec.errors import OptionError
 
-__all__ = ["Message", "Role", "as_messages"]
+__all__ = ["Message", "Role", "as_message", "as_messages"]
 
 Role = Literal["user", "assistant", "system"]
 _ROLES: dict[str, Role] = {"system": "system", "user": "user", "assistant": "assistant"}
@@ -33,19 +33,20 @@ def as_messages(items: Sequence[Message | Mapping[str, Any]]) -> list[Message]:
     """
     if isinstance(items, str | Mapping) or not isinstance(items, Iterable):
         raise OptionError(f"messages must be a list, not a {type(items).__name__}", "pass a list of messages")
-    messages = [_as_message(number, item) for number, item in enumerate(items, 1)]
+    messages = [as_message(number, item) for number, item in enumerate(items, 1)]
     if not messages or messages[-1].role != "user":
         last = f"ends with a message of the {messages[-1].role}" if messages else "is empty"
         raise OptionError(f"the list of messages {last}", "end the list with a user message")
     return messages
 
 
-def _as_message(number: int, item: Message | Mapping[str, Any]) -> Message:
+def as_message(number: int, item: Message | Mapping[str, Any]) -> Message:
+    """Convert the `number`-th item of a list to a `Message`. Raises OptionError if it is invalid."""
     if isinstance(item, Message):
         return item
     if not isinstance(item, Mapping):
         raise OptionError(
-            f"message {number} is a {type(item).__name__}",
+            f"message {number} must not be a {type(item).__name__}",
             "use a Message, or a dictionary with the keys role and content",
         )
     role = _ROLES.get(str(item.get("role")))
@@ -56,6 +57,7 @@ def _as_message(number: int, item: Message | Mapping[str, Any]) -> Message:
     content = item.get("content")
     if not isinstance(content, str):
         raise OptionError(
-            f"the content of message {number} is a {type(content).__name__}", "give the content as a string"
+            f"the content of message {number} must be a string, not a {type(content).__name__}",
+            "pass the content as a string",
         )
     return Message(role, content)

@@ -27,7 +27,7 @@ _REMEMBERED_CONVERSATIONS = 8
 def check_context_full(context_full: str) -> None:
     """Raise OptionError unless `context_full` is `slide` or `refuse`."""
     if context_full not in ("slide", "refuse"):
-        raise OptionError(f"context_full is {context_full!r}", "choose slide or refuse")
+        raise OptionError(f"context_full must be slide or refuse, but is {context_full!r}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +51,7 @@ class PromptBuilder:
 
     Tokenizing the text of a reply again often gives different tokens from those that were sampled. The
     builder therefore remembers the exact tokens of recent conversations and extends them, so that the KV
-    cache can be reused.
-    Use it from one thread at a time.
+    cache can be reused. Use a builder from one thread at a time.
 
     Args:
         template: The model's chat template.
@@ -114,7 +113,7 @@ class PromptBuilder:
         if excess_tokens > 0:
             if context_full == "refuse":
                 raise ContextFullError(
-                    f"the chat is {len(prompt.tokens)} tokens long and the context holds {context_tokens}",
+                    f"the chat needs {len(prompt.tokens)} tokens, but the context has only {context_tokens}",
                     "start a new chat, use context_full='slide' to drop the oldest messages, or load the"
                     " model with a larger --context",
                 )
@@ -122,7 +121,7 @@ class PromptBuilder:
             prompt = self._build_shorter(messages, prompt, -(-excess_tokens // step_tokens) * step_tokens)
         if len(prompt.tokens) >= context_tokens:
             raise ContextFullError(
-                f"the message is {len(prompt.tokens)} tokens long and the context holds {context_tokens}",
+                f"the message needs {len(prompt.tokens)} tokens, but the context has only {context_tokens}",
                 f"shorten it or use --context {(len(prompt.tokens) + _REPLY_TOKENS) // 256 * 256 + 256}",
             )
         return prompt
@@ -130,7 +129,7 @@ class PromptBuilder:
     def _build_shorter(
         self, messages: Sequence[Message], prompt: RenderedPrompt, drop_tokens: int
     ) -> RenderedPrompt:
-        """Return the prompt without the oldest turns, if possible at least `drop_tokens` tokens shorter."""
+        """Drop the oldest turns to make the prompt at least `drop_tokens` tokens shorter, if possible."""
         system = [message for message in messages[:1] if message.role == "system"]
         turns = messages[len(system) :]
         starts = [place for place, message in enumerate(turns) if message.role == "user"]
@@ -165,7 +164,7 @@ class PromptBuilder:
         return longest if longest and longest.text else None
 
     def _spelled_prefix(self, tokens: Sequence[int], text: str) -> RenderedPrompt:
-        """Return the longest prefix of `text` that `tokens` spell, cut at a control token or their end."""
+        """Return the longest prefix of `text` that `tokens` decode to and a control token follows."""
         encoded, at = text.encode("utf-8", "replace"), 0
         spelled_bytes = spelled_tokens = 0
         for i, token in enumerate(tokens):

@@ -14,9 +14,10 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import TypeVar
 
-from edgespec.chat.message import Message, Role
-from edgespec.errors import ChatFileError
+from edgespec.chat.message import Message, as_message
+from edgespec.errors import ChatFileError, OptionError
 from edgespec.files import (
     data_folder,
     delete_stale_temporaries,
@@ -38,7 +39,12 @@ _LOCK_SECONDS = 5.0
 # Files above this size are rejected without being read. No real chat gets this long.
 _MAX_FILE_BYTES = 64 * 1024 * 1024
 _ID = re.compile(r"[0-9A-Za-z][0-9A-Za-z_-]{0,63}")
-_ROLES: dict[str, Role] = {"user": "user", "assistant": "assistant", "system": "system"}
+_TEXTS = ("id", "created", "updated", "title", "target")
+_KINDS: dict[type, str] = {
+    dict: "an object", list: "a list", str: "text", int: "a whole number", bool: "true or false",
+    type(None): "missing",
+}  # fmt: skip
+_T = TypeVar("_T")
 
 
 def title_of(messages: Sequence[Message]) -> str:
@@ -112,7 +118,7 @@ class StoredChat:
 
 
 class ChatStore:
-    """Folder of saved chats. Defaults to `chats` in the user's data folder if None."""
+    """A folder of saved chats, by default `chats` in the user's data folder."""
 
     def __init__(self, folder: Path | None = None) -> None:
         self.folder = folder if folder is not None else data_folder() / "chats"
@@ -120,8 +126,7 @@ class ChatStore:
     def new_id(self) -> str:
         """Return a new, unused id made of the current time and random digits."""
         while True:
-            stamp = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
-            chat_id = f"{stamp}-{secrets.token_hex(4)}"
+            chat_id = f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{secrets.token_hex(4)}"
             if not self._path(chat_id).exists():
                 return chat_id
 
@@ -129,12 +134,11 @@ class ChatStore:
         """Save a chat atomically, replacing the older version. Raises ChatFileError."""
         path = self._path(chat.id)
         # Pasted text can contain lone surrogates, which cannot be encoded as UTF-8.
-        text = json.dumps(chat.to_json(), ensure_ascii=False, indent=1)
-        payload = text.encode("utf-8", "replace") + b"\n"
+        text = json.dumps(chat.to_json(), ensure_ascii=False, indent=1) + "\n"
         if not path.exists():
             delete_stale_temporaries(self.folder)
         try:
-            write_private_file(path, payload)
+            write_private_file(path, text.encode("utf-8", "replace"))
         except OSError as error:
             raise ChatFileError(
                 f"cannot save the chat to {path}: {error_reason(error)}",
@@ -143,14 +147,11 @@ class ChatStore:
         return path
 
     def save_after(self, chat: SavedChat, known: datetime | None) -> SavedChat:
-        """Save a chat unless another program has changed its file.
-
-        If another program has changed it, the file is left unchanged and the chat is saved under a new id.
+        """Save a chat, under a new id if another program has changed its file.
 
         Args:
             chat: The chat to save.
-            known: The time `updated` of the saved version that this chat is based on, or None if there is
-                none.
+            known: The time `updated` of the saved version that this chat is based on, if there is one.
 
         Returns:
             The chat with the id that it was saved under.
@@ -211,12 +212,10 @@ class ChatStore:
                 f"cannot list the chats in {self.folder}: {error_reason(error)}",
                 "set EDGESPEC_DATA_DIR to a folder you can read",
             ) from error
-        return sorted(
-            (_entry(path) for path in paths), key=lambda chat: (chat.updated, chat.id), reverse=True
-        )
+        return sorted(map(_entry, paths), key=lambda chat: (chat.updated, chat.id), reverse=True)
 
     def _path(self, chat_id: str) -> Path:
-        # The id becomes a file name, so reject ids that could lead to another folder.
+        # The id becomes a file name. Other ids could lead to another folder.
         if not _ID.fullmatch(chat_id):
             raise ChatFileError(f"{chat_id!r} is not a chat id", "use an id from the list of saved chats")
         return self.folder / f"{chat_id}.json"
@@ -226,10 +225,9 @@ def _entry(path: Path) -> StoredChat:
     try:
         chat = read_chat(path)
     except ChatFileError as error:
-        try:
+        updated = datetime.fromtimestamp(0, UTC)
+        with suppress(OSError):
             updated = datetime.fromtimestamp(path.stat().st_mtime, UTC)
-        except OSError:
-            updated = datetime.fromtimestamp(0, UTC)
         return StoredChat(path.stem, path, path.name, updated, 0, problem=error.what)
     return StoredChat(path.stem, path, chat.title, chat.updated, len(chat.messages))
 
@@ -239,8 +237,8 @@ def read_chat(path: Path) -> SavedChat:
     try:
         size_bytes = regular_file_bytes(path)
         if size_bytes > _MAX_FILE_BYTES:
-            raise _broken(path, f"it has {size_bytes:,} bytes, more than a chat can have")
-        text = path.read_bytes().decode("utf-8")
+            raise ValueError(f"it has {size_bytes:,} bytes, more than a chat can have")
+        return _checked(path, json.loads(path.read_bytes().decode("utf-8")))
     except FileNotFoundError:
         raise ChatFileError(f"there is no saved chat at {path}", "pick one from the list of chats") from None
     except OSError as error:
@@ -248,98 +246,67 @@ def read_chat(path: Path) -> SavedChat:
             f"cannot read {path.name}: {error_reason(error)}", f"check the permissions of {path}"
         ) from error
     except UnicodeDecodeError as error:
-        raise _broken(path, f"it is not UTF-8 text (byte {error.start})") from None
-    try:
-        data = json.loads(text)
+        reason = f"it is not UTF-8 text (byte {error.start})"
     except json.JSONDecodeError as error:
-        where = f"line {error.lineno}, column {error.colno}"
-        raise _broken(path, f"it is not complete JSON ({error.msg} at {where})") from None
-    except (RecursionError, ValueError):
-        raise _broken(path, "its JSON cannot be read") from None
-    return _checked(path, data)
+        reason = f"it is not complete JSON ({error.msg} at line {error.lineno}, column {error.colno})"
+    except RecursionError:
+        reason = "its JSON is nested too deeply"
+    except OptionError as error:
+        reason = error.what
+    except ValueError as error:
+        reason = str(error)
+    raise ChatFileError(
+        f"{path.name} is not a readable chat: {reason}",
+        f"repair or move {path}; other chats are not affected",
+    )
 
 
-def _checked(path: Path, data: object) -> SavedChat:
-    if not isinstance(data, dict):
-        raise _broken(path, f"it must hold a chat object, not {_kind(data)}")
-    version = data.get("version")
-    if isinstance(version, bool) or not isinstance(version, int):
-        raise _broken(path, f"its version must be a whole number, not {version!r}")
+def _checked(path: Path, json_value: object) -> SavedChat:
+    """Convert a file's JSON to a `SavedChat`. Raises ValueError with the reason if it is invalid."""
+    data = _typed(json_value, dict, "the file")
+    version = _typed(data.get("version"), int, "`version`")
     if version != VERSION:
         raise ChatFileError(
             f"{path.name} has format version {version}, and this edgespec reads version {VERSION}",
             "open it with the edgespec that wrote it, or upgrade edgespec",
         )
-    messages = data.get("messages")
-    if not isinstance(messages, list):
-        raise _broken(path, f"`messages` must be a list, not {_kind(messages)}")
+    texts = {name: _typed(data.get(name), str, f"`{name}`") for name in _TEXTS}
+    if texts["id"] != path.stem:
+        raise ValueError(f"its id {texts['id'][:80]!r} is not its file name")
+    items = _typed(data.get("messages"), list, "`messages`")
+    messages = tuple(as_message(number, item) for number, item in enumerate(items, 1))
     system = data.get("system")
-    if system is not None and not isinstance(system, str):
-        raise _broken(path, f"`system` must be text, not {_kind(system)}")
-    checked = tuple(_message(path, number, item) for number, item in enumerate(messages, 1))
-    chat_id = _text(path, data, "id")
-    if chat_id != path.stem:
-        raise _broken(path, f"its id {chat_id[:80]!r} is not its file name")
+    sampling = _typed(data.get("sampling"), dict, "`sampling`")
     return SavedChat(
-        id=chat_id,
-        messages=checked,
-        created=_time(path, data, "created"),
-        updated=_time(path, data, "updated"),
-        title=" ".join(_text(path, data, "title").split()) or title_of(checked),
-        target=_text(path, data, "target"),
-        system=system,
-        sampling=_sampling(path, data.get("sampling")),
+        id=texts["id"],
+        messages=messages,
+        created=_time("created", texts["created"]),
+        updated=_time("updated", texts["updated"]),
+        title=" ".join(texts["title"].split()) or title_of(messages),
+        target=texts["target"],
+        system=None if system is None else _typed(system, str, "`system`"),
+        sampling={name: _setting(name, value) for name, value in sampling.items()},
     )
 
 
-def _message(path: Path, number: int, item: object) -> Message:
-    if not isinstance(item, dict):
-        raise _broken(path, f"message {number} must be an object, not {_kind(item)}")
-    name, content = item.get("role"), item.get("content")
-    role = _ROLES.get(name) if isinstance(name, str) else None
-    if role is None:
-        raise _broken(path, f"message {number} has the role {name!r}")
-    if not isinstance(content, str):
-        raise _broken(path, f"the content of message {number} must be text, not {_kind(content)}")
-    return Message(role, content)
-
-
-def _text(path: Path, data: dict[str, object], name: str) -> str:
-    value = data.get(name)
-    if not isinstance(value, str):
-        raise _broken(path, f"`{name}` must be text, not {_kind(value)}")
+def _typed(value: object, kind: type[_T], name: str) -> _T:
+    # `isinstance` would accept True as an integer.
+    if type(value) is not kind:
+        raise ValueError(f"{name} must be {_KINDS[kind]}, not {_KINDS.get(type(value), 'a number')}")
     return value
 
 
-def _time(path: Path, data: dict[str, object], name: str) -> datetime:
-    text = _text(path, data, name)
+def _time(name: str, text: str) -> datetime:
     try:
         moment = datetime.fromisoformat(text)
         return moment.replace(tzinfo=UTC) if moment.tzinfo is None else moment.astimezone(UTC)
     except (ValueError, OverflowError):
-        raise _broken(path, f"`{name}` must be a time, not {text[:40]!r}") from None
+        raise ValueError(f"`{name}` must be a time, not {text[:40]!r}") from None
 
 
-def _sampling(path: Path, value: object) -> dict[str, Setting]:
-    if not isinstance(value, dict):
-        raise _broken(path, f"`sampling` must be an object, not {_kind(value)}")
-    settings: dict[str, Setting] = {}
-    for name, setting in value.items():
-        if isinstance(setting, list) and all(isinstance(item, str) for item in setting):
-            settings[name] = list(setting)
-        elif isinstance(setting, str | bool | int) or (isinstance(setting, float) and math.isfinite(setting)):
-            settings[name] = setting
-        else:
-            raise _broken(path, f"the setting {name[:40]!r} is {_kind(setting)}")
-    return settings
-
-
-def _broken(path: Path, why: str) -> ChatFileError:
-    return ChatFileError(
-        f"{path.name} is not a readable chat: {why}", f"repair or move {path}; other chats are not affected"
-    )
-
-
-def _kind(value: object) -> str:
-    names = {dict: "an object", list: "a list", str: "text", bool: "true or false", type(None): "missing"}
-    return names.get(type(value), "a number")
+def _setting(name: str, value: object) -> Setting:
+    if isinstance(value, list) and all(isinstance(item, str) for item in value):
+        return value
+    if isinstance(value, str | bool | int) or (isinstance(value, float) and math.isfinite(value)):
+        return value
+    raise ValueError(f"the setting {name[:40]!r} must not be {_KINDS.get(type(value), value)}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import asdict
 from datetime import datetime
 from typing import Any, NoReturn
 
@@ -15,14 +16,16 @@ from edgespec.errors import TemplateError
 
 __all__ = ["ChatTemplate"]
 
+_RENDER_ERRORS = (JinjaError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError)
+
 
 class ChatTemplate:
     """Renders messages with the Jinja template of a model.
 
     Args:
         source: Source text of the template.
-        start_text: Text of the start token, called `bos_token` in templates.
-        end_text: Text of the end token, called `eos_token` in templates.
+        bos_text: Text of the start token, called `bos_token` in templates.
+        eos_text: Text of the end token, called `eos_token` in templates.
 
     Raises:
         TemplateError: The template does not compile.
@@ -47,8 +50,13 @@ class ChatTemplate:
     def render(self, messages: Sequence[Message]) -> str:
         """Return the prompt for the assistant's next reply. Raises TemplateError."""
         try:
-            return self._render(messages)
-        except JinjaError as error:
+            return self._template.render(
+                messages=[asdict(message) for message in messages],
+                add_generation_prompt=True,
+                tools=None,
+                **self._tokens,
+            )
+        except _RENDER_ERRORS as error:
             folded = _without_system(messages)
             if folded is None:
                 raise TemplateError(
@@ -57,15 +65,6 @@ class ChatTemplate:
         # Some templates, such as Gemma's, have no system role. Prepend the system prompt to the first message
         # instead.
         return self.render(folded)
-
-    def _render(self, messages: Sequence[Message]) -> str:
-        listed = [{"role": message.role, "content": message.content} for message in messages]
-        try:
-            return self._template.render(
-                messages=listed, add_generation_prompt=True, tools=None, **self._tokens
-            )
-        except (TypeError, ValueError, KeyError, AttributeError, ArithmeticError, LookupError) as error:
-            raise JinjaError(str(error)) from error
 
 
 def _without_system(messages: Sequence[Message]) -> list[Message] | None:

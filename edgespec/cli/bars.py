@@ -1,4 +1,4 @@
-"""Draws the memory plan in the terminal: one bar for each memory pool, and a table of its items."""
+"""Draw the memory plan in the terminal: one bar for each kind of memory, and a table of its contents."""
 
 from __future__ import annotations
 
@@ -28,37 +28,30 @@ _COLOURS = {
 _OTHER_COLOUR = "yellow"
 _FULL, _FREE, _OVER = "█", "░", "▒"
 _BAR_COLUMNS = 60
-_NAMES = {"memory": "memory", "gpu": "graphics cards"}
+_POOLS = {"memory": "memory", "gpu": "GPU memory"}
 
 
 def picture(preview: Preview) -> RenderableType:
     """Return the terminal output of `edgespec plan`."""
     plan = preview.plan
-    pair = f"{preview.target} with {preview.draft}" if preview.draft else preview.target
-    parts: list[RenderableType] = [_line(pair)]
-    if not preview.draft:
-        parts.append(_line(f"no draft model: {preview.why_no_draft}", "dim"))
-    context = f"context: {plan.context_tokens:,} tokens{_about_context(preview)}"
-    parts.append(_line(f"{context}; cache type {plan.kv_type}"))
+    parts: list[RenderableType] = [
+        _line(f"model {preview.target}"),
+        _line(f"draft model {preview.draft}" if preview.draft else f"no draft model: {preview.why_no_draft}"),
+        _line(f"context {plan.context_tokens:,} tokens{_about_context(preview)}"),
+        _line(f"cache type {plan.kv_type}"),
+    ]
     if preview.draft_window:
-        parts.append(_line(f"in longer contexts the draft model sees {preview.draft_window.description}"))
+        parts.append(_line(f"in longer contexts the draft model reads {preview.draft_window.description}"))
     for pool in plan.pools:
         planned = f"{format_bytes(plan.planned_bytes(pool))} of {format_bytes(plan.budget_bytes(pool))}"
-        cache_bytes = plan.prefix_cache_bytes if pool == "memory" else 0
-        more = f", and up to {format_bytes(cache_bytes)} for the prefix cache" if cache_bytes else ""
-        parts += [
-            Text(),
-            bar(plan, pool),
-            Text(f"{planned} {_NAMES[pool]}{more}", "bold"),
-        ]
-    parts += [Text(f"budget: {plan.budget.source}", "dim"), Text(), _items(plan)]
+        chats = plan.prefix_cache_bytes if pool == "memory" else 0
+        more = f", plus up to {format_bytes(chats)} for the cache of earlier chats" if chats else ""
+        parts += [Text(), bar(plan, pool), Text(f"{planned} {_POOLS[pool]}{more}", "bold")]
+    parts += [Text(f"limit: {plan.budget.source}", "dim"), Text(), _items(plan)]
     if plan.decisions:
-        parts += [
-            Text(),
-            Text("given up so that the rest fits:" if plan.fits else "tried, and still too large:"),
-        ]
+        heading = "reduced so that the rest fits:" if plan.fits else "tried, and still too large:"
         lines = [f"{each.what} (frees {format_bytes(each.bytes)}): {each.why}" for each in plan.decisions]
-        parts.append(Padding(Group(*map(_line, lines)), (0, 0, 0, 2)))
+        parts += [Text(), Text(heading), Padding(Group(*map(_line, lines)), (0, 0, 0, 2))]
     if not plan.fits:
         parts += [Text(), _line(f"does not fit: {preview.advice}", "bold red")]
     return Group(*parts)
@@ -66,11 +59,8 @@ def picture(preview: Preview) -> RenderableType:
 
 def _about_context(preview: Preview) -> str:
     """Return a remark about the context length in parentheses, or an empty string."""
-    tokens, first, trained = (
-        preview.plan.context_tokens,
-        preview.first_context_tokens,
-        preview.trained_context_tokens,
-    )
+    tokens, trained = preview.plan.context_tokens, preview.trained_context_tokens
+    first = preview.first_context_tokens
     remarks = ["the length that the model was trained for"] if tokens == trained else []
     if 0 < trained < tokens:
         remarks.append(f"more than the {trained:,} that the model was trained for")
@@ -90,9 +80,8 @@ def bar(plan: MemoryPlan, pool: Pool) -> Text:
     scale = _BAR_COLUMNS / max(planned, budget, 1)
     text = Text()
     end, columns = 0, 0
-    for item in sorted(
-        (item for item in plan.items if item.pool == pool), key=lambda item: item.name not in _COLOURS
-    ):
+    of_pool = [item for item in plan.items if item.pool == pool]
+    for item in sorted(of_pool, key=lambda item: item.name not in _COLOURS):
         end += item.bytes
         width = round(end * scale) - columns
         columns += width
@@ -101,24 +90,21 @@ def bar(plan: MemoryPlan, pool: Pool) -> Text:
     return text
 
 
-def _share(part_bytes: int, whole_bytes: int) -> str:
-    if part_bytes >= 10 * whole_bytes:
-        return ">999%"
-    return f"{part_bytes / whole_bytes:.1%}"
-
-
 def _items(plan: MemoryPlan) -> Table:
     table = Table.grid(padding=(0, 2))
-    table.add_column()
-    table.add_column()
-    table.add_column(justify="right")
-    table.add_column(justify="right")
+    for justify in ("left", "left", "right", "right"):
+        table.add_column(justify=justify)
     for item in plan.items:
-        where = " (on the card)" if item.pool == "gpu" else ""
+        share = item.bytes / max(plan.budget_bytes(item.pool), 1)
         table.add_row(
             Text(_FULL, _COLOURS.get(item.name, _OTHER_COLOUR)),
-            f"{item.name}{where}",
+            _label(item.name) + (" (on the GPU)" if item.pool == "gpu" else ""),
             format_bytes(item.bytes),
-            _share(item.bytes, plan.budget_bytes(item.pool)),
+            f"{share:.1%}" if share < 10 else ">999%",
         )
     return table
+
+
+def _label(name: str) -> str:
+    """Return the name of an item in the words of the user."""
+    return name.replace("target ", "model ").replace("draft ", "draft model ")

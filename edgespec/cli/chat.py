@@ -13,7 +13,6 @@ from edgespec.cli.failures import DONE, INTERRUPTED
 from edgespec.cli.help import HelpfulCommand
 from edgespec.cli.options import LOAD_NAMES, REPLY_NAMES, SAMPLING_NAMES, declared_options, given, pick
 from edgespec.cli.screen import is_terminal
-from edgespec.tui.resuming import LAST
 
 if TYPE_CHECKING:
     from edgespec import Runtime
@@ -41,7 +40,7 @@ _REPLY_NAMES = tuple(name for name in REPLY_NAMES if name != "logit_bias")
     ),
 )
 @click.option(
-    "--resume", metavar="[ID|TITLE]", is_flag=False, flag_value=LAST,
+    "--resume", metavar="[ID|TITLE]", is_flag=False, flag_value="last",
     help="Continue the last chat, or the one with this id or title.",
 )  # fmt: skip
 @click.option("--light/--dark", default=None, help="Use light or dark colours. [default: as last time]")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+import os
 import time
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
@@ -13,7 +13,7 @@ from edgespec.cli.failures import DONE, FAILED
 from edgespec.cli.help import HelpfulCommand
 from edgespec.cli.interrupt import Stop, interruptible
 from edgespec.cli.options import json_option
-from edgespec.cli.screen import ProgressLine, is_terminal, print_json, printable
+from edgespec.cli.screen import ProgressLine, print_json, printable
 from edgespec.errors import CancelledError, EdgespecError
 from edgespec.files import format_bytes
 
@@ -30,10 +30,9 @@ _BUILD_FLAG = {"metal": "-DGGML_METAL=on", "cuda": "-DGGML_CUDA=on"}
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """Describes one line in the report.
+    """The result of one check.
 
     Attributes:
-        name: What was checked.
         ok: False if there is a problem.
         finding: The result in words.
         next_step: What the user can do about the problem. May be empty.
@@ -55,8 +54,8 @@ class Check:
 def command(as_json: bool) -> int:
     """Check the machine, the installed libraries, the folders and the settings, and run the demo model.
 
-    Each line begins with ok or warn. A warn line ends with a next step. The exit status is 1 if the demo
-    model does not run.
+    A line that begins with warn is followed by what to do next. The exit status is 1 if the demo model does
+    not run.
     """
     from edgespec.machine import inspect_machine
 
@@ -96,13 +95,10 @@ def _libraries(machine: MachineInfo) -> list[Check]:
     if library.gpu_offload:
         gpu = Check("gpu", True, "llama.cpp can use the GPU")
     elif machine.accelerator:
+        finding = f"this machine has {machine.accelerator}, but llama.cpp was built without support for it"
+        install = "pip install --force-reinstall --no-cache-dir llama-cpp-python"
         flag = _BUILD_FLAG[machine.accelerator]
-        gpu = Check(
-            "gpu",
-            False,
-            f"this machine has {machine.accelerator}, but llama.cpp was built without support for it",
-            f'CMAKE_ARGS="{flag}" pip install --force-reinstall --no-cache-dir llama-cpp-python',
-        )
+        gpu = Check("gpu", False, finding, f'run CMAKE_ARGS="{flag}" {install}')
     else:
         gpu = Check("gpu", True, "none found; models run on the CPU")
     return [llama, gpu, _mlx(machine)]
@@ -121,26 +117,23 @@ def _mlx(machine: MachineInfo) -> Check:
     if library.working_set_bytes:
         finding += f", with up to {format_bytes(library.working_set_bytes)} of GPU memory"
     if machine.accelerator == "cuda" and not library.cuda:
-        return Check(
-            "mlx", True, f"{finding}; this machine has CUDA, but MLX was installed without it", install
-        )
+        finding += "; this machine has CUDA, but MLX was installed without it"
+        return Check("mlx", True, finding, install)
     return Check("mlx", True, finding)
 
 
 def _folders(machine: MachineInfo) -> list[Check]:
     folders = machine.folders
+    missing = "" if folders.aliases.exists() else " (not created yet)"
     return [
         Check("models", True, str(folders.models)),
         Check("chats", True, str(folders.chats)),
         Check("logs", True, str(folders.logs)),
-        Check(
-            "aliases", True, f"{folders.aliases}{'' if folders.aliases.exists() else ' (not created yet)'}"
-        ),
+        Check("aliases", True, f"{folders.aliases}{missing}"),
     ]
 
 
 def _settings() -> Check:
-    """Check the settings file, which the demo does not use."""
     from edgespec.cli.settings import Settings
 
     settings = Settings.read()
@@ -167,38 +160,26 @@ def _demo(stop: Stop) -> Check:
     if reply.finish_reason == "cancelled":
         raise CancelledError("the demo was cancelled")
     rate = reply.stats.tokens_per_second or 0.0
-    plain = reply.method.effective == "none"
-    method = "without speculation, which would not be faster" if plain else f"with {reply.method.effective}"
+    method = f"with method {reply.method.effective}"
+    if reply.method.effective == "none":
+        method = "without drafting, which would not be faster"
     finding = (
         f"loaded in {load_seconds:.2f} s, generated {reply.stats.generated_tokens} tokens"
         f" at {rate:.0f} tokens/s {method}"
     )
     if rate < _SLOW_DEMO:
-        busy = "other programs may be using the CPU: close them, or set --threads to fewer threads"
+        busy = "close other programs that use the CPU, or set --threads to fewer threads"
         return Check("demo", True, f"{finding}, which is slow", busy)
     return Check("demo", True, finding)
 
 
 def _print(checks: list[Check]) -> None:
     width = max(len(check.name) for check in checks)
-    colour = _colour if _in_colour() else _plain
+    # click removes colours if stdout is not a terminal.
+    colour = False if os.environ.get("NO_COLOR") else None
     for check in checks:
         warns = not check.ok or bool(check.next_step)
-        mark = colour("warn", 33) if warns else colour("ok  ", 32)
-        click.echo(f"{mark}  {check.name:{width}}  {printable(check.finding)}", color=True)
+        mark = click.style("warn", "yellow") if warns else click.style("ok  ", "green")
+        click.echo(f"{mark}  {check.name:{width}}  {printable(check.finding)}", color=colour)
         if check.next_step:
             click.echo(f"      {'':{width}}  next: {printable(check.next_step)}")
-
-
-def _in_colour() -> bool:
-    import os
-
-    return is_terminal(sys.stdout) and not os.environ.get("NO_COLOR")
-
-
-def _colour(text: str, code: int) -> str:
-    return f"\x1b[{code}m{text}\x1b[0m"
-
-
-def _plain(text: str, _code: int) -> str:
-    return text

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -12,25 +11,9 @@ import click
 from edgespec.cli.failures import DONE, FAILED
 from edgespec.cli.help import HelpfulGroup
 from edgespec.cli.interrupt import Stop, interruptible
-from edgespec.cli.models_shown import (
-    Shown,
-    catalogue_row,
-    entry_json,
-    installed_json,
-    installed_row,
-    prepared_json,
-)
+from edgespec.cli.models_shown import STORED_BY, Shown, entry_json, installed_json, prepared_json
 from edgespec.cli.options import json_option, model_reference
-from edgespec.cli.screen import (
-    ProgressLine,
-    is_terminal,
-    line_of,
-    note,
-    print_json,
-    print_table,
-    printable,
-    terminal_width,
-)
+from edgespec.cli.screen import ProgressLine, is_terminal, line_of, note, print_json, print_table, printable
 from edgespec.errors import (
     BackendMissingError,
     MemoryBudgetError,
@@ -46,11 +29,6 @@ if TYPE_CHECKING:
 
 __all__ = ["command"]
 
-_WIDE, _MEDIUM = 140, 90
-_CATALOGUE_HEADS: Sequence[str] = (
-    "NAME", "FORMAT", "SIZE", "DOWNLOADED", "ALIASES", "QUANT", "DRAFT", "CONTEXT", "FAMILY", "LICENCE",
-)  # fmt: skip
-_INSTALLED_HEADS = ("ON THIS MACHINE", "FORMAT", "SIZE", "QUANT", "PARAMETERS", "STORED BY", "PATH")
 _LOOK_CONTEXT_TOKENS = 256
 
 
@@ -77,11 +55,11 @@ def command() -> None:
 )
 @json_option
 def list_models(as_json: bool) -> None:
-    """List the catalogue, the models on this machine, and your aliases and pairs.
+    """List the models that edgespec knows by name, the models on this machine, and your aliases and pairs.
 
-    DOWNLOADED shows which quantisations of a catalogue model are on this machine. Others are downloaded when
-    first used. The second table lists the models in Ollama, LM Studio and the Hugging Face cache. They are
-    used in place, without copying.
+    DOWNLOADED shows which versions of a model are on this machine. Others are downloaded when first used. The
+    second table lists the models of Ollama, LM Studio and the Hugging Face cache, which edgespec uses without
+    copying them. `edgespec models show` shows all about one model.
     """
     from edgespec.catalog import find_installed, load_catalogue
     from edgespec.catalog.catalogue import user_aliases, user_aliases_path, user_pairs
@@ -92,8 +70,11 @@ def list_models(as_json: bool) -> None:
     if as_json:
         print_json(
             {
-                "models": [entry_json(entry) | _downloaded_json(files) for entry, files in listed],
-                "local": [installed_json(installed_model) for installed_model in installed.models],
+                "models": [
+                    entry_json(entry) | {"on_this_machine": bool(files), "files": files}
+                    for entry, files in listed
+                ],
+                "local": [installed_json(model) for model in installed.models],
                 "prepared": [prepared_json(prepared) for prepared in installed.prepared],
                 "skipped": [{"name": skipped.name, "why": skipped.reason} for skipped in installed.unusable],
                 "aliases": own,
@@ -101,34 +82,52 @@ def list_models(as_json: bool) -> None:
             }
         )
         return
-    width, heads = terminal_width(), _CATALOGUE_HEADS
-    rows = [catalogue_row(entry, files) for entry, files in listed]
-    shown = len(heads) if width is None or width >= _WIDE else 7 if width >= _MEDIUM else 4
-    print_table(heads[:shown], [row[:shown] for row in rows])
-    if installed.models:
+    _print_list(
+        ("NAME", "ALSO CALLED", "FORMAT", "SIZE", "DOWNLOADED"),
+        [
+            (
+                entry.name,
+                next(iter(entry.aliases), "-"),
+                entry.format,
+                format_bytes(entry.approximate_file_bytes),
+                ", ".join(files) or "-",
+            )
+            for entry, files in listed
+        ],
+    )
+    _print_list(
+        ("ON THIS MACHINE", "FORMAT", "SIZE", "QUANTISATION", "STORED BY"),
+        [
+            (
+                model.reference,
+                model.format,
+                format_bytes(model.info.size_bytes),
+                model.info.quantisation or "-",
+                STORED_BY[model.place],
+            )
+            for model in installed.models
+        ],
+    )
+    _print_list(
+        ("PREPARED FOR", "SIZE", "MADE FROM", "PATH"),
+        [(p.kind, format_bytes(p.size_bytes), str(p.source), str(p.folder)) for p in installed.prepared],
+    )
+    _print_list(("YOUR ALIAS", "MODEL"), sorted(own.items()))
+    _print_list(("YOUR MODEL", "DRAFT MODEL"), sorted(pairs.items()))
+    if not own and not pairs:
+        note(f"To give models your own names, see `edgespec models alias --help` ({user_aliases_path()}).")
+    if installed.unusable:
+        names = [each.name for each in installed.unusable]
+        what = ", ".join([*names[:3], *(["..."] if len(names) > 3 else [])])
+        note(f"Not usable: {what}. `edgespec models list --json` shows why.")
+
+
+def _print_list(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Print a table unless it is empty, followed by an empty line on a terminal."""
+    if rows:
+        print_table(heads, rows)
         if is_terminal(sys.stdout):
             click.echo()
-        heads = _INSTALLED_HEADS
-        shown = len(heads) if width is None or width >= _WIDE else 6 if width >= _MEDIUM else 4
-        print_table(
-            heads[:shown], [installed_row(installed_model)[:shown] for installed_model in installed.models]
-        )
-    if installed.prepared:
-        print_table(
-            ("PREPARED FOR", "SIZE", "MADE FROM", "PATH"),
-            [(p.kind, format_bytes(p.size_bytes), str(p.source), str(p.folder)) for p in installed.prepared],
-        )
-    if own:
-        print_table(("YOUR ALIAS", "MODEL"), sorted(own.items()))
-    if pairs:
-        print_table(("YOUR TARGET", "DRAFT MODEL"), sorted(pairs.items()))
-    if not own and not pairs:
-        note(f"To name models yourself, see `edgespec models alias --help` ({user_aliases_path()}).")
-    if installed.unusable:
-        what = ", ".join(one.name for one in installed.unusable[:3]) + (
-            ", ..." if len(installed.unusable) > 3 else ""
-        )
-        note(f"Not usable: {what}. `edgespec models list --json` shows why.")
 
 
 @command.command(
@@ -144,35 +143,31 @@ def list_models(as_json: bool) -> None:
 @click.option("--probe", is_flag=True, help="Also load the model and test its capabilities.")
 @json_option
 def show_model(reference: str, probe: bool, as_json: bool) -> int:
-    """Show details of the model REF, and which models on this machine can draft for it.
+    """Show details of the model REF, and which models on this machine can be its draft model.
 
-    The model is not loaded. Until a pair of models has been used, its expected speed-up is estimated from
-    their sizes. The exit status is 1 if a file could not be read.
+    The expected speed-up is estimated from the sizes of the models, until they have been used together. The
+    exit status is 1 if a file could not be read.
     """
     from edgespec.catalog import choose_draft, draft_options, find_installed, read_model_info, resolve
 
-    found: Resolved | None = None
-    missing = ""
-    entry = _catalogued(reference)
+    shown = Shown(reference, _catalogued(reference))
     try:
-        found = resolve(reference, allow_download=False)
-        entry = found.entry or entry
+        found = shown.found = resolve(reference, allow_download=False)
     except ModelNotFoundError as error:
-        if entry is None:
+        if shown.entry is None:
             raise
-        missing = error.what
-    shown = Shown(reference, entry, found, missing)
-    if found is not None:
-        has_gpu_layers = "gpu_layers" not in found.backend.ignored_options
+        shown.missing = error.what
+    else:
+        shown.entry = found.entry or shown.entry
         installed = find_installed(include_embedded=True)
         try:
-            shown = replace(shown, info=read_model_info(found, installed.metadata))
+            shown.info = read_model_info(found, installed.metadata)
         except ModelFileError as error:
-            shown = replace(shown, problem=str(error))
-        shown = replace(shown, options=draft_options(found, installed), choice=choose_draft(found))
+            shown.problem = str(error)
+        shown.options, shown.choice = draft_options(found, installed), choose_draft(found)
         if probe:
-            facts, problem = interruptible(lambda stop: _facts(stop, reference, has_gpu_layers))
-            shown = replace(shown, facts=facts, problem=problem)
+            has_gpu_layers = "gpu_layers" not in found.backend.ignored_options
+            shown.facts, shown.problem = interruptible(lambda stop: _facts(stop, reference, has_gpu_layers))
     if as_json:
         print_json(shown.to_json())
     else:
@@ -228,9 +223,8 @@ def set_alias(name: str, reference: str, as_json: bool) -> None:
 
     remark = check_alias(name.strip(), reference.strip())
     write_name("aliases", name.strip(), reference.strip())
-    _print_change(
-        f"{name} is now an alias of {reference}.", remark, {"alias": name, "reference": reference}, as_json
-    )
+    value = {"alias": name, "reference": reference}
+    _print_change(f"{name} is now an alias of {reference}.", remark, value, as_json)
 
 
 @command.command(
@@ -302,12 +296,11 @@ def remove_model(reference: str, yes: bool, as_json: bool) -> None:
 
 
 def _print_change(what: str, remark: str, value: dict[str, Any], as_json: bool) -> None:
-    """Print what was changed, and a remark."""
     if as_json:
         print_json(value | {"remark": remark})
-        return
-    click.echo(printable(what))
-    note(remark)
+    else:
+        click.echo(printable(what))
+        note(remark)
 
 
 def _files(entry: ModelEntry) -> dict[str, str]:
@@ -358,7 +351,3 @@ def _facts(stop: Stop, reference: str, has_gpu_layers: bool) -> tuple[ModelFacts
             return runtime.target, ""
     except (MemoryBudgetError, BackendMissingError) as error:
         return None, str(error)
-
-
-def _downloaded_json(files: dict[str, str]) -> dict[str, Any]:
-    return {"on_this_machine": bool(files), "files": files}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -21,27 +21,15 @@ if TYPE_CHECKING:
     )
     from edgespec.prepare.store import PreparedModel
 
-__all__ = [
-    "Shown",
-    "catalogue_row",
-    "entry_json",
-    "installed_json",
-    "installed_row",
-    "prepared_json",
-]
+__all__ = ["STORED_BY", "Shown", "entry_json", "installed_json", "prepared_json"]
 
-_STORED_BY = {
-    "embedded": "edgespec",
-    "ollama": "Ollama",
-    "lmstudio": "LM Studio",
-    "hub": "Hugging Face cache",
-}
+STORED_BY = {"embedded": "edgespec", "ollama": "Ollama", "lmstudio": "LM Studio", "hub": "Hugging Face cache"}
 _MAX_DRAFTS = 8  # maximum number listed by `models show`
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Shown:
-    """Contains everything that `edgespec models show` reports about a model.
+    """Everything that `edgespec models show` reports about a model.
 
     Attributes:
         reference: The reference that the user typed.
@@ -57,7 +45,7 @@ class Shown:
 
     reference: str
     entry: ModelEntry | None
-    found: Resolved | None
+    found: Resolved | None = None
     missing: str = ""
     info: ModelInfo | None = None
     facts: ModelFacts | None = None
@@ -96,10 +84,8 @@ class Shown:
 
     def lines(self) -> list[tuple[str, str]]:
         """Return (name, value) lines for the terminal."""
-        note = self.found.note if self.found else self.reference
-        lines = [("reference", note), *_entry_lines(self.entry)]
-        known = self.found or self.entry
-        if known is not None:
+        lines = [("model", self.found.note if self.found else self.reference), *_entry_lines(self.entry)]
+        if (known := self.found or self.entry) is not None:
             lines.append(("format", known.file_format.label))
         if self.found is None:
             lines.append(("on this machine", f"no; download it with `edgespec models pull {self.reference}`"))
@@ -110,35 +96,6 @@ class Shown:
         if self.choice is not None:
             lines += _draft_lines(self.options, self.choice)
         return [*lines, ("problem", self.problem)] if self.problem else lines
-
-
-def catalogue_row(entry: ModelEntry, files: Mapping[str, str]) -> tuple[str, ...]:
-    """Return the table row for a catalogue model, with the most important columns first."""
-    return (
-        entry.name,
-        entry.format,
-        format_bytes(entry.approximate_file_bytes),
-        ", ".join(files) or "-",
-        ", ".join(entry.aliases) or "-",
-        entry.quantisation,
-        entry.drafts[0] if entry.drafts else "-",
-        str(entry.context_tokens),
-        entry.family,
-        entry.licence,
-    )
-
-
-def installed_row(installed_model: InstalledModel) -> tuple[str, ...]:
-    """Return the table row for a model on this machine, with the most important columns first."""
-    return (
-        installed_model.reference,
-        installed_model.format,
-        format_bytes(installed_model.info.size_bytes),
-        installed_model.info.quantisation or "-",
-        _count_text(installed_model.info.parameters),
-        _STORED_BY[installed_model.place],
-        str(installed_model.path),
-    )
 
 
 def _count_text(count: int) -> str:
@@ -238,47 +195,44 @@ def _draft_json(option: DraftOption) -> dict[str, Any]:
 
 
 def _entry_lines(entry: ModelEntry | None) -> list[tuple[str, str]]:
-    """Return the lines about a catalogue entry."""
     if entry is None:
         return []
     lines = [
-        ("catalogue name", ", ".join((entry.name, *entry.aliases))),
+        ("names", ", ".join((entry.name, *entry.aliases))),
         ("family", f"{entry.family}, {_count_text(entry.parameters)} parameters"),
-        ("default file", f"{entry.quantisation}, about {format_bytes(entry.approximate_file_bytes)}"),
+        ("default version", f"{entry.quantisation}, about {format_bytes(entry.approximate_file_bytes)}"),
         ("context", f"{entry.context_tokens:,} tokens"),
-        ("template", entry.chat_template),
-        ("recommended drafts", ", ".join(entry.drafts) or "none"),
-        ("source", entry.repository or "embedded"),
+        ("chat template", entry.chat_template),
+        ("good draft models", ", ".join(entry.drafts) or "none"),
+        ("source", entry.repository or "included in edgespec"),
         ("licence", entry.licence),
     ]
     return [*lines, ("notice", entry.notice)] if entry.notice else lines
 
 
 def _info_lines(info: ModelInfo) -> list[tuple[str, str]]:
-    """Return the lines about the model files."""
+    """Return the lines about the model's files."""
     experts = f", {info.experts_used} of {info.experts} experts per token" if info.experts else ""
+    trained = f"{info.context_tokens:,} tokens" if info.context_tokens else "not stated in its files"
     lines = [
         ("file", f"{info.family}: {info.architecture}, {info.quantisation}, {format_bytes(info.size_bytes)}"),
         ("parameters", f"{info.parameters:,}{experts}"),
-        (
-            "trained context",
-            f"{info.context_tokens:,} tokens" if info.context_tokens else "not stated in its files",
-        ),
+        ("trained context", trained),
         ("vocabulary", f"{info.vocab_size:,} tokens, {info.vocabulary[:12] or 'not comparable'}"),
-        ("cache", f"{format_bytes(info.kv_bytes * 1000)} per 1,000 tokens at f16"),
-        ("chat template", "yes" if info.chat_template else "no: use `edgespec generate --raw`"),
+        ("context memory", f"{format_bytes(info.kv_bytes * 1000)} per 1,000 tokens at f16"),
+        ("has chat template", "yes" if info.chat_template else "no: use `edgespec generate --raw`"),
     ]
     if info.heads:
-        lines.append(("heads", ", ".join(info.heads)))
+        lines.append(("drafting heads", ", ".join(info.heads)))
     return [*lines, ("licence in its files", info.licence)] if info.licence else lines
 
 
 def _capability_lines(facts: ModelFacts) -> list[tuple[str, str]]:
-    """Return the lines about the capabilities of a loaded model."""
+    """Return the lines that only a loaded model can tell."""
     capabilities = facts.capabilities
     trees = "including token trees" if capabilities.tree else f"without token trees: {capabilities.reason}"
     speculation = f"yes, {trees}" if capabilities.rollback else f"no: {capabilities.reason}"
-    return [("speculation", speculation), ("rollback", facts.rollback)]
+    return [("drafting works", speculation), ("rejected tokens", facts.rollback)]
 
 
 def _draft_lines(options: Sequence[DraftOption], choice: DraftChoice) -> list[tuple[str, str]]:
@@ -286,12 +240,12 @@ def _draft_lines(options: Sequence[DraftOption], choice: DraftChoice) -> list[tu
     lines = []
     for option in options[:_MAX_DRAFTS]:
         here = "" if option.path else ", not on this machine"
-        form = option.format.upper()
-        sizes = f"{_count_text(option.parameters)} parameters, {format_bytes(option.size_bytes)}, {form}"
+        sizes = f"{_count_text(option.parameters)} parameters, {format_bytes(option.size_bytes)}"
         basis = "estimated" if option.acceptance_rate is None else "measured"
         gain = f"expected speed-up {option.speedup:.1f}x ({basis}){here}"
-        lines.append(("draft model", f"{option.reference}: {option.tokens}, {sizes}; {gain}"))
+        details = f"{option.tokens}, {sizes}, {option.format.upper()}; {gain}"
+        lines.append(("draft model", f"{option.reference}: {details}"))
     if len(options) > _MAX_DRAFTS:
         lines.append(("draft model", f"and {len(options) - _MAX_DRAFTS} more"))
-    taken = f"{choice.draft.name}: " if choice.draft else "none: "
-    return [*lines, ("--draft auto", taken + choice.reason)]
+    chosen = choice.draft.name if choice.draft else "none"
+    return [*lines, ("--draft auto", f"{chosen}: {choice.reason}")]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from edgespec.cli.help import HelpfulGroup
-from edgespec.cli.interrupt import interruptible
+from edgespec.cli.interrupt import Stop, interruptible
 from edgespec.cli.options import json_option, model_reference
 from edgespec.cli.screen import ProgressLine, note, print_json, print_table, printable
 from edgespec.errors import OptionError
@@ -94,10 +94,7 @@ def layerskip(reference: str, exit_layer: str, to: Path | None, as_json: bool) -
 )
 @model_reference("reference")
 @click.option(
-    "--type",
-    "type_name",
-    metavar="TYPE",
-    help="Quantisation of the copy, such as Q2_K. [default: Q4_0]",
+    "--type", "type_name", metavar="TYPE", help="Quantisation of the copy, such as Q2_K. [default: Q4_0]"
 )
 @_to_option
 @json_option
@@ -134,18 +131,11 @@ def _exit(text: str) -> int | None:
 def _resolve_and_prepare(
     reference: str, kind: str, make: Callable[[Path, ProgressLine], PreparedModel]
 ) -> PreparedModel:
-    """Resolve the model, download it if needed, and prepare it. Ctrl-C stops either step.
-
-    Args:
-        reference: The model to prepare.
-        kind: What to make, such as `lowbit`.
-        make: Function that prepares the model at the resolved path.
-    """
+    """Resolve the model, download it if needed, and call `make` with its path. Ctrl-C stops either step."""
     from edgespec.catalog import resolve
 
-    def work(stop: Any) -> PreparedModel:
-        progress = ProgressLine(stop)
-        try:
+    def work(stop: Stop) -> PreparedModel:
+        with ProgressLine(stop) as progress:
             found = resolve(reference, progress=progress)
             if not found.file_format.preparations:
                 raise OptionError(
@@ -157,8 +147,6 @@ def _resolve_and_prepare(
                     f"{found.path} is already prepared", "use the GGUF file that it was made from"
                 )
             return make(found.path, progress)
-        finally:
-            progress.clear()
 
     return interruptible(work)
 

@@ -35,11 +35,6 @@ class NoveltyFilter:
         self._max_hashes = max_tokens // _STRIDE
         self._hashes: NDArray[np.uint64] = np.empty(0, np.uint64)
 
-    @property
-    def size_bytes(self) -> int:
-        """Memory currently used by the hashes, in bytes."""
-        return self._hashes.nbytes
-
     def add(self, text: TokenArray) -> None:
         """Mark a sequence of at least one token as known."""
         starts = np.append(np.arange(0, len(text), _STRIDE), len(text) - 1)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import struct
 from collections.abc import Sequence
+from contextlib import suppress
 from errno import ENOSPC
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -83,16 +84,17 @@ class SavedReplies:
         try:
             if not self.path.exists():
                 return []
-            with self._lock():
-                data = read_regular_file(self.path)
-        except (OSError, NotImplementedError):
             # If the file system does not support locks, nothing is ever written, so it is safe to read
             # without a lock.
-            try:
-                data = read_regular_file(self.path)
-            except OSError as error:
-                self.notice = f"saved replies cannot be read from {self.path}: {error_reason(error)}"
-                return []
+            with suppress(OSError, NotImplementedError), self._lock():
+                return self._texts(read_regular_file(self.path))
+            return self._texts(read_regular_file(self.path))
+        except OSError as error:
+            self.notice = f"saved replies cannot be read from {self.path}: {error_reason(error)}"
+            return []
+
+    def _texts(self, data: bytes) -> list[TokenArray]:
+        """Return the newest token sequences in a file, and mark them as known."""
         texts, damaged_bytes = self._parse(data)
         if damaged_bytes:
             self._must_rewrite = True
@@ -185,10 +187,10 @@ class SavedReplies:
                 texts.append(text)
                 offset += _RECORD_HEADER.size + text.nbytes
                 continue
-            next_record = data.find(_MAGIC, offset + 1)
-            next_record = next_record if next_record >= 0 else len(data)
-            damaged_bytes += next_record - offset
-            offset = next_record
+            start, offset = offset, data.find(_MAGIC, offset + 1)
+            if offset < 0:
+                offset = len(data)
+            damaged_bytes += offset - start
         return texts, damaged_bytes
 
     def _parse_record(self, data: bytes, offset: int) -> TokenArray | None:
@@ -203,10 +205,9 @@ class SavedReplies:
         return tokens if tokens.min() >= 0 and tokens.max() < self._vocab_size else None
 
     def _last_deletion_ns(self) -> int:
-        try:
+        with suppress(OSError):
             return (self.path.parent / _DELETION_MARKER).stat().st_mtime_ns
-        except OSError:
-            return 0
+        return 0
 
     def _newest(self, texts: list[TokenArray]) -> list[TokenArray]:
         """Return the most recent texts that fit within the size limit."""
@@ -224,15 +225,9 @@ class SavedReplies:
 
 
 def delete_saved_replies(folder: Path | None = None) -> int:
-    """Delete the saved replies for all vocabularies.
+    """Delete the saved replies for all vocabularies and return the number of bytes freed. Raises OSError.
 
     A running chat discards its current unsaved turn, because it may repeat deleted text.
-
-    Returns:
-        The number of bytes freed.
-
-    Raises:
-        OSError: A file cannot be deleted.
     """
     folder = folder or _default_folder()
     touch_private(folder / _DELETION_MARKER)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import stat
+from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -49,18 +51,6 @@ class UserFiles:
     notice: str
 
 
-@dataclass(frozen=True, slots=True)
-class _File:
-    path: Path
-    modified_ns: int
-    size_bytes: int
-
-    @property
-    def key(self) -> str:
-        """Key of the file's tokens in the cache. It changes whenever the file is modified."""
-        return json.dumps([str(self.path), self.modified_ns, self.size_bytes])
-
-
 def read_user_files(
     path: str | Path,
     vocabulary: Vocabulary,
@@ -89,49 +79,45 @@ def read_user_files(
     """
     root = Path(path).expanduser().absolute()
     files, skipped = _list_files(root)
-    token_cache = _TokenCache(
-        (cache or cache_folder() / "corpus"), root, vocabulary_fingerprint, vocabulary.size
-    )
+    cache_name = sha256(f"{vocabulary_fingerprint} {root}".encode("utf-8", "surrogateescape")).hexdigest()[
+        :32
+    ]
+    cache_path = (cache or cache_folder() / "corpus") / f"{cache_name}{_SUFFIX}"
+    saved = _load_cache(cache_path, vocabulary_fingerprint, vocabulary.size)
     texts: list[TokenArray] = []
     used: dict[str, TokenArray] = {}
     total = 0
-    for number, file in enumerate(files):
+    for number, (file, key) in enumerate(files):
         if progress is not None and not progress(f"reading {root.name}", number / len(files)):
             raise CancelledError(f"reading {root} was cancelled")
         if total >= max_tokens:
-            skipped.append((f"after {max_tokens:,} tokens", len(files) - number))
+            skipped[f"after {max_tokens:,} tokens"] = len(files) - number
             break
-        tokens = token_cache.saved.get(file.key)
+        tokens = saved[key] if key in saved else _tokenize_file(file, vocabulary)
         if tokens is None:
-            tokens = _tokenize_file(file.path, vocabulary)
-        if tokens is None:
-            skipped.append(("not readable as text", 1))
+            skipped["not readable as text"] += 1
             continue
-        used[file.key] = tokens
+        used[key] = tokens
         if len(tokens):
             texts.append(tokens[: max_tokens - total])
             total += len(texts[-1])
-    token_cache.save(used)
-    return UserFiles(tuple(texts), _notice(root, len(texts), total, skipped))
-
-
-def _notice(root: Path, files: int, tokens: int, skipped: list[tuple[str, int]]) -> str:
-    counts: dict[str, int] = {}
-    for reason, count in skipped:
-        counts[reason] = counts.get(reason, 0) + count
-    reasons = ", ".join(f"{count:,} {reason}" for reason, count in counts.items() if count)
-    size = f"corpus {root}: {_plural(files, 'file')}, {_plural(tokens, 'token')}"
-    return f"{size}; skipped: {reasons}" if reasons else size
+    if used.keys() != saved.keys():
+        _save_cache(cache_path, vocabulary_fingerprint, used)
+    notice = f"corpus {root}: {_plural(len(texts), 'file')}, {_plural(total, 'token')}"
+    reasons = ", ".join(f"{count:,} {reason}" for reason, count in skipped.items() if count)
+    return UserFiles(tuple(texts), f"{notice}; skipped: {reasons}" if reasons else notice)
 
 
 def _plural(number: int, noun: str) -> str:
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 
-def _list_files(root: Path) -> tuple[list[_File], list[tuple[str, int]]]:
-    """Return files that may be text, newest first, and the number of files skipped for each reason."""
+def _list_files(root: Path) -> tuple[list[tuple[Path, str]], Counter[str]]:
+    """Return files that may be text, newest first, and the number of skipped files by reason.
+
+    Each file comes with its key in the cache, which changes whenever the file is modified.
+    """
     try:
-        paths: Iterator[Path] = _walk(root) if root.is_dir() else iter([root])
         if root.is_dir():
             os.scandir(root).close()
         elif stat.S_ISREG(root.stat().st_mode):
@@ -149,34 +135,26 @@ def _list_files(root: Path) -> tuple[list[_File], list[tuple[str, int]]]:
         raise OptionError(
             f"--corpus {root} cannot be read: {error_reason(error)}", "check its permissions"
         ) from error
-    files: list[_File] = []
-    too_large = 0
-    for path in paths:
+    files: list[tuple[int, Path, str]] = []
+    skipped = Counter({"too large": 0})
+    for path in _walk(root) if root.is_dir() else (root,):
         if len(files) == _MAX_FILES:
-            return _latest(files), [("too large", too_large), (f"or more after {_MAX_FILES:,} files", 1)]
-        try:
+            skipped[f"or more after {_MAX_FILES:,} files"] = 1
+            break
+        with suppress(OSError):
             status = path.stat()
-        except OSError:
-            continue
-        if not stat.S_ISREG(status.st_mode):
-            continue
-        if status.st_size > _MAX_FILE_BYTES:
-            too_large += 1
-            continue
-        files.append(_File(path, status.st_mtime_ns, status.st_size))
-    return _latest(files), [("too large", too_large)]
+            if status.st_size > _MAX_FILE_BYTES:
+                skipped["too large"] += 1
+            elif stat.S_ISREG(status.st_mode):
+                key = json.dumps([str(path), status.st_mtime_ns, status.st_size])
+                files.append((-status.st_mtime_ns, path, key))
+    return [(path, key) for _, path, key in sorted(files)], skipped
 
 
 def _walk(root: Path) -> Iterator[Path]:
     for folder, inner, names in os.walk(root):
         inner[:] = sorted(name for name in inner if not name.startswith("."))
-        for name in sorted(names):
-            if not name.startswith("."):
-                yield Path(folder, name)
-
-
-def _latest(files: list[_File]) -> list[_File]:
-    return sorted(files, key=lambda file: (-file.modified_ns, file.path))
+        yield from (Path(folder, name) for name in sorted(names) if not name.startswith("."))
 
 
 def _tokenize_file(path: Path, vocabulary: Vocabulary) -> TokenArray | None:
@@ -190,50 +168,36 @@ def _tokenize_file(path: Path, vocabulary: Vocabulary) -> TokenArray | None:
     return np.array(vocabulary.tokenize(text, special=False, start=False), np.int32)
 
 
-class _TokenCache:
-    """Caches the tokens of a corpus's files on disk. Damaged or outdated entries are ignored."""
-
-    def __init__(self, folder: Path, root: Path, vocabulary_fingerprint: str, vocab_size: int) -> None:
-        name = sha256(f"{vocabulary_fingerprint} {root}".encode("utf-8", "surrogateescape")).hexdigest()[:32]
-        self._path = folder / f"{name}{_SUFFIX}"
-        self._fingerprint = vocabulary_fingerprint
-        self._vocab_size = vocab_size
-        self.saved = self._load()
-
-    def _load(self) -> dict[str, TokenArray]:
-        try:
-            head, _, payload = read_regular_file(self._path).partition(b"\n")
-            data = json.loads(head)
-            if (data["version"], data["vocabulary"]) != (VERSION, self._fingerprint):
-                return {}
-            if crc32(payload) != data["checksum"]:
-                return {}
-            tokens = np.frombuffer(payload, "<i4").astype(np.int32)
-            if len(tokens) and not (tokens.min() >= 0 and tokens.max() < self._vocab_size):
-                return {}
-            ends = np.cumsum([int(count) for _, count in data["files"]], dtype=np.int64)
-            parts = np.split(tokens, ends[:-1])
-            return {str(key): part for (key, _), part in zip(data["files"], parts, strict=True)}
-        except (OSError, ValueError, KeyError, TypeError, RecursionError):
+def _load_cache(path: Path, vocabulary_fingerprint: str, vocab_size: int) -> dict[str, TokenArray]:
+    """Return the cached tokens by file key. A damaged or outdated cache is ignored."""
+    try:
+        head, _, payload = read_regular_file(path).partition(b"\n")
+        data = json.loads(head)
+        expected = (VERSION, vocabulary_fingerprint, crc32(payload))
+        if (data["version"], data["vocabulary"], data["checksum"]) != expected:
             return {}
+        tokens = np.frombuffer(payload, "<i4").astype(np.int32)
+        if len(tokens) and not (tokens.min() >= 0 and tokens.max() < vocab_size):
+            return {}
+        ends = np.cumsum([int(count) for _, count in data["files"]], dtype=np.int64)
+        parts = np.split(tokens, ends[:-1])
+        return {str(key): part for (key, _), part in zip(data["files"], parts, strict=True)}
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return {}
 
-    def save(self, texts: dict[str, TokenArray]) -> None:
-        """Replace the content of the cache with `texts`, a mapping from file keys to tokens."""
-        if texts.keys() == self.saved.keys():
-            return
-        payload = b"".join(tokens.astype("<i4").tobytes() for tokens in texts.values())
-        head = {
-            "version": VERSION,
-            "vocabulary": self._fingerprint,
-            "checksum": crc32(payload),
-            "files": [(key, len(tokens)) for key, tokens in texts.items()],
-        }
-        try:
-            make_private_folder(self._path.parent)
-            write_private_file(self._path, json.dumps(head).encode() + b"\n" + payload)
-            caches = sorted(self._path.parent.glob(f"*{_SUFFIX}"), key=lambda path: -path.stat().st_mtime_ns)
-            for path in caches[_MAX_CACHES:]:
-                path.unlink()
-        except OSError:
-            # If the cache cannot be written, the files are simply tokenized again next time.
-            return
+
+def _save_cache(path: Path, vocabulary_fingerprint: str, texts: dict[str, TokenArray]) -> None:
+    """Cache the tokens of each file by its key. If this fails, the files are tokenized again next time."""
+    payload = b"".join(tokens.astype("<i4").tobytes() for tokens in texts.values())
+    head = {
+        "version": VERSION,
+        "vocabulary": vocabulary_fingerprint,
+        "checksum": crc32(payload),
+        "files": [(key, len(tokens)) for key, tokens in texts.items()],
+    }
+    with suppress(OSError):
+        make_private_folder(path.parent)
+        write_private_file(path, json.dumps(head).encode() + b"\n" + payload)
+        caches = sorted(path.parent.glob(f"*{_SUFFIX}"), key=lambda path: -path.stat().st_mtime_ns)
+        for old in caches[_MAX_CACHES:]:
+            old.unlink()

@@ -60,6 +60,7 @@ class AdaptiveTreeGrowth(TreeGrowth):
     ) -> None:
         limits = limits or PassLimits()
         self.siblings = siblings if limits.max_branches > 1 else 1
+        self.drafts_chains = self.siblings == 1
         self._max_width = min(limits.max_width, _MAX_WIDTH)
         self._max_branches = limits.max_branches
         self._v = v
@@ -78,9 +79,7 @@ class AdaptiveTreeGrowth(TreeGrowth):
 
     def begin_round(self, draft_length: int) -> bool:
         costs = np.array([self._v(width) for width in range(1, self._max_width + 1)])
-        self._round = _Round(
-            draft_length, self.draft_pass_cost, costs, self._clock(), is_forced=self._is_forced
-        )
+        self._round = _Round(draft_length, self.draft_pass_cost, costs, self._clock(), self._is_forced)
         self._is_forced = False
         levels, _, _ = self._best_addition(np.ones(1), width=0, expected_tokens=0.0)
         return levels > 0 or self._round.is_forced
@@ -104,9 +103,10 @@ class AdaptiveTreeGrowth(TreeGrowth):
         this_round = self._round
         this_round.passes += 1
         if this_round.is_forced:
-            return [
-                self._forced_child(path_prob, draft_probs(node)) for node, path_prob in enumerate(path_probs)
-            ]
+            # Draft a chain. Expand its first token if verifying another one would cost little extra.
+            this_round.width += 1
+            path_prob = path_probs[0] * self._acceptance.prob(0, draft_probs(0)[0])
+            return [Children((path_prob,), this_round.passes < (2 if self._v(2) >= _STEEP_COST else 1))]
         # Each candidate is (path probability, frontier node, rank among its siblings).
         candidates = [
             (path_prob * self._acceptance.prob(rank, draft_prob), node, rank)
@@ -114,9 +114,8 @@ class AdaptiveTreeGrowth(TreeGrowth):
             for rank, draft_prob in enumerate(draft_probs(node)[: self.siblings])
         ]
         candidates.sort(key=lambda candidate: -candidate[0])
-        levels, count, order = self._best_addition(
-            np.array([candidate[0] for candidate in candidates]), this_round.width, this_round.expected_tokens
-        )
+        probs = np.array([candidate[0] for candidate in candidates])
+        levels, count, order = self._best_addition(probs, this_round.width, this_round.expected_tokens)
         drafted, expanded = [0] * len(path_probs), [0] * len(path_probs)
         for index in order[:count]:
             candidate, descendant_level = divmod(int(index), levels + 1)
@@ -137,19 +136,12 @@ class AdaptiveTreeGrowth(TreeGrowth):
         """Return how many of a node's children to add so that `rank` is included, or 0 if they do not fit."""
         this_round = self._round
         added = max(rank + 1 - drafted, 0)
-        forks = added - (added > 0 and drafted == 0)
-        fits = this_round.width + added <= self._max_width and this_round.leaves + forks <= self._max_branches
-        if not fits:
+        width = this_round.width + added
+        leaves = this_round.leaves + added - (added > 0 and drafted == 0)
+        if width > self._max_width or leaves > self._max_branches:
             return 0
-        this_round.width, this_round.leaves = this_round.width + added, this_round.leaves + forks
+        this_round.width, this_round.leaves = width, leaves
         return added
-
-    def _forced_child(self, path_prob: float, probs: NDArray[np.float64]) -> Children:
-        """Return a single child. Expand it if a second level would add little to the cost of verification."""
-        this_round = self._round
-        this_round.width += 1
-        forced_levels = 2 if self._v(2) >= _STEEP_COST else 1
-        return Children((path_prob * self._acceptance.prob(0, probs[0]),), this_round.passes < forced_levels)
 
     def record_outcome(self, probs: NDArray[np.float64], accepted: int | None) -> None:
         self._acceptance.record(probs[: self.siblings], accepted)
@@ -167,17 +159,11 @@ class AdaptiveTreeGrowth(TreeGrowth):
     def _best_addition(
         self, candidates: NDArray[np.float64], width: int, expected_tokens: float
     ) -> tuple[int, int, NDArray[np.int64]]:
-        """Find how many candidates and descendants to add for the highest expected speed.
+        """Find how many candidates and descendants to add to a tree for the highest expected speed.
 
-        Args:
-            candidates: Path probabilities of the possible children, float64, in descending order.
-            width: Width of the tree before adding any candidate.
-            expected_tokens: Expected number of tokens emitted with the tree before adding any candidate.
-
-        Returns:
-            The number of descendant levels, the number of nodes to add, and the indices of all nodes in
-            descending order of probability. Index i * (levels + 1) + d stands for the expected descendant d
-            levels below candidate i, or for the candidate itself if d = 0.
+        Returns the number of descendant levels, the number of nodes to add, and the indices of all nodes in
+        descending order of probability. Index i * (levels + 1) + d stands for the expected descendant d
+        levels below candidate i, or for the candidate itself if d = 0.
         """
         this_round = self._round
         if len(candidates) == 1:
@@ -216,14 +202,12 @@ class _Round:
     """State of one draft-and-verify round.
 
     Attributes:
-        draft_length: Maximum number of draft passes.
         draft_pass_cost: Cost of a draft pass, in target steps.
         costs: Costs of verify passes of width 1, 2 and so on, in target steps; float64.
         started: Time at which drafting began, or at which the verify pass began if the draft is complete.
         is_forced: Whether to draft even if drafting is not expected to save time.
         passes: Number of draft passes so far.
         width: Number of tokens in the tree, including the root.
-        leaves: Number of leaves in the tree.
         expected_tokens: Expected number of tokens emitted with the current draft.
     """
 
@@ -239,8 +223,7 @@ class _Round:
 
     def pass_costs(self, width: int, count: int) -> NDArray[np.float64]:
         """Return the costs of verifying `width` tokens, `width` + 1 and so on. 0 tokens cost one step."""
-        indices = np.maximum(np.arange(width, width + count) - 1, 0)
-        return self.costs[indices]
+        return self.costs[np.maximum(np.arange(width, width + count) - 1, 0)]
 
 
 class _ChildAcceptance:
@@ -278,32 +261,22 @@ class _ChildAcceptance:
         return accepted / (float(self._by_rank.drafted.max()) + self._PRIOR_WEIGHT)
 
     def record(self, probs: NDArray[np.float64], accepted: int | None) -> None:
-        """Record which child of a node was accepted. See `TreeGrowth.record_outcome`."""
         for rank in range(len(self._by_rank.accepted)):
             self._by_rank.record((rank,), rank == accepted)
         for rank, prob in enumerate(probs):
             self._by_prob.record((rank, bisect_right(self._EDGES, float(prob))), rank == accepted)
 
     def saved_statistics(self) -> dict[str, NDArray[Any]]:
-        """Return all counts as named arrays."""
         return {"seen": self._by_prob.saved(), "any": self._by_rank.saved()}
 
     def restore_statistics(self, saved: Mapping[str, NDArray[Any]]) -> None:
-        """Restore the counts returned by `saved_statistics`.
-
-        Raises:
-            KeyError: An array is missing.
-            ValueError: An array contains invalid values.
-        """
         self._by_prob.restore(saved["seen"])
         self._by_rank.restore(saved["any"])
 
     def limit_weight(self) -> None:
-        """Reduce the weight of old counts after a pause in drafting."""
         self._by_prob.limit_weight(self._WEIGHT_AFTER_PAUSE)
         self._by_rank.limit_weight(self._WEIGHT_AFTER_PAUSE)
 
     def decay(self) -> None:
-        """Move all counts slightly towards their initial values."""
         self._by_prob.decay()
         self._by_rank.decay()

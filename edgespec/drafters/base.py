@@ -22,13 +22,7 @@ __all__ = ["BudgetedDrafter", "Drafter", "MemoryUse", "check_rollback"]
 
 @dataclass(frozen=True, slots=True)
 class MemoryUse:
-    """Memory used by a drafter, not including the target model.
-
-    Attributes:
-        weight_bytes: Size of the draft model's weights.
-        cache_bytes: Size of the draft model's KV cache.
-        other_bytes: Size of token buffers, lookup indexes and online training state.
-    """
+    """Memory used by a drafter: a draft model's weights and KV cache, and indexes and training state."""
 
     weight_bytes: int = 0
     cache_bytes: int = 0
@@ -70,11 +64,7 @@ class Drafter(ABC):
 
     @abstractmethod
     def begin(self, tokens: Sequence[int]) -> None:
-        """Begin a reply. Work on a prefix shared with the previous sequence is reused.
-
-        Args:
-            tokens: The whole prompt, including earlier turns of the chat.
-        """
+        """Begin a reply to the whole prompt `tokens`. Work on a prefix of the previous sequence is reused."""
 
     @abstractmethod
     def propose(self, sampler: Sampler, acceptance: Acceptance, draft_length: int) -> TokenTree:
@@ -88,12 +78,9 @@ class Drafter(ABC):
         """
 
     def observe(self, tree: TokenTree, logits: Logits, sampler: Sampler) -> None:  # noqa: B027
-        """Read the target's logits before its next pass overwrites them.
+        """Read the target's logits for the verified tree before its next pass overwrites them.
 
-        Args:
-            tree: The tree that was verified.
-            logits: The target's logits; row i belongs to node i.
-            sampler: The target's sampler after the last token. Its state is unchanged after the call.
+        Row i of the logits belongs to node i. The state of the sampler is unchanged after the call.
         """
 
     @abstractmethod
@@ -129,10 +116,9 @@ class Drafter(ABC):
         """Clear all state of the current sequence, but keep trained weights and statistics."""
 
     def interrupt(self, enabled: bool) -> None:  # noqa: B027
-        """Abort a running `propose` with CancelledError, or allow calls again. May be called from any thread.
+        """Abort a running `propose` with CancelledError, or allow calls again if `enabled` is False.
 
-        Args:
-            enabled: True to abort; False to allow calls again.
+        May be called from any thread.
         """
 
     def close(self) -> None:  # noqa: B027
@@ -182,19 +168,12 @@ class BudgetedDrafter(Drafter):
         """Return a drafter that shares this drafter's model and KV cache but uses another tree growth rule.
 
         Only one of the two drafters may be used within a reply. A drafter that grows no trees returns itself.
-
-        Args:
-            make_growth: Creates the growth rule from the draft model's capabilities.
         """
         return self
 
 
 def check_rollback(model: LanguageModel) -> None:
-    """Check that a model supports rollback, which a draft model requires.
-
-    Raises:
-        CapabilityError: The model does not support rollback.
-    """
+    """Raise CapabilityError if a model does not support rollback, which a draft model requires."""
     if not model.facts.capabilities.rollback:
         raise CapabilityError(
             f"{model.facts.name} cannot be a draft model: {model.facts.capabilities.reason}",

@@ -33,8 +33,7 @@ _INITIAL_DRAFT_LENGTH = 16
 _RECENT_TOKENS = 512
 # Number of last prompt tokens whose n-grams are added to the pool.
 _PROMPT_TOKENS = 1 << 14
-# Typical probability that a token of an n-gram is right, and passes per pass with a useful n-gram. The paper
-# observes similar values (section 4).
+# Typical probability that a token of an n-gram is right, and typical number of passes per useful n-gram.
 _TOKEN_PROBABILITY, _PASSES_PER_HIT = 0.4, 3.0
 
 
@@ -79,8 +78,8 @@ class LookaheadWindow(NamedTuple):
     def expected_tokens(self) -> float:
         """Typical number of accepted tokens per pass, as modelled in section 4 of the paper.
 
-        If every token of a candidate is right with probability a, the best of G candidates of N - 1 tokens
-        has an expected number of right tokens of the sum over i < N of 1 - (1 - a^i)^G.
+        If every token is right with probability a, the best of G candidates of N - 1 tokens begins with
+        sum(1 - (1 - a^i)^G for i < N) right tokens on average.
         """
         # Each column adds only one n-gram per pass, so more candidates than columns do not help.
         tries = min(self.candidates, self.columns or 1)
@@ -100,13 +99,7 @@ _CHAIN_WINDOWS = [LookaheadWindow(0, n, 1) for n in range(3, 7)]
 
 
 def choose_window(curve: CostCurve, capabilities: Capabilities, draft_length: int) -> LookaheadWindow | None:
-    """Return the window with the highest expected speed-up, or None if decoding without it is faster.
-
-    Args:
-        curve: Cost of verify passes by width on this machine.
-        capabilities: What the target can verify.
-        draft_length: Maximum depth of the tree.
-    """
+    """Return the window with the highest expected speed-up, or None if decoding without it is faster."""
 
     def speed_up(window: LookaheadWindow) -> float:
         return (1 + window.expected_tokens) / curve.v(window.rows)
@@ -118,10 +111,7 @@ def choose_window(curve: CostCurve, capabilities: Capabilities, draft_length: in
 
 
 class NgramPool:
-    """A pool of n-grams that can be looked up by their first token (arXiv 2402.02057, section 3.2).
-
-    The pool holds the `MAX_PER_TOKEN` most recently added n-grams per first token.
-    """
+    """The most recently added n-grams for each first token (arXiv 2402.02057, section 3.2)."""
 
     MAX_PER_TOKEN = 16
 

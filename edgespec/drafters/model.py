@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from copy import copy
+from itertools import takewhile
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,17 +13,18 @@ from numpy.typing import NDArray
 from edgespec.backends.base import Capabilities, LanguageModel
 from edgespec.drafters.base import BudgetedDrafter, MemoryUse, check_rollback
 from edgespec.drafters.draft_cache import DraftCache, is_confident, replace_unknown_ids, top_probs
-from edgespec.drafters.draft_tree import DraftTree
 from edgespec.drafters.tree_growth import FixedShape, TreeGrowth
 from edgespec.engine.acceptance import Acceptance
+from edgespec.engine.distribution import Distribution
 from edgespec.engine.logits import Logits
 from edgespec.engine.sampling import Sampler
-from edgespec.engine.tree import TokenTree
+from edgespec.engine.tree import TokenTree, TreeBuilder
 
 __all__ = ["ModelDrafter"]
 
 # Number of tokens to prefill during warm-up. Most prompts are at least this long.
 _WARM_UP_TOKENS = 16
+_NO_PROBS: NDArray[np.float64] = np.zeros(0)
 
 
 class ModelDrafter(BudgetedDrafter):
@@ -39,7 +42,7 @@ class ModelDrafter(BudgetedDrafter):
         min_confidence: Drafting stops after a token with a lower probability. The token itself is kept,
             because removing it would bias rejection sampling.
         name: Name of the drafter shown in reports.
-        cache: The model's KV cache. Needed only if another drafter shares it.
+        cache: The model's KV cache, if it is shared.
 
     Raises:
         CapabilityError: The model does not support rollback.
@@ -59,30 +62,20 @@ class ModelDrafter(BudgetedDrafter):
         self.name = name
         self._model = model
         self._vocab_size = min(vocab_size, model.facts.vocab_size)
-        if isinstance(branches, tuple):
-            branches = branches if model.facts.capabilities.tree else ()
-            self._block = set(branches) <= {1}
-            self._growth: TreeGrowth = FixedShape(branches)
-        else:
-            self._block = branches.siblings == 1
-            self._growth = branches
-        self.chooses_length = self._growth.chooses_length
-        # In a chain of fixed length, the best token of each pass is the input of the next, so the backend can
-        # start the next pass without waiting for the result.
-        self._is_chain = branches == ()
         self._min_confidence = min_confidence
         self.cache = cache or DraftCache(model)
-        self._tree: DraftTree | None = None
+        self._tree: _DraftTree | None = None
+        if isinstance(branches, tuple):
+            branches = FixedShape(branches if model.facts.capabilities.tree else ())
+        self._set_growth(branches)
 
-    def with_growth(self, make_growth: Callable[[Capabilities], TreeGrowth]) -> ModelDrafter:
-        return ModelDrafter(
-            self._model,
-            self._vocab_size,
-            branches=make_growth(self._model.facts.capabilities),
-            min_confidence=self._min_confidence,
-            name=self.name,
-            cache=self.cache,
-        )
+    def _set_growth(self, growth: TreeGrowth) -> None:
+        self._growth, self.chooses_length = growth, growth.chooses_length
+
+    def with_growth(self, make_growth: Callable[[Capabilities], TreeGrowth]) -> Self:
+        other = copy(self)
+        other._set_growth(make_growth(self._model.facts.capabilities))
+        return other
 
     @property
     def memory_use(self) -> MemoryUse:
@@ -124,30 +117,34 @@ class ModelDrafter(BudgetedDrafter):
         cache = self.cache
         if cache.pending_tokens:
             cache.prefill()
+        last = cache.visible_tokens[-1]
         max_width = min(self._model.free_tokens, self._model.facts.capabilities.max_width)
         if cache.lag_tokens > min(2, max_width):
-            return TokenTree.chain(cache.visible_tokens[-1])
+            return TokenTree.chain(last)
         if not self._growth.begin_round(draft_length):
             self._growth.record_skipped_round()
-            return TokenTree.chain(cache.visible_tokens[-1])
+            return TokenTree.chain(last)
         # If the whole previous draft was accepted, the token before the root is not cached yet. Run it
         # together with the root.
         lag = replace_unknown_ids(self._model, cache.visible_tokens[self._model.length :])
-        tree = self._tree = DraftTree(cache.visible_tokens[-1], lag)
+        tree = self._tree = _DraftTree(last, lag)
+        # In a chain of fixed length, the best token of each pass is the input of the next, so the backend can
+        # start the next pass without waiting for the result.
+        is_fixed_chain = self._growth.drafts_chains and not self.chooses_length
         frontier = [0]
         for depth in range(draft_length):
             first, tree.model_tree_run = tree.model_tree_run, len(tree.model_tree)
-            self._model.run_ahead(self._is_chain and depth + 1 < draft_length)
+            self._model.run_ahead(is_fixed_chain and depth + 1 < draft_length)
             logits = self._model.verify(tree.model_tree.build(), first).limit_vocab(self._vocab_size)
             frontier = self._grow(tree, frontier, first, logits, sampler, acceptance)
             if not frontier or len(tree.model_tree) > max_width:
                 break
         self._growth.finish_draft()
-        return tree.tree(self._block)
+        return tree.build(self._growth.drafts_chains)
 
     def _grow(
         self,
-        tree: DraftTree,
+        tree: _DraftTree,
         frontier: list[int],
         first: int,
         logits: Logits,
@@ -155,36 +152,32 @@ class ModelDrafter(BudgetedDrafter):
         acceptance: Acceptance,
     ) -> list[int]:
         """Add children to the nodes in the frontier, and return the new nodes to expand next."""
-        rows = [place - first for node in frontier if (place := tree.model_nodes[node]) is not None]
+        rows = [tree.model_nodes[node] - first for node in frontier]
         probs = [_NO_PROBS] * len(rows)
 
         def draft_probs(i: int) -> NDArray[np.float64]:
             probs[i] = np.sort(top_probs(logits, rows[i])[1])[::-1]
             return probs[i]
 
-        values = [tree.path_probs[node] for node in frontier]
         expandable = []
-        for i, children in enumerate(self._growth.grow_level(values, draft_probs)):
-            node, child_count = frontier[i], len(children.path_probs)
-            path = tree.path_tokens(node)
-            for token in path:
-                sampler.push(token)
-            draws = acceptance.draw(sampler, logits, rows[i], max(child_count, self._growth.siblings))
+        levels = self._growth.grow_level([tree.path_probs[node] for node in frontier], draft_probs)
+        for i, (path_probs, expand_count) in enumerate(levels):
+            node, row = frontier[i], rows[i]
+            path = tree.drafted.path(node)
+            for ancestor in path:
+                sampler.push(tree.drafted.tokens[ancestor])
+            draws = acceptance.draw(sampler, logits, row, max(len(path_probs), self._growth.siblings))
             sampler.pop(len(path))
             tree.draws[node] = probs[i], [token for token, _ in draws]
-            drafted = zip(draws, children.path_probs, strict=False)
-            for rank, ((token, distribution), path_prob) in enumerate(drafted):
-                expands = rank < children.expand_count
-                child = tree.add(node, token, distribution, path_prob, expands)
-                if expands and self._can_continue(logits, rows[i], token):
+            for rank, ((token, distribution), path_prob) in enumerate(zip(draws, path_probs, strict=False)):
+                child = tree.add(node, token, distribution, path_prob, rank < expand_count)
+                if (
+                    rank < expand_count
+                    and not self._model.vocabulary.is_end(token)
+                    and is_confident(logits, row, token, self._min_confidence)
+                ):
                     expandable.append(child)
         return expandable
-
-    def _can_continue(self, logits: Logits, row: int, token: int) -> bool:
-        """Return False if `token` ends the reply or its probability is below `min_confidence`."""
-        if self._model.vocabulary.is_end(token):
-            return False
-        return is_confident(logits, row, token, self._min_confidence)
 
     def observe(self, tree: TokenTree, logits: Logits, sampler: Sampler) -> None:
         if self._tree:  # otherwise another drafter proposed the tree
@@ -192,20 +185,16 @@ class ModelDrafter(BudgetedDrafter):
 
     def commit(self, tokens: tuple[int, ...]) -> None:
         """See `Drafter.commit`. The next draft pass runs any emitted tokens missing from the KV cache."""
-        if self._tree and self._tree.model_tree_run:
-            nodes = self._tree.walk(tokens)
-            self._model.commit(self._tree.model_path(nodes[1 : len(tokens)]))
-            self._record_outcomes(self._tree, nodes, tokens)
+        if (tree := self._tree) and tree.model_tree_run:
+            nodes = tree.drafted.build().walk(tokens)
+            self._model.commit(tree.model_path(nodes[1 : len(tokens)]))
+            for node, token in zip(nodes, tokens, strict=False):
+                if node not in tree.draws:
+                    break
+                probs, drawn = tree.draws[node]
+                self._growth.record_outcome(probs, drawn.index(token) if token in drawn else None)
         self._tree = None
         self.cache.extend(tokens)
-
-    def _record_outcomes(self, tree: DraftTree, nodes: tuple[int, ...], tokens: tuple[int, ...]) -> None:
-        """Record for each node on the emitted path which child was accepted."""
-        for node, token in zip(nodes, tokens, strict=False):
-            if node not in tree.draws:
-                break
-            probs, drawn = tree.draws[node]
-            self._growth.record_outcome(probs, drawn.index(token) if token in drawn else None)
 
     def reset(self) -> None:
         self._model.truncate(0)
@@ -217,4 +206,56 @@ class ModelDrafter(BudgetedDrafter):
         self._model.close()
 
 
-_NO_PROBS: NDArray[np.float64] = np.zeros(0)
+class _DraftTree:
+    """A draft tree under construction, and the part of it that the draft model runs.
+
+    The draft model runs the tokens missing from its KV cache, followed by the nodes to expand. It does not
+    run leaves.
+
+    Args:
+        last_token: The last emitted token, which is the root of the draft.
+        lag: Tokens missing from the draft model's KV cache, ending with `last_token`.
+
+    Attributes:
+        drafted: The draft tree. Node 0 is the root.
+        path_probs: For each drafted node, the estimated probability that it and all its ancestors are
+            accepted.
+        model_tree: The tree that the draft model runs. It consists of `lag` and the nodes to expand.
+        model_tree_run: Number of nodes in `model_tree` that the model has run.
+        model_nodes: For each drafted node, the corresponding node in `model_tree`, or -1 if it is not
+            expanded.
+        draws: For each node, the draft model's highest next-token probabilities, and the tokens drawn from
+            them.
+    """
+
+    def __init__(self, last_token: int, lag: Sequence[int]) -> None:
+        self.drafted = TreeBuilder([last_token])
+        self.path_probs = [1.0]
+        self.model_tree = TreeBuilder(lag)
+        self.model_tree_run = 0
+        self.model_nodes = [len(lag) - 1]
+        self.draws: dict[int, tuple[NDArray[np.float64], list[int]]] = {}
+        self._lag_tokens = len(lag)
+
+    def add(
+        self, parent: int, token: int, probs: Distribution | None, path_prob: float, expands: bool
+    ) -> int:
+        """Add a drafted token and return its node. Only children of expanded nodes may be expanded."""
+        self.model_nodes.append(self.model_tree.add(self.model_nodes[parent], token) if expands else -1)
+        self.path_probs.append(path_prob)
+        return self.drafted.add(parent, token, probs)
+
+    def model_path(self, nodes: Sequence[int]) -> tuple[int, ...]:
+        """Return the `model_tree` nodes to commit: `lag` without its first token, and `nodes` already run."""
+        has_run = takewhile(lambda node: 0 <= self.model_nodes[node] < self.model_tree_run, nodes)
+        return (*range(1, self._lag_tokens), *(self.model_nodes[node] for node in has_run))
+
+    def build(self, block: bool) -> TokenTree:
+        """Return the draft tree, ordered so that the nodes run by the draft model come first.
+
+        If the target shares layers with the draft model, this order lets it reuse their results. Siblings
+        keep their order. The order does not depend on which tokens were drawn, so cutting off the draft after
+        any node causes no bias.
+        """
+        order = sorted(range(len(self.drafted)), key=lambda node: self.model_nodes[node] < 0)
+        return self.drafted.build(block).subtree(order)

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.backends.base import Capabilities, LanguageModel
+from edgespec.backends.base import LanguageModel
 from edgespec.backends.optional_features import Trainer, TrainingExample
 from edgespec.drafters.base import MemoryUse
 from edgespec.drafters.draft_cache import DraftCache, replace_unknown_ids
@@ -48,15 +48,7 @@ _EMPTY = np.zeros(0)
 
 
 class OnlineDrafter(ModelDrafter):
-    """A `ModelDrafter` that reports the outcome of each draft to the draft model's trainer.
-
-    Args:
-        model: The draft model.
-        vocab_size: Vocabulary size of the target.
-        trainer: Trains the draft model. Its `cache` is the model's KV cache.
-        branches: See `ModelDrafter`.
-        min_confidence: See `ModelDrafter`.
-    """
+    """A `ModelDrafter` that reports the outcome of each draft to the draft model's trainer."""
 
     has_idle_work = True
 
@@ -75,12 +67,6 @@ class OnlineDrafter(ModelDrafter):
         self.trainer = trainer
         self._proposed: TokenTree | None = None
         self._verified: tuple[TokenTree, Logits] | None = None
-
-    def with_growth(self, make_growth: Callable[[Capabilities], TreeGrowth]) -> OnlineDrafter:
-        growth = make_growth(self._model.facts.capabilities)
-        return OnlineDrafter(
-            self._model, self._vocab_size, self.trainer, branches=growth, min_confidence=self._min_confidence
-        )
 
     @property
     def memory_use(self) -> MemoryUse:
@@ -119,8 +105,7 @@ class OnlineTrainer:
 
     Each training example is evaluated with and without the adapter before it is used for training. The
     adapter is enabled only while it predicts at least as many recent tokens correctly as the original
-    weights. When the active weights change, the draft model's KV cache is recomputed, in idle time as far as
-    possible.
+    weights. When the active weights change, the draft model's KV cache is recomputed.
 
     Args:
         cache: The draft model's KV cache.
@@ -168,7 +153,7 @@ class OnlineTrainer:
     def record_round(
         self, proposed: TokenTree, verified: TokenTree, logits: Logits, tokens: tuple[int, ...]
     ) -> None:
-        """Record the target's probabilities if it rejected a draft token.
+        """Record the target's probabilities if it rejected a token of the proposed draft.
 
         Args:
             proposed: The draft.
@@ -282,16 +267,15 @@ class OnlineTrainer:
 
     def note(self) -> str:
         """Return a one-line summary of the training progress for the user."""
-        return " · ".join(filter(None, (self._progress(), self._store.notice if self._store else "")))
-
-    def _progress(self) -> str:
-        if not self._steps:
-            return "the draft model is not trained yet"
+        note = "the draft model is not trained yet"
         original_hits, adapted_hits, tokens = self.evaluation
-        training = f"the draft model took {self._steps} training steps on {self._trained_tokens} wrong tokens"
-        if tokens:
-            training += (
-                f" and predicts {adapted_hits / tokens:.0%} of the last {tokens} tokens,"
-                f" {original_hits / tokens:.0%} without training"
-            )
-        return training if self._trainer.adapted else f"{training}; not used, the original model is better"
+        if self._steps:
+            note = f"the draft model took {self._steps} training steps on {self._trained_tokens} wrong tokens"
+            if tokens:
+                note += (
+                    f" and predicts {adapted_hits / tokens:.0%} of the last {tokens} tokens,"
+                    f" {original_hits / tokens:.0%} without training"
+                )
+            if not self._trainer.adapted:
+                note += "; not used, the original model is better"
+        return " · ".join(filter(None, (note, self._store.notice if self._store else "")))

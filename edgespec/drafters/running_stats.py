@@ -36,13 +36,9 @@ class RunningMean:
         return np.array([self.value, self.count])
 
     def restore(self, saved: NDArray[np.float64]) -> None:
-        """Restore the array returned by `saved`.
-
-        Raises:
-            ValueError: The array is not a finite mean and a count.
-        """
+        """Restore the array returned by `saved`. Raises ValueError if it is invalid."""
         if saved.shape != (2,) or not np.isfinite(saved).all() or saved[1] < 0.0:
-            raise ValueError(f"saved mean {saved} is not a finite mean and a count")
+            raise ValueError(f"expected a finite mean and a count, but got {saved}")
         value, count = map(float, saved)
         self.value, self.count = value, min(int(count), _MAX_RESTORED_COUNT)
 
@@ -84,16 +80,10 @@ class AcceptanceCounts:
         return np.stack([self.accepted, self.drafted, self._long_accepted, self._long_drafted])
 
     def restore(self, saved: NDArray[np.float64]) -> None:
-        """Restore the array returned by `saved`.
-
-        Raises:
-            ValueError: The array has the wrong shape or contains invalid counts.
-        """
+        """Restore the array returned by `saved`. Raises ValueError if it is invalid."""
         expected = (4, *self.accepted.shape)
         if saved.shape != expected or not np.isfinite(saved).all() or (saved < 0.0).any():
-            raise ValueError(
-                f"saved acceptance counts of shape {saved.shape} are invalid: expected {expected}"
-            )
+            raise ValueError(f"expected finite counts of shape {expected}, but got shape {saved.shape}")
         if (saved[0] > saved[1] + 1e-6).any() or (saved[2] > saved[3] + 1e-6).any():
             raise ValueError("saved acceptance counts contain more accepted than drafted tokens")
         self.accepted, self.drafted, self._long_accepted, self._long_drafted = saved.astype(np.float64)
@@ -104,12 +94,8 @@ class AcceptanceCounts:
         Called when drafting resumes after a pause, because recent rates may no longer apply.
         """
         np.minimum(self.drafted, max_drafted, out=self.drafted)
-        np.divide(
-            self._long_accepted * self.drafted,
-            self._long_drafted,
-            out=self.accepted,
-            where=self._long_drafted > 0.0,
-        )
+        accepted = self._long_accepted * self.drafted
+        np.divide(accepted, self._long_drafted, out=self.accepted, where=self._long_drafted > 0.0)
 
     def decay(self, weight: float = DECAY) -> None:
         """Move the counts towards their initial values by a fraction of 1 - `weight`."""

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -158,19 +157,15 @@ class SwiftDrafter(Drafter):
             self._target.release_thread_state()
 
     def note(self) -> str:
-        return " · ".join(filter(None, (self._search_result(), self._store.notice if self._store else "")))
-
-    def _search_result(self) -> str:
-        best = self._search.best
-        if best is None:
-            return "swift does not draft yet: it searches for layers to skip between replies"
-        result = (
-            f"skipping {len(best.layers)} of {self._target.layer_count} layers predicts the same token"
-            f" {best.agreement:.0%} of the time, expected speed-up {best.speed_up:.2f}x,"
-            f" {self._search.tried} sets tried"
-        )
-        prefix = "swift" if best.speed_up > 1.0 else "swift does not draft because it would not be faster"
-        return f"{prefix}: {result}"
+        best, note = self._search.best, "swift does not draft yet: it searches for layers between replies"
+        if best:
+            note = "swift" if best.speed_up > 1.0 else "swift does not draft because it would not be faster"
+            note += (
+                f": skipping {len(best.layers)} of {self._target.layer_count} layers predicts the same token"
+                f" {best.agreement:.0%} of the time, expected speed-up {best.speed_up:.2f}x,"
+                f" {self._search.tried} sets tried"
+            )
+        return " · ".join(filter(None, (note, self._store.notice if self._store else "")))
 
     def interrupt(self, enabled: bool) -> None:
         if self._drafter:
@@ -182,9 +177,8 @@ class SwiftDrafter(Drafter):
         self._drafter = self._layer_set = None
 
 
-@dataclass(frozen=True, slots=True)
-class ScoredLayerSet:
-    """A set of layers to skip and its expected speed-up.
+class ScoredLayerSet(NamedTuple):
+    """A set of layers to skip.
 
     Attributes:
         layers: The skipped layers.
@@ -203,11 +197,6 @@ class SwiftSearch:
     """Searches for the set of skipped layers with the highest expected speed-up.
 
     Random sets alternate with variants of good sets. The first and the last layer are never skipped.
-
-    Args:
-        layer_count: Number of layers in the target.
-        pass_cost: v(m), the cost of a verify pass of m tokens in target steps.
-        seed: Random seed for generating sets.
 
     Attributes:
         tried: Number of sets tried so far, including those no longer stored.

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,8 +16,7 @@ __all__ = ["Children", "DraftProbs", "FixedShape", "TreeGrowth"]
 DraftProbs: TypeAlias = Callable[[int], NDArray[np.float64]]
 
 
-@dataclass(frozen=True, slots=True)
-class Children:
+class Children(NamedTuple):
     """How many children to draft for one node, and how many of them to expand.
 
     Both numbers are chosen before any token is drawn, because dropping a drawn token would bias rejection
@@ -42,10 +40,12 @@ class TreeGrowth(ABC):
     returns False, only `record_skipped_round` is called.
 
     Attributes:
+        drafts_chains: Whether all trees are chains.
         siblings: Number of children per node to pass to `record_outcome`, whether or not they were drafted.
         chooses_length: Whether the rule may end a draft before it reaches the draft length.
     """
 
+    drafts_chains: bool
     siblings: int = 1
     chooses_length: bool = False
 
@@ -88,12 +88,7 @@ class TreeGrowth(ABC):
         return {}
 
     def restore_statistics(self, saved: Mapping[str, NDArray[Any]]) -> None:  # noqa: B027
-        """Restore the statistics returned by `saved_statistics`.
-
-        Raises:
-            KeyError: An array is missing.
-            ValueError: An array contains invalid values.
-        """
+        """Restore the statistics. See `BudgetedDrafter.restore_statistics`."""
 
 
 class FixedShape(TreeGrowth):
@@ -105,6 +100,7 @@ class FixedShape(TreeGrowth):
     """
 
     def __init__(self, branches: tuple[int, ...] = ()) -> None:
+        self.drafts_chains = set(branches) <= {1}
         self._branches = branches
         self._depth = 0
 

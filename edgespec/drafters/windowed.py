@@ -6,15 +6,14 @@ within the context that it was trained for.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from edgespec.backends.base import LanguageModel, ModelFacts, Progress, Snapshot, Vocabulary
-from edgespec.backends.base_model import BaseModel
+from edgespec.backends.base import LanguageModel, Progress
+from edgespec.drafters.wrapped_model import WrappedModel, wrapped_capabilities
 from edgespec.engine.logits import Logits
 from edgespec.engine.tree import TokenTree
-from edgespec.errors import BackendError, CapabilityError, OptionError
+from edgespec.errors import CapabilityError, OptionError
 
 __all__ = ["AttentionWindow", "WindowedModel", "choose_draft_window"]
 
@@ -85,7 +84,7 @@ def choose_draft_window(
     return window if window_tokens and window.context_tokens < context_tokens else None
 
 
-class WindowedModel(BaseModel):
+class WindowedModel(WrappedModel):
     """A LanguageModel for sequences that are longer than the context of the model that it wraps.
 
     Implements StreamingLLM (arXiv 2309.17453) for draft models, as in MagicDec (arXiv 2408.11049). The
@@ -105,38 +104,26 @@ class WindowedModel(BaseModel):
     """
 
     def __init__(self, model: LanguageModel, window: AttentionWindow, context_tokens: int) -> None:
+        super().__init__(model, model.vocabulary)
         inner = model.facts
-        capabilities = inner.capabilities
-        spare = inner.context_tokens - window.sink_tokens - window.window_tokens - window.slack_tokens
-        if spare < 1 or window.window_tokens < 1 or window.sink_tokens < 0:
+        # Maximum number of tokens in the inner KV cache before a pass.
+        self._max_cached_tokens = window.sink_tokens + window.window_tokens + window.slack_tokens
+        spare = inner.context_tokens - self._max_cached_tokens
+        if spare < 1:
             raise OptionError(
                 f"--draft-window {window.window_tokens} does not fit {inner.name}'s context of"
                 f" {inner.context_tokens} tokens",
                 f"use --draft-window {max(1, inner.context_tokens // 2)} or less",
             )
-        self._model = model
         self._window = window
-        self.vocabulary: Vocabulary = model.vocabulary
-        self.facts: ModelFacts = replace(
+        self._start = window.sink_tokens
+        max_width = min(inner.capabilities.max_width, spare)
+        self.facts = replace(
             inner,
             context_tokens=context_tokens,
             requested_context_tokens=context_tokens,
-            capabilities=replace(
-                capabilities,
-                max_width=min(capabilities.max_width, spare),
-                partial_truncate=False,
-                trainable=False,
-            ),
+            capabilities=wrapped_capabilities(inner.capabilities, max_width),
         )
-        # Maximum number of tokens in the inner KV cache before a pass.
-        self._max_cached_tokens = window.sink_tokens + window.window_tokens + window.slack_tokens
-        self._tokens: list[int] = []
-        self._start = window.sink_tokens
-        self._round: tuple[int, ...] = ()
-
-    @property
-    def length(self) -> int:
-        return len(self._tokens)
 
     @property
     def _end(self) -> int:
@@ -202,11 +189,6 @@ class WindowedModel(BaseModel):
         self._round = tree.tokens
         return logits
 
-    def _end_round(self) -> None:
-        self._round = ()
-        if not self._closed:
-            self._model.truncate(self._model.length)
-
     def commit(self, path: tuple[int, ...]) -> None:
         self._check(0)
         self._model.commit(path)
@@ -224,29 +206,6 @@ class WindowedModel(BaseModel):
         if self._model.length <= sinks:
             self._start = sinks
 
-    def remove_range(self, start: int, end: int) -> None:
-        raise CapabilityError(
-            f"tokens {start} to {end} of {self.facts.name} cannot be removed,"
-            " because the attention window manages eviction"
-        )
-
-    def snapshot(self, start: int = 0, end: int | None = None) -> Snapshot:
-        """See `LanguageModel.snapshot`. Stores only token ids, because recomputing the window is fast."""
-        self._check(0)
-        self._end_round()
-        return Snapshot(len(self._tokens), json.dumps(self._tokens).encode())
-
-    def restore(self, snapshot: Snapshot) -> None:
-        self._check(0)
-        self.truncate(0)
-        try:
-            tokens = json.loads(snapshot.data)
-        except ValueError:
-            tokens = None
-        if not isinstance(tokens, list) or not len(tokens) == snapshot.length <= self.free_tokens:
-            raise BackendError("the snapshot does not fit this model and context", "prefill the tokens again")
-        self._tokens = tokens
-
     def resize(self, context_tokens: int) -> None:
         """See `LanguageModel.resize`. Changes the maximum sequence length but not the window."""
         self._check_size(context_tokens)
@@ -255,10 +214,3 @@ class WindowedModel(BaseModel):
 
     def run_ahead(self, enabled: bool) -> None:
         self._model.run_ahead(enabled)
-
-    def interrupt(self, enabled: bool) -> None:
-        self._model.interrupt(enabled)
-
-    def close(self) -> None:
-        self._closed = True
-        self._model.close()

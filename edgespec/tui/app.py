@@ -7,11 +7,11 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from time import monotonic
+from typing import Any
 
 from textual.app import App
 from textual.filter import LineFilter
-from textual.timer import Timer
 
 from edgespec.chat.store import ChatStore, Setting
 from edgespec.errors import CancelledError
@@ -19,12 +19,8 @@ from edgespec.tui.chat_screen import ChatScreen
 from edgespec.tui.controls import NoControls
 from edgespec.tui.preferences import Preferences
 from edgespec.tui.screens.loading import LoadingScreen
-from edgespec.tui.slash import run_command
 from edgespec.tui.themes import DARK, THEMES
-from edgespec.tui.worker import Loaded, LoadFailed, LoadingProgress, ModelThread
-
-if TYPE_CHECKING:
-    from edgespec.tui.model import Load
+from edgespec.tui.worker import Load, ModelThread
 
 __all__ = ["ChatApp", "run_chat"]
 
@@ -32,7 +28,8 @@ __all__ = ["ChatApp", "run_chat"]
 _TICK_SECONDS = 1 / 25
 # Maximum time to wait for the reply and the model thread when the user quits.
 _QUIT_SECONDS = 5.0
-# Python's thread switch interval during the chat. Its default of 5 ms is longer than a small model's pass.
+# Python's thread switch interval during the chat. A small model computes a token in less than the default of
+# 5 ms.
 _SWITCH_SECONDS = 5e-5
 _NO_CONTROLS = NoControls()
 
@@ -80,22 +77,19 @@ class ChatApp(App[None]):
         self.preferences = Preferences.read(self._preferences_path)
         if light is not None:
             self.preferences.light = light
-        self._model_name = model_name
         self._system = system
         self._settings = dict(settings or {})
         self._resume = resume
-        self._loading: LoadingScreen | None = None
+        self._loading = LoadingScreen(model_name)
         self._leaving = False
-        self._tick_timer: Timer | None = None
         for theme in THEMES.values():
             self.register_theme(theme)
 
     def get_line_filters(self) -> Sequence[LineFilter]:
-        """Return the filters that are applied to every drawn line."""
         return [*super().get_line_filters(), _NO_CONTROLS]
 
     def get_theme_variable_defaults(self) -> dict[str, str]:
-        """Define our colour names, which styles refer to even before our theme is active."""
+        """Return our colours, which the stylesheet needs before a theme is active."""
         return DARK.variables
 
     @property
@@ -103,12 +97,11 @@ class ChatApp(App[None]):
         return self.store.folder.parent / "preferences.json"
 
     def on_mount(self) -> None:
-        """Start loading and show the loading screen."""
         self._show_theme()
-        self._loading = LoadingScreen(self._model_name)
-        self.push_screen(self._loading)
-        self.model_thread.start()
-        self._tick_timer = self.set_interval(_TICK_SECONDS, self._follow_loading)
+        self.run_worker(self._load_model())
+
+    def on_unmount(self) -> None:
+        self.model_thread.close()
 
     def on_chat_view_preferences_changed(self) -> None:
         """Apply and save changed preferences."""
@@ -118,91 +111,70 @@ class ChatApp(App[None]):
     def _show_theme(self) -> None:
         self.theme = THEMES["light" if self.preferences.light else "dark"].name
 
-    async def _follow_loading(self) -> None:
-        # After loading, the chat screen reads the events itself.
-        if self._loading is None:
+    async def _load_model(self) -> None:
+        await self.push_screen(self._loading)
+        loading = self.model_thread.start()
+        while not loading.done():
+            self._loading.show(*self.model_thread.loading)
+            await asyncio.sleep(_TICK_SECONDS)
+        try:
+            runtime = loading.result()
+        except Exception as error:
+            self.load_error = error
+            self.exit()
             return
-        for event in self.model_thread.take_events():
-            if isinstance(event, LoadingProgress):
-                self._loading.show(event.what, event.fraction)
-            elif isinstance(event, LoadFailed):
-                self.load_error = event.error
-                self.exit()
-            elif isinstance(event, Loaded):
-                typed, self._loading = self._loading.typed, None
-                chat = ChatScreen(
-                    self.model_thread,
-                    event.runtime,
-                    self.store,
-                    self.preferences,
-                    system=self._system,
-                    settings=self._settings,
-                    run_command=run_command,
-                    typed=typed,
-                )
-                self._leaving = False
-                await self.switch_screen(chat)
-                if self._tick_timer is not None:
-                    self._tick_timer.pause()
-                if self._resume is not None:
-                    await chat.resume(self._resume)
-                return
+        chat = ChatScreen(
+            self.model_thread,
+            runtime,
+            self.store,
+            self.preferences,
+            system=self._system,
+            settings=self._settings,
+            typed=self._loading.typed,
+        )
+        self._leaving = False
+        await self.switch_screen(chat)
+        if self._resume is not None:
+            await chat.resume(self._resume)
 
-    def on_loading_screen_cancel_wanted(self) -> None:
+    def action_cancel_load(self) -> None:
         """Stop loading the model. If called again, quit immediately."""
         if self._leaving:
             self.load_error = CancelledError("loading was cancelled")
             self.exit()
         self._leaving = True
+        self._loading.show_stopping()
         self.model_thread.cancel_load()
 
     async def action_quit(self) -> None:
         """Stop the reply, save the chat and quit. If called again, quit immediately."""
-        if self._loading is not None:
-            self._loading.action_cancel()
-            return
-        if self._leaving:
+        if self.screen is self._loading:
+            self.action_cancel_load()
+        elif self._leaving:
             self.exit()
-            return
-        self._leaving = True
-        self.run_worker(self._leave(), exclusive=True)
+        else:
+            self._leaving = True
+            self.run_worker(self._leave(), exclusive=True)
 
     async def _leave(self) -> None:
-        chat = next((screen for screen in self.screen_stack if isinstance(screen, ChatScreen)), None)
-        if chat is not None:
-            await chat.finish(_QUIT_SECONDS)
+        for screen in self.screen_stack:
+            if isinstance(screen, ChatScreen):
+                await screen.finish(_QUIT_SECONDS)
         self.model_thread.close()
-        deadline = asyncio.get_running_loop().time() + _QUIT_SECONDS
-        while self.model_thread.alive and asyncio.get_running_loop().time() < deadline:
+        deadline = monotonic() + _QUIT_SECONDS
+        while self.model_thread.alive and monotonic() < deadline:
             await asyncio.sleep(0.01)
         self.exit()
 
 
-def run_chat(
-    load: Load,
-    *,
-    model_name: str = "",
-    system: str | None = None,
-    settings: Mapping[str, Setting] | None = None,
-    resume: str | None = None,
-    store: ChatStore | None = None,
-    light: bool | None = None,
-) -> None:
+def run_chat(load: Load, **options: Any) -> None:
     """Run the chat until the user quits. Takes the arguments of `ChatApp`.
 
     Raises:
         CancelledError: Loading was cancelled.
         EdgespecError: Loading failed.
     """
-    app = ChatApp(
-        load,
-        model_name=model_name,
-        system=system,
-        settings=settings,
-        resume=resume,
-        store=store,
-        light=light,
-    )
+    app = ChatApp(load, **options)
     # The model thread needs the interpreter lock (GIL) after every pass. Without a short switch interval,
     # drawing the screen would block it for too long.
     before = sys.getswitchinterval()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from datetime import datetime
 
 from edgespec.chat.store import ChatStore, SavedChat, StoredChat
 from edgespec.errors import ChatFileError, EdgespecError
@@ -18,8 +17,6 @@ class Archive:
     def __init__(self, store: ChatStore) -> None:
         self._store = store
         self._lock = asyncio.Lock()
-        # Time of the last change of each chat that this program has read or written.
-        self._updated: dict[str, datetime] = {}
 
     async def save(self, chat: OpenChat, target: str) -> bool:
         """Save the chat unless it is empty. Assign an id if it has none.
@@ -33,13 +30,10 @@ class Archive:
         if not chat.entries:
             return False
         async with self._lock:
-            if not chat.id:
-                chat.id = self._store.new_id()
+            chat.id = chat.id or self._store.new_id()
             snapshot = chat.saved(target)
-            known = self._updated.get(snapshot.id)
-            saved = await asyncio.to_thread(self._store.save_after, snapshot, known)
-            chat.id = saved.id
-            self._updated[saved.id] = saved.updated
+            saved = await asyncio.to_thread(self._store.save_after, snapshot, chat.saved_at)
+            chat.id, chat.saved_at = saved.id, saved.updated
         return saved.id != snapshot.id
 
     async def list(self) -> list[StoredChat]:
@@ -47,12 +41,21 @@ class Archive:
         async with self._lock:
             return await asyncio.to_thread(self._store.list)
 
+    async def find(self, wanted: str) -> StoredChat | None:
+        """Return the chat with this id, or the newest with this text in its title. `last` means the newest.
+
+        Returns None if there is no such chat.
+        """
+        chats = await self.list()
+        if wanted == "last":
+            return next((chat for chat in chats if not chat.problem), None)
+        words = wanted.casefold()
+        return next((chat for chat in chats if wanted == chat.id or words in chat.title.casefold()), None)
+
     async def load(self, chat_id: str) -> SavedChat:
         """Read and return a saved chat."""
         async with self._lock:
-            chat = await asyncio.to_thread(self._store.load, chat_id)
-            self._updated[chat.id] = chat.updated
-            return chat
+            return await asyncio.to_thread(self._store.load, chat_id)
 
     async def delete(self, chat_id: str) -> None:
         """Delete a chat, together with all saved replies and the prefix cache.

@@ -15,51 +15,50 @@ from edgespec.tui import commands
 from edgespec.tui.chat_view import ChatView
 from edgespec.tui.clipboard import copy_with_desktop_tool
 from edgespec.tui.open_chat import OpenChat, code_blocks
-from edgespec.tui.resuming import LAST, chosen
-from edgespec.tui.screens.confirm import ConfirmScreen
+from edgespec.tui.screens.dialogs import ConfirmScreen, SystemScreen
 from edgespec.tui.screens.help import HelpScreen
 from edgespec.tui.screens.settings import SettingsScreen
-from edgespec.tui.screens.system import SystemScreen
 from edgespec.tui.settings import accepted
-from edgespec.tui.texts import not_set
+from edgespec.tui.texts import sentences
 from edgespec.tui.widgets.prompt import PromptInput
-from edgespec.tui.widgets.sidebar import Sidebar
-from edgespec.tui.widgets.transcript import Transcript
+from edgespec.tui.widgets.sidebar import ChatOption, Sidebar
 from edgespec.tui.worker import Act
 
 __all__ = ["ChatScreen"]
 
 # Pressing Ctrl+C twice within this time quits.
 _TWICE_SECONDS = 2.0
+_REPLIES, _CHATS, _VIEW = (Binding.Group(name) for name in ("Replies", "Chats", "View"))
 
 
-def _key(keys: str, action: str, description: str) -> Binding:
+def _key(keys: str, action: str, help_text: str, group: Binding.Group) -> Binding:
     # Priority is needed because the text input would otherwise handle some of these keys itself.
-    return Binding(keys, action, description, show=False, priority=True)
+    return Binding(keys, action, help_text, show=False, priority=True, group=group)
 
 
 class ChatScreen(ChatView):
-    """The chat view with key bindings and actions."""
+    """The chat view with key bindings and actions. The help page lists the bindings by group."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
-        _key("f1", "help", "Help"),
-        _key("f2,ctrl+b", "chats", "Chats"),
-        _key("f3", "details", "Details"),
-        _key("f4,ctrl+t", "origin", "Colours"),
-        _key("f5", "system", "System prompt"),
-        _key("f6,ctrl+s", "settings", "Settings"),
-        _key("f8", "theme", "Light or dark"),
-        _key("ctrl+n", "new_chat", "New chat"),
-        _key("ctrl+l", "clear", "Clear"),
-        _key("ctrl+r", "regenerate", "Write again"),
-        _key("ctrl+p", "edit_last", "Edit last"),
-        _key("ctrl+y", "copy_reply", "Copy reply"),
-        _key("ctrl+o", "copy_code", "Copy code"),
-        _key("ctrl+c", "interrupt", "Stop"),
-        _key("escape", "back", "Stop"),
-        _key("ctrl+home", "earlier", "To the top"),
-        _key("ctrl+end", "to_end", "To the end"),
-        Binding("question_mark", "help", "Help", show=False),
+        _key("escape", "back", "stop the reply, or stop editing", _REPLIES),
+        _key("ctrl+r", "regenerate", "write the last reply again", _REPLIES),
+        _key("ctrl+p", "edit_last", "edit your last message", _REPLIES),
+        _key("ctrl+y", "copy_reply", "copy the last reply", _REPLIES),
+        _key("ctrl+o", "copy_code", "copy its last code block", _REPLIES),
+        _key("ctrl+home", "earlier", "go to the top, then show older messages", _REPLIES),
+        _key("ctrl+end", "to_end", "go to the end", _REPLIES),
+        _key("ctrl+n", "new_chat", "new chat", _CHATS),
+        _key("ctrl+l", "clear", "new chat with the same settings", _CHATS),
+        _key("f2,ctrl+b", "chats", "list of saved chats", _CHATS),
+        _key("f5", "system", "system prompt", _CHATS),
+        _key("f6,ctrl+s", "settings", "settings", _CHATS),
+        _key("f3", "details", "speed, time and memory of the last reply", _VIEW),
+        _key("f4,ctrl+t", "origin", "colour the words that were guessed correctly", _VIEW),
+        _key("f8", "theme", "switch between light and dark", _VIEW),
+        _key("f1", "help", "this page", _VIEW),
+        _key("ctrl+c", "interrupt", "copy the selection or stop; twice quits", _VIEW),
+        _key("ctrl+q", "app.quit", "quit; the chat is saved", _VIEW),
+        Binding("question_mark", "help", show=False),
     ]
 
     _interrupted_at = -_TWICE_SECONDS
@@ -71,57 +70,63 @@ class ChatScreen(ChatView):
             return
         typed = commands.read(text)
         if typed is not None and not self.editing:
-            if await self.run_command(self, typed):
-                self.history.add(text)
-                if self.prompt.text == text:
-                    self.prompt.clear()
+            await self._run_command(typed, text)
             return
-        if self.turns.writing:
+        if self.writing:
             self.say("The reply is not finished yet. Press Esc to stop it.")
             return
-        act: Act = "edit" if self.editing else "send"
         self.history.add(text)
+        act: Act = "edit" if self.editing else "send"
         self.editing = False
         self.prompt.clear()
         await self.take_turn(act, text.strip())
 
-    # Replies
+    async def _run_command(self, typed: commands.Typed, text: str) -> None:
+        try:
+            await commands.run(self, typed)
+        except OptionError as error:
+            await self.transcript.note(sentences(error.what, error.next_step))
+            # The command stays in the input. With its text selected, typing replaces it.
+            if typed.command is None:
+                self.prompt.select_all()
+            return
+        self.history.add(text)
+        if self.prompt.text == text:
+            self.prompt.clear()
 
     async def action_back(self) -> None:
-        """Do the first of these that applies: stop the reply, stop editing, or close a side column."""
-        if self.turns.writing:
-            self.turns.stop()
+        """Stop the reply. If there is none, stop editing or else close a side column."""
+        if self.writing:
+            self.stop_reply()
         elif self.editing:
             self.leave_edit()
-        elif self._panels and (self._width_class == "narrow" or not self.prompt.has_focus):
-            panels = set() if self._width_class == "narrow" else self._panels - {"sidebar"}
-            await self.show_panels(panels)
+        elif self._panels and (self._width_class == "-narrow" or not self.prompt.has_focus):
+            await self.show_panels(set() if self._width_class == "-narrow" else self._panels - {"sidebar"})
         self.clear_selection()
         self.prompt.focus()
 
     async def action_interrupt(self) -> None:
         """Copy the selection, stop the reply or clear the input. If none applies, a second press quits."""
-        selected = self.get_selected_text() or self.prompt.selected_text
-        if selected:
+        if selected := self.get_selected_text() or self.prompt.selected_text:
             await self.copy(selected, "selection")
             self.clear_selection()
             self.prompt.move_cursor(self.prompt.cursor_location)
-        elif self.turns.writing:
-            self.turns.stop()
+        elif self.writing:
+            self.stop_reply()
         elif self.prompt.text:
             self.history.add(self.prompt.text)
             self.leave_edit()
             self.prompt.clear()
         elif monotonic() - self._interrupted_at < _TWICE_SECONDS:
-            await self.app.run_action("quit")
+            await self.run_action("app.quit")
         else:
             self._interrupted_at = monotonic()
             self.say("Press Ctrl+C again to quit. The chat is saved.")
 
     async def action_regenerate(self) -> None:
         """Generate the last reply again."""
-        if not self.current_chat.entries and not self.turns.writing:
-            self.say("There is no reply to generate again yet.")
+        if not self.current_chat.entries and not self.writing:
+            self.say("There is no reply to write again yet.")
             return
 
         async def again() -> None:
@@ -136,12 +141,10 @@ class ChatScreen(ChatView):
             await self.when_free(self.begin_edit)
 
     async def action_copy_reply(self) -> None:
-        """Copy the last reply as Markdown."""
         entry = self.current_chat.last_reply
         await self.copy(entry.content.strip() if entry is not None else "", "last reply")
 
     async def action_copy_code(self) -> None:
-        """Copy the last code block of the last reply."""
         entry = self.current_chat.last_reply
         blocks = code_blocks(entry.content) if entry is not None else []
         await self.copy(blocks[-1].rstrip("\n") if blocks else "", "code block")
@@ -149,58 +152,54 @@ class ChatScreen(ChatView):
     async def copy(self, text: str, name: str) -> None:
         """Copy `text` to the clipboard and confirm it with a message that calls it `name`."""
         if not text:
-            self.say(f"Nothing to copy: there is no {name} yet.")
+            self.say(f"There is no {name} to copy yet.")
             return
         self.app.copy_to_clipboard(text)
         await asyncio.to_thread(copy_with_desktop_tool, text)
         self.say(f"Copied the {name}.")
 
-    # Chats
-
     async def action_new_chat(self) -> None:
         """Start a new chat with the system prompt and settings that edgespec was started with."""
-        await self.when_free(self._new_chat)
 
-    async def _new_chat(self) -> None:
-        await self.show_chat(OpenChat(self.first_system, dict(self.first_settings)))
-        await self.refresh_sidebar()
-        self.prompt.focus()
+        async def new_chat() -> None:
+            await self.show_chat(OpenChat(self.first_system, dict(self.first_settings)))
+
+        await self.when_free(new_chat)
 
     async def action_clear(self) -> None:
         """Start a new chat with the same system prompt and settings. The current chat remains saved."""
-        await self.when_free(self._clear)
 
-    async def _clear(self) -> None:
-        await self.show_chat(OpenChat(self.current_chat.system, dict(self.current_chat.settings)))
-        await self.refresh_sidebar()
-        self.prompt.focus()
+        async def clear() -> None:
+            await self.show_chat(OpenChat(self.current_chat.system, dict(self.current_chat.settings)))
+
+        await self.when_free(clear)
 
     async def save_as(self, title: str) -> None:
         """Save the chat, and rename it if `title` is not empty."""
         if not self.current_chat.entries:
-            self.say("Nothing to save: the chat is empty.")
+            self.say("There is nothing to save yet: the chat is empty.")
             return
         self.current_chat.title = " ".join(title.split())[:80] or self.current_chat.title
         if await self.save():
             self.refresh_facts()
             self.say(f"Saved as {self.current_chat.shown_title!r}.")
 
-    async def open_by_title(self, title: str) -> bool:
-        """Open the newest chat whose title contains `title`. Return False if there is none."""
-        if await self._open_chosen(title):
-            return True
-        await self.transcript.note(f"No saved chat has {title!r} in its title. Press F2 for the list.")
-        return False
+    async def open_by_title(self, title: str) -> None:
+        """Open the newest chat whose title contains `title`. Raises OptionError if there is none."""
+        if not await self._open_found(title):
+            raise OptionError(f"No saved chat has {title!r} in its title", "Press F2 for the list of chats")
 
     async def resume(self, wanted: str) -> None:
         """Open the last chat, or the chat with the given id or title. Show a note if there is none."""
-        if not await self._open_chosen(wanted):
-            missing = "no saved chat yet" if wanted == LAST else f"no saved chat {wanted!r}"
-            await self.transcript.note(f"There is {missing}. This is a new chat. Press F2 for the list.")
+        if not await self._open_found(wanted):
+            missing = "no saved chat yet" if wanted == "last" else f"no saved chat {wanted!r}"
+            await self.transcript.note(
+                f"There is {missing}. This is a new chat. Press F2 for the list of chats."
+            )
 
-    async def _open_chosen(self, wanted: str) -> bool:
+    async def _open_found(self, wanted: str) -> bool:
         try:
-            found = chosen(await self.archive.list(), wanted)
+            found = await self.archive.find(wanted)
         except ChatFileError as error:
             await self.show_error(error)
             return True
@@ -208,11 +207,12 @@ class ChatScreen(ChatView):
             await self.open_chat(found)
         return found is not None
 
-    @on(Sidebar.Opened)
-    async def _chat_chosen(self, event: Sidebar.Opened) -> None:
-        if self._width_class != "wide" and not event.chat.problem:
+    @on(Sidebar.OptionSelected)
+    async def _chat_chosen(self, event: Sidebar.OptionSelected) -> None:
+        assert isinstance(event.option, ChatOption)
+        if self._width_class != "-wide" and not event.option.chat.problem:
             await self.show_panels(self._panels - {"sidebar"})
-        await self.open_chat(event.chat)
+        await self.open_chat(event.option.chat)
 
     async def open_chat(self, chat: StoredChat) -> None:
         """Open a saved chat. Show an error if its file is damaged."""
@@ -225,111 +225,97 @@ class ChatScreen(ChatView):
                 return
             settings, problems = accepted(saved.sampling)
             await self.show_chat(OpenChat.opened(saved, settings))
-            await self.refresh_sidebar()
             for problem in problems:
-                await self.transcript.note(f"Ignored a setting of this chat: {problem}.")
+                await self.transcript.note(sentences("One setting of this chat was ignored", problem))
             if (other := saved.target) and other != self.runtime.target.name:
                 await self.transcript.note(
                     f"This chat was written with {other}. Start with --target {other} to use that model."
                 )
-            self.prompt.focus()
 
         await self.when_free(opened)
 
-    @on(Sidebar.DeleteWanted)
     @work
-    async def _delete_wanted(self, event: Sidebar.DeleteWanted) -> None:
-        chat = event.chat
-        if not await self.app.push_screen_wait(
-            ConfirmScreen(f"Delete “{chat.title}”? This cannot be undone.", "Delete")
-        ):
+    async def action_delete_chat(self) -> None:
+        """Delete the chat that is highlighted in the list, after a confirmation."""
+        option = self.sidebar.highlighted_option
+        if not isinstance(option, ChatOption):
+            return
+        question = f"Delete “{option.chat.title}”? This cannot be undone."
+        if not await self.app.push_screen_wait(ConfirmScreen(question, "Delete")):
             return
         try:
-            await self.archive.delete(chat.id)
+            await self.archive.delete(option.chat.id)
         except ChatFileError as error:
             await self.show_error(error)
             return
-        if chat.id == self.current_chat.id:
-            await self.when_free(self._new_chat)
+        if option.chat.id == self.current_chat.id:
+            await self.action_new_chat()
         await self.refresh_sidebar()
-        self.sidebar.focus_list()
+        self.sidebar.focus()
 
     async def action_chats(self) -> None:
-        """Show or hide the list of chats."""
-        if await self.toggle_panel("sidebar"):
-            self.sidebar.focus_list()
-        else:
-            self.prompt.focus()
+        shown = await self.toggle_panel("sidebar")
+        (self.sidebar if shown else self.prompt).focus()
         self.post_message(self.PreferencesChanged())
 
     async def show_chats(self) -> None:
         """Show the list of chats and focus it."""
         if "sidebar" not in self._panels:
             await self.toggle_panel("sidebar")
-        self.sidebar.focus_list()
-
-    # System prompt and settings
+        self.sidebar.focus()
 
     @work
     async def action_system(self) -> None:
-        """Edit the system prompt."""
         text = await self.app.push_screen_wait(SystemScreen(self.current_chat.system or ""))
         if text is not None:
             await self.set_system(text or None)
 
     async def set_system(self, text: str | None) -> None:
-        """Set the system prompt, starting with the next message."""
+        """Change the system prompt, starting with the next message."""
         if text == self.current_chat.system:
             return
         self.current_chat.system = text
-        await self.transcript.note(
-            "The system prompt applies from your next message on."
-            if text
-            else "The system prompt is removed."
-        )
+        what = "The new system prompt applies" if text else "The system prompt is removed"
+        await self.transcript.note(f"{what} from your next message on.")
         await self.save()
 
     @work
     async def action_settings(self) -> None:
-        """Edit the settings of the chat."""
         settings = await self.app.push_screen_wait(SettingsScreen(self.current_chat.settings))
         if settings is not None and settings != self.current_chat.settings:
-            await self.set_settings(settings, "The settings apply from your next message on.")
+            try:
+                await self.set_settings(settings, "The new settings apply from your next message on.")
+            except OptionError as error:
+                await self.transcript.note(
+                    sentences("The settings were not changed", error.what, error.next_step)
+                )
 
-    async def set_settings(self, settings: dict[str, Setting], note: str) -> bool:
-        """Apply the settings from the next message on and show `note`. Return False if they are invalid."""
-        try:
-            if "method" in settings:
-                self.runtime.method_for(str(settings["method"]))
-        except OptionError as error:
-            await self.transcript.note(not_set(error))
-            return False
+    async def set_settings(self, settings: dict[str, Setting], note: str) -> None:
+        """Apply the settings from the next message on and show `note`. Raises OptionError."""
+        if "method" in settings:
+            self.runtime.method_for(str(settings["method"]))
         self.current_chat.settings = settings
         await self.transcript.note(note)
         await self.save()
-        return True
-
-    # View
 
     def action_help(self) -> None:
-        """Show the help screen with keys and commands."""
-        self.app.push_screen(HelpScreen())
+        self.app.push_screen(
+            HelpScreen([key for key in self.BINDINGS if isinstance(key, Binding) and key.group])
+        )
 
     async def action_details(self) -> None:
-        """Show or hide the details panel."""
         await self.toggle_panel("details")
         self.post_message(self.PreferencesChanged())
 
     def action_origin(self) -> None:
-        """Switch replies between tokens coloured by origin and rendered Markdown."""
+        """Show replies as Markdown, or with accepted draft tokens in a different colour."""
         self.preferences.origin = not self.preferences.origin
         self.transcript.set_origin(self.preferences.origin)
         if self.preferences.origin and not any(entry.chunks for entry in self.current_chat.entries):
-            self.say("The next replies show which words were guessed right.")
+            self.say("In the next replies, colours show which words were guessed correctly.")
         self.post_message(self.PreferencesChanged())
 
     def action_theme(self) -> None:
-        """Switch between the light and the dark theme."""
         self.preferences.light = not self.preferences.light
         self.post_message(self.PreferencesChanged())
 
@@ -339,34 +325,20 @@ class ChatScreen(ChatView):
             await self.transcript.show_earlier()
         self.transcript.scroll_home(animate=False)
 
+    async def action_show_earlier(self) -> None:
+        await self.transcript.show_earlier()
+
     def action_to_end(self) -> None:
-        """Scroll to the end and keep following the reply."""
-        self.transcript.to_end()
+        self.transcript.anchor()
 
-    # Events of the widgets
-
-    @on(PromptInput.HelpWanted)
-    def _help_wanted(self) -> None:
-        self.action_help()
-
-    @on(PromptInput.EndOfInput)
-    async def _end_of_input(self) -> None:
-        await self.app.run_action("quit")
-
-    @on(PromptInput.Scroll)
-    def _scroll(self, event: PromptInput.Scroll) -> None:
-        if event.pages < 0:
-            self.transcript.scroll_page_up(animate=False)
-        else:
-            self.transcript.scroll_page_down(animate=False)
+    def action_page(self, pages: int) -> None:
+        """Scroll the conversation by one page, up if `pages` is negative."""
+        scroll = self.transcript.scroll_page_up if pages < 0 else self.transcript.scroll_page_down
+        scroll(animate=False)
 
     def on_key(self, event: events.Key) -> None:
-        """Forward a character typed outside the text input to it."""
+        """Insert a character that was typed outside the text input into the input."""
         if event.is_printable and event.character is not None and not self.prompt.has_focus:
             event.stop()
             self.prompt.focus()
             self.prompt.insert(event.character)
-
-    @on(Transcript.EarlierWanted)
-    async def _earlier_wanted(self) -> None:
-        await self.transcript.show_earlier()

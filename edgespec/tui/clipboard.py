@@ -1,41 +1,26 @@
-"""Copies text with the desktop's clipboard tool, because not every terminal supports OSC 52."""
+"""Copies text with the desktop's clipboard tool, because not every terminal can copy to the clipboard."""
 
 from __future__ import annotations
 
-import os
-import shutil
 import subprocess
 import sys
 from contextlib import suppress
 
 __all__ = ["copy_with_desktop_tool"]
 
-
-def _tools() -> list[list[str]]:
-    if sys.platform == "darwin":
-        return [["pbcopy"]]
-    tools = []
-    if os.environ.get("WAYLAND_DISPLAY"):
-        tools.append(["wl-copy"])
-    if os.environ.get("DISPLAY"):
-        tools += [["xclip", "-selection", "clipboard"], ["xsel", "--clipboard", "--input"]]
-    return tools
+_TOOLS = (("wl-copy",), ("xclip", "-selection", "clipboard"), ("xsel", "--clipboard", "--input"))
 
 
-def copy_with_desktop_tool(text: str) -> bool:
-    """Copy `text` with pbcopy, wl-copy, xclip or xsel. Return False if none of them works."""
-    for command in _tools():
-        if shutil.which(command[0]) is None:
-            continue
-        with suppress(OSError, subprocess.TimeoutExpired):
-            done = subprocess.run(
+def copy_with_desktop_tool(text: str) -> None:
+    """Copy `text` with pbcopy, wl-copy, xclip or xsel if one of them works."""
+    for command in (("pbcopy",),) if sys.platform == "darwin" else _TOOLS:
+        with suppress(OSError, subprocess.SubprocessError):
+            subprocess.run(
                 command,
                 input=text.encode("utf-8", "replace"),
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
                 timeout=2,
-                check=False,
+                check=True,
             )
-            if done.returncode == 0:
-                return True
-    return False
+            return

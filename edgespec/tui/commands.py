@@ -1,12 +1,107 @@
-"""The table of slash commands and the parser for typed commands."""
+"""The slash commands: their names, how they are parsed, and what they do."""
 
 from __future__ import annotations
 
 import difflib
 import re
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeAlias
 
-__all__ = ["COMMANDS", "Command", "Typed", "completion", "nearest", "read"]
+from edgespec.errors import OptionError
+from edgespec.tui.settings import SETTINGS, default_text, parse, setting_named, shown
+from edgespec.tui.texts import memory_rows, sentences, show_rows
+from edgespec.tui.widgets.messages import Panel
+from edgespec.tui.widgets.pairs import Pairs
+
+if TYPE_CHECKING:
+    from edgespec.tui.chat_screen import ChatScreen
+
+__all__ = ["COMMANDS", "Command", "Typed", "completion", "nearest", "read", "run"]
+
+_Run: TypeAlias = Callable[["ChatScreen", str], Awaitable[None]]
+
+
+async def _copy(screen: ChatScreen, argument: str) -> None:
+    part = argument.lower()
+    if part in ("code", "block"):
+        await screen.action_copy_code()
+    elif part in ("chat", "all"):
+        await screen.copy(screen.current_chat.as_markdown(), "chat")
+    elif part in ("", "reply", "last"):
+        await screen.action_copy_reply()
+    else:
+        raise OptionError(
+            f"/copy cannot copy {argument!r}",
+            "Type /copy for the last reply, /copy code for its last code block, or /copy chat for all",
+        )
+
+
+async def _system(screen: ChatScreen, argument: str) -> None:
+    if argument:
+        await screen.set_system(None if argument.lower() == "none" else _unquoted(argument))
+    else:
+        screen.action_system()
+
+
+async def _set(screen: ChatScreen, argument: str) -> None:
+    # Ollama's syntax works too: /set parameter temperature 0.5, /set system "Be brief."
+    words = argument.removeprefix("parameter ").replace("=", " ", 1).split(maxsplit=1)
+    if not words:
+        screen.action_settings()
+        return
+    text = words[1] if len(words) == 2 else ""
+    if words[0] == "system":
+        await _system(screen, text)
+        return
+    name, settings = setting_named(words[0]), dict(screen.current_chat.settings)
+    if not text:
+        value = shown(settings[name]) if name in settings else f"{default_text(name)} (not changed)"
+        await screen.transcript.note(sentences(f"{name}: {value}", SETTINGS[name].hint))
+        return
+    if text.lower() in ("default", "none", "off") and not (name == "method" and text == "none"):
+        settings.pop(name, None)
+        note = f"{name} has its default value again: {default_text(name)}."
+    else:
+        settings[name] = parse(name, _unquoted(text))
+        note = f"{name} is now {shown(settings[name])}."
+    await screen.set_settings(settings, note)
+
+
+async def _show(screen: ChatScreen, _argument: str) -> None:
+    rows = show_rows(screen.runtime, screen.current_chat, screen.method, screen.stats)
+    await screen.transcript.add(Panel("In use", Pairs(rows, stack_below=24)))
+
+
+async def _memory(screen: ChatScreen, _argument: str) -> None:
+    rows = memory_rows(screen.runtime.memory())
+    await screen.transcript.add(Panel("Memory", Pairs(rows, stack_below=24)))
+
+
+async def _save(screen: ChatScreen, argument: str) -> None:
+    await screen.save_as(_unquoted(argument))
+
+
+async def _load(screen: ChatScreen, argument: str) -> None:
+    if argument:
+        await screen.open_by_title(_unquoted(argument))
+    else:
+        await screen.show_chats()
+
+
+async def _theme(screen: ChatScreen, argument: str) -> None:
+    theme = argument.lower()
+    if theme not in ("", "light", "dark"):
+        raise OptionError(f"There is no theme {argument!r}", "The themes are light and dark")
+    if not theme or (theme == "light") != screen.preferences.light:
+        screen.action_theme()
+
+
+def _unquoted(text: str) -> str:
+    for quotes in ('"""', '"', "'"):
+        if len(text) >= 2 * len(quotes) and text.startswith(quotes) and text.endswith(quotes):
+            return text[len(quotes) : -len(quotes)].strip()
+    return text
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,33 +112,35 @@ class Command:
         name: The name without the slash.
         arguments: The arguments as shown in the help.
         help: What the command does.
+        run: A function, or the name of an action of the chat screen.
         aliases: Other names for the command.
     """
 
     name: str
     arguments: str
     help: str
+    run: _Run | str
     aliases: tuple[str, ...] = ()
 
 
 COMMANDS = (
-    Command("help", "", "keys and commands", ("?", "h")),
-    Command("new", "", "start a new chat; this one stays saved"),
-    Command("clear", "", "start a new chat with the same system prompt and settings", ("reset",)),
-    Command("regen", "", "write the last reply again", ("regenerate", "retry", "again")),
-    Command("edit", "", "change your last message and send it again"),
-    Command("copy", "[code|chat]", "copy the last reply, its last code block, or the whole chat"),
-    Command("system", "[text|none]", "show or change the system prompt"),
-    Command("set", "[name value]", "show or change the settings, or one of them"),
-    Command("show", "", "show the models, the speed-up and the settings", ("info",)),
-    Command("memory", "", "show the memory in use"),
-    Command("save", "[title]", "save the chat now under a title"),
-    Command("load", "[title]", "open a saved chat", ("open", "chats", "list")),
-    Command("details", "", "show or hide measurements of the last reply", ("stats",)),
-    Command("colours", "", "colour the words that were guessed right", ("colors", "origin")),
-    Command("theme", "[light|dark]", "switch between light and dark"),
-    Command("quit", "", "quit; the chat is saved", ("exit", "bye", "q")),
-)
+    Command("help", "", "show the keys and commands", "help", ("?", "h")),
+    Command("new", "", "start a new chat; this one stays saved", "new_chat"),
+    Command("clear", "", "start a new chat with the same system prompt and settings", "clear", ("reset",)),
+    Command("regen", "", "write the last reply again", "regenerate", ("regenerate", "retry", "again")),
+    Command("edit", "", "change your last message and send it again", "edit_last"),
+    Command("copy", "[code|chat]", "copy the last reply, its last code block, or the whole chat", _copy),
+    Command("system", "[text|none]", "show or change the system prompt", _system),
+    Command("set", "[name value]", "show all settings, or change one of them", _set),
+    Command("show", "", "show the models, the speed-up and the settings", _show, ("info",)),
+    Command("memory", "", "show how much memory is in use", _memory),
+    Command("save", "[title]", "save the chat now; a title renames it", _save),
+    Command("load", "[title]", "open a saved chat", _load, ("open", "chats", "list")),
+    Command("details", "", "show or hide speed, time and memory of the last reply", "details", ("stats",)),
+    Command("colours", "", "colour the words that were guessed correctly", "origin", ("colors", "origin")),
+    Command("theme", "[light|dark]", "switch between light and dark", _theme),
+    Command("quit", "", "quit; the chat is saved", "app.quit", ("exit", "bye", "q")),
+)  # fmt: skip
 
 _BY_NAME = {name: command for command in COMMANDS for name in (command.name, *command.aliases)}
 # A slash and a word, followed by whitespace or the end of the text. '/etc/hosts' and '/* C */' are messages.
@@ -68,12 +165,23 @@ def read(text: str) -> Typed | None:
     return Typed(name, (match[2] or "").strip(), _BY_NAME.get(name))
 
 
+async def run(screen: ChatScreen, typed: Typed) -> None:
+    """Run a typed slash command. Raises OptionError if the command or its argument is invalid."""
+    if typed.command is None:
+        raise OptionError(
+            f"There is no command /{typed.name}",
+            f"Did you mean /{nearest(typed.name)}? To send it as a message, type a space first",
+        )
+    if isinstance(typed.command.run, str):
+        await screen.run_action(typed.command.run)
+    else:
+        await typed.command.run(screen, typed.argument)
+
+
 def nearest(name: str) -> str:
     """Return the command name most similar to `name`."""
-    for known in _BY_NAME:
-        if known.startswith(name):
-            return _BY_NAME[known].name
-    close = difflib.get_close_matches(name, _BY_NAME, n=1, cutoff=0.5)
+    close = [known for known in _BY_NAME if known.startswith(name)]
+    close += difflib.get_close_matches(name, _BY_NAME, n=1, cutoff=0.5)
     return _BY_NAME[close[0]].name if close else "help"
 
 
@@ -81,7 +189,5 @@ def completion(text: str) -> str:
     """Return the missing rest of a partly typed command name, or an empty string if there is none."""
     if not text.startswith("/") or len(text) < 2:
         return ""
-    for command in COMMANDS:
-        if command.name.startswith(text[1:]) and command.name != text[1:]:
-            return command.name[len(text) - 1 :]
-    return ""
+    names = (command.name for command in COMMANDS if command.name.startswith(text[1:]))
+    return next(names, text[1:])[len(text) - 1 :]

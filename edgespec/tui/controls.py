@@ -18,10 +18,7 @@ class NoControls(LineFilter):
     """Removes control characters from drawn lines. They have zero width, so the layout does not change."""
 
     def apply(self, segments: list[Segment], background: Color) -> list[Segment]:  # noqa: ARG002 - textual's
-        """Return the segments without control characters."""
         return [
-            segment
-            if segment.control or not _CONTROLS.search(segment.text)
-            else Segment(_CONTROLS.sub("", segment.text), segment.style)
+            segment if segment.control else Segment(_CONTROLS.sub("", segment.text), segment.style)
             for segment in segments
         ]

@@ -11,7 +11,7 @@ _MAX_MESSAGES = 500
 
 
 class History:
-    """History of sent messages with a current position. Unsent text is kept after the newest message."""
+    """Sent messages and the position of the one that is shown. Unsent text follows the newest message."""
 
     def __init__(self) -> None:
         self._sent: list[str] = []
@@ -23,17 +23,13 @@ class History:
         if text.strip() and (not self._sent or self._sent[-1] != text):
             self._sent.append(text)
             del self._sent[:-_MAX_MESSAGES]
-        self.rewind()
+        self._place = len(self._sent)
+        self._unsent = ""
 
     def seed(self, texts: Iterable[str]) -> None:
         """Append the messages of an opened chat."""
         for text in texts:
             self.add(text)
-
-    def rewind(self) -> None:
-        """Move to the end, so that `older` returns the newest message."""
-        self._place = len(self._sent)
-        self._unsent = ""
 
     def older(self, current: str) -> str | None:
         """Move to the previous message and return it, or return None if there is none."""

@@ -20,14 +20,7 @@ __all__ = ["ChatEntry", "OpenChat", "code_blocks"]
 
 @dataclass(slots=True)
 class ChatEntry:
-    """A message of the open chat.
-
-    Attributes:
-        role: The author.
-        content: The text.
-        chunks: Text chunks of a reply generated since the chat was opened. Empty otherwise.
-        reply: The finished reply with its stats, if generated since the chat was opened.
-    """
+    """A message of the open chat. `chunks` and `reply` belong to replies generated since it was opened."""
 
     role: Role
     content: str
@@ -37,7 +30,12 @@ class ChatEntry:
 
 @dataclass(slots=True)
 class OpenChat:
-    """The chat that is currently open. `id` is empty until the chat is first saved."""
+    """The chat that is currently open.
+
+    Attributes:
+        id: Empty until the chat is first saved.
+        saved_at: Time of the last save that this program has written or read, or None.
+    """
 
     system: str | None = None
     settings: dict[str, Setting] = field(default_factory=dict)
@@ -45,12 +43,13 @@ class OpenChat:
     title: str = ""
     created: datetime = field(default_factory=lambda: datetime.now(UTC))
     entries: list[ChatEntry] = field(default_factory=list)
+    saved_at: datetime | None = None
 
     @classmethod
     def opened(cls, chat: SavedChat, settings: Mapping[str, Setting]) -> OpenChat:
-        """Create an open chat from a saved chat and those of its settings that are valid."""
+        """Create an open chat from a saved chat. `settings` are its valid settings."""
         entries = [ChatEntry(message.role, message.content) for message in chat.messages]
-        return cls(chat.system, dict(settings), chat.id, chat.title, chat.created, entries)
+        return cls(chat.system, dict(settings), chat.id, chat.title, chat.created, entries, chat.updated)
 
     @property
     def messages(self) -> tuple[Message, ...]:
@@ -74,15 +73,15 @@ class OpenChat:
 
     def follow(self, messages: Sequence[Message]) -> None:
         """Replace the messages. Unchanged messages keep their chunks and stats."""
-        entries = []
+        old = dict(enumerate(self.entries))
         for place, message in enumerate(messages):
-            old = self.entries[place] if place < len(self.entries) else None
-            same = old is not None and (old.role, old.content) == (message.role, message.content)
-            entries.append(old if old is not None and same else ChatEntry(message.role, message.content))
-        self.entries[:] = entries
+            entry = old.get(place)
+            if entry is None or (entry.role, entry.content) != (message.role, message.content):
+                old[place] = ChatEntry(message.role, message.content)
+        self.entries[:] = [old[place] for place in range(len(messages))]
 
     def saved(self, target: str) -> SavedChat:
-        """Return the chat as a `SavedChat` for saving."""
+        """Return a copy of the chat to save."""
         return SavedChat(
             id=self.id,
             messages=self.messages,

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import edgespec
-from edgespec.backends.llamacpp.buffer_pool import BufferPool
 from edgespec.backends.replay import ReplayModel
 from edgespec.engine.tree import TokenTree
 from edgespec.heap import release_free_memory
@@ -208,7 +207,6 @@ def _fill_cells(model: Any, room: int) -> None:
             _add_checkpoints(context, sequence, part)
     # Real replies never copy cells like this, so the buffers of the copy are not part of the plan.
     del parts
-    context._copies = BufferPool()
     _free_unused()
     _reset_peak()
     model.prefill(_prompt(_LAST_TOKENS - 270))

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from edgespec.backends.gguf_header import read_header
-from edgespec.backends.llamacpp.device_split import device_split
-from edgespec.backends.llamacpp.devices import cards
+from edgespec.backends.llamacpp.devices import cards, device_split
 from edgespec.catalog import resolve
 
 _LAYERS = 12

@@ -134,7 +134,7 @@ class TestEqualsWholeModel:
     ) -> None:
         monkeypatch.setattr(library(), "llama_supports_gpu_offload", lambda: offloads)
         monkeypatch.setattr("edgespec.backends.llamacpp.devices.sys.platform", system)
-        shared = int(metadata(both.split._weights[0], SHARED_BYTES_KEY) or 0)
+        shared = int(metadata(both.split.weights[0], SHARED_BYTES_KEY) or 0)
         assert shared > 1_000_000
         model = load_layerskip(str(folders[4]), "demo", _options(**options))
         assert model.facts.weight_bytes == both.whole.facts.weight_bytes + (times - 1) * shared

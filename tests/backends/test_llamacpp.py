@@ -71,7 +71,9 @@ class TestErrorMessages:
 
     def test_a_missing_part(self, tmp_path: Path) -> None:
         path = write_llama(tmp_path / "big-00001-of-00003.gguf")
-        self.refused(ModelFileError, path, "2 of 3 parts are missing, first big-00002-of-00003.gguf")
+        self.refused(
+            ModelFileError, path, "2 of the 3 parts of .* are missing, such as big-00002-of-00003.gguf"
+        )
 
     def test_a_context_larger_than_memory(self, tmp_path: Path) -> None:
         path = write_llama(tmp_path / "tiny.gguf")
@@ -161,15 +163,6 @@ class TestAfterClosing:
 
 
 class TestVocabularies:
-    def test_the_first_different_token_is_reported(self, tmp_path: Path) -> None:
-        mine = load(write_llama(tmp_path / "mine.gguf"))
-        words = tuple("▁folder" if word == "▁file" else word for word in WORDS)
-        other = load(write_llama(tmp_path / "other.gguf", words=words))
-        found = compare_vocabularies(mine.vocabulary, other.vocabulary, "mine", "other")
-        assert found.first_difference == "token 261 is ' file' in mine and ' folder' in other"
-        mine.close()
-        other.close()
-
     def test_padding_at_the_end_is_ignored(self, tmp_path: Path) -> None:
         mine = load(write_llama(tmp_path / "mine.gguf"))
         other = load(write_llama(tmp_path / "other.gguf", words=(*WORDS, "<pad0>", "<pad1>")))

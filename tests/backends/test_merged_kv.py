@@ -62,7 +62,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Forms:
 
 
 def cells(model: LlamaCppModel | LayerSkipModel) -> list[bytes]:
-    return [bytes(part) for part in model._shared_target().export_cells(0, model.length)]
+    return [bytes(part) for part in model.export_cells(0, model.length)]
 
 
 class TestMergedBytes:
@@ -131,10 +131,10 @@ class TestInvalidBytes:
     @pytest.mark.parametrize(
         ("at", "value", "says"),
         [
-            (0, 1, "their headers differ"),
-            (8, 2, "there is more than one stream"),
+            (0, 1, "the headers of the two splits differ"),
+            (8, 2, "the data has more than one stream"),
             (12, 2, "the cells have an unknown layout"),
-            (16, 9, "they contain different cells"),
+            (16, 9, "the two splits contain different cells"),
             (20, 2, "a cell belongs to several sequences"),
             (52, 2, "the cells have an unknown layout"),
             (52, 1, "the data ends too early"),
@@ -224,7 +224,7 @@ class TestBothDrafts:
         whole, split = demo.load()
         view = split.self_draft(LowBit(str(demo.copy)))
         needed = sum(model.facts.weight_bytes + model.facts.kv_bytes for model in (split, view))
-        needed += work_bytes(split._weights[0], LoadOptions())
+        needed += work_bytes(split.weights[0], LoadOptions())
         for model in (view, split, whole):
             model.close()
         for budget in (needed - 1, needed):

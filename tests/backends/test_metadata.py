@@ -247,7 +247,7 @@ class TestTokens:
     )
     def test_a_tokenizer_of_nonsense_is_called_that(self, tmp_path: Path, text: str) -> None:
         (tmp_path / "tokenizer.json").write_text(text)
-        with pytest.raises(ModelFileError, match="is no tokenizer"):
+        with pytest.raises(ModelFileError, match="is not a valid tokenizer"):
             tokens_of_folder(tmp_path)
 
     def test_padding_is_no_difference_and_order_is_one(self) -> None:

@@ -55,7 +55,7 @@ class TestOutOfMemory:
         model = load("full", tmp_path, initial_context_tokens=SMALL)
         free = psutil.virtual_memory()._replace(available=model.facts.max_kv_bytes - 1)
         monkeypatch.setattr(psutil, "virtual_memory", lambda: free)
-        with pytest.raises(MemoryBudgetError, match="a context of 1,024 tokens needs"):
+        with pytest.raises(MemoryBudgetError, match="a context of 1,024 tokens takes"):
             model.resize(LARGE)
         model.resize(512)
         model.close()
@@ -187,7 +187,7 @@ class TestInterrupted:
             "        signal.raise_signal(signal.SIGINT)\n"
             "try:\n"
             "    sys.setprofile(interrupt)\n"
-            "    load_vocabulary(sys.argv[1], 'model')\n"
+            "    load_vocabulary(sys.argv[1])\n"
             "    time.sleep(30)\n"
             "except KeyboardInterrupt:\n"
             "    print('heard')\n"

@@ -93,6 +93,6 @@ class TestViews:
 
     def test_a_view_refuses_to_resize(self, tmp_path: Path) -> None:
         target = load("split", tmp_path, initial_context_tokens=SMALL)
-        with pytest.raises(CapabilityError, match="no cache of its own"):
+        with pytest.raises(CapabilityError, match="uses the KV cache of the target"):
             target.self_draft(EarlyExit(1)).resize(512)
         target.close()

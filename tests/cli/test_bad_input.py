@@ -24,20 +24,29 @@ DRAFT = ROOT / "models" / "demo-draft-q8_0.gguf"
         (["--top-p", "7"], "--top-p is 7.0; "),
         (["--repetition-penalty", "0"], "--repetition-penalty is 0.0; "),
         (["--logit-bias", "5=nan"], "--logit-bias of token 5 is nan; "),
-        (["--logit-bias", "five"], "--logit-bias is 'five'; use ID=VALUE, such as"),
-        (["--memory", "lots"], "--memory is 'lots'; write a size such as 8GiB"),
+        (
+            ["--logit-bias", "five"],
+            "--logit-bias must have the form ID=VALUE, but is 'five'; use",
+        ),
+        (["--memory", "lots"], "--memory must be a size, but is 'lots'; use a size such as 8GiB"),
         (["--method", "modl"], "did you mean 'model'?"),
         (["--method", "model", "--draft", "none"], "needs a draft model"),
-        (["--draft-length", "99"], "--draft-length is 99; "),
-        (["--draft-branches", "3,x"], "--draft-branches is '3,x'; use auto, or numbers"),
-        (["--draft-branches", "3,,2"], "--draft-branches is '3,,2'; use auto, or numbers"),
-        (["--draft-confidence", "2"], "--draft-confidence is 2.0; "),
+        (
+            ["--draft-length", "99"],
+            "--draft-length must be a whole number from 1 to 64, but is 99; choose another",
+        ),
+        (
+            ["--draft-branches", "3,x"],
+            "--draft-branches must be auto or whole numbers, but is '3,x'; use numbers such as 3,2",
+        ),
+        (["--draft-branches", "3,,2"], "--draft-branches must be auto or whole numbers, but is '3,,2'"),
+        (["--draft-confidence", "2"], "--draft-confidence must be a number from 0 to below 1, but is 2.0"),
         (["--kv-type", "q9"], "kv_type is 'q9'"),
         (["--acceptance", "maybe"], "'maybe' is not one of"),
-        (["--seed", "-1"], "--seed is -1; "),
-        (["-n", "0"], "--max-tokens is 0; "),
-        (["--context", "0"], "--context is 0; "),
-        (["--stop", ""], "strings of at least one character"),
+        (["--seed", "-1"], "--seed must be a whole number of at least 0, but is -1"),
+        (["-n", "0"], "--max-tokens must be a whole number of at least 1, but is 0"),
+        (["--context", "0"], "--context must be a whole number from 1 to 2147483647, but is 0"),
+        (["--stop", ""], "--stop must contain only strings of at least one character, but is ('',)"),
         (["--light"], "no such option --light"),
     ],
 )
@@ -59,7 +68,7 @@ def test_a_context_larger_than_memory(run: Run) -> None:
 
 def test_a_prompt_longer_than_the_context(run: Run) -> None:
     error = one_line_error(run("generate", "-", input="word " * 5000), 1)
-    assert "the context holds 1024" in error
+    assert "the context has only 1024" in error
     assert "use --context" in error
 
 

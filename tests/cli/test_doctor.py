@@ -10,10 +10,11 @@ from importlib import metadata
 import pytest
 
 import edgespec
+from edgespec.backends.llamacpp.build_info import LlamaCppInfo
 from edgespec.catalog import mlx_installed
 from edgespec.cli.doctor import _hardware, _libraries
 from edgespec.errors import BackendError
-from edgespec.machine import LlamaCppInfo, MlxInfo, inspect_machine
+from edgespec.machine import MlxInfo, inspect_machine
 from tests.cli.conftest import Run, json_of
 
 

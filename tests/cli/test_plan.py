@@ -46,7 +46,7 @@ def test_the_prefix_cache_is_reported_beside_the_total(run: Run) -> None:
     assert planned("--prefix-cache", "disk") == planned()
     assert planned("--prefix-cache-memory", "1MiB")[0] == 2**20
     assert planned("--prefix-cache-memory", "1GiB")[0] == left
-    assert "for the prefix cache" in run("plan", "--memory", "400MiB").stdout
+    assert "for the cache of earlier chats" in run("plan", "--memory", "400MiB").stdout
     assert run("plan", "--prefix-cache-memory", "lots").exit_code == 2
 
 
@@ -83,19 +83,19 @@ def test_what_does_not_fit_says_what_to_do(run: Run) -> None:
     said = json.loads(done.stdout)
     assert said["fits"] is False
     assert said["why_no_draft"] == "the draft model demo-draft does not fit the memory"
-    assert "raise --memory" in said["advice"]
+    assert "give more with --memory" in said["advice"]
     assert {tuple(each) for each in said["decisions"]} == {("what", "why", "bytes")}
 
 
 def test_what_is_given_up_is_told(run: Run) -> None:
     done = run(
-        "plan", "--memory", "123MiB", "--headroom", "8MiB", "--draft", "none", "--prefer", "context", "--json"
+        "plan", "--memory", "124MiB", "--headroom", "8MiB", "--draft", "none", "--prefer", "context", "--json"
     )
     said = json.loads(done.stdout)
     assert said["fits"]
     assert [each["what"] for each in said["decisions"]] == ["a cache of type q8_0"]
     assert said["kv_type"] == "q8_0"
-    done = run("plan", "--memory", "123MiB", "--headroom", "8MiB", "--draft", "none")
+    done = run("plan", "--memory", "124MiB", "--headroom", "8MiB", "--draft", "none")
     assert "a cache of type q8_0 (frees 2.6 MiB)" in done.stdout
 
 
@@ -109,10 +109,10 @@ def test_the_picture(run: Run) -> None:
     done = run("plan", "--memory", "400MiB")
     assert done.exit_code == 0
     assert done.stdout.startswith(
-        "demo with demo-draft\n"
-        "context: 1,024 tokens (the length that the model was trained for); cache type f16/bf16\n\n"
+        "model demo\ndraft model demo-draft\n"
+        "context 1,024 tokens (the length that the model was trained for)\ncache type f16/bf16\n\n"
     )
-    assert "of 400 MiB memory, and up to " in done.stdout
+    assert "of 400 MiB memory, plus up to " in done.stdout
     assert "█" in done.stdout
     assert "░" in done.stdout
     over = run("plan", "--memory", "50MiB")
@@ -130,11 +130,11 @@ def test_how_much_of_a_longer_text_the_draft_sees_is_told(run: Run) -> None:
     asked = ("plan", "--context", "24576", "--draft-window", "700")
     assert json.loads(run(*asked, "--json").stdout)["draft_sees"] == {"first_tokens": 4, "last_tokens": 700}
     assert (
-        "in longer contexts the draft model sees the first 4 and the last 700 tokens\n" in run(*asked).stdout
+        "in longer contexts the draft model reads the first 4 and the last 700 tokens\n" in run(*asked).stdout
     )
     assert "draft_sees" not in json.loads(run("plan", "--json").stdout)
     alone = run("plan", "--context", "24576", "--draft", "none")
-    assert "the draft model sees" not in alone.stdout
+    assert "the draft model reads" not in alone.stdout
 
 
 def test_how_long_the_context_may_become_is_told(run: Run, tmp_path: Path) -> None:
@@ -144,11 +144,11 @@ def test_how_long_the_context_may_become_is_told(run: Run, tmp_path: Path) -> No
     assert (said["context"], said["context_trained"], said["context_begins"]) == (1 << 17, 1 << 17, 2048)
     shown = " ".join(run(*options).stdout.split())
     assert (
-        "131,072 tokens (the length that the model was trained for; grows on demand from 2,048); cache"
+        "131,072 tokens (the length that the model was trained for; grows on demand from 2,048) cache"
         in shown
     )
     asked = " ".join(run(*options, "--context", "1024").stdout.split())
-    assert "context: 1,024 tokens; cache" in asked
+    assert "context 1,024 tokens cache" in asked
     beyond = " ".join(run(*options, "--context", "262144").stdout.split())
     assert "262,144 tokens (more than the 131,072 that the model was trained for; grows" in beyond
 

@@ -41,16 +41,20 @@ def found(name: str, expected: float, drafted: int = 50) -> DrafterResult:
 @pytest.mark.parametrize(
     ("limit", "drafters", "says"),
     [
-        (1.02, [found("model", 1.0)], "Speculation cannot help on this machine"),
-        (3.0, [found("model", 0.9), found("suffix", 1.04)], "No available method is faster"),
+        (1.02, [found("model", 1.0)], "Drafting cannot help on this machine"),
+        (3.0, [found("model", 0.9), found("suffix", 1.04)], "No available method makes replies faster"),
         (
             3.0,
             [found("model", 0.9), found("suffix", 1.5)],
             "Use --method suffix --draft-length 3",
         ),
-        (3.0, [found("model", 1.0), found("suffix", 9.0, drafted=0)], "No available method is faster"),
+        (
+            3.0,
+            [found("model", 1.0), found("suffix", 9.0, drafted=0)],
+            "No available method makes replies faster",
+        ),
         (3.0, [found("suffix", 9.0, drafted=0)], "Nothing was drafted"),
-        (3.0, [], "No available method is faster"),
+        (3.0, [], "No available method makes replies faster"),
     ],
 )
 def test_it_says_plainly_whether_it_pays(limit: float, drafters: list[DrafterResult], says: str) -> None:
@@ -104,7 +108,7 @@ def test_a_model_that_cannot_roll_back_says_why() -> None:
     )
     with Runtime(target, None, DrafterSet(target, None, why_no_draft="none")) as runtime:
         told = tune(runtime, read_prompts()[:1], max_tokens=4)
-    assert told.verdict == "Speculation cannot be used with this model: its memory cannot be cut back."
+    assert told.verdict == "Drafting cannot be used with this model: its memory cannot be cut back."
     assert [each.width for each in told.passes] == [1]
 
 
@@ -160,7 +164,7 @@ def test_on_the_command_line(run: Run) -> None:
     assert told.stdout.startswith("model demo, draft model none\n")
     assert "BREAK-EVEN" in told.stdout
     report = json_of(run(*args, "--json"))
-    assert told.stdout.splitlines()[-1].split(" ")[0] in ("Speculation", "No", "Nothing", "Use")
+    assert told.stdout.splitlines()[-1].split(" ")[0] in ("Drafting", "No", "Nothing", "Use")
     assert {each["name"] for each in report["drafters"]} == {"suffix", "ngram"}
     assert report["verdict"]
     assert report["auto"] > 0.0

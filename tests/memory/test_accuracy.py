@@ -20,7 +20,6 @@ from edgespec.backends.llamacpp.layerskip import load_layerskip
 from edgespec.backends.llamacpp.memory_estimate import (
     ContextBuffers,
     GgufMemoryEstimator,
-    SplitModelMemoryEstimator,
     parse_buffers,
     simulate,
 )
@@ -103,9 +102,9 @@ def test_very_long_contexts_are_scaled_from_one_simulation(monkeypatch: pytest.M
     """One simulation must suffice, because the advice compares dozens of context lengths."""
     made: list[int] = []
 
-    def counted(weights: object, plan: ContextPlan, options: LoadOptions) -> ContextBuffers:
+    def counted(weights: object, plan: ContextPlan, options: LoadOptions, **rest: bool) -> ContextBuffers:
         made.append(plan.tokens)
-        return simulate(weights, plan, options)
+        return simulate(weights, plan, options, **rest)
 
     monkeypatch.setattr(estimate_module, "simulate", counted)
     estimator = GgufMemoryEstimator(str(resolve("demo").path), "demo")
@@ -167,7 +166,7 @@ def test_split_model_estimate_matches_llama_cpp(
         quantise(resolve("demo").path, path, quantisation)
     folder = prepare_layerskip(path, exit_layer=4, to=tmp_path / "halves").folder
     how = LoadOptions(context_tokens=4096, flash_attention=flash_attention)
-    estimator = SplitModelMemoryEstimator(str(folder), "demo")
+    estimator = GgufMemoryEstimator(str(folder), "demo", split=True)
     try:
         planned = estimator.estimate(how)
     finally:

@@ -101,7 +101,10 @@ class TestFullContext:
         ([user("x"), {"role": "assistant", "content": "y"}], "ends with a message of the assistant"),
         ([{"role": "tool", "content": "x"}], "role 'tool'"),
         ([{"content": "x"}], "role None"),
-        ([user("x"), {"role": "user", "content": None}], "content of message 2 is a NoneType"),
+        (
+            [user("x"), {"role": "user", "content": None}],
+            "content of message 2 must be a string, not a NoneType",
+        ),
         ([{"role": "user"}], "content of message 1"),
     ],
 )

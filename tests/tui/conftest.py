@@ -5,14 +5,15 @@ from __future__ import annotations
 import pytest
 
 import edgespec
-from edgespec.tui.model import Load, Progress, RuntimeLike
+from edgespec.catalog import Progress
+from edgespec.tui.worker import Load
 
 
 @pytest.fixture
 def demo() -> Load:
     """Load the embedded demo pair."""
 
-    def load(progress: Progress) -> RuntimeLike:
+    def load(progress: Progress) -> edgespec.Runtime:
         return edgespec.load("demo", threads=1, progress=progress)
 
     return load

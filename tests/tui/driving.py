@@ -16,7 +16,7 @@ from textual.widgets.markdown import MarkdownBlock
 from edgespec.chat.store import ChatStore, Setting
 from edgespec.tui.app import ChatApp
 from edgespec.tui.chat_screen import ChatScreen
-from edgespec.tui.model import Load
+from edgespec.tui.worker import Load
 
 NAMES = {" ": "space", "?": "question_mark", "/": "slash", ".": "full_stop", "-": "minus", "_": "underscore"}
 
@@ -55,7 +55,7 @@ class Driver:
             lambda: any(isinstance(screen, ChatScreen) for screen in self.app.screen_stack),
             "the chat",
         )
-        await until(self.pilot, lambda: self.chat.turns.idle, "the end of the reply")
+        await until(self.pilot, lambda: self.chat.idle, "the end of the reply")
         await self.pilot.pause(0.05)
 
     async def press(self, *keys: str) -> None:

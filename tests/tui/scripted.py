@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 
 from edgespec import (
     Capabilities,
@@ -15,13 +15,15 @@ from edgespec import (
     ModelFacts,
     PrefixCacheUsage,
     Reply,
+    Runtime,
     Stats,
     TextChunk,
 )
+from edgespec.catalog import Progress
 from edgespec.chat.message import Message
 from edgespec.errors import CancelledError, OptionError
 from edgespec.method_names import parse_method
-from edgespec.tui.model import Load, Progress
+from edgespec.tui.worker import Load
 
 METHOD = MethodReport("auto", "model+suffix", "guesses while that pays")
 LIVE = replace(METHOD, reason="guesses pay here", gain=0.617, gain_uncertainty=0.081)
@@ -194,7 +196,6 @@ class ScriptedRuntime:
     draft: ModelFacts | None = field(default_factory=lambda: facts("demo-draft"))
     method: MethodReport = METHOD
     context_tokens: int = 1024
-    loss_limits: tuple[float, float] | None = (0.02, 2.0)
     asked: list[tuple[str | None, str, dict[str, Any]]] = field(default_factory=list)
     closed: bool = False
 
@@ -217,14 +218,19 @@ class ScriptedRuntime:
         self.closed = True
 
 
+def as_runtime(runtime: ScriptedRuntime) -> Runtime:
+    """The scripted runtime, with the type that the chat expects."""
+    return cast("Runtime", runtime)
+
+
 def loading(runtime: ScriptedRuntime, *, steps: int = 3, pause_seconds: float = 0.0) -> Load:
     """A load function that takes some steps and minds a cancel."""
 
-    def load(progress: Progress) -> ScriptedRuntime:
+    def load(progress: Progress) -> Runtime:
         for step in range(steps):
             if not progress("Loading demo", step / steps):
                 raise CancelledError("loading was cancelled")
             time.sleep(pause_seconds)
-        return runtime
+        return as_runtime(runtime)
 
     return load

@@ -5,15 +5,16 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from textual.widgets import Input, OptionList, TextArea
+from textual.widgets import Input, TextArea
 
 from edgespec.chat.store import ChatStore, Setting
-from edgespec.tui.model import Load
+from edgespec.tui.screens.dialogs import SystemScreen
 from edgespec.tui.screens.help import HelpScreen
 from edgespec.tui.screens.settings import SettingsScreen
-from edgespec.tui.screens.system import SystemScreen
 from edgespec.tui.widgets.messages import ReplyMessage, UserMessage
+from edgespec.tui.widgets.sidebar import Sidebar
 from edgespec.tui.widgets.status import StatusLine
+from edgespec.tui.worker import Load
 from tests.tui.driving import driving, until
 
 ASK = "How do I list files by size?"
@@ -25,7 +26,7 @@ async def test_a_question_gets_a_streamed_markdown_reply(demo: Load, tmp_path: P
         welcome = d.transcript()
         assert "demo-draft" in welcome
         assert "--target 8b-q4" in welcome
-        assert "This demo is so small" in " ".join(welcome.split())
+        assert "The demo is so small" in " ".join(welcome.split())
         await d.say(ASK)
         reply = d.chat.transcript.query_one(ReplyMessage)
         assert reply.text == d.chat.current_chat.entries[-1].content
@@ -103,8 +104,8 @@ async def test_details_show_acceptance_and_phases(demo: Load, tmp_path: Path) ->
         text = "\n".join(d.screen_text())
         for word in (
             "Speed",
-            "Guesses right",
-            "Tokens per pass",
+            "Guesses accepted",
+            "Tokens at a time",
             "read prompt",
             "guess ",
             "model ",
@@ -112,7 +113,7 @@ async def test_details_show_acceptance_and_phases(demo: Load, tmp_path: Path) ->
             "other",
         ):
             assert word in text
-        assert "helper model + repeated" in text
+        assert "draft model + repeated" in text
 
 
 async def test_tokens_are_coloured_by_origin(demo: Load, tmp_path: Path) -> None:
@@ -124,11 +125,11 @@ async def test_tokens_are_coloured_by_origin(demo: Load, tmp_path: Path) -> None
         reply = d.chat.transcript.query_one(ReplyMessage)
         drafted = sum(p.token_count for p in before.chunks if p.accepted)
         shown = [reply.coloured]
-        assert f"{drafted} guessed right" in d.transcript()
+        assert f"{drafted} guessed correctly" in d.transcript()
         await d.press("f4")
         shown.append(reply.coloured)
         assert shown == [True, False]
-        assert "guessed right" not in d.transcript()
+        assert "guessed correctly" not in d.transcript()
 
 
 async def test_colours_can_be_on_while_a_reply_is_written(demo: Load, tmp_path: Path) -> None:
@@ -181,14 +182,15 @@ async def test_settings_are_checked_where_they_are_typed(demo: Load, tmp_path: P
         screen = d.app.screen
         assert isinstance(screen, SettingsScreen)
         await d.write("hot")
-        await d.sees("give a number such as 0.8")
+        await d.sees("a number from 0 to 100")
         await d.press("ctrl+s")
         assert d.app.screen is screen
-        screen.query_one("#set-temperature", Input).value = "0.2"
-        screen.query_one("#set-top-p", Input).value = "3"
+        fields = {field.name: field for field in screen.query(Input)}
+        fields["temperature"].value = "0.2"
+        fields["top_p"].value = "3"
         await d.sees("from 0 to 1")
-        screen.query_one("#set-top-p", Input).value = ""
-        screen.query_one("#set-max-tokens", Input).value = "5"
+        fields["top_p"].value = ""
+        fields["max_tokens"].value = "5"
         await d.press("ctrl+s")
         await d.settled()
         assert d.chat.current_chat.settings == {"temperature": 0.2, "max_tokens": 5}
@@ -196,7 +198,7 @@ async def test_settings_are_checked_where_they_are_typed(demo: Load, tmp_path: P
         reply = d.chat.current_chat.entries[-1].reply
         assert reply is not None
         assert reply.finish_reason == "length"
-        assert "stopped: the reply, or the context, reached its maximum length" in d.transcript()
+        assert "stopped at the maximum length" in d.transcript()
 
 
 async def test_invalid_option_is_shown_as_an_error_panel(demo: Load, tmp_path: Path) -> None:
@@ -209,7 +211,7 @@ async def test_invalid_option_is_shown_as_an_error_panel(demo: Load, tmp_path: P
         d.chat.prompt.clear()
         await d.say("/set method default")
         await d.say("/set method telepathy")
-        assert "Not set: method 'telepathy' is unknown" in d.transcript()
+        assert "telepathy" in d.transcript()
         d.chat.prompt.clear()
         await d.say("/set method lowbit")
         assert "lowbit was not asked for" in d.transcript()
@@ -268,14 +270,14 @@ async def test_list_of_chats_opens_deletes_and_explains_broken_files(demo: Load,
         broken.write_text('{"version": 1, "id": "brok')
         await d.press("f2")
         await d.sees("cannot be read")
-        options = d.chat.query_one("#chat-list", OptionList)
+        options = d.chat.query_one(Sidebar)
         options.highlighted = options.get_option_index(str(broken))
         await d.press("enter")
         await d.said("not complete JSON")
         assert broken.exists()
         assert len(d.chat.current_chat.entries) == 2
         options.highlighted = options.get_option_index(str(good))
-        d.chat.query_one("#sidebar").query_one(OptionList).focus()
+        options.focus()
         await d.press("delete")
         await d.sees("Delete “")
         await d.press("escape")
@@ -321,9 +323,9 @@ async def test_show_and_set(demo: Load, tmp_path: Path) -> None:
         await d.say("/set parameter temp 0.5")
         assert "temperature is now 0.5" in d.transcript()
         await d.say("/set top_p 7")
-        assert "Not set" in d.transcript()
+        assert "from 0 to 1" in d.transcript()
         await d.say("/set tempreture 1")
-        assert "did you mean temperature?" in d.transcript()
+        assert "Did you mean temperature?" in d.transcript()
         assert "?." not in d.transcript()
         await d.say("/set num_ctx 4096")
         assert "--context" in d.transcript()

@@ -10,16 +10,17 @@ from pathlib import Path
 
 import pytest
 
+from edgespec import Runtime
+from edgespec.catalog import Progress
 from edgespec.chat.message import Message
 from edgespec.chat.store import ChatStore, SavedChat
 from edgespec.errors import BackendError, CancelledError, ChatFileError, ModelFileError
 from edgespec.tui.app import ChatApp, run_chat
-from edgespec.tui.model import Progress, RuntimeLike
 from edgespec.tui.screens.loading import LoadingScreen
 from edgespec.tui.widgets.messages import Panel, ReplyMessage
 from edgespec.tui.widgets.status import StatusLine
 from tests.tui.driving import driving, until
-from tests.tui.scripted import Script, ScriptedRuntime, loading
+from tests.tui.scripted import Script, ScriptedRuntime, as_runtime, loading
 
 SLOW = Script(text="word " * 2000, pause_seconds=0.005)
 
@@ -27,10 +28,10 @@ SLOW = Script(text="word " * 2000, pause_seconds=0.005)
 async def test_loading_shows_progress(tmp_path: Path) -> None:
     gate = threading.Event()
 
-    def load(progress: Progress) -> RuntimeLike:
+    def load(progress: Progress) -> Runtime:
         progress("loading 70b-q4", 0.42)
         gate.wait(5)
-        return ScriptedRuntime()
+        return as_runtime(ScriptedRuntime())
 
     async with driving(load, tmp_path, wait=False) as d:
         await d.sees("loading 70b-q4")
@@ -58,9 +59,9 @@ async def test_loading_can_be_cancelled(tmp_path: Path, key: str) -> None:
 async def test_quit_during_a_load_that_ignores_cancel(tmp_path: Path) -> None:
     gate = threading.Event()
 
-    def load(progress: Progress) -> RuntimeLike:
+    def load(progress: Progress) -> Runtime:
         gate.wait(10)
-        return ScriptedRuntime()
+        return as_runtime(ScriptedRuntime())
 
     app = ChatApp(load, store=ChatStore(tmp_path / "chats"))
     async with app.run_test() as pilot:
@@ -75,7 +76,7 @@ async def test_quit_during_a_load_that_ignores_cancel(tmp_path: Path) -> None:
 def test_run_chat_raises_what_loading_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     problem = ModelFileError("big.gguf is not a GGUF file", "download it again")
 
-    def load(progress: Progress) -> RuntimeLike:
+    def load(progress: Progress) -> Runtime:
         raise problem
 
     real_run = ChatApp.run
@@ -237,7 +238,7 @@ async def test_chat_with_invalid_settings_still_opens(tmp_path: Path) -> None:
         await d.say("/load odd")
         assert d.chat.current_chat.id == chat.id
         assert d.chat.current_chat.settings == {"top_k": 20}
-        assert "temperature is 'hot'" in d.transcript()
+        assert "Cannot set temperature to 'hot'" in d.transcript()
         assert "This chat was written with 8b-q4. Start with --target 8b-q4" in d.transcript()
 
 
@@ -265,11 +266,11 @@ async def test_hundreds_of_messages_open_quickly_and_page_upwards(tmp_path: Path
         await d.say("/load long")
         assert time.monotonic() - began < 5
         assert "message 599" in d.transcript()
-        assert "560 earlier messages" in d.transcript()
+        assert "560 older messages" in d.transcript()
         d.chat.transcript.scroll_home(animate=False)
         await d.pilot.pause(0.1)
         await d.press("ctrl+home")
-        await d.said("520 earlier messages")
+        await d.said("520 older messages")
         await d.say("more")
         assert d.chat.current_chat.entries[-2].content == "more"
 

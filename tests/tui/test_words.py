@@ -11,25 +11,25 @@ from textual.content import Content
 
 from edgespec.chat.message import Message
 from edgespec.chat.store import Setting
-from edgespec.engine.sampling_params import SamplingParams
 from edgespec.errors import OptionError
 from edgespec.reply_options import REPLY_OPTIONS
 from edgespec.request import DEFAULT_MAX_TOKENS
 from edgespec.tui import commands, numbers
+from edgespec.tui.chat_screen import ChatScreen
 from edgespec.tui.history import History
 from edgespec.tui.open_chat import ChatEntry, OpenChat, code_blocks
 from edgespec.tui.preferences import Preferences
-from edgespec.tui.settings import FIELDS, accepted, default_text, field_named, parse, shown
-from edgespec.tui.slash import _ACTIONS
+from edgespec.tui.settings import SETTINGS, accepted, default_text, parse, setting_named, shown
 from edgespec.tui.texts import show_rows
 from edgespec.tui.widgets.details import details_content
 from edgespec.tui.widgets.pairs import pairs_content
-from edgespec.tui.widgets.status import StatusFacts, arranged
-from tests.tui.scripted import METHOD, ScriptedRuntime, made_up_stats
+from edgespec.tui.widgets.status import StatusFacts, wrapped
+from tests.tui.scripted import METHOD, ScriptedRuntime, as_runtime, made_up_stats
 
 
 def test_every_command_has_an_action_and_a_name_of_its_own() -> None:
-    assert set(_ACTIONS) == {command.name for command in commands.COMMANDS}
+    actions = [command.run for command in commands.COMMANDS if isinstance(command.run, str)]
+    assert all(hasattr(ChatScreen, f"action_{name}") for name in actions if name != "app.quit")
     names = [name for command in commands.COMMANDS for name in (command.name, *command.aliases)]
     assert len(names) == len(set(names))
 
@@ -94,9 +94,9 @@ def test_completion() -> None:
     ],
 )
 def test_settings_are_read_and_shown_again(name: str, text: str, value: Setting) -> None:
-    field = field_named(name)
-    assert parse(field, text) == value
-    assert parse(field, shown(value)) == value
+    name = setting_named(name)
+    assert parse(name, text) == value
+    assert parse(name, shown(value)) == value
 
 
 @pytest.mark.parametrize(
@@ -118,25 +118,23 @@ def test_settings_are_read_and_shown_again(name: str, text: str, value: Setting)
 )
 def test_invalid_settings_raise_a_one_line_error(name: str, text: str) -> None:
     with pytest.raises(OptionError) as caught:
-        parse(field_named(name), text)
+        parse(setting_named(name), text)
     assert "\n" not in str(caught.value)
     assert caught.value.next_step
 
 
 @pytest.mark.parametrize("text", ["a, b", "\\", "\\n", " x ", "tab\tnew\nline", "\\\\n", "   "])
 def test_any_stop_text_survives_being_shown(text: str) -> None:
-    assert parse(field_named("stop"), shown([text, "END"])) == [text, "END"]
+    assert parse("stop", shown([text, "END"])) == [text, "END"]
 
 
 def test_every_option_of_a_reply_can_be_set_in_the_chat() -> None:
-    sampling = {field.name for field in FIELDS if field.is_sampling}
-    assert sampling == set(SamplingParams.names()) - {"logit_bias"}
-    assert {field.name for field in FIELDS} == set(REPLY_OPTIONS) - {"logit_bias"}
+    assert set(SETTINGS) == set(REPLY_OPTIONS) - {"logit_bias"}
 
 
 def test_every_setting_has_a_default_to_show() -> None:
-    assert all(default_text(field) for field in FIELDS)
-    assert default_text(field_named("max_tokens")) == f"{DEFAULT_MAX_TOKENS:,}"
+    assert all(default_text(name) for name in SETTINGS)
+    assert default_text("max_tokens") == f"{DEFAULT_MAX_TOKENS:,}"
 
 
 def test_a_saved_chats_settings_are_checked() -> None:
@@ -183,11 +181,9 @@ def test_ages_read_well() -> None:
 @pytest.mark.parametrize("width", [20, 32, 40, 60, 78, 120])
 def test_the_status_is_never_cut(width: int) -> None:
     facts = StatusFacts("speed-up 1.6×", True, 312.5, 0.71, 31_234, 32_768, 64 * 1024**3)
-    lengths = [len(text) for text, _ in facts.segments()]
-    gap, lines = arranged(lengths, width)
-    assert [place for line in lines for place in line] == list(range(len(lengths)))
-    for line in lines:
-        assert sum(lengths[place] for place in line) + len(gap) * (len(line) - 1) <= width
+    lines = wrapped(facts.segments(), width).plain.splitlines()
+    assert " · ".join(lines) == " · ".join(text for text, _ in facts.segments())
+    assert all(len(line) <= width for line in lines)
     if width >= 78:
         assert len(lines) == 1
     if width == 40:
@@ -244,7 +240,9 @@ def test_preferences_are_saved_and_broken_ones_ignored(tmp_path: Path) -> None:
 
 def test_context_that_can_still_grow_shows_both_sizes() -> None:
     said = {
-        most: dict(show_rows(ScriptedRuntime(context_tokens=most), OpenChat(), METHOD, None))["context"]
+        most: dict(show_rows(as_runtime(ScriptedRuntime(context_tokens=most)), OpenChat(), METHOD, None))[
+            "context"
+        ]
         for most in (1024, 8192)
     }
     assert said == {1024: "1,024 tokens", 8192: "8,192 tokens, memory for 1,024 so far"}

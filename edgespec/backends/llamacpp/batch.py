@@ -20,11 +20,6 @@ class Batch:
     """A reusable llama_batch that is allocated once and filled through NumPy views.
 
     Writing through the views avoids a ctypes call per token. The owner must call `free`.
-
-    Args:
-        size: The maximum number of rows.
-        sequences: The maximum number of sequence ids per row.
-        embd_size: The length of a hidden state, or 0 if the rows are tokens.
     """
 
     def __init__(self, size: int, sequences: int, embd_size: int = 0) -> None:
@@ -44,14 +39,7 @@ class Batch:
     def put(
         self, inputs: Inputs, positions: Sequence[int], sequences: Sequence[Sequence[int]], logits: bool
     ) -> None:
-        """Replace the contents of the batch.
-
-        Args:
-            inputs: The tokens or hidden states, one per row.
-            positions: The position of each row.
-            sequences: The ids of the sequences that each row belongs to.
-            logits: Whether to compute logits. Applies to all rows.
-        """
+        """Replace the contents of the batch. `logits` selects whether all rows or none need logits."""
         count = self.native.n_tokens = len(inputs)
         self._inputs[:count] = inputs
         self._position[:count] = positions
@@ -60,16 +48,6 @@ class Batch:
             self._sequence_count[i] = len(ids)
             for j, sequence in enumerate(ids):
                 self._sequences[i][j] = sequence
-
-    def put_consecutive(self, inputs: Inputs, position: int) -> None:
-        """Replace the contents with rows of sequence 0 at consecutive positions, without logits.
-
-        Args:
-            inputs: The tokens or hidden states, one per row.
-            position: The position of the first row.
-        """
-        count = len(inputs)
-        self.put(inputs, range(position, position + count), [(0,)] * count, logits=False)
 
     def free(self) -> None:
         """Free the native llama_batch."""

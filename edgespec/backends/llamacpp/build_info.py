@@ -1,4 +1,4 @@
-"""Query the version and features of the installed llama.cpp without loading a model."""
+"""Report the version and features of the installed llama.cpp without loading a model."""
 
 from __future__ import annotations
 
@@ -6,35 +6,37 @@ from dataclasses import dataclass
 
 from edgespec.backends.llamacpp.loading import default_threads
 from edgespec.backends.llamacpp.native import library
+from edgespec.errors import BackendMissingError
 
-__all__ = ["LlamaCppBuildInfo", "build_info"]
+__all__ = ["LlamaCppInfo", "build_info"]
 
 
 @dataclass(frozen=True, slots=True)
-class LlamaCppBuildInfo:
-    """Information about the installed llama.cpp library.
+class LlamaCppInfo:
+    """The version and features of the installed llama.cpp library.
 
     Attributes:
         version: The version of llama-cpp-python.
         gpu_offload: Whether llama.cpp was built with GPU support.
         default_threads: The default number of CPU threads for large models.
         features: The CPU features and build options that llama.cpp reports.
+        problem: Why the library cannot be loaded; empty if it can. The other attributes are empty then.
     """
 
-    version: str
-    gpu_offload: bool
-    default_threads: int
-    features: str
+    version: str = ""
+    gpu_offload: bool = False
+    default_threads: int = 0
+    features: str = ""
+    problem: str = ""
 
 
-def build_info() -> LlamaCppBuildInfo:
-    """Return the version and features of the installed llama.cpp library.
-
-    Raises:
-        BackendMissingError: llama.cpp is not installed.
-    """
-    lib = library()
-    return LlamaCppBuildInfo(
+def build_info() -> LlamaCppInfo:
+    """Return the version and features of the installed llama.cpp library."""
+    try:
+        lib = library()
+    except BackendMissingError as error:
+        return LlamaCppInfo(problem=str(error))
+    return LlamaCppInfo(
         version=lib.__version__,
         gpu_offload=bool(lib.llama_supports_gpu_offload()),
         default_threads=default_threads(),

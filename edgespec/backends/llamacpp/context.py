@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 
 from edgespec.backends.base import LoadOptions
 from edgespec.backends.llamacpp.batch import Batch, Inputs
-from edgespec.backends.llamacpp.buffer_pool import BufferPool
 from edgespec.backends.llamacpp.hidden_state_hook import HiddenStateHook
 from edgespec.backends.llamacpp.kv_types import KvTypes
+from edgespec.backends.llamacpp.metadata import vocabulary_size
 from edgespec.backends.llamacpp.native import Interrupt, library, recent_errors
 from edgespec.errors import (
     BackendError,
@@ -33,8 +33,8 @@ _FLASH_ATTENTION = {"auto": -1, "off": 0, "on": 1}
 # Status codes of llama_decode: no free KV cells, stopped by the abort callback, allocation failed.
 _NO_SLOT, _ABORTED, _NO_MEMORY = 1, 2, -2
 _BYTES = ctypes.POINTER(ctypes.c_uint8)
-# The default maximum number of rows with logits per pass. It limits the size of the logits buffer. Drafts
-# of this length are never worthwhile, so a higher limit would not help.
+# The default maximum number of rows with logits per pass, which limits the size of the logits buffer. Longer
+# drafts are never worthwhile.
 MAX_WIDTH = 256
 
 
@@ -47,8 +47,7 @@ class ContextPlan:
         kv_types: The data types of keys and values.
         sequences: The maximum number of sequences.
         recurrent: Whether any layers have a recurrent state instead of keys and values.
-        undo_tokens: The number of tokens that can be rolled back without replay, because llama.cpp keeps the
-            recurrent state after each of them.
+        undo_tokens: The number of last tokens after which llama.cpp keeps the recurrent state for a rollback.
         kv_bytes: The total size of KV cells and recurrent states.
         token_bytes: The size of one KV cell, summed over all layers.
         rows: The maximum number of rows with logits per pass.
@@ -75,17 +74,9 @@ class LlamaContext:
     Sequence 0 holds the committed tokens. The last sequence is scratch space for copying cells, and the
     others hold branches or checkpoints. If `allocate` fails, the context has no KV cache (see `is_lost`).
 
-    Args:
-        model: The llama_model handle.
-        options: The load options, which set the batch size and attention kernels.
-        plan: The size and layout of the KV cache.
-        threads: The number of CPU threads.
-        hook: A hook that receives tensors from every pass.
-        takes_hidden: Whether passes accept hidden states as input instead of tokens.
-
     Raises:
         MemoryBudgetError: The context cannot be allocated.
-        OptionError: `options` and `plan` contain an unsupported value or combination.
+        OptionError: The KV types require flash attention, which is off.
     """
 
     def __init__(
@@ -110,14 +101,8 @@ class LlamaContext:
         params.n_outputs_max = min(plan.rows, options.batch_tokens)
         params.n_threads = params.n_threads_batch = self.threads = threads
         params.type_k, params.type_v = plan.kv_types.ggml_types
-        if options.flash_attention not in _FLASH_ATTENTION:
-            raise OptionError(
-                f"flash_attention is {options.flash_attention!r}",
-                f"choose one of {', '.join(_FLASH_ATTENTION)}",
-            )
         params.flash_attn_type = _FLASH_ATTENTION[options.flash_attention]
-        # Keep cells outside the sliding window, which a rollback may need. By default, llama.cpp overwrites
-        # them.
+        # Keep cells outside the sliding window, because a rollback may need them.
         params.swa_full = True
         params.kv_unified = True
         params.no_perf = True
@@ -125,7 +110,7 @@ class LlamaContext:
         if hook is not None:
             params.cb_eval = hook.callback
         self._model = model
-        self._vocab_size: int = lib.llama_vocab_n_tokens(lib.llama_model_get_vocab(model))
+        self._vocab_size = vocabulary_size(model)
         self._context: Any = None
         self.allocate(plan)
         self.max_width: int = params.n_outputs_max
@@ -146,16 +131,11 @@ class LlamaContext:
         The old cache is freed first so that the two never coexist. If this method fails, the context has no
         KV cache (`is_lost`) until a later call succeeds.
 
-        Args:
-            plan: The plan passed to the constructor, possibly with a different number of tokens.
-
         Raises:
             MemoryBudgetError: The KV cache cannot be allocated.
             OptionError: The KV types require flash attention, which is off.
         """
         self._free()
-        # Replace the pool too, because buffers sized for the old cache would waste memory.
-        self._copies = BufferPool()
         recent_errors(clear=True)
         self._params.n_ctx = plan.tokens
         self._context = self._lib.llama_init_from_model(self._model, self._params)
@@ -205,18 +185,14 @@ class LlamaContext:
     def append(self, inputs: Inputs, position: int) -> None:
         """Append tokens or hidden states to sequence 0, starting at `position`, without computing logits."""
         batch = self._batch_for(inputs)
-        batch.put_consecutive(inputs, position)
+        count = len(inputs)
+        batch.put(inputs, range(position, position + count), [(0,)] * count, logits=False)
         self._decode(batch)
 
     def run(
         self, inputs: Inputs, positions: Sequence[int], sequences: Sequence[Sequence[int]]
     ) -> NDArray[np.float32]:
         """Run one pass and return its logits.
-
-        Args:
-            inputs: Tokens or hidden states, at most `max_width` rows.
-            positions: The position of each row.
-            sequences: The ids of the sequences that each row belongs to.
 
         Returns:
             The logits, float32 [rows, vocab]. This is a view that the next pass overwrites.
@@ -260,7 +236,7 @@ class LlamaContext:
 
     def _decode(self, batch: Batch) -> None:
         if self.interrupt.requested:
-            raise CancelledError("cancelled")
+            raise CancelledError("the pass was cancelled")
         self._check_allocated()
         count = batch.native.n_tokens
         recent_errors(clear=True)
@@ -268,7 +244,7 @@ class LlamaContext:
         if status == 0:
             return
         if status == _ABORTED or self.interrupt.requested:
-            raise CancelledError("cancelled")
+            raise CancelledError("the pass was cancelled")
         if status == _NO_SLOT:
             raise ContextFullError(f"the context of {self.tokens:,} tokens is full", "use a larger --context")
         if status == _NO_MEMORY:
@@ -278,14 +254,12 @@ class LlamaContext:
             )
         detail = (recent_errors() or ["llama.cpp reported no reason"])[-1]
         raise BackendError(
-            f"llama.cpp failed on {count} tokens (status {status}): {detail}",
-            "free some memory or use a smaller --context",
+            f"llama.cpp failed on a pass over {count} tokens with status {status}: {detail}",
+            "close other programs or use a smaller --context",
         )
 
     def copy(self, source: int, sequence: int, start: int = -1, end: int = -1) -> None:
-        """Add the cells of `source` at positions [start, end) to `sequence` without copying them.
-
-        By default, all cells are shared.
+        """Share the cells of `source` at positions [start, end), by default all, with `sequence`.
 
         A recurrent state is always shared as a whole. llama.cpp copies it before a pass overwrites it.
         """
@@ -353,11 +327,7 @@ class LlamaContext:
         return parts
 
     def import_cells(self, parts: Sequence[bytes | memoryview], start: int, end: int) -> bool:
-        """Append exported cells to sequence 0 at positions [start, end).
-
-        Returns:
-            Whether the cells were imported. False if they do not match this model and context.
-        """
+        """Append exported cells to sequence 0 at positions [start, end)."""
         ranges = self._parts(start, end)
         if len(parts) != len(ranges):
             return False
@@ -380,7 +350,7 @@ class LlamaContext:
         llama.cpp would apply it in the next pass, but checkpoints and copies of the context need it earlier.
         """
         if not self.import_sequence(self.export_sequence(recurrent_only=True), recurrent_only=True):
-            raise BackendError("the recurrent state cannot be rolled back", "reload the model")
+            raise BackendError("the recurrent state cannot be rolled back", "load the model again")
 
     def state_bytes(self, *, recurrent_only: bool = False) -> int:
         """Return the number of bytes that `export_sequence` exports for sequence 0."""
@@ -394,7 +364,7 @@ class LlamaContext:
         self._check_allocated()
         flags = self._flags(recurrent_only)
         size = self._lib.llama_state_seq_get_size_ext(self._context, sequence, flags)
-        copy = self._copies.take(size)
+        copy = np.empty(size, np.uint8)
         written = self._lib.llama_state_seq_get_data_ext(
             self._context, copy.ctypes.data_as(_BYTES), size, sequence, flags
         )
@@ -403,11 +373,7 @@ class LlamaContext:
     def import_sequence(
         self, data: bytes | memoryview, sequence: int = 0, *, recurrent_only: bool = False
     ) -> bool:
-        """Load an exported sequence into an empty one.
-
-        Returns:
-            Whether the data was loaded. False if it does not match this model and context.
-        """
+        """Load an exported sequence into an empty one."""
         self._check_allocated()
         self._others.add(sequence)
         exported = np.frombuffer(data, np.uint8)

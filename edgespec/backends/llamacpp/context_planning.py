@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,6 +19,7 @@ from edgespec.backends.llamacpp.kv_types import (
     prefill_kernel_differs,
 )
 from edgespec.backends.llamacpp.loading import threads_for
+from edgespec.backends.llamacpp.metadata import has_state, vocabulary_size
 from edgespec.backends.llamacpp.native import library
 from edgespec.backends.memory_check import (
     BLOCK_TOKENS,
@@ -30,12 +32,13 @@ from edgespec.backends.replay import MAX_CHECKPOINTS
 __all__ = [
     "UNDO_TOKENS",
     "States",
+    "check_contexts_fit",
     "choose_context",
     "choose_split_contexts",
     "kv_bytes",
+    "logits_bytes",
     "plan_context",
     "plan_split_contexts",
-    "remembers_by_state",
     "split_load_options",
     "work_bytes",
 ]
@@ -71,36 +74,14 @@ class States:
 
 
 def plan_context(weights: Any, options: LoadOptions) -> ContextPlan:
-    """Return a context plan for a loaded model.
-
-    Raises:
-        MemoryBudgetError: The weights and the context do not fit in `options.memory_bytes`.
-        OptionError: The kv_type is unknown.
-    """
-    states = _measured(weights, options) if remembers_by_state(weights) else None
-    plan = choose_context(weights, options, states)
-    fixed = _fixed_bytes(states, plan)
-    asked = requested_context(options, library().llama_model_n_ctx_train(weights))
-    _check_room(plan.kv_bytes, asked, plan.token_bytes, fixed, library().llama_model_size(weights), options)
+    """Return a context plan for a loaded model. Raises MemoryBudgetError if it does not fit in memory."""
+    plan = choose_context(weights, options, _measured(weights, options) if has_state(weights) else None)
+    check_contexts_fit([plan], library().llama_model_size(weights), options)
     return plan
 
 
-def remembers_by_state(weights: Any) -> bool:
-    """Return whether the model has recurrent layers."""
-    return bool(library().llama_model_is_recurrent(weights) or library().llama_model_is_hybrid(weights))
-
-
 def choose_context(weights: Any, options: LoadOptions, states: States | None) -> ContextPlan:
-    """Return a context plan for the options, without checking that it fits in memory.
-
-    Args:
-        weights: The llama_model handle.
-        options: The load options.
-        states: The sizes of the recurrent states, or None if the model has no recurrent layers.
-
-    Raises:
-        OptionError: The kv_type is unknown.
-    """
+    """Return a context plan for the options, without checking that it fits in memory."""
     # Request whole blocks. llama.cpp allocates whole blocks anyway, but aborts if a pass exceeds the
     # requested size.
     wanted = round_up_to_block(requested_context(options, library().llama_model_n_ctx_train(weights)))
@@ -144,23 +125,9 @@ def kv_bytes(weights: Any, types: KvTypes, tokens: int) -> int:
 def plan_split_contexts(
     lower: Any, upper: Any, weight_bytes: int, options: LoadOptions
 ) -> tuple[ContextPlan, ContextPlan]:
-    """Return the context plans for the lower and the upper part of a split model.
-
-    Args:
-        lower: The llama_model handle of the lower part.
-        upper: The llama_model handle of the upper part.
-        weight_bytes: The size of the weights of both parts. Shared weights count once.
-        options: The load options.
-
-    Raises:
-        MemoryBudgetError: The weights and both contexts do not fit in `options.memory_bytes`.
-        OptionError: The kv_type is unknown.
-    """
+    """Return the context plans for the lower and the upper part of a split model."""
     plans = choose_split_contexts(lower, upper, options)
-    total, wanted = sum(plan.kv_bytes for plan in plans), plans[0].tokens
-    asked = requested_context(options, library().llama_model_n_ctx_train(lower))
-    beside = weight_bytes + work_bytes(lower, options)
-    _check_room(total, asked, total // wanted, 0, beside, options)
+    check_contexts_fit(plans, weight_bytes + work_bytes(lower, options), options)
     return plans
 
 
@@ -183,7 +150,7 @@ def choose_split_contexts(lower: Any, upper: Any, options: LoadOptions) -> tuple
 
 def work_bytes(lower: Any, options: LoadOptions) -> int:
     """Return the memory in bytes for the lower part's logits and a copy of them."""
-    return 2 * _logits_bytes(lower, min(MAX_WIDTH, _lower_rows(lower, options)))
+    return 2 * logits_bytes(lower, min(MAX_WIDTH, _lower_rows(lower, options)))
 
 
 def split_load_options(lower: Any, options: LoadOptions) -> tuple[LoadOptions, LoadOptions]:
@@ -193,25 +160,27 @@ def split_load_options(lower: Any, options: LoadOptions) -> tuple[LoadOptions, L
 
 
 def _lower_rows(lower: Any, options: LoadOptions) -> int:
-    fitting = _UNREAD_BYTES // _logits_bytes(lower, 1) // _FEWEST_ROWS * _FEWEST_ROWS
+    fitting = _UNREAD_BYTES // logits_bytes(lower, 1) // _FEWEST_ROWS * _FEWEST_ROWS
     # llama.cpp allocates the logits of at least one row per sequence.
     return min(options.batch_tokens, max(fitting, _FEWEST_ROWS, options.max_branches + 1))
 
 
-def _logits_bytes(weights: Any, rows: int) -> int:
-    lib = library()
-    return int(lib.llama_vocab_n_tokens(lib.llama_model_get_vocab(weights))) * 4 * rows
+def logits_bytes(weights: Any, rows: int) -> int:
+    """Return the size of `rows` rows of logits in bytes."""
+    return vocabulary_size(weights) * 4 * rows
 
 
-def _check_room(
-    kv_bytes: int, asked: int, per_token: int, fixed: int, weight_bytes: int, options: LoadOptions
-) -> None:
-    """Raise MemoryBudgetError if the weights and the caches do not fit in memory together."""
+def check_contexts_fit(plans: Sequence[ContextPlan], other_bytes: int, options: LoadOptions) -> None:
+    """Raise MemoryBudgetError if the contexts and `other_bytes` do not fit in memory together."""
     limit = options.memory_bytes if options.memory_bytes is not None else psutil.virtual_memory().available
-    left = max(0, limit - weight_bytes)
-    if kv_bytes > left:
-        fits = max(0, left - fixed) // per_token // BLOCK_TOKENS * BLOCK_TOKENS if per_token else 0
-        raise cache_too_large_error(asked, kv_bytes, left, fits)
+    left = max(0, limit - other_bytes)
+    total_bytes, token_bytes = sum(plan.kv_bytes for plan in plans), sum(plan.token_bytes for plan in plans)
+    if total_bytes > left:
+        tokens = plans[0].tokens
+        # Recurrent states take the same memory in a shorter context.
+        left_for_tokens = max(0, left - (total_bytes - tokens * token_bytes))
+        fitting = left_for_tokens // token_bytes // BLOCK_TOKENS * BLOCK_TOKENS if token_bytes else 0
+        raise cache_too_large_error(tokens, total_bytes, left, fitting)
 
 
 def _measured(weights: Any, options: LoadOptions) -> States:

@@ -1,19 +1,24 @@
-"""List the graphics cards that llama.cpp can use, and their free memory."""
+"""List the graphics cards that llama.cpp can use, and compute how much of a model they hold."""
 
 from __future__ import annotations
 
 import ctypes
+import re
 import sys
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from pathlib import Path
 
 from edgespec.backends.base import LoadOptions
-from edgespec.backends.llamacpp.native import library
+from edgespec.backends.gguf_files import gguf_files
+from edgespec.backends.gguf_header import read_header
+from edgespec.backends.gguf_metadata import tensor_bytes
+from edgespec.backends.llamacpp.native import ggml, library
 
-__all__ = ["Card", "cards", "has_own_memory", "in_main_memory", "on_cpu"]
+__all__ = ["Card", "cards", "device_split", "has_own_memory", "in_main_memory", "on_cpu"]
 
 _GPU = 1
+_LAYER = re.compile(r"blk\.(\d+)\.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,23 +28,6 @@ class Card:
     name: str
     free_bytes: int
     total_bytes: int
-
-
-@cache
-def _ggml() -> Any:
-    from llama_cpp import _ggml
-
-    ggml = _ggml.libggml
-    for name, result, arguments in (
-        ("ggml_backend_dev_count", ctypes.c_size_t, []),
-        ("ggml_backend_dev_get", ctypes.c_void_p, [ctypes.c_size_t]),
-        ("ggml_backend_dev_type", ctypes.c_int, [ctypes.c_void_p]),
-        ("ggml_backend_dev_name", ctypes.c_char_p, [ctypes.c_void_p]),
-        ("ggml_backend_dev_memory", None, [ctypes.c_void_p, *[ctypes.POINTER(ctypes.c_size_t)] * 2]),
-    ):
-        function = getattr(ggml, name)
-        function.restype, function.argtypes = result, arguments
-    return ggml
 
 
 def on_cpu(options: LoadOptions) -> bool:
@@ -63,15 +51,15 @@ def cards() -> tuple[Card, ...]:
     """
     if sys.platform == "darwin" or not library().llama_supports_gpu_offload():
         return ()
-    ggml = _ggml()
+    backend = ggml()
     found = []
-    for i in range(ggml.ggml_backend_dev_count()):
-        device = ggml.ggml_backend_dev_get(i)
-        if ggml.ggml_backend_dev_type(device) != _GPU:
+    for i in range(backend.ggml_backend_dev_count()):
+        device = backend.ggml_backend_dev_get(i)
+        if backend.ggml_backend_dev_type(device) != _GPU:
             continue
         free, total = ctypes.c_size_t(), ctypes.c_size_t()
-        ggml.ggml_backend_dev_memory(device, ctypes.byref(free), ctypes.byref(total))
-        name = ggml.ggml_backend_dev_name(device).decode("utf-8", "replace")
+        backend.ggml_backend_dev_memory(device, ctypes.byref(free), ctypes.byref(total))
+        name = backend.ggml_backend_dev_name(device).decode("utf-8", "replace")
         found.append(Card(name, free.value, total.value))
     return tuple(found)
 
@@ -79,3 +67,37 @@ def cards() -> tuple[Card, ...]:
 def has_own_memory() -> bool:
     """Return whether llama.cpp can use a graphics card with its own memory."""
     return bool(cards())
+
+
+def device_split(path: str, layers: int, gpu_layers: int | None) -> tuple[int, float, int]:
+    """Return how much of a model is in GPU memory if `gpu_layers` layers are offloaded.
+
+    llama.cpp offloads the output layer first, then the other layers from last to first. It keeps the token
+    embedding in main memory, and copies it to the GPU if it is also the output layer.
+
+    Returns:
+        A tuple of the weight bytes on the GPU, the fraction of the KV cache on the GPU, and the weight bytes
+        that are both on the GPU and in main memory. All are 0 if nothing is offloaded.
+
+    Raises:
+        ModelFileError: A file cannot be read or is truncated.
+    """
+    if not layers or gpu_layers == 0:
+        return 0, 0.0, 0
+    offloaded = min(layers, layers if gpu_layers is None else gpu_layers - 1)
+    on_gpu = tied_bytes = 0
+    tensors = _tensor_bytes(path)
+    tied = not any(name == "output.weight" for name, _ in tensors)
+    for name, size_bytes in tensors:
+        if match := _LAYER.match(name):
+            on_gpu += size_bytes if int(match[1]) >= layers - offloaded else 0
+        elif name.startswith("output"):
+            on_gpu += size_bytes
+        elif name == "token_embd.weight" and tied:
+            tied_bytes = size_bytes
+    return on_gpu + tied_bytes, offloaded / layers, tied_bytes
+
+
+@cache
+def _tensor_bytes(path: str) -> list[tuple[str, int]]:
+    return [pair for part in gguf_files(Path(path)) for pair in tensor_bytes(part, read_header(part))]

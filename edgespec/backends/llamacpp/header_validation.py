@@ -1,6 +1,7 @@
 """Validate GGUF headers, because some invalid values make llama.cpp abort the process.
 
-Each check corresponds to an assertion, a division by zero or an unchecked allocation in llama.cpp.
+Each check corresponds to an assertion, a division by zero or an unchecked allocation in llama.cpp. The checks
+return a description of the first problem, or an empty string.
 """
 
 from __future__ import annotations
@@ -53,14 +54,7 @@ _ALIGNMENT_BYTES = 32
 
 
 def check_header(path: Path) -> None:
-    """Check the headers of all of a model's files.
-
-    Args:
-        path: The GGUF file, or the first file of a model in several parts.
-
-    Raises:
-        ModelFileError: A file cannot be read, or its header would make llama.cpp abort.
-    """
+    """Check the headers of all of a model's files. Raises ModelFileError."""
     for part in gguf_files(path):
         try:
             status = part.stat()
@@ -71,9 +65,8 @@ def check_header(path: Path) -> None:
         _check(part, status.st_size, status.st_mtime_ns)
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=64)  # Large headers are slow to read, so check each version of a file only once.
 def _check(path: Path, _size_bytes: int, _changed_ns: int) -> None:
-    """Check the header of a file once per version of the file, because large headers are slow to read."""
     try:
         header = read_header(path)
     except ModelFileError:
@@ -90,7 +83,6 @@ def _check(path: Path, _size_bytes: int, _changed_ns: int) -> None:
 
 
 def _count_problem(header: GgufHeader) -> str:
-    """Return a description of the first invalid count or size in the header, or "" if all are valid."""
     layers = header.architecture_value("block_count")
     if isinstance(layers, int) and not 0 < layers <= _MAX_LAYERS:
         return f"its layer count is {layers:,}, outside 1 to {_MAX_LAYERS}"
@@ -111,7 +103,6 @@ def _count_problem(header: GgufHeader) -> str:
 
 
 def _expert_problem(header: GgufHeader) -> str:
-    """Return a description of the first invalid expert count, or "" if all are valid."""
     experts, used = _largest(header, "expert_count"), _largest(header, "expert_used_count")
     groups, groups_used = _largest(header, "expert_group_count"), _largest(header, "expert_group_used_count")
     if experts <= 1 and header.architecture in _SINGLE_EXPERT_IGNORED:
@@ -134,7 +125,6 @@ def _largest(header: GgufHeader, key: str) -> int:
 
 
 def _epsilon_problem(header: GgufHeader) -> str:
-    """Return a description of the first invalid norm epsilon, or "" if all are valid."""
     for key in _EPSILONS:
         epsilon = header.architecture_value(key)
         if isinstance(epsilon, float) and not 0 <= epsilon < math.inf:
@@ -143,7 +133,6 @@ def _epsilon_problem(header: GgufHeader) -> str:
 
 
 def _vocabulary_problem(header: GgufHeader) -> str:
-    """Return a description of the vocabulary's first problem, or "" if it is valid."""
     tokens = header.metadata.get("tokenizer.ggml.tokens")
     if not isinstance(tokens, StringArray):
         return ""
@@ -174,7 +163,6 @@ def _duplicate_count(tokens: StringArray) -> int:
 
 
 def _tensor_problem(header: GgufHeader) -> str:
-    """Return a description of the first invalid tensor type or offset, or "" if all are valid."""
     for tensor in header.tensors:
         if tensor.kind in _NOT_WEIGHT_TYPES and not tensor.name.endswith(_TABLES):
             return f"its {tensor.name[:80]} has the type {_NOT_WEIGHT_TYPES[tensor.kind]}, not a weight type"

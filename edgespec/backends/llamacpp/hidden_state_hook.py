@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
-from functools import cache
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.backends.llamacpp.native import library
+from edgespec.backends.llamacpp.native import ggml, library
 from edgespec.errors import BackendError
 
 __all__ = ["HiddenStateHook", "layer_output"]
@@ -32,7 +29,7 @@ class HiddenStateHook:
         self._names = frozenset(name.encode() for name in names)
         self._row_size = row_size
         self._rows: dict[bytes, NDArray[np.float32]] = {}
-        self._ggml = _ggml()
+        self._ggml = ggml()
         # ctypes does not keep callbacks alive, so keep a reference for as long as C may call it.
         self.callback = library().ggml_backend_sched_eval_callback(self._on_node)
 
@@ -59,25 +56,6 @@ class HiddenStateHook:
                 "choose another model, because hidden states cannot be read from this architecture",
             )
         return rows
-
-
-@cache
-def _ggml() -> Any:
-    """Return the ggml library after declaring the signatures that llama_cpp does not declare."""
-    from llama_cpp._ggml import libggml
-
-    libggml.ggml_get_name.restype = ctypes.c_char_p
-    libggml.ggml_get_name.argtypes = [ctypes.c_void_p]
-    libggml.ggml_nbytes.restype = ctypes.c_size_t
-    libggml.ggml_nbytes.argtypes = [ctypes.c_void_p]
-    libggml.ggml_backend_tensor_get.restype = None
-    libggml.ggml_backend_tensor_get.argtypes = [
-        ctypes.c_void_p,
-        ctypes.c_void_p,
-        ctypes.c_size_t,
-        ctypes.c_size_t,
-    ]
-    return libggml
 
 
 def layer_output(layer: int) -> str:

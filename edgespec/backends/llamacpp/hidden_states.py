@@ -20,17 +20,7 @@ __all__ = ["hidden_states"]
 def hidden_states(
     path: str, name: str, tokens: Sequence[int], options: LoadOptions, progress: Progress | None = None
 ) -> NDArray[np.float32]:
-    """Load a model, run it on `tokens`, and return the hidden states after every layer.
-
-    Args:
-        path: The GGUF file, or the first file of a model in several parts.
-        name: The model's name, used in progress reports and error messages.
-        tokens: The input tokens. The first is at position 0.
-        options: The load options. The context must be large enough for all tokens.
-        progress: Called repeatedly while the weights are loaded.
-
-    Returns:
-        The hidden states, float32 [layers, tokens, embd].
+    """Load a model, and return the hidden states after every layer, float32 [layers, tokens, embd].
 
     Raises:
         BackendError: llama.cpp does not expose the layer outputs of this architecture.

@@ -28,17 +28,12 @@ class KvCells:
     Sequence 0 holds the `length` committed tokens. While a draft tree is being verified, each of its branches
     has a sequence that shares the cells of its ancestors. The first child of a node continues its parent's
     sequence, and each further child starts a new one. `commit` moves the accepted branch to sequence 0.
-
-    Args:
-        context: The context that owns the cells.
-        max_branches: The maximum number of sequences for the branches of a tree.
-        replays: Whether a `ReplayModel` restores checkpoints, because the cache cannot be truncated exactly.
     """
 
     def __init__(self, context: LlamaContext, max_branches: int, *, replays: bool = False) -> None:
         self._length = 0
         self._tracked: list[UnchangedPrefix] = []
-        self._context = context
+        self.context = context
         self._max_branches = max_branches
         self._replays = replays
         # For each node in the uncommitted tree, its sequence and its position.
@@ -72,10 +67,7 @@ class KvCells:
         return bool(self._tracked)
 
     def place_tree(self, tree: TokenTree, first: int) -> tuple[list[int], list[list[int]]]:
-        """Assign positions and sequences to the tree's nodes, starting at index `first`.
-
-        Returns:
-            The position of each of these nodes, and the ids of all sequences that contain it.
+        """Return the positions and sequence ids of the tree's nodes, starting at index `first`.
 
         Raises:
             CapabilityError: The tree has too many branches. The uncommitted tree is removed.
@@ -104,8 +96,7 @@ class KvCells:
         if sequence >= self._max_branches:
             self.end_round()
             raise CapabilityError(
-                f"the draft tree has more than {self._max_branches} branches",
-                "use a larger --draft-branches",
+                f"the draft tree has more than {self._max_branches} branches", "use a larger --draft-branches"
             )
         # Ancestors that are placed by the same call are not in the cache yet, so there are no cells to share.
         # Add the new sequence to their rows in the batch instead.
@@ -115,7 +106,7 @@ class KvCells:
         source, end = (
             (0, self.length) if parent < 0 else (self._sequences[parent], self._positions[parent] + 1)
         )
-        self._context.copy(source, sequence, 0, end)
+        self.context.copy(source, sequence, 0, end)
 
     def commit(self, path: tuple[int, ...]) -> bool:
         """Commit the root and the nodes in `path`, and remove all other nodes of the tree.
@@ -130,7 +121,7 @@ class KvCells:
             # The path consists of the first nodes in the tree, so its cells are already contiguous.
             self.truncate(length)
         else:
-            self._context.compact_branch(self._sequences[last], self.length, length)
+            self.context.compact_branch(self._sequences[last], self.length, length)
             self.length = length
             self.clear_round()
         return kept_all
@@ -146,11 +137,11 @@ class KvCells:
         If the cache cannot be rolled back and no checkpoints are used, it is cleared instead.
         """
         if not self._replays:  # With replay, the other sequences contain checkpoints, which must be kept.
-            self._context.drop_others()
+            self.context.drop_others()
         self.length = length
-        if not self._context.drop(0, length) and not self._replays:
+        if not self.context.drop(0, length) and not self._replays:
             # The recurrent state still includes the removed tokens, so it is invalid for any prefix.
-            self._context.clear()
+            self.context.clear()
             self.length = 0
         self.clear_round()
 

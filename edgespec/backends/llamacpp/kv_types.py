@@ -8,7 +8,7 @@ from typing import Any
 
 from edgespec.backends.base import LoadOptions
 from edgespec.backends.llamacpp.devices import on_cpu
-from edgespec.backends.llamacpp.metadata import metadata
+from edgespec.backends.llamacpp.metadata import architecture_metadata
 from edgespec.backends.llamacpp.native import library
 from edgespec.errors import OptionError
 
@@ -88,11 +88,6 @@ def choose_kv_types(options: LoadOptions, f16_bytes: int, *, same_type: bool = F
     slower. `auto` uses bf16 values if `options.exact` is set, and for caches so small that the slower prefill
     does not matter.
 
-    Args:
-        options: The load options.
-        f16_bytes: The size of the whole cache in f16.
-        same_type: Whether keys and values must have the same type.
-
     Raises:
         OptionError: `options.kv_type` is unknown, or specifies two types although `same_type` is set.
     """
@@ -138,18 +133,16 @@ def parse_kv_types(text: str) -> KvTypes:
 
 def has_latent_attention(weights: Any) -> bool:
     """Return whether all heads share one key-value vector per token (MLA, DeepSeek-V2, arXiv 2405.04434)."""
-    arch = metadata(weights, "general.architecture") or ""
-    return bool(metadata(weights, f"{arch}.attention.key_length_mla"))
+    return bool(architecture_metadata(weights, "attention.key_length_mla"))
 
 
 def kv_bytes_per_token(weights: Any, types: KvTypes) -> int:
     """Return the size of one token's keys and values in bytes, summed over all layers."""
     lib = library()
-    arch = metadata(weights, "general.architecture") or ""
     head_size = lib.llama_model_n_embd(weights) // (lib.llama_model_n_head(weights) or 1)
-    key_size = int(metadata(weights, f"{arch}.attention.key_length") or head_size)
-    value_size = int(metadata(weights, f"{arch}.attention.value_length") or head_size)
-    listed = re.findall(r"\d+", metadata(weights, f"{arch}.attention.head_count_kv") or "")
+    key_size = int(architecture_metadata(weights, "attention.key_length") or head_size)
+    value_size = int(architecture_metadata(weights, "attention.value_length") or head_size)
+    listed = re.findall(r"\d+", architecture_metadata(weights, "attention.head_count_kv") or "")
     layers: int = lib.llama_model_n_layer(weights)
     heads = sum(map(int, listed)) if len(listed) > 1 else lib.llama_model_n_head_kv(weights) * layers
     if has_latent_attention(weights):

@@ -5,10 +5,11 @@ from __future__ import annotations
 import ctypes
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from edgespec.backends.base import LoadOptions, ModelFacts, Progress, Vocabulary
 from edgespec.backends.gguf_files import gguf_files
@@ -19,19 +20,22 @@ from edgespec.backends.llamacpp.native import captured_log, library, recent_erro
 from edgespec.backends.llamacpp.probe import ProbeResult
 from edgespec.backends.memory_check import check_weights_fit
 from edgespec.cores import usable_cores
-from edgespec.errors import CancelledError, MemoryBudgetError, ModelFileError
+from edgespec.errors import CancelledError, EdgespecError, MemoryBudgetError, ModelFileError
 
 __all__ = [
     "check_file",
     "default_threads",
     "describe",
-    "load_parts",
+    "load_files",
     "load_skeleton",
     "load_vocabulary",
     "load_weights",
     "repacks_weights",
     "threads_for",
 ]
+
+# A GGUF file, the first file of a model in several parts, or all files of a model if they have other names.
+Paths: TypeAlias = str | Sequence[str]
 
 # Models smaller than this run on one CPU thread by default. See `default_threads`.
 _SMALL_MODEL_BYTES = 64 * 2**20
@@ -40,11 +44,7 @@ _LARGE_MODEL_BYTES = 1 << 40
 
 
 def check_file(path: str) -> int:
-    """Return the total size in bytes of all of a GGUF model's files.
-
-    Raises:
-        ModelFileError: The file is missing or is not a GGUF file.
-    """
+    """Return the total size in bytes of all of a GGUF model's files. Raises ModelFileError."""
     return sum(part.stat().st_size for part in gguf_files(Path(path)))
 
 
@@ -54,12 +54,6 @@ def load_weights(path: str, name: str, options: LoadOptions, progress: Progress 
     If llama.cpp repacks the weights for this CPU, the file is read instead of memory-mapped. Otherwise the
     mapped pages would occupy memory next to the repacked copy although they are never used again.
 
-    Args:
-        path: The GGUF file, or the first file of a model in several parts.
-        name: The model's name, used in progress reports and error messages.
-        options: The load options.
-        progress: Called repeatedly while the weights are loaded. Returns False to cancel.
-
     Returns:
         A llama_model handle, which the caller must free.
 
@@ -68,113 +62,16 @@ def load_weights(path: str, name: str, options: LoadOptions, progress: Progress 
         MemoryBudgetError: The weights exceed the memory budget or cannot be allocated.
         CancelledError: `progress` returned False.
     """
-    size = check_file(path)
-    check_header(Path(path))
-    check_weights_fit(name, size, options)
-    lib = library()
+    check_weights_fit(name, check_file(path), options)
     if options.mmap and repacks_weights(path, options.gpu_layers):
         options = replace(options, mmap=False)
-    return _loaded(
-        lambda params: lib.llama_model_load_from_file(os.fsencode(path), params),
-        path,
-        name,
-        size,
-        options,
-        progress,
-    )
+    return load_files(path, name, options, progress)
 
 
-def repacks_weights(paths: str | Sequence[str], gpu_layers: int | None) -> bool:
-    """Return whether llama.cpp would repack the weights in these files for this CPU.
-
-    The weights themselves are not read.
-
-    Args:
-        paths: The GGUF files, as for `load_skeleton`.
-        gpu_layers: The number of layers to offload. Defaults to all layers if None.
-    """
-    with captured_log() as lines:
-        weights = _from_files(paths, _skeleton_params(gpu_layers))
-    if weights:
-        library().llama_model_free(weights)
-    return any("_REPACK model buffer" in line for line in lines)
-
-
-def load_skeleton(paths: str | Sequence[str], name: str, gpu_layers: int | None) -> Any:
-    """Return a llama_model handle with the size and device of each tensor, but without allocated weights.
-
-    Args:
-        paths: A GGUF file, or all of a model's files, which may have any names.
-        name: The model's name, used in error messages.
-        gpu_layers: The number of layers to offload. Defaults to all layers if None.
-
-    Raises:
-        ModelFileError: The file is damaged or unsupported.
-    """
-    if isinstance(paths, str):
-        size, first = check_file(paths), paths
-    else:
-        size, first = sum(map(check_file, paths)), paths[0]
-    return _loaded(
-        lambda _: _from_files(paths, _skeleton_params(gpu_layers)), first, name, size, LoadOptions(), None
-    )
-
-
-def _from_files(paths: str | Sequence[str], params: Any) -> Any:
-    """Load a model from one file or a list of files. Return a llama_model, or a null pointer on failure."""
+def load_files(paths: Paths, name: str, options: LoadOptions, progress: Progress | None) -> Any:
+    """Load a model without checking its size. See `load_weights` for the other arguments and errors."""
+    params = _params(options.gpu_layers)
     lib = library()
-    if isinstance(paths, str):
-        return lib.llama_model_load_from_file(os.fsencode(paths), params)
-    parts = (ctypes.c_char_p * len(paths))(*map(os.fsencode, paths))
-    return lib.llama_model_load_from_splits(parts, len(paths), params)
-
-
-def _skeleton_params(gpu_layers: int | None) -> Any:
-    params = library().llama_model_default_params()
-    params.no_alloc = True
-    params.load_mode = library().LLAMA_LOAD_MODE_NONE
-    params.n_gpu_layers = _native_gpu_layers(gpu_layers)
-    return params
-
-
-def _native_gpu_layers(gpu_layers: int | None) -> int:
-    """Return the value for llama.cpp's `n_gpu_layers`, where any negative number means all layers."""
-    return -1 if gpu_layers is None else gpu_layers
-
-
-def load_vocabulary(path: str, name: str) -> Any:
-    """Return a llama_model handle with only the metadata and the vocabulary.
-
-    Raises:
-        ModelFileError: The file is damaged or unsupported.
-    """
-    lib = library()
-
-    def load(params: Any) -> Any:
-        params.vocab_only = True
-        return lib.llama_model_load_from_file(os.fsencode(path), params)
-
-    return _loaded(load, path, name, check_file(path), LoadOptions(), None)
-
-
-def load_parts(paths: Sequence[str], name: str, options: LoadOptions, progress: Progress | None) -> Any:
-    """Load a model from a list of files with any names. See `load_weights` for arguments and errors."""
-    size = sum(map(check_file, paths))
-    return _loaded(lambda params: _from_files(paths, params), paths[0], name, size, options, progress)
-
-
-def _loaded(
-    load: Callable[[Any], Any],
-    path: str,
-    name: str,
-    size: int,
-    options: LoadOptions,
-    progress: Progress | None,
-) -> Any:
-    check_header(Path(path))
-    lib = library()
-    params = lib.llama_model_default_params()
-    params.n_gpu_layers = _native_gpu_layers(options.gpu_layers)
     params.load_mode = {
         (False, False): lib.LLAMA_LOAD_MODE_NONE,
         (True, False): lib.LLAMA_LOAD_MODE_MMAP,
@@ -190,13 +87,57 @@ def _loaded(
 
     callback = lib.llama_progress_callback(on_progress)
     params.progress_callback = callback
+    try:
+        return _open(paths, params)
+    except EdgespecError:
+        if cancelled:
+            raise CancelledError(f"loading {name} was cancelled") from None
+        raise
+
+
+def repacks_weights(paths: Paths, gpu_layers: int | None) -> bool:
+    """Return whether llama.cpp would repack the weights in these files for this CPU."""
+    with captured_log() as lines, suppress(EdgespecError):
+        library().llama_model_free(load_skeleton(paths, gpu_layers))
+    return any("_REPACK model buffer" in line for line in lines)
+
+
+def load_skeleton(paths: Paths, gpu_layers: int | None) -> Any:
+    """Return a llama_model handle with the size and device of each tensor, but without allocated weights."""
+    params = _params(gpu_layers)
+    params.no_alloc = True
+    params.load_mode = library().LLAMA_LOAD_MODE_NONE
+    return _open(paths, params)
+
+
+def load_vocabulary(path: str) -> Any:
+    """Return a llama_model handle with only the metadata and the vocabulary."""
+    params = library().llama_model_default_params()
+    params.vocab_only = True
+    return _open(path, params)
+
+
+def _params(gpu_layers: int | None) -> Any:
+    params = library().llama_model_default_params()
+    params.n_gpu_layers = -1 if gpu_layers is None else gpu_layers  # Any negative number means all layers.
+    return params
+
+
+def _open(paths: Paths, params: Any) -> Any:
+    """Open one GGUF model with llama.cpp. Raises ModelFileError or MemoryBudgetError."""
+    every = [paths] if isinstance(paths, str) else paths
+    size_bytes = sum(map(check_file, every))
+    check_header(Path(every[0]))
+    lib = library()
     recent_errors(clear=True)
-    weights = load(params)
-    if weights:
-        return weights
-    if cancelled:
-        raise CancelledError(f"loading {name} was cancelled")
-    raise _load_error(path, size, recent_errors())
+    if isinstance(paths, str):
+        weights = lib.llama_model_load_from_file(os.fsencode(paths), params)
+    else:
+        names = (ctypes.c_char_p * len(paths))(*map(os.fsencode, paths))
+        weights = lib.llama_model_load_from_splits(names, len(paths), params)
+    if not weights:
+        raise _load_error(every[0], size_bytes, recent_errors())
+    return weights
 
 
 def _load_error(path: str, size: int, lines: list[str]) -> ModelFileError | MemoryBudgetError:
@@ -225,23 +166,9 @@ def _load_error(path: str, size: int, lines: list[str]) -> ModelFileError | Memo
 
 
 def describe(
-    weights: Any,
-    path: str,
-    name: str,
-    plan: ContextPlan,
-    vocabulary: Vocabulary,
-    probe_result: ProbeResult,
+    weights: Any, path: str, name: str, plan: ContextPlan, vocabulary: Vocabulary, probe_result: ProbeResult
 ) -> ModelFacts:
-    """Return a description of a loaded model.
-
-    Args:
-        weights: The llama_model handle.
-        path: The model's GGUF file.
-        name: The model's name.
-        plan: The context plan at its maximum size.
-        vocabulary: The model's vocabulary.
-        probe_result: The capabilities measured by `probe`.
-    """
+    """Return a description of a loaded model."""
     lib = library()
     buffer = ctypes.create_string_buffer(256)
     lib.llama_model_desc(weights, buffer, len(buffer))

@@ -7,16 +7,17 @@ last tokens, and its memory does not grow with the context (MagicDec, arXiv 2408
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
+from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import psutil
 
 from edgespec.backends.base import LoadOptions, LowBit
 from edgespec.backends.llamacpp.context import ContextPlan, LlamaContext
+from edgespec.backends.llamacpp.context_planning import check_contexts_fit
 from edgespec.backends.llamacpp.kv_cells import KvCells
 from edgespec.backends.llamacpp.kv_types import kv_bytes_per_token
 from edgespec.backends.llamacpp.loading import (
@@ -26,14 +27,11 @@ from edgespec.backends.llamacpp.loading import (
     load_weights,
     threads_for,
 )
-from edgespec.backends.llamacpp.metadata import all_metadata
+from edgespec.backends.llamacpp.metadata import all_metadata, has_state, vocabulary_size
 from edgespec.backends.llamacpp.native import library
 from edgespec.backends.llamacpp.probe import ProbeResult
 from edgespec.backends.llamacpp.resizing import check_resize_fits, rebuild_context
-from edgespec.backends.llamacpp.shared_target import SharedTarget
 from edgespec.backends.memory_check import (
-    BLOCK_TOKENS,
-    cache_too_large_error,
     check_tokens_fit,
     check_weights_fit,
     round_up_to_block,
@@ -41,13 +39,10 @@ from edgespec.backends.memory_check import (
 from edgespec.backends.self_draft_view import SelfDraftView
 from edgespec.engine.logits import HostLogits
 from edgespec.engine.tree import TokenTree
-from edgespec.errors import (
-    BackendError,
-    CancelledError,
-    CapabilityError,
-    ContextFullError,
-    MemoryBudgetError,
-)
+from edgespec.errors import BackendError, CancelledError, CapabilityError, ContextFullError, MemoryBudgetError
+
+if TYPE_CHECKING:
+    from edgespec.backends.llamacpp.gguf_model import GgufModel
 
 __all__ = ["WINDOW_EXTRA_TOKENS", "LowBitView", "check_can_share_cache", "load_low_bit_view"]
 
@@ -75,42 +70,26 @@ def check_can_share_cache(path: Path) -> None:
         CapabilityError: The model has recurrent layers.
         ModelFileError: The file cannot be loaded.
     """
-    lib = library()
-    model = load_vocabulary(str(path), path.name)
+    model = load_vocabulary(str(path))
     try:
-        if lib.llama_model_is_recurrent(model) or lib.llama_model_is_hybrid(model):
+        if has_state(model):
             raise CapabilityError(
                 f"{path.name} does not support lowbit: it has recurrent layers, but a low-bit copy can reuse"
                 " only keys and values",
                 "use a method that needs no copy of the model, such as suffix",
             )
     finally:
-        lib.llama_model_free(model)
+        library().llama_model_free(model)
 
 
-def load_low_bit_view(target: SharedTarget, method: LowBit) -> LowBitView:
-    """Load a low-bit copy of the target and return a draft model that uses the target's KV cells.
-
-    Args:
-        target: The loaded target model.
-        method: The file of the low-bit copy, and its attention window.
-
-    Raises:
-        CapabilityError: The target does not support this method, the window is invalid, or the file is not a
-            copy of the target.
-        MemoryBudgetError: The copy exceeds the rest of the target's memory budget.
-        ModelFileError: The file cannot be loaded.
-    """
+def load_low_bit_view(target: GgufModel, method: LowBit) -> LowBitView:
+    """Load a low-bit copy of the target and return a draft model that uses the target's KV cells."""
     if method.copy is None:
         raise CapabilityError(
-            f"no low-bit copy of {target.facts.name} was specified",
-            "make one with `edgespec prepare lowbit`",
+            f"no low-bit copy of {target.facts.name} was specified", "make one with `edgespec prepare lowbit`"
         )
-    if method.sink_tokens < 0 or (method.window_tokens is not None and method.window_tokens < 1):
-        raise CapabilityError(
-            f"--draft-window {method.window_tokens} with --draft-sinks {method.sink_tokens} is invalid",
-            "use a window of at least 1 token and at least 0 sinks",
-        )
+    if target.low_bit_error is not None:
+        raise target.low_bit_error
     if "lowbit" not in target.facts.capabilities.self_draft_methods:
         raise CapabilityError(
             f"{target.facts.name} does not support lowbit: "
@@ -138,94 +117,61 @@ def _check_same_model(weights: Sequence[Any], copy: Any, path: str) -> None:
 
     The weights are not compared. With a copy of a differently trained model, few drafts would be accepted,
     but the output would still be correct because the target verifies every token.
-
-    Args:
-        weights: The llama_model handle of the target, or those of its splits.
-        copy: The llama_model handle of the copy.
-        path: The GGUF file of the copy.
-
-    Raises:
-        CapabilityError: The architectures or vocabularies differ.
     """
-    target_shape, copy_shape = _shape(weights), _shape([copy])
-    for key in [*target_shape, *(copy_shape.keys() - target_shape.keys())]:
-        if target_shape.get(key) != copy_shape.get(key):
-            raise _other_model_error(
-                path, f"its {key} is {copy_shape.get(key)}, the target's is {target_shape.get(key)}"
+    target, other = _identity(weights), _identity([copy])
+    for key in target | other:
+        if target.get(key) != other.get(key):
+            raise CapabilityError(
+                f"{path} is not a copy of the target: its {key} is {other.get(key)},"
+                f" but the target's is {target.get(key)}",
+                "make a copy of the target with `edgespec prepare lowbit`",
             )
-    lib = library()
-    target_vocab, copy_vocab = lib.llama_model_get_vocab(weights[0]), lib.llama_model_get_vocab(copy)
-    size, copy_size = lib.llama_vocab_n_tokens(target_vocab), lib.llama_vocab_n_tokens(copy_vocab)
-    if size != copy_size:
-        raise _other_model_error(path, f"it has {copy_size:,} tokens, the target has {size:,}")
-    text = lib.llama_vocab_get_text
-    for token in range(size):
-        if text(target_vocab, token) != text(copy_vocab, token):
-            raise _other_model_error(path, f"its token {token} differs from the target's")
 
 
-def _shape(weights: Sequence[Any]) -> Mapping[str, str]:
-    """Return the metadata that describes the architecture, but not how the weights are stored."""
+def _identity(weights: Sequence[Any]) -> dict[str, str]:
+    """Return the metadata that is equal for all quantisations of a model, whole or split."""
     parts = [all_metadata(part) for part in weights]
     architecture = parts[0].get("general.architecture", "")
     shape = {key: value for key, value in parts[0].items() if key.startswith(f"{architecture}.")}
     for key in (f"{architecture}.{name}" for name in _LAYER_COUNTS):
         if key in shape:
             shape[key] = str(sum(int(part[key]) for part in parts))
-    return {"general.architecture": architecture, **shape}
+    vocabulary, text = library().llama_model_get_vocab(weights[0]), library().llama_vocab_get_text
+    size = vocabulary_size(weights[0])
+    tokens = sha256(b"\0".join(text(vocabulary, token) for token in range(size))).hexdigest()[:16]
+    return {"architecture": architecture, **shape, "vocabulary size": f"{size:,}", "vocabulary hash": tokens}
 
 
-def _other_model_error(path: str, difference: str) -> CapabilityError:
-    return CapabilityError(
-        f"{path} is not a copy of the target: {difference}",
-        "make a copy of the target with `edgespec prepare lowbit`",
-    )
-
-
-def _plan(target: SharedTarget, weights: Any, method: LowBit, options: LoadOptions) -> ContextPlan:
+def _plan(target: GgufModel, weights: Any, method: LowBit, options: LoadOptions) -> ContextPlan:
     """Plan the copy's context: as large as the target's, or smaller if there is an attention window."""
-    tokens = target.plan.tokens
+    tokens = target.max_plan.tokens
     if method.window_tokens is not None:
         windowed = method.sink_tokens + method.window_tokens + WINDOW_EXTRA_TOKENS
         tokens = min(tokens, round_up_to_block(windowed))
-    per_token = kv_bytes_per_token(weights, target.plan.kv_types)
-    plan = replace(target.plan, tokens=tokens, kv_bytes=tokens * per_token, token_bytes=per_token)
-    limit = options.memory_bytes if options.memory_bytes is not None else psutil.virtual_memory().available
-    left = max(0, limit - library().llama_model_size(weights))
-    if plan.kv_bytes > left:
-        fitting = left // per_token // BLOCK_TOKENS * BLOCK_TOKENS
-        raise cache_too_large_error(tokens, plan.kv_bytes, left, fitting)
+    per_token = kv_bytes_per_token(weights, target.max_plan.kv_types)
+    plan = replace(target.max_plan, tokens=tokens, kv_bytes=tokens * per_token, token_bytes=per_token)
+    check_contexts_fit([plan], library().llama_model_size(weights), options)
     return plan
 
 
-class LowBitView(SelfDraftView[SharedTarget]):
+class LowBitView(SelfDraftView["GgufModel"]):
     """A draft model that uses the weights of a low-bit copy and the KV cells of the target.
 
     Its context contains copies of the target's cells [0, sinks) and [begin, length), followed by the drafted
     tokens. Without a window, `begin` equals `sinks`, and the context is resized together with the target's.
     With a window, `begin` advances in steps.
-
-    Args:
-        target: The loaded target model.
-        weights: The llama_model handle of the copy, which `close` frees.
-        path: The GGUF file of the copy.
-        method: The attention window.
-        options: The load options of the copy.
-        name: The name of the draft model.
-
-    Raises:
-        CapabilityError: The copy cannot use the target's KV cells.
-        MemoryBudgetError: The context exceeds the memory budget or cannot be allocated.
     """
 
     def __init__(
-        self, target: SharedTarget, weights: Any, path: str, method: LowBit, options: LoadOptions, name: str
+        self, target: GgufModel, weights: Any, path: str, method: LowBit, options: LoadOptions, name: str
     ) -> None:
         super().__init__(target)
         self._weights = weights
-        self.vocabulary = target.model.vocabulary
+        self.vocabulary = target.vocabulary
         max_plan = _plan(target, weights, method, options)
-        full = self._has_full_context = method.window_tokens is None or max_plan.tokens == target.plan.tokens
+        full = self._has_full_context = (
+            method.window_tokens is None or max_plan.tokens == target.max_plan.tokens
+        )
         self._sinks = 0 if full else method.sink_tokens
         self._window = _ALL_TOKENS if full or method.window_tokens is None else method.window_tokens
         self._begin = self._sinks
@@ -255,7 +201,7 @@ class LowBitView(SelfDraftView[SharedTarget]):
         self.facts = replace(
             facts,
             context_tokens=target.facts.context_tokens,
-            requested_context_tokens=target.plan.tokens,
+            requested_context_tokens=target.max_plan.tokens,
             kv_bytes=plan.kv_bytes,
             notice="",
         )
@@ -291,13 +237,13 @@ class LowBitView(SelfDraftView[SharedTarget]):
         """
         target = self._target
         if is_empty := target.length == 0:
-            target.model.prefill([0, 0])
+            target.prefill([0, 0])
         count = min(2, target.length)
         try:
             parts = target.export_cells(0, count)
         finally:
             if is_empty:
-                target.model.truncate(0)
+                target.truncate(0)
         handed = (
             self._context.import_cells(parts, 0, count) and self._context.export_cells(0, 0, count) == parts
         )

@@ -13,27 +13,26 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from edgespec.backends.base import LoadOptions
-from edgespec.backends.llamacpp.context import MAX_WIDTH, ContextPlan, LlamaContext
+from edgespec.backends.llamacpp.context import ContextPlan, LlamaContext
 from edgespec.backends.llamacpp.context_planning import (
     UNDO_TOKENS,
     States,
     choose_context,
     choose_split_contexts,
-    remembers_by_state,
+    logits_bytes,
     split_load_options,
 )
-from edgespec.backends.llamacpp.device_split import device_split
-from edgespec.backends.llamacpp.devices import has_own_memory, on_cpu
+from edgespec.backends.llamacpp.devices import device_split, has_own_memory, on_cpu
 from edgespec.backends.llamacpp.kv_types import KvTypes
 from edgespec.backends.llamacpp.layerskip_files import PARTS, SHARED_BYTES_KEY
-from edgespec.backends.llamacpp.loading import load_skeleton, repacks_weights
-from edgespec.backends.llamacpp.metadata import metadata
+from edgespec.backends.llamacpp.loading import Paths, load_skeleton, repacks_weights
+from edgespec.backends.llamacpp.metadata import architecture_metadata, has_state, metadata, vocabulary_size
 from edgespec.backends.llamacpp.native import captured_log, library
 from edgespec.backends.llamacpp.resizing import longrope_switch_tokens
 from edgespec.backends.memory_estimate import GPU, MemoryEstimate, MemoryPart
 from edgespec.heap import release_free_memory
 
-__all__ = ["ContextBuffers", "GgufMemoryEstimator", "SplitModelMemoryEstimator", "parse_buffers", "simulate"]
+__all__ = ["ContextBuffers", "GgufMemoryEstimator", "parse_buffers", "simulate"]
 
 _F16 = KvTypes("f16", "f16")
 _CACHE = re.compile(r"size = *([\d.]+) MiB \( *\d+ cells")
@@ -81,142 +80,111 @@ def _mib(text: str) -> int:
     return round(float(text) * 2**20)
 
 
-def simulate(weights: Any, plan: ContextPlan, options: LoadOptions, **context_options: Any) -> ContextBuffers:
+def simulate(
+    weights: Any, plan: ContextPlan, options: LoadOptions, *, takes_hidden: bool = False
+) -> ContextBuffers:
     """Create a context for a model without weight data and return the sizes of its buffers."""
     with captured_log() as lines:
-        LlamaContext(weights, options, plan, 1, **context_options).close()
+        LlamaContext(weights, options, plan, 1, takes_hidden=takes_hidden).close()
         return parse_buffers(lines)
 
 
 class GgufMemoryEstimator:
     """Estimates the memory that a GGUF model needs.
 
+    With `split`, the path is the folder of a model that is split into two parts, which share some weights.
     llama.cpp assigns layers to devices when it opens a file, so a change of `gpu_layers` reopens the file.
 
     Raises:
-        ModelFileError: The file cannot be loaded.
+        ModelFileError: A file cannot be loaded.
     """
 
-    def __init__(self, path: str, name: str) -> None:
+    def __init__(self, path: str, name: str, *, split: bool = False) -> None:
         self.name = name
-        self._path = path
-        self._gpu_layers: int | None = None
-        self._weights = load_skeleton(path, name, None)
-        self.trained_context_tokens: int = library().llama_model_n_ctx_train(self._weights)
-        self.longrope_switch_tokens: int = longrope_switch_tokens(self._weights)
-        self.layers: int = library().llama_model_n_layer(self._weights) if has_own_memory() else 0
+        self._path, self._split = path, split
+        split_files = [[str(Path(path) / file) for file in files] for files in PARTS]
+        self._files: list[Paths] = [*split_files] if split else [path]
+        self._weights: list[Any] = []
+        self._open(None)
+        lib, weights = library(), self._weights[0]
+        self.trained_context_tokens: int = lib.llama_model_n_ctx_train(weights)
+        self.longrope_switch_tokens: int = longrope_switch_tokens(weights)
+        self.layers: int = lib.llama_model_n_layer(weights) if has_own_memory() and not split else 0
+        # Repacked weights are not memory-mapped, so the two parts of a split model cannot share them.
+        can_share = split and not any(repacks_weights(files, None) for files in self._files)
+        self._shared_bytes = int(metadata(weights, SHARED_BYTES_KEY) or 0) if can_share else 0
         self._states: States | None = None
-        # Buffers of the longest simulated context, by the options that affect them.
-        self._longest: dict[tuple[ContextPlan, int, str], ContextBuffers] = {}
+
+    def _open(self, gpu_layers: int | None) -> None:
+        self.close()
+        self._gpu_layers = gpu_layers
+        # Buffers of the longest simulated contexts, by the arguments that affect them.
+        self._longest: dict[tuple[Any, ...], ContextBuffers] = {}
+        try:
+            for files in self._files:
+                self._weights.append(load_skeleton(files, gpu_layers))
+        except BaseException:
+            self.close()
+            raise
 
     def estimate(self, options: LoadOptions) -> MemoryEstimate:
         """See `MemoryEstimator`."""
         if self.layers and options.gpu_layers != self._gpu_layers:
-            self._reopen(options.gpu_layers)
-        weights = self._weights
-        if remembers_by_state(weights) and self._states is None:
-            self._states = _simulate_states(weights, options)
-        plan = choose_context(weights, options, self._states)
-        buffers = self._buffers(plan, options)
+            self._open(options.gpu_layers)
+        plans, part_options = self._plans(options)
+        cache_bytes = compute_bytes = output_bytes = gpu_compute = 0
+        for part, (weights, plan, each) in enumerate(zip(self._weights, plans, part_options, strict=True)):
+            buffers = self._buffers(part, plan, each)
+            cache_bytes += buffers.cache_bytes
+            compute_bytes += buffers.compute_bytes + _attention_bytes(weights, plan, each)
+            gpu_compute += sum(size for name, size in buffers.compute if self.layers and _is_on_gpu(name))
+            output_bytes += logits_bytes(weights, min(plan.rows, each.batch_tokens))
         gpu_weights, gpu_cache_share, doubled = device_split(self._path, self.layers, options.gpu_layers)
-        gpu_cache = round(buffers.cache_bytes * gpu_cache_share)
-        gpu_compute = sum(size for buffer, size in buffers.compute if self.layers and _is_on_gpu(buffer))
-        compute = buffers.compute_bytes + _attention_bytes(weights, plan, options)
-        weight_bytes = library().llama_model_size(weights) + doubled
-        logits_bytes = _logits_bytes(weights, min(plan.rows, options.batch_tokens))
+        gpu_cache = round(cache_bytes * gpu_cache_share)
+        weight_bytes = sum(map(library().llama_model_size, self._weights)) + doubled
+        if options.mmap and not options.mlock:
+            weight_bytes -= self._shared_bytes
         parts = (
             MemoryPart("weights", weight_bytes - gpu_weights),
             MemoryPart("weights", gpu_weights, GPU),
-            MemoryPart("cache", buffers.cache_bytes - gpu_cache),
+            MemoryPart("cache", cache_bytes - gpu_cache),
             MemoryPart("cache", gpu_cache, GPU),
-            MemoryPart("compute", compute - gpu_compute),
+            MemoryPart("compute", compute_bytes - gpu_compute),
             MemoryPart("compute", gpu_compute, GPU),
-            MemoryPart("output", logits_bytes),
-            MemoryPart("vocabulary", _vocabulary_size(weights) * _TOKEN_BYTES),
+            MemoryPart("output", output_bytes),
+            MemoryPart("vocabulary", sum(map(vocabulary_size, self._weights)) * _TOKEN_BYTES),
         )
-        return MemoryEstimate(plan.tokens, plan.kv_types.text, tuple(part for part in parts if part.bytes))
+        present = tuple(part for part in parts if part.bytes)
+        return MemoryEstimate(plans[0].tokens, plans[0].kv_types.text, present)
 
-    def _buffers(self, plan: ContextPlan, options: LoadOptions) -> ContextBuffers:
+    def _plans(self, options: LoadOptions) -> tuple[Sequence[ContextPlan], Sequence[LoadOptions]]:
+        if self._split:
+            lower, upper = self._weights
+            return choose_split_contexts(lower, upper, options), split_load_options(lower, options)
+        weights = self._weights[0]
+        if has_state(weights) and self._states is None:
+            self._states = _simulate_states(weights, options)
+        return [choose_context(weights, options, self._states)], [options]
+
+    def _buffers(self, part: int, plan: ContextPlan, options: LoadOptions) -> ContextBuffers:
         """Simulate the context, or scale the buffers of the longest simulated one if it is longer."""
+        weights, takes_hidden = self._weights[part], part > 0
         if plan.tokens <= _MAX_SIMULATED_TOKENS:
-            return simulate(self._weights, plan, options)
+            return simulate(weights, plan, options, takes_hidden=takes_hidden)
         longest = replace(plan, tokens=_MAX_SIMULATED_TOKENS, kv_bytes=0)
-        key = longest, options.batch_tokens, options.flash_attention
+        key = part, longest, options.batch_tokens, options.flash_attention
         if key not in self._longest:
-            self._longest[key] = simulate(self._weights, longest, options)
+            self._longest[key] = simulate(weights, longest, options, takes_hidden=takes_hidden)
         cache_bytes, compute = self._longest[key]
         scale = Fraction(plan.tokens, _MAX_SIMULATED_TOKENS)
         return ContextBuffers(
             int(cache_bytes * scale), tuple((name, int(size * scale)) for name, size in compute)
         )
 
-    def _reopen(self, gpu_layers: int | None) -> None:
-        self.close()
-        self._weights = load_skeleton(self._path, self.name, gpu_layers)
-        self._gpu_layers = gpu_layers
-        self._longest.clear()
-
     def close(self) -> None:
         """See `MemoryEstimator`."""
-        if self._weights:
-            library().llama_model_free(self._weights)
-            self._weights = None
-            release_free_memory()
-
-
-class SplitModelMemoryEstimator:
-    """Estimates the memory that a split GGUF model needs. Its two parts share some of their weights.
-
-    Raises:
-        ModelFileError: A file in the folder cannot be loaded.
-    """
-
-    layers = 0
-
-    def __init__(self, folder: str, name: str) -> None:
-        self.name = name
-        self._parts: list[Any] = []
-        try:
-            paths = [[str(Path(folder) / file) for file in files] for files in PARTS]
-            for files in paths:  # If a later part cannot be opened, `close` must free the earlier ones.
-                self._parts.append(load_skeleton(files, name, None))
-            self._can_share = not any(repacks_weights(files, None) for files in paths)
-        except BaseException:
-            self.close()
-            raise
-        self.trained_context_tokens: int = library().llama_model_n_ctx_train(self._parts[0])
-        self.longrope_switch_tokens: int = longrope_switch_tokens(self._parts[0])
-
-    def estimate(self, options: LoadOptions) -> MemoryEstimate:
-        """See `MemoryEstimator`."""
-        lower, upper = self._parts
-        plans = choose_split_contexts(lower, upper, options)
-        part_options = split_load_options(lower, options)
-        buffers = [
-            simulate(lower, plans[0], part_options[0]),
-            simulate(upper, plans[1], part_options[1], takes_hidden=True),
-        ]
-        weight_bytes = sum(library().llama_model_size(weights) for weights in self._parts)
-        if self._can_share and options.mmap and not options.mlock:
-            weight_bytes -= int(metadata(lower, SHARED_BYTES_KEY) or 0)
-        compute_bytes = sum(
-            found.compute_bytes + _attention_bytes(*part)
-            for found, *part in zip(buffers, self._parts, plans, part_options, strict=True)
-        )
-        logits_bytes = sum(_logits_bytes(lower, each.batch_tokens) for each in part_options)
-        parts = (
-            MemoryPart("weights", weight_bytes),
-            MemoryPart("cache", sum(each.cache_bytes for each in buffers)),
-            MemoryPart("compute", compute_bytes),
-            MemoryPart("output", logits_bytes),
-            MemoryPart("vocabulary", 2 * _vocabulary_size(lower) * _TOKEN_BYTES),
-        )
-        return MemoryEstimate(plans[0].tokens, plans[0].kv_types.text, parts)
-
-    def close(self) -> None:
-        """See `MemoryEstimator`."""
-        while self._parts:
-            library().llama_model_free(self._parts.pop())
+        while self._weights:
+            library().llama_model_free(self._weights.pop())
         release_free_memory()
 
 
@@ -247,16 +215,6 @@ def _attention_bytes(weights: Any, plan: ContextPlan, options: LoadOptions) -> i
         return 0
     if lib.llama_model_is_recurrent(weights):
         return 0
-    arch = metadata(weights, "general.architecture") or ""
     # If the number of heads differs between layers, the metadata contains a list.
-    heads = re.findall(r"\d+", metadata(weights, f"{arch}.attention.head_count") or "")
+    heads = re.findall(r"\d+", architecture_metadata(weights, "attention.head_count") or "")
     return min(options.batch_tokens, plan.tokens) * plan.tokens * max(map(int, heads), default=0) * 2
-
-
-def _logits_bytes(weights: Any, batch_tokens: int) -> int:
-    return min(MAX_WIDTH, batch_tokens) * _vocabulary_size(weights) * 4
-
-
-def _vocabulary_size(weights: Any) -> int:
-    lib = library()
-    return int(lib.llama_vocab_n_tokens(lib.llama_model_get_vocab(weights)))

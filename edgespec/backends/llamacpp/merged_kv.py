@@ -39,12 +39,7 @@ _CELL_FIELDS = 3
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    """The keys or values of a layer.
-
-    Attributes:
-        header: The layer's exported header.
-        cells: The keys or values, uint8 [..., cells, bytes].
-    """
+    """The keys or values of a layer."""
 
     header: memoryview
     cells: Bytes
@@ -52,14 +47,7 @@ class _Layer:
 
 @dataclass(frozen=True, slots=True)
 class _Memory:
-    """The exported cache of all layers with the same attention window.
-
-    Attributes:
-        cells: The position and sequence of each cell, int32 [cells, _CELL_FIELDS].
-        transposed: 1 if values are stored transposed, else 0.
-        keys: The keys of each layer.
-        values: The values of each layer.
-    """
+    """The exported cache of all layers with the same attention window."""
 
     cells: NDArray[np.int32]
     transposed: int
@@ -81,11 +69,6 @@ def merge_kv(
 ) -> Sequence[bytes | memoryview]:
     """Merge the exported cells of the lower and upper split into those of the unsplit model.
 
-    Args:
-        lower: The parts that `LlamaContext.export_cells` returned for the lower split.
-        upper: The parts that it returned for the upper split, for the same positions.
-        name: The model's name, used in the error message.
-
     Returns:
         The parts that the unsplit model would export.
 
@@ -103,14 +86,14 @@ def merge_kv(
 
 def _join(lower: memoryview, upper: memoryview) -> bytes:
     if lower[:_HEADER_BYTES] != upper[:_HEADER_BYTES]:
-        raise ValueError("their headers differ")
+        raise ValueError("the headers of the two splits differ")
     pieces: list[bytes | memoryview] = [lower[:_HEADER_BYTES]]
     for below, above in zip(_memories(lower), _memories(upper), strict=True):
         if not np.array_equal(below.cells, above.cells):
             # The two contexts may have stored the same tokens in a different order.
             below, above = below.sorted_by_position(), above.sorted_by_position()
         if not np.array_equal(below.cells, above.cells) or below.transposed != above.transposed:
-            raise ValueError("they contain different cells")
+            raise ValueError("the two splits contain different cells")
         pieces += [_COUNT.pack(1), _COUNT.pack(len(below.cells)), below.cells.tobytes()]
         pieces += [_COUNT.pack(below.transposed), _COUNT.pack(len(below.keys) + len(above.keys))]
         for layer in (*below.keys, *above.keys, *below.values, *above.values):
@@ -139,7 +122,7 @@ class _Reader:
 
     def memory(self) -> _Memory:
         if self._count() != 1:
-            raise ValueError("there is more than one stream")
+            raise ValueError("the data has more than one stream")
         count = self._count()
         cells = self._bytes(count, 4 * _CELL_FIELDS).view(np.int32).reshape(count, _CELL_FIELDS)
         if not count or (cells[:, 1:] != (1, cells[0, 2])).any():

@@ -7,7 +7,7 @@ from typing import Any
 
 from edgespec.backends.llamacpp.native import library
 
-__all__ = ["all_metadata", "metadata"]
+__all__ = ["all_metadata", "architecture_metadata", "has_state", "metadata", "vocabulary_size"]
 
 # The maximum length of a metadata value. Longer values are truncated, but callers only read numbers and short
 # names.
@@ -19,6 +19,11 @@ def metadata(weights: Any, key: str) -> str | None:
     buffer = ctypes.create_string_buffer(_MAX_VALUE_BYTES)
     count = library().llama_model_meta_val_str(weights, key.encode(), buffer, len(buffer))
     return buffer.value.decode("utf-8", "replace") if count >= 0 else None
+
+
+def architecture_metadata(weights: Any, key: str) -> str | None:
+    """Return the value of `ARCHITECTURE.key`, such as `llama.block_count`, or None if it does not exist."""
+    return metadata(weights, f"{metadata(weights, 'general.architecture')}.{key}")
 
 
 def all_metadata(weights: Any) -> dict[str, str]:
@@ -35,3 +40,14 @@ def all_metadata(weights: Any) -> dict[str, str]:
         )
         for i in range(lib.llama_model_meta_count(weights))
     }
+
+
+def has_state(weights: Any) -> bool:
+    """Return whether the model has recurrent layers."""
+    return bool(library().llama_model_is_recurrent(weights) or library().llama_model_is_hybrid(weights))
+
+
+def vocabulary_size(weights: Any) -> int:
+    """Return the number of tokens in the model's vocabulary."""
+    lib = library()
+    return int(lib.llama_vocab_n_tokens(lib.llama_model_get_vocab(weights)))

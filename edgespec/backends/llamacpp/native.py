@@ -19,7 +19,7 @@ from typing import Any
 from edgespec.errors import BackendMissingError
 from edgespec.files import log_folder
 
-__all__ = ["Interrupt", "captured_log", "library", "recent_errors"]
+__all__ = ["Interrupt", "captured_log", "ggml", "library", "recent_errors"]
 
 _LOG = logging.getLogger("edgespec.llamacpp")
 # The values of GGML_LOG_LEVEL_WARN and GGML_LOG_LEVEL_ERROR.
@@ -36,11 +36,7 @@ _callbacks: list[Any] = []
 
 @cache
 def library() -> ModuleType:
-    """Import and initialise the llama_cpp module and return it.
-
-    Raises:
-        BackendMissingError: llama_cpp cannot be imported.
-    """
+    """Import and initialise the llama_cpp module and return it. Raises BackendMissingError."""
     try:
         import llama_cpp
     except (ImportError, OSError, RuntimeError) as error:
@@ -55,6 +51,27 @@ def library() -> ModuleType:
     llama_cpp.llama_log_set(callback, ctypes.c_void_p(0))
     llama_cpp.llama_backend_init()
     return llama_cpp
+
+
+@cache
+def ggml() -> Any:
+    """Return the ggml library with the signatures that llama_cpp does not declare."""
+    from llama_cpp._ggml import libggml
+
+    size, pointer = ctypes.c_size_t, ctypes.c_void_p
+    for name, result, arguments in (
+        ("ggml_backend_dev_count", size, []),
+        ("ggml_backend_dev_get", pointer, [size]),
+        ("ggml_backend_dev_type", ctypes.c_int, [pointer]),
+        ("ggml_backend_dev_name", ctypes.c_char_p, [pointer]),
+        ("ggml_backend_dev_memory", None, [pointer, *[ctypes.POINTER(size)] * 2]),
+        ("ggml_backend_tensor_get", None, [pointer, pointer, size, size]),
+        ("ggml_get_name", ctypes.c_char_p, [pointer]),
+        ("ggml_nbytes", size, [pointer]),
+    ):
+        function = getattr(libggml, name)
+        function.restype, function.argtypes = result, arguments
+    return libggml
 
 
 def _open_log() -> None:

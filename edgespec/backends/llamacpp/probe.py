@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from edgespec.backends.base import Capabilities, LoadOptions
 from edgespec.backends.llamacpp.checkpoints import StateCheckpoints
-from edgespec.backends.llamacpp.context import ContextPlan, LlamaContext
+from edgespec.backends.llamacpp.context import LlamaContext
 from edgespec.backends.llamacpp.kv_types import SMALL_KERNEL_MAX_ROWS, prefill_kernel_differs
 from edgespec.backends.llamacpp.native import library
 from edgespec.errors import BackendError, ModelFileError
@@ -38,23 +38,10 @@ class ProbeResult:
     undo_tokens: int = 0
 
 
-def probe(
-    context: LlamaContext,
-    weights: Any,
-    plan: ContextPlan,
-    options: LoadOptions,
-    checkpoints: StateCheckpoints,
-) -> ProbeResult:
+def probe(context: LlamaContext, weights: Any, options: LoadOptions) -> ProbeResult:
     """Test a model's capabilities by running a few tokens and rolling some of them back.
 
     The context is empty afterwards.
-
-    Args:
-        context: The model's context.
-        weights: The llama_model handle.
-        plan: The layout of the context.
-        options: The load options.
-        checkpoints: The checkpoints of the context, used only for recurrent models.
 
     Raises:
         ModelFileError: The model cannot generate text token by token.
@@ -68,14 +55,12 @@ def probe(
             "choose a decoder-only language model",
         )
     try:
-        if plan.recurrent:
-            return _probe_replay(context, plan, checkpoints)
-        return _probe_cells(context, plan, options)
+        return _probe_replay(context) if context.plan.recurrent else _probe_cells(context, options)
     finally:
         context.clear()
 
 
-def _probe_cells(context: LlamaContext, plan: ContextPlan, options: LoadOptions) -> ProbeResult:
+def _probe_cells(context: LlamaContext, options: LoadOptions) -> ProbeResult:
     """Check whether tokens can be removed from the KV cache, and cells can be exported and imported."""
     context.append([0, 0], 0)
     if not context.drop(0, 1):
@@ -85,7 +70,7 @@ def _probe_cells(context: LlamaContext, plan: ContextPlan, options: LoadOptions)
     copyable = context.import_cells(parts, 0, 1) and context.export_cells(0, 0, 1) == parts
     tree = options.max_branches > 1
     reason = "" if tree else "it was loaded with --draft-branches 1"
-    prefix_reuse_exact = not prefill_kernel_differs(plan.kv_types, options, context.threads)
+    prefix_reuse_exact = not prefill_kernel_differs(context.plan.kv_types, options, context.threads)
     # A wider verify pass would use the prefill kernel, which rounds differently. This is harmless in a draft
     # model.
     max_width = context.max_width
@@ -106,8 +91,9 @@ def _probe_cells(context: LlamaContext, plan: ContextPlan, options: LoadOptions)
     )
 
 
-def _probe_replay(context: LlamaContext, plan: ContextPlan, checkpoints: StateCheckpoints) -> ProbeResult:
+def _probe_replay(context: LlamaContext) -> ProbeResult:
     """Check whether restoring a checkpoint is bit-exact, and whether rollback works without one."""
+    checkpoints = StateCheckpoints(context, range(1, context.plan.sequences))
     context.append(_PREFIX, 0)
     checkpoint = checkpoints.save(len(_PREFIX))
     first = _rows(context, 0)
@@ -128,7 +114,7 @@ def _probe_replay(context: LlamaContext, plan: ContextPlan, checkpoints: StateCh
         # not much further off than that.
         if _distance(undone, narrow) <= 2 * _distance(first[1:], narrow):
             undo_tokens = context.undo_tokens
-    rollback = f"checkpoints and replay, {plan.sequences - 1} held"
+    rollback = f"checkpoints and replay, {context.plan.sequences - 1} held"
     if undo_tokens:
         rollback = f"the last {undo_tokens} tokens in place, else {rollback}"
     reason = "its recurrent layers support chains only"

@@ -47,13 +47,7 @@ _SHORT_NAMES = {"Q3_K": "Q3_K_M", "Q4_K": "Q4_K_M", "Q5_K": "Q5_K_M"}
 
 @dataclass(frozen=True, slots=True)
 class QuantisedSize:
-    """The size of a model before and after quantisation.
-
-    Attributes:
-        source_bytes: The size of the original weights.
-        copy_bytes: The size of the quantised weights.
-        needs_importance_matrix: Whether the type requires an importance matrix, which edgespec cannot make.
-    """
+    """The size of a model before and after quantisation to a type, which may need an importance matrix."""
 
     source_bytes: int
     copy_bytes: int
@@ -75,11 +69,7 @@ def quantisation_types() -> dict[str, int]:
 
 
 def parse_quantisation_type(name: str) -> str:
-    """Return the full name of a quantisation type, such as Q4_K_M for q4_k.
-
-    Raises:
-        OptionError: The type is unknown.
-    """
+    """Return the full name of a quantisation type, such as Q4_K_M for q4_k. Raises OptionError."""
     upper = name.upper()
     upper = _SHORT_NAMES.get(upper, upper)
     if upper not in quantisation_types():
@@ -104,12 +94,6 @@ def quantised_size(source: Path, type_name: str) -> QuantisedSize:
 
 def quantise(source: Path, copy: Path, type_name: str, progress: Progress | None = None) -> None:
     """Write a quantised copy of a model. If this function fails, the copy is deleted.
-
-    Args:
-        source: The GGUF file to quantise.
-        copy: The path of the copy.
-        type_name: A type from `quantisation_types`.
-        progress: Called repeatedly during quantisation. Returns False to cancel.
 
     Raises:
         CapabilityError: The type requires an importance matrix.

@@ -9,15 +9,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import psutil
-
 from edgespec.backends.base import LoadOptions
 from edgespec.backends.llamacpp.context import ContextPlan, LlamaContext
+from edgespec.backends.llamacpp.context_planning import check_contexts_fit
 from edgespec.backends.llamacpp.devices import in_main_memory
-from edgespec.backends.llamacpp.metadata import metadata
-from edgespec.backends.memory_check import BLOCK_TOKENS, cache_too_large_error, initial_context
+from edgespec.backends.llamacpp.metadata import architecture_metadata
+from edgespec.backends.memory_check import initial_context
 from edgespec.errors import BackendError, MemoryBudgetError
-from edgespec.files import format_bytes
 from edgespec.heap import release_free_memory
 
 __all__ = ["cache_variant", "check_resize_fits", "initial_plan", "longrope_switch_tokens", "rebuild_context"]
@@ -49,45 +47,22 @@ def longrope_switch_tokens(weights: Any) -> int:
     Returns 0 if the model does not use LongRoPE. The factors affect the cached keys, so a resize must not
     cross this size.
     """
-    arch = metadata(weights, "general.architecture") or ""
-    if metadata(weights, f"{arch}.rope.scaling.type") not in (None, "longrope"):
+    if architecture_metadata(weights, "rope.scaling.type") not in (None, "longrope"):
         return 0
-    return int(metadata(weights, f"{arch}.rope.scaling.original_context_length") or 0)
+    return int(architecture_metadata(weights, "rope.scaling.original_context_length") or 0)
 
 
 def check_resize_fits(
     before: Sequence[ContextPlan], after: Sequence[ContextPlan], weight_bytes: int, options: LoadOptions
 ) -> None:
-    """Check that resized contexts fit in memory.
-
-    Args:
-        before: The current context plans.
-        after: The new context plans.
-        weight_bytes: The size of the weights in bytes.
-        options: The load options, which contain the memory budget.
-
-    Raises:
-        MemoryBudgetError: The contexts exceed the memory budget or the available memory.
-    """
-    new_bytes, old_bytes = sum(plan.kv_bytes for plan in after), sum(plan.kv_bytes for plan in before)
-    if new_bytes <= old_bytes:
+    """Raise MemoryBudgetError if enlarged contexts exceed the memory budget or the available memory."""
+    if sum(plan.kv_bytes for plan in after) <= sum(plan.kv_bytes for plan in before):
         return
-    if options.memory_bytes is not None and new_bytes > options.memory_bytes - weight_bytes:
-        left_bytes = max(0, options.memory_bytes - weight_bytes)
-        token_bytes = sum(plan.token_bytes for plan in after)
-        fitting_tokens = after[0].tokens - -(-(new_bytes - left_bytes) // token_bytes) if token_bytes else 0
-        raise cache_too_large_error(
-            after[0].tokens, new_bytes, left_bytes, max(0, fitting_tokens) // BLOCK_TOKENS * BLOCK_TOKENS
-        )
-    # There is no need to count the exported cells, because they need no more memory than the freed context.
-    # GPU memory is not checked, because a failed allocation on a GPU is handled safely.
-    available_bytes = int(psutil.virtual_memory().available)
-    if new_bytes > available_bytes and in_main_memory(options):
-        raise MemoryBudgetError(
-            f"a context of {after[0].tokens:,} tokens needs {format_bytes(new_bytes)} of memory,"
-            f" but only {format_bytes(available_bytes)} is free",
-            "close other programs or use a smaller --context",
-        )
+    if options.memory_bytes is not None:
+        check_contexts_fit(after, weight_bytes, options)
+    elif in_main_memory(options):  # A failed allocation on a GPU is handled safely.
+        # The weights are loaded already. The exported cells need no more memory than the freed context.
+        check_contexts_fit(after, 0, options)
 
 
 def rebuild_context(
@@ -97,12 +72,6 @@ def rebuild_context(
 
     After an error, the old size and contents are restored. If this also fails, the context has no KV cache
     (`LlamaContext.is_lost`).
-
-    Args:
-        context: The context to resize.
-        plan: The new plan.
-        length: The number of tokens in sequence 0.
-        recurrent: Whether the model has recurrent layers.
 
     Raises:
         MemoryBudgetError: The new context or the copy of the cells cannot be allocated.
@@ -138,5 +107,5 @@ def _fill(
         context.import_sequence(saved[0]) if recurrent else context.import_cells(saved, 0, length)
     ):
         raise BackendError(
-            f"{length:,} cached tokens cannot be imported after a resize", "send the message again"
+            f"the cache of {length:,} tokens was lost when the context was resized", "send the message again"
         )

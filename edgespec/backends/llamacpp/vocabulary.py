@@ -42,11 +42,7 @@ class LlamaVocabulary:
         return self.raw_piece(token).decode("utf-8", "replace") if 0 <= token < self.size else ""
 
     def tokenize(self, text: str, *, special: bool, start: bool) -> list[int]:
-        """See `Vocabulary`.
-
-        Raises:
-            BackendError: The text cannot be tokenized.
-        """
+        """See `Vocabulary`. Raises BackendError if the text cannot be tokenized."""
         data = text.encode("utf-8", "surrogatepass").decode("utf-8", "replace").encode()
         room = len(data) + 16
         while True:
@@ -99,11 +95,7 @@ class LlamaVocabulary:
 
     @contextmanager
     def _open(self) -> Iterator[None]:
-        """Prevent the model from being closed during the `with` block.
-
-        Raises:
-            ClosedError: The model is already closed.
-        """
+        """Prevent the model from being closed during the `with` block. Raises ClosedError."""
         with self._lock:
             if self._closed:
                 raise ClosedError("the model is closed", "load it again")

@@ -199,15 +199,10 @@ class SuffixAutomaton:
         return others.get(token, 0) if others is not None else 0
 
     def follow(self, match: tuple[int, int], tokens: Sequence[int]) -> tuple[int, int]:
-        """Update the longest match of another sequence's end after `tokens` were appended to it.
+        """Update the longest match with the end of another sequence after `tokens` were appended to it.
 
-        Args:
-            match: State and length of the match so far; (0, 0) if nothing matches. A state becomes invalid
-                when this automaton grows.
-            tokens: The tokens appended to the other sequence.
-
-        Returns:
-            State and length of the new match, at most MAX_MATCH_TOKENS tokens.
+        A match consists of a state and a length of at most MAX_MATCH_TOKENS; (0, 0) if nothing matches. It
+        becomes invalid when this automaton grows.
         """
         state, length = match
         for token in tokens:

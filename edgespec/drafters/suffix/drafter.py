@@ -8,15 +8,9 @@ from functools import lru_cache
 from typing import Protocol, TypeAlias
 
 from edgespec.drafters.base import Drafter, MemoryUse
+from edgespec.drafters.suffix import scoring
 from edgespec.drafters.suffix.automaton import SuffixAutomaton
-from edgespec.drafters.suffix.scoring import (
-    Continuation,
-    ScoredDraft,
-    SuffixConfig,
-    best_draft,
-    grow_draft,
-    merge_drafts,
-)
+from edgespec.drafters.suffix.scoring import Continuation, ScoredDraft, SuffixConfig, best_draft, grow_draft
 from edgespec.drafters.suffix.suffix_array import SuffixArray, SuffixRange
 from edgespec.drafters.suffix.tokens import MAX_CONTINUATION_TOKENS, MAX_MATCH_TOKENS, SEPARATOR
 from edgespec.engine.acceptance import Acceptance
@@ -125,7 +119,7 @@ class SuffixDrafter(Drafter):
             if draft.score >= draft_length:
                 # This draft will probably be accepted completely, so do not search the other texts.
                 break
-        tokens, parents, _ = merge_drafts(drafts, self._config)
+        tokens, parents, _ = scoring.merge_drafts(drafts, self._config)
         is_chain = parents == list(range(-1, len(parents) - 1))
         return TokenTree(tuple(tokens), tuple(parents), (None,) * len(parents), block_verifiable=is_chain)
 

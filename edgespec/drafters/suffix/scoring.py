@@ -10,15 +10,7 @@ from typing import NamedTuple, TypeAlias, TypeVar
 from edgespec.drafters.suffix.tokens import MAX_CONTINUATION_TOKENS
 from edgespec.engine.tree import TreeBuilder
 
-__all__ = [
-    "Continuation",
-    "ContinuationLookup",
-    "ScoredDraft",
-    "SuffixConfig",
-    "best_draft",
-    "grow_draft",
-    "merge_drafts",
-]
+__all__ = ["Continuation", "ScoredDraft", "SuffixConfig", "best_draft", "grow_draft", "merge_drafts"]
 
 # The position in an index where a match ends. Its type depends on the kind of index.
 Place = TypeVar("Place")
@@ -87,7 +79,7 @@ def best_draft(
         grow: Builds a draft of up to a given number of tokens after a place.
         root: Last token of the sequence.
         depth: Maximum depth of the draft.
-        config: Size limits.
+        config: Limits for the draft.
     """
     best, best_score = ScoredDraft([root], [-1], [1.0]), 0.0
     for length, place in matches:

@@ -28,15 +28,12 @@ class VocabularyComparison:
     Attributes:
         target_name: Name of the target.
         draft_name: Name of the draft model.
-        first_difference: Description of the first difference between the vocabularies. Empty if all token ids
-            match.
         shared_fraction: Fraction of the target's tokens that the draft model also has, under any id.
         translation: Translates token ids. None if all token ids match.
     """
 
     target_name: str
     draft_name: str
-    first_difference: str
     shared_fraction: float
     translation: TokenTranslation | None
 
@@ -52,29 +49,13 @@ class VocabularyComparison:
         """One-line explanation for the user of how this affects drafting. Empty if all token ids match."""
         if self.translation is None:
             return ""
-        share = _share_text(self.translation, self.target_name)
+        shared, total = len(self.translation.target_ids), self.translation.target_token_count
+        share = f"{shared:,} of {self.target_name}'s {total:,} tokens"
+        fewer = "ewer of its tokens will be accepted than of a draft model of the same family"
         if self.mapping == "retokenised":
-            return (
-                f"{self.draft_name} has only {share}. Its text is tokenized again, and"
-                " fewer of its tokens will be accepted than of a draft model of the same family"
-            )
-        warning = ". Fewer tokens will be accepted than of a draft model of the same family"
-        return (
-            f"{self.draft_name} has {share}, under other ids, and drafts only those"
-            f"{warning if self.shared_fraction < _MIN_GOOD_FRACTION else ''}"
-        )
-
-
-def _share_text(translation: TokenTranslation, target_name: str) -> str:
-    """Describe which share of the tokens matches. Never round it to all or none."""
-    shared, total = len(translation.target_ids), translation.target_token_count
-    percent = round(100 * shared / total)
-    share = f"{percent} %"
-    if percent == 100 and shared < total:
-        share = f"all but {total - shared:,}"
-    elif percent == 0:
-        share = f"{shared:,}"
-    return f"{share} of {target_name}'s tokens"
+            return f"{self.draft_name} has only {share}. Its text is tokenized again, and f{fewer}"
+        warning = f". F{fewer}" if self.shared_fraction < _MIN_GOOD_FRACTION else ""
+        return f"{self.draft_name} has {share}, under other ids, and drafts only those{warning}"
 
 
 def compare_vocabularies(
@@ -89,7 +70,7 @@ def compare_vocabularies(
     """
     difference = _first_difference(target, draft, target_name, draft_name)
     if not difference:
-        return VocabularyComparison(target_name, draft_name, "", 1.0, None)
+        return VocabularyComparison(target_name, draft_name, 1.0, None)
     translation = TokenTranslation(target, draft)
     if not len(translation.target_ids):
         raise VocabularyMismatchError(
@@ -97,7 +78,7 @@ def compare_vocabularies(
             "choose a draft model from the same family, or use --draft none",
         )
     fraction = len(translation.target_ids) / translation.target_token_count
-    return VocabularyComparison(target_name, draft_name, difference, fraction, translation)
+    return VocabularyComparison(target_name, draft_name, fraction, translation)
 
 
 def _first_difference(target: Vocabulary, draft: Vocabulary, target_name: str, draft_name: str) -> str:

@@ -7,19 +7,21 @@ from collections.abc import Sequence
 from edgespec.backends.base import LanguageModel, Vocabulary
 from edgespec.drafters.base import BudgetedDrafter, MemoryUse, check_rollback
 from edgespec.drafters.draft_cache import is_confident
-from edgespec.drafters.vocabularies.incremental import IncrementalRetokeniser
 from edgespec.drafters.vocabularies.translation import TokenTranslation
 from edgespec.engine.acceptance import Acceptance
 from edgespec.engine.prefix import common_prefix_length
 from edgespec.engine.sampling import Sampler
 from edgespec.engine.tree import TokenTree
 
-__all__ = ["RetokenisedDrafter"]
+__all__ = ["IncrementalRetokeniser", "RetokenisedDrafter"]
 
 # Number of preceding tokens to tokenize again together with the drafted text, because tokens may merge.
 _CONTEXT_TOKENS = 8
 # Maximum number of uncached tokens to run within `propose` instead of in a separate prefill.
 _MAX_TOKENS_WITH_PROPOSAL = 16
+# Minimum and approximate maximum number of bytes at the end of the text to tokenize again whenever text is
+# appended, because their tokens may change. Both values are heuristics.
+_MIN_OPEN_BYTES, _MAX_OPEN_BYTES = 64, 256
 
 
 class RetokenisedDrafter(BudgetedDrafter):
@@ -60,15 +62,15 @@ class RetokenisedDrafter(BudgetedDrafter):
         # The sequence converted to draft model tokens. If only its end was converted, `_is_complete` is
         # False.
         self._new_input()
-        # Tokens in the draft model's KV cache. The first `_matching` tokens are known to match the input.
-        self._cached: list[int] = []
-        self._matching = 0
+        self._cached: list[int] = []  # the tokens in the draft model's KV cache
         # Number of input tokens that are not in the KV cache, excluding the last token.
         self._lag = 0
 
     def _new_input(self) -> None:
         self._input = IncrementalRetokeniser(self._vocabulary, self._translation)
         self._is_complete = True
+        # Number of tokens in the KV cache that are known to match the input, whatever is appended to it.
+        self._matching = 0
 
     @property
     def memory_use(self) -> MemoryUse:
@@ -112,14 +114,12 @@ class RetokenisedDrafter(BudgetedDrafter):
         tokens = self._input.tokens
         if not tokens:
             return []
-        # The sequence may be long, so compare only tokens that have changed since the last call.
-        self._matching = min(self._matching, self._input.take_unchanged())
         same = min(self._matching, self._model.length)
         same += common_prefix_length(self._cached[same : self._model.length], tokens[same:])
         self._model.truncate(min(same, len(tokens) - 1))
-        self._matching = cached = self._model.length
-        del self._cached[cached:]
-        return tokens[cached:-1]
+        del self._cached[self._model.length :]
+        self._matching = min(len(self._cached), self._input.final_tokens)
+        return tokens[len(self._cached) : -1]
 
     def _catch_up(self) -> bool:
         """Prefill all input tokens except the last. Return False if they exceed the draft model's context."""
@@ -129,7 +129,7 @@ class RetokenisedDrafter(BudgetedDrafter):
         if missing:
             self._model.prefill(missing)
             self._cached += missing
-            self._matching = len(self._cached)
+            self._matching = min(len(self._cached), self._input.final_tokens)
         self._lag = 0
         return True
 
@@ -167,7 +167,7 @@ class RetokenisedDrafter(BudgetedDrafter):
         incomplete = self._input.incomplete_bytes
         if not text.startswith(incomplete):
             return []  # the draft contradicts the character that the target has begun
-        text = _complete_characters(text[len(incomplete) :], incomplete)
+        text = text[len(incomplete) : len(text) - _incomplete_byte_count(text)]
         tokens = self._tokenize_in_context(text) if text else []
         if ended and self._translation.target_end_token is not None:
             tokens.append(self._translation.target_end_token)
@@ -188,7 +188,7 @@ class RetokenisedDrafter(BudgetedDrafter):
 
     def reset(self) -> None:
         self._model.truncate(0)
-        self._tokens, self._cached, self._matching = [], [], 0
+        self._tokens, self._cached = [], []
         self._new_input()
 
     def interrupt(self, enabled: bool) -> None:
@@ -198,13 +198,74 @@ class RetokenisedDrafter(BudgetedDrafter):
         self._model.close()
 
 
-def _complete_characters(text: bytes, begin: bytes) -> bytes:
-    """Return `text` without an incomplete last character. The bytes in `begin` precede `text`."""
-    for cut in range(4):
-        complete = text[: len(text) - cut]
-        try:
-            (begin + complete).decode()
-        except UnicodeDecodeError:
-            continue
-        return complete
-    return text
+class IncrementalRetokeniser:
+    """Converts a growing sequence of target tokens to draft model tokens, step by step.
+
+    Control tokens split the text into parts that are tokenized separately. The tokens at the end of the last
+    part are open: they may change when text is appended. All earlier tokens are final.
+
+    Attributes:
+        tokens: All draft model tokens.
+        final_tokens: Number of leading tokens that will never change.
+        incomplete_bytes: Bytes of an incomplete character at the end, which are not tokenized yet.
+    """
+
+    def __init__(self, vocabulary: Vocabulary, translation: TokenTranslation) -> None:
+        self._vocabulary = vocabulary
+        self._translation = translation
+        self.tokens: list[int] = list(translation.draft_start_tokens)
+        self.incomplete_bytes = b""
+        self.final_tokens = len(self.tokens)
+        self._open_text = b""
+
+    def add(self, tokens: Sequence[int]) -> None:
+        """Append target tokens."""
+        for token in tokens:
+            piece = self._vocabulary.piece(token)
+            if piece:
+                self._open_text += piece
+                continue
+            self.tokens[self.final_tokens :] = self._translation.draft_tokenizer.tokenize(self._open_text)
+            self._open_text = b""
+            translated = self._translation.translate(token, first=False)
+            # Do not add the translated start token if the sequence already begins with the draft's start
+            # tokens.
+            only_start = self.tokens == list(self._translation.draft_start_tokens)
+            if not only_start or list(translated) != self.tokens:
+                self.tokens += translated
+            self.final_tokens = len(self.tokens)
+        self._tokenize()
+
+    def _tokenize(self) -> None:
+        incomplete = _incomplete_byte_count(self._open_text)
+        complete = len(self._open_text) - incomplete
+        text, self.incomplete_bytes = self._open_text[:complete], self._open_text[complete:]
+        tokens = self._translation.draft_tokenizer.tokenize(text)
+        self.tokens[self.final_tokens :] = tokens
+        if len(text) > _MAX_OPEN_BYTES:
+            self._finalize(tokens)
+
+    def _finalize(self, open_tokens: list[int]) -> None:
+        """Mark tokens as final up to a space. If there is none, stop at any token far enough from the end."""
+        position, boundaries = 0, [(0, 0)]
+        for count, token in enumerate(open_tokens):
+            raw = self._translation.draft_token_bytes(token)
+            if raw[:1].isspace() or position + _MAX_OPEN_BYTES < len(self._open_text):
+                boundaries.append((count, position))
+            position += len(raw)
+        last_position = len(self._open_text) - _MIN_OPEN_BYTES
+        count, position = max((one for one in boundaries if one[1] <= last_position), default=(0, 0))
+        self.final_tokens += count
+        self._open_text = self._open_text[position:]
+
+
+def _incomplete_byte_count(text: bytes) -> int:
+    """Return the number of trailing bytes that belong to an incomplete UTF-8 character."""
+    for back in range(1, min(4, len(text)) + 1):
+        byte = text[-back]
+        if byte >= 0xC0:
+            size = 2 if byte < 0xE0 else 3 if byte < 0xF0 else 4
+            return back if back < size else 0
+        if byte < 0x80:
+            return 0
+    return 0

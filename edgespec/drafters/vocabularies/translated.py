@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
-import json
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import replace
 
-from edgespec.backends.base import LanguageModel, ModelFacts, Progress, Snapshot, Vocabulary
-from edgespec.backends.base_model import BaseModel
-from edgespec.drafters.vocabularies.translated_logits import TranslatedLogits
+import numpy as np
+from numpy.typing import NDArray
+
+from edgespec.backends.base import LanguageModel, Progress, Vocabulary
 from edgespec.drafters.vocabularies.translation import MAX_SPELLING_TOKENS, TokenTranslation
+from edgespec.drafters.wrapped_model import WrappedModel, wrapped_capabilities
+from edgespec.engine.logits import Logits, Noise, best_on_host
+from edgespec.engine.processors import Candidates, LogitsProcessor
 from edgespec.engine.tree import TokenTree, TreeBuilder
-from edgespec.errors import BackendError
 
-__all__ = ["TranslatedModel"]
+__all__ = ["TranslatedLogits", "TranslatedModel"]
+
+# Number of extra top tokens to request, because the target may lack some of the draft's best tokens.
+_EXTRA_TOKENS = 16
 
 
-class TranslatedModel(BaseModel):
+class TranslatedModel(WrappedModel):
     """Wraps a draft model with a different vocabulary as a LanguageModel with the target's vocabulary.
 
     Implements token-level intersection (TLI, Timor et al. 2025, arXiv 2502.05202). A shared token is
@@ -32,41 +38,28 @@ class TranslatedModel(BaseModel):
     """
 
     def __init__(self, model: LanguageModel, vocabulary: Vocabulary, translation: TokenTranslation) -> None:
-        self._model = model
+        super().__init__(model, vocabulary)
         self._translation = translation
-        self.vocabulary = vocabulary
         capabilities = model.facts.capabilities
         self._max_spelling_tokens = max(1, min(MAX_SPELLING_TOKENS, capabilities.max_width // 4))
         # Space to keep free: a pass begins with the root and at most one earlier token, and each of them may
         # be spelled with several draft tokens.
         self._margin = 2 * (self._max_spelling_tokens - 1)
-        self.facts: ModelFacts = replace(
+        self.facts = replace(
             model.facts,
             context_tokens=max(0, model.facts.context_tokens - self._margin),
             requested_context_tokens=max(0, model.facts.max_context_tokens - self._margin),
             vocab_size=vocabulary.size,
             chat_template=vocabulary.chat_template is not None,
-            capabilities=replace(
-                capabilities,
-                max_width=capabilities.max_width - self._margin,
-                partial_truncate=False,
-                trainable=False,
-            ),
+            capabilities=wrapped_capabilities(capabilities, capabilities.max_width - self._margin),
         )
-        # The sequence in both vocabularies. The first i target tokens correspond to the first `_ends[i]`
-        # draft tokens.
-        self._tokens: list[int] = []
+        # The sequence in draft tokens. The first `_ends[i]` of them represent the first i target tokens.
         self._translated: list[int] = []
         self._ends: list[int] = [0]
-        self._round: tuple[int, ...] = ()
         # The verified tree, translated to draft tokens. `_inner_nodes[i]` is the last node that spells target
         # node i.
         self._inner_tree = TreeBuilder()
         self._inner_nodes: list[int] = []
-
-    @property
-    def length(self) -> int:
-        return len(self._tokens)
 
     @property
     def free_tokens(self) -> int:
@@ -79,27 +72,24 @@ class TranslatedModel(BaseModel):
         """See `LanguageModel.prefill`. If the translation exceeds the context, `free_tokens` becomes 0."""
         self._check(len(tokens))
         before = len(self._tokens)
-        self._add(tokens)
+        self._append(tokens)
         try:
             if len(self._translated) - self._model.length <= self._model.free_tokens:
                 self._update_inner_cache(progress)
         except BaseException:
             if not self._closed:
-                self.truncate(max(before, self._whole_tokens(self._model.length)))
+                # Keep only tokens whose draft tokens are all in the inner KV cache.
+                self.truncate(max(before, bisect_right(self._ends, self._model.length) - 1))
             raise
 
-    def _add(self, tokens: Sequence[int]) -> None:
+    def _append(self, tokens: Sequence[int]) -> None:
         for token in tokens:
-            self._translated += self._translate_token(token, first=not self._tokens)
+            self._translated += self._translate(token, first=not self._tokens)
             self._tokens.append(token)
             self._ends.append(len(self._translated))
 
-    def _translate_token(self, token: int, first: bool) -> tuple[int, ...]:
+    def _translate(self, token: int, first: bool) -> tuple[int, ...]:
         return self._translation.translate(token, first)[-self._max_spelling_tokens :]
-
-    def _whole_tokens(self, inner_length: int) -> int:
-        """Return how many target tokens are fully represented by the first `inner_length` draft tokens."""
-        return next(i for i in range(len(self._ends) - 1, -1, -1) if self._ends[i] <= inner_length)
 
     def _update_inner_cache(self, progress: Progress | None = None) -> None:
         """Prefill the translated tokens that are missing from the draft model's KV cache."""
@@ -111,10 +101,14 @@ class TranslatedModel(BaseModel):
         try:
             self._check(tree.width)
             if first == 0:
-                self._clear_round()
+                self._inner_tree, self._inner_nodes = TreeBuilder(), []
                 self._update_inner_cache()
             first_inner = len(self._inner_tree)
-            self._translate_tree(tree, first)
+            for token, parent in zip(tree.tokens[first:], tree.parents[first:], strict=True):
+                node = -1 if parent < 0 else self._inner_nodes[parent]
+                for translated in self._translate(token, first=parent < 0 and not self._tokens):
+                    node = self._inner_tree.add(node, translated)
+                self._inner_nodes.append(node)
             logits = self._model.verify(self._inner_tree.build(), first_inner)
         except BaseException:
             self._end_round()
@@ -123,80 +117,104 @@ class TranslatedModel(BaseModel):
         rows = [node - first_inner for node in self._inner_nodes[first:]]
         return TranslatedLogits(logits, rows, self._translation, self.facts.vocab_size)
 
-    def _translate_tree(self, tree: TokenTree, first: int) -> None:
-        """Add nodes from index `first` to the draft model's tree, each as a chain of draft tokens."""
-        for node in range(first, tree.width):
-            parent = tree.parents[node]
-            inner_node = -1 if parent < 0 else self._inner_nodes[parent]
-            for token in self._translate_token(tree.tokens[node], first=parent < 0 and not self._tokens):
-                inner_node = self._inner_tree.add(inner_node, token)
-            self._inner_nodes.append(inner_node)
-
-    def _clear_round(self) -> None:
-        self._round = ()
-        self._inner_tree, self._inner_nodes = TreeBuilder(), []
-
-    def _end_round(self) -> None:
-        self._clear_round()
-        if not self._closed:
-            self._model.truncate(self._model.length)
-
     def commit(self, path: tuple[int, ...]) -> None:
         self._check(0)
         self._model.commit(self._inner_tree.path(self._inner_nodes[path[-1] if path else 0]))
-        self._add([self._round[i] for i in (0, *path)])
-        self._clear_round()
+        self._append([self._round[i] for i in (0, *path)])
+        self._round = ()
 
     def truncate(self, length: int) -> None:
         self._check(0)
-        self._clear_round()
+        self._round = ()
         del self._tokens[length:]
         del self._ends[len(self._tokens) + 1 :]
         del self._translated[self._ends[-1] :]
         self._model.truncate(min(self._model.length, len(self._translated)))
 
-    def remove_range(self, start: int, end: int) -> None:
-        self._check(0)
-        start, end = min(start, len(self._tokens)), min(end, len(self._tokens))
-        begin, stop = self._ends[start], self._ends[end]
-        self._clear_round()
-        self._model.remove_range(begin, min(stop, self._model.length))
-        rest = self._tokens[end:]
-        ends = [at - (stop - begin) for at in self._ends[end + 1 :]]
-        del self._translated[begin:stop]
-        self._tokens[start:], self._ends[start + 1 :] = rest, ends
-
-    def snapshot(self, start: int = 0, end: int | None = None) -> Snapshot:
-        self._check(0)
-        self._clear_round()
-        inner = self._model.snapshot()
-        header = json.dumps({"text": self._tokens, "held": inner.length}).encode()
-        return Snapshot(len(self._tokens), header + b"\n" + inner.data)
-
-    def restore(self, snapshot: Snapshot) -> None:
-        self._check(0)
-        self.truncate(0)
-        header, _, data = snapshot.data.partition(b"\n")
-        try:
-            saved = json.loads(header)
-            tokens, inner_length = list(map(int, saved["text"])), int(saved["held"])
-        except (ValueError, KeyError, TypeError) as error:
-            raise BackendError("the snapshot does not fit this model", "prefill the tokens again") from error
-        if len(tokens) != snapshot.length or len(tokens) > self.facts.context_tokens:
-            raise BackendError("the snapshot does not fit this context", "prefill the tokens again")
-        self._model.restore(Snapshot(inner_length, data))
-        self._add(tokens)
-
     def resize(self, context_tokens: int) -> None:
         self._check_size(context_tokens)
-        self._clear_round()
+        self._round = ()
         self._model.resize(context_tokens + self._margin)
         inner = self._model.facts
         self._now_sized(max(0, inner.context_tokens - self._margin), inner.kv_bytes)
 
-    def interrupt(self, enabled: bool) -> None:
-        self._model.interrupt(enabled)
 
-    def close(self) -> None:
-        self._closed = True
-        self._model.close()
+class TranslatedLogits:
+    """The draft model's logits, indexed by target ids. Other tokens have probability 0.
+
+    Args:
+        logits: The draft model's logits.
+        rows: Rows of `logits` to use, in order.
+        translation: Translates the token ids.
+        vocab_size: Only target ids below this value are returned.
+    """
+
+    __slots__ = ("_logits", "_rows", "_translation", "vocab_size")
+
+    def __init__(
+        self, logits: Logits, rows: Sequence[int], translation: TokenTranslation, vocab_size: int
+    ) -> None:
+        self._logits = logits
+        self._rows = rows
+        self._translation = translation
+        self.vocab_size = vocab_size
+
+    @property
+    def waited_seconds(self) -> float:
+        return self._logits.waited_seconds
+
+    @property
+    def overlapped_seconds(self) -> float:
+        return self._logits.overlapped_seconds
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def best(
+        self, row: int, count: int, processors: Sequence[LogitsProcessor] = (), noise: Noise | None = None
+    ) -> tuple[list[int], float]:
+        return best_on_host(self, row, count, processors, noise)
+
+    def top(self, row: int, count: int) -> Candidates:
+        requested = count + _EXTRA_TOKENS
+        while count > 0 and requested < self._logits.vocab_size:
+            shared = self._translate(*self._logits.top(self._rows[row], requested))
+            if len(shared[0]) >= count:
+                return shared
+            requested *= 8
+        return self._all_shared(row)
+
+    def above(self, row: int, margin: float) -> Candidates:
+        tokens, values = self.top(row, 1)
+        floor = values.max(initial=-np.inf) - margin
+        # The draft model measures margins from its largest logit, which may belong to a token that is not
+        # shared.
+        _, best = self._logits.top(self._rows[row], 1)
+        draft_margin = float(best.max(initial=-np.inf)) - floor
+        if not np.isfinite(draft_margin):
+            return tokens, values
+        tokens, values = self._translate(*self._logits.above(self._rows[row], draft_margin))
+        above = values >= floor
+        return tokens[above], values[above]
+
+    def at(self, row: int, tokens: NDArray[np.int64]) -> NDArray[np.float64]:
+        ids = self._translation.draft_id_of[tokens]
+        values = self._logits.at(self._rows[row], np.maximum(ids, 0))
+        return np.where(ids >= 0, values, -np.inf)
+
+    def limit_vocab(self, vocab_size: int) -> TranslatedLogits:
+        if vocab_size >= self.vocab_size:
+            return self
+        return TranslatedLogits(self._logits, self._rows, self._translation, vocab_size)
+
+    def _translate(self, ids: NDArray[np.int64], values: NDArray[np.float64]) -> Candidates:
+        tokens = self._translation.target_id_of[ids]
+        shared = (tokens >= 0) & (tokens < self.vocab_size)
+        tokens, values = tokens[shared], values[shared]
+        order = np.argsort(tokens)
+        return tokens[order], values[order]
+
+    def _all_shared(self, row: int) -> Candidates:
+        translation = self._translation
+        count = int(np.searchsorted(translation.target_ids, self.vocab_size))
+        return translation.target_ids[:count], self._logits.at(self._rows[row], translation.draft_ids[:count])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
+from functools import cache
 
 import numpy as np
 
@@ -45,10 +47,6 @@ class _TokenTable:
         """Number of distinct tokens, excluding padding."""
         return len(self.text) + len(self.control)
 
-    def control_token(self, text: str) -> int | None:
-        """Return the id of the control token with this text, or None if there is none."""
-        return self.control.get(text.encode())
-
 
 class ByteTokenizer:
     """Tokenizes bytes as if in the middle of a text, without adding start tokens or a space."""
@@ -60,6 +58,8 @@ class ByteTokenizer:
 
     def tokenize(self, data: bytes) -> list[int]:
         """Return the tokens for `data`. Bytes that no token can represent are skipped."""
+        if not data:
+            return []
         try:
             text = data.decode()
         except UnicodeDecodeError:
@@ -75,30 +75,25 @@ class ByteTokenizer:
     def _suffix_with_bytes(self, tokens: list[int], data: bytes) -> list[int] | None:
         """Return the last tokens in `tokens` that together spell `data`, or None if there are none."""
         remaining = data
-        for i in range(len(tokens), -1, -1):
+        for i in reversed(range(len(tokens))):
+            raw = self._vocabulary.raw_piece(tokens[i])
+            if not remaining.endswith(raw):
+                return None
+            remaining = remaining.removesuffix(raw)
             if not remaining:
                 return tokens[i:]
-            if not i:
-                break
-            raw = self._vocabulary.raw_piece(tokens[i - 1])
-            if not remaining.endswith(raw):
-                break
-            remaining = remaining[: len(remaining) - len(raw)]
         return None
 
     def _longest_match(self, data: bytes) -> list[int]:
         """Split `data` into tokens, always choosing the longest token that matches."""
-        tokens = []
+        tokens: list[int] = []
         position = 0
         while position < len(data):
-            for size in range(min(self._max_token_bytes, len(data) - position), 0, -1):
-                token = self._ids.get(data[position : position + size])
-                if token is not None:
-                    tokens.append(token)
-                    break
-            else:
-                size = 1
-            position += size
+            sizes = range(min(self._max_token_bytes, len(data) - position), 0, -1)
+            size = next((size for size in sizes if data[position : position + size] in self._ids), 0)
+            if size:
+                tokens.append(self._ids[data[position : position + size]])
+            position += size or 1
         return tokens
 
 
@@ -129,32 +124,30 @@ class TokenTranslation:
         self.draft_tokenizer = ByteTokenizer(draft, draft_table.text)
         control = target_table.control.items()
         pairs = {token: draft_table.control[raw] for raw, token in control if raw in draft_table.control}
-        pairs |= dict(self._text_pairs(target_table, draft_table))
+        pairs |= self._text_pairs(target_table, draft_table)
         # Maps control tokens that only the target has to draft tokens with the same function.
         self._substitutes: dict[int, int] = {}
         self._match_ends(pairs, target_table, draft_table)
         self.draft_start_tokens = tuple(draft.tokenize("", special=True, start=True))
-        self._match_starts(target_table, draft_table)
+        target_start = target_table.control.get(target.bos_text.encode())
+        draft_start = draft_table.control.get(draft.bos_text.encode())
+        if target_start is not None and draft_start is not None:
+            self._substitutes.setdefault(target_start, draft_start)
         self.target_ids = np.array(sorted(pairs), np.int64)
         self.draft_ids = np.array([pairs[token] for token in sorted(pairs)], np.int64)
         self.draft_id_of = np.full(target.size, -1, np.int64)
         self.draft_id_of[self.target_ids] = self.draft_ids
         self.target_id_of = np.full(draft.size, -1, np.int64)
         self.target_id_of[self.draft_ids] = self.target_ids
-        self._translations: dict[int, tuple[int, ...]] = {}
+        self._cached_translate = cache(self._translate)
 
-    def _text_pairs(self, target_table: _TokenTable, draft_table: _TokenTable) -> list[tuple[int, int]]:
+    def _text_pairs(self, target_table: _TokenTable, draft_table: _TokenTable) -> dict[int, int]:
         """Match text tokens by their bytes. Among duplicates, use the ids that the tokenizers produce."""
-        pairs = []
-        for raw, target_id in target_table.text.items():
-            draft_id = draft_table.text.get(raw)
-            if draft_id is not None:
-                target_ids = target_table.duplicates.get(raw, [target_id])
-                draft_ids = draft_table.duplicates.get(raw, [draft_id])
-                pairs.append(
-                    (_produced_id(self._target, raw, target_ids), _produced_id(self._draft, raw, draft_ids))
-                )
-        return pairs
+        return {
+            _produced_id(self._target, raw, target_table): _produced_id(self._draft, raw, draft_table)
+            for raw in target_table.text
+            if raw in draft_table.text
+        }
 
     def _match_ends(self, pairs: dict[int, int], target_table: _TokenTable, draft_table: _TokenTable) -> None:
         """Match the end-of-reply tokens of both models."""
@@ -166,13 +159,6 @@ class TokenTranslation:
             pairs[self.target_end_token] = draft_end
         self._substitutes |= {token: draft_end for token in target_table.ends if token not in pairs}
 
-    def _match_starts(self, target_table: _TokenTable, draft_table: _TokenTable) -> None:
-        """Map the target's start token to the draft's start token."""
-        target_start = target_table.control_token(self._target.bos_text)
-        draft_start = draft_table.control_token(self._draft.bos_text)
-        if target_start is not None and draft_start is not None:
-            self._substitutes.setdefault(target_start, draft_start)
-
     def translate(self, token: int, first: bool) -> tuple[int, ...]:
         """Return one or more draft tokens that represent a target token.
 
@@ -180,13 +166,9 @@ class TokenTranslation:
             token: The target token.
             first: Whether the token is the first in the sequence. If so, the draft's start tokens are added.
         """
-        translated = self._translations.get(token)
-        if translated is None:
-            translated = self._translations[token] = self._translate(token)
+        translated = self._cached_translate(token)
         start = self.draft_start_tokens
-        if first and start and translated[:1] != start[:1]:
-            return (*start, *translated)
-        return translated
+        return (*start, *translated) if first and start and translated[:1] != start[:1] else translated
 
     def draft_token_bytes(self, token: int) -> bytes:
         """Return the bytes of a draft token."""
@@ -203,29 +185,25 @@ class TokenTranslation:
         return tuple(spelling[-MAX_SPELLING_TOKENS:]) or (0,)
 
 
-def _produced_id(vocabulary: Vocabulary, raw: bytes, ids: list[int]) -> int:
+def _produced_id(vocabulary: Vocabulary, raw: bytes, table: _TokenTable) -> int:
     """Return the id that the tokenizer produces for these bytes, or the first id if unknown."""
-    if len(ids) == 1:
-        return ids[0]
-    try:
-        text = raw.decode()
-    except UnicodeDecodeError:
-        return ids[0]
-    for prefix in ("", "a", "\n"):
-        tokens = vocabulary.tokenize(prefix + text, special=False, start=False)
-        if tokens and tokens[-1] in ids:
-            return tokens[-1]
-    return ids[0]
+    ids = table.duplicates.get(raw, ())
+    with suppress(UnicodeDecodeError):
+        for prefix in ("", "a", "\n") if ids else ():
+            tokens = vocabulary.tokenize(prefix + raw.decode(), special=False, start=False)
+            if tokens and tokens[-1] in ids:
+                return tokens[-1]
+    return table.text[raw]
 
 
 def _reply_end(vocabulary: Vocabulary, ends: list[int]) -> int | None:
     """Return the token that ends a chat reply: the end token that occurs last in the chat template."""
-    template = vocabulary.chat_template or ""
-    positions = {
-        token: template.rfind(vocabulary.raw_piece(token).decode("utf-8", "replace")) for token in ends
-    }
-    in_template = [token for token in ends if positions[token] >= 0]
-    if in_template:
-        return max(in_template, key=positions.__getitem__)
-    named = [token for token in ends if vocabulary.raw_piece(token) == vocabulary.eos_text.encode()]
-    return next(iter([*named, *ends]), None)
+    if not ends:
+        return None
+    template, eos = vocabulary.chat_template or "", vocabulary.eos_text
+
+    def rank(token: int) -> tuple[int, bool]:
+        text = vocabulary.raw_piece(token).decode("utf-8", "replace")
+        return template.rfind(text), text == eos
+
+    return max(ends, key=rank)

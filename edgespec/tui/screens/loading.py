@@ -1,4 +1,4 @@
-"""The screen shown while the model loads. Esc or Ctrl+C cancels loading."""
+"""The screen shown while the model loads."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Vertical
 from textual.content import Content
-from textual.message import Message as Event
 from textual.screen import Screen
 from textual.widgets import ProgressBar, Static
 
@@ -20,11 +19,8 @@ class LoadingScreen(Screen[None]):
     """Screen that shows the model name and the loading progress."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("escape,ctrl+c,ctrl+q", "cancel", "Cancel", show=False, priority=True),
+        Binding("escape,ctrl+c,ctrl+q", "app.cancel_load", "Cancel", show=False, priority=True),
     ]
-
-    class CancelWanted(Event):
-        """The user cancelled loading."""
 
     def __init__(self, name: str) -> None:
         super().__init__()
@@ -35,16 +31,12 @@ class LoadingScreen(Screen[None]):
         self._hint = Static(Content("Esc cancels"), id="loading-hint")
 
     def compose(self) -> ComposeResult:
-        """Create the model name, the progress bar and a description."""
-        with Vertical(id="loading"):
-            yield Static(Content.assemble(("edgespec", "bold"), "  ", (self._model, "$muted")))
-            yield self._bar
-            yield self._what
-            yield self._hint
+        heading = Static(Content.assemble(("edgespec", "bold"), "  ", (self._model, "$muted")))
+        yield Vertical(heading, self._bar, self._what, self._hint, id="loading")
 
     def show(self, description: str, fraction: float) -> None:
         """Show the progress."""
-        self._bar.update(progress=max(0.0, min(1.0, fraction)))
+        self._bar.update(progress=fraction)
         self._what.update(Content(description))
 
     def on_key(self, event: events.Key) -> None:
@@ -54,7 +46,6 @@ class LoadingScreen(Screen[None]):
         elif event.key == "backspace":
             self.typed = self.typed[:-1]
 
-    def action_cancel(self) -> None:
-        """Stop loading the model. If called again, quit immediately."""
-        self._hint.update(Content("Stopping. Press Esc again to quit at once"))
-        self.post_message(self.CancelWanted())
+    def show_stopping(self) -> None:
+        """Tell the user that loading will stop soon."""
+        self._hint.update(Content("Stopping. Press Esc again to quit at once."))

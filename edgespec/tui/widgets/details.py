@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from textual.app import ComposeResult
 from textual.containers import VerticalScroll
 from textual.content import Content
 from textual.widgets import Static
 
 from edgespec.files import format_bytes
 from edgespec.tui.numbers import bar, count, percent, rate, seconds_text
-from edgespec.tui.texts import in_chat_words, loss_limit_text, method_text
+from edgespec.tui.texts import sentences, speed_up_text
 
 if TYPE_CHECKING:
     from edgespec import MethodReport, Reply, Stats
@@ -24,23 +23,21 @@ _MAX_POSITIONS = 16
 
 
 def details_content(
-    stats: Stats | None,
-    width: int,
-    *,
-    method: MethodReport,
-    reply: Reply | None,
-    memory_bytes: int,
-    loss_limits: tuple[float, float] | None = None,
+    stats: Stats | None, width: int, *, method: MethodReport, reply: Reply | None, memory_bytes: int
 ) -> Content:
     """Return the contents of the details panel, laid out for a width of `width` cells."""
-    parts = [_method(method)]
+    parts = [_speed_up(method)]
     if stats is None or not (stats.generated_tokens or stats.prompt_tokens):
         parts.append(Content("Numbers appear with the first reply.\n").stylize("$muted"))
     else:
-        parts += [_speed(stats, method, reply, loss_limits, width), _positions(stats, width)]
-        parts.append(_phases(stats, width))
+        parts += [_speed(stats, method, reply, width), _positions(stats, width), _phases(stats, width)]
     parts.append(_memory(stats, memory_bytes, width))
     return Content("\n").join([part for part in parts if part])
+
+
+def _speed_up(method: MethodReport) -> Content:
+    lines = [speed_up_text(method), method.reason if method.effective != "none" else "", method.note]
+    return Content.assemble(_heading("Speed-up"), *(f"{sentences(line)}\n" for line in lines if line))
 
 
 def _heading(text: str) -> Content:
@@ -54,37 +51,30 @@ def _row(label: str, value: str, width: int) -> Content:
     return Content.assemble((label, "$muted"), gap, value, "\n")
 
 
-def _speed(
-    stats: Stats,
-    method: MethodReport,
-    reply: Reply | None,
-    loss_limits: tuple[float, float] | None,
-    width: int,
-) -> Content:
+def _speed(stats: Stats, method: MethodReport, reply: Reply | None, width: int) -> Content:
     cached = stats.cached_prompt_tokens
     read = f"{count(stats.prompt_tokens - cached)} of {count(stats.prompt_tokens)}"
     rows = [
-        _heading("This reply"),
-        _row("Speed", rate(stats.tokens_per_second), width),
-        _row("First token after", seconds_text(stats.ttft_seconds), width),
-        _row("Per token", seconds_text(stats.tpot_seconds), width),
-        _row("Tokens generated", count(stats.generated_tokens), width),
-        _row("Prompt read", f"{read} ({count(cached)} cached)" if cached else read, width),
+        ("Speed", rate(stats.tokens_per_second)),
+        ("First token after", seconds_text(stats.ttft_seconds)),
+        ("Time per token", seconds_text(stats.tpot_seconds)),
+        ("Tokens written", count(stats.generated_tokens)),
+        ("Prompt read", f"{read} ({count(cached)} cached)" if cached else read),
     ]
     if stats.drafted_tokens:
         share = f"{count(stats.accepted_tokens)} of {count(stats.drafted_tokens)}"
-        rows.append(_row("Guesses right", f"{share} ({percent(stats.acceptance_rate)})", width))
+        rows.append(("Guesses accepted", f"{share} ({percent(stats.acceptance_rate)})"))
     if stats.tokens_per_target_pass is not None:
-        rows.append(_row("Tokens per pass", f"{stats.tokens_per_target_pass:.2f} (1 = no speed-up)", width))
+        rows.append(("Tokens at a time", f"{stats.tokens_per_target_pass:.2f}"))
     if method.speed_up_text and method.effective != "none":
-        rows.append(_row("Speed-up", method.speed_up_text, width))
+        rows.append(("Speed-up", method.speed_up_text))
     elif method.gain is None and stats.drafted_tokens and stats.speedup_estimate is not None:
-        rows.append(_row("Speed-up", f"{stats.speedup_estimate:.2f}x", width))
-    if loss_limit := loss_limit_text(loss_limits, stats):
-        rows.append(_row("Loss limit", loss_limit, width))
+        rows.append(("Speed-up", f"{stats.speedup_estimate:.2f}x"))
+    if stats.worst_case_loss is not None:
+        rows.append(("Slower at worst by", percent(stats.worst_case_loss)))
     if reply is not None:
-        rows.append(_row("Seed", str(reply.seed), width))
-    return Content.assemble(*rows)
+        rows.append(("Seed", str(reply.seed)))
+    return Content.assemble(_heading("This reply"), *(_row(label, value, width) for label, value in rows))
 
 
 def _positions(stats: Stats, width: int) -> Content:
@@ -93,10 +83,10 @@ def _positions(stats: Stats, width: int) -> Content:
     pairs = [(a, d) for a, d in zip(accepted, drafted, strict=False) if d]
     if not pairs:
         return Content("")
-    rows = [_heading("Guesses right, by position")]
+    rows = [_heading("Accepted: 1st, 2nd, ... guess")]
     for place, (right, guessed) in enumerate(pairs[:_MAX_POSITIONS], 1):
         share = right / guessed
-        rows.append(_bar_row(f"{place:>2}", share, percent(share), "$accepted", width))
+        rows.append(_bar_row(f"{place:>2}", share, percent(share), "$success", width))
     if len(pairs) > _MAX_POSITIONS:
         rows.append(Content(f"   and {len(pairs) - _MAX_POSITIONS} more\n").stylize("$muted"))
     return Content.assemble(*rows)
@@ -113,12 +103,11 @@ def _phases(stats: Stats, width: int) -> Content:
     total = sum(seconds for _, seconds in phases)
     if not total:
         return Content("")
-    rows = [_heading("Time")]
-    rows += [
+    rows = (
         _bar_row(f"{name:<11}", seconds / total, seconds_text(seconds), "$primary", width)
         for name, seconds in phases
-    ]
-    return Content.assemble(*rows)
+    )
+    return Content.assemble(_heading("Time"), *rows)
 
 
 def _bar_row(label: str, share: float, value: str, style: str, width: int) -> Content:
@@ -128,11 +117,6 @@ def _bar_row(label: str, share: float, value: str, style: str, width: int) -> Co
     )
 
 
-def _method(method: MethodReport) -> Content:
-    note = f"{in_chat_words(method.note)}\n" if method.note else ""
-    return Content.assemble(_heading("Method"), f"{method_text(method)}\n", (note, "$muted"))
-
-
 def _memory(stats: Stats | None, memory_bytes: int, width: int) -> Content:
     rows = [_heading("Memory"), _row("Now", format_bytes(memory_bytes), width)]
     if stats is not None:
@@ -140,9 +124,9 @@ def _memory(stats: Stats | None, memory_bytes: int, width: int) -> Content:
         peak_bytes = max(stats.peak_memory_bytes, memory_bytes) if stats.peak_memory_bytes else 0
         named = (
             ("Peak", peak_bytes),
-            ("Draft weights", stats.draft_weight_bytes),
-            ("Draft cache", stats.draft_kv_bytes),
-            ("Draft tables", stats.draft_other_bytes),
+            ("Draft model", stats.draft_weight_bytes),
+            ("Draft model's cache", stats.draft_kv_bytes),
+            ("Text search", stats.draft_other_bytes),
         )
         rows += [_row(label, format_bytes(size), width) for label, size in named if size]
     return Content.assemble(*rows)
@@ -152,12 +136,9 @@ class Details(VerticalScroll):
     """The details panel to the right of the chat. Every update redraws all of it."""
 
     def __init__(self, *, id: str) -> None:  # noqa: A002 - textual's own name
-        super().__init__(id=id)
+        self._text = Static()
+        super().__init__(self._text, id=id)
         self._draw: Callable[[int], Content] | None = None
-
-    def compose(self) -> ComposeResult:
-        """Create the text widget."""
-        yield Static(id="details-text")
 
     def show(self, draw: Callable[[int], Content]) -> None:
         """Show the result of `draw(width)`, now and again after every resize."""
@@ -165,7 +146,6 @@ class Details(VerticalScroll):
         self.on_resize()
 
     def on_resize(self) -> None:
-        """Redraw the text for the new width."""
         width = self.scrollable_content_region.width
         if self._draw is not None and width:
-            self.query_one("#details-text", Static).update(self._draw(width))
+            self._text.update(self._draw(width))

@@ -1,8 +1,9 @@
-"""The widgets of the transcript: messages, replies, notes and panels."""
+"""The widgets of the transcript: messages, replies and panels."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import groupby
 from typing import TYPE_CHECKING
 
 from markdown_it import MarkdownIt
@@ -19,24 +20,24 @@ from edgespec.tui.widgets.pairs import Pairs
 if TYPE_CHECKING:
     from edgespec import Reply, TextChunk
 
-__all__ = ["Note", "Panel", "ReplyMessage", "UserMessage", "Welcome", "markdown_parser", "origin_content"]
+__all__ = ["Panel", "ReplyMessage", "UserMessage", "Welcome"]
 
 
-def markdown_parser() -> MarkdownIt:
+_ENDINGS = {
+    "cancelled": "stopped",
+    "length": "stopped at the maximum length of a reply, or because the context is full",
+}
+
+
+def _markdown_parser() -> MarkdownIt:
     """Return a Markdown parser that shows HTML as text, because models often write tags such as `<name>`."""
     return MarkdownIt("gfm-like", {"html": False})
 
 
-def origin_content(chunks: Sequence[TextChunk]) -> Content:
+def _origin_content(chunks: Sequence[TextChunk]) -> Content:
     """Return a reply's text with accepted draft tokens and the target's own tokens in different colours."""
-    parts: list[tuple[str, str]] = []
-    for chunk in chunks:
-        style = "$accepted" if chunk.accepted else "bold $own"
-        if parts and parts[-1][1] == style:
-            parts[-1] = (parts[-1][0] + chunk.text, style)
-        else:
-            parts.append((chunk.text, style))
-    return Content.assemble(*parts)
+    runs = groupby(chunks, key=lambda chunk: "$success" if chunk.accepted else "bold $warning")
+    return Content.assemble(*(("".join(chunk.text for chunk in run), style) for style, run in runs))
 
 
 class UserMessage(Static):
@@ -44,13 +45,6 @@ class UserMessage(Static):
 
     def __init__(self, text: str) -> None:
         super().__init__(Content(text), classes="user")
-
-
-class Note(Static):
-    """A muted line of text from edgespec, such as the result of a command."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__(Content(text), classes="note")
 
 
 class Panel(Vertical):
@@ -62,7 +56,6 @@ class Panel(Vertical):
         self._body = body if isinstance(body, Widget) else Static(Content(body), classes="panel-body")
 
     def compose(self) -> ComposeResult:
-        """Create the title and the body."""
         yield Static(Content(self._title), classes="panel-title")
         yield self._body
 
@@ -76,14 +69,13 @@ class Welcome(Vertical):
         self._notices = notices
 
     def compose(self) -> ComposeResult:
-        """Create the rows and the notices about the models."""
         yield Pairs(self._rows)
         for notice in self._notices:
             yield Static(Content(notice), classes="notice")
 
 
 class ReplyMessage(Widget):
-    """A reply, shown as Markdown or with tokens coloured by origin, above a line that says how it ended."""
+    """A reply, as Markdown or with tokens coloured by origin (draft or target), and how it ended."""
 
     def __init__(
         self,
@@ -101,13 +93,11 @@ class ReplyMessage(Widget):
         self._stream: MarkdownStream | None = None
 
     def compose(self) -> ComposeResult:
-        """Create the two views of the text, and the line below them."""
-        yield Markdown(self.text, parser_factory=markdown_parser, classes="reply-markdown")
+        yield Markdown(self.text, parser_factory=_markdown_parser, classes="reply-markdown")
         yield Static(classes="reply-origin")
         yield Static(classes="reply-end")
 
     def on_mount(self) -> None:
-        """Show the chosen view of the text."""
         self._refresh_views()
 
     @property
@@ -155,7 +145,7 @@ class ReplyMessage(Widget):
         self._refresh_views()
 
     def show_origin(self, origin: bool) -> None:
-        """Show tokens coloured by origin, or Markdown if `origin` is False."""
+        """Colour tokens by origin, or show Markdown if `origin` is False."""
         self._origin = origin
         self._refresh_views()
 
@@ -173,7 +163,7 @@ class ReplyMessage(Widget):
         self._markdown.display = not coloured
         view.display = coloured
         if coloured:
-            view.update(origin_content(self.chunks).rstrip())
+            view.update(_origin_content(self.chunks).rstrip())
         if not self.writing:
             line = self._closing_line(coloured)
             self._end.update(line)
@@ -181,19 +171,15 @@ class ReplyMessage(Widget):
 
     def _closing_line(self, coloured: bool) -> Content:
         reason = self.reply.finish_reason if self.reply is not None else "stop"
-        endings = {
-            "cancelled": "stopped",
-            "length": "stopped: the reply, or the context, reached its maximum length",
-        }
-        ending = endings.get(reason, "")
+        ending = _ENDINGS.get(reason, "")
         if not coloured:
             return Content(ending)
         drafted = sum(chunk.token_count for chunk in self.chunks if chunk.accepted)
         own = sum(chunk.token_count for chunk in self.chunks if not chunk.accepted)
         return Content.assemble(
-            ("■ ", "$accepted"),
-            f"{count(drafted)} guessed right   ",
-            ("■ ", "$own"),
+            ("■ ", "$success"),
+            f"{count(drafted)} guessed correctly   ",
+            ("■ ", "$warning"),
             f"{count(own)} by the model itself",
             f"   {ending}" if ending else "",
         )

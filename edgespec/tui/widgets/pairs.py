@@ -16,11 +16,8 @@ def pairs_content(
 ) -> Content:
     """Return the rows, laid out for a width of `width` cells.
 
-    Args:
-        rows: Labels and values. If a label is empty, its value starts at the left edge.
-        width: Width in cells.
-        label_style: Style of the labels.
-        stack_below: Place values below their labels if less than this width is left for them.
+    A value without a label starts at the left edge. Values are placed below their labels if less than
+    `stack_below` cells are left for them.
     """
     label_width = max((len(label) for label, _ in rows), default=0) + 2
     stacked = width - label_width < stack_below
@@ -46,19 +43,16 @@ class Pairs(Widget):
         *,
         label_style: str = "$muted",
         stack_below: int = 0,
-        classes: str = "",
     ) -> None:
-        super().__init__(classes=classes)
+        super().__init__()
         self._rows = rows
         self._label_style = label_style
         self._stack_below = stack_below
 
     def render(self) -> Content:
-        """Return the rows, laid out for the current width."""
         return self._laid_out(self.content_size.width)
 
     def get_content_height(self, container: Size, viewport: Size, width: int) -> int:  # noqa: ARG002
-        """Return the number of lines needed at this width."""
         return self._laid_out(width).plain.count("\n") + 1
 
     def _laid_out(self, width: int) -> Content:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from textual import events
+from textual.binding import Binding, BindingType
 from textual.message import Message as Event
 from textual.widgets import TextArea
 
@@ -13,11 +15,16 @@ from edgespec.tui.history import History
 
 __all__ = ["PromptInput"]
 
-_NEW_LINE_KEYS = frozenset({"shift+enter", "ctrl+j", "alt+enter"})
-
 
 class PromptInput(TextArea):
     """Text input for messages and slash commands."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("shift+enter,ctrl+j,alt+enter", "new_line", show=False),
+        # These keys scroll the conversation, because the input itself is too short to scroll.
+        Binding("pageup", "screen.page(-1)", show=False),
+        Binding("pagedown", "screen.page(1)", show=False),
+    ]
 
     @dataclass
     class Sent(Event):
@@ -25,27 +32,8 @@ class PromptInput(TextArea):
 
         text: str
 
-    class HelpWanted(Event):
-        """A question mark was typed into the empty input."""
-
-    @dataclass
-    class Scroll(Event):
-        """Request to scroll the transcript by `pages` pages. Negative values scroll up."""
-
-        pages: int
-
-    class EndOfInput(Event):
-        """Ctrl+D was pressed on the empty input."""
-
     def __init__(self, sent: History, *, id: str) -> None:  # noqa: A002 - textual's own name
-        super().__init__(
-            id=id,
-            soft_wrap=True,
-            tab_behavior="focus",
-            show_line_numbers=False,
-            highlight_cursor_line=False,
-            placeholder="Message",
-        )
+        super().__init__(id=id, tab_behavior="focus", highlight_cursor_line=False, placeholder="Message")
         self._sent = sent
 
     def replace_text(self, text: str) -> None:
@@ -54,49 +42,36 @@ class PromptInput(TextArea):
         self.move_cursor(self.document.end)
 
     def update_suggestion(self) -> None:
-        """Suggest the rest of a partly typed slash command."""
-        at_end = self.cursor_location == self.document.end
-        self.suggestion = completion(self.text) if at_end else ""
+        self.suggestion = completion(self.text) if self.cursor_location == self.document.end else ""
 
     async def _on_key(self, event: events.Key) -> None:
-        if event.key in _NEW_LINE_KEYS:
-            self.insert("\n")
-        elif event.key == "enter":
+        if event.key == "enter":
             self.post_message(self.Sent(self.text))
         elif event.key == "tab" and self.suggestion:
             self.insert(self.suggestion + " ")
         elif event.key == "question_mark" and not self.text:
-            self.post_message(self.HelpWanted())
+            await self.run_action("screen.help")
         elif event.key == "ctrl+d" and not self.text:
-            self.post_message(self.EndOfInput())
+            await self.run_action("app.quit")
         else:
             await super()._on_key(event)
             return
         event.stop()
         event.prevent_default()
 
+    def action_new_line(self) -> None:
+        self.insert("\n")
+
     def action_cursor_up(self, select: bool = False) -> None:
         """Move up a line. In the first line, show the previous sent message."""
-        if not select and self.navigator.is_first_wrapped_line(self.cursor_location):
-            older = self._sent.older(self.text)
-            if older is not None:
-                self.replace_text(older)
-            return
-        super().action_cursor_up(select)
+        if select or not self.navigator.is_first_wrapped_line(self.cursor_location):
+            super().action_cursor_up(select)
+        elif (older := self._sent.older(self.text)) is not None:
+            self.replace_text(older)
 
     def action_cursor_down(self, select: bool = False) -> None:
         """Move down a line. In the last line, show the next sent message."""
-        if not select and self.navigator.is_last_wrapped_line(self.cursor_location):
-            newer = self._sent.newer()
-            if newer is not None:
-                self.replace_text(newer)
-            return
-        super().action_cursor_down(select)
-
-    def action_cursor_page_up(self) -> None:
-        """Scroll the transcript up one page, because the input itself is too short to scroll."""
-        self.post_message(self.Scroll(-1))
-
-    def action_cursor_page_down(self) -> None:
-        """Scroll the transcript down one page."""
-        self.post_message(self.Scroll(1))
+        if select or not self.navigator.is_last_wrapped_line(self.cursor_location):
+            super().action_cursor_down(select)
+        elif (newer := self._sent.newer()) is not None:
+            self.replace_text(newer)

@@ -1,100 +1,58 @@
-"""The sidebar with the list of saved chats."""
+"""The list of saved chats."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import ClassVar
+from typing import Any, ClassVar
 
-from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
-from textual.containers import Vertical
 from textual.content import Content
-from textual.message import Message as Event
-from textual.widgets import OptionList, Static
+from textual.widgets import OptionList
 from textual.widgets.option_list import Option
 
 from edgespec.chat.store import StoredChat
 from edgespec.tui.numbers import ago, count
 
-__all__ = ["Sidebar"]
+__all__ = ["ChatOption", "Sidebar"]
 
 _MAX_TITLE_LENGTH = 60
 
 
-class Sidebar(Vertical):
-    """Sidebar that lists the saved chats, newest first. Enter opens a chat, Delete deletes it."""
+class ChatOption(Option):
+    """An entry of the list: the chat's title, age and number of messages."""
 
-    BINDINGS: ClassVar[list[BindingType]] = [Binding("delete", "delete", "Delete", show=False)]
+    def __init__(self, chat: StoredChat, *, is_open: bool) -> None:
+        # Titles read from files can be arbitrarily long.
+        short = f"{chat.title[: _MAX_TITLE_LENGTH - 1]}…"
+        title = chat.title if len(chat.title) <= _MAX_TITLE_LENGTH else short
+        note = (f"{ago(chat.updated, datetime.now(UTC))} · {count(chat.message_count, 'message')}", "$muted")
+        super().__init__(
+            Content.assemble(
+                ("• " if is_open else "  ", "$primary"),
+                f"{title}\n  ",
+                ("cannot be read", "$error") if chat.problem else note,
+            ),
+            id=str(chat.path),
+        )
+        self.chat = chat
 
-    @dataclass
-    class Opened(Event):
-        """The user chose a chat to open."""
 
-        chat: StoredChat
+class Sidebar(OptionList):
+    """List of the saved chats, newest first. Enter opens a chat, Delete deletes it."""
 
-    @dataclass
-    class DeleteWanted(Event):
-        """The user wants to delete a chat."""
+    BINDINGS: ClassVar[list[BindingType]] = [Binding("delete", "screen.delete_chat", "Delete", show=False)]
 
-        chat: StoredChat
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.border_title = "Chats"
+        self.border_subtitle = "Enter opens · Del deletes"
 
-    def __init__(self, *, id: str) -> None:  # noqa: A002 - textual's own name
-        super().__init__(id=id)
-        self._chats: dict[str, StoredChat] = {}
-
-    def compose(self) -> ComposeResult:
-        """Create the heading, the list and a hint."""
-        yield Static("Chats", classes="sidebar-title")
-        yield OptionList(id="chat-list", compact=True)
-        yield Static("", id="chat-empty")
-        yield Static("Enter opens · Del deletes", classes="sidebar-hint")
-
-    def show(self, chats: Sequence[StoredChat], *, current: str, now: datetime | None = None) -> None:
+    def show(self, chats: Sequence[StoredChat], *, current: str) -> None:
         """Show `chats` and mark the one whose id is `current`."""
-        now = now or datetime.now(UTC)
-        options = self.query_one("#chat-list", OptionList)
-        place = options.highlighted
-        self._chats = {str(chat.path): chat for chat in chats}
-        options.clear_options()
-        options.add_options([Option(_entry(chat, current, now), id=str(chat.path)) for chat in chats])
-        if chats:
-            options.highlighted = min(place or 0, len(chats) - 1)
-        empty = self.query_one("#chat-empty", Static)
-        empty.display = not chats
-        options.display = bool(chats)
-        empty.update(Content("Chats are saved here after each reply."))
-
-    def focus_list(self) -> None:
-        """Focus the list."""
-        self.query_one("#chat-list", OptionList).focus()
-
-    def on_option_list_option_selected(self, event: OptionList.OptionSelected) -> None:
-        """Open the chosen chat."""
-        event.stop()
-        chat = self._chats.get(event.option_id or "")
-        if chat is not None:
-            self.post_message(self.Opened(chat))
-
-    def action_delete(self) -> None:
-        """Request deletion of the highlighted chat."""
-        options = self.query_one("#chat-list", OptionList)
-        if options.highlighted is None:
-            return
-        chat = self._chats.get(options.get_option_at_index(options.highlighted).id or "")
-        if chat is not None:
-            self.post_message(self.DeleteWanted(chat))
-
-
-def _entry(chat: StoredChat, current: str, now: datetime) -> Content:
-    mark = "• " if chat.id == current else "  "
-    # Titles read from files can be arbitrarily long.
-    shown = chat.title if len(chat.title) <= _MAX_TITLE_LENGTH else f"{chat.title[: _MAX_TITLE_LENGTH - 1]}…"
-    title = Content.assemble((mark, "$primary"), shown)
-    when = ago(chat.updated, now)
-    if chat.problem:
-        note = Content.assemble(("  cannot be read", "$error"))
-    else:
-        note = Content.assemble((f"  {when} · {count(chat.message_count, 'message')}", "$muted"))
-    return Content.assemble(title, "\n", note)
+        place = self.highlighted or 0
+        self.set_options(
+            [ChatOption(chat, is_open=chat.id == current) for chat in chats]
+            or [Option("Chats are saved here after each reply.", disabled=True)]
+        )
+        self.highlighted = min(place, len(chats) - 1) if chats else None

@@ -7,13 +7,12 @@ from collections.abc import Sequence
 from textual.app import ComposeResult
 from textual.containers import Vertical, VerticalScroll
 from textual.content import Content
-from textual.message import Message as Event
 from textual.widget import Widget
 from textual.widgets import Static
 
 from edgespec.tui.numbers import count
 from edgespec.tui.open_chat import ChatEntry
-from edgespec.tui.widgets.messages import Note, Panel, ReplyMessage, UserMessage
+from edgespec.tui.widgets.messages import Panel, ReplyMessage, UserMessage
 
 __all__ = ["Transcript"]
 
@@ -26,52 +25,47 @@ _MAX_MESSAGES = 120
 class Transcript(VerticalScroll):
     """Scrolling list of messages, notes and panels, with the newest at the bottom."""
 
-    class EarlierWanted(Event):
-        """The user wants to see older messages."""
-
     def __init__(self, welcome: Widget, *, id: str) -> None:  # noqa: A002 - textual's own name
         super().__init__(id=id)
         # The column is at least as tall as the view, so that a short chat starts at the top.
-        self._column = Vertical(welcome, _Earlier(), id="messages")
+        self._column = Vertical(welcome, _earlier(), id="messages")
         self._entries: Sequence[ChatEntry] = ()
         self._first = 0
         self._dropped = 0
         self._origin = False
 
     def compose(self) -> ComposeResult:
-        """Create the column of messages."""
         yield self._column
 
     def on_mount(self) -> None:
-        """Start following the end of the conversation."""
         self.anchor()
 
     async def show_chat(self, entries: Sequence[ChatEntry], *, welcome: Widget) -> None:
-        """Show another chat."""
+        """Replace the shown messages with those of another chat."""
         self._entries = entries
         self._first = max(0, len(entries) - _PAGE_MESSAGES)
         self._dropped = 0
         with self.app.batch_update():
             await self._column.remove_children()
-            await self._column.mount(welcome, _Earlier())
+            await self._column.mount(welcome, _earlier())
             await self._column.mount_all([self._widget(entry) for entry in entries[self._first :]])
         self._refresh_earlier()
-        self.to_end()
+        self.anchor()
 
     async def show_earlier(self) -> None:
-        """Show one more page of older messages."""
+        """Show up to 40 more of the older messages."""
         start = max(0, self._first - _PAGE_MESSAGES)
         widgets = [self._widget(entry) for entry in self._entries[start : self._first]]
         self._first = start
         if widgets:
-            await self._column.mount_all(widgets, after=self.query_one(_Earlier))
+            await self._column.mount_all(widgets, after=self.query_one(".earlier"))
         self._refresh_earlier()
         self.set_dropped(self._dropped)
 
     async def add(self, widget: Widget) -> None:
         """Append a message, note or panel and scroll to it."""
         await self._column.mount(widget)
-        self.to_end()
+        self.anchor()
 
     async def start_reply(self) -> ReplyMessage:
         """Append an empty reply widget that is ready to receive text."""
@@ -81,25 +75,23 @@ class Transcript(VerticalScroll):
         return reply
 
     async def note(self, text: str) -> None:
-        """Append a note in muted colours."""
-        await self.add(Note(text))
+        """Append a line of text from edgespec, such as the result of a command."""
+        await self.add(Static(Content(text), classes="note"))
 
     async def remove_notes(self) -> None:
         """Remove all notes and panels, which are outdated once the next message is sent."""
-        await self.query("Note, Panel").remove()
+        await self.query(".note, Panel").remove()
 
     async def remove_messages(self, number: int) -> None:
         """Remove the last `number` messages, which are about to be replaced."""
         messages = self._messages
-        for widget in messages[len(messages) - number :]:
-            await widget.remove()
+        await self._column.remove_children(messages[len(messages) - number :])
 
     async def prune(self) -> None:
         """Remove the widgets of the oldest messages if there are too many."""
         messages = self._messages
         surplus = len(messages) - _PAGE_MESSAGES if len(messages) > _MAX_MESSAGES else 0
-        for widget in messages[:surplus]:
-            await widget.remove()
+        await self._column.remove_children(messages[:surplus])
         self._first += surplus
         self._refresh_earlier()
 
@@ -112,17 +104,12 @@ class Transcript(VerticalScroll):
     def set_dropped(self, dropped: int) -> None:
         """Show a line below the first `dropped` messages, which no longer fit in the context."""
         self._dropped = dropped
-        for old in self.query(".unseen"):
-            old.remove()
+        self.query(".unseen").remove()
         place = dropped - self._first
         messages = self._messages
         if dropped and 0 <= place < len(messages):
             text = f"The context is full: the model no longer sees the {count(dropped, 'message')} above"
             self._column.mount(Static(Content(text), classes="unseen"), before=messages[place])
-
-    def to_end(self) -> None:
-        """Scroll to the end and keep following it."""
-        self.anchor()
 
     @property
     def _messages(self) -> list[Widget]:
@@ -136,22 +123,14 @@ class Transcript(VerticalScroll):
         return ReplyMessage(entry.content, chunks=entry.chunks, reply=entry.reply, origin=self._origin)
 
     def _refresh_earlier(self) -> None:
-        for earlier in self.query(_Earlier):
-            earlier.show(self._first)
+        for earlier in self.query(".earlier").results(Static):
+            earlier.display = self._first > 0
+            older = count(self._first, "older message")
+            earlier.update(f"[@click=screen.show_earlier]↑ {older}: click, or press Ctrl+Home[/]")
 
 
-class _Earlier(Static):
-    """Line that stands in for older messages that are not shown."""
-
-    def __init__(self) -> None:
-        super().__init__(classes="earlier")
-        self.display = False
-
-    def show(self, number: int) -> None:
-        """Show `number`, the number of older messages."""
-        self.display = number > 0
-        self.update(Content(f"↑ {count(number, 'earlier message')}: click, or press Ctrl+Home"))
-
-    def on_click(self) -> None:
-        """Request the older messages."""
-        self.post_message(Transcript.EarlierWanted())
+def _earlier() -> Static:
+    """Return the line that stands for older messages that are not shown."""
+    earlier = Static(classes="earlier")
+    earlier.display = False
+    return earlier

@@ -32,10 +32,9 @@ class TestModelFiles:
         other = load(write_llama(tmp_path / "other.gguf", words=words))
         found = compare_vocabularies(mine.vocabulary, other.vocabulary, "mine", "other")
         assert found.mapping == "translated"
-        assert found.first_difference == "token 261 is ' file' in mine and ' folder' in other"
         assert found.shared_fraction == pytest.approx(266 / 267)
         assert found.explanation.endswith(
-            "all but 1 of mine's tokens, under other ids, and drafts only those"
+            "has 266 of mine's 267 tokens, under other ids, and drafts only those"
         )
         assert found.translation is not None
         said = [other.vocabulary.raw_piece(i) for i in found.translation.translate(261, first=False)]
@@ -76,31 +75,9 @@ class TestPieces:
         found = compare_vocabularies(Pieces([*"abcdef", "!"]), Pieces([*"bcdezw", "!"]), "one", "two")
         assert found.mapping == "translated"
         assert found.explanation == (
-            "two has 71 % of one's tokens, under other ids, and drafts only those."
-            " Fewer tokens will be accepted than of a draft model of the same family"
+            "two has 5 of one's 7 tokens, under other ids, and drafts only those."
+            " Fewer of its tokens will be accepted than of a draft model of the same family"
         )
-
-    @pytest.mark.parametrize(
-        ("draft", "share"),
-        [
-            # 1,000 tokens and one end token.
-            (range(6, 1000), "99 % of one's tokens"),
-            (range(5, 1000), "all but 5 of one's tokens"),
-            (range(999, -1, -1), "100 % of one's tokens"),
-            (range(6), "only 1 % of one's tokens"),
-            (range(3), "only 4 of one's tokens"),
-        ],
-    )
-    def test_the_share_is_never_rounded_to_all_or_none(self, draft: range, share: str) -> None:
-        # The draft's own tokens come first, so that no id means the same in both.
-        others = [f"<{number}>" for number in range(1100)]
-        found = compare_vocabularies(
-            Pieces([*map(str, range(1000)), "!"]),
-            Pieces([*others, *map(str, draft), "!"]),
-            "one",
-            "two",
-        )
-        assert f"two has {share}" in found.explanation
 
     def test_no_common_token_is_an_error(self) -> None:
         class Endless(Pieces):

@@ -1,0 +1,263 @@
+"""The base class of GGUF models, which run in one llama.cpp context or in two if the model is split."""
+
+from __future__ import annotations
+
+import gc
+import struct
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgespec.backends.base import (
+    EarlyExit,
+    LanguageModel,
+    LoadOptions,
+    Progress,
+    SelfDraft,
+    SkippedLayers,
+    Snapshot,
+    Vocabulary,
+)
+from edgespec.backends.base_model import BaseModel, in_batches
+from edgespec.backends.llamacpp.context import ContextPlan, LlamaContext
+from edgespec.backends.llamacpp.kv_cells import KvCells
+from edgespec.backends.llamacpp.lowbit import load_low_bit_view
+from edgespec.backends.llamacpp.merged_kv import merge_kv
+from edgespec.backends.llamacpp.native import library
+from edgespec.backends.llamacpp.resizing import check_resize_fits, rebuild_context
+from edgespec.backends.llamacpp.vocabulary import LlamaVocabulary
+from edgespec.backends.memory_check import round_up_to_block
+from edgespec.backends.self_draft_view import SelfDraftView
+from edgespec.engine.logits import HostLogits
+from edgespec.engine.tree import TokenTree
+from edgespec.errors import BackendError, CancelledError, CapabilityError, ContextFullError
+
+__all__ = ["GgufModel"]
+
+# A byte count in a snapshot.
+_SIZE = struct.Struct("<Q")
+
+
+class GgufModel(BaseModel):
+    """A model in one context, or in two contexts that run its lower and its upper layers.
+
+    All contexts hold the same committed tokens. The last one computes the target's logits. Subclasses set
+    `facts`.
+
+    Attributes:
+        cells: The KV cells of the last context.
+        max_plan: The layout of each context at its maximum size.
+        options: The options that the model was loaded with.
+        low_bit_error: Why a low-bit copy cannot draft for this model. None if it can.
+    """
+
+    def __init__(
+        self, weights: Sequence[Any], cells: Sequence[KvCells], max_plan: ContextPlan, options: LoadOptions
+    ) -> None:
+        self.weights, self._all_cells = weights, cells
+        self._contexts: list[LlamaContext] = [each.context for each in cells]
+        self.cells, self._context = cells[-1], self._contexts[-1]
+        self.max_plan, self.options = max_plan, options
+        self.low_bit_error: CapabilityError | None = None
+        self._vocabulary = LlamaVocabulary(weights[0])
+        self.vocabulary: Vocabulary = self._vocabulary
+        self._recurrent = max_plan.recurrent
+        self._can_shift = (
+            max_plan.kv_types.can_shift_keys
+            and not self._recurrent
+            and all(context.can_shift for context in self._contexts)
+        )
+
+    @property
+    def length(self) -> int:
+        return self.cells.length
+
+    @property
+    def free_tokens(self) -> int:
+        return min(context.tokens for context in self._contexts) - self.length
+
+    def prefill(self, tokens: Sequence[int], progress: Progress | None = None) -> None:
+        self._check(len(tokens))
+        self._end_round()
+        for batch in in_batches(tokens, self._context.batch_tokens, progress):
+            try:
+                self._append(batch)
+            except (BackendError, ContextFullError, CancelledError):
+                self._cut(self.length)
+                raise
+            self.cells.length += len(batch)
+
+    @abstractmethod
+    def _append(self, tokens: Sequence[int]) -> None:
+        """Append tokens to all contexts without computing their logits."""
+
+    def _run(
+        self, tree: TokenTree, first: int, run: Callable[[TokenTree, int], NDArray[np.float32]]
+    ) -> HostLogits:
+        """Call `run` with a checked tree. If it fails, end the round."""
+        try:
+            self._check(tree.width)
+            self._check_shape(tree)
+            if first == 0:
+                self.cells.end_round()
+            return HostLogits(run(tree, first))
+        except (BackendError, ContextFullError, CancelledError):
+            self._end_round()
+            raise
+
+    def _check_shape(self, tree: TokenTree) -> None:
+        if tree.width > self._context.max_width:
+            raise CapabilityError(
+                f"a draft of {tree.width} tokens exceeds the limit of {self._context.max_width} per pass",
+                "use a shorter --draft-length or fewer --draft-branches",
+            )
+
+    def truncate(self, length: int) -> None:
+        self._check(0)
+        self._cut(min(length, self.length))
+
+    def _cut(self, length: int) -> None:
+        """Keep the first `length` tokens in all contexts and end the round."""
+        for cells in self._all_cells:
+            cells.truncate(length)
+
+    def _end_round(self) -> None:
+        """Remove the drafted and verified tokens that were not committed."""
+        for cells in self._all_cells:
+            cells.end_round()
+
+    def remove_range(self, start: int, end: int) -> None:
+        self._check(0)
+        if not self._can_shift:
+            raise CapabilityError(
+                f"{self.facts.name} cannot move cached keys to other positions",
+                "truncate the cache and prefill the rest again",
+            )
+        if self.cells.is_tracked:
+            raise CapabilityError(
+                f"the KV cache of {self.facts.name} is in use by a low-bit draft", "close the draft first"
+            )
+        self._end_round()
+        end = min(end, self.length)
+        if start < end:
+            for cells in self._all_cells:
+                cells.context.remove_range(start, end)
+                cells.length -= end - start
+
+    def snapshot(self, start: int = 0, end: int | None = None) -> Snapshot:
+        self._check(0)
+        self._end_round()
+        start, end = self._span(start, end)
+        *lower, last = (self._exported(context, start, end) for context in self._contexts)
+        return Snapshot(end, b"".join([*_sized(lower), last]), start)
+
+    def _exported(self, context: LlamaContext, start: int, end: int) -> bytes:
+        parts = [context.export_sequence()] if self._recurrent else context.export_cells(0, start, end)
+        return b"".join(_sized(parts))
+
+    def restore(self, snapshot: Snapshot) -> None:
+        self._check(0)
+        self._end_round()
+        if not snapshot.start:
+            self._cut(0)
+        start, length, data = snapshot.start, snapshot.length, memoryview(snapshot.data)
+        fits = self.length == start <= length <= self._context.tokens
+        for context in self._contexts:
+            own, data = (data, data[:0]) if context is self._context else _first_part(data)
+            fits = fits and self._imported(context, own, start, length)
+        if not fits:
+            self._cut(min(start, self.length))
+            raise BackendError("the snapshot does not fit this model and context", "prefill the tokens again")
+        for cells in self._all_cells:
+            cells.length = length
+
+    def _imported(self, context: LlamaContext, data: memoryview, start: int, length: int) -> bool:
+        """Append exported cells to a context, and return whether they match it."""
+        parts = []
+        while data:
+            part, data = _first_part(data)
+            parts.append(part)
+        if self._recurrent:
+            return len(parts) == 1 and context.import_sequence(parts[0])
+        return context.import_cells(parts, start, length)
+
+    def resize(self, context_tokens: int) -> None:
+        self._check_size(context_tokens)
+        self._end_round()
+        before = [context.plan for context in self._contexts]
+        after = [plan.with_tokens(round_up_to_block(context_tokens)) for plan in before]
+        check_resize_fits(before, after, self.facts.weight_bytes, self.options)
+        try:
+            for context, plan in zip(self._contexts, after, strict=True):
+                rebuild_context(context, plan, self.length, recurrent=self._recurrent)
+        except BaseException:
+            # `rebuild_context` has restored the context that failed. Restore the other one too.
+            for context, plan in zip(self._contexts, before, strict=True):
+                if not context.is_lost:
+                    rebuild_context(context, plan, self.length, recurrent=self._recurrent)
+            raise
+        finally:
+            if any(context.is_lost for context in self._contexts):
+                self._cut(0)
+                self._now_sized(0, 0)
+        self._now_sized(after[0].tokens, sum(plan.kv_bytes for plan in after))
+
+    def self_draft(self, method: SelfDraft) -> LanguageModel:
+        self._check(0)
+        if isinstance(method, SkippedLayers):
+            raise CapabilityError(
+                f"{self.facts.name} cannot skip layers, because the method swift requires an MLX model",
+                "choose another method or load an MLX version of the model",
+            )
+        view: SelfDraftView[Any]
+        if isinstance(method, EarlyExit):
+            view = self._early_exit_view(method.exit_layer)
+        else:
+            view = load_low_bit_view(self, method)
+        self._views.add(view)
+        return view
+
+    def _early_exit_view(self, exit_layer: int) -> SelfDraftView[Any]:
+        """Return a draft model that stops after `exit_layer` layers. Only split models support this."""
+        raise CapabilityError(
+            f"{self.facts.name} cannot draft by early exit after layer {exit_layer}, because it is not split",
+            f"run `edgespec prepare layerskip --exit {exit_layer}` for this model",
+        )
+
+    def export_cells(self, start: int, end: int) -> Sequence[bytes | memoryview]:
+        """Return the cells of all layers at positions [start, end), as the unsplit model exports them.
+
+        Raises:
+            CapabilityError: The cells of the two splits cannot be merged.
+        """
+        lower, *upper = (context.export_cells(0, start, end) for context in self._contexts)
+        return merge_kv(lower, upper[0], self.facts.name) if upper else lower
+
+    def interrupt(self, enabled: bool) -> None:
+        for context in self._contexts:
+            context.interrupt.requested = enabled
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        self._vocabulary.close()
+        for context in self._contexts:
+            context.close()
+        for weights in self.weights:
+            library().llama_model_free(weights)
+        gc.collect()
+
+
+def _sized(parts: Sequence[bytes | memoryview]) -> list[bytes | memoryview]:
+    """Return the parts, each preceded by its size in bytes."""
+    return [piece for part in parts for piece in (_SIZE.pack(len(part)), part)]
+
+
+def _first_part(data: memoryview) -> tuple[memoryview, memoryview]:
+    """Split the first sized part from the rest."""
+    end = _SIZE.size + int.from_bytes(data[: _SIZE.size], "little")
+    return data[_SIZE.size : end], data[end:]

@@ -1,0 +1,76 @@
+"""Base class of draft models that wrap another model and show it other tokens than the sequence."""
+
+from __future__ import annotations
+
+import json
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import replace
+
+from edgespec.backends.base import Capabilities, LanguageModel, Snapshot, Vocabulary
+from edgespec.backends.base_model import BaseModel
+from edgespec.errors import BackendError, CapabilityError
+
+__all__ = ["WrappedModel", "wrapped_capabilities"]
+
+
+def wrapped_capabilities(inner: Capabilities, max_width: int) -> Capabilities:
+    """Return the capabilities of a wrapped model."""
+    return replace(inner, max_width=max_width, partial_truncate=False, trainable=False)
+
+
+class WrappedModel(BaseModel):
+    """A draft model that keeps the token sequence itself, and runs an inner model on tokens derived from it.
+
+    Subclasses run missing tokens before the next pass, so the inner model's KV cache may lag behind. For this
+    reason, snapshots consist only of token ids.
+    """
+
+    def __init__(self, model: LanguageModel, vocabulary: Vocabulary) -> None:
+        self._model = model
+        self.vocabulary = vocabulary
+        self._tokens: list[int] = []
+        # The tokens of the tree that was verified last, until it is committed.
+        self._round: tuple[int, ...] = ()
+
+    @property
+    def length(self) -> int:
+        return len(self._tokens)
+
+    @abstractmethod
+    def truncate(self, length: int) -> None:
+        """See `LanguageModel.truncate`."""
+
+    def _append(self, tokens: Sequence[int]) -> None:
+        self._tokens += tokens
+
+    def _end_round(self) -> None:
+        self._round = ()
+        if not self._closed:
+            self._model.truncate(self._model.length)
+
+    def remove_range(self, start: int, end: int) -> None:
+        raise CapabilityError(f"tokens {start} to {end} of {self.facts.name} cannot be removed")
+
+    def snapshot(self, start: int = 0, end: int | None = None) -> Snapshot:
+        self._check(0)
+        self._end_round()
+        return Snapshot(len(self._tokens), json.dumps(self._tokens).encode())
+
+    def restore(self, snapshot: Snapshot) -> None:
+        self._check(0)
+        self.truncate(0)
+        try:
+            tokens = json.loads(snapshot.data)
+        except ValueError:
+            tokens = None
+        if not isinstance(tokens, list) or not len(tokens) == snapshot.length <= self.facts.context_tokens:
+            raise BackendError("the snapshot does not fit this model and context", "prefill the tokens again")
+        self._append(tokens)
+
+    def interrupt(self, enabled: bool) -> None:
+        self._model.interrupt(enabled)
+
+    def close(self) -> None:
+        self._closed = True
+        self._model.close()
