@@ -69,7 +69,9 @@ def load(
         EdgespecError: Loading failed. The error contains the reason and a hint.
     """
     if progress is not None and not callable(progress):
-        raise OptionError(f"progress is {progress!r}", "pass a function of a text and a fraction")
+        raise OptionError(
+            f"progress must be a function, but is {progress!r}", "pass a function of a text and a fraction"
+        )
     request = LoadRequest.read(target, draft, options)
     check_room_to_plan()
     pair = find_pair(request.target, request.draft, request.drafting, progress, request.options)
