@@ -23,7 +23,6 @@ from edgespec.errors import ModelFileError, OptionError
 from edgespec.memory import check_room_to_plan
 from edgespec.options import LoadArguments
 from edgespec.prepare.lowbit import find_lowbit, lowbit_file
-from edgespec.request import MethodOptions
 from edgespec.runtime import Runtime
 
 __all__ = ["always_draft", "load"]
@@ -112,7 +111,11 @@ def _load_planned(planned: LoadPlan, progress: Progress | None) -> Runtime:
             model,
             draft.model if draft else None,
             drafters,
-            defaults=MethodOptions(arguments["method"], arguments["draft_length"], arguments["acceptance"]),
+            defaults={
+                "method": arguments["method"],
+                "draft_length": arguments["draft_length"],
+                "acceptance": arguments["acceptance"],
+            },
             costs=costs,
             notice=" · ".join(filter(None, notices)),
             plan=planned.plan,

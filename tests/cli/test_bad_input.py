@@ -68,7 +68,7 @@ def test_a_context_larger_than_memory(run: Run) -> None:
 
 def test_a_prompt_longer_than_the_context(run: Run) -> None:
     error = one_line_error(run("generate", "-", input="word " * 5000), 1)
-    assert "the context has only 1024" in error
+    assert "the context holds 1024" in error
     assert "use --context" in error
 
 

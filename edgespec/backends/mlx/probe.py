@@ -74,40 +74,32 @@ def probe(model: MlxModel) -> ProbeResult:
         problem = problem or checks.find_problem(check)
     hooks_work = not checks.find_problem(checks.hooks)
     if problem or recurrent:
-        capabilities = Capabilities(
-            rollback=not problem,
-            tree=False,
-            reason=problem or "its recurrent state supports only chains",
-            max_width=model.facts.capabilities.max_width,
-            hidden_states=hooks_work,
-            partial_truncate=caches.truncatable,
-        )
+        tree_problem = problem or "its recurrent state supports only chains"
+        reason = problem or "a recurrent state cannot be shared with a draft"
+        unavailable = dict.fromkeys(SELF_DRAFT_NAMES.values(), reason)
         rollback = "not possible" if problem else "checkpoints of the recurrent state, and replay"
-        unavailable = dict.fromkeys(
-            SELF_DRAFT_NAMES.values(), problem or "a recurrent state cannot be shared with a draft"
-        )
-        return ProbeResult(capabilities, rollback, not problem, kv_bytes_for, unavailable)
-    problem = checks.find_problem(checks.tree)
-    checks.supports_trees = not problem
-    self_draft_checks = {
-        "layerskip": checks.early_exit,
-        "swift": checks.skipped_layers,
-        "lowbit": checks.low_bits,
-    }
-    problems = {name: checks.find_problem(check) for name, check in self_draft_checks.items()}
-    unavailable = {name: reason for name, reason in problems.items() if reason}
+    else:
+        tree_problem = checks.find_problem(checks.tree)
+        checks.supports_trees = not tree_problem
+        problems = {
+            "layerskip": checks.find_problem(checks.early_exit),
+            "swift": checks.find_problem(checks.skipped_layers),
+            "lowbit": checks.find_problem(checks.low_bits),
+        }
+        unavailable = {name: reason for name, reason in problems.items() if reason}
+        extra = f"; sliding windows keep {AttentionCache.slack} extra tokens" if caches.windowed else ""
+        rollback = f"by offset{extra}"
     capabilities = Capabilities(
-        rollback=True,
-        tree=not problem,
-        reason=problem,
+        rollback=not problem,
+        tree=not tree_problem,
+        reason=tree_problem,
         max_width=model.facts.capabilities.max_width,
         hidden_states=hooks_work,
-        self_draft_methods=frozenset(problems.keys() - unavailable.keys()),
-        trainable=True,
-        partial_truncate=not caches.windowed,
+        self_draft_methods=frozenset(SELF_DRAFT_NAMES.values()) - unavailable.keys(),
+        trainable=not (problem or recurrent),
+        partial_truncate=caches.truncatable,
     )
-    extra = f"; sliding windows keep {AttentionCache.slack} extra tokens" if caches.windowed else ""
-    return ProbeResult(capabilities, f"by offset{extra}", False, kv_bytes_for, unavailable)
+    return ProbeResult(capabilities, rollback, recurrent and not problem, kv_bytes_for, unavailable)
 
 
 def _step(model: MlxModel, token: int) -> NDArray[np.float64]:
