@@ -68,7 +68,9 @@ def load(
         EdgespecError: Loading failed. The error contains the reason and a hint.
     """
     if progress is not None and not callable(progress):
-        raise OptionError(f"progress is {progress!r}", "give a function of a text and the fraction done")
+        raise OptionError(
+            f"progress must be a function, but is {progress!r}", "pass a function of a text and a fraction"
+        )
     request = LoadRequest.read(target, draft, options)
     check_room_to_plan()
     pair = find_pair(request.target, request.draft, request.drafting, progress, request.options)
@@ -95,7 +97,7 @@ def _load_planned(planned: LoadPlan, progress: Progress | None) -> Runtime:
         drafters, notices = make_drafters(pair, model, draft, drafting, assumed_costs, progress)
         undo.callback(drafters.close)
         for method in drafting.methods:
-            drafters.choose(method)  # reports a missing drafter now, not with the first reply
+            drafters.choose(method)  # Report a missing drafter now, not with the first reply.
         entry = pair.target.entry
         notices = (
             entry.notice if entry else "",
