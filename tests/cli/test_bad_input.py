@@ -73,7 +73,7 @@ def test_a_prompt_longer_than_the_context(run: Run) -> None:
 
 
 def test_less_memory_than_the_weights(run: Run) -> None:
-    assert "give more with --memory" in one_line_error(run("generate", "--memory", "5MB", "hello"), 1)
+    assert "raise --memory" in one_line_error(run("generate", "--memory", "5MB", "hello"), 1)
 
 
 def test_a_name_there_is_not(run: Run) -> None:
