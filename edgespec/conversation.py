@@ -20,14 +20,8 @@ class _MessageRuntime(Protocol):
 
     def count_tokens(self, messages: Sequence[Message]) -> int: ...
 
-    def stream_messages(
-        self,
-        messages: Sequence[Message],
-        *,
-        context_full: ContextFull,
-        on_end: Callable[[Reply | None], None] | None = None,
-        **options: Any,
-    ) -> ReplyStream: ...
+    @property
+    def stream_messages(self) -> Callable[..., ReplyStream]: ...
 
 
 class Chat:
@@ -36,7 +30,7 @@ class Chat:
     Attributes:
         system: Instructions for the model. A change takes effect with the next turn.
         messages: The messages of user and assistant, in order. Do not change the list during a reply.
-        dropped_messages: Number of oldest messages that the last turn left out of the prompt because the
+        dropped_messages: Number of oldest messages that are not in the prompt of the last turn, because the
             context was full.
     """
 
@@ -47,12 +41,12 @@ class Chat:
         messages: Sequence[Message] = (),
         context_full: ContextFull = "slide",
     ) -> None:
-        self.system = system
-        self.messages = list(messages)
-        self.dropped_messages = 0
+        self.system: str | None = system
+        self.messages: list[Message] = list(messages)
+        self.dropped_messages: int = 0
         self._runtime = runtime
         self._context_full = context_full
-        # None if the conversation began with messages and has not had a turn yet.
+        # None before the first turn of a conversation that began with messages.
         self._used_tokens: int | None = None if self.messages else 0
 
     @property
@@ -70,12 +64,13 @@ class Chat:
     def stream(self, text: str, **options: Any) -> ReplyStream:
         """Send a message and stream the reply.
 
-        The reply is appended to `messages` when it ends. A cancelled reply keeps the text generated so far. A
-        reply that fails, or is cancelled before its first word, leaves the conversation as it was.
+        The reply is appended to `messages` when it ends. A cancelled reply keeps the text generated so far.
+        If a reply fails or is cancelled before its first word, the conversation does not change.
 
         Args:
             text: The user's message.
-            **options: Options of `Runtime.stream_tokens`.
+            **options: See `edgespec.ReplyArguments`. `progress` and `processors` are those of
+                `Runtime.stream_tokens`.
 
         Raises:
             ContextFullError: The message does not fit in the context.
@@ -85,7 +80,7 @@ class Chat:
         return self._answer([*self.messages, Message("user", text)], options)
 
     def ask(self, text: str, **options: Any) -> Reply:
-        """Send a message and wait for the reply. Takes the options of `stream`."""
+        """Send a message and wait for the reply. The options are those of `stream`."""
         return self.stream(text, **options).wait()
 
     def regenerate(self, **options: Any) -> ReplyStream:

@@ -134,14 +134,6 @@ def _mlx() -> MlxInfo:
     try:
         from edgespec.backends.mlx.build_info import build_info as mlx_build_info
 
-        facts = mlx_build_info()
+        return MlxInfo(*mlx_build_info())
     except BackendMissingError as error:
         return MlxInfo(problem=str(error))
-    return MlxInfo(
-        facts.version,
-        facts.mlx_lm_version,
-        facts.device,
-        facts.metal,
-        facts.cuda,
-        facts.recommended_working_set_bytes,
-    )

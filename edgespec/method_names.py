@@ -24,7 +24,7 @@ def parse_method(method: str) -> tuple[str, ...]:
             drafters that need the target's cache.
     """
     if not isinstance(method, str):
-        raise OptionError(f"method {method!r} is not a string", "give a method such as 'model+ngram'")
+        raise OptionError(f"method {method!r} is not a string", "use a method such as 'model+ngram'")
     if method == "none":
         return ()
     if method == "auto":
@@ -34,9 +34,9 @@ def parse_method(method: str) -> tuple[str, ...]:
         if name not in DRAFTER_NAMES:
             near = difflib.get_close_matches(name, ("auto", "none", *DRAFTER_NAMES), 1)
             hint = f"did you mean {near[0]!r}? " if near else ""
+            known = ", ".join(DRAFTER_NAMES)
             raise OptionError(
-                f"method {method!r} is unknown",
-                f"{hint}choose auto, none, or {', '.join(DRAFTER_NAMES)} joined by +",
+                f"method {method!r} is unknown", f"{hint}choose auto, none, or {known} joined by +"
             )
     if len(set(names)) < len(names):
         raise OptionError(f"method {method!r} names a drafter twice", "name each drafter once")

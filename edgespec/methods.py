@@ -1,10 +1,10 @@
-"""Maps method names, such as `auto` or `model+ngram`, to the drafters that they use."""
+"""Choose the drafters of a method, such as `auto` or `model+ngram`."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from types import MappingProxyType
+from typing import NamedTuple
 
 from edgespec.auto.combined_drafter import CombinedDrafter
 from edgespec.auto.controller import AutoConfig, AutoController
@@ -31,14 +31,8 @@ _AUTO_LOOKUP = "suffix"
 _CLASSIFIED_TOKENS = 512
 
 
-@dataclass(frozen=True, slots=True)
-class MissingDrafter:
-    """Explains why a drafter is not available.
-
-    Attributes:
-        reason: Why the drafter is not available.
-        hint: What a user can do about it.
-    """
+class MissingDrafter(NamedTuple):
+    """The reason why a drafter is not available, and a hint at what the user can do."""
 
     reason: str
     hint: str
@@ -50,19 +44,17 @@ _UNKNOWN_DRAFTER = MissingDrafter("this target has no such drafter", "choose ano
 class DrafterSet:
     """All drafters for a target model, and the combinations of them that methods use.
 
-    Owned by the session. Combinations and controllers are created on first use and then kept, because they
-    learn acceptance rates.
+    Combinations and controllers are created on first use and then kept, because they measure acceptance
+    rates.
 
     Args:
-        target: The target.
-        draft: The draft model, if there is one.
-        branches: Shape of the draft model's tree, or a rule for growing it. No other drafter may use the same
-            rule object.
+        branches: Number of branches at each depth of the draft model's tree, or a rule for growing the tree,
+            which no other drafter may use.
         min_confidence: The draft model stops drafting when its confidence falls below this probability.
         why_no_draft: Why there is no draft model, for reports and errors.
-        others: Other drafters by name, or explanations of why they are missing. An entry `model` replaces the
+        others: Other drafters by name, or the reasons why they are missing. An entry `model` replaces the
             usual drafter for the draft model.
-        v: Cost of a verification pass, in target steps, as a function of its width in tokens.
+        v: Cost of a verify pass by width, in target steps.
         auto_config: Settings of the controller that decides when to draft. Without them, `auto` drafts in
             every round.
     """
@@ -80,15 +72,14 @@ class DrafterSet:
         auto_config: AutoConfig | None = None,
     ) -> None:
         self._auto_config = auto_config
-        self._run_ahead = target.run_ahead
-        self._piece = lambda token: target.vocabulary.piece(token).decode("utf-8", "replace")
+        self._model = target
         self._target = target.facts
         self._why_no_draft = why_no_draft
         self._v = v
         self._drafters: dict[str, Drafter] = {"ngram": NgramDrafter()}
         self._missing: dict[str, MissingDrafter] = {
             "model": MissingDrafter(
-                f"it needs a draft model: {why_no_draft}", "give --draft REF or use --method ngram"
+                f"it needs a draft model: {why_no_draft}", "use --draft REF or --method ngram"
             )
         }
         self._combinations: dict[tuple[str, ...], CombinedDrafter] = {}
@@ -106,14 +97,12 @@ class DrafterSet:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of the available drafters."""
         return tuple(name for name in DRAFTER_NAMES if name in self._drafters)
 
     @property
     def loss_limits(self) -> tuple[float, float] | None:
-        """The loss limit: a share of the plain decoding time plus a number of target steps. May be None."""
-        limits = self._auto_config.limits if self._auto_config else None
-        return (limits.rate, limits.steps) if limits else None
+        """The loss limit, if any: a share of the plain decoding time, and a number of target steps."""
+        return self._auto_config.limits if self._auto_config else None
 
     def choose(self, method: str) -> tuple[Drafter | None, MethodReport]:
         """Return the drafter for a method, and a report on the drafters in use.
@@ -144,17 +133,11 @@ class DrafterSet:
             return self._controlled(self._auto_config, names), report
         return self._drafters[names[0]] if len(names) == 1 else self._combined(names), report
 
-    def controller(self, method: str) -> AutoController | None:
-        """Return the controller for a method, or None if the method drafts in every round."""
-        drafter, _ = self.choose(method)
-        return drafter if isinstance(drafter, AutoController) else None
-
     def _auto_names(self) -> tuple[str, ...]:
         models = [name for name in _AUTO_MODELS if name in self._drafters]
         return tuple(name for name in (*models[:1], _AUTO_LOOKUP) if name in self._drafters)
 
     def _controlled(self, config: AutoConfig, names: tuple[str, ...]) -> AutoController:
-        """Return the controller for the named drafters."""
         if names not in self._controllers:
             for name in names:
                 self._drafters[name].warm_up()
@@ -172,13 +155,14 @@ class DrafterSet:
                 loss_limit,
                 costs,
                 text_kind=self._text_kind,
-                run_ahead=self._run_ahead,
+                run_ahead=self._model.run_ahead,
                 store=config.open_store("+".join(names)) if config.open_store else None,
             )
         return self._controllers[names]
 
     def _text_kind(self, tokens: Sequence[int]) -> str:
-        return text_kind("".join(map(self._piece, tokens[-_CLASSIFIED_TOKENS:])))
+        pieces = map(self._model.vocabulary.piece, tokens[-_CLASSIFIED_TOKENS:])
+        return text_kind("".join(piece.decode("utf-8", "replace") for piece in pieces))
 
     def _with_adaptive_length(self, drafter: Drafter, config: AutoConfig) -> Drafter:
         """Make a drafter choose its own draft length if it runs a model. Otherwise return it unchanged."""
@@ -192,7 +176,6 @@ class DrafterSet:
         return drafter
 
     def _combined(self, names: tuple[str, ...]) -> CombinedDrafter:
-        """Return the combination of the named drafters."""
         if names not in self._combinations:
             self._combinations[names] = CombinedDrafter(
                 [self._drafters[name] for name in names],

@@ -33,7 +33,7 @@ __all__ = [
 ]
 
 _NO_LIMIT = (1 << 31) - 1
-_MAX_BRANCHES = 64  # maximum number of leaves in a draft tree
+_MAX_BRANCHES = 64  # Maximum number of leaves of a draft tree.
 _TRUE, _FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
 
 

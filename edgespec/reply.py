@@ -17,7 +17,7 @@ class TextChunk:
     Attributes:
         text: The text. It may be empty while the bytes of a character are incomplete.
         token_count: Number of tokens in the chunk.
-        accepted: True if these are accepted draft tokens, False if the target generated them itself.
+        accepted: Whether these are accepted draft tokens, not tokens that the target generated itself.
     """
 
     text: str
@@ -30,10 +30,10 @@ class MethodReport:
     """The drafting method of a reply, and its measured speed-up.
 
     Attributes:
-        requested: The method that the options asked for, such as `auto`.
+        requested: The method in the options, such as `auto`.
         effective: The drafters that are in use, joined by `+`, or `none`.
         reason: The reason for the choice.
-        note: Costs and problems reported by the drafters after a reply.
+        note: Costs and problems of the drafters, known after a reply.
         gain: The speed-up over plain decoding, minus 1. So 0.6 means 1.6 times as fast. None if not measured.
         gain_uncertainty: Standard error of the gain.
     """
@@ -79,14 +79,11 @@ class Reply:
     """A finished reply.
 
     Attributes:
-        text: The text.
         tokens: All generated tokens, including the one that ended the reply.
         finish_reason: `stop`, `length` or `cancelled`.
         seed: Random seed. Generating with the same seed gives the same reply.
         target: Name of the target.
         draft: Name of the draft model, or None.
-        method: The drafting method and its speed-up.
-        stats: Counts and times.
     """
 
     text: str

@@ -23,8 +23,8 @@ class RequestQueue:
 
     Replies are generated in the queue's own thread, so a caller that reads its reply slowly does not delay
     the others. All methods may be called from any thread. Closing the queue does not close the runtime.
-    Call `cancel` on a reply that nobody will read. The callback `on_end` runs in the queue's thread and must
-    not wait for another queued reply.
+    Call `cancel` on a reply that nobody will read. The `on_end` callback of a reply runs in the queue's
+    thread and must not wait for another queued reply.
 
     Args:
         runtime: The runtime. Queued requests fail with BusyError if it is also used outside the queue.
@@ -43,11 +43,11 @@ class RequestQueue:
 
     @property
     def waiting(self) -> int:
-        """The number of requests that have not started yet."""
+        """Number of requests that have not started yet."""
         return len(self._waiting)
 
     def stream(self, prompt: str, **options: Any) -> QueuedReply:
-        """Queue a request for a reply to a prompt. Takes the arguments of `Runtime.stream`.
+        """Queue a request for a reply to a prompt. See `Runtime.stream` for the arguments.
 
         Raises:
             BusyError: Too many requests are waiting.
@@ -56,12 +56,9 @@ class RequestQueue:
         return self._submit(lambda: self._runtime.stream(prompt, **options))
 
     def stream_messages(self, messages: Sequence[Message | Mapping[str, Any]], **options: Any) -> QueuedReply:
-        """Queue a request for a reply to messages. Takes the arguments of `Runtime.stream_messages`.
+        """Queue a request for a reply to messages. See `Runtime.stream_messages` for the arguments.
 
-        Raises:
-            BusyError: Too many requests are waiting.
-            ClosedError: The queue was closed.
-            OptionError: A message is invalid.
+        Invalid messages raise OptionError at once. Other errors are those of `stream`.
         """
         # Copy the list, because the caller may change it before the request starts.
         checked = as_messages(messages)
@@ -72,7 +69,7 @@ class RequestQueue:
             if self._closed:
                 raise ClosedError("the request queue is closed", "create another one")
             if len(self._waiting) + (self._running is not None) > self._max_waiting:
-                raise BusyError(f"{self._max_waiting} requests are waiting already", "try again later")
+                raise BusyError(f"{self._max_waiting} requests are already waiting", "try again later")
             queued = QueuedReply(start, self._remove)
             self._waiting.append(queued)
             self._changed.notify_all()
@@ -94,7 +91,7 @@ class RequestQueue:
                     return
                 self._running = running = self._waiting.popleft()
             error = running._run()
-            # Do this first, so that a caller whose reply has ended can submit its next request at once.
+            # Set this first, so that a caller whose reply has ended can submit its next request at once.
             with self._changed:
                 self._running = None
             running._end(error)
@@ -107,9 +104,7 @@ class RequestQueue:
             self._waiting.clear()
             self._changed.notify_all()
         for queued in waiting:
-            queued._end(
-                ClosedError("the request queue was closed before the request started", "submit it to another")
-            )
+            queued._end(ClosedError("the queue was closed before the request started", "use another queue"))
         if running:
             running.cancel()
         if self._thread is not threading.current_thread():
@@ -141,12 +136,12 @@ class QueuedReply:
 
     @property
     def stream(self) -> ReplyStream | None:
-        """The running or finished stream, with its stats and method. None until the request starts."""
+        """The current or finished stream, with its stats and method. None until the request starts."""
         return self._stream
 
     @property
     def reply(self) -> Reply:
-        """The finished reply. Raises EdgespecError before the end."""
+        """The finished reply. Raises EdgespecError before the end of the reply."""
         if self._stream is None:
             raise EdgespecError("the reply has not started", "iterate over it first")
         return self._stream.reply
@@ -180,7 +175,7 @@ class QueuedReply:
             self._stream.cancel()
 
     def _run(self) -> Exception | None:
-        """Generate the reply. Returns the error that ended it, if any."""
+        """Generate the reply. Return the error that ended it, if any."""
         try:
             self._stream = stream = self._start()
             # `cancel` may have been called before there was a stream to cancel.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from types import TracebackType
+from types import MappingProxyType
 from typing import Any, Unpack
 
 from edgespec.backends.base import LanguageModel, LoadOptions, ModelFacts, Progress, Vocabulary
@@ -17,7 +17,7 @@ from edgespec.chat.template import ChatTemplate
 from edgespec.conversation import Chat
 from edgespec.costs.curve import CostCurve
 from edgespec.costs.target_costs import TargetCosts
-from edgespec.engine.stats import Stats
+from edgespec.engine.processors import LogitsProcessor
 from edgespec.errors import ClosedError, OptionError, TemplateError
 from edgespec.memory import MemoryPlan, resident_bytes
 from edgespec.memory.budget import DEFAULT_RESERVE_BYTES
@@ -25,7 +25,7 @@ from edgespec.memory.prefix_cache import PrefixCache, PrefixCacheUsage
 from edgespec.methods import DrafterSet
 from edgespec.options import ReplyArguments
 from edgespec.reply import MethodReport, Reply
-from edgespec.request import MethodOptions, build_request
+from edgespec.request import StreamArguments, build_request
 from edgespec.session import Session
 from edgespec.stream import ReplyStream
 
@@ -40,7 +40,6 @@ class MemoryUse:
         weight_bytes: Size of the weights of target and draft model.
         kv_bytes: Current size of the KV caches of target and draft model.
         resident_bytes: Resident memory of the process, including the memory-mapped weights read so far.
-        prefix_cache: Size and hits of the prefix cache.
         plan: The memory plan that was made before loading.
         context_tokens: Current size of the target's context.
         max_context_tokens: Maximum size to which the context may grow.
@@ -61,14 +60,16 @@ class MemoryUse:
     last_reclaim: str = ""
 
 
-_DEFAULTS = MethodOptions()
+_DEFAULTS: Mapping[str, Any] = MappingProxyType(
+    {"method": "auto", "draft_length": None, "acceptance": "invariant"}
+)
 
 
 class Runtime:
     """A loaded target model with its drafters. Created by `edgespec.load`.
 
-    A runtime generates one reply at a time and raises BusyError if asked for a second one. To serve several
-    callers, use a `RequestQueue`. `cancel` and `close` may be called from any thread.
+    A runtime generates one reply at a time. A second one raises BusyError. To serve several callers, use a
+    `RequestQueue`. `cancel` and `close` may be called from any thread.
 
     Attributes:
         vocabulary: The target's tokenizer.
@@ -82,7 +83,7 @@ class Runtime:
         draft: LanguageModel | None,
         drafters: DrafterSet,
         *,
-        defaults: MethodOptions = _DEFAULTS,
+        defaults: Mapping[str, Any] = _DEFAULTS,
         costs: TargetCosts | None = None,
         notice: str = "",
         plan: MemoryPlan | None = None,
@@ -90,20 +91,16 @@ class Runtime:
         record: AcceptanceRecorder | None = None,
         mapped: MappedFiles | None = None,
     ) -> None:
-        vocabulary = target.vocabulary
         self._target, self._draft, self._notice = target, draft, notice
-        self.vocabulary: Vocabulary = vocabulary
+        self.vocabulary: Vocabulary = target.vocabulary
         self._template: ChatTemplate | TemplateError | None = None
-        if vocabulary.chat_template:
+        if template := self.vocabulary.chat_template:
             try:
-                self._template = ChatTemplate(
-                    vocabulary.chat_template, vocabulary.bos_text, vocabulary.eos_text
-                )
+                self._template = ChatTemplate(template, self.vocabulary.bos_text, self.vocabulary.eos_text)
             except TemplateError as error:
-                # The model is usable without a chat template. Raise the error only when the template is
-                # needed.
+                # The model is usable without a chat template. The property `template` raises the error.
                 self._template = error
-        self.method: MethodReport = drafters.choose(defaults.method)[1]
+        self.method: MethodReport = drafters.choose(defaults["method"])[1]
         self.plan: MemoryPlan | None = plan
         self._record = record
         self._mapped = mapped
@@ -138,25 +135,22 @@ class Runtime:
 
     @property
     def context_tokens(self) -> int:
-        """Maximum total length of prompt and reply, in tokens.
-
-        The context starts smaller and grows as needed. `target.context_tokens` is its current size.
-        """
+        """Maximum length of prompt and reply, in tokens. `target.context_tokens` is the current limit."""
         return self._session.context.limit_tokens
 
     @property
     def loss_limits(self) -> tuple[float, float] | None:
-        """The loss limit: a share of the plain decoding time plus a number of target steps. May be None."""
+        """The loss limit, if any: a share of the plain decoding time, and a number of target steps."""
         return self._session.drafters.loss_limits
 
     def method_for(self, method: str) -> MethodReport:
-        """Return which drafters `method` uses with this target. Raises OptionError if it cannot be used."""
+        """Return which drafters a method uses with this target. Unavailable ones raise OptionError."""
         return self._session.drafters.choose(method)[1]
 
     def measure_costs(self, progress: Progress | None = None) -> CostCurve:
-        """Measure the cost of the target's verification passes and save the result for the next load.
+        """Measure the cost of the target's verify passes and save it for the next load.
 
-        It takes at most 10 seconds, or 12 target steps if those take longer.
+        The measurement takes at most 10 seconds, or the time of 12 target steps if that is longer.
 
         Args:
             progress: Called when the measurement starts. Returning False cancels it.
@@ -180,28 +174,28 @@ class Runtime:
 
     def memory(self) -> MemoryUse:
         """Return the memory currently used by this runtime. May be called at any time from any thread."""
-        drafts = self.draft
-        cache = self._session.prefix_cache
+        models = [self.target, *([self.draft] if self.draft else [])]
+        cache, pressure = self._session.prefix_cache, self._session.memory_pressure
         return MemoryUse(
-            weight_bytes=self.target.weight_bytes + (drafts.weight_bytes if drafts else 0),
-            kv_bytes=self._session.target.facts.kv_bytes + (drafts.kv_bytes if drafts else 0),
+            weight_bytes=sum(model.weight_bytes for model in models),
+            kv_bytes=sum(model.kv_bytes for model in models),
             resident_bytes=resident_bytes(),
             prefix_cache=cache.usage() if cache else PrefixCacheUsage(),
             plan=self.plan,
             context_tokens=self.target.context_tokens,
             max_context_tokens=self.context_tokens,
-            available_bytes=self._session.memory_pressure.available(),
-            reclaimed_bytes=self._session.memory_pressure.reclaimed_bytes,
-            last_reclaim=self._session.memory_pressure.last_reclaim,
+            available_bytes=pressure.available(),
+            reclaimed_bytes=pressure.reclaimed_bytes,
+            last_reclaim=pressure.last_reclaim,
         )
 
     def cached_prefixes(self) -> Iterable[Sequence[int]]:
         """Return the token sequences in the prefix cache."""
-        prefix_cache = self._session.prefix_cache
-        return [tokens.tolist() for tokens in prefix_cache.sequences()] if prefix_cache else []
+        cache = self._session.prefix_cache
+        return [tokens.tolist() for tokens in cache.sequences()] if cache else []
 
     def generate(
-        self, prompt: str, *, system: str | None = None, raw: bool = False, **options: Unpack[ReplyArguments]
+        self, prompt: str, *, system: str | None = None, raw: bool = False, **options: Unpack[StreamArguments]
     ) -> Reply:
         """Generate the reply to one prompt.
 
@@ -210,7 +204,7 @@ class Runtime:
                 model has no template.
             system: Instructions for the model.
             raw: Continue the prompt as it is, without the chat template.
-            **options: See `edgespec.ReplyArguments`.
+            **options: See `edgespec.ReplyArguments`. `progress` and `processors` as in `stream_tokens`.
 
         Raises:
             BusyError: Another reply is running.
@@ -221,30 +215,37 @@ class Runtime:
         return self.stream(prompt, system=system, raw=raw, **options).wait()
 
     def stream(
-        self, prompt: str, *, system: str | None = None, raw: bool = False, **options: Any
+        self,
+        prompt: str,
+        *,
+        system: str | None = None,
+        raw: bool = False,
+        on_end: Callable[[Reply | None], None] | None = None,
+        **options: Unpack[StreamArguments],
     ) -> ReplyStream:
-        """Stream the reply to one prompt. Takes the arguments of `generate`."""
+        """Stream the reply to one prompt. See `generate` and `stream_tokens` for the arguments."""
         if not isinstance(prompt, str):
-            raise OptionError(f"the prompt is a {type(prompt).__name__}", "give a string")
+            raise OptionError(f"the prompt is a {type(prompt).__name__}", "pass a string")
         if raw or self.template is None:
             if system:
                 raise TemplateError(
                     "a system prompt needs the model's chat template",
                     "leave --system out, or --raw, or use an instruct model",
                 )
-            return self.stream_tokens(self.vocabulary.tokenize(prompt, special=True, start=True), **options)
-        messages = [Message("system", system)] if system else []
-        built = PromptBuilder(self.template, self.vocabulary).build([*messages, Message("user", prompt)])
-        return self.stream_tokens(built.tokens, **options)
+            tokens = self.vocabulary.tokenize(prompt, special=True, start=True)
+        else:
+            messages = [*([Message("system", system)] if system else []), Message("user", prompt)]
+            tokens = PromptBuilder(self.template, self.vocabulary).build(messages).tokens
+        return self.stream_tokens(tokens, on_end=on_end, **options)
 
     def reply(
         self,
         messages: Sequence[Message | Mapping[str, Any]],
         *,
         context_full: ContextFull = "slide",
-        **options: Any,
+        **options: Unpack[StreamArguments],
     ) -> Reply:
-        """Generate the reply to a list of messages. Takes the arguments of `stream_messages`."""
+        """Generate the reply to a list of messages. See `stream_messages` for the arguments."""
         return self.stream_messages(messages, context_full=context_full, **options).wait()
 
     def stream_messages(
@@ -253,12 +254,11 @@ class Runtime:
         *,
         context_full: ContextFull = "slide",
         on_end: Callable[[Reply | None], None] | None = None,
-        **options: Any,
+        **options: Unpack[StreamArguments],
     ) -> ReplyStream:
         """Stream the reply to a list of messages that contains the whole conversation.
 
-        If the conversation continues an earlier one, its KV cache is reused. The caller need not keep
-        anything between calls.
+        The KV cache of an earlier reply in the same conversation is reused.
 
         Args:
             messages: `Message` objects, or dictionaries with `role` (`system`, `user` or `assistant`) and
@@ -266,7 +266,7 @@ class Runtime:
             context_full: What to do if the conversation does not fit the context. `slide` drops its oldest
                 turns, `refuse` raises ContextFullError.
             on_end: Called once with the reply, or with None if it failed.
-            **options: Options of `stream_tokens`.
+            **options: See `edgespec.ReplyArguments`. `progress` and `processors` as in `stream_tokens`.
 
         Raises:
             ContextFullError: The conversation does not fit the context.
@@ -282,9 +282,9 @@ class Runtime:
             if on_end:
                 on_end(reply)
 
-        return self.stream_tokens(
-            prompt.tokens, on_end=remember, dropped_messages=prompt.dropped_messages, **options
-        )
+        stream = self.stream_tokens(prompt.tokens, on_end=remember, **options)
+        stream.dropped_messages = prompt.dropped_messages
+        return stream
 
     def count_tokens(self, messages: Sequence[Message]) -> int:
         """Return the number of tokens in the prompt for these messages. Raises TemplateError."""
@@ -323,32 +323,20 @@ class Runtime:
         self,
         tokens: Sequence[int],
         *,
-        max_tokens: int | None = None,
-        seed: int | None = None,
-        stop: Sequence[str] = (),
-        method: str | None = None,
-        draft_length: int | None = None,
-        acceptance: str | None = None,
         on_end: Callable[[Reply | None], None] | None = None,
         progress: Progress | None = None,
-        dropped_messages: int = 0,
-        **sampling: Any,
+        processors: Sequence[LogitsProcessor] = (),
+        **options: Unpack[ReplyArguments],
     ) -> ReplyStream:
         """Stream the reply to a prompt given as token ids.
 
         Args:
             tokens: The prompt.
-            max_tokens: Maximum length of the reply. Defaults to 8192 tokens, or to the rest of the context,
-                if None.
-            seed: Random seed. If None, one is chosen at random and reported in the reply.
-            stop: Strings that end the reply.
-            method: `auto`, `none`, or names of drafters joined by `+`.
-            draft_length: Draft depth in tokens.
-            acceptance: `invariant` or `rejection`.
             on_end: Called once with the reply, or with None if it failed.
             progress: Called during the prefill. Returning False cancels the reply.
-            dropped_messages: Number to report as `ReplyStream.dropped_messages`.
-            **sampling: Fields of `SamplingParams`, such as `temperature`.
+            processors: Custom logits processors (see `edgespec.engine.processors.LogitsProcessor`), which are
+                applied before all others. Create new ones for every reply, because they have a state.
+            **options: See `edgespec.ReplyArguments`.
 
         Raises:
             ClosedError: The runtime was closed.
@@ -359,41 +347,22 @@ class Runtime:
             raise ClosedError("the runtime is closed", "load the model again")
         if self._mapped:
             self._mapped.check()
-        method_options = self._defaults.override(method, draft_length, acceptance)
-        report = self.method_for(method_options.method)
-        request = build_request(
-            tokens,
-            self.target,
-            method_options,
-            context_tokens=self.context_tokens,
-            max_tokens=max_tokens,
-            seed=seed,
-            stop=stop,
-            sampling=sampling,
-        )
-        stats = Stats(target_step_seconds=self._session.target_step_seconds)
-        return ReplyStream(
-            self._session,
-            request,
-            self.target.name,
-            self.draft.name if self.draft else None,
-            report,
-            stats,
-            on_end=lambda reply: self._ended(reply, on_end),
-            progress=progress,
-            dropped_messages=dropped_messages,
-        )
+        given = {name: v for name, v in options.items() if v is not None or name not in self._defaults}
+        options_with_defaults = {**self._defaults, **given}
+        request = build_request(tokens, self.target, self.context_tokens, options_with_defaults, processors)
 
-    def _ended(self, reply: Reply | None, on_end: Callable[[Reply | None], None] | None) -> None:
-        """Add the outcome of a reply's first draft tokens to the acceptance record of this model pair."""
-        if reply and self._record and reply.method.effective == "model" and reply.stats.drafted_tokens:
-            stats = reply.stats
-            self._record.count(stats.drafted_per_position[0], stats.accepted_per_position[0])
-        if on_end:
-            on_end(reply)
+        def record(reply: Reply | None) -> None:
+            # Add the outcome of the reply's first draft tokens to the acceptance record of this model pair.
+            if reply and self._record and reply.method.effective == "model" and reply.stats.drafted_tokens:
+                stats = reply.stats
+                self._record.count(stats.drafted_per_position[0], stats.accepted_per_position[0])
+            if on_end:
+                on_end(reply)
+
+        return ReplyStream(self._session, request, record, progress)
 
     def borrowed_target(self) -> AbstractContextManager[LanguageModel]:
-        """Lend the target model, with an empty cache, for measurements. No reply can start in the meantime.
+        """Lend the target model, with an empty cache, for measurements. Replies raise BusyError meanwhile.
 
         Raises:
             BusyError: A reply is running.
@@ -411,8 +380,8 @@ class Runtime:
     def save_prefix_cache(self) -> None:
         """Save the prefix cache to disk if the runtime was loaded with an on-disk cache.
 
-        This also happens when the runtime is idle and when it closes. Failures raise no error: a prompt that
-        could not be saved is simply processed again.
+        This also happens when the runtime is idle and when it is closed. A failure raises no error, because a
+        prompt that is not saved is only processed again.
         """
         self._session.save_prefix_cache()
 
@@ -430,7 +399,7 @@ class Runtime:
         self._session.cancel()
 
     def close(self) -> None:
-        """Stop the running reply and free the models. May be called again."""
+        """Stop the running reply and free the models. Further calls do nothing."""
         self._session.close()
         if self._record:
             self._record.save()
@@ -438,7 +407,5 @@ class Runtime:
     def __enter__(self) -> Runtime:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()

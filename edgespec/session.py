@@ -1,4 +1,4 @@
-"""Generates replies with a target and its drafters, one at a time, and runs idle work between them."""
+"""Generate replies with a target and its drafters, one at a time, and run idle work between them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from edgespec.auto.active_replies import ACTIVE_REPLIES
 from edgespec.auto.controller import AutoController
 from edgespec.backends.base import LanguageModel, Progress
 from edgespec.drafters.base import Drafter
-from edgespec.engine.acceptance import Acceptance, Invariant, RandomDraws, Rejection
+from edgespec.engine.acceptance import Invariant, RandomDraws, Rejection
 from edgespec.engine.loop import Step, decode
 from edgespec.engine.sampling import Sampler
 from edgespec.engine.stats import Stats
@@ -47,8 +47,6 @@ class Session:
     The models run in the thread that iterates over `run`. `cancel` and `close` may be called from any thread.
 
     Attributes:
-        target: The target model.
-        drafters: The drafters that are available for it.
         prefix_cache: KV segments of earlier prompts, or None.
         context: Resizes the KV caches of target and draft model.
         memory_pressure: Frees caches when other programs need memory.
@@ -63,18 +61,18 @@ class Session:
         draft: LanguageModel | None = None,
         reserve_bytes: int = DEFAULT_RESERVE_BYTES,
     ) -> None:
-        self.target = target
+        self.target, self.draft = target, draft
         self.prefix_cache = prefix_cache
         self.context = ResizableContext(target, draft)
         self.drafters = drafters
-        # Held while a model computes, but released while the caller of `run` handles a step.
+        # Locked while a model computes, but not while the caller of `run` handles a step.
         self._compute_lock = threading.Lock()
         self._state_lock = threading.Lock()
         self._active_request: object | None = None
         self._stopping = False
         self._closing = self._closed = False
         self._idle_worker = IdleWorker()
-        # The last reply's drafters that have idle work. They use the tokens still in their caches.
+        # The last reply's drafters that have idle work, which uses the tokens in their caches.
         self._idle_drafters: Sequence[Drafter] = ()
         self.target_step_seconds = self._measure_target_step()
         store = prefix_cache.store if prefix_cache else None
@@ -84,7 +82,6 @@ class Session:
 
     @property
     def closed(self) -> bool:
-        """True after `close` was called."""
         return self._closing
 
     def run(
@@ -96,13 +93,13 @@ class Session:
         stats: Stats,
         progress: Progress | None = None,
     ) -> Generator[Step]:
-        """Yield the steps of a reply. If it is cancelled, the last step is marked as cancelled.
+        """Yield the steps of a reply. The last step has the finish reason.
 
         Args:
             request: The request. Its prompt must fit in the context.
             is_stop: Called with every emitted token. Returns True if the reply ends with the token.
             is_cancelled: Called between target passes.
-            stats: Counts and times, updated in place.
+            stats: Counts and times to update.
             progress: Called during the prefill.
 
         Raises:
@@ -117,9 +114,8 @@ class Session:
                 while True:
                     with self._compute_lock:
                         if self._closing:
-                            raise ClosedError(
-                                "the runtime was closed during the reply", "load the model again"
-                            )
+                            problem = "the runtime was closed during the reply"
+                            raise ClosedError(problem, "load the model again")
                         step = next(steps, None)
                     if step is None:
                         return
@@ -135,9 +131,8 @@ class Session:
         stats: Stats,
         progress: Progress | None,
     ) -> Iterator[Step]:
-        """Prepare the caches for the prompt and decode, updating stats and memory along the way."""
-        method = request.method_options.method
-        drafter, controller = self.drafters.choose(method)[0], self.drafters.controller(method)
+        """Prepare the caches for the prompt, and decode. Update the statistics and resize the context."""
+        drafter, _ = self.drafters.choose(request.method)
         tokens = list(request.tokens)  # This list is shared with the target cache and grows during the reply.
         self._idle_drafters = ()
         started = now()
@@ -151,13 +146,31 @@ class Session:
                     drafter.begin(tokens)
                     _count_draft_memory(stats, drafter)
                     self._idle_drafters = drafters_with_idle_work(drafter)
+                self.target.pipeline_with(self.drafters.chain_model(request.method))
         except CancelledError:
             yield Step((), 0, "cancelled")
             return
         finally:
             stats.prefill_seconds = now() - started - stats.growth_seconds
+        facts, capabilities = self.target.facts, self.target.facts.capabilities
+        is_rejection = request.acceptance == "rejection"
+        steps = decode(
+            self.target,
+            drafter,
+            Rejection(RandomDraws(request.seed)) if is_rejection else Invariant(),
+            Sampler(request.params, request.seed, tokens, request.processors),
+            tokens[-1],
+            vocab_size=facts.vocab_size,
+            max_width=capabilities.max_width,
+            max_branches=capabilities.max_branches if capabilities.tree else 1,
+            draft_length=request.max_draft_length(drafter.chooses_length) if drafter else 0,
+            max_tokens=request.max_tokens,
+            is_stop=is_stop,
+            is_cancelled=is_cancelled,
+            stats=stats,
+        )
         drafted_tokens, decode_seconds = 0, 0.0
-        for step in self._decode(request, tokens, drafter, is_stop, is_cancelled, stats):
+        for step in steps:
             tokens.extend(step.tokens)
             if step.tokens and stats.drafted_tokens == drafted_tokens:
                 step_seconds = stats.decode_seconds - decode_seconds
@@ -167,42 +180,18 @@ class Session:
                 stats.target_step_seconds = self.target_step_seconds
             if stats.ttft_seconds is None and step.tokens:
                 stats.ttft_seconds = now() - started
-            if drafter:
-                _count_drafter(stats, drafter, controller, ended=step.finish_reason is not None)
+            ended = step.finish_reason is not None
+            reports = ended or stats.target_passes % _PASSES_PER_REPORT == 1
+            if reports and isinstance(drafter, AutoController):
+                report = drafter.report()
+                stats.target_step_seconds = report.target_step_seconds
+                stats.ledger_credit_seconds, stats.worst_case_loss = report.credit_seconds, report.max_loss
+            if drafter and ended:
+                _count_draft_memory(stats, drafter)
             yield step
-            if self.context.needs_room and not (step.finish_reason or is_cancelled()):
+            if self.context.needs_room and not (ended or is_cancelled()):
                 stats.growth_seconds += self.context.make_room()
             self.memory_pressure.check_during_reply()
-
-    def _decode(
-        self,
-        request: Request,
-        tokens: list[int],
-        drafter: Drafter | None,
-        is_stop: Callable[[int], bool],
-        is_cancelled: Callable[[], bool],
-        stats: Stats,
-    ) -> Iterator[Step]:
-        """Start the decoding loop with the options that the request, the target and the drafter allow."""
-        options, facts = request.method_options, self.target.facts
-        capabilities = facts.capabilities
-        self.target.run_ahead(drafter is None)  # again, because a drafter's `begin` may have changed it
-        self.target.pipeline_with(self.drafters.chain_model(options.method))
-        return decode(
-            self.target,
-            drafter,
-            _acceptance_rule(request),
-            Sampler(request.params, request.seed, tokens),
-            tokens[-1],
-            vocab_size=facts.vocab_size,
-            max_width=capabilities.max_width,
-            max_branches=capabilities.max_branches if capabilities.tree else 1,
-            draft_length=options.max_draft_length(drafter.chooses_length) if drafter else 0,
-            max_tokens=request.max_tokens,
-            is_stop=is_stop,
-            is_cancelled=is_cancelled,
-            stats=stats,
-        )
 
     def _start(self, request: object) -> None:
         with self._state_lock:
@@ -229,16 +218,16 @@ class Session:
     def report(self, method: str) -> MethodReport:
         """Return the report on the current or last reply that used this method.
 
-        Its note lists what the drafters report, failures of idle work, and problems with memory.
+        The note consists of the drafters' notes, failures of idle work, and problems with memory.
         """
         drafter, report = self.drafters.choose(method)
         notes = [self.context.notice, self.memory_pressure.notice]
-        if drafter is None:
-            return replace(report, note=" · ".join(filter(None, notes)))
-        failures = [self._idle_worker.failures.get(part.name, "") for part in drafter.parts]
-        report = replace(report, note=" · ".join(filter(None, [drafter.note(), *failures, *notes])))
-        if controller := self.drafters.controller(method):
-            progress = controller.report()
+        if drafter:
+            failures = [self._idle_worker.failures.get(part.name, "") for part in drafter.parts]
+            notes = [drafter.note(), *failures, *notes]
+        report = replace(report, note=" · ".join(filter(None, notes)))
+        if isinstance(drafter, AutoController):
+            progress = drafter.report()
             return replace(
                 report,
                 effective="+".join(progress.drafters) or "none",
@@ -274,10 +263,7 @@ class Session:
                 self.prefix_cache.store.clear()
 
     def save_prefix_cache(self, should_continue: Callable[[], bool] = lambda: True) -> None:
-        """Add the target's KV state to the prefix cache and write the cache to disk.
-
-        Does nothing if the prefix cache is in memory only.
-        """
+        """Add the target's KV state to the prefix cache, and write the cache to disk if it is saved there."""
         if not self.prefix_cache or not self._target_cache.saves_to_disk:
             return
         with self._compute_lock:
@@ -286,10 +272,9 @@ class Session:
         self.prefix_cache.store.write(should_continue)
 
     def run_idle_work(self, should_continue: Callable[[], bool]) -> None:
-        """Run the idle work of the last reply's drafters in this thread.
+        """Run the idle work of the last reply's drafters in this thread; see `Runtime.run_idle_work`.
 
-        It ends when `should_continue()` returns False or a reply starts. A failure is not raised but
-        reported in the note of the next `report`.
+        A failure is not raised, but the next `report` contains it.
         """
         with self._compute_lock:
             succeeded = self._idle_worker.run_drafters(
@@ -309,7 +294,7 @@ class Session:
             self.run_idle_work(should_continue)
 
     def _reclaim_memory(self, should_continue: Callable[[], bool]) -> bool:
-        """Free memory if other programs need it. Return True if more memory can be freed."""
+        """Free memory if other programs need it. Return whether more memory can be freed."""
         if self.prefix_cache and self.memory_pressure.is_low:
             # Once segments are on disk, they can be removed from memory without being lost.
             self.prefix_cache.store.write(should_continue)
@@ -326,16 +311,13 @@ class Session:
         """
         with self._state_lock:
             self._idle_worker.stop()
-            if (
-                self._active_request is not None
-                and (request is None or request is self._active_request)
-                and not self._closed
-            ):
+            active = self._active_request
+            if active is not None and (request or active) is active and not self._closed:
                 self._stopping = True
                 self._interrupt(True)
 
     def close(self) -> None:
-        """Stop the running reply, save the prefix cache and free the models. May be called again."""
+        """Stop the running reply, save the prefix cache and free the models. Further calls do nothing."""
         with self._state_lock:
             self._closing = True
         self.cancel()
@@ -356,7 +338,7 @@ class Session:
         self.drafters.interrupt(interrupted)
 
     def _measure_target_step(self) -> float:
-        """Measure the duration of a target step in seconds. A first, untimed step absorbs one-time costs."""
+        """Return the duration of a target step. A first, untimed step absorbs one-time costs."""
         rows = np.array([0])
         self.target.verify(TokenTree.chain(0)).at(0, rows)
         self.target.truncate(0)  # the context may be as small as one token
@@ -371,25 +353,6 @@ def _count_draft_memory(stats: Stats, drafter: Drafter) -> None:
     memory = drafter.memory_use
     stats.draft_weight_bytes, stats.draft_kv_bytes = memory.weight_bytes, memory.cache_bytes
     stats.draft_other_bytes = memory.other_bytes
-
-
-def _count_drafter(stats: Stats, drafter: Drafter, controller: AutoController | None, *, ended: bool) -> None:
-    """Update the controller's stats at intervals, and all drafting stats once the reply has ended."""
-    if not ended and stats.target_passes % _PASSES_PER_REPORT != 1:
-        return
-    if controller:
-        report = controller.report()
-        stats.target_step_seconds = report.target_step_seconds
-        stats.ledger_credit_seconds = report.credit_seconds
-        stats.worst_case_loss = report.max_loss
-    if ended:
-        _count_draft_memory(stats, drafter)
-
-
-def _acceptance_rule(request: Request) -> Acceptance:
-    if request.method_options.acceptance == "rejection":
-        return Rejection(RandomDraws(request.seed))
-    return Invariant()
 
 
 _open_sessions: weakref.WeakSet[Session] = weakref.WeakSet()

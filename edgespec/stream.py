@@ -1,4 +1,4 @@
-"""The `ReplyStream` class, which yields a reply while it is generated."""
+"""The `ReplyStream` class, which yields the text of a reply while it is generated."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable, Generator, Iterator
 
 from edgespec.backends.base import Progress
 from edgespec.chat.text import ReplyText
-from edgespec.engine.loop import FinishReason, Step
+from edgespec.engine.loop import FinishReason
 from edgespec.engine.stats import Stats
 from edgespec.errors import EdgespecError
 from edgespec.memory import peak_bytes
@@ -26,29 +26,22 @@ class ReplyStream:
     Attributes:
         stats: Counts and times of the reply, updated after every target pass.
         prompt_tokens: Number of tokens in the prompt.
-        dropped_messages: Number of oldest messages left out of the prompt because the context is full.
+        dropped_messages: Number of oldest messages that are not in the prompt, because the context is full.
     """
 
     def __init__(
         self,
         session: Session,
         request: Request,
-        target: str,
-        draft: str | None,
-        method: MethodReport,
-        stats: Stats,
-        *,
-        on_end: Callable[[Reply | None], None] | None = None,
+        on_end: Callable[[Reply | None], None],
         progress: Progress | None = None,
-        dropped_messages: int = 0,
     ) -> None:
-        self.stats = stats
+        self.stats = Stats(target_step_seconds=session.target_step_seconds)
         self.prompt_tokens = len(request.tokens)
-        self.dropped_messages = dropped_messages
-        self._method = method
+        self.dropped_messages = 0
+        self._method = session.drafters.choose(request.method)[1]
         self._session = session
         self._request = request
-        self._target_name, self._draft_name = target, draft
         self._on_end = on_end
         self._progress = progress
         self._reply: Reply | None = None
@@ -72,7 +65,7 @@ class ReplyStream:
         """The drafting method of this reply and its speed-up so far."""
         if self._reply or not self.stats.target_passes:
             return self._method
-        return self._session.report(self._request.method_options.method)
+        return self._session.report(self._request.method)
 
     @property
     def reply(self) -> Reply:
@@ -113,7 +106,11 @@ class ReplyStream:
             for step in steps:
                 self._tokens.extend(step.tokens)
                 self._finish_reason = step.finish_reason or self._finish_reason
-                yield from _chunks(step, text.drain())
+                texts, accepted = text.drain(), step.accepted
+                if texts[:accepted]:
+                    yield TextChunk("".join(texts[:accepted]), len(texts[:accepted]), True)
+                if texts[accepted:]:
+                    yield TextChunk("".join(texts[accepted:]), len(texts[accepted:]), False)
             if rest := text.finish():
                 yield TextChunk(rest, 0, False)
         except Exception:
@@ -133,19 +130,9 @@ class ReplyStream:
                 tokens=tuple(self._tokens),
                 finish_reason=self._finish_reason,
                 seed=self._request.seed,
-                target=self._target_name,
-                draft=self._draft_name,
+                target=self._session.target.facts.name,
+                draft=self._session.draft.facts.name if self._session.draft else None,
                 method=self._method,
                 stats=self.stats,
             )
-        if self._on_end:
-            self._on_end(self._reply)
-
-
-def _chunks(step: Step, token_texts: list[str]) -> Iterator[TextChunk]:
-    """Yield the text of the accepted draft tokens, then the text of the target's own token."""
-    accepted, own = token_texts[: step.accepted], token_texts[step.accepted :]
-    if accepted:
-        yield TextChunk("".join(accepted), len(accepted), True)
-    if own:
-        yield TextChunk("".join(own), len(own), False)
+        self._on_end(self._reply)

@@ -3,7 +3,6 @@
 
     scripts/bench_plan.py                                       # GGUF and MLX: an hour
     scripts/bench_plan.py --kinds gqa,jamba --types F16,Q4_0 --contexts 2048,131072
-    scripts/bench_plan.py --small --mlx-kinds ""                # models of 3 to 17 MiB
     scripts/bench_plan.py --limits                              # the same models under hard limits
 
 Models with random weights, 130 to 300 MB each in F16, are written to a temporary folder. Each is planned in
@@ -47,7 +46,6 @@ _PROGRAM = Path(__file__).parent / "matrix" / "cell.py"
 _LIMITS = (0.5, 0.9, 1.03, 1.3)
 # Memory that a rejected load may leave in use. Chosen.
 _MAX_LEFT_BYTES = 2 * _MIB
-_SMALL = Sizes(vocab=4000, embedding=256, feed_forward=512, inner=512)
 _TINY = Sizes(vocab=300, embedding=256, feed_forward=256, layers=2, heads=1, heads_kv=1, inner=512)
 
 
@@ -111,7 +109,6 @@ def main() -> int:
         default="2048,8192,32768,131072",
         help="context lengths; types other than F16 run the first only",
     )
-    parser.add_argument("--small", action="store_true", help="GGUF models of 3 to 17 MiB")
     parser.add_argument(
         "--kv-types", default="f16,q8_0,q4_0", help="KV cache types, each with the second context length"
     )
@@ -120,13 +117,10 @@ def main() -> int:
     parser.add_argument("--mlx-contexts", default="2048,8192", help="like --contexts, for MLX")
     parser.add_argument("--grows", action="store_true", help="start with small contexts that are resized")
     parser.add_argument("--limits", action="store_true", help="run under hard memory limits instead")
-    parser.add_argument("--folder", type=Path, help="write the models here and keep them")
     parser.add_argument("--json", type=Path, help="write all results to this file")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="edgespec-matrix-") as temporary:
-        folder = args.folder or Path(temporary)
-        folder.mkdir(parents=True, exist_ok=True)
-        models = _Models(folder, _SMALL if args.small else None)
+        models = _Models(Path(temporary))
         cells = [*_gguf_cells(args, models), *_mlx_cells(args, models)]
         if args.grows:
             cells = [(f"{name}, growing", replace(cell, grows=True)) for name, cell in cells]
@@ -147,14 +141,13 @@ def main() -> int:
 class _Models:
     """Writes models with random weights on demand, each once."""
 
-    def __init__(self, folder: Path, sizes: Sizes | None) -> None:
-        self._folder, self._sizes = folder, sizes
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
 
     def gguf(self, kind: str, type_name: str, sizes: Sizes | None = None, name: str = "") -> Path:
         """Return the path of a GGUF model, with the default sizes unless others are given."""
-        name = name or (f"small-{kind}" if self._sizes else kind)
-        path = self._folder / f"{name}-{type_name}.gguf"
-        return path if path.exists() else write_gguf(path, kind, type_name, sizes or self._sizes)
+        path = self._folder / f"{name or kind}-{type_name}.gguf"
+        return path if path.exists() else write_gguf(path, kind, type_name, sizes)
 
     def tiny(self, kind: str, type_name: str) -> str:
         """Return a model of a kind and type that takes hardly any memory."""
@@ -180,8 +173,7 @@ def _gguf_cells(args: argparse.Namespace, models: _Models) -> Iterator[tuple[str
             context = contexts[-1 if len(contexts) < 2 else 1]
             yield f"{kind} {first}", replace(basic, context=context, kv_type=kv_type)
     if "gqa" in args.kinds.split(","):
-        sizes = replace(_SMALL, layers=1) if args.small else Sizes(embedding=256, feed_forward=512)
-        draft = str(models.gguf("gqa", "F16", sizes, "draft"))
+        draft = str(models.gguf("gqa", "F16", Sizes(embedding=256, feed_forward=512), "draft"))
         for context in contexts[:2]:
             target, warm = str(models.gguf("gqa", "F16")), models.tiny("gqa", "F16")
             yield "gqa F16 with a draft", Cell(target, draft, context, warm=warm)

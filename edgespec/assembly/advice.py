@@ -22,10 +22,10 @@ _MAX_WEIGHTS_SHARE = 0.85
 # Suggest an installed model if it fits with this context size, unless the user set another size.
 _MIN_CONTEXT_TOKENS = 512
 _ADVICE: Mapping[PlanOption, str] = {
-    "context": "use --context {context} or less, or give more with --memory",
-    "draft_window": "leave --draft-window out, or give more with --memory",
-    "kv_type": "leave --kv-type out, or give more with --memory",
-    "draft": "use --draft none, or give more with --memory",
+    "context": "use --context {context} or less, or raise --memory",
+    "draft_window": "leave --draft-window out, or raise --memory",
+    "kv_type": "leave --kv-type out, or raise --memory",
+    "draft": "use --draft none, or raise --memory",
 }
 
 
@@ -39,13 +39,8 @@ def find_advice(
 ) -> str:
     """Return advice for the user: change one of the options that they set, or choose a smaller model.
 
-    Args:
-        fixed: options set by the user.
-        fit: returns the best choice and its plan when only the given options are fixed.
-        pair: models that do not fit.
-        options: load options.
-        budget: limits on the memory to use.
-        headroom_bytes: the value of `--headroom`, or None.
+    `fixed` are the options set by the user. `fit` returns the best choice and its plan for a set of fixed
+    options.
     """
     for name, text in _ADVICE.items():
         if name in fixed:
@@ -53,7 +48,7 @@ def find_advice(
             if plan.fits:
                 return text.format(context=choice.context_tokens)
     room = budget.bytes + budget.gpu_bytes
-    more = "give more with --memory"
+    more = "raise --memory"
     for smaller in smaller_models(pair.target, find_installed()):
         if weight_bytes := _weight_bytes_if_it_fits(smaller, options, room, headroom_bytes):
             size = format_bytes(weight_bytes)

@@ -47,18 +47,9 @@ def make_drafters(
     costs: PassCosts,
     progress: Progress | None,
 ) -> tuple[DrafterSet, tuple[str, ...]]:
-    """Create the drafters of a target.
+    """Create the drafters of a loaded target, and return them with notices for the user.
 
-    Args:
-        pair: The files of the target and the draft model.
-        model: The loaded target. Its KV cache is emptied if costs or early exits have to be measured.
-        draft: The loaded draft model.
-        options: The methods that replies may use, and their drafting options.
-        costs: The measured costs of the target's verify passes.
-        progress: Reports progress while measuring or reading.
-
-    Returns:
-        The drafters, and notices for the user.
+    The target's KV cache is emptied if costs or early exits have to be measured.
 
     Raises:
         CapabilityError, OptionError, ModelFileError, MemoryBudgetError: A drafter required by a method cannot
@@ -121,7 +112,7 @@ class _DrafterFactory:
             self.made["model"] = self._make_online(draft.model)
         elif self._arguments["learn"]:
             raise OptionError(
-                "learn needs a draft model, and there is none", "give an MLX draft model with --draft REF"
+                "learn needs a draft model, but none is loaded", "pass an MLX draft model with --draft REF"
             )
         config = self._auto_config(draft)
         drafters = DrafterSet(
@@ -183,7 +174,7 @@ class _DrafterFactory:
         return shlex.quote(str(found.path)) if found.source == "path" else found.name
 
     def _growth(self, draft: LanguageModel) -> tuple[int, ...] | TreeGrowth:
-        """Return the number of draft branches at each level, or a new object that grows trees adaptively."""
+        """Return the number of draft branches at each level, or an object that grows trees adaptively."""
         branches = self._arguments["draft_branches"]
         if not isinstance(branches, str):
             return branches
@@ -215,7 +206,7 @@ class _DrafterFactory:
         if self._format.fixed_exit:
             if exit_layer is not None:
                 raise OptionError(
-                    "exit_layer is for MLX models, and this one was prepared for one exit",
+                    f"exit_layer cannot be set for {facts.name}, which was prepared for one exit",
                     "leave --exit-layer out, or run `edgespec prepare layerskip REF --exit E` again",
                 )
             exit_layer = int(read_prepared(self._target.path).settings["exit_layer"])
@@ -238,8 +229,8 @@ class _DrafterFactory:
         prompt = calibration_prompt(self._model.vocabulary)
         if len(prompt) >= self._model.free_tokens:
             raise CapabilityError(
-                f"a context of {self._model.facts.context_tokens} tokens is too small to measure exits in",
-                "give --exit-layer, or a larger --context",
+                f"a context of {self._model.facts.context_tokens} tokens is too small to measure early exits",
+                "pass --exit-layer, or use a larger --context",
             )
         try:
             reply = greedy_reply(self._model, prompt)
@@ -249,7 +240,7 @@ class _DrafterFactory:
             self._model.truncate(0)
         if not table.is_faster:
             raise CapabilityError(
-                f"{self._model.facts.name}: {table.verdict}", "choose another method, or give --exit-layer"
+                f"{self._model.facts.name}: {table.verdict}", "choose another method, or pass --exit-layer"
             )
         return table.best.exit_layer
 

@@ -18,23 +18,15 @@ def restrict_to_exact(model: LanguageModel, computation: str, progress: Progress
     """Restrict a loaded target to bit-exact passes, and return a notice for the user.
 
     The bit-exact passes are measured once per model and machine, and the result is saved.
-
-    Args:
-        model: The target. Its `facts.capabilities` are replaced.
-        computation: Key of all settings that affect the target's computations (`PassCosts.settings_key`).
-        progress: Reports progress while measuring passes.
-
-    Raises:
-        CancelledError: `progress` returned False.
+    Replaces the model's `facts.capabilities`. `computation` identifies all settings that affect the target's
+    computations (`PassCosts.settings_key`). Raises CancelledError if `progress` returns False.
     """
     facts = model.facts
     capabilities = facts.capabilities
     # The default number of threads and the tested widths depend on the number of cores. MLX weights that are
     # split for low-bit drafting are summed in a different order.
-    limits = (
-        f"{usable_cores()} {facts.context_tokens} {capabilities.tree}"
-        f" {sorted(capabilities.self_draft_methods)}"
-    )
+    methods = sorted(capabilities.self_draft_methods)
+    limits = f"{usable_cores()} {facts.context_tokens} {capabilities.tree} {methods}"
     model_identity = f"{models_fingerprint(facts)} {facts.cache_variant} {facts.weight_bytes}"
     saved = SavedArrays("agreement", f"{model_identity} {computation} {limits}")
     passes = _load_saved(saved)

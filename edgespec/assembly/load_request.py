@@ -22,14 +22,7 @@ __all__ = ["LoadRequest", "as_bytes"]
 class LoadRequest:
     """The checked arguments of a call to `load` or `plan`.
 
-    Attributes:
-        target: Reference to the target.
-        draft: Reference to the draft model, `auto`, `none` or None.
-        drafting: Drafting options, including all arguments.
-        options: Load options for both models.
-        plan: Options that the planner may or may not change.
-        memory_bytes: The memory budget. Defaults to the available memory if None.
-        reserve_bytes: Memory to leave for other programs, or None for the default.
+    `memory_bytes` and `reserve_bytes` are None if the user set no budget or no reserve.
     """
 
     target: str

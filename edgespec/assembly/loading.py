@@ -23,7 +23,6 @@ from edgespec.errors import ModelFileError, OptionError
 from edgespec.memory import check_room_to_plan
 from edgespec.options import LoadArguments
 from edgespec.prepare.lowbit import find_lowbit, lowbit_file
-from edgespec.request import MethodOptions
 from edgespec.runtime import Runtime
 
 __all__ = ["always_draft", "load"]
@@ -69,7 +68,9 @@ def load(
         EdgespecError: Loading failed. The error contains the reason and a hint.
     """
     if progress is not None and not callable(progress):
-        raise OptionError(f"progress is {progress!r}", "give a function of a text and the fraction done")
+        raise OptionError(
+            f"progress must be a function, but is {progress!r}", "pass a function of a text and a fraction"
+        )
     request = LoadRequest.read(target, draft, options)
     check_room_to_plan()
     pair = find_pair(request.target, request.draft, request.drafting, progress, request.options)
@@ -96,7 +97,7 @@ def _load_planned(planned: LoadPlan, progress: Progress | None) -> Runtime:
         drafters, notices = make_drafters(pair, model, draft, drafting, assumed_costs, progress)
         undo.callback(drafters.close)
         for method in drafting.methods:
-            drafters.choose(method)  # reports a missing drafter now, not with the first reply
+            drafters.choose(method)  # Report a missing drafter now, not with the first reply.
         entry = pair.target.entry
         notices = (
             entry.notice if entry else "",
@@ -110,7 +111,11 @@ def _load_planned(planned: LoadPlan, progress: Progress | None) -> Runtime:
             model,
             draft.model if draft else None,
             drafters,
-            defaults=MethodOptions(arguments["method"], arguments["draft_length"], arguments["acceptance"]),
+            defaults={
+                "method": arguments["method"],
+                "draft_length": arguments["draft_length"],
+                "acceptance": arguments["acceptance"],
+            },
             costs=costs,
             notice=" · ".join(filter(None, notices)),
             plan=planned.plan,

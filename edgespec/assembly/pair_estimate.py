@@ -24,13 +24,7 @@ _UNLIMITED_BYTES = 1 << 62
 class PairEstimator:
     """Estimates the memory needed by a target and all its drafters.
 
-    Args:
-        pair: the models.
-        drafting: drafting options.
-        options: load options.
-        undo: exit stack that closes opened metadata.
-        budget: limits on the memory to use.
-        headroom_bytes: headroom of each plan, or None for the default.
+    `undo` closes all opened metadata. `headroom_bytes` is the headroom of each plan, or None for the default.
 
     Attributes:
         target: the target's estimator.

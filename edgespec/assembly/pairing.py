@@ -95,7 +95,7 @@ def find_pair(
         drafting: The methods that replies may use.
         progress: Called during downloads. Returns False to cancel.
         options: Memory and context limits that `auto` considers when choosing a draft model.
-        find_model: Finds a model by reference. By default it downloads missing files.
+        find_model: Finds a model by reference. The default downloads missing files.
 
     Raises:
         OptionError: A method needs a draft model but there is none, or the target does not support adapters.
@@ -108,13 +108,15 @@ def find_pair(
     found_draft, why_none, why_draft = _find_draft(found, draft, find_model, options)
     if options.adapter is not None and not found.file_format.adapters:
         raise OptionError(
-            f"an adapter needs an MLX model, and {found.name} is not one",
-            "leave --adapter out, or name the MLX form of the model, such as 8b-mlx",
+            f"an adapter needs an MLX model, but {found.name} is not one",
+            "leave --adapter out, or use the MLX form of the model, such as 8b-mlx",
         )
     found = _prepared_for_early_exit(found, drafting, found_draft is not None)
     if not found_draft and "model" in drafting.named_drafters:
         method = next(method for method in drafting.methods if "model" in method.split("+"))
-        raise OptionError(f"method {method!r} needs a draft model: {why_none}", "give --draft REF")
+        raise OptionError(
+            f"method {method!r} needs a draft model: {why_none}", "pass a draft model with --draft REF"
+        )
     return ModelPair(found, found_draft, why_none, why_draft)
 
 
@@ -132,7 +134,7 @@ def _prepared_for_early_exit(found: Resolved, drafting: DraftingOptions, has_dra
     except ModelFileError:
         if named:
             raise
-        return found  # `auto` ignores a damaged form
+        return found  # `auto` ignores a damaged form.
     return replace(found, path=prepared.folder, note=str(prepared.folder), format=prepared.kind)
 
 
@@ -172,8 +174,11 @@ def load_draft(
     found = pair.draft
     if found is None:
         return None
-    context_tokens = target.facts.max_context_tokens
-    options = draft_load_options(options, drafting, context_tokens, _remaining_bytes(options, target.facts))
+    facts, memory_bytes = target.facts, options.memory_bytes
+    context_tokens = facts.max_context_tokens
+    if memory_bytes is not None:
+        memory_bytes = max(0, memory_bytes - facts.weight_bytes - facts.max_kv_bytes)
+    options = draft_load_options(options, drafting, context_tokens, memory_bytes)
     if drafting.draft_kv_type:
         options = replace(options, kv_type=drafting.draft_kv_type)
     options = options_in_pair(found, pair.target, options)
@@ -208,7 +213,7 @@ def _adapted_to_target(
     name = pair.draft.name
     window = window_for(model.facts.trained_context_tokens)
     initial_tokens, max_tokens = model.facts.context_tokens, model.facts.max_context_tokens
-    if window:  # contexts of models with a window never grow
+    if window:  # The context of a model with a window never grows.
         model.resize(max_tokens)
     elif compared.translation is not None:
         model.resize(max(initial_tokens, min(max_tokens, _FOREIGN_CONTEXT_TOKENS)))
@@ -226,7 +231,7 @@ def _adapted_to_target(
         return LoadedDraft(TranslatedModel(model, target.vocabulary, compared.translation), notice)
     if drafting.arguments["draft_branches"]:
         raise OptionError(
-            f"{name} has another vocabulary than {pair.target.name}, so it can only draft chains",
+            f"{name} cannot draft branches, because its vocabulary differs from that of {pair.target.name}",
             "leave --draft-branches out",
         )
     min_confidence = drafting.arguments["draft_confidence"]
@@ -245,30 +250,21 @@ def _check_trainable(
 ) -> None:
     """Check that a draft model can be trained between replies, and raise OptionError if it cannot."""
     if not found.file_format.online_training:
-        why, hint = "that takes an MLX draft", "give an MLX draft"
+        why, hint = "only MLX draft models can be trained", "use an MLX draft model"
     elif not draft.capabilities.trainable:
-        why, hint = "it has a recurrent state", "give a draft without one"
+        why, hint = "it has a recurrent state", "use a draft model without one"
     elif not same_vocabulary:
-        why, hint = (
-            f"its vocabulary is not that of {target.name}",
-            "give a draft with the same vocabulary",
-        )
+        why = f"its vocabulary differs from that of {target.name}"
+        hint = "use a draft model with the same vocabulary"
     elif window:
-        why, hint = "it sees a window of the text only", "use --draft-window 0"
+        why, hint = "it reads only the end of the text", "use --draft-window 0"
     else:
         return
-    raise OptionError(f"the draft {found.name} cannot learn: {why}", f"{hint}, or leave --learn out")
+    raise OptionError(f"the draft model {found.name} cannot learn: {why}", f"{hint}, or leave --learn out")
 
 
 def _load_model(found: Resolved, options: LoadOptions, progress: Progress | None) -> LanguageModel:
     return found.file_format.load(str(found.path), found.name, options, progress)
-
-
-def _remaining_bytes(options: LoadOptions, target: ModelFacts) -> int | None:
-    """Return the number of bytes of the budget that a loaded target leaves, or None without a budget."""
-    if options.memory_bytes is None:
-        return None
-    return max(0, options.memory_bytes - target.weight_bytes - target.max_kv_bytes)
 
 
 def draft_load_options(
@@ -276,11 +272,8 @@ def draft_load_options(
 ) -> LoadOptions:
     """Derive the draft model's load options from those of the target.
 
-    Args:
-        options: The target's options.
-        drafting: Drafting options. Branches chosen by the user may be as wide as the backend allows.
-        context_tokens: Size of the target's context, all of which the draft model sees.
-        memory_bytes: Maximum memory for the draft model, or None for no limit.
+    The draft model sees all `context_tokens` of the target. Branches chosen by the user may be as wide as the
+    backend allows.
     """
     adapts = drafting.arguments["draft_branches"] in ((), "auto")
     return replace(

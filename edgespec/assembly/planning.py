@@ -71,11 +71,9 @@ class LoadPlan:
     """All decisions about a load, made before anything is loaded.
 
     Attributes:
-        pair: the models to load.
         drafting: drafting options, including the planner's changes.
         options: load options for both models together.
         float32: see `PlanChoice`.
-        plan: the memory plan.
         advice: advice for the user if the plan does not fit; empty if it fits.
         trained_tokens: context length that the target was trained for; 0 if unknown.
         longrope_switch_tokens: see `initial_context`.
@@ -98,8 +96,7 @@ class LoadPlan:
         kinds = ("weights", "cache")
         draft_bytes = sum(i.bytes for i in self.plan.items if i.role == "draft" and i.kind in kinds)
         left = (self.options.memory_bytes or 0) - draft_bytes
-        # MLX converts weights to float32 if there is enough memory, so a plan without float32 sets a tight
-        # limit.
+        # MLX converts weights to float32 if memory allows, so a plan without float32 sets a tight limit.
         if not self.float32:
             target = (i.bytes for i in self.plan.items if i.role == "target" and i.kind in kinds)
             left = min(left, sum(target))
@@ -121,13 +118,7 @@ class LoadPlan:
 
 
 def budget_for(pair: ModelPair, memory_bytes: int | None, reserve_bytes: int | None = None) -> Budget:
-    """Return the user's budget or the default one, reduced to the hard limits of this process if needed.
-
-    Args:
-        pair: the models. Their backend reports the graphics cards.
-        memory_bytes: the value of `--memory`, or None.
-        reserve_bytes: the value of `--reserve`, or None.
-    """
+    """Return `find_budget` for a pair, with the graphics cards of its backend."""
     if address_space_is_limited():
         # Libraries need address space, so load them now, before the remaining memory is counted.
         limit_malloc_arenas()
@@ -276,7 +267,7 @@ def check_fits(planned: LoadPlan) -> None:
     named = ", ".join(f"{item.name} {format_bytes(item.bytes)}" for item in largest)
     raise MemoryBudgetError(
         f"{planned.pair.target.name} with a context of {planned.options.context_tokens:,} tokens needs"
-        f" {format_bytes(plan.planned_bytes(pool))}{where}, and the budget is"
+        f" {format_bytes(plan.planned_bytes(pool))}{where}, but the budget is"
         f" {format_bytes(plan.budget_bytes(pool))} ({plan.budget.source}): {named}",
         planned.advice,
     )

@@ -55,18 +55,8 @@ def create_prefix_cache(
 ) -> PrefixCache | None:
     """Create the prefix cache of a loaded target.
 
-    Args:
-        place: `none`, `memory`, or `disk`, which uses both memory and disk.
-        disk_bytes: size limit on disk. Defaults to `default_disk_bytes` if None.
-        target: the loaded target.
-        load_options: options that the target was loaded with.
-        costs: pass costs of the target, which identify the machine and the kernels.
-        plan: the memory plan, which limits the size of the cache.
-        states_before: `file_states` before loading. If the files have changed since then, it is unknown which
-            weights were loaded, so nothing is cached on disk.
-
-    Returns:
-        The cache, or None if the place is `none`.
+    Return None if `place` is `none`. `states_before` is the result of `file_states` before loading. If the
+    files have changed since then, it is unknown which weights were loaded, so nothing is cached on disk.
     """
     if place == "none":
         return None

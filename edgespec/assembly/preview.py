@@ -80,6 +80,6 @@ def plan(
 
         pair = find_pair(request.target, request.draft, request.drafting, progress, request.options, find)
         if address_space_is_limited():
-            import_module("edgespec.assembly.loading")  # include its memory, as in a load
+            import_module("edgespec.assembly.loading")  # Count its addresses, as `load` does.
         budget = budget_for(pair, request.memory_bytes, request.reserve_bytes)
         return Preview(plan_pair(pair, request.drafting, request.options, budget, request.plan))

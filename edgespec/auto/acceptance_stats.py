@@ -65,7 +65,6 @@ class AcceptanceStats:
         return probs
 
     def record_draft(self, tree: TokenTree, seconds: float) -> None:
-        """Record a draft and its duration."""
         self.was_empty = not tree.drafted
         if tree.drafted:
             self.draft_seconds.add(seconds)
@@ -79,12 +78,10 @@ class AcceptanceStats:
 
     @property
     def level_seconds(self) -> float:
-        """Mean time to draft one level."""
         return self.draft_seconds.value / max(self.levels.value, 1.0)
 
     @property
     def level_rows(self) -> float:
-        """Mean number of drafted tokens per level."""
         return self.rows.value / max(self.levels.value, 1.0)
 
     def reach_probs(self, levels: int) -> list[float]:

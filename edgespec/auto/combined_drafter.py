@@ -116,7 +116,6 @@ class CombinedDrafter(Drafter):
 
     @property
     def has_lookup(self) -> bool:
-        """Whether one of the drafters is a lookup."""
         return any(stats.is_lookup for stats in self._stats)
 
     def select_text_kind(self, kind: str) -> None:

@@ -112,11 +112,11 @@ class AutoController(Drafter):
         self._clock = clock
         self._count_replies, self._replies = count_replies, 1
         self._tokens: list[int] = []
-        # The duration of a target step is measured first.
+        # Start with a target step, to measure its duration.
         self._tokens_since_target_step = _REMEASURE_TOKENS
-        # Whether the drafters have been given all tokens of the reply.
+        # Whether the drafters receive the tokens of the reply.
         self._is_drafting = False
-        # None in rounds that began without `propose`, and in skipped rounds of a pause.
+        # None in rounds without `propose`, and in skipped rounds of a pause.
         self._round: _Round | None = None
         self._overhead_seconds = RunningMean()  # Duration of a target step minus that of its pass.
         self._worst_case = WorstCaseCosts(costs)
@@ -339,7 +339,6 @@ class AutoController(Drafter):
             self._store.notice = "the saved drafting statistics are damaged and are measured again"
 
     def save_statistics(self) -> None:
-        """Save the statistics for a later run."""
         if self._store:
             statistics = (self.costs, self._drafter, self._backoffs[1])
             self._store.save({name: v for each in statistics for name, v in each.saved_statistics().items()})

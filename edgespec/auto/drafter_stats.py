@@ -54,7 +54,6 @@ class DrafterStats:
 
     @property
     def is_measured(self) -> bool:
-        """Whether the cost of the drafter's drafts has been measured."""
         return self.acceptance.draft_seconds.count >= MEASURED_ROUNDS
 
     @property
@@ -131,5 +130,5 @@ class DrafterStats:
 
 
 def _with_prefix(saved: Mapping[str, NDArray[Any]], prefix: str) -> dict[str, NDArray[Any]]:
-    """Return the arrays whose names start with a prefix, by the rest of their names."""
+    """Return the arrays whose names start with a prefix, without the prefix."""
     return {name.removeprefix(prefix): value for name, value in saved.items() if name.startswith(prefix)}

@@ -16,7 +16,7 @@ from edgespec.costs.curve import CostCurve
 __all__ = ["LiveCosts"]
 
 # Context lengths, in tokens, that separate the buckets. Costs are tracked per bucket because attention makes
-# passes dearer as the context grows, and some widths more than others.
+# passes slower as the context grows, some widths more than others.
 _CONTEXT_BUCKETS = (2048, 8192, 32768)
 # Concurrent replies beyond this number share one set of costs.
 _MAX_REPLIES = 8
@@ -50,7 +50,7 @@ class _Bucket:
 
 
 class LiveCosts:
-    """A cost curve v(m) that follows the machine: load, temperature, context length, concurrent replies.
+    """A cost curve v(m) that follows the machine's load, the context length and the number of replies.
 
     Target steps update the duration of a target step. Wider passes update their own cost relative to it, and
     the cost of widths not measured yet. If wide passes become slower, either the whole machine or only the
@@ -114,7 +114,6 @@ class LiveCosts:
         return self.curve.v(width) * math.exp(bucket.log_ratios.get(width, bucket.common_log_ratio))
 
     def pass_seconds(self, width: int) -> float:
-        """Return the expected duration of a pass of `width` tokens."""
         return self.v(width) * self.target_step_seconds
 
     @property
@@ -132,7 +131,6 @@ class LiveCosts:
         return self._spread / math.sqrt(max(1, min(self._steps, 4)))
 
     def record_pass(self, width: int, seconds: float) -> None:
-        """Record the duration of a pass of `width` tokens."""
         bucket = self._bucket
         change = math.log(max(seconds, 1e-9) / self.pass_seconds(width))
         change = max(-self._MAX_LOG_CHANGE, min(change, self._MAX_LOG_CHANGE))

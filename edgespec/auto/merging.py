@@ -57,7 +57,7 @@ def prune_optional(
 
     Args:
         merged: The merged tree.
-        node_probs: Per input tree and node, the probability of acceptance given its parent's, in [0, 1].
+        node_probs: Per input tree and node, the probability of acceptance if the parent is accepted.
         is_optional: Per input tree, whether its nodes may be dropped.
         limits: Width and branches of a verify pass.
         v: Cost of a verify pass by width, in target steps.

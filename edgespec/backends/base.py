@@ -24,7 +24,7 @@ __all__ = [
     "Vocabulary",
 ]
 
-# Vocabulary sizes may differ by this many tokens: embedding tables are padded at the end.
+# Two vocabularies may differ by this many tokens, because embedding tables are padded at the end.
 MAX_VOCAB_PADDING = 1024
 
 # Called with the name of the current phase and the fraction done (0 to 1). Return False to cancel.
@@ -211,8 +211,8 @@ class Snapshot:
 
     Attributes:
         length: End of the copied range: the number of tokens in the cache when it was copied.
-        data: The cached state in the backend's own format.
-        start: First copied token. Tokens before `start` are not part of the copy.
+        data: The copied tokens in the backend's own format.
+        start: First copied token. Earlier tokens are not part of the copy.
     """
 
     length: int
@@ -267,7 +267,7 @@ class LanguageModel(Protocol):
 
     @property
     def free_tokens(self) -> int:
-        """Number of tokens that still fit into the context."""
+        """Number of further tokens that fit into the context."""
 
     def prefill(self, tokens: Sequence[int], progress: Progress | None = None) -> None:
         """Append tokens to the cache without computing their logits.
@@ -297,11 +297,11 @@ class LanguageModel(Protocol):
             ContextFullError: The tree does not fit into the context.
             CapabilityError: The model does not support branches or this width.
             CancelledError: `interrupt` stopped the pass.
-            After each of them the cache is as before the round.
+            After any of these errors, the cache is as it was before the round.
         """
 
     def commit(self, path: tuple[int, ...]) -> None:
-        """Keep the root and the nodes of `path` (ordered from the root), drop the others, end the round."""
+        """Keep the root and the nodes of `path` (ordered from the root) in the cache, and end the round."""
 
     def truncate(self, length: int) -> None:
         """Keep at most the first `length` cached tokens and end the round.
@@ -317,13 +317,13 @@ class LanguageModel(Protocol):
         arXiv 2309.17453).
 
         Raises:
-            CapabilityError: This cache does not support it. Nothing was changed.
+            CapabilityError: The model does not support this. The cache is unchanged.
         """
 
     def snapshot(self, start: int = 0, end: int | None = None) -> Snapshot:
         """Copy tokens [start, end) of the cache and end the round.
 
-        Without `partial_truncate` the copy always holds the whole cache.
+        Without `partial_truncate`, the copy always contains the whole cache.
         """
 
     def restore(self, snapshot: Snapshot) -> None:
@@ -362,11 +362,11 @@ class LanguageModel(Protocol):
         """
 
     def self_draft(self, method: SelfDraft) -> LanguageModel:
-        """Return a view of this model that drafts on its KV cache.
+        """Return a draft model that uses the KV cache of this model, its target.
 
-        The view's `length` is the target's. The view's `verify` opens a round of its own. The target's next
-        `verify`, `commit` or `truncate` ends it and may reuse its results. The view's `prefill`, `commit`,
-        `truncate` and `close` do not change the target. Only one view may draft in a round.
+        The draft model has the same `length` as the target. Its `verify` opens a round of its own, which the
+        target's next `verify`, `commit` or `truncate` ends and may reuse. Its `prefill`, `commit`, `truncate`
+        and `close` do not change the target. Only one such model may draft in a round.
 
         Raises:
             CapabilityError: The model does not support this method. The message explains why.

@@ -14,6 +14,7 @@ from edgespec.backends.mlx_files import missing_files, require_mlx
 from edgespec.backends.mlx_metadata import read_mlx_info
 from edgespec.backends.registry import Backend, ExitMeasurement, FileFormat
 from edgespec.backends.token_list import TokenList, tokens_of_folder, tokens_of_header
+from edgespec.errors import CapabilityError
 
 if TYPE_CHECKING:
     from edgespec.backends.memory_estimate import MemoryEstimator
@@ -72,9 +73,11 @@ def _estimate_mlx(path: str, name: str, options: LoadOptions) -> MemoryEstimator
 
 
 def _measure_mlx_exits(model: LanguageModel, tokens: Sequence[int], first: int) -> ExitMeasurement:
-    from edgespec.backends.mlx.model import measure_exits
+    from edgespec.backends.mlx.model import MlxModel
 
-    return measure_exits(model, tokens, first)
+    if not isinstance(model, MlxModel):
+        raise CapabilityError(f"{model.facts.name} has no early exits", "choose another method")
+    return model.measure_exits(tokens, first)
 
 
 def _llama_cpp_cards() -> Sequence[tuple[str, int]]:

@@ -28,7 +28,7 @@ _F16_BYTES = 2
 
 
 def read_gguf_info(path: Path) -> ModelInfo:
-    """Return the metadata of a GGUF model from all its parts. Raises ModelFileError if it is not one."""
+    """Return the metadata of a GGUF model from all its parts. Raises ModelFileError if a file is invalid."""
     return _of_parts(gguf_files(path))
 
 

@@ -29,7 +29,7 @@ BLOCK_TOKENS = 256
 
 
 def round_up_to_block(tokens: int) -> int:
-    """Round a context size up to whole blocks, as the libraries do."""
+    """Round a context size up to whole blocks of `BLOCK_TOKENS`."""
     return -(-tokens // BLOCK_TOKENS) * BLOCK_TOKENS
 
 

@@ -1,4 +1,4 @@
-"""Estimate how much memory a model takes before it is loaded."""
+"""Estimates of the memory that a model will use, computed from its metadata before it is loaded."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ ModelMemoryKind = Literal["weights", "cache", "compute", "output", "vocabulary"]
 
 - weights: the model's tensors.
 - cache: KV caches and recurrent states, for a full context.
-- compute: buffers for intermediate results of the widest pass, and the library's data about graph and cache.
+- compute: buffers for intermediate results of the widest pass.
 - output: logits of the widest verify pass.
-- vocabulary: the tokens' texts and the lookup tables over them.
+- vocabulary: the text of each token, and the tokenizer's lookup tables.
 """
 
 Pool = Literal["memory", "gpu"]
@@ -28,7 +28,7 @@ GPU: Pool = "gpu"
 
 @dataclass(frozen=True, slots=True)
 class MemoryPart:
-    """Memory of one kind that a model takes in one pool."""
+    """Memory of one kind that a model uses in one pool."""
 
     kind: ModelMemoryKind
     bytes: int
@@ -37,24 +37,19 @@ class MemoryPart:
 
 @dataclass(frozen=True, slots=True)
 class MemoryEstimate:
-    """The memory of one loaded model whose context is full.
-
-    Attributes:
-        kv_type: Data type of the KV cache, for messages.
-        parts: All memory of the model. Kinds and pools may repeat.
-    """
+    """The memory of a loaded model with a full context. `kv_type` names the format of its KV cache."""
 
     context_tokens: int
     kv_type: str
     parts: tuple[MemoryPart, ...]
 
     def bytes_of(self, *kinds: ModelMemoryKind) -> int:
-        """Return the bytes of these kinds, summed over all pools."""
+        """Return the size of all parts of these kinds."""
         return sum(part.bytes for part in self.parts if part.kind in kinds)
 
     @property
     def total_bytes(self) -> int:
-        """The bytes of all kinds, summed over all pools."""
+        """The size of all parts."""
         return sum(part.bytes for part in self.parts)
 
 
@@ -62,10 +57,9 @@ class MemoryEstimator(Protocol):
     """Estimates the memory of a model from its metadata, without reading its weights.
 
     Attributes:
-        name: Name of the model for messages.
-        trained_context_tokens: Context that the model was trained for. 0 if unknown.
-        layers: Number of layers that can be offloaded to graphics cards one by one. 0 if none can.
-        longrope_switch_tokens: See `initial_context` in memory_check.py.
+        trained_context_tokens: context length that the model was trained for; 0 if the files do not state it.
+        layers: number of layers that can be moved to graphics cards one by one; 0 if that is not supported.
+        longrope_switch_tokens: see `initial_context` in memory_check.py.
     """
 
     name: str
@@ -77,8 +71,8 @@ class MemoryEstimator(Protocol):
         """Estimate the memory of the model loaded with `options`, within `options.memory_bytes`.
 
         Raises:
-            OptionError: The model cannot be loaded with these options.
-            MemoryBudgetError: There is not even enough memory to simulate the context.
+            OptionError: the model cannot be loaded with these options.
+            MemoryBudgetError: there is not enough memory to simulate the context.
         """
 
     def close(self) -> None:

@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterable
 from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from edgespec.errors import BackendMissingError, ModelFileError
 
@@ -15,13 +16,18 @@ __all__ = [
     "TOKENIZERS",
     "WEIGHTS",
     "WEIGHTS_INDEX",
+    "StoredTensor",
     "is_weights",
     "missing_among",
     "missing_files",
     "mlx_installed",
+    "read_json_object",
+    "read_tensors",
     "require_mlx",
 ]
 
+# Maximum size of a safetensors header in bytes, as in the safetensors library.
+_MAX_HEADER_BYTES = 100 * 2**20
 # The weight files that mlx-lm loads. Folders may also hold the same weights in other formats.
 WEIGHTS = "model*.safetensors"
 WEIGHTS_INDEX = "model.safetensors.index.json"
@@ -96,3 +102,66 @@ def _listed_weights(index: Path) -> set[str]:
             f"{index} is not a valid index of weight files: {type(error).__name__}",
             "download the model again",
         ) from error
+
+
+class StoredTensor(NamedTuple):
+    """Shape, safetensors data type (such as `BF16`) and size of a tensor in a file."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    size_bytes: int
+
+
+def read_json_object(path: Path) -> dict[str, Any]:
+    """Read a file that contains a JSON object. Raises ModelFileError if that fails."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ModelFileError(
+            f"{path} cannot be read: {error.strerror}", "download the model again"
+        ) from error
+    except (ValueError, RecursionError) as error:
+        raise ModelFileError(f"{path} is not valid JSON: {error}", "download it again") from error
+    if not isinstance(value, dict):
+        raise ModelFileError(f"{path} does not contain a JSON object", "download it again")
+    return value
+
+
+def read_tensors(file: Path) -> dict[str, StoredTensor]:
+    """Return the tensors in a safetensors file, keyed by name.
+
+    Only the header is read. The file starts with the length of the header (8 bytes), followed by the header
+    in JSON format, which contains the byte range of every tensor.
+
+    Raises:
+        ModelFileError: The file cannot be read, or it is damaged or truncated.
+    """
+    try:
+        size_bytes = file.stat().st_size
+        with file.open("rb") as stream:
+            begin = stream.read(8)
+            if begin.startswith(b"version "):
+                raise ModelFileError(f"{file} is a Git LFS pointer, not the weights", "run `git lfs pull`")
+            length = int.from_bytes(begin, "little")
+            if len(begin) < 8 or length > min(_MAX_HEADER_BYTES, size_bytes - 8):
+                raise ModelFileError(
+                    f"{file} is truncated or not a safetensors file ({size_bytes:,} bytes)",
+                    "download it again",
+                )
+            header = json.loads(stream.read(length))
+        tensors, needed_bytes = {}, 0
+        for name, entry in header.items():
+            if name != "__metadata__":
+                begin_offset, end_offset = entry["data_offsets"]
+                needed_bytes = max(needed_bytes, 8 + length + end_offset)
+                shape = tuple(int(size) for size in entry["shape"])
+                tensors[name] = StoredTensor(shape, str(entry["dtype"]), end_offset - begin_offset)
+    except OSError as error:
+        raise ModelFileError(f"{file} cannot be read: {error.strerror}", "download it again") from error
+    except (ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
+        raise ModelFileError(f"the header of {file} is damaged: {error}", "download it again") from error
+    if needed_bytes > size_bytes:
+        raise ModelFileError(
+            f"{file} is truncated: it has {size_bytes:,} of {needed_bytes:,} bytes", "download it again"
+        )
+    return tensors

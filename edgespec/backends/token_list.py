@@ -110,7 +110,7 @@ def tokens_of_folder(folder: Path) -> TokenList | None:
         ids = dict(_ids(tokenizer))
         count = max(ids, default=-1) + 1
         if not 0 < count <= _MAX_TOKENS or min(ids) < 0:
-            raise ValueError(f"{count} tokens")
+            raise ValueError(f"the highest token id must be from 0 to {_MAX_TOKENS - 1}, but is {count - 1}")
     except FileNotFoundError:
         return None
     except (OSError, *_PARSE_ERRORS) as error:

@@ -1,4 +1,4 @@
-"""Draws the bar charts in a benchmark report as text, for a terminal."""
+"""Draw the bar charts of a benchmark report as text, for a terminal."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["Bar", "bar_chart", "charts"]
 
 _FULL, _UNCERTAIN = "█", "▒"
 _SHADES = dict(zip(PHASES[:-1], "░█▒▓·", strict=True))
-_MIN_BAR_WIDTH = 10  # in characters
+_MIN_BAR_COLUMNS = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ def bar_chart(title: str, bars: Sequence[Bar], width: int, full: float = 0.0) ->
     """
     labels = max((len(bar.label) for bar in bars), default=0)
     value_width = max((len(bar.value) for bar in bars), default=0)
-    room = max(_MIN_BAR_WIDTH, width - labels - value_width - 2)
+    room = max(_MIN_BAR_COLUMNS, width - labels - value_width - 2)
     longest = max((sum(length for length, _ in bar.parts) for bar in bars), default=0.0)
     longest = max(longest, full) or 1.0
     return [title, *(f"{bar.label:{labels}} {_drawn(bar, longest, room)} {bar.value}" for bar in bars)]
@@ -75,7 +75,7 @@ def _speeds(found: Sequence[MethodFigures], width: int) -> list[str]:
             low, high = each.low or each.speed_up, each.high or each.speed_up
             value = f"{each.speed_up:.2f}x"
             bars.append(Bar(each.config.name, ((low, _FULL), (high - low, _UNCERTAIN)), value))
-    return bar_chart(f"speed-up over plain decoding ({_UNCERTAIN} 95 % interval)", bars, width)
+    return bar_chart(f"speed-up over replies without drafting ({_UNCERTAIN} 95 % interval)", bars, width)
 
 
 def _depths(found: Sequence[MethodFigures], width: int) -> list[str]:
@@ -99,4 +99,4 @@ def _phases(found: Sequence[MethodFigures], width: int) -> list[str]:
 
 def _passes(curve: CostCurve, width: int) -> list[str]:
     bars = [Bar(str(rows), ((curve.v(rows), _FULL),), f"{curve.v(rows):.2f}") for rows in curve.widths]
-    return bar_chart("cost of a verify pass by width, in target steps", bars, width)
+    return bar_chart("cost of checking several tokens at once, in single-token passes", bars, width)

@@ -15,7 +15,7 @@ _ZONE = re.compile(r"intel-rapl:\d+")
 
 
 class EnergyMeter:
-    """Reads the processors' RAPL energy counters through Linux's powercap interface.
+    """The processors' RAPL energy counters, read through Linux's powercap interface.
 
     The counters include the energy used by all processes, not only this one.
 

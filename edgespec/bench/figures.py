@@ -1,4 +1,4 @@
-"""Computes benchmark results: each method compared with plain decoding, and `auto` with the oracle."""
+"""Compute benchmark results: each method compared with plain decoding, and `auto` with the oracle."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plots a benchmark report as PNG files. Only this module imports matplotlib."""
+"""Plot a benchmark report as PNG files. Only this module imports matplotlib."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 __all__ = ["check_plots", "save_plots"]
 
-_WIDTH, _HEIGHT = 11.0, 4.5  # in inches
+_WIDTH_INCHES, _HEIGHT_INCHES = 11.0, 4.5
 _DOTS = 120
 
 
@@ -26,7 +26,7 @@ def check_plots() -> None:
     if find_spec("matplotlib") is None:
         raise BackendMissingError(
             "plots need matplotlib, which is not installed",
-            'run `.venv/bin/pip install -e ".[plots]"`, or use --plot, which draws in the terminal',
+            'run `pip install -e ".[plots]"`, or use --plot, which draws in the terminal',
         )
 
 
@@ -56,7 +56,7 @@ def _save(path: Path, count: int, draw: Callable[[Sequence[Axes]], None]) -> Pat
     """Save a figure with `count` plots, one below the other."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(_WIDTH, _HEIGHT * count), layout="constrained")
+    figure = Figure(figsize=(_WIDTH_INCHES, _HEIGHT_INCHES * count), layout="constrained")
     draw([figure.add_subplot(count, 1, i + 1) for i in range(count)])
     figure.savefig(path, dpi=_DOTS, format="png")
     return path
@@ -90,7 +90,7 @@ def _speed(axes: Axes, found: Sequence[MethodFigures]) -> None:
         axes.bar(places, heights, 0.8 / len(configs), label=config.name, yerr=errors, error_kw={"lw": 0.8})
     axes.axhline(1.0, color="black", linewidth=0.8)
     axes.set_xticks(range(len(categories)), [_category_label(category) for category in categories])
-    axes.set_ylabel("speed-up over plain decoding")
+    axes.set_ylabel("speed-up over replies without drafting")
     axes.set_title("Speed-up by method, with 95 % intervals")
     _add_legend(axes)
 
@@ -135,9 +135,9 @@ def _passes(report: Report, axes: Axes) -> None:
     axes.set_yscale("log", base=2)
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_formatter(FormatStrFormatter("%g"))
-    axes.set_xlabel("width of the pass (tokens)")
-    axes.set_ylabel("target steps")
-    axes.set_title(f"Cost of a verify pass: {report.target}")
+    axes.set_xlabel("tokens checked in one pass")
+    axes.set_ylabel("single-token passes")
+    axes.set_title(f"Cost of checking several tokens at once: {report.target}")
     _add_legend(axes)
 
 

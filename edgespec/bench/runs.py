@@ -1,4 +1,4 @@
-"""Runs a benchmark plan, one reply at a time, each with an empty prefix cache."""
+"""Run a benchmark plan, one reply at a time, each with an empty prefix cache."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def run(
         CancelledError: The run was cancelled before the first reply.
     """
     bench = _Bench(runtime, plan, max_seconds, progress, meter or EnergyMeter())
-    bench.prepare()
+    curve = bench.prepare()
     rows: list[Measurement] = []
     ending: Ending = "complete"
     error = ""
@@ -115,57 +115,49 @@ def run(
         if not rows:
             raise
         ending, error = "failed", str(failure)
-    return BenchRun(tuple(rows), bench.curve, ending, error, bench.meter.reason)
+    return BenchRun(tuple(rows), curve, ending, error, bench.meter.reason)
 
 
+@dataclass
 class _Bench:
-    """Runs the rounds of a benchmark plan."""
+    runtime: Runtime
+    plan: BenchPlan
+    max_seconds: float | None
+    progress: Progress | None
+    meter: EnergyMeter
 
-    curve: CostCurve
-
-    def __init__(
-        self,
-        runtime: Runtime,
-        plan: BenchPlan,
-        max_seconds: float | None,
-        progress: Progress | None,
-        meter: EnergyMeter,
-    ) -> None:
-        self.meter = meter
-        self._runtime = runtime
-        self._plan = plan
-        self._progress = progress
-        self._max_seconds = max_seconds
+    def __post_init__(self) -> None:
         self._began = monotonic()
         self._done = 0
-        self._tokens = {prompt.name: self._fitting_tokens(prompt) for prompt in plan.prompts}
-        for config in plan.configs:
-            runtime.method_for(config.method)
+        self._tokens = {prompt.name: self._fitting_tokens(prompt) for prompt in self.plan.prompts}
+        for config in self.plan.configs:
+            self.runtime.method_for(config.method)
 
     def _fitting_tokens(self, prompt: Prompt) -> list[int]:
         """Tokenize a prompt. Raises ContextFullError if the prompt and its reply do not fit the context."""
-        tokens = prompt_tokens(self._runtime, prompt)
-        context = self._runtime.context_tokens
-        if len(tokens) + self._plan.max_tokens > context:
+        tokens = prompt_tokens(self.runtime, prompt)
+        context = self.runtime.context_tokens
+        if len(tokens) + self.plan.max_tokens > context:
             raise ContextFullError(
-                f"prompt {prompt.name} does not fit: its {len(tokens)} tokens and {self._plan.max_tokens} for"
+                f"prompt {prompt.name} does not fit: its {len(tokens)} tokens and {self.plan.max_tokens} for"
                 f" the reply exceed the context of {context}",
                 "use a larger --context, a smaller -n, or other prompts",
             )
         return tokens
 
-    def prepare(self) -> None:
+    def prepare(self) -> CostCurve:
         """Measure pass costs, and warm up every method so that its one-time work is not measured."""
-        self.curve = self._runtime.measure_costs(self._progress)
-        prompt = self._plan.prompts[0]
-        for config in self._plan.configs:
+        curve = self.runtime.measure_costs(self.progress)
+        prompt = self.plan.prompts[0]
+        for config in self.plan.configs:
             description = f"warming up {config.name}"
             self._report_progress(description)
-            self._reply(description, prompt, self._plan.temperatures[0], config, _WARM_UP_TOKENS)
+            self._reply(description, prompt, self.plan.temperatures[0], config, _WARM_UP_TOKENS)
+        return curve
 
     def rows(self) -> Iterator[Measurement]:
         """Measure and yield replies until the plan ends or the time is up. Raises CancelledError."""
-        for each in self._plan.rounds():
+        for each in self.plan.rounds():
             for position, config in enumerate(each.configs):
                 if self._time_share() >= 1.0:
                     return
@@ -176,10 +168,10 @@ class _Bench:
         description = f"{each.prompt.name}, {config.name}, temperature {each.temperature:g}"
         self._report_progress(description)
         # Otherwise, later methods would find the same prompt in the prefix cache and skip its prefill.
-        self._runtime.clear_cache()
+        self.runtime.clear_cache()
         before = self.meter.read()
         started = perf_counter()
-        reply = self._reply(description, each.prompt, each.temperature, config, self._plan.max_tokens)
+        reply = self._reply(description, each.prompt, each.temperature, config, self.plan.max_tokens)
         seconds = perf_counter() - started
         joules = self.meter.joules(before, self.meter.read())
         prompt, category = each.prompt.name, each.prompt.category
@@ -190,14 +182,14 @@ class _Bench:
     def _reply(
         self, description: str, prompt: Prompt, temperature: float, config: MethodConfig, max_tokens: int
     ) -> Reply:
-        stream = self._runtime.stream_tokens(
+        stream = self.runtime.stream_tokens(
             self._tokens[prompt.name],
             max_tokens=max_tokens,
             temperature=temperature,
-            seed=self._plan.seed,
+            seed=self.plan.seed,
             method=config.method,
             draft_length=config.draft_length,
-            acceptance=self._plan.acceptance,
+            acceptance=self.plan.acceptance,
         )
         try:
             for _ in stream:
@@ -210,9 +202,9 @@ class _Bench:
 
     def _time_share(self) -> float:
         """Return the fraction of the time limit that has passed, or 0 if there is no limit."""
-        return (monotonic() - self._began) / self._max_seconds if self._max_seconds else 0.0
+        return (monotonic() - self._began) / self.max_seconds if self.max_seconds else 0.0
 
     def _report_progress(self, description: str) -> None:
-        share = max(self._done / self._plan.replies, self._time_share())
-        if self._progress and not self._progress(description, min(1.0, share)):
+        share = max(self._done / self.plan.replies, self._time_share())
+        if self.progress and not self.progress(description, min(1.0, share)):
             raise CancelledError("the benchmark was cancelled")

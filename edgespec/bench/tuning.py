@@ -18,13 +18,13 @@ __all__ = ["DrafterResult", "PassCost", "Tuning", "break_even", "tune"]
 
 # Minimum speed-up to recommend a method. A smaller one could be measurement noise.
 _MIN_SPEED_UP = 1.05
-_DRAFT_LENGTH = 4  # in tokens, for trying each drafter
-_MAX_DRAFT_LENGTH = 16  # in tokens; no longer draft length is recommended
+_DRAFT_LENGTH = 4  # Every drafter is tried with this draft length.
+_MAX_DRAFT_LENGTH = 16  # The longest draft length that is recommended.
 
 
 @dataclass(frozen=True, slots=True)
 class PassCost:
-    """Describes the cost of a verify pass.
+    """The cost of a verify pass.
 
     Attributes:
         width: Number of tokens in the pass.
@@ -44,7 +44,7 @@ class PassCost:
 
 @dataclass(frozen=True, slots=True)
 class DrafterResult:
-    """Performance of one drafter, measured on the prompts.
+    """The performance of one drafter, measured on the prompts.
 
     Attributes:
         speed_up: Speed-up over plain decoding at a draft length of 4.
@@ -67,7 +67,7 @@ class DrafterResult:
 
 @dataclass(frozen=True, slots=True)
 class Tuning:
-    """Result of tuning.
+    """The result of `edgespec tune`.
 
     Attributes:
         passes: Cost of verify passes, by number of tokens in the pass.
@@ -90,7 +90,6 @@ class Tuning:
     notice: str
 
     def to_json(self) -> dict[str, object]:
-        """Return the result as a JSON object."""
         return asdict(self)
 
 

@@ -1,4 +1,4 @@
-"""`edgespec bench`: compare the speed of every method with plain decoding."""
+"""`edgespec bench`: measure how much faster each method makes replies."""
 
 from __future__ import annotations
 
@@ -177,7 +177,8 @@ def _bench(stop: Stop, texts: Sequence[Prompt], options: dict[str, Any]) -> Repo
     settings = pick(options, ("temperatures", "repeats", "max_tokens", "seed", "acceptance"))
     methods, lengths = options["methods"], options["draft_lengths"] or ()
     configs = partial(method_configs, draft_lengths=lengths, control=options["control"])
-    BenchPlan(tuple(texts), configs(methods or ()), **settings)  # check the options before loading
+    # Check the options before loading the models.
+    BenchPlan(tuple(texts), configs(methods or ()), **settings)
     # Reserve the full context, because enlarging it during a reply would slow down only that reply.
     wanted = {**pick(options, MODEL_NAMES), "reserve_full_context": True}
     with loaded(stop, **wanted, methods=methods or ()) as runtime, _Progress(stop) as progress:
@@ -218,7 +219,6 @@ def _duration(seconds: float) -> str:
 
 
 def _machine() -> dict[str, object]:
-    """Describe the machine for the report."""
     from edgespec.machine import inspect_machine
 
     machine = inspect_machine()

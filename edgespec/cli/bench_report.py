@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 __all__ = ["print_report"]
 
 _Item = TypeVar("_Item")
-_PIPE_COLUMNS = 100  # chart width in columns if stdout is not a terminal
-_MIN_SPEED_UP = 1.03  # a smaller difference could be measurement noise
+_PIPE_COLUMNS = 100  # Width of charts if stdout is not a terminal.
+_MIN_SPEED_UP = 1.03  # A smaller speed-up could be measurement noise.
 _LEGEND = """\
 SPEED-UP      tokens per second divided by those without drafting, on the same prompt; reading the prompt
               is not counted
@@ -27,15 +27,19 @@ WORST         SPEED-UP of the worst prompt
 WHOLE         SPEED-UP with the time to read the prompt
 TOKENS/PASS   tokens produced per pass of the model
 ACCEPTED      share of the drafted tokens that the model accepted
+TTFT, TPOT    time to the first token, and time for each token after it
 DRAFT ...     memory that drafting needs in addition
+J/TOKEN       energy per token, in joules
 IDENTICAL     replies that are token for token the same as without drafting
+PREFILL       reading the prompt
 BEST SINGLE   the method that is best for all prompts of the category
-BEST EACH     SPEED-UP if every prompt had used the method that is best for it"""
+BEST EACH     SPEED-UP if every prompt had used the method that is best for it
+AUTO/...      speed-up of the default method, auto, as a share of the other two"""
 _ENDINGS = {"cancelled": "interrupted", "time": "time limit reached", "failed": "an error occurred"}
 
 
 def print_report(report: Report, machine: Mapping[str, object], *, plot: bool) -> None:
-    """Print the tables, notes, legend and verdict, and charts if `plot` is true."""
+    """Print a benchmark report. If `plot` is true, include bar charts."""
     from edgespec.bench.charts import charts
 
     click.echo(
@@ -142,7 +146,7 @@ def _print_notes(report: Report) -> None:
 
 
 def _verdict(report: Report) -> str:
-    """Return a one-sentence summary of the report."""
+    """Return the conclusion of the report in one sentence."""
     of_all = [
         each
         for each in report.figures

@@ -8,10 +8,11 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.core import ParameterSource
 
 from edgespec.cli.failures import DONE, INTERRUPTED
 from edgespec.cli.help import HelpfulCommand
-from edgespec.cli.options import LOAD_NAMES, REPLY_NAMES, SAMPLING_NAMES, declared_options, given, pick
+from edgespec.cli.options import LOAD_NAMES, REPLY_NAMES, SAMPLING_NAMES, declared_options, pick
 from edgespec.cli.screen import is_terminal
 
 if TYPE_CHECKING:
@@ -62,7 +63,12 @@ def command(
 
         return edgespec.load(**pick(options, LOAD_NAMES), progress=progress)
 
-    settings = given(ctx, pick(options, (*SAMPLING_NAMES, "max_tokens", "seed")))
+    # The chat shows and saves only what the user set.
+    settings = {
+        name: options[name]
+        for name in (*SAMPLING_NAMES, "max_tokens", "seed")
+        if name in options and ctx.get_parameter_source(name) is not ParameterSource.DEFAULT
+    }
     if options["stop"]:
         settings["stop"] = list(options["stop"])
     terminated = False

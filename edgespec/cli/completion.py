@@ -1,4 +1,4 @@
-"""`edgespec completion`: print a script with which a shell completes commands, options and models."""
+"""`edgespec completion`: print the script that completes commands, options and model names in a shell."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`edgespec delete-data`: delete saved replies, learned statistics and cached prefixes."""
+"""`edgespec delete-data`: delete saved replies, learned data and the cache of earlier chats."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from edgespec.files import format_bytes
 __all__ = ["command"]
 
 _DESCRIPTIONS = {
-    "all": "saved replies, learned statistics and cached prefixes",
+    "all": "saved replies, learned data and the cache of earlier chats",
     "replies": "saved replies",
-    "learned": "learned statistics",
-    "prefix-cache": "cached prefixes",
+    "learned": "learned data",
+    "prefix-cache": "the cache of earlier chats",
 }
 
 
@@ -34,8 +34,9 @@ def command(kind: str, as_json: bool) -> int:
 
     \b
     replies       earlier replies and prompts that method suffix drafts from
-    learned       trained draft models, measured pass costs, acceptance rates, layers that swift skips
-    prefix-cache  cached prompts of earlier chats; they are processed again when you return to a chat
+    learned       trained draft models, measured speeds and acceptance rates, and the layers that
+                  method swift skips
+    prefix-cache  the cache of earlier chats; returning to a chat takes longer once
     all           all three [default]
 
     Saved chats and the files made by `edgespec prepare` are kept.

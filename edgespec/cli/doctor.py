@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 __all__ = ["Check", "command"]
 
 _DEMO_TOKENS = 16
-_SLOW_DEMO = 50  # in tokens per second; an idle machine is several times faster
+_SLOW_TOKENS_PER_SECOND = 50  # An idle machine is several times faster.
 _LOW_MEMORY_BYTES = 2_000_000_000
 _BUILD_FLAG = {"metal": "-DGGML_METAL=on", "cuda": "-DGGML_CUDA=on"}
 
@@ -167,7 +167,7 @@ def _demo(stop: Stop) -> Check:
         f"loaded in {load_seconds:.2f} s, generated {reply.stats.generated_tokens} tokens"
         f" at {rate:.0f} tokens/s {method}"
     )
-    if rate < _SLOW_DEMO:
+    if rate < _SLOW_TOKENS_PER_SECOND:
         busy = "close other programs that use the CPU, or set --threads to fewer threads"
         return Check("demo", True, f"{finding}, which is slow", busy)
     return Check("demo", True, finding)

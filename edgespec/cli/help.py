@@ -1,4 +1,4 @@
-"""Show examples and option sections in the help of commands, and suggest names for misspelt commands."""
+"""Show examples and titled groups of options in the help, and suggest names for misspelt commands."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["HelpfulCommand", "HelpfulGroup", "SectionOption"]
 
 
 class SectionOption(click.Option):
-    """An option that the help lists under a section heading."""
+    """An option that the help lists in a titled group."""
 
     def __init__(self, *args: Any, section: str = "Options", **settings: Any) -> None:
         self.section = section
@@ -54,11 +54,12 @@ class _Helpful(click.Command):
 
 
 class HelpfulCommand(_Helpful):
-    """A command whose help has examples and sections."""
+    """A command with examples and titled groups of options in its help."""
 
     def invoke(self, ctx: click.Context) -> Any:
         """Run the command without the settings that its method does not use."""
-        if ctx.meta:  # settings were read
+        # Commands without settings leave `ctx.meta` empty.
+        if ctx.meta:
             from edgespec.cli.settings import ignore_unread_settings
 
             ignore_unread_settings(ctx)

@@ -25,7 +25,7 @@ _Result = TypeVar("_Result")
 
 
 class Stop:
-    """Passes a stop request from the signal handler to the worker thread."""
+    """A stop request that the signal handler sends to the worker thread."""
 
     def __init__(self) -> None:
         self._event = threading.Event()
@@ -33,11 +33,10 @@ class Stop:
 
     @property
     def requested(self) -> bool:
-        """Return whether a stop was requested."""
         return self._event.is_set()
 
     def on_request(self, action: Callable[[], None]) -> None:
-        """Call `action` when a stop is requested, or now if one already was. It may be called twice."""
+        """Call `action` when a stop is requested, or now if one already was. `action` may be called twice."""
         self._action = action
         if self.requested:
             action()

@@ -50,7 +50,7 @@ def command() -> None:
 
 @command.command(
     "list",
-    short_help="List the catalogue and the models on this machine.",
+    short_help="List known models and those on this machine.",
     examples=("edgespec models list", "edgespec models list --json"),
 )
 @json_option
@@ -59,7 +59,7 @@ def list_models(as_json: bool) -> None:
 
     DOWNLOADED shows which versions of a model are on this machine. Others are downloaded when first used. The
     second table lists the models of Ollama, LM Studio and the Hugging Face cache, which edgespec uses without
-    copying them. `edgespec models show` shows all about one model.
+    copying them. `edgespec models show REF` shows details of one model.
     """
     from edgespec.catalog import find_installed, load_catalogue
     from edgespec.catalog.catalogue import user_aliases, user_aliases_path, user_pairs
@@ -132,7 +132,7 @@ def _print_list(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
 
 @command.command(
     "show",
-    short_help="Show facts about a model and its draft models.",
+    short_help="Show details of a model and its draft models.",
     examples=(
         "edgespec models show demo",
         "edgespec models show 8b-q4 --json",
@@ -214,7 +214,7 @@ def pull_model(reference: str, as_json: bool) -> None:
 @model_reference("reference")
 @json_option
 def set_alias(name: str, reference: str, as_json: bool) -> None:
-    """Make NAME an alias of REF. Your aliases take precedence over the catalogue.
+    """Make NAME an alias of REF. Your aliases take precedence over the names in `edgespec models list`.
 
     `edgespec models remove NAME` deletes the alias.
     """
@@ -229,7 +229,7 @@ def set_alias(name: str, reference: str, as_json: bool) -> None:
 
 @command.command(
     "pair",
-    short_help="Choose the draft model that --draft auto uses for a target.",
+    short_help="Choose the draft model that --draft auto uses for a model.",
     examples=(
         "edgespec models pair 70b-q4 1b-q4",
         "edgespec models pair 8b-q4 none",
@@ -241,7 +241,7 @@ def set_alias(name: str, reference: str, as_json: bool) -> None:
 @click.option("--remove", is_flag=True, help="Delete the pair, so that edgespec chooses again.")
 @json_option
 def set_pair(target: str, draft: str | None, remove: bool, as_json: bool) -> None:
-    """Set the DRAFT model (or none) that `--draft auto` uses for the target REF."""
+    """Choose the draft model that `--draft auto` uses for the model REF. DRAFT may be none."""
     from edgespec.catalog.aliases import check_pair
     from edgespec.cli.own_names import write_name
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 __all__ = ["STORED_BY", "Shown", "entry_json", "installed_json", "prepared_json"]
 
 STORED_BY = {"embedded": "edgespec", "ollama": "Ollama", "lmstudio": "LM Studio", "hub": "Hugging Face cache"}
-_MAX_DRAFTS = 8  # maximum number listed by `models show`
+_MAX_DRAFTS = 8  # Maximum number of draft models that `edgespec models show` lists.
 
 
 @dataclass(slots=True)
@@ -83,7 +83,7 @@ class Shown:
         }
 
     def lines(self) -> list[tuple[str, str]]:
-        """Return (name, value) lines for the terminal."""
+        """Return the (name, value) lines of `edgespec models show`."""
         lines = [("model", self.found.note if self.found else self.reference), *_entry_lines(self.entry)]
         if (known := self.found or self.entry) is not None:
             lines.append(("format", known.file_format.label))
@@ -211,7 +211,6 @@ def _entry_lines(entry: ModelEntry | None) -> list[tuple[str, str]]:
 
 
 def _info_lines(info: ModelInfo) -> list[tuple[str, str]]:
-    """Return the lines about the model's files."""
     experts = f", {info.experts_used} of {info.experts} experts per token" if info.experts else ""
     trained = f"{info.context_tokens:,} tokens" if info.context_tokens else "not stated in its files"
     lines = [
@@ -228,11 +227,11 @@ def _info_lines(info: ModelInfo) -> list[tuple[str, str]]:
 
 
 def _capability_lines(facts: ModelFacts) -> list[tuple[str, str]]:
-    """Return the lines that only a loaded model can tell."""
+    """Return the lines that are known only after loading."""
     capabilities = facts.capabilities
     trees = "including token trees" if capabilities.tree else f"without token trees: {capabilities.reason}"
     speculation = f"yes, {trees}" if capabilities.rollback else f"no: {capabilities.reason}"
-    return [("drafting works", speculation), ("rejected tokens", facts.rollback)]
+    return [("drafting works", speculation), ("rollback", facts.rollback)]
 
 
 def _draft_lines(options: Sequence[DraftOption], choice: DraftChoice) -> list[tuple[str, str]]:

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeAlias
 
 import click
-from click.core import ParameterSource
 from click.shell_completion import CompletionItem
 
 from edgespec.cli.help import SectionOption
@@ -28,7 +27,6 @@ __all__ = [
     "KindType",
     "declared_options",
     "every_setting",
-    "given",
     "json_option",
     "model_reference",
     "pick",
@@ -66,17 +64,8 @@ def pick(options: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
     return {name: options[name] for name in names if name in options}
 
 
-def given(ctx: click.Context, options: dict[str, Any]) -> dict[str, Any]:
-    """Return the options that the user set, without those that have their default value."""
-    return {
-        name: value
-        for name, value in options.items()
-        if ctx.get_parameter_source(name) is not ParameterSource.DEFAULT
-    }
-
-
 class KindType(click.ParamType):  # type: ignore[type-arg]  # generic since click 8.5
-    """The click type for a kind of option value."""
+    """The click parameter type for a kind of option value."""
 
     name = "value"
 
@@ -84,7 +73,7 @@ class KindType(click.ParamType):  # type: ignore[type-arg]  # generic since clic
         self.kind = kind
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:  # noqa: ARG002
-        """Convert a string. Raises OptionError if it is invalid. Settings are already converted."""
+        """Convert and check a string. Other values come from settings, and are already converted."""
         if isinstance(value, str):
             value = self.kind.parse(value)
             if param is not None and not self.kind.repeatable:
@@ -127,7 +116,7 @@ def model_reference(name: str) -> Decorator:
 
 
 def _option(name: str, option: Option, default: Any, *, per_run: bool) -> click.Option:
-    """Return the click option for a declaration. If `per_run` is true, settings do not apply to it."""
+    """Return the click option for a declaration. If `per_run` is true, the settings file does not apply."""
     dashed = f"--{name.replace('_', '-')}"
     kind = option.kind
     words = option.default_text

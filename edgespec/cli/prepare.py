@@ -35,7 +35,7 @@ _to_option = click.option(
     examples=("edgespec prepare layerskip demo", "edgespec prepare lowbit ./my-f16.gguf"),
 )
 def command() -> None:
-    """Make the files that a GGUF model needs to draft for itself. Interrupted runs can be resumed."""
+    """Make the files that a GGUF model needs to draft for itself. An interrupted command can be run again."""
 
 
 @command.command(
@@ -53,12 +53,12 @@ def command() -> None:
     metavar="E|auto",
     default="auto",
     show_default=True,
-    help="Layer after which drafts exit; auto measures the best one.",
+    help="Number of layers that draft; auto measures the best one.",
 )
 @_to_option
 @json_option
 def layerskip(reference: str, exit_layer: str, to: Path | None, as_json: bool) -> None:
-    """Split REF at an exit layer, for `--method layerskip`.
+    """Split REF so that its first layers can draft, for `--method layerskip`.
 
     The two new files together replace the original. edgespec checks that they give the same replies. All
     other methods work with them too, so you can delete the original file.
@@ -99,7 +99,7 @@ def layerskip(reference: str, exit_layer: str, to: Path | None, as_json: bool) -
 @_to_option
 @json_option
 def lowbit(reference: str, type_name: str | None, to: Path | None, as_json: bool) -> None:
-    """Make a copy of REF with fewer bits, for `--method lowbit`. The copy uses the model's KV cache to draft.
+    """Make a smaller copy of REF that drafts for it, for `--method lowbit`. It shares the model's cache.
 
     REF may also be a folder made by `edgespec prepare layerskip`.
     """

@@ -20,14 +20,12 @@ __all__ = ["Program", "program"]
 
 
 class Program(HelpfulGroup):
-    """Group of all commands. Imports a command only when it is used, so that edgespec starts quickly."""
+    """The group of all commands. Each is imported only when it is used, so that edgespec starts quickly."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002
-        """Return the names of the commands, most used first."""
         return list(COMMANDS)
 
     def get_command(self, ctx: click.Context, name: str) -> click.Command | None:  # noqa: ARG002
-        """Return the command with this name, or None."""
         return load_command(name)
 
     def make_context(self, *args: Any, **extra: Any) -> click.Context:
@@ -94,8 +92,9 @@ def _reader_left() -> int:
 )
 @click.version_option(__version__, "-V", "--version", message="%(prog)s %(version)s")
 def program() -> None:
-    """Talk to the largest language model this machine can hold, faster, without changing its output.
+    """Run the largest language model that fits your machine, faster, with exactly the same replies.
 
-    A small draft model guesses ahead and the target model checks the guesses in one pass. The reply is the
-    same, token for token, as the target model's own. Without --target, a small embedded demo model is used.
+    A small draft model proposes the next tokens, and your model checks several of them at once. It keeps only
+    those that it would have written itself. You can use the models that you downloaded with Ollama or LM
+    Studio. Without --target, a small built-in demo model is used.
     """

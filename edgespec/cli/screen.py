@@ -27,8 +27,8 @@ __all__ = [
 # Control characters, including those that change the text direction, which can disguise a file name.
 _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
 _CLEAR_LINE = "\r\x1b[K"
-_TERMINAL_DELAY_SECONDS = 0.3  # faster steps show no progress line
-_PIPE_DELAY_SECONDS = 5.0  # in a pipe, print one line for each step that takes longer than this
+_TERMINAL_DELAY_SECONDS = 0.3  # Shorter operations show no progress line.
+_PIPE_DELAY_SECONDS = 5.0  # In a pipe, a step that takes longer prints one line.
 
 
 def is_terminal(stream: TextIO | None) -> bool:

@@ -1,4 +1,4 @@
-"""`edgespec verify`: check on the user's own models that speculation does not change replies."""
+"""`edgespec verify`: check on the user's own models that drafting does not change replies."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ if TYPE_CHECKING:
 
 __all__ = ["SMALLEST_P_VALUE", "command"]
 
-# If the corrected p-value is lower, the method's samples are considered to differ in distribution from the
-# target's.
+# A lower corrected p-value means that a method changes the probabilities of replies.
 SMALLEST_P_VALUE = 0.001
-_MAX_SHOWN_DIVERGENCES = 5  # maximum number of differing replies to list per method
-# JSON key of each count, and its column heading.
+_MAX_SHOWN_DIVERGENCES = 5  # Maximum number of differing replies to list per method.
+
+# The column heading of each count, by its JSON key.
 _COUNTS = {
     "prompts": "PROMPTS",
     "identical": "IDENTICAL",
@@ -50,7 +50,7 @@ _PROMPTS_PER_CATEGORY = 2
     "verify",
     cls=HelpfulCommand,
     params=declared_options(*MODEL_NAMES, "acceptance", per_run=("remember",)),
-    short_help="Prove that speculation changes no token.",
+    short_help="Check that drafting changes no token.",
     examples=(
         "edgespec verify",
         "edgespec verify --target 8b-q4 --methods model,model+suffix --temperatures 0,1",

@@ -49,8 +49,7 @@ class CostCurve:
         seconds: The duration of a pass of each width, in seconds.
 
     Raises:
-        ValueError: The widths do not start at 1 or are not in ascending order, the number of durations
-            differs, or a duration is not positive.
+        ValueError: The widths do not ascend from 1, or there is no positive duration for each.
     """
 
     widths: tuple[int, ...]
@@ -58,13 +57,12 @@ class CostCurve:
 
     def __post_init__(self) -> None:
         if len(self.widths) != len(self.seconds) or self.widths[:1] != (1,):
-            raise ValueError(f"widths {self.widths} must begin with 1 and match durations {self.seconds}")
+            raise ValueError(f"Widths {self.widths} must begin with 1 and match durations {self.seconds}.")
         if any(a >= b for a, b in pairwise(self.widths)) or not all(s > 0 for s in self.seconds):
-            raise ValueError(f"widths {self.widths} must ascend and durations {self.seconds} be positive")
+            raise ValueError(f"Widths {self.widths} must ascend and durations {self.seconds} be positive.")
 
     @property
     def target_step_seconds(self) -> float:
-        """The duration of a target step (a pass with one token) in seconds."""
         return self.seconds[0]
 
     def v(self, width: int) -> float:

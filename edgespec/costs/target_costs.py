@@ -7,7 +7,7 @@ import platform
 from collections.abc import Mapping
 from functools import cached_property
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,31 +25,8 @@ __all__ = ["FreeCosts", "PassCosts", "TargetCosts"]
 _MAX_STEP_RATIO = 2.0
 
 
-class PassCosts(Protocol):
-    """Provides the cost curve of a target model."""
-
-    @property
-    def settings_key(self) -> str:
-        """A string that identifies all settings that affect the duration of a pass."""
-
-    @property
-    def has_loss_limit(self) -> bool:
-        """Whether the time that a reply may lose to rejected drafts is limited."""
-
-    @property
-    def notice(self) -> str:
-        """The reason why the curve could not be saved or loaded, or "" if there was no error."""
-
-    def curve(self, progress: Progress | None = None, /) -> CostCurve:
-        """Return the cost curve. Measure it first if necessary.
-
-        Raises:
-            CancelledError: `progress` returned False.
-        """
-
-
 class FreeCosts:
-    """Assumes that a pass of any width costs one target step. Used by tests and to draft in every round."""
+    """Assumes that a pass of any width costs one target step. Used to draft in every round."""
 
     settings_key = "free"
     has_loss_limit = False
@@ -70,6 +47,10 @@ class TargetCosts:
         options: The options that the target was loaded with.
         is_measuring: Whether to measure wide passes. If False and no saved curve applies, measure only the
             target step and estimate the cost of wider passes.
+
+    Attributes:
+        settings_key: Identifies all settings that affect the duration of a pass.
+        has_loss_limit: Whether the time that a reply may lose to rejected drafts is limited.
     """
 
     has_loss_limit = True
@@ -81,6 +62,7 @@ class TargetCosts:
 
     @property
     def notice(self) -> str:
+        """The reason why the curve could not be saved or loaded, or "" if there was no error."""
         return self._store.notice
 
     @cached_property
@@ -88,7 +70,7 @@ class TargetCosts:
         return SavedArrays("costs", f"{models_fingerprint(self._model.facts)} {self.settings_key}")
 
     def curve(self, progress: Progress | None = None) -> CostCurve:
-        """Return the saved curve if a target step still takes about as long, or a new one otherwise.
+        """Return the saved curve if a target step still takes about as long. Otherwise, measure a new curve.
 
         Args:
             progress: Called before a measurement. Returns False to cancel it.
@@ -98,10 +80,15 @@ class TargetCosts:
         """
         self._model.truncate(0)
         saved = _load_curve(self._store.load())
-        if saved is None or not _is_current(saved, self._model):
-            return self.remeasure(progress) if self._is_measuring else _measure_target_step(self._model)
-        self._model.truncate(0)
-        return saved
+        step = None
+        if saved or not self._is_measuring:
+            step = measure_costs(self._model, widths=(), repeats=1, budget_seconds=0.0)
+            self._model.truncate(0)
+        if saved and step:
+            ratio = step.target_step_seconds / saved.target_step_seconds
+            if 1 / _MAX_STEP_RATIO < ratio < _MAX_STEP_RATIO:
+                return saved
+        return self.remeasure(progress) if self._is_measuring or step is None else step
 
     def remeasure(
         self, progress: Progress | None = None, repeats: int = 5, budget_seconds: float = 2.0
@@ -125,17 +112,8 @@ class TargetCosts:
         return curve
 
 
-def _is_current(curve: CostCurve, model: LanguageModel) -> bool:
-    """Return whether a target step takes about as long as when the curve was measured."""
-    seconds = measure_costs(model, widths=(), repeats=1, budget_seconds=0.0).target_step_seconds
-    return 1 / _MAX_STEP_RATIO < seconds / curve.target_step_seconds < _MAX_STEP_RATIO
-
-
-def _measure_target_step(model: LanguageModel) -> CostCurve:
-    """Measure only the target step and return a curve that estimates the cost of wider passes."""
-    curve = measure_costs(model, widths=(), repeats=1, budget_seconds=0.0)
-    model.truncate(0)
-    return curve
+# The costs of a target model's passes.
+PassCosts: TypeAlias = FreeCosts | TargetCosts
 
 
 def _settings_key(options: LoadOptions) -> str:

@@ -77,7 +77,7 @@ class Invariant:
 
 
 class RandomDraws:
-    """The random decisions of rejection mode, with separate streams for drafting, accepting and recovery.
+    """Makes the random decisions of rejection mode, with separate streams for draft, accept and recovery.
 
     Every draw advances the counter of its stream, so that no random number is used for two decisions.
     """
@@ -91,11 +91,9 @@ class RandomDraws:
         return self._counters[stream]
 
     def bernoulli(self, probability: float) -> bool:
-        """Return True with this probability."""
         return uniform(self._seed, Stream.ACCEPT, self._next(Stream.ACCEPT)) < probability
 
     def sample(self, distribution: Distribution) -> int:
-        """Draw one token."""
         return distribution.sample(uniform(self._seed, Stream.RECOVER, self._next(Stream.RECOVER)))
 
     def sample_distinct(self, distribution: Distribution, count: int) -> list[int]:
@@ -133,7 +131,7 @@ class Rejection:
             if left is None:
                 break
             draws.append((token, left))
-            left = left.without([token])
+            left = left.without(token)
         return draws
 
     def accept(self, tree: TokenTree, logits: Logits, sampler: Sampler) -> AcceptedPath:
@@ -157,10 +155,7 @@ class Rejection:
         return AcceptedPath(tuple(path), self._random.sample(target))
 
     def _accept_block(self, tree: TokenTree, logits: Logits, sampler: Sampler) -> AcceptedPath:
-        """Accept a prefix of a chain by block verification.
-
-        `joint` is the clipped product of probability ratios in the paper.
-        """
+        """Accept a prefix of a chain by block verification. `joint` is the paper's product of ratios."""
         joint: float = 1
         accepted, after = 0, sampler.distribution(logits, 0)
         recovery = _residual(after, _draft_distribution(tree, 1))
@@ -182,12 +177,12 @@ class Rejection:
 
 
 def _draft_distribution(tree: TokenTree, node: int) -> Distribution:
-    """Return the distribution that a node was drawn from; a point mass if it was not drawn at random."""
+    """Return the distribution from which a node was drawn, or a point mass if it was not random."""
     probs = tree.draft_probs[node]
     return probs if probs is not None else Distribution.point_mass(tree.tokens[node])
 
 
 def _residual(target: Distribution, draft: Distribution, scale: float = 1) -> Distribution:
-    """Return norm(max(scale * target - draft, 0)), or the target if rounding leaves no mass."""
+    """Return norm(max(scale * target - draft, 0)), or the target if rounding leaves no probability."""
     weights = target.residual(draft, scale)
     return Distribution.normalised(target.tokens, weights) if weights.sum() > 0 else target

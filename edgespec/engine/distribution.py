@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,7 +24,6 @@ class Distribution:
 
     @classmethod
     def normalised(cls, tokens: NDArray[np.int64], weights: NDArray[np.float64]) -> Distribution:
-        """Return the distribution proportional to `weights`, whose sum must be positive."""
         return cls(tokens, weights / weights.sum())
 
     @classmethod
@@ -59,9 +57,9 @@ class Distribution:
         """
         return np.maximum(scale * self.probs - other.probs_of(self.tokens), 0)
 
-    def without(self, tokens: Iterable[int]) -> Distribution | None:
-        """Return this distribution conditioned on none of `tokens`, or None if no mass is left."""
-        keep = ~np.isin(self.tokens, np.fromiter(tokens, np.int64))
+    def without(self, token: int) -> Distribution | None:
+        """Return this distribution without one token, or None if no other token has a probability above 0."""
+        keep = self.tokens != token
         weights = self.probs[keep]
         if weights.sum() <= 0:
             return None

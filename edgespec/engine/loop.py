@@ -109,7 +109,10 @@ def decode(
         depth = min(draft_length, max_tokens - emitted_total - 1, target.free_tokens - 1)
         width = min(max_width, target.free_tokens)
         try:
-            tree = _proposed(drafter, sampler, acceptance, depth, last_token)
+            tree = drafter.propose(sampler, acceptance, depth) if drafter and depth > 0 else None
+            # A different root means that the draft was made for another sequence.
+            if tree is None or tree.tokens[0] != last_token:
+                tree = TokenTree.chain(last_token)
             tree = tree.pruned(vocab_size, depth, width, max_branches)
             timer.lap("draft")
             logits = target.verify(tree)
@@ -138,18 +141,6 @@ def decode(
         if stopped:
             return
     yield Step((), 0, "cancelled")
-
-
-def _proposed(
-    drafter: Proposer | None, sampler: Sampler, acceptance: Acceptance, depth: int, last_token: int
-) -> TokenTree:
-    """Return the drafter's tree after the last token, or the root alone if there is no draft."""
-    if drafter and depth > 0:
-        tree = drafter.propose(sampler, acceptance, depth)
-        # A different root means that the draft was made for another sequence.
-        if tree.tokens[0] == last_token:
-            return tree
-    return TokenTree.chain(last_token)
 
 
 def _until_stop(tokens: tuple[int, ...], is_stop: Callable[[int], bool]) -> tuple[tuple[int, ...], bool]:

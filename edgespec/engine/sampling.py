@@ -61,10 +61,7 @@ class Sampler:
             processor.pop(count)
 
     def token(self, logits: Logits, row: int) -> int:
-        """Return the target's token in invariant mode: argmax(log p + noise), or argmax(logits) if greedy.
-
-        This is the Gumbel-max trick with noise shared by target and draft (arXiv 2408.07978, section 3).
-        """
+        """Return the target's token in invariant mode: argmax(log p + noise), or argmax(logits) if greedy."""
         return self.ranked(logits, row, 1)[0]
 
     def ranked(self, logits: Logits, row: int, count: int) -> list[int]:

@@ -75,14 +75,8 @@ class Stats:
 
     @property
     def decode_seconds(self) -> float:
-        """Time of all rounds, without prefill."""
-        return (
-            self.draft_seconds
-            + self.verify_seconds
-            + self.rollback_seconds
-            + self.sampling_seconds
-            + self.overhead_seconds
-        )
+        drafting_and_verifying = self.draft_seconds + self.verify_seconds
+        return drafting_and_verifying + self.rollback_seconds + self.sampling_seconds + self.overhead_seconds
 
     @property
     def acceptance_rate(self) -> float | None:
@@ -145,7 +139,7 @@ class RoundTimer:
         self._lap_start = self._now()
 
     def lap(self, phase: Phase) -> None:
-        """Add the time since the previous call to this phase."""
+        """Add the time since the previous call to a phase."""
         end = self._now()
         self._seconds[phase] += end - self._lap_start
         self._lap_start = end

@@ -44,12 +44,8 @@ class TokenTree:
         draft_probs: Sequence[Distribution | None] | None = None,
     ) -> TokenTree:
         """Return a tree without branches. `draft_probs` has one entry per drafted token."""
-        return cls(
-            (root, *drafted),
-            tuple(range(-1, len(drafted))),
-            (None, *(draft_probs if draft_probs is not None else (None,) * len(drafted))),
-            block_verifiable=True,
-        )
+        probs = (None, *((None,) * len(drafted) if draft_probs is None else draft_probs))
+        return cls((root, *drafted), tuple(range(-1, len(drafted))), probs, block_verifiable=True)
 
     @property
     def width(self) -> int:
@@ -58,7 +54,6 @@ class TokenTree:
 
     @property
     def drafted(self) -> int:
-        """Number of drafted tokens."""
         return len(self.tokens) - 1
 
     @cached_property
@@ -68,7 +63,6 @@ class TokenTree:
 
     @cached_property
     def leaf_count(self) -> int:
-        """Number of nodes without children."""
         return 1 if self.is_chain else self.width - len(set(self.parents[1:]))
 
     @cached_property

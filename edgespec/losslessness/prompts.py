@@ -20,13 +20,7 @@ _ROLES = ("system", "user", "assistant")
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A prompt for verification or measurement.
-
-    Attributes:
-        name: Unique name for reports.
-        messages: The messages for the chat template.
-        category: Kind of text that the prompt asks for, such as `code`.
-    """
+    """A prompt for `verify` and `bench`. The category is a kind of text, such as `code`."""
 
     name: str
     messages: tuple[Message, ...]
@@ -36,24 +30,23 @@ class Prompt:
 def read_prompts(path: str | Path | None = None) -> list[Prompt]:
     """Read prompts from a JSONL file.
 
-    Each line is an object with `prompt` (a string) or `messages`, and optionally `id` and `category`.
-    `skill` is accepted for `category`. Without either, the id up to its last dash is used.
+    Each line is an object with `prompt` (a string) or `messages`, and optionally `id` and `category` (or
+    `skill`). The default category is the part of the id before the last dash.
 
     Args:
         path: The file. None reads the prompts that come with edgespec.
 
     Raises:
-        OptionError: The file cannot be read or holds no prompts, or a line is invalid.
+        OptionError: The file cannot be read or contains no prompts, or a line is invalid.
     """
     file = Path(path) if path is not None else models_folder() / "eval_prompts.jsonl"
     try:
         text = file.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
         raise OptionError(f"cannot read prompts from {file}: {error}", "check the path") from error
-    numbered = enumerate(text.splitlines(), 1)
-    prompts = [_prompt(line, number, file) for number, line in numbered if line.strip()]
+    prompts = [_prompt(line, at, file) for at, line in enumerate(text.splitlines(), 1) if line.strip()]
     if not prompts:
-        raise OptionError(f"{file} holds no prompts", 'write one per line, such as {"prompt": "Hello"}')
+        raise OptionError(f"{file} contains no prompts", 'write one per line, such as {"prompt": "Hello"}')
     return prompts
 
 

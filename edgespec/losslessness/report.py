@@ -18,14 +18,14 @@ class Divergence:
         prompt: Name of the prompt.
         temperature: Temperature of both replies.
         draft_length: Draft length of the method.
-        position: Index of the token in the reply.
-        gap: Difference of the two tokens' scores in logits, with temperature and noise. None if one of the
-            replies ended here.
+        position: Index of the first different token in the reply.
+        gap: Difference between the two tokens' scores in logits, with temperature and noise. None if one of
+            the replies ended here.
         cross_width_error: Largest difference between the logits of single-token passes and of passes as wide
             as the method's, over the same tokens. None if one of the replies ended here.
-        plain_token: Token of plain decoding. None if its reply had ended.
-        other_token: Token of the method. None if its reply had ended.
-        verdict: `near_tie` if the error explains the difference, else `violation`.
+        plain_token: Token of plain decoding. None if that reply had ended.
+        other_token: Token of the method. None if that reply had ended.
+        verdict: `near_tie` if the error explains the difference, otherwise `violation`.
     """
 
     prompt: str
@@ -46,17 +46,14 @@ class MethodResult:
     Every prompt counts once, by its worst reply: identical + near_tie + violations == prompts.
 
     Attributes:
-        prompts: Number of prompts.
         replies: Number of replies that were compared, or sampled in rejection mode.
-        drafted_tokens: Drafted tokens in all replies.
-        accepted_tokens: Accepted tokens in all replies.
         identical: Prompts whose replies are identical to plain decoding.
         near_tie: Prompts with differences that rounding explains.
         violations: Prompts with differences that rounding does not explain.
         divergences: The first difference of each reply that differs.
         smallest_corrected_p_value: Smallest p-value of the method's statistical tests after Holm's
             correction. None without tests.
-        note: Remark of the drafters after the last reply, or the reason why there was no drafter.
+        note: The drafters' note on the last reply, or the reason why there was no drafter.
     """
 
     prompts: int = 0
@@ -73,14 +70,7 @@ class MethodResult:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """The results for one model pair.
-
-    Attributes:
-        target: Name of the target.
-        draft: Name of the draft model, if any.
-        acceptance: The acceptance rule: `invariant` or `rejection`.
-        methods: Results by method.
-    """
+    """The results for one model pair, by method. `target` and `draft` are the names of the models."""
 
     target: str
     draft: str | None
@@ -89,7 +79,6 @@ class Report:
 
     @property
     def violations(self) -> int:
-        """Number of violations over all methods."""
         return sum(result.violations for result in self.methods.values())
 
     @property

@@ -1,14 +1,15 @@
-"""Decide whether rounding explains the first difference of two replies.
+"""Decide whether rounding explains the first difference between two replies.
 
-Quantised kernels give slightly different logits for passes of different widths, so two nearly equal tokens
-can swap. The error is measured on the tokens of the reply. Only a difference within that error is a near-tie.
+Quantised kernels give slightly different logits for passes of different widths, so two tokens with nearly
+equal logits can swap. This rounding error is measured on the tokens of the reply. Only a difference within
+the rounding error is a near-tie.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,26 +23,25 @@ from edgespec.engine.tree import TokenTree
 
 __all__ = ["MAX_ROUNDING_ERROR", "Rescored", "is_near_tie", "rescore", "score_gap"]
 
-# Largest rounding error, in logits, that may explain a difference. Correct kernels stay far below it. A
-# larger error is a bug by itself.
+# Largest rounding error, in logits, that may explain a difference. The errors of correct kernels are much
+# smaller. A larger error is a bug by itself.
 MAX_ROUNDING_ERROR = 1.0
 # Maximum number of logit rows over which the rounding error is measured.
 _MAX_ROWS = 64
 
 
-class Rescored:
+class Rescored(NamedTuple):
     """The logits of one position, computed in several ways.
 
     Attributes:
         plain: Logits of a single-token pass, float32 [vocab].
         wide: Logits of the other passes, each float32 [vocab].
-        error: Largest difference between them over the last rows of the reply.
+        error: Largest difference between single-token and other passes over the last rows of the reply.
     """
 
-    def __init__(self, plain: NDArray[np.float32], wide: list[NDArray[np.float32]], error: float) -> None:
-        self.plain = plain
-        self.wide = wide
-        self.error = error
+    plain: NDArray[np.float32]
+    wide: list[NDArray[np.float32]]
+    error: float
 
 
 def rescore(
@@ -61,22 +61,19 @@ def rescore(
         prompt: Tokens of the prompt.
         reply: Tokens of the reply before the compared token position.
         widths: Widths of the verify passes to compare with single-token passes.
-        batch_sizes: Batch sizes of the prefill to compare with, followed by single-token passes. A cached
-            prefix may have been computed in such batches.
+        batch_sizes: Further cases to compare: prefill in batches of these sizes, as for a cached prefix, and
+            then single-token passes.
 
     Returns:
         The logits after the last token, and the largest difference over the last 64 rows of the reply.
     """
     plain = _rows(model, prompt, reply, 1)
-    wide = [_rows(model, prompt, reply, min(width, _widest(model, prompt, reply))) for width in widths]
+    # A wider pass would not fit into the context after the last token.
+    widest = max(1, model.facts.context_tokens - len(prompt) - len(reply) + 1)
+    wide = [_rows(model, prompt, reply, min(width, widest)) for width in widths]
     wide += [_rows(model, prompt, reply, 1, batch) for batch in batch_sizes]
     error = max((float(_distance(plain, rows).max()) for rows in wide), default=0.0)
     return Rescored(plain[-1], [rows[-1] for rows in wide], error)
-
-
-def _widest(model: LanguageModel, prompt: Sequence[int], reply: Sequence[int]) -> int:
-    """Return the width of the widest pass that fits into the context after the last token."""
-    return max(1, model.facts.context_tokens - len(prompt) - len(reply) + 1)
 
 
 def _rows(
@@ -91,7 +88,7 @@ def _rows(
     rows: list[NDArray[np.float32]] = []
     for start in range(0, len(tokens), width):
         real = tokens[start : start + width]
-        # Pad the last pass. A narrower pass would not have the rounding error of the method's width.
+        # Pad the last pass, because a narrower pass has another rounding error.
         logits = model.verify(TokenTree.chain(real[0], [*real[1:], *[real[-1]] * (width - len(real))]))
         rows += [logits.at(row, everything).astype(np.float32) for row in range(len(real))]
         del rows[:-_MAX_ROWS]
@@ -111,8 +108,9 @@ def is_near_tie(
 ) -> bool:
     """Return whether the measured rounding error explains why two replies differ.
 
-    The whole sampling chain runs on logits that are moved by the error, once in favour of each token. Both
-    tokens must be reachable. It also counts if the logits of a wide pass select `other` without being moved.
+    The sampling chain is applied to logits that are changed by the error, once in favour of each token. The
+    error explains the difference if each token is selected once. For `other`, it is also enough if the
+    unchanged logits of a wide pass select it.
 
     Args:
         rescored: The logits at the first difference.
@@ -128,25 +126,24 @@ def is_near_tie(
     def sampled(row: NDArray[np.float32]) -> int:
         return Sampler(params, seed, history).token(HostLogits(row[None]), 0)
 
-    favours_plain = sampled(_moved(rescored.plain, plain, other, rescored.error)) == plain
-    favours_other = sampled(_moved(rescored.plain, other, plain, rescored.error)) == other
-    return favours_plain and (favours_other or any(sampled(row) == other for row in rescored.wide))
+    def favoured(token: int, over: int) -> bool:
+        moved = rescored.plain.copy()
+        moved[token] += np.float32(rescored.error)
+        moved[over] -= np.float32(rescored.error)
+        return sampled(moved) == token
 
-
-def _moved(row: NDArray[np.float32], up: int, down: int, error: float) -> NDArray[np.float32]:
-    moved = row.copy()
-    moved[up] += np.float32(error)
-    moved[down] -= np.float32(error)
-    return moved
+    return favoured(plain, other) and (
+        favoured(other, plain) or any(sampled(row) == other for row in rescored.wide)
+    )
 
 
 def score_gap(
     row: NDArray[np.float32], params: SamplingParams, seed: int, history: Sequence[int], a: int, b: int
 ) -> float:
-    """Return the difference of two tokens' scores in logits, with penalties and noise but without filters."""
+    """Return the difference between two tokens' scores in logits, with penalties and noise but no filters."""
     temperature = params.temperature or 1.0
-    unfiltered: Any = SamplingParams.disabled_filters()
-    sampler = Sampler(replace(params, temperature=temperature, **unfiltered), seed, history)
+    unfiltered = replace(params, temperature=temperature, **SamplingParams.disabled_filters())
+    sampler = Sampler(unfiltered, seed, history)
     tokens, scores = sampler.scores(HostLogits(row[None]), 0)
     if params.temperature == 0:
         scores = scores - gumbel(seed, Stream.TOKEN, sampler.position, tokens)

@@ -21,41 +21,31 @@ _FIRST_TRIALS, _MAX_TRIALS, _BATCH_TRIALS = 2_000, 100_000, 10_000
 _SUSPICIOUS_P_VALUE = 0.02
 
 
-def p_value(samples: Iterable[Sample], seed: int = 0) -> float | None:
+def p_value(samples: Iterable[Sample]) -> float | None:
     """Return the p-value of the hypothesis that all samples follow their expected distributions.
 
     The test statistic is the sum of the samples' G statistics. Tokens with an expected count below 1 share
     one bin. The p-value is simulated, because the expected counts are too small for the chi-square
-    approximation.
-
-    Args:
-        samples: The samples.
-        seed: Seed of the simulation.
-
-    Returns:
-        The p-value, or None if every distribution has only one possible bin.
+    approximation. It is None if every distribution has only one possible bin.
     """
-    binned = [
-        pair for pair in (_binned(counts, expected) for counts, expected in samples) if len(pair[0]) > 1
-    ]
+    binned = [pair for sample in samples if len((pair := _binned(*sample))[0]) > 1]
     if not binned:
         return None
     observed = float(sum(_statistic(counts, probs) for counts, probs in binned))
-    random = np.random.default_rng(seed)
+    random = np.random.default_rng(0)
     beyond, trials = 0, 0
     while trials < _FIRST_TRIALS or (trials < _MAX_TRIALS and beyond < _SUSPICIOUS_P_VALUE * trials):
         size = _FIRST_TRIALS if trials == 0 else _BATCH_TRIALS
         simulated = np.zeros(size)
         for counts, probs in binned:
-            drawn = random.multinomial(int(counts.sum()), probs, size)
-            simulated += _statistic(drawn, probs)
+            simulated += _statistic(random.multinomial(int(counts.sum()), probs, size), probs)
         beyond += int((simulated >= observed - 1e-9).sum())
         trials += size
     return (beyond + 1) / (trials + 1)
 
 
 def _binned(counts: Counter[int], expected: Distribution) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-    """Return counts and probabilities per bin: tokens with an expected count of at least 1, then the rest."""
+    """Return the counts and probabilities of the frequent tokens, and of one bin for all others."""
     total = counts.total()
     frequent = expected.probs * total >= 1
     tokens, probs = expected.tokens[frequent], expected.probs[frequent]
@@ -76,7 +66,7 @@ def _statistic(counts: NDArray[np.int64], probs: NDArray[np.float64]) -> NDArray
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
-    """Return p-values corrected for multiple testing (Holm 1979), in the given order."""
+    """Return p-values corrected for multiple testing (Holm 1979), in the order of the arguments."""
     corrected = [1.0] * len(p_values)
     highest = 0.0
     for rank, i in enumerate(sorted(range(len(p_values)), key=lambda i: p_values[i])):

@@ -49,11 +49,7 @@ class Limit:
 
 
 def process_limits(root: Path = Path("/")) -> tuple[Limit, ...]:
-    """Return all current limits of this process, starting with the system's available memory.
-
-    Args:
-        root: the folder that contains /proc and /sys.
-    """
+    """Return all limits of this process, the available memory first. `root` contains /proc and /sys."""
     limits = [Limit(int(psutil.virtual_memory().available), "the available memory of this machine")]
     limits += cgroup_limits(root)
     if limit := address_limit():
@@ -67,9 +63,6 @@ def cgroup_limits(root: Path = Path("/")) -> Iterator[Limit]:
     """Yield the limits of this process's control groups (versions 1 and 2) and their parents.
 
     Inactive page cache counts as free, because the kernel frees it on demand.
-
-    Args:
-        root: the folder that contains /proc and /sys.
     """
     for group in control_groups("memory", root):
         limit_file, usage_file, inactive_key = _NAMES[group.version_1]

@@ -27,15 +27,7 @@ _NAMES: dict[ModelMemoryKind, str] = {
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """One line of a memory plan.
-
-    Attributes:
-        role: what uses the memory, such as `target` or `draft`.
-        name: user-facing name of the item.
-        kind: what the memory contains. See `ModelMemoryKind`.
-        bytes: size in bytes.
-        pool: memory pool in which it is allocated.
-    """
+    """One line of a memory plan: memory of one kind, used by `role`, such as `target` or `draft`."""
 
     role: str
     name: str
@@ -46,13 +38,7 @@ class Item:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """A reduction that the planner made so that the plan fits.
-
-    Attributes:
-        what: user-facing description of what was reduced.
-        why: user-facing reason for choosing this reduction.
-        bytes: number of bytes saved.
-    """
+    """A reduction that makes the plan fit, its user-facing reason, and the bytes that it saves."""
 
     what: str
     why: str

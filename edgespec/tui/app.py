@@ -162,7 +162,7 @@ class ChatApp(App[None]):
                 await screen.finish(_QUIT_SECONDS)
         self.model_thread.close()
         deadline = monotonic() + _QUIT_SECONDS
-        while self.model_thread.alive and monotonic() < deadline:
+        while not self.model_thread.join(0) and monotonic() < deadline:
             await asyncio.sleep(0.01)
         self.exit()
 

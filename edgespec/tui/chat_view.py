@@ -230,7 +230,7 @@ class ChatView(Screen[None]):
             if self._job is job:
                 self._job = None
         self._ticks += 1
-        self.refresh_facts(details=self._ticks % _TICKS_PER_DETAILS == 0)
+        self.refresh_facts(details=ended or self._ticks % _TICKS_PER_DETAILS == 0)
         if self.idle and self._tick_timer is not None:
             self._tick_timer.pause()
 

@@ -36,7 +36,7 @@ SETTINGS = {
     "stop": Description("Stop texts", "end the reply here; separate by commas"),
     "method": Description("Speed-up method", "auto, none, or e.g. model+suffix"),
     "draft_length": Description("Draft length", "tokens to guess at a time, 1 to 64"),
-    "acceptance": Description("Acceptance", "invariant or rejection"),
+    "acceptance": Description("Acceptance", "invariant (repeatable) or rejection"),
 }
 _DEFAULTS = {"max_tokens": "8,192", "seed": "random", "stop": "none"}
 _OTHER_NAMES = {
@@ -59,7 +59,7 @@ def parse(name: str, text: str) -> Setting:
     try:
         value: Setting = kind.check(name, kind.parse(text.lower().replace(" ", "")))
     except OptionError as error:
-        raise OptionError(f"Cannot set {name} to {text[:40]!r}", error.next_step) from None
+        raise OptionError(f"Cannot set {name} to {text[:40]!r}", error.next_step or error.what) from None
     return value
 
 

@@ -113,8 +113,7 @@ def show_rows(
     if method.effective != "none":
         rows.append(("reason", method.reason))
     if stats is not None and stats.worst_case_loss is not None:
-        slower = percent(stats.worst_case_loss)
-        rows.append(("at worst", f"wrong guesses make the last reply {slower} slower, never more"))
+        rows.append(("at worst", f"{percent(stats.worst_case_loss)} slower than without the speed-up"))
     rows += [
         ("context", _context(runtime.context_tokens, runtime.target.context_tokens)),
         ("memory", format_bytes(runtime.memory_bytes())),

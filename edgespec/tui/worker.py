@@ -82,11 +82,6 @@ class ModelThread:
         self._thread.start()
         return loaded
 
-    @property
-    def alive(self) -> bool:
-        """True while the thread runs."""
-        return self._thread.is_alive()
-
     def open_chat(self, system: str | None, messages: Sequence[Message]) -> Future[ChatState]:
         """Open another conversation."""
         opened: Future[ChatState] = Future()

@@ -25,14 +25,9 @@ def make_controller(
     lookup: bool = False,
     count_replies: Callable[[], int] = lambda: 1,
 ) -> AutoController:
-    """Return a controller of the world's draft model.
+    """Return a controller of the world's draft model and, if `lookup`, of its lookup.
 
-    Args:
-        world: The simulated machine.
-        initial_curve: Cost curve that the controller starts from; None for the machine's own curve.
-        limits: The loss limits.
-        lookup: Whether the world's lookup drafts as well.
-        count_replies: Returns the number of concurrent replies.
+    The controller starts with `initial_curve`, or with the machine's own cost curve.
     """
     costs, loss_limit = LiveCosts(initial_curve or world.machine.curve), LossLimit(limits)
     growth = AdaptiveTreeGrowth(PassLimits(), costs.v, siblings=1, clock=world.clock)

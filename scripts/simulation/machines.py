@@ -14,7 +14,6 @@ class SimulatedMachine:
     """A machine with a target and a draft model. Costs are in target steps.
 
     Attributes:
-        name: Name of the machine.
         curve: v(m), with target steps of one second.
         draft_cost: Cost of drafting a token.
         source: Who measured v.

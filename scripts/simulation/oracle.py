@@ -16,12 +16,7 @@ _MAX_DRAFT_LENGTH = 16
 
 @dataclass(frozen=True, slots=True)
 class Fixed:
-    """A draft length used in every round.
-
-    Attributes:
-        draft_length: Drafted tokens per round; 0 for plain decoding.
-        lookup: Whether the lookup drafts instead of the draft model.
-    """
+    """A draft length used in every round, 0 for plain decoding. The lookup drafts if `lookup`."""
 
     draft_length: int
     lookup: bool = False
@@ -33,7 +28,7 @@ PLAIN = Fixed(0)
 def fixed_seconds(
     machine: SimulatedMachine, text: Text, choice: Fixed, slowness: Callable[[float], float] = lambda _: 1.0
 ) -> float:
-    """Return the duration of a reply with a fixed choice, with the draft model's prefill."""
+    """Return the duration of a reply with a fixed draft length, including the draft model's prefill."""
     trace = text.lookup if choice.lookup and text.lookup else text.model
     drafting = 0.0 if choice.lookup else machine.draft_cost
     is_right, has_draft, length, at = trace.is_right, trace.has_draft, text.length, 0
@@ -57,7 +52,7 @@ def fixed_seconds(
 def best_fixed(
     machine: SimulatedMachine, text: Text, slowness: Callable[[float], float] = lambda _: 1.0
 ) -> tuple[Fixed, float]:
-    """Return the choice that is fastest for this reply, and its duration."""
+    """Return the fastest fixed draft length for this reply, and the duration of the reply."""
     choices = [Fixed(length) for length in range(_MAX_DRAFT_LENGTH + 1)]
     if text.lookup:
         choices += [Fixed(length, lookup=True) for length in range(1, _MAX_DRAFT_LENGTH + 1)]

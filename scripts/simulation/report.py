@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -19,7 +20,7 @@ __all__ = ["Case", "Outcome", "evaluate", "recovery_tokens"]
 
 
 def steady(_: float) -> float:
-    """Return the slowdown of an undisturbed machine."""
+    """Return 1, the slowdown of an undisturbed machine."""
     return 1.0
 
 
@@ -28,11 +29,10 @@ class Case:
     """Replies of one kind.
 
     Attributes:
-        name: Name of the case.
-        texts: The replies.
-        warm: Other replies that a controller generates before each evaluated one.
-        distort: Returns the curve that the controller starts from, given the true one.
-        slowness: Factor by which everything takes longer, by the seconds since the evaluated reply began.
+        warm: Number of other replies that a controller generates before each evaluated one.
+        distort: Returns the curve with which the controller starts, given the true one.
+        slowness: Returns the factor by which everything takes longer, given the seconds since the evaluated
+            reply began.
     """
 
     name: str
@@ -42,8 +42,7 @@ class Case:
     slowness: Callable[[float], float] = steady
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
+class Outcome(NamedTuple):
     """Results of a case. Speeds are over plain decoding.
 
     Attributes:
@@ -88,13 +87,8 @@ def evaluate(machine: SimulatedMachine, case: Case, limits: LossLimits | None = 
         else:
             steps = limits.steps * case.slowness(seconds)
             left.append((1.0 + limits.rate) * plain + steps - seconds)
-    return Outcome(
-        _mean(autos),
-        _mean(bests),
-        min(autos),
-        float(np.mean(np.array(autos) < 0.99)),
-        min(left),
-    )
+    slower = float(np.mean(np.array(autos) < 0.99))
+    return Outcome(_mean(autos), _mean(bests), min(autos), slower, min(left))
 
 
 class _Delayed(World):
@@ -105,7 +99,6 @@ class _Delayed(World):
         self._from = -1.0
 
     def start_slowing(self) -> None:
-        """Begin the evaluated reply."""
         self._from = self.seconds
 
 

@@ -19,9 +19,9 @@ class Trace:
     """One drafter's predictions for a reply of n tokens.
 
     Attributes:
-        is_right: Whether its most likely token is the target's, bool [n].
-        confidence: The probability that it gives to that token, float64 [n].
-        has_draft: Whether it drafts at this position, bool [n]; None for everywhere.
+        is_right: Whether the drafter's most likely token is the target's, bool [n].
+        confidence: The drafter's probability of that token, float64 [n].
+        has_draft: Whether the drafter drafts at this position, bool [n]; None for all positions.
     """
 
     is_right: NDArray[np.bool_]
@@ -31,14 +31,7 @@ class Trace:
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """A reply, with the predictions of a draft model and of a lookup.
-
-    Attributes:
-        name: Description of the reply.
-        model: Predictions of the draft model.
-        lookup: Predictions of the lookup, if there is one.
-        prompt_tokens: Tokens of the prompt.
-    """
+    """A reply, with the predictions of a draft model and, if there is one, of a lookup."""
 
     name: str
     model: Trace
@@ -47,7 +40,7 @@ class Text:
 
     @property
     def length(self) -> int:
-        """Number of tokens of the reply."""
+        """Number of tokens in the reply."""
         return len(self.model.is_right)
 
     def after(self, prompt_tokens: int) -> Text:

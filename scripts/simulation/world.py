@@ -22,22 +22,23 @@ from scripts.simulation.traces import Text, Trace
 __all__ = ["World"]
 
 WORDS = 16
-# Share of its correct predictions that a draft model keeps if it has seen only the end of the prompt.
+# Share of correct predictions that remain correct if the draft model has processed only the end of the
+# prompt.
 _TRUNCATED_SHARE = 0.8
 
 
 class World:
-    """One machine, its clock and the running reply. It is the target of the decode loop.
+    """One machine, its clock and the running reply. The decode loop uses it as its target.
 
     Args:
         machine: The machine.
-        slowness: Factor by which everything takes longer, by the seconds elapsed.
+        slowness: Returns the factor by which everything takes longer, given the seconds elapsed.
 
     Attributes:
         seconds: Time elapsed.
-        replies: Replies generated.
+        replies: Number of replies generated.
         stats: Statistics of the running reply.
-        moments: When each token of the running reply was emitted, in seconds since it began.
+        moments: When each token of the running reply was emitted, in seconds after the start of the reply.
     """
 
     free_tokens = 1 << 20
@@ -54,11 +55,10 @@ class World:
         self._length = 0
 
     def clock(self) -> float:
-        """Return the time elapsed."""
         return self.seconds
 
     def spend(self, target_steps: float) -> None:
-        """Let the time of `target_steps` target steps pass."""
+        """Advance the clock by a number of target steps."""
         self.seconds += target_steps * self._slowness(self.seconds)
 
     def pass_cost(self, rows: int) -> float:
@@ -74,7 +74,7 @@ class World:
         return self.machine.prefill_cost
 
     def verify(self, tree: TokenTree) -> Logits:
-        """Run a pass of the target, whose most likely tokens are those of the reply."""
+        """Run a target pass. The most likely tokens of its logits are those of the reply."""
         self.spend(self.pass_cost(tree.width))
         rows = np.zeros((tree.width, WORDS), np.float32)
         for node, depth in enumerate(tree.depths):
@@ -82,23 +82,18 @@ class World:
         return HostLogits(rows)
 
     def commit(self, path: tuple[int, ...]) -> None:
-        """Move on by the root and the accepted path."""
         self._length += 1 + len(path)
 
     def model(self, growth: TreeGrowth) -> BudgetedDrafter:
-        """Return the draft model with a growth rule."""
+        """Return the draft model, which drafts chains whose length the growth rule decides."""
         return _Model(self, growth)
 
     def lookup(self) -> Drafter:
-        """Return the lookup, which takes no time."""
+        """Return the lookup, which drafts up to the next position without a prediction and takes no time."""
         return _Lookup(self)
 
     def reply(self, drafter: Drafter | None, text: Text, draft_length: int = 16) -> float:
-        """Generate a reply and return how long it took.
-
-        Raises:
-            AssertionError: The emitted tokens are not those of the reply.
-        """
+        """Generate a reply and return its duration in seconds."""
         random = np.random.default_rng(self.replies)
         self.replies += 1
         self.text, self.stats, self.moments = text, Stats(), []
@@ -127,22 +122,20 @@ class World:
         return self.seconds - started
 
     def token_before(self, at: int) -> int:
-        """Return the token before a position."""
         return self._tokens[at - 1]
 
     @property
     def end(self) -> int:
-        """Position after the last token of the reply."""
         return len(self._tokens)
 
     def predict(self, trace: Trace, at: int, *, wrong: int, whole: bool = True) -> int:
-        """Return a drafter's most likely token at a position.
+        """Return the token that a drafter predicts at position `at`.
 
         Args:
             trace: The drafter's predictions.
             at: The position.
-            wrong: Difference between the drafter's wrong tokens and the right ones.
-            whole: Whether the drafter has seen the whole prompt.
+            wrong: Difference between the token ids of wrong and right predictions.
+            whole: Whether the drafter has processed the whole prompt.
         """
         token, place = self._tokens[at], at - self.text.prompt_tokens
         # Multiples of the golden ratio modulo 1 are spread evenly, and the same in every run.
@@ -151,8 +144,6 @@ class World:
 
 
 class _Model(BudgetedDrafter):
-    """The draft model: chains whose length a growth rule decides."""
-
     name = "model"
 
     def __init__(self, world: World, growth: TreeGrowth) -> None:
@@ -160,8 +151,7 @@ class _Model(BudgetedDrafter):
         self._growth = growth
         self.chooses_length = growth.chooses_length
         self._reply = self._length = self._run = 0
-        # Whether it has seen the whole sequence, not only its end.
-        self._whole = True
+        self._whole = True  # Whether the model has processed the whole sequence, not only the end.
         self._drafted: list[int] = []
 
     def begin(self, tokens: Sequence[int]) -> None:
@@ -227,8 +217,6 @@ class _Model(BudgetedDrafter):
 
 
 class _Lookup(Drafter):
-    """The lookup: chains up to the next position without a prediction."""
-
     name = "lookup"
     is_lookup = True
 

@@ -14,7 +14,7 @@ from edgespec.assembly.planning import LoadPlan, PlanRequest, plan_pair
 from edgespec.backends.base import LoadOptions
 from edgespec.memory import Budget
 from edgespec.memory.context_resize import INITIAL_CONTEXT_TOKENS, has_room_to_resize
-from edgespec.request import MethodOptions, build_request
+from edgespec.request import build_request
 from tests.backends.tiny_models import WORDS, write_llama
 
 DEFAULT, LONG = 8192, 1 << 17
@@ -154,11 +154,7 @@ def test_replies_without_a_limit_end_at_the_default_context_length(target: Path)
         facts = runtime.target
 
     def reply_limit(context_tokens: int, max_tokens: int | None) -> int:
-        request = build_request(
-            [1], facts, MethodOptions(), context_tokens=context_tokens, max_tokens=max_tokens, seed=1,
-            stop=(), sampling={},
-        )  # fmt: skip
-        return request.max_tokens
+        return build_request([1], facts, context_tokens, {"max_tokens": max_tokens}).max_tokens
 
     assert reply_limit(LONG, None) == DEFAULT
     assert reply_limit(1024, None) == 1024

@@ -68,12 +68,12 @@ def test_a_context_larger_than_memory(run: Run) -> None:
 
 def test_a_prompt_longer_than_the_context(run: Run) -> None:
     error = one_line_error(run("generate", "-", input="word " * 5000), 1)
-    assert "the context has only 1024" in error
+    assert "the context holds 1024" in error
     assert "use --context" in error
 
 
 def test_less_memory_than_the_weights(run: Run) -> None:
-    assert "give more with --memory" in one_line_error(run("generate", "--memory", "5MB", "hello"), 1)
+    assert "raise --memory" in one_line_error(run("generate", "--memory", "5MB", "hello"), 1)
 
 
 def test_a_name_there_is_not(run: Run) -> None:

@@ -117,7 +117,7 @@ def test_the_picture(run: Run) -> None:
     assert "░" in done.stdout
     over = run("plan", "--memory", "50MiB")
     assert "▒" in over.stdout
-    assert "does not fit: choose a smaller model or quantisation, or give" in over.stdout
+    assert "does not fit: choose a smaller model or quantisation, or raise" in over.stdout
     lines = over.stdout.splitlines()
     given_up = lines[lines.index("tried, and still too large:") + 1 : lines.index("", -4)]
     assert given_up

@@ -225,7 +225,7 @@ def test_a_folder_or_a_pipe_in_place_of_the_file(run: Run, file: Path) -> None:
             "maybe",
             "EDGESPEC_MMAP: mmap must be True or False, but is 'maybe'",
         ),
-        ("EDGESPEC_MIN_P", "3", "EDGESPEC_MIN_P: min_p is 3.0; give a number from 0 to 1"),
+        ("EDGESPEC_MIN_P", "3", "EDGESPEC_MIN_P: min_p is 3.0; use a number from 0 to 1"),
     ],
 )
 def test_a_variable_that_is_wrong(

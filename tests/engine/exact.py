@@ -66,7 +66,7 @@ class AllChances(RandomDraws):
         left: Distribution | None = law
         while left is not None and len(drawn) < count:
             drawn.append(self.sample(left))
-            left = left.without([drawn[-1]])
+            left = left.without(drawn[-1])
         return drawn
 
     def outcomes(self, experiment: Callable[[], Outcome]) -> dict[Outcome, Fraction]:

@@ -69,7 +69,7 @@ def test_the_demo_is_near_its_plan(tmp_path: Path) -> None:
 _VOCABULARIES = """
 import sys
 from pathlib import Path
-from edgespec.backends.mlx.weight_loading import _load_tokenizer
+from edgespec.backends.mlx.loading import _load_tokenizer
 from edgespec.backends.mlx.vocabulary import MlxVocabulary
 from tests.memory.test_measured_peak import _own_bytes
 

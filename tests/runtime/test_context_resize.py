@@ -212,7 +212,7 @@ class TestNoMemory:
             assert whole.tokens[:57] == cut.tokens
             assert "stays at 256 tokens: no memory for 512" in cut.method.note
             assert runtime.context_tokens == 256
-            with pytest.raises(ContextFullError, match="the context has only 256"):
+            with pytest.raises(ContextFullError, match="the context holds 256"):
                 ended(runtime, PROMPT + PROMPT)
             assert ended(runtime, PROMPT[:200], max_tokens=50).tokens == whole.tokens[:50]
 
@@ -223,7 +223,7 @@ class TestNoMemory:
         with monkeypatch.context() as patch:
             Memory(patch, 256)
             with pytest.raises(
-                ContextFullError, match="480 tokens, and there is memory for a context of 256"
+                ContextFullError, match="480 tokens, but there is only memory for a context of 256"
             ):
                 ended(runtime, PROMPT + PROMPT)
         again = ended(runtime, PROMPT[:100], max_tokens=20)

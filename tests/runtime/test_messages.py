@@ -117,7 +117,7 @@ def test_invalid_options_are_named(demo: Runtime) -> None:
     with pytest.raises(OptionError, match="slide or refuse"):
         demo.reply([user("x")], context_full="drop")  # type: ignore[arg-type]
     with pytest.raises(OptionError, match="temperature"):
-        demo.reply([user("x")], temprature=1)
+        demo.reply([user("x")], temprature=1)  # type: ignore[call-arg]
 
 
 def test_a_model_without_chat_template_raises(demo: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:

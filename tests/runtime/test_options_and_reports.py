@@ -6,10 +6,12 @@ import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import edgespec
 from edgespec import Reply, Runtime
+from edgespec.engine.processors import Candidates, LogitsProcessor
 from edgespec.errors import ContextFullError, OptionError, TemplateError
 from tests.backends.tiny_models import CHATML, write_llama
 from tests.runtime.questions import HOWTO, METHODS, REPEATS
@@ -53,7 +55,20 @@ class TestOptions:
         with pytest.raises(OptionError, match=says) as caught:
             demo.stream(HOWTO, **options)
         assert "\n" not in str(caught.value)
-        assert caught.value.next_step
+        assert caught.value.next_step or " must " in caught.value.what
+
+    def test_custom_processors_apply_to_every_method(self, demo: Runtime) -> None:
+        class EvenTokens(LogitsProcessor):
+            def apply(self, candidates: Candidates) -> Candidates:
+                tokens, logits = candidates
+                return tokens, np.where(tokens % 2 == 0, logits, -np.inf)
+
+        replies = [
+            demo.generate(REPEATS, seed=1, max_tokens=30, method=method, processors=[EvenTokens()]).tokens
+            for method in ("none", "model", "suffix")
+        ]
+        assert replies[0] == replies[1] == replies[2]
+        assert not any(token % 2 for token in replies[0])
 
     def test_a_single_stop_is_one_text(self, demo: Runtime) -> None:
         options: dict[str, Any] = {"max_tokens": 24, "seed": 1, "temperature": 0}

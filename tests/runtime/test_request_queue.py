@@ -69,7 +69,7 @@ def test_requests_run_in_the_order_of_submission(queue: RequestQueue, hold: thre
 def test_too_many_requests_raise_busy(queue: RequestQueue, hold: threading.Event) -> None:
     first = blocked(queue, hold)
     second, third = queue.stream(HOWTO, **OPTIONS), queue.stream(REPEATS, **OPTIONS)
-    with pytest.raises(BusyError, match="2 requests are waiting"):
+    with pytest.raises(BusyError, match="2 requests are already waiting"):
         queue.stream(HOWTO, **OPTIONS)
     hold.set()
     assert all(queued.wait().tokens for queued in (first, second, third))

@@ -6,6 +6,7 @@ import ctypes
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import lru_cache, partial
 from typing import Any
 
 from edgespec.backends.base_model import MAX_CACHED_PIECES
@@ -36,7 +37,7 @@ class LlamaVocabulary:
         self.bos_text = self._special_text(self._lib.llama_vocab_bos(self._vocab))
         self.eos_text = self._special_text(self._lib.llama_vocab_eos(self._vocab))
         self._adds_start: bool = self._lib.llama_vocab_get_add_bos(self._vocab)
-        self._pieces: dict[int, bytes] = {}
+        self._cached_piece = lru_cache(MAX_CACHED_PIECES)(partial(self._text, special=False))
 
     def _special_text(self, token: int) -> str:
         return self.raw_piece(token).decode("utf-8", "replace") if 0 <= token < self.size else ""
@@ -62,12 +63,7 @@ class LlamaVocabulary:
 
     def piece(self, token: int) -> bytes:
         """See `Vocabulary`."""
-        piece = self._pieces.get(token)
-        if piece is None:
-            if len(self._pieces) >= MAX_CACHED_PIECES:
-                self._pieces.clear()
-            piece = self._pieces[token] = self._text(token, special=False)
-        return piece
+        return self._cached_piece(token)
 
     def raw_piece(self, token: int) -> bytes:
         """See `Vocabulary`."""

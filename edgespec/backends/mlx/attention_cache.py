@@ -19,7 +19,7 @@ __all__ = ["AttentionCache", "QuantizedAttentionCache", "cache_rows"]
 # instead, with the packed values, their scales and their biases.
 Rows: TypeAlias = tuple[mx.array, ...]
 
-# Number of rows that a cache allocates at a time. Same as in mlx-lm.
+# Number of rows that a cache allocates at a time, as in mlx-lm.
 _GROWTH_ROWS = 256
 # Layers with a sliding window round the position of their first key down to a multiple of this number. The
 # attention kernel then groups its sums over keys in the same way for every pass width, so results are equal.
@@ -27,12 +27,7 @@ _BLOCK_ROWS = 64
 
 
 def cache_rows(window: int | None, context_tokens: int) -> int:
-    """Return the number of rows that a layer's cache allocates when the context is full.
-
-    Args:
-        window: Size of the layer's sliding window in tokens, or None for full attention.
-        context_tokens: Context length in tokens.
-    """
+    """Return the number of rows that a cache with this sliding window allocates when the context is full."""
     rows = context_tokens
     if window is not None:
         rows = min(rows, window + AttentionCache.slack + 2 * _GROWTH_ROWS)
@@ -75,23 +70,22 @@ class AttentionCache:
         spans = self._spans(self.offset + added)
         if self._layout.scratch:
             all_keys, all_values = self._joined(self._keys, new_keys), self._joined(self._values, new_values)
-            self.offset += added
-            return self._fetched(all_keys, spans), self._fetched(all_values, spans)
-        self._make_room(added, new_keys, new_values)
-        low = self.offset - self.start
-        for cached, new in zip(self._keys + self._values, new_keys + new_values, strict=True):
-            cached[..., low : low + added, :] = new
+        else:
+            self._make_room(added, new_keys, new_values)
+            low = self.offset - self.start
+            for cached, new in zip(self._keys + self._values, new_keys + new_values, strict=True):
+                cached[..., low : low + added, :] = new
+            all_keys, all_values = self._keys, self._values
         self.offset += added
-        return self._fetched(self._keys, spans), self._fetched(self._values, spans)
+        return self._fetched(all_keys, spans), self._fetched(all_values, spans)
 
     def _joined(self, cached: Rows, new: Rows) -> Rows:
         """Return the cached rows followed by the new rows, without changing the cache."""
-        used = self.offset - self.start
         if not cached:
             return new
-        return tuple(
-            mx.concatenate([old[..., :used, :], more], axis=2) for old, more in zip(cached, new, strict=True)
-        )
+        used = self.offset - self.start
+        pairs = zip(cached, new, strict=True)
+        return tuple(mx.concatenate([old[..., :used, :], more], axis=2) for old, more in pairs)
 
     def make_mask(
         self, count: int, return_array: bool = False, window_size: int | None = None
@@ -102,7 +96,7 @@ class AttentionCache:
             A bool array [count, keys], the string `"causal"`, or None if a single token attends to every row.
         """
         window = window_size or self.window
-        if self._layout.positions is not None:
+        if self._layout.offsets is not None:
             return self._layout.tree_mask(_positions(self._spans(self._layout.round_start)), window)
         spans = self._spans(self.offset + count)
         total = sum(end - begin for begin, end in spans)
@@ -111,41 +105,21 @@ class AttentionCache:
                 return None
             if not return_array:
                 return "causal"
-        queries = mx.arange(self.offset, self.offset + count)[:, None]
-        keys = _positions(spans)
+        queries, keys = mx.arange(self.offset, self.offset + count)[:, None], _positions(spans)
         mask = queries >= keys
         return mask if window is None else mask & (queries < keys + window)
-
-    def is_trimmable(self) -> bool:
-        return False  # Use `rewind` instead of mlx-lm's trimming.
-
-    def size(self) -> int:
-        return self.offset
-
-    def empty(self) -> bool:
-        return not self._keys
 
     @property
     def state(self) -> Rows:
         """All arrays of the cache: the keys, then the values."""
         return self._keys + self._values
 
-    @property
-    def nbytes(self) -> int:
-        return sum(array.nbytes for array in self.state)
-
     # Interface used only by this backend.
 
     @property
     def bytes_per_token(self) -> int:
         """Number of bytes per cached token. The cache must not be empty."""
-        return self.nbytes // self._keys[0].shape[2]
-
-    @property
-    def side_bytes_per_token(self) -> int:
-        """Like `bytes_per_token`, but only for the keys or the values, whichever are larger."""
-        sides = (sum(array.nbytes for array in side) for side in (self._keys, self._values))
-        return max(sides) // self._keys[0].shape[2]
+        return sum(array.nbytes for array in self.state) // self._keys[0].shape[2]
 
     def can_rewind(self, length: int) -> bool:
         """Return whether the cache still contains every row that a token at position `length` attends to."""
@@ -156,15 +130,13 @@ class AttentionCache:
         self.offset = min(self.offset, length)
 
     def keep_path(self, round_start: int, path: list[int]) -> None:
-        """Keep the rows of an accepted path through the tree, and drop all other rows of the tree.
+        """Keep the rows of the tree nodes in `path`, in order, and drop all other rows of the tree.
 
-        Args:
-            round_start: Position of the root token.
-            path: Indices of the tree nodes to keep, in order.
+        The root of the tree is at position `round_start`.
         """
         low = round_start - self.start
         kept_rows = mx.array([low + node for node in path])
-        for cached in self._keys + self._values:
+        for cached in self.state:
             cached[..., low : low + len(path), :] = mx.take(cached, kept_rows, axis=2)
         self.offset = round_start + len(path)
 
@@ -175,30 +147,25 @@ class AttentionCache:
 
     def load(self, numbers: list[int], arrays: list[mx.array], first: int = 0) -> None:
         """Restore the rows saved by `dump`. Rows already cached before position `first` are kept."""
+        keys, values = tuple(arrays[: len(arrays) // 2]), tuple(arrays[len(arrays) // 2 :])
         if first:
-            used = first - self.start
-            cached = [array[..., :used, :] for array in self.state]
-            arrays = [mx.concatenate([old, new], axis=2) for old, new in zip(cached, arrays, strict=True)]
-        half = len(arrays) // 2
-        keys, values = tuple(arrays[:half]), tuple(arrays[half:])
+            keys, values = self._joined(self._keys, keys), self._joined(self._values, values)
         # Assign all fields in one statement, so that an interrupt cannot leave the cache partly restored.
         (self.start, self.offset), self._keys, self._values = numbers, keys, values
 
     def _spans(self, end: int) -> list[tuple[int, int]]:
         """Return the ranges (first, stop) of positions before `end` that the next pass attends to."""
-        near, before = self._layout.sink_window, self._layout.round_start
-        if near and self.window is None and before > near.sinks + near.recent:
-            return [(0, near.sinks), (before - near.recent, end)]
-        return [(self._first_key(), end)]
-
-    def _first_key(self) -> int:
-        """Return the position of the first key for the next pass, rounded down to `_BLOCK_ROWS`."""
+        layout, before = self._layout, self._layout.round_start
         if self.window is None:
-            return self.start
-        layout = self._layout
-        # In a tree pass, `offset` may be past the root, but the mask and the keys start before the root.
-        first = self.offset if layout.positions is None else min(*layout.positions, layout.round_start)
-        return max(self.start, (first - self.window + 1) // _BLOCK_ROWS * _BLOCK_ROWS)
+            if layout.window and layout.window.window_tokens:
+                sinks, recent = layout.window.sink_tokens, layout.window.window_tokens
+                if before > sinks + recent:
+                    return [(0, sinks), (before - recent, end)]
+            return [(0, end)]
+        # In a tree pass, `offset` may be past the root, but tokens attend to the window before the root.
+        first = self.offset if layout.offsets is None else before
+        oldest = (first - self.window + 1) // _BLOCK_ROWS * _BLOCK_ROWS
+        return [(max(self.start, oldest), end)]
 
     def _make_room(self, added: int, keys: Rows, values: Rows) -> None:
         """Make room for `added` more rows, and drop rows that neither the window nor a rollback needs."""
@@ -210,23 +177,22 @@ class AttentionCache:
             oldest = self._layout.round_start - self.window + 1 - self.slack
             drop = max(0, oldest // _BLOCK_ROWS * _BLOCK_ROWS - self.start)
         rows = -(-(used - drop + added) // _GROWTH_ROWS) * _GROWTH_ROWS
-        if self.window is not None and drop:
+        if drop:
             rows += _GROWTH_ROWS  # Without spare rows, the window would soon be copied again.
-        moved_keys = self._moved(self._keys, keys, drop, used, rows)
-        moved_values = self._moved(self._values, values, drop, used, rows)
+
+        def moved(cached: Rows, like: Rows) -> Rows:
+            """Copy rows `drop` to `used` of `cached` into new arrays with `rows` rows."""
+            kept = used - drop if cached else 0
+            result = []
+            for i, new in enumerate(like):
+                empty = mx.zeros((*new.shape[:2], rows - kept, new.shape[3]), new.dtype)
+                old = cached[i][..., drop:used, :] if kept else None
+                result.append(empty if old is None else mx.concatenate([old, empty], axis=2))
+            return tuple(result)
+
+        moved_keys, moved_values = moved(self._keys, keys), moved(self._values, values)
         # Assign all fields in one statement, so that an interrupt cannot leave the cache partly moved.
         self._keys, self._values, self.start = moved_keys, moved_values, self.start + drop
-
-    @staticmethod
-    def _moved(cached: Rows, like: Rows, drop: int, used: int, rows: int) -> Rows:
-        """Return arrays with `rows` rows that start with rows `drop` to `used` of `cached`."""
-        moved = []
-        for i, new in enumerate(like):
-            batch, heads, _, size = new.shape
-            kept = used - drop if cached else 0
-            empty = mx.zeros((batch, heads, rows - kept, size), new.dtype)
-            moved.append(mx.concatenate([cached[i][..., drop:used, :], empty], axis=2) if kept else empty)
-        return tuple(moved)
 
     def _encode(self, rows: mx.array) -> Rows:
         return (rows,)

@@ -6,51 +6,39 @@ import contextlib
 import os
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import cache
 from importlib import metadata
-from typing import Any
-
-import psutil
+from typing import Any, NamedTuple
 
 from edgespec.errors import BackendMissingError
 
-__all__ = ["MlxBuildInfo", "build_info", "mlx_core", "mlx_lm_utils"]
+__all__ = ["MlxBuildInfo", "build_info", "mlx_core", "mlx_lm_utils", "runs_on_cpu"]
 
-# Minimum number of open files to allow. Chosen to suffice for a model split into hundreds of files.
+# Minimum limit of open files. Chosen to suffice for a model split into hundreds of files.
 _MIN_OPEN_FILES = 2048
 
 
-@dataclass(frozen=True, slots=True)
-class MlxBuildInfo:
+class MlxBuildInfo(NamedTuple):
     """Installed versions of mlx and mlx-lm, and properties of the default device.
 
     Attributes:
-        version: Version of mlx.
-        mlx_lm_version: Version of mlx-lm.
         device: `CPU` or `GPU`, followed by the name of the device if mlx reports one.
         metal: Whether this build of mlx can use Metal.
         cuda: Whether this build of mlx can use CUDA.
-        memory_bytes: Total memory of the device in bytes.
-        recommended_working_set_bytes: Maximum memory, in bytes, that Metal recommends using; 0 without Metal.
+        working_set_bytes: Maximum memory that Metal recommends using; 0 without Metal.
     """
 
     version: str
-    mlx_lm_version: str
+    lm_version: str
     device: str
     metal: bool
     cuda: bool
-    memory_bytes: int
-    recommended_working_set_bytes: int
+    working_set_bytes: int
 
 
 @cache
 def mlx_core() -> Any:
-    """Import and return `mlx.core`.
-
-    Raises:
-        BackendMissingError: mlx is not installed, or cannot be loaded on this machine.
-    """
+    """Import and return `mlx.core`. Raises BackendMissingError if that fails."""
     try:
         import mlx.core
     except (ImportError, OSError, RuntimeError) as error:
@@ -58,14 +46,16 @@ def mlx_core() -> Any:
     return mlx.core
 
 
+def runs_on_cpu() -> bool:
+    """Return whether mlx uses the CPU by default."""
+    mx = mlx_core()
+    return bool(mx.default_device() == mx.cpu)
+
+
 @cache
 def mlx_lm_utils() -> Any:
-    """Import and return `mlx_lm.utils`.
-
-    Raises:
-        BackendMissingError: mlx or mlx-lm is not installed, or cannot be loaded on this machine.
-    """
-    mlx = mlx_core()
+    """Import and return `mlx_lm.utils`. Raises BackendMissingError if that fails."""
+    mx = mlx_core()
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     # Silence the warnings that transformers prints if torch is missing, and tokenizers if the process forks.
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
@@ -75,7 +65,7 @@ def mlx_lm_utils() -> Any:
             import mlx_lm.utils
     except (ImportError, OSError, RuntimeError) as error:
         raise _missing("mlx-lm", error) from error
-    if mlx.metal.is_available():
+    if mx.metal.is_available():
         # Without this limit, macOS may swap the weights out between passes.
         mlx_lm.utils.maybe_set_recommended_wired_limit()
     return mlx_lm.utils
@@ -90,7 +80,7 @@ def _missing(library: str, error: Exception) -> BackendMissingError:
 
 @contextlib.contextmanager
 def _preserve_open_file_limit() -> Iterator[None]:
-    """Ignore attempts to change the open file limit inside the block, then raise it to `_MIN_OPEN_FILES`.
+    """Ignore attempts to change the limit of open files inside the block, then raise it to `_MIN_OPEN_FILES`.
 
     mlx_lm sets this limit when it is imported. That would reduce a higher limit, and fail if the hard limit
     is lower.
@@ -109,7 +99,7 @@ def _preserve_open_file_limit() -> Iterator[None]:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     unlimited = resource.RLIM_INFINITY
     minimum = _MIN_OPEN_FILES if hard == unlimited else min(_MIN_OPEN_FILES, hard)
-    if soft not in (unlimited, -1) and soft < minimum:
+    if soft != unlimited and soft < minimum:
         with contextlib.suppress(OSError, ValueError):
             set_limits(resource.RLIMIT_NOFILE, (minimum, hard))
 
@@ -122,18 +112,17 @@ def build_info() -> MlxBuildInfo:
     """
     mx = mlx_core()
     try:
-        mlx_lm_version = metadata.version("mlx-lm")
+        lm_version = metadata.version("mlx-lm")
     except metadata.PackageNotFoundError as error:
         raise _missing("mlx-lm", error) from error
-    device_info = mx.device_info()
-    kind = "CPU" if mx.default_device() == mx.cpu else "GPU"
-    name = device_info.get("device_name") or device_info.get("architecture")
+    device = mx.device_info()
+    kind = "CPU" if runs_on_cpu() else "GPU"
+    name = device.get("device_name") or device.get("architecture")
     return MlxBuildInfo(
-        version=mx.__version__,
-        mlx_lm_version=mlx_lm_version,
-        device=f"{kind} ({name})" if name else kind,
-        metal=mx.metal.is_available(),
-        cuda=mx.cuda.is_available(),
-        memory_bytes=int(device_info.get("memory_size") or psutil.virtual_memory().total),
-        recommended_working_set_bytes=int(device_info.get("max_recommended_working_set_size") or 0),
+        mx.__version__,
+        lm_version,
+        f"{kind} ({name})" if name else kind,
+        mx.metal.is_available(),
+        mx.cuda.is_available(),
+        int(device.get("max_recommended_working_set_size") or 0),
     )

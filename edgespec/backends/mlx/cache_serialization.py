@@ -25,39 +25,32 @@ _DTYPES = {
 def serialize_caches(caches: LayerCaches, start: int, end: int, fingerprint: str) -> bytes:
     """Serialise the cache rows of the tokens from position `start` to `end` (exclusive).
 
-    Args:
-        caches: The caches to serialise.
-        start: Position of the first token. Must be 0 unless the caches are `truncatable`.
-        end: Position after the last token. Must be the cache length unless the caches are `truncatable`.
-        fingerprint: Fingerprint of the model. Only a model with the same fingerprint can restore the caches.
+    Unless the caches are `truncatable`, the range must cover all their tokens. Only a model with the same
+    fingerprint can restore them.
 
     Raises:
         BackendError: The model uses a type of cache that is not supported.
     """
-    if caches.unknown_kinds:
+    if caches.unsupported:
         raise BackendError(
-            f"caches of type {', '.join(sorted(caches.unknown_kinds))} cannot be saved",
-            "process the prompt again",
+            f"caches of type {caches.unsupported_kinds} cannot be saved", "process the prompt again"
         )
-    parts: list[dict[str, Any]] = []
     blobs: list[bytes] = []
+
+    def array_header(array: mx.array | None) -> dict[str, Any] | None:
+        """Append the data of an array to `blobs`, and return its data type and shape."""
+        if array is None:
+            return None
+        blobs.append(np.array(array.view(_STORED_AS.get(array.dtype, array.dtype))).tobytes())
+        return {"dtype": str(array.dtype), "shape": list(array.shape)}
+
+    parts: list[dict[str, Any]] = []
     for cache in caches.attention:
         numbers, arrays = cache.dump(start, end)
-        parts.append({"numbers": numbers, "arrays": [_array_header(array, blobs) for array in arrays]})
-    parts += [
-        {"arrays": [_array_header(array, blobs) for array in cache.cache]} for cache in caches.recurrent
-    ]
+        parts.append({"numbers": numbers, "arrays": [array_header(array) for array in arrays]})
+    parts += [{"arrays": [array_header(array) for array in cache.cache]} for cache in caches.recurrent]
     header = json.dumps({"model": fingerprint, "start": start, "length": end, "parts": parts})
     return b"\n".join([header.encode(), b"".join(blobs)])
-
-
-def _array_header(array: mx.array | None, blobs: list[bytes]) -> dict[str, Any] | None:
-    """Append the data of an array to `blobs`, and return its data type and shape for the JSON header."""
-    if array is None:
-        return None
-    stored = array.view(_STORED_AS.get(array.dtype, array.dtype))
-    blobs.append(np.array(stored).tobytes())
-    return {"dtype": str(array.dtype), "shape": list(array.shape)}
 
 
 def deserialize_caches(
@@ -77,11 +70,13 @@ def deserialize_caches(
         line, _, rest = snapshot.data.partition(b"\n")
         header = json.loads(line)
         if header["model"] != fingerprint:
-            raise ValueError("it was saved by another model")
+            raise ValueError("the snapshot was saved by another model")
         if header["start"] != start or caches.length != start:
-            raise ValueError(f"it starts after {header['start']} tokens, but the cache holds {caches.length}")
+            raise ValueError(
+                f"the snapshot starts after {header['start']} tokens, but {caches.length} are cached"
+            )
         if not start <= header["length"] <= context_tokens:
-            raise ValueError(f"it has {header['length']} tokens, but the context size is {context_tokens}")
+            raise ValueError(f"{header['length']} tokens exceed the context of {context_tokens} tokens")
         offset = 0
         for cache, part in zip([*caches.attention, *caches.recurrent], header["parts"], strict=True):
             arrays = []
@@ -94,7 +89,7 @@ def deserialize_caches(
             else:
                 cache.cache = arrays
         if offset != len(rest):
-            raise ValueError(f"it has {len(rest)} bytes of arrays, but {offset} are expected")
+            raise ValueError(f"the arrays take {offset} bytes, but the snapshot has {len(rest)}")
         mx.eval(*caches.arrays)
         caches.length = header["length"]
     except (ValueError, KeyError, TypeError, IndexError) as error:
@@ -109,8 +104,7 @@ def _read_array(header: dict[str, Any] | None, data: bytes, offset: int) -> tupl
     if header is None:
         return None, 0
     dtype = _DTYPES[header["dtype"]]
-    stored = _STORED_AS.get(dtype, dtype)
-    kind = np.dtype(str(stored).removeprefix("mlx.core."))
+    kind = np.dtype(str(_STORED_AS.get(dtype, dtype)).removeprefix("mlx.core."))
     count = int(np.prod(header["shape"]))
     values = np.frombuffer(data, kind, count, offset).reshape(header["shape"])
-    return mx.array(values).view(dtype), count * kind.itemsize
+    return mx.array(values).view(dtype), values.nbytes

@@ -1,4 +1,4 @@
-"""Evaluate MLX arrays, translate MLX's exceptions, and free its buffers and per-thread state."""
+"""Evaluate MLX arrays, translate MLX's exceptions, and free MLX's buffers and per-thread state."""
 
 from __future__ import annotations
 
@@ -8,16 +8,10 @@ from contextlib import contextmanager
 
 import mlx.core as mx
 
+from edgespec.backends.mlx.build_info import runs_on_cpu
 from edgespec.errors import BackendError, OutOfMemoryError
 
-__all__ = [
-    "evaluate",
-    "freed_buffers_bytes",
-    "limit_freed_buffers",
-    "release_thread_state",
-    "start_evaluation",
-    "translate_errors",
-]
+__all__ = ["evaluate", "freed_buffers_bytes", "release_thread_state", "start_evaluation", "translate_errors"]
 
 # Maximum size, in bytes, of the freed buffers that MLX keeps for reuse. The CPU limit suffices for one target
 # step. The GPU limit is higher, because allocating GPU memory is slow.
@@ -52,12 +46,7 @@ def evaluate(*arrays: mx.array) -> None:
 
 def freed_buffers_bytes() -> int:
     """Return the maximum size, in bytes, of the freed buffers that MLX may keep on the default device."""
-    return _CPU_FREED_BUFFERS_BYTES if mx.default_device() == mx.cpu else _GPU_FREED_BUFFERS_BYTES
-
-
-def limit_freed_buffers() -> None:
-    """Limit the memory that MLX keeps for reuse after freeing buffers. By default, it can grow very large."""
-    mx.set_cache_limit(freed_buffers_bytes())
+    return _CPU_FREED_BUFFERS_BYTES if runs_on_cpu() else _GPU_FREED_BUFFERS_BYTES
 
 
 def release_thread_state() -> None:

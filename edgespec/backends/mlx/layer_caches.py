@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 from mlx_lm.models import cache as mlx_lm_cache
@@ -16,30 +15,20 @@ from edgespec.backends.replay import MAX_CHECKPOINTS
 __all__ = ["CacheCheckpoint", "LayerCaches"]
 
 
-@dataclass(frozen=True, slots=True)
-class CacheCheckpoint:
+class CacheCheckpoint(NamedTuple):
     """Saved state of all caches, for rollback.
 
     It refers to the arrays instead of copying them, because passes never modify recurrent states in place.
 
     Attributes:
         length: Number of cached tokens.
-        offsets: Offset (position of the next token) of each attention cache.
+        offsets: `AttentionCache.offset` of each attention cache.
         states: State arrays of each recurrent layer.
     """
 
     length: int
     offsets: tuple[int, ...]
     states: tuple[tuple[Any, ...], ...]
-
-
-@dataclass(frozen=True, slots=True)
-class _CachesByKind:
-    """The caches of a model, grouped by how they are rolled back."""
-
-    attention: list[AttentionCache]
-    recurrent: list[Any]
-    unknown_kinds: set[str]
 
 
 class LayerCaches:
@@ -49,8 +38,7 @@ class LayerCaches:
         layers: One cache per layer, passed to the model as its `cache` argument.
         attention: The KV caches among `layers`.
         recurrent: The caches among `layers` that store recurrent states (mlx-lm's `ArraysCache`).
-        unknown_kinds: Class names of unsupported caches. If there are any, the caches cannot be rolled back,
-            only cleared.
+        unsupported: All other caches. If there are any, the caches cannot be rolled back, only cleared.
         length: Number of cached tokens, including uncommitted ones.
     """
 
@@ -62,98 +50,87 @@ class LayerCaches:
 
     def clear(self) -> None:
         """Replace all caches with empty ones."""
-        by_kind = _CachesByKind([], [], set())
-        layers = [self._replace(cache, by_kind) for cache in mlx_lm_cache.make_prompt_cache(self._model)]
+        attention: list[AttentionCache] = []
+        recurrent: list[Any] = []
+        unsupported: list[Any] = []
+
+        def replace(cache: Any) -> Any:
+            """Return the cache to use instead of one of mlx-lm's caches.
+
+            Subclasses of known types count as unsupported, because they may behave differently.
+            """
+            kind = type(cache)
+            if kind is mlx_lm_cache.CacheList:
+                return mlx_lm_cache.CacheList(*map(replace, cache.caches))
+            if kind is mlx_lm_cache.KVCache:
+                attention.append(self._attention_cache(None))
+                return attention[-1]
+            if kind is mlx_lm_cache.RotatingKVCache and cache.keep == 0:
+                attention.append(self._attention_cache(cache.max_size))
+                return attention[-1]
+            if cache is not None:
+                (recurrent if kind is mlx_lm_cache.ArraysCache else unsupported).append(cache)
+            return cache
+
+        layers = [replace(cache) for cache in mlx_lm_cache.make_prompt_cache(self._model)]
         # Assign all fields in one statement, so that an interrupt cannot leave the caches partly cleared.
-        self.layers, self.attention, self.recurrent, self.unknown_kinds, self.length = (
-            layers,
-            by_kind.attention,
-            by_kind.recurrent,
-            by_kind.unknown_kinds,
-            0,
-        )
+        state = (layers, attention, recurrent, unsupported, 0)
+        self.layers, self.attention, self.recurrent, self.unsupported, self.length = state
 
-    def _replace(self, cache: Any, by_kind: _CachesByKind) -> Any:
-        """Return the cache to use instead of one of mlx-lm's caches, and add it to `by_kind`.
-
-        Subclasses of known types count as unknown, because they may behave differently.
-        """
-        kind = type(cache)
-        if kind is mlx_lm_cache.KVCache:
-            return self._attention_cache(None, by_kind)
-        if kind is mlx_lm_cache.RotatingKVCache and cache.keep == 0:
-            return self._attention_cache(cache.max_size, by_kind)
-        if kind is mlx_lm_cache.CacheList:
-            return mlx_lm_cache.CacheList(*(self._replace(part, by_kind) for part in cache.caches))
-        if kind is mlx_lm_cache.ArraysCache:
-            by_kind.recurrent.append(cache)
-        elif cache is not None:
-            by_kind.unknown_kinds.add(kind.__name__)
-        return cache
-
-    def _attention_cache(self, window: int | None, by_kind: _CachesByKind) -> AttentionCache:
+    def _attention_cache(self, window: int | None) -> AttentionCache:
         if self._kv_bits is None:
-            cache = AttentionCache(self._layout, window)
-        else:
-            cache = QuantizedAttentionCache(self._layout, window, self._kv_bits)
-        by_kind.attention.append(cache)
-        return cache
+            return AttentionCache(self._layout, window)
+        return QuantizedAttentionCache(self._layout, window, self._kv_bits)
+
+    @property
+    def unsupported_kinds(self) -> str:
+        """Class names of the unsupported caches, separated by commas."""
+        return ", ".join(sorted({type(cache).__name__ for cache in self.unsupported}))
 
     @property
     def truncatable(self) -> bool:
         """Whether the caches can be truncated at any token, because every layer stores one row per token."""
-        return not (self.recurrent or self.unknown_kinds or self.windowed)
+        return not (self.recurrent or self.unsupported or self.windowed)
 
     @property
     def windowed(self) -> bool:
-        """Whether any layer uses a sliding window."""
         return any(cache.window is not None for cache in self.attention)
-
-    @property
-    def arrays(self) -> list[mx.array]:
-        """All arrays in all caches."""
-        arrays = [array for cache in self.attention for array in cache.state]
-        arrays += [array for cache in self.recurrent for array in cache.cache if array is not None]
-        if self.unknown_kinds:
-            arrays += [cache.state for cache in self.layers if cache is not None and not cache.empty()]
-        return arrays
 
     @property
     def states(self) -> list[list[mx.array]]:
         """State arrays of each recurrent layer. Evaluating the logits of a pass does not evaluate them."""
         return [[array for array in cache.cache if array is not None] for cache in self.recurrent]
 
+    @property
+    def arrays(self) -> list[mx.array]:
+        arrays = [array for cache in self.attention for array in cache.state]
+        arrays += [array for state in self.states for array in state]
+        return arrays + [cache.state for cache in self.unsupported if not cache.empty()]
+
     def detach_states(self) -> None:
         """Copy recurrent states that are slices, because a slice keeps the whole original array in memory."""
         for cache in self.recurrent:
             cache.cache = [array if array is None else mx.contiguous(array) for array in cache.cache]
 
-    @property
-    def nbytes(self) -> int:
-        """Memory currently used by the caches, in bytes."""
-        return sum(cache.nbytes for cache in self.attention) + sum(cache.nbytes for cache in self.recurrent)
-
     def bytes_by_context(self) -> Callable[[int], int]:
         """Return a function that maps a context length in tokens to the size of the full caches in bytes.
 
-        At least one token must be cached. The function returns 0 if any type of cache is unsupported.
+        At least one token must be cached. If any cache is unsupported, the function returns 0.
         """
+        if self.unsupported:
+            return lambda _tokens: 0
         rows = [(cache.bytes_per_token, cache.window) for cache in self.attention]
-        fixed = sum(cache.nbytes for cache in self.recurrent)
         # Each checkpoint keeps another copy of the recurrent states in memory.
-        fixed *= MAX_CHECKPOINTS + 1
-        known = not self.unknown_kinds
-        return lambda tokens: (
-            known * (fixed + sum(size * cache_rows(window, tokens) for size, window in rows))
-        )
+        fixed = (MAX_CHECKPOINTS + 1) * sum(cache.nbytes for cache in self.recurrent)
+        return lambda tokens: fixed + sum(size * cache_rows(window, tokens) for size, window in rows)
+
+    def can_restore(self, length: int) -> bool:
+        """Return whether the KV caches still contain all rows needed to roll back to `length` tokens."""
+        return not self.unsupported and all(cache.can_rewind(length) for cache in self.attention)
 
     def can_rewind(self, length: int) -> bool:
-        """Return whether `rewind(length)` can drop all tokens from position `length` onwards."""
-        return (
-            not self.recurrent
-            and not self.unknown_kinds
-            and all(cache.can_rewind(length) for cache in self.attention)
-        )
+        """Return whether `rewind(length)` is possible. Recurrent states need a checkpoint instead."""
+        return not self.recurrent and self.can_restore(length)
 
     def rewind(self, length: int) -> None:
         """Drop all KV cache rows from position `length` onwards. Recurrent states do not change."""
@@ -180,10 +157,6 @@ class LayerCaches:
             tuple(cache.offset for cache in self.attention),
             tuple(tuple(cache.cache) for cache in self.recurrent),
         )
-
-    def can_restore(self, checkpoint: CacheCheckpoint) -> bool:
-        """Return whether the KV caches still contain all rows needed to restore the checkpoint."""
-        return not self.unknown_kinds and all(cache.can_rewind(checkpoint.length) for cache in self.attention)
 
     def restore(self, checkpoint: CacheCheckpoint) -> None:
         """Roll back to a checkpoint. The caches must still contain all tokens before it."""

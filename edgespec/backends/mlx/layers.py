@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -78,18 +78,6 @@ class LayerList:
             self._parent[self._name] = self.layers
 
 
-class _HookedLayer(_LayerProxy):
-    def __init__(self, layer: Any, index: int, hooks: HiddenStateHooks) -> None:
-        super().__init__(layer)
-        self._index = index
-        self._hooks = hooks
-
-    def __call__(self, states: mx.array, *args: Any, **kwargs: Any) -> Any:
-        result = self._layer(states, *args, **kwargs)
-        self._hooks.record(self._index, states, result)
-        return result
-
-
 class HiddenStateHooks:
     """Record the inputs and outputs of layers while the model runs.
 
@@ -108,22 +96,27 @@ class HiddenStateHooks:
         self.inputs: dict[int, mx.array] = {}
         self.outputs: dict[int, mx.array] = {}
 
-    def record(self, index: int, states: mx.array, result: Any) -> None:
-        """Store the input (`states`) and output (`result`) of the layer at `index`."""
-        self.inputs[index] = states
-        self.outputs[index] = result[0] if isinstance(result, tuple) else result
-
     @contextmanager
-    def on(self, indices: Sequence[int]) -> Iterator[None]:
+    def on(self, indices: Collection[int]) -> Iterator[None]:
         """Record the inputs and outputs of the layers at `indices` for every pass inside the block."""
         self.inputs, self.outputs = {}, {}
-        hooked_indices = set(indices)
-        hooked = [
-            _HookedLayer(layer, i, self) if i in hooked_indices else layer
-            for i, layer in enumerate(self._list.layers)
-        ]
+        layers = enumerate(self._list.layers)
+        hooked = [_HookedLayer(layer, i, self) if i in indices else layer for i, layer in layers]
         with self._list.replaced(hooked):
             yield
+
+
+class _HookedLayer(_LayerProxy):
+    def __init__(self, layer: Any, index: int, hooks: HiddenStateHooks) -> None:
+        super().__init__(layer)
+        self._index = index
+        self._hooks = hooks
+
+    def __call__(self, states: mx.array, *args: Any, **kwargs: Any) -> Any:
+        result = self._layer(states, *args, **kwargs)
+        self._hooks.inputs[self._index] = states
+        self._hooks.outputs[self._index] = result[0] if isinstance(result, tuple) else result
+        return result
 
 
 def _find_layers(model: Any) -> tuple[Any, str]:

@@ -2,25 +2,45 @@
 
 from __future__ import annotations
 
+import contextlib
+import sys
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import psutil
 
 from edgespec.backends.base import Capabilities, LanguageModel, LoadOptions, ModelFacts, Progress
-from edgespec.backends.memory_check import BLOCK_TOKENS, cache_too_large_error, requested_context
-from edgespec.backends.mlx.build_info import mlx_core
-from edgespec.backends.mlx.weight_loading import LoadedModel, load_model
-from edgespec.errors import ModelFileError, OptionError
+from edgespec.backends.memory_check import (
+    BLOCK_TOKENS,
+    cache_too_large_error,
+    check_weights_fit,
+    requested_context,
+)
+from edgespec.backends.mlx.build_info import mlx_core, mlx_lm_utils, runs_on_cpu
+from edgespec.backends.mlx.model_skeleton import (
+    ModelSkeleton,
+    named_arrays,
+    parameter_bytes,
+    read_skeleton,
+    translate_load_errors,
+)
+from edgespec.backends.mlx_files import read_json_object
+from edgespec.errors import CancelledError, ModelFileError, OptionError
 from edgespec.heap import unmap_freed_buffers
 
-if TYPE_CHECKING:
-    from edgespec.backends.mlx.model import MlxModel
-    from edgespec.backends.mlx.probe import ProbeResult
-
-__all__ = ["KV_BITS", "MAX_WIDTH", "check_options", "load"]
+__all__ = [
+    "KV_BITS",
+    "MAX_WIDTH",
+    "LoadedModel",
+    "check_options",
+    "load",
+    "load_model",
+    "prefill_batch_tokens",
+]
 
 # Maximum number of tokens in a verify pass. Memory estimates include the buffers for a pass of this width. No
 # controller requests a wider pass.
@@ -28,6 +48,28 @@ MAX_WIDTH = 64
 # Number of bits per element in the KV cache, keyed by `LoadOptions.kv_type`. With None, the cache is not
 # quantised and uses the compute data type of the model.
 KV_BITS = {"auto": None, "q8_0": 8, "q4_0": 4}
+
+
+# Maximum number of tokens in a prefill batch on a CPU. Chosen small, because a batch cannot be interrupted.
+_CPU_BATCH_TOKENS = 64
+
+
+class LoadedModel(NamedTuple):
+    """A model with all its weights in memory.
+
+    Attributes:
+        skeleton: The model and its properties. Its weights are no longer lazy.
+        tokenizer: mlx_lm's TokenizerWrapper.
+        weight_bytes: Memory used by the weights, without the memory added by low-bit weights.
+        widened: Whether 16-bit weights were widened to float32.
+        dtype: Data type of the computation (`mx.Dtype`).
+    """
+
+    skeleton: ModelSkeleton
+    tokenizer: Any
+    weight_bytes: int
+    widened: bool
+    dtype: Any
 
 
 def load(path: str, name: str, options: LoadOptions, progress: Progress | None = None) -> LanguageModel:
@@ -47,12 +89,11 @@ def load(path: str, name: str, options: LoadOptions, progress: Progress | None =
         CancelledError: `progress` returned False.
     """
     check_options(options)
-    # Import mlx here first. If it is missing, this raises BackendMissingError instead of ImportError.
-    mlx_core()
-    from edgespec.backends.mlx.evaluation import limit_freed_buffers, release_thread_state
+    mx = mlx_core()  # If mlx is missing, this raises BackendMissingError, unlike the imports below.
+    from edgespec.backends.mlx.evaluation import freed_buffers_bytes, release_thread_state
 
     unmap_freed_buffers()
-    limit_freed_buffers()
+    mx.set_cache_limit(freed_buffers_bytes())  # By default, MLX keeps gigabytes of freed buffers.
     try:
         return _load(path, name, options, progress)
     except BaseException:
@@ -62,26 +103,48 @@ def load(path: str, name: str, options: LoadOptions, progress: Progress | None =
 
 def _load(path: str, name: str, options: LoadOptions, progress: Progress | None) -> LanguageModel:
     from edgespec.backends.mlx.model import MlxModel
-    from edgespec.backends.mlx.probe import PROBE_TOKENS
+    from edgespec.backends.mlx.probe import PROBE_TOKENS, probe
     from edgespec.backends.mlx.vocabulary import MlxVocabulary
 
     loaded = load_model(path, name, options, progress)
-    context_tokens = requested_context(options, loaded.trained_context_tokens)
-    facts = _facts_before_probe(loaded, path, name, context_tokens)
-    vocabulary = MlxVocabulary(loaded.tokenizer, loaded.vocab_size)
-    facts = replace(facts, vocab_size=vocabulary.size, chat_template=vocabulary.chat_template is not None)
-    model = MlxModel(
-        loaded,
-        # The capability tests need at least PROBE_TOKENS, even if a smaller context was requested.
-        replace(facts, context_tokens=max(context_tokens, PROBE_TOKENS)),
-        vocabulary,
-        kv_bits=KV_BITS[options.kv_type],
-        batch_tokens=options.batch_tokens,
+    skeleton = loaded.skeleton
+    vocabulary = MlxVocabulary(loaded.tokenizer, skeleton.vocab_size)
+    architecture = skeleton.config["model_type"]
+    description = f"{architecture} {skeleton.parameters / 1e6:,.1f}M {skeleton.quantisation}"
+    context_tokens = requested_context(options, skeleton.sizes.trained_context_tokens)
+    trained = skeleton.sizes.trained_context_tokens or context_tokens
+    notice = f"{name} was trained for a context of {trained} tokens; longer text may be incoherent"
+    facts = ModelFacts(
+        name=name,
+        path=path,
+        architecture=architecture,
+        description=f"{description}, computed in float32" if loaded.widened else description,
+        parameters=skeleton.parameters,
+        file_bytes=skeleton.file_bytes,
+        weight_bytes=loaded.weight_bytes,
+        kv_bytes=0,
+        quantisation=skeleton.quantisation,
+        trained_context_tokens=trained,
+        context_tokens=context_tokens,
+        vocab_size=skeleton.vocab_size,
+        chat_template=vocabulary.chat_template is not None,
+        capabilities=Capabilities(True, True, "", MAX_WIDTH),
+        notice=notice if context_tokens > trained else "",
     )
+    # The capability tests need at least PROBE_TOKENS, even if a smaller context was requested.
+    probed_facts = replace(facts, context_tokens=max(context_tokens, PROBE_TOKENS))
+    model = MlxModel(loaded, probed_facts, vocabulary, options)
     try:
-        result = _probe(model, options)
+        try:
+            result = probe(model)
+        except ModelFileError as error:
+            if options.kv_type == "auto":
+                raise
+            raise OptionError(
+                f"{name} does not support kv_type {options.kv_type!r}: {error.what}", "use --kv-type auto"
+            ) from error
         model.partial_models.unavailable = result.unavailable_self_drafts
-        weight_bytes = loaded.weight_bytes + loaded.low_bits_bytes
+        weight_bytes = loaded.weight_bytes + (skeleton.low_bits.nbytes if skeleton.low_bits else 0)
         model.kv_bytes_for = partial(_checked_kv_bytes, result.kv_bytes_for, weight_bytes, options)
         model.facts = replace(
             facts,
@@ -99,18 +162,9 @@ def _load(path: str, name: str, options: LoadOptions, progress: Progress | None)
         raise
 
 
-def _probe(model: MlxModel, options: LoadOptions) -> ProbeResult:
-    from edgespec.backends.mlx.probe import probe
-
-    try:
-        return probe(model)
-    except ModelFileError as error:
-        if options.kv_type == "auto":
-            raise
-        raise OptionError(
-            f"{model.facts.name} does not support kv_type {options.kv_type!r}: {error.what}",
-            "use --kv-type auto",
-        ) from error
+def prefill_batch_tokens(options: LoadOptions) -> int:
+    """Return the maximum number of tokens in a prefill pass."""
+    return min(options.batch_tokens, _CPU_BATCH_TOKENS) if runs_on_cpu() else options.batch_tokens
 
 
 def check_options(options: LoadOptions) -> None:
@@ -131,30 +185,6 @@ def check_options(options: LoadOptions) -> None:
             raise OptionError(f"{name} has no effect on an MLX model: {reason}", f"omit {name}")
 
 
-def _facts_before_probe(loaded: LoadedModel, path: str, name: str, context_tokens: int) -> ModelFacts:
-    trained = loaded.trained_context_tokens or context_tokens
-    notice = ""
-    if context_tokens > trained:
-        notice = f"{name} was trained for a context of {trained} tokens; longer text may be incoherent"
-    return ModelFacts(
-        name=name,
-        path=path,
-        architecture=loaded.architecture,
-        description=loaded.description,
-        parameters=loaded.parameters,
-        file_bytes=loaded.file_bytes,
-        weight_bytes=loaded.weight_bytes,
-        kv_bytes=0,
-        quantisation=loaded.quantisation,
-        trained_context_tokens=trained,
-        context_tokens=context_tokens,
-        vocab_size=0,
-        chat_template=False,
-        capabilities=Capabilities(True, True, "", MAX_WIDTH),
-        notice=notice,
-    )
-
-
 def _checked_kv_bytes(
     kv_bytes_for: Callable[[int], int], weight_bytes: int, options: LoadOptions, context_tokens: int
 ) -> int:
@@ -168,3 +198,77 @@ def _checked_kv_bytes(
     while fitting_tokens and kv_bytes_for(fitting_tokens) > free_bytes:
         fitting_tokens = fitting_tokens // 2 // BLOCK_TOKENS * BLOCK_TOKENS
     raise cache_too_large_error(context_tokens, needed_bytes, free_bytes, fitting_tokens)
+
+
+def load_model(path: str, name: str, options: LoadOptions, progress: Progress | None) -> LoadedModel:
+    """Load the weights and the tokenizer of the model in a folder. See `load`."""
+
+    def report(fraction: float) -> None:
+        if progress is not None and not progress(f"loading {name}", fraction):
+            raise CancelledError(f"loading {name} was cancelled")
+
+    report(0.0)
+    skeleton = read_skeleton(path, name, options)
+    with translate_load_errors(path), contextlib.redirect_stdout(sys.stderr):
+        tokenizer = _load_tokenizer(Path(path), skeleton.config)
+    with translate_load_errors(path):
+        check_weights_fit(name, skeleton.sizes.tensor_bytes, options)
+        widened = _evaluate_weights(skeleton.model, skeleton.sizes.widens(options), report)
+        added_bytes = skeleton.low_bits.array_bytes if skeleton.low_bits else 0
+        weight_bytes = parameter_bytes(skeleton.model) - added_bytes
+    return LoadedModel(skeleton, tokenizer, weight_bytes, widened, _compute_dtype(skeleton.model))
+
+
+def _load_tokenizer(folder: Path, config: dict[str, Any]) -> Any:
+    """Load the tokenizer, with the end-of-sequence tokens from all configuration files of the model."""
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    eos_ids: set[int] = set()
+    sources = [config, config.get("text_config")]
+    if (folder / "generation_config.json").exists():
+        sources.append(read_json_object(folder / "generation_config.json"))
+    for source in sources:
+        eos = source.get("eos_token_id") if isinstance(source, dict) else None
+        eos_ids.update(token for token in (eos if isinstance(eos, list) else [eos]) if isinstance(token, int))
+    offline = {"local_files_only": True, "trust_remote_code": False}
+    return mlx_lm_utils().load_tokenizer(folder, offline, eos_token_ids=sorted(eos_ids))
+
+
+def _evaluate_weights(model: Any, widen: bool, report: Callable[[float], None]) -> bool:
+    """Load all weights into memory, one after another.
+
+    All weights must be evaluated here, because MLX can evaluate an array only in the thread that created it,
+    and the model may run in another thread.
+
+    Returns:
+        Whether 16-bit weights were widened to float32.
+    """
+    from mlx.utils import tree_unflatten
+
+    mx = mlx_core()
+    # Remove each weight from the list, so that its 16-bit array is freed before the next one is widened. Load
+    # the largest weights first, while there is enough memory for both versions of a weight.
+    waiting = sorted(named_arrays(model.parameters()), key=lambda each: each[1].nbytes)
+    total_bytes, loaded_bytes, widened = parameter_bytes(model), 0, False
+    while waiting:
+        name, weight = waiting.pop()
+        loaded_bytes += weight.nbytes
+        if widen and weight.dtype in (mx.float16, mx.bfloat16):
+            weight, widened = weight.astype(mx.float32), True
+        mx.eval(weight)
+        model.update(tree_unflatten([(name, weight)]))
+        report(loaded_bytes / total_bytes)
+    # Also evaluate arrays that are not parameters, such as the frequencies of rotary embeddings.
+    mx.eval([array for _, array in named_arrays(model)])
+    return widened
+
+
+def _compute_dtype(model: Any) -> Any:
+    """Return the most common floating-point data type of the weights, or of the scales if quantised."""
+    mx = mlx_core()
+    floating: Counter[Any] = Counter()
+    for _, weight in named_arrays(model.parameters()):
+        if mx.issubdtype(weight.dtype, mx.floating):
+            floating[weight.dtype] += weight.nbytes
+    return floating.most_common(1)[0][0] if floating else mx.float32

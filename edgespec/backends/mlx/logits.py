@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from time import perf_counter as now
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import mlx.core as mx
 import numpy as np
@@ -25,6 +25,9 @@ _SPARE_CANDIDATES = 16
 _ABOVE_CANDIDATES = 64
 
 
+_OnBestStarted: TypeAlias = Callable[[mx.array, "DeviceLogits"], None]
+
+
 class _DeviceChain(NamedTuple):
     """Settings of a chain of logits processors that can run on the device. Temperature 0 selects greedily."""
 
@@ -34,17 +37,14 @@ class _DeviceChain(NamedTuple):
     min_p: float = 0.0
 
 
-# Processors that are implemented on the device. They must be in this order.
-_ON_DEVICE = (Temperature, TopK, TopP, MinP)
-
-
 def _device_chain(processors: Sequence[LogitsProcessor], noise: Noise | None) -> _DeviceChain | None:
     """Return the settings of the processors if all can run on the device, otherwise None.
 
     Subclasses of known processors run on the host, because they may behave differently.
     """
     kinds = [type(processor) for processor in processors]
-    if kinds != [kind for kind in _ON_DEVICE if kind in kinds] or (Temperature in kinds) != bool(noise):
+    in_order = [kind for kind in (Temperature, TopK, TopP, MinP) if kind in kinds]
+    if kinds != in_order or (Temperature in kinds) != bool(noise):
         return None
     chain = _DeviceChain()
     for processor in processors:
@@ -73,12 +73,9 @@ class DeviceLogits:
     """
 
     def __init__(
-        self,
-        rows: mx.array,
-        depths: Sequence[int],
-        on_best_started: Callable[[mx.array, DeviceLogits], None] | None = None,
+        self, rows: mx.array, depths: Sequence[int], on_best_started: _OnBestStarted | None = None
     ) -> None:
-        """Create the logits of a pass.
+        """Store the logits of a pass.
 
         Args:
             rows: Logits [rows, vocab], not necessarily evaluated yet.
@@ -103,23 +100,18 @@ class DeviceLogits:
         chain = _device_chain(processors, noise)
         if chain is None:
             return best_on_host(self, row, count, processors, noise)
-        root = noise.position - self._depths[row] if noise else 0
-        key_of_answer = (count, chain, noise and noise.seed, root)
-        if key_of_answer not in self._fetched:
-            on_best_started = self._on_best_started if count == 1 and row == len(self) - 1 else None
-            seed = noise.seed if noise else 0
-            self._fetched[key_of_answer] = self._fetch_best(count, chain, seed, root, on_best_started)
-        tokens, kept, peaks = self._fetched[key_of_answer]
+        seed, root = (noise.seed, noise.position - self._depths[row]) if noise else (0, 0)
+        query = (count, chain, seed, root)
+        if query not in self._fetched:
+            is_last = count == 1 and row == len(self) - 1
+            self._fetched[query] = self._fetch_best(*query, self._on_best_started if is_last else None)
+        tokens, kept, peaks = self._fetched[query]
         return tokens[row][: kept[row]], peaks[row]
 
     def _fetch_best(
-        self,
-        count: int,
-        chain: _DeviceChain,
-        seed: int,
-        root: int,
-        on_best_started: Callable[[mx.array, DeviceLogits], None] | None,
+        self, count: int, chain: _DeviceChain, seed: int, root: int, on_best_started: _OnBestStarted | None
     ) -> tuple[Any, Any, Any]:
+        """Fetch the best tokens, the number of these that pass the filters, and the peak of every row."""
         rows = self._rows
         peaks = rows.max(axis=-1)
         kept = None
@@ -144,46 +136,39 @@ class DeviceLogits:
         return fetched, [count] * len(self) if kept is None else kept.tolist(), peaks.tolist()
 
     def top(self, row: int, count: int) -> Candidates:
-        fetch_count = count + _SPARE_CANDIDATES
-        if count <= 0 or fetch_count >= self.vocab_size:
-            return self._row(row).top(0, count)
-        tokens, values = self._largest(fetch_count)
-        tokens, values = tokens[row], values[row]
-        if values[count - 1] == values[-1]:  # More logits in the row may be equal.
-            return self._row(row).top(0, count)
-        return _ascending(tokens, values, values >= values[count - 1])
+        if 0 < count < self.vocab_size - _SPARE_CANDIDATES:
+            tokens, values = self._largest(row, count + _SPARE_CANDIDATES)
+            if values[count - 1] != values[-1]:  # Otherwise, more logits in the row may be equal.
+                return _ascending(tokens, values, values >= values[count - 1])
+        return self._host_row(row).top(0, count)
 
     def above(self, row: int, margin: float) -> Candidates:
-        if self.vocab_size <= _ABOVE_CANDIDATES:
-            return self._row(row).above(0, margin)
-        tokens, values = self._largest(_ABOVE_CANDIDATES)
-        tokens, values = tokens[row], values[row]
-        # Round down, because float32 rounding could otherwise exclude a logit that is exactly at the margin.
-        floor = np.nextafter(np.float32(float(values[0]) - margin), np.float32(-np.inf))
-        if not values[-1] < floor:
-            return self._row(row).above(0, margin)
-        return _ascending(tokens, values, values >= floor)
+        if self.vocab_size > _ABOVE_CANDIDATES:
+            tokens, values = self._largest(row, _ABOVE_CANDIDATES)
+            # Round down, because float32 rounding could otherwise exclude a logit exactly at the margin.
+            floor = np.nextafter(np.float32(float(values[0]) - margin), np.float32(-np.inf))
+            if values[-1] < floor:
+                return _ascending(tokens, values, values >= floor)
+        return self._host_row(row).above(0, margin)
 
     def at(self, row: int, tokens: NDArray[np.int64]) -> NDArray[np.float64]:
-        values: NDArray[np.float64] = self._host(self._rows[row][mx.array(tokens)]).astype(np.float64)
-        return values
+        return self._host(self._rows[row][mx.array(tokens)]).astype(np.float64)
 
     def limit_vocab(self, vocab_size: int) -> DeviceLogits:
         if vocab_size >= self.vocab_size:
             return self
         return DeviceLogits(self._rows[:, :vocab_size], self._depths, self._on_best_started)
 
-    def _largest(self, count: int) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-        """Fetch the tokens and values of the `count` largest logits in every row."""
+    def _largest(self, row: int, count: int) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+        """Return the tokens and values of the `count` largest logits in a row."""
         if count not in self._fetched:
             tokens, values = _largest(self._rows, count)
             fetched = self._host(values)
             self._fetched[count] = np.array(tokens).astype(np.int64), fetched
-        largest: tuple[NDArray[np.int64], NDArray[np.float32]] = self._fetched[count]
-        return largest
+        tokens, values = self._fetched[count]
+        return tokens[row], values[row]
 
-    def _row(self, row: int) -> HostLogits:
-        """Copy all logits of a row to the host."""
+    def _host_row(self, row: int) -> HostLogits:
         return HostLogits(self._host(self._rows[row])[None])
 
     def _host(self, array: mx.array) -> NDArray[np.float32]:
@@ -199,13 +184,10 @@ def _ascending(tokens: NDArray[np.int64], values: NDArray[np.float32], keep: NDA
 
 
 def _largest(rows: mx.array, count: int) -> tuple[mx.array, mx.array]:
-    """Return the tokens and values of the `count` largest logits in each row, largest first.
+    """Return the tokens and values [rows, count] of the `count` largest logits in each row, largest first.
 
     Equal logits are sorted by token id. If several logits equal the smallest returned one, the choice
     among them is arbitrary.
-
-    Returns:
-        Two arrays of shape [rows, count].
     """
     if count >= rows.shape[-1]:
         tokens = mx.broadcast_to(mx.arange(rows.shape[-1]), rows.shape)
@@ -228,12 +210,12 @@ def _drawn(
         rows: Logits, float32 [rows, vocab].
         peaks: Largest logit of each row, [rows].
         keys: Key of each row for the noise generator, uint64 [rows].
-        count: Number of tokens to return per row.
+        count: Number of tokens per row.
         chain: Settings of the filters.
 
     Returns:
-        The tokens [rows, count], and for each row the number of these tokens that pass the filters. The
-        second item is None if all of them pass.
+        The tokens [rows, count], and for each row the number of these tokens that pass the filters, or None
+        if all of them pass.
     """
     if chain.top_k > 0 or chain.top_p < 1:
         size = rows.shape[-1]
@@ -272,14 +254,8 @@ _GOLDEN, _M1, _M2, _LAST = map(
 
 @partial(mx.compile, shapeless=True)
 def _gumbel(keys: mx.array, tokens: mx.array) -> mx.array:
-    """Return Gumbel noise [rows, n] that equals `engine.noise.gumbel`, rounded to float32.
-
-    Args:
-        keys: Key of each row for the noise generator, uint64 [rows].
-        tokens: Token ids, [rows, n].
-    """
-    words = tokens.astype(mx.uint64) ^ keys[:, None]
-    words = words + _GOLDEN
+    """Return Gumbel noise [rows, n] that equals `engine.noise.gumbel`, rounded to float32."""
+    words = (tokens.astype(mx.uint64) ^ keys[:, None]) + _GOLDEN
     words = (words ^ (words >> 30)) * _M1
     words = (words ^ (words >> 27)) * _M2
     words = (words ^ (words >> 31)) >> 12

@@ -8,8 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import mlx.core as mx
 import numpy as np
@@ -32,23 +31,12 @@ RANK = 8
 _SCALE = 2.0
 _LEARNING_RATE = 3e-4
 _MAX_GRADIENT_NORM = 1.0
-# Weight of the correctly predicted tokens in the loss, relative to the corrected tokens. Chosen.
-_RETENTION_WEIGHT = 1.0
 
 _Weights: TypeAlias = dict[str, mx.array]
 
 
-@dataclass(frozen=True, slots=True)
-class _AdaptedLayer:
-    """A linear layer, and the LoRA layer that replaces it while the adapter is enabled.
-
-    Attributes:
-        name: Unique name of the layer within the model.
-        parent: The module that contains the layer.
-        attribute: Attribute name of the layer in `parent`.
-        original: The original layer.
-        adapted: The LoRA layer that wraps `original`.
-    """
+class _AdaptedLayer(NamedTuple):
+    """A linear layer (`parent[attribute]`), and the LoRA layer that replaces it in the adapted model."""
 
     name: str
     parent: Any
@@ -64,12 +52,7 @@ class MlxTrainer:
     """
 
     def __init__(
-        self,
-        net: Any,
-        layout: PassLayout,
-        model_name: str,
-        identity: str,
-        end_round: Callable[[], None],
+        self, net: Any, layout: PassLayout, model_name: str, identity: str, end_round: Callable[[], None]
     ) -> None:
         """Create a trainer with a new adapter. Until it is trained, it does not change the model's output.
 
@@ -79,17 +62,12 @@ class MlxTrainer:
             model_name: Model name for error messages.
             identity: Fingerprint of the model and its weights.
             end_round: Callback that discards the uncommitted tokens. Called before the weights change.
-
-        Raises:
-            CapabilityError: The model has no linear layers that can be adapted.
         """
         self.identity = identity
         self.adapted = False
         self.peak_step_bytes = 0
-        self._net = net
-        self._layout = layout
-        self._model_name = model_name
-        self._end_round = end_round
+        self._net, self._layout = net, layout
+        self._model_name, self._end_round = model_name, end_round
         self._layers = list(_adapted_layers(net))
         if not self._layers:
             raise CapabilityError(f"{model_name} has no linear layers that can be adapted")
@@ -98,7 +76,7 @@ class MlxTrainer:
 
     @property
     def state_bytes(self) -> int:
-        """Memory of the adapter and Adam's two moments, in bytes. The first step allocates the moments."""
+        # The adapter and Adam's two moments, which the first step allocates.
         return 3 * sum(array.nbytes for array in self._weights().values())
 
     def set_adapted(self, enabled: bool) -> None:
@@ -114,9 +92,8 @@ class MlxTrainer:
     def _running(self, adapted: bool) -> Iterator[None]:
         """Enable or disable the adapter inside the block, and prepare for passes without a cache."""
         before = self.adapted
-        self._end_round()
+        self.set_adapted(adapted)
         self._layout.set_chain(0)
-        self._install(adapted)
         try:
             yield
         finally:
@@ -126,10 +103,9 @@ class MlxTrainer:
     def train_step(self, example: TrainingExample) -> float:
         tokens, weights = mx.array([example.tokens]), self._weights()
         corrected = np.isin(np.arange(len(example.tokens)), example.rows)
-        # The weights of corrected tokens sum to 1. Those of all other tokens sum to the retention weight.
+        # The weights of the corrected tokens sum to 1, and so do those of all other tokens.
         row_weights = mx.array(
-            np.where(corrected, 1.0 / corrected.sum(), _RETENTION_WEIGHT / max(1, (~corrected).sum())),
-            mx.float32,
+            np.where(corrected, 1.0 / corrected.sum(), 1.0 / max(1, (~corrected).sum())), mx.float32
         )
 
         def loss(weights: _Weights) -> mx.array:
@@ -166,8 +142,7 @@ class MlxTrainer:
                     raise
         self._set_weights(updated)
         self.peak_step_bytes = max(self.peak_step_bytes, mx.get_peak_memory() - before)
-        loss_before: Any = value.item()
-        return float(loss_before)
+        return float(np.array(value))
 
     def count_hits(self, tokens: Sequence[int], first: int, *, adapted: bool) -> int:
         with self._running(adapted), translate_errors(f"{self._model_name} could not be run"):
@@ -179,13 +154,10 @@ class MlxTrainer:
         return {name: np.array(array) for name, array in self._weights().items()}
 
     def load_adapter(self, weights: Mapping[str, NDArray[np.float32]]) -> bool:
-        own = self.adapter_weights()
-        if set(weights) != set(own):
+        shapes = {name: array.shape for name, array in self._weights().items()}
+        if {name: array.shape for name, array in weights.items()} != shapes:
             return False
-        if any(
-            weights[name].shape != array.shape or not np.isfinite(weights[name]).all()
-            for name, array in own.items()
-        ):
+        if not all(np.isfinite(array).all() for array in weights.values()):
             return False
         loaded = {name: mx.array(array.astype(np.float32)) for name, array in weights.items()}
         evaluate(*loaded.values())
@@ -196,7 +168,7 @@ class MlxTrainer:
         release_thread_state()
 
     def _weights(self) -> _Weights:
-        weights = {}
+        weights: _Weights = {}
         for layer in self._layers:
             weights[f"{layer.name} a"] = layer.adapted.lora_a
             weights[f"{layer.name} b"] = layer.adapted.lora_b
@@ -217,9 +189,8 @@ def _adapted_layers(net: Any) -> Iterator[_AdaptedLayer]:
     random = np.random.default_rng(0)
     for index, block in enumerate(net.layers):
         for parent_name, parent in sorted(block.named_modules()):
-            for attribute, module in parent.items():
-                if type(module) not in (Linear, QuantizedLinear):
-                    continue
+            linear = ((key, one) for key, one in parent.items() if type(one) in (Linear, QuantizedLinear))
+            for attribute, module in linear:
                 adapted = LoRALinear.from_base(module, r=RANK, scale=_SCALE)
                 inputs = adapted.lora_a.shape[0]
                 bound = 1.0 / math.sqrt(inputs)

@@ -8,8 +8,7 @@ For other weights, we store an additional copy with fewer bits.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
@@ -33,32 +32,20 @@ class LowBitWeights:
     Attributes:
         weights: Modules whose weights can be read with fewer bits.
         low: Whether passes currently read the weights with fewer bits.
+        zeros: Arrays of zeros, keyed by shape and data type. Created by the first pass with full precision.
     """
 
     def __init__(self) -> None:
         self.weights: list[_SplitWeight | _CopiedWeight] = []
         self.low = False
-        self._zeros: dict[tuple[Any, ...], mx.array] = {}
+        self.zeros: dict[tuple[Any, ...], mx.array] = {}
 
-    @contextmanager
-    def lowered(self) -> Iterator[None]:
-        """Make all passes inside the block use reduced precision."""
-        self.low = True
-        try:
-            yield
-        finally:
-            self.low = False
-
-    def zeros(self, like: mx.array) -> mx.array:
+    def zeros_like(self, array: mx.array) -> mx.array:
         """Return zeros to use as the biases of a low half. Weights of the same shape share one array."""
-        key = (like.shape, like.dtype)
-        if key not in self._zeros:
-            self._zeros[key] = mx.zeros_like(like)
-        return self._zeros[key]
-
-    def clear_zeros(self) -> None:
-        """Free the shared arrays of zeros. `zeros` creates them again when needed."""
-        self._zeros = {}
+        key = (array.shape, array.dtype)
+        if key not in self.zeros:
+            self.zeros[key] = mx.zeros_like(array)
+        return self.zeros[key]
 
     @property
     def array_bytes(self) -> int:
@@ -68,22 +55,16 @@ class LowBitWeights:
     @property
     def nbytes(self) -> int:
         """Number of bytes added to the original model, including the shared arrays of zeros."""
-        shapes = {
-            (one.scales.shape, one.scales.dtype): one.scales.nbytes
-            for one in self.weights
-            if isinstance(one, _SplitWeight)
-        }
-        return self.array_bytes + sum(shapes.values())
+        scales = (weight.scales for weight in self.weights if isinstance(weight, _SplitWeight))
+        return self.array_bytes + sum({(one.shape, one.dtype): one.nbytes for one in scales}.values())
 
 
 class _SplitWeight(Module):
     """An 8-bit affine weight whose high and low four bits are stored separately.
 
     Attributes:
-        high: Packed high halves, uint32 [rows, columns / 8].
-        low: Packed low halves, uint32 [rows, columns / 8].
-        scales: Scales of the 8-bit weight, [rows, groups].
-        biases: Biases of the 8-bit weight, [rows, groups].
+        high, low: Packed halves, uint32 [rows, columns / 8].
+        scales, biases: Scales and biases of the 8-bit weight, [rows, groups].
         high_scales: Scales of the high halves, [rows, groups].
         draft_biases: Biases used when only the high halves are read, [rows, groups].
     """
@@ -110,7 +91,7 @@ class _SplitWeight(Module):
         low = self._low_bits.low
         y = self._product(x, self.high, self.high_scales, self.draft_biases if low else self.biases)
         if not low:
-            y = y + self._product(x, self.low, self.scales, self._low_bits.zeros(self.scales))
+            y = y + self._product(x, self.low, self.scales, self._low_bits.zeros_like(self.scales))
         return y + self.bias if "bias" in self else y
 
     def _product(self, x: mx.array, weight: mx.array, scales: mx.array, biases: mx.array) -> mx.array:
@@ -144,24 +125,23 @@ def _pack(codes: mx.array) -> mx.array:
 
 
 def merge_halves(high: mx.array, low: mx.array) -> mx.array:
-    """Merge the two halves of a split weight into packed 8-bit codes, uint32 [..., n / 4].
-
-    Args:
-        high: Packed high halves, uint32 [..., n / 8].
-        low: Packed low halves, uint32 [..., n / 8].
-    """
+    """Merge packed halves (uint32 [..., n / 8]) into packed 8-bit codes (uint32 [..., n / 4])."""
     parts = [(half.view(mx.uint8) & 15, half.view(mx.uint8) >> _HALF_BITS) for half in (high, low)]
     (high_even, high_odd), (low_even, low_odd) = parts
     codes = mx.stack([(high_even << _HALF_BITS) | low_even, (high_odd << _HALF_BITS) | low_odd], axis=-1)
     return codes.flatten(-2).view(mx.uint32)
 
 
+_COPY_NAMES = ("copy_weight", "copy_scales", "copy_biases")
+
+
 class _CopiedWeight:
-    """Base class of modules that keep an additional low-bit copy of their weight."""
+    """Mixin for modules that keep an additional low-bit copy of their weight."""
 
     _low_bits: LowBitWeights
     copy_group_size: int
     copy_bits: int
+    is_head = False
 
     @property
     def extra_bytes(self) -> int:
@@ -170,53 +150,37 @@ class _CopiedWeight:
 
     def _multiply_copy(self, x: mx.array) -> mx.array:
         weight, scales, biases = (self[name] for name in _COPY_NAMES)  # type: ignore[index]
-        return mx.quantized_matmul(x, weight, scales, biases, True, self.copy_group_size, self.copy_bits)
-
-
-_COPY_NAMES = ("copy_weight", "copy_scales", "copy_biases")
-
-
-class _CopiedLinear(_CopiedWeight):
-    def __call__(self, x: mx.array) -> mx.array:
-        if not self._low_bits.low:
-            y: mx.array = super().__call__(x)  # type: ignore[misc]
-            return y
-        y = self._multiply_copy(x)
+        y = mx.quantized_matmul(x, weight, scales, biases, True, self.copy_group_size, self.copy_bits)
         return y + self["bias"] if "bias" in self else y  # type: ignore[index,operator]
 
 
-class _CopiedTable(_CopiedWeight):
-    is_head = False
+def _copied_linear(base: type) -> type:
+    """Return a subclass of a linear layer that multiplies with the low-bit copy in draft passes."""
 
-    def as_linear(self, x: mx.array) -> mx.array:
-        self.is_head = True
-        y: mx.array = self._multiply_copy(x) if self._low_bits.low else super().as_linear(x)  # type: ignore[misc]
-        return y
+    class CopiedLinear(_CopiedWeight, base):  # type: ignore[misc]
+        def __call__(self, x: mx.array) -> Any:
+            return self._multiply_copy(x) if self._low_bits.low else super().__call__(x)
 
-
-class CopiedLinear(_CopiedLinear, Linear):
-    """A linear layer with a low-bit copy of its weight."""
+    return CopiedLinear
 
 
-class CopiedQuantizedLinear(_CopiedLinear, QuantizedLinear):
-    """A quantised linear layer with a low-bit copy of its weight."""
+def _copied_embedding(base: type) -> type:
+    """Return a subclass of an embedding table whose output head uses the low-bit copy in draft passes."""
+
+    class CopiedEmbedding(_CopiedWeight, base):  # type: ignore[misc]
+        def as_linear(self, x: mx.array) -> Any:
+            self.is_head = True
+            return self._multiply_copy(x) if self._low_bits.low else super().as_linear(x)
+
+    return CopiedEmbedding
 
 
-class CopiedEmbedding(_CopiedTable, Embedding):
-    """An embedding table that is also the output head, with a low-bit copy of its weight."""
-
-
-class CopiedQuantizedEmbedding(_CopiedTable, QuantizedEmbedding):
-    """A quantised embedding table that is also the output head, with a low-bit copy of its weight."""
-
-
-_COPIES: dict[type, Any] = {
-    Linear: CopiedLinear,
-    QuantizedLinear: CopiedQuantizedLinear,
-    Embedding: CopiedEmbedding,
-    QuantizedEmbedding: CopiedQuantizedEmbedding,
-}
+_TABLES = (Embedding, QuantizedEmbedding)
+_COPIES: dict[type, Any] = {kind: _copied_linear(kind) for kind in (Linear, QuantizedLinear)}
+_COPIES |= {kind: _copied_embedding(kind) for kind in _TABLES}
 _SPLITS: dict[type, Any] = {QuantizedLinear: SplitLinear, QuantizedEmbedding: SplitEmbedding}
+# Pairs (minimum number of bits of the original weight, number of bits of its copy). The first match is used.
+_COPY_BITS = ((8, 4), (4, 3), (3, 2))
 
 
 def install_low_bit_weights(model: Any, trace_pass: Callable[[], object]) -> LowBitWeights:
@@ -234,22 +198,16 @@ def install_low_bit_weights(model: Any, trace_pass: Callable[[], object]) -> Low
     dora_parts = {
         id(part) for _, one in modules if type(one).__name__.startswith("DoRA") for part in one.values()
     }
-    before = {
-        name: module for name, module in modules if type(module) in _COPIES and id(module) not in dora_parts
-    }
-    replaced = [
-        (name, new) for name, one in before.items() if (new := _low_bit_module(one, low_bits)) is not None
-    ]
-    model.update_modules(tree_unflatten(replaced))
+    before = {name: one for name, one in modules if type(one) in _COPIES and id(one) not in dora_parts}
+    candidates = {name: _low_bit_module(module, low_bits) for name, module in before.items()}
+    replaced = {name: module for name, module in candidates.items() if module is not None}
+    model.update_modules(tree_unflatten(list(replaced.items())))
     trace_pass()
-    lookups = [name for name, new in replaced if isinstance(new, _TABLES) and not new.is_head]
+    lookups = {name for name in replaced if isinstance(before[name], _TABLES) and not replaced[name].is_head}
     model.update_modules(tree_unflatten([(name, before[name]) for name in lookups]))
-    low_bits.weights = [new for name, new in replaced if name not in lookups]
-    low_bits.clear_zeros()  # Created by the traced pass, which is never evaluated.
+    low_bits.weights = [new for name, new in replaced.items() if name not in lookups]
+    low_bits.zeros.clear()  # Created by the traced pass, which is never evaluated.
     return low_bits
-
-
-_TABLES = (SplitEmbedding, _CopiedTable)
 
 
 def _low_bit_module(module: Any, low_bits: LowBitWeights) -> Any:
@@ -274,7 +232,3 @@ def _low_bit_module(module: Any, low_bits: LowBitWeights) -> Any:
     for name, array in zip(_COPY_NAMES, mx.quantize(weight, group_size, copy_bits), strict=True):
         setattr(copied, name, array)
     return copied
-
-
-# Pairs (minimum number of bits of the original weight, number of bits of its copy). The first match is used.
-_COPY_BITS = ((8, 4), (4, 3), (3, 2))

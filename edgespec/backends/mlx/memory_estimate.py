@@ -15,10 +15,17 @@ from typing import Any, NamedTuple
 from edgespec.backends.base import LoadOptions
 from edgespec.backends.memory_check import requested_context
 from edgespec.backends.memory_estimate import MemoryEstimate, MemoryPart
-from edgespec.backends.mlx.build_info import mlx_core
+from edgespec.backends.mlx.build_info import mlx_core, runs_on_cpu
 from edgespec.backends.mlx.evaluation import freed_buffers_bytes, release_thread_state
-from edgespec.backends.mlx.loading import KV_BITS, MAX_WIDTH, check_options
-from edgespec.backends.mlx.model_skeleton import ModelSkeleton, WeightSizes, read_skeleton
+from edgespec.backends.mlx.loading import KV_BITS, MAX_WIDTH, check_options, prefill_batch_tokens
+from edgespec.backends.mlx.model_skeleton import (
+    ModelSkeleton,
+    WeightSizes,
+    parameter_bytes,
+    read_skeleton,
+    trace_one_token,
+)
+from edgespec.backends.mlx_metadata import language_config
 from edgespec.errors import OptionError
 
 __all__ = ["MlxMemoryEstimator"]
@@ -48,24 +55,20 @@ class _ModelShape(NamedTuple):
 
     Attributes:
         sizes: Sizes used to decide whether to widen weights to float32.
-        weight_bytes: Size of the weights as stored, and after widening to float32, in bytes.
-        zero_bytes: Size of the zero arrays that are allocated but not stored in the files, in bytes.
-        vocab_size: Number of tokens in the vocabulary.
-        hidden_size, intermediate_size: Size of the hidden states, and of the feed-forward network.
-        heads: Number of attention heads.
+        weight_bytes: Size of the weights in memory, as stored and after widening to float32.
+        intermediate_size: Size of the feed-forward network.
         scans: For each recurrent layer, the number of array elements in memory for a pass of some tokens.
-        caches: Functions that return the cache sizes, keyed by (bits, widened). Unsupported combinations are
-            absent.
+        caches: Functions that map a context length in tokens to the cache sizes, keyed by bits per element
+            and whether the weights are widened. Unsupported combinations are absent.
     """
 
     sizes: WeightSizes
-    weight_bytes: tuple[int, int]
-    zero_bytes: int
+    weight_bytes: list[int]
     vocab_size: int
     hidden_size: int
     intermediate_size: int
-    heads: int
-    scans: tuple[Callable[[int], int], ...]
+    attention_heads: int
+    scans: list[Callable[[int], int]]
     caches: dict[tuple[int | None, bool], _CacheSizes]
 
 
@@ -74,7 +77,6 @@ class MlxMemoryEstimator:
 
     Raises:
         ModelFileError: The folder does not contain a model, or the model is damaged or unsupported.
-        MemoryBudgetError: The weights do not fit in memory.
         BackendMissingError: mlx or mlx-lm is not installed.
     """
 
@@ -88,12 +90,10 @@ class MlxMemoryEstimator:
         self.trained_context_tokens: int = self._shape.sizes.trained_context_tokens
 
     def estimate(self, options: LoadOptions) -> MemoryEstimate:
-        """Estimate the memory; see `MemoryEstimator`. A CPU widens 16-bit weights to float32 if they fit."""
         check_options(options)
         shape = self._shape
         tokens = requested_context(options, self.trained_context_tokens)
-        widened = shape.sizes.widens(options)
-        bits = KV_BITS[options.kv_type]
+        widened, bits = shape.sizes.widens(options), KV_BITS[options.kv_type]
         if (bits, widened) not in shape.caches:
             raise OptionError(
                 f"{self.name} does not support kv_type {options.kv_type!r}", "use --kv-type auto"
@@ -103,7 +103,7 @@ class MlxMemoryEstimator:
         compute = self._pass_bytes(tokens if cache.largest_layer else 0, options, widened)
         compute += cache.largest_layer + cache.states + freed_buffers_bytes()
         parts = (
-            MemoryPart("weights", shape.weight_bytes[widened] + shape.zero_bytes),
+            MemoryPart("weights", shape.weight_bytes[widened]),
             MemoryPart("cache", cache.total),
             MemoryPart("compute", compute),
             MemoryPart("vocabulary", shape.vocab_size * _TOKEN_BYTES),
@@ -113,12 +113,9 @@ class MlxMemoryEstimator:
 
     def _pass_bytes(self, tokens: int, options: LoadOptions, widened: bool) -> int:
         """Return the memory of the largest pass in bytes, with attention over `tokens`. Measured."""
-        from edgespec.backends.mlx.model import CPU_BATCH_TOKENS
-
-        shape, on_cpu = self._shape, mlx_core().default_device() == mlx_core().cpu
-        rows = min(options.batch_tokens, CPU_BATCH_TOKENS) if on_cpu else options.batch_tokens
+        shape, on_cpu, rows = self._shape, runs_on_cpu(), prefill_batch_tokens(options)
         # Attention on a CPU stores all scores in memory. The fused attention kernels of a GPU do not.
-        scores = shape.heads * tokens if on_cpu else 0
+        scores = shape.attention_heads * tokens if on_cpu else 0
         row = 6 * shape.hidden_size + 2 * shape.intermediate_size + scores
         scan = max((elements(max(rows, MAX_WIDTH)) for elements in shape.scans), default=0)
         # A prefill pass computes no logits. A verify pass computes them for up to MAX_WIDTH tokens.
@@ -130,7 +127,6 @@ class MlxMemoryEstimator:
         return elements * (4 if widened or on_cpu else 2)
 
     def close(self) -> None:
-        """Free the per-thread state of MLX; see `MemoryEstimator`."""
         release_thread_state()
 
 
@@ -147,41 +143,35 @@ def _read_shape(
 ) -> _ModelShape:
     """Return the properties of a model without loading its weights. Cached until a model file changes."""
     try:
-        skeleton = read_skeleton(path, name, LoadOptions(adapter=adapter, low_bits=low_bits))
-        return _shape_of(skeleton)
+        return _shape_of(read_skeleton(path, name, LoadOptions(adapter=adapter, low_bits=low_bits)))
     finally:
         # MLX modules have circular references, so only the garbage collector can free them.
         gc.collect()
 
 
 def _shape_of(skeleton: ModelSkeleton) -> _ModelShape:
-    mx = mlx_core()
-    config = {**skeleton.config, **(skeleton.config.get("text_config") or {})}
-    hidden, middle, heads = (
-        int(config.get(key) or 0) for key in ("hidden_size", "intermediate_size", "num_attention_heads")
+    config = language_config(skeleton.config)
+    hidden, middle, block, heads = (
+        int(config.get(key) or 0)
+        for key in ("hidden_size", "intermediate_size", "block_ff_dim", "num_attention_heads")
     )
-    weight_bytes = (skeleton.held_bytes(False), skeleton.held_bytes(True))
+    model, low_bits = skeleton.model, skeleton.low_bits
     caches: dict[tuple[int | None, bool], _CacheSizes] = {}
+    weight_bytes = []
     for widened in (False, True):
         if widened:
-            skeleton.model.set_dtype(mx.float32)
+            model.set_dtype(mlx_core().float32)
+        # The first pass allocates the arrays of zeros that low-bit weights share.
+        zero_bytes = low_bits.nbytes - low_bits.array_bytes if low_bits else 0
+        weight_bytes.append(zero_bytes + parameter_bytes(model))
         for bits in KV_BITS.values():
             try:
-                caches[bits, widened] = _cache_sizes(skeleton.model, bits)
+                caches[bits, widened] = _cache_sizes(model, bits)
             except (ValueError, TypeError, AttributeError):
                 if bits is None:
                     raise
-    return _ModelShape(
-        skeleton.sizes,
-        weight_bytes,
-        skeleton.zero_bytes,
-        skeleton.vocab_size,
-        hidden,
-        max(middle, int(config.get("block_ff_dim") or 0)),
-        heads,
-        tuple(_scans(skeleton.model)),
-        caches,
-    )
+    sizes, vocab_size, scans = skeleton.sizes, skeleton.vocab_size, list(_scans(model))
+    return _ModelShape(sizes, weight_bytes, vocab_size, hidden, max(middle, block), heads, scans, caches)
 
 
 def _scans(model: Any) -> Iterator[Callable[[int], int]]:
@@ -189,7 +179,7 @@ def _scans(model: Any) -> Iterator[Callable[[int], int]]:
 
     The dimensions of a layer are inferred from the shapes of its states. Some layers have only a convolution.
     """
-    for states in _memory_of_one_token(model, None).states:
+    for states in trace_one_token(model)[1].states:
         # The state of a convolution has shape [1, tokens, channels], with fewer tokens than channels.
         convolved = [array.shape for array in states if array.ndim == 3 and array.shape[1] < array.shape[2]]
         kernel_tokens = 1 + max((shape[1] for shape in convolved), default=0)
@@ -216,7 +206,7 @@ def _cache_sizes(model: Any, bits: int | None) -> _CacheSizes:
     """Return a function that maps a context length in tokens to the sizes of the full caches."""
     from edgespec.backends.mlx.attention_cache import cache_rows
 
-    memory = _memory_of_one_token(model, bits)
+    _, memory = trace_one_token(model, bits)
     total_bytes = memory.bytes_by_context()
     states = sum(array.nbytes for layer in memory.states for array in layer)
     layers = [(cache.bytes_per_token, cache.window) for cache in memory.attention]
@@ -226,13 +216,3 @@ def _cache_sizes(model: Any, bits: int | None) -> _CacheSizes:
         return _CacheBytes(total_bytes(tokens), largest, states)
 
     return sizes
-
-
-def _memory_of_one_token(model: Any, bits: int | None) -> Any:
-    """Build the graph of a pass over one token, and return the model's caches without evaluating them."""
-    from edgespec.backends.mlx.layer_caches import LayerCaches
-    from edgespec.backends.mlx.pass_layout import PassLayout
-
-    memory = LayerCaches(model, PassLayout(), bits)
-    model(mlx_core().array([[0]]), cache=memory.layers)
-    return memory

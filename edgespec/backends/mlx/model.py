@@ -5,15 +5,17 @@ from __future__ import annotations
 import gc
 import zlib
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
-from mlx.utils import tree_flatten
+from numpy.typing import NDArray
 
 from edgespec.backends.base import (
     LanguageModel,
+    LoadOptions,
     ModelFacts,
     Progress,
     SelfDraft,
@@ -26,27 +28,22 @@ from edgespec.backends.mlx.cache_serialization import deserialize_caches, serial
 from edgespec.backends.mlx.evaluation import release_thread_state
 from edgespec.backends.mlx.layer_caches import CacheCheckpoint
 from edgespec.backends.mlx.layers import HiddenStateHooks, LayerList
+from edgespec.backends.mlx.loading import KV_BITS, LoadedModel, prefill_batch_tokens
 from edgespec.backends.mlx.logits import DeviceLogits
-from edgespec.backends.mlx.partial_model_scoring import BestTokens, PartialModelScorer
-from edgespec.backends.mlx.partial_models import PartialModel, PartialModelFactory
+from edgespec.backends.mlx.model_skeleton import named_arrays
+from edgespec.backends.mlx.partial_models import SELF_DRAFT_NAMES, PartialModel, PartialModelFactory
 from edgespec.backends.mlx.pass_runner import PassRunner
 from edgespec.backends.mlx.vocabulary import MlxVocabulary
-from edgespec.backends.mlx.weight_loading import LoadedModel
 from edgespec.backends.optional_features import Trainer
 from edgespec.backends.self_draft_view import SelfDraftView
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import BackendError, CancelledError, CapabilityError, ContextFullError
 
-__all__ = ["CPU_BATCH_TOKENS", "MlxModel", "measure_exits"]
-
-# Maximum number of tokens in a prefill batch on a CPU. Chosen small, because a batch cannot be interrupted.
-CPU_BATCH_TOKENS = 64
+__all__ = ["MlxModel"]
 
 
 class MlxModel(BaseModel):
-    """A loaded MLX model with its caches.
-
-    It checks the arguments of each call. A `PassRunner` runs the passes.
+    """A loaded MLX model. It checks the arguments of each call, and a `PassRunner` runs the passes.
 
     Attributes:
         rounding: Machine epsilon of the model's compute data type.
@@ -57,27 +54,22 @@ class MlxModel(BaseModel):
     """
 
     def __init__(
-        self,
-        loaded: LoadedModel,
-        facts: ModelFacts,
-        vocabulary: MlxVocabulary,
-        *,
-        kv_bits: int | None,
-        batch_tokens: int,
+        self, loaded: LoadedModel, facts: ModelFacts, vocabulary: MlxVocabulary, options: LoadOptions
     ) -> None:
+        kv_bits = KV_BITS[options.kv_type]
         self.facts = facts
         self.vocabulary: Vocabulary = vocabulary
         self._close_vocabulary = vocabulary.close
-        self._net = loaded.model
+        self._net = loaded.skeleton.model
         self.rounding: float = mx.finfo(loaded.dtype).eps
         self._runner = PassRunner(self._net, facts.context_tokens, facts.capabilities.max_width, kv_bits)
         self.caches = self._runner.caches
         self._fingerprint = f"{facts.architecture} {facts.quantisation} {kv_bits} {_weights_crc(self._net)}"
         self.kv_bytes_for: Callable[[int], int] = lambda _: 0  # Set by `loading` after the probe.
-        self.partial_models = PartialModelFactory(self._net, self._runner.layout, loaded.low_bits)
-        self._scorer = PartialModelScorer(self._runner.forward_partial, self.caches, self._runner.layout)
-        on_cpu = mx.default_device() == mx.cpu
-        self._batch_tokens = min(batch_tokens, CPU_BATCH_TOKENS) if on_cpu else batch_tokens
+        self.partial_models = PartialModelFactory(self._net, self._runner.layout, loaded.skeleton.low_bits)
+        # The checkpoint, tokens and result of the last scored pass of the whole model.
+        self._scored: tuple[CacheCheckpoint, tuple[int, ...], NDArray[np.uint32]] | None = None
+        self._batch_tokens = prefill_batch_tokens(options)
 
     @property
     def length(self) -> int:
@@ -102,25 +94,21 @@ class MlxModel(BaseModel):
 
     def _check_pass(self, tree: TokenTree) -> None:
         """Check the arguments of `verify`. If they are invalid, discard the uncommitted tokens and raise."""
+        name, capabilities = self.facts.name, self.facts.capabilities
         try:
             self._check(tree.width)
-            if tree.width > 1:
-                self._check_tree(tree)
+            if tree.width > 1 and not capabilities.rollback and not self.caches.recurrent:
+                raise CapabilityError(f"{name} cannot verify drafts: {capabilities.reason}")
+            if tree.width > capabilities.max_width:
+                raise CapabilityError(
+                    f"a verify pass of {tree.width} tokens exceeds the maximum of {capabilities.max_width}"
+                )
+            if not capabilities.tree and not tree.is_chain:
+                raise CapabilityError(f"{name} cannot verify token trees: {capabilities.reason}")
             self._check_not_interrupted()
         except (CapabilityError, ContextFullError, CancelledError):
             self._runner.end_round()
             raise
-
-    def _check_tree(self, tree: TokenTree) -> None:
-        capabilities = self.facts.capabilities
-        if not capabilities.rollback and not self.caches.recurrent:
-            raise CapabilityError(f"{self.facts.name} cannot verify drafts", capabilities.reason)
-        if tree.width > capabilities.max_width:
-            raise CapabilityError(
-                f"a verify pass of {tree.width} tokens exceeds the maximum of {capabilities.max_width}"
-            )
-        if not capabilities.tree and not tree.is_chain:
-            raise CapabilityError(f"{self.facts.name} cannot verify trees", capabilities.reason)
 
     def run_ahead(self, enabled: bool) -> None:
         self._runner.run_ahead = enabled
@@ -143,17 +131,11 @@ class MlxModel(BaseModel):
         )
 
     def hidden_state_hooks(self) -> HiddenStateHooks:
-        """Return hooks that record hidden states.
-
-        Raises:
-            CapabilityError: The model does not store its layers in a single list.
-        """
         return HiddenStateHooks(self._net)
 
     def checkpoint(self) -> CacheCheckpoint:
         """Discard the uncommitted tokens, and return a checkpoint for `rewind` without copying any arrays."""
-        self._check(0)
-        self._runner.end_round()
+        self.end_round()
         return self.caches.checkpoint()
 
     def rewind(self, checkpoint: CacheCheckpoint) -> None:
@@ -162,9 +144,8 @@ class MlxModel(BaseModel):
         Raises:
             CapabilityError: The cache of a layer with a sliding window has dropped rows that are needed.
         """
-        self._check(0)
-        self._runner.end_round()
-        if not self.caches.can_restore(checkpoint):
+        self.end_round()
+        if not self.caches.can_restore(checkpoint.length):
             raise CapabilityError(
                 f"{self.facts.name} cannot roll back {self.length - checkpoint.length} tokens",
                 "compute them again",
@@ -173,8 +154,7 @@ class MlxModel(BaseModel):
         self._runner.committed = checkpoint
 
     def snapshot(self, start: int = 0, end: int | None = None) -> Snapshot:
-        self._check(0)
-        self._runner.end_round()
+        self.end_round()
         start, end = self._span(start, end)
         return Snapshot(end, serialize_caches(self.caches, start, end, self._fingerprint), start)
 
@@ -197,7 +177,6 @@ class MlxModel(BaseModel):
         self._now_sized(context_tokens, kv_bytes)
 
     def trainer(self) -> Trainer:
-        """Return a trainer that trains an adapter for this model. See `Trainable`."""
         from edgespec.backends.mlx.lora_trainer import MlxTrainer
 
         self._check(0)
@@ -212,40 +191,59 @@ class MlxModel(BaseModel):
 
     def self_draft(self, method: SelfDraft) -> LanguageModel:
         self._check(0)
-        view = MlxSelfDraftView(self, *self.partial_models.create(method, self.facts))
+        view = MlxSelfDraftView(self, self._partial_model(method))
         self._views.add(view)
         return view
 
+    def _partial_model(self, method: SelfDraft) -> PartialModel:
+        self.partial_models.check(SELF_DRAFT_NAMES[type(method)], self.facts)
+        return self.partial_models.create(method, self.facts.name)
+
     def top1_agreement(self, layers: Sequence[int], tokens: Sequence[int]) -> float:
-        self._check_scoring(0)
-        partial_model, _, _ = self.partial_models.create(SkippedLayers(tuple(layers)), self.facts)
+        self._check_not_interrupted()
+        partial_model = self._partial_model(SkippedLayers(tuple(layers)))
+        self.end_round()
         start = self.length - len(tokens)
-        if not tokens or start < 0 or not all(cache.can_rewind(start) for cache in self.caches.attention):
+        if not tokens or start < 0 or not self.caches.can_rewind(start):
             raise CapabilityError(
                 f"{self.facts.name} cannot score the last {len(tokens)} tokens, because its cache holds fewer"
             )
-        try:
-            return self._scorer.agreement(self._runner.committed, tokens, partial_model.active(0))
-        finally:
-            self._runner.end_round()
+        committed, runner = self._runner.committed, self._runner
+        if not self._scored or self._scored[0] is not committed or self._scored[1] != tuple(tokens):
+            best = runner.best_tokens(tokens, start, nullcontext())
+            self._scored = committed, tuple(tokens), best
+        partial_best = runner.best_tokens(tokens, start, partial_model.active(0))
+        return float(np.mean(partial_best == self._scored[2]))
 
-    def best_by_exit(self, tokens: Sequence[int]) -> list[BestTokens]:
-        """Predict the next token after each of `tokens` with each early exit.
+    def measure_exits(self, tokens: Sequence[int], first: int = 0) -> tuple[dict[int, float], list[int], int]:
+        """Measure how often each early exit predicts the same token as the full model.
 
         The tokens follow the cached tokens. They are not added to the cache.
-        """
-        self._check_scoring(len(tokens))
-        try:
-            return self._scorer.best_by_exit(
-                self.length, tokens, LayerList(self._net), self.hidden_state_hooks()
-            )
-        finally:
-            self._runner.end_round()
 
-    def _check_scoring(self, more: int) -> None:
-        self._check(more)
+        Args:
+            tokens: 64 to 256 tokens of ordinary text. They must fit in the context.
+            first: Index of the first token to compare.
+
+        Returns:
+            The share of equal predictions (0 to 1) keyed by exit layer, the size of each layer in bytes, and
+            the size in bytes of the weights that a pass reads after the last layer.
+
+        Raises:
+            CapabilityError: The model has no early exits.
+            ContextFullError: The tokens do not fit in the context.
+        """
+        self.partial_models.check("layerskip", self.facts)
+        self._check(len(tokens))
         self._check_not_interrupted()
-        self._runner.end_round()
+        self.end_round()
+        layers, hooks, best_tokens = LayerList(self._net), self.hidden_state_hooks(), self._runner.best_tokens
+        whole = best_tokens(tokens, self.length, hooks.on(range(hooks.count)))
+        agreements = {}
+        for layer in range(1, hooks.count):
+            resumed = layers.resumed_at(hooks.count, hooks.outputs[layer - 1])
+            best = best_tokens(tokens, self.length, layers.replaced(resumed))
+            agreements[layer] = float(np.mean((best == whole)[first:]))
+        return agreements, *self.partial_models.layer_bytes()
 
     def interrupt(self, enabled: bool) -> None:
         self._runner.interrupted = enabled
@@ -257,19 +255,19 @@ class MlxModel(BaseModel):
         self._close_vocabulary()
         mx.synchronize()
         self._runner.close()
-        del self._net, self.caches, self.partial_models, self._scorer
+        del self._net, self.caches, self.partial_models
         gc.collect()
         mx.clear_cache()
         release_thread_state()
 
     def end_round(self) -> None:
-        """Discard all uncommitted tokens, and passes that were launched early."""
+        """Discard all uncommitted tokens."""
         self._check(0)
         self._runner.end_round()
 
     def _check_not_interrupted(self) -> None:
         if self._runner.interrupted:
-            raise CancelledError("cancelled")
+            raise CancelledError("the pass was cancelled")
 
 
 class MlxSelfDraftView(SelfDraftView[MlxModel]):
@@ -279,15 +277,13 @@ class MlxSelfDraftView(SelfDraftView[MlxModel]):
         facts: Facts of the target, but `weight_bytes` contains only the weights added for drafting.
     """
 
-    def __init__(
-        self, target: MlxModel, partial_model: PartialModel, description: str, extra_bytes: int
-    ) -> None:
+    def __init__(self, target: MlxModel, partial_model: PartialModel) -> None:
         super().__init__(target)
         self._partial_model = partial_model
         self.facts = replace(
             target.facts,
-            name=f"{target.facts.name} ({description})",
-            weight_bytes=extra_bytes,
+            name=f"{target.facts.name} ({partial_model.description})",
+            weight_bytes=partial_model.extra_bytes,
             file_bytes=0,
             kv_bytes=0,
             notice="",
@@ -299,7 +295,7 @@ class MlxSelfDraftView(SelfDraftView[MlxModel]):
         self._check()
         if self._interrupted:
             self._target.end_round()
-            raise CancelledError("cancelled")
+            raise CancelledError("the pass was cancelled")
         return self._target.draft(self._partial_model, tree, first)
 
     def run_ahead(self, enabled: bool) -> None:
@@ -309,39 +305,7 @@ class MlxSelfDraftView(SelfDraftView[MlxModel]):
         self._interrupted = enabled
 
 
-def measure_exits(
-    model: LanguageModel, tokens: Sequence[int], first: int = 0
-) -> tuple[dict[int, float], list[int], int]:
-    """Measure how often each early exit predicts the same token as the full model.
-
-    The cache does not change.
-
-    Args:
-        model: The model to measure.
-        tokens: 64 to 256 tokens of ordinary text. They must fit in the context.
-        first: Index of the first token to compare.
-
-    Returns:
-        The share of equal predictions (0 to 1) keyed by exit layer, the size of each layer in bytes, and the
-        size in bytes of the weights that a pass reads after the last layer.
-
-    Raises:
-        CapabilityError: The model has no early exits.
-        ContextFullError: The tokens do not fit in the context.
-    """
-    if not isinstance(model, MlxModel):
-        raise CapabilityError(f"{model.facts.name} has no early exits", "choose another method")
-    model.partial_models.check("layerskip", model.facts)
-    best = model.best_by_exit(tokens)
-    layer_bytes, head_bytes = model.partial_models.layer_bytes()
-    agreements = {
-        layer: float(np.mean((best[layer - 1] == best[-1])[first:])) for layer in range(1, len(layer_bytes))
-    }
-    return agreements, layer_bytes, head_bytes
-
-
 def _weights_crc(net: Any) -> int:
     """Return a checksum over the first elements of each weight, to tell models apart."""
-    weights: Any = tree_flatten(net.parameters())
-    few = [weight.reshape(-1)[:8].astype(mx.float32) for _, weight in weights]
+    few = [weight.reshape(-1)[:8].astype(mx.float32) for _, weight in named_arrays(net.parameters())]
     return zlib.crc32(np.array(mx.concatenate(few)).tobytes())

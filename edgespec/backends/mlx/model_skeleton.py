@@ -9,20 +9,30 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import psutil
 
 from edgespec.backends.base import LoadOptions
 from edgespec.backends.memory_check import check_weights_fit, requested_context
-from edgespec.backends.mlx.build_info import mlx_core, mlx_lm_utils
-from edgespec.backends.mlx.model_folder import StoredWeights, check_adapter, check_weights, read_config
+from edgespec.backends.mlx.build_info import mlx_core, mlx_lm_utils, runs_on_cpu
+from edgespec.backends.mlx_files import WEIGHTS, missing_files, read_json_object, read_tensors
+from edgespec.backends.mlx_metadata import trained_context
 from edgespec.errors import EdgespecError, MemoryBudgetError, ModelFileError
 
 if TYPE_CHECKING:
+    from edgespec.backends.mlx.layer_caches import LayerCaches
     from edgespec.backends.mlx.low_bit_weights import LowBitWeights
 
-__all__ = ["ModelSkeleton", "WeightSizes", "named_arrays", "read_skeleton", "translate_load_errors"]
+__all__ = [
+    "ModelSkeleton",
+    "WeightSizes",
+    "named_arrays",
+    "parameter_bytes",
+    "read_skeleton",
+    "trace_one_token",
+    "translate_load_errors",
+]
 
 _OUT_OF_MEMORY = re.compile(
     r"unable to allocate|out of memory|maximum allowed buffer|bad_alloc", re.IGNORECASE
@@ -32,12 +42,11 @@ _DENSE_NAMES = {"F16": "float16", "BF16": "bfloat16", "F32": "float32"}
 _MAX_DETAIL_CHARACTERS = 300
 
 
-@dataclass(frozen=True, slots=True)
-class WeightSizes:
+class WeightSizes(NamedTuple):
     """Sizes used to decide whether to widen 16-bit weights to float32.
 
     Attributes:
-        tensor_bytes: Size of all weights as stored, in bytes.
+        tensor_bytes: Size of all weights as stored, plus the memory added by low-bit weights, in bytes.
         half_bytes: Size of the 16-bit weights, in bytes.
         kv_elements_per_token: Number of array elements in the KV caches per token.
         trained_context_tokens: Context length that the model was trained for; 0 if unknown.
@@ -54,92 +63,60 @@ class WeightSizes:
         On a CPU, mlx multiplies quantised weights 9 to 40 times faster in float32 (measured). We therefore
         widen the weights on a CPU if the widened weights and the full context fit in memory.
         """
-        mx = mlx_core()
-        if mx.default_device() != mx.cpu:
+        if not runs_on_cpu():
             return False
         context = requested_context(options, self.trained_context_tokens)
-        extra_bytes = self.half_bytes + context * self.kv_elements_per_token * mx.float32.size
-        limit = (
-            options.memory_bytes if options.memory_bytes is not None else psutil.virtual_memory().available
-        )
-        return bool(self.tensor_bytes + extra_bytes <= limit)
+        extra_bytes = self.half_bytes + context * self.kv_elements_per_token * 4
+        limit = psutil.virtual_memory().available if options.memory_bytes is None else options.memory_bytes
+        return self.tensor_bytes + extra_bytes <= limit
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSkeleton:
-    """A model with lazy weights.
-
-    Only the configuration and the headers of the weight files have been read.
+    """A model with lazy weights, of which only the configuration and the file headers have been read.
 
     Attributes:
         model: An mlx `nn.Module`.
         config: The contents of config.json.
-        weights: Sizes of the weight files.
         parameters: Number of parameters.
         quantisation: Quantisation or data type of most weights.
-        vocab_size: Number of logits per token.
-        kv_elements_per_token: Number of array elements in the KV caches per token.
+        vocab_size: Number of logits per token, which may exceed the number of tokens.
         low_bits: Weights that can be read with fewer bits, or None if they were not requested.
     """
 
     model: Any = field(repr=False)
     config: dict[str, Any] = field(repr=False)
-    weights: StoredWeights
+    sizes: WeightSizes
+    file_bytes: int
     parameters: int
     quantisation: str
     vocab_size: int
-    kv_elements_per_token: int
     low_bits: LowBitWeights | None
-
-    @property
-    def trained_context_tokens(self) -> int:
-        """Context length that the model was trained for, or 0 if the configuration does not contain it."""
-        return _trained_context(self.config)
-
-    @property
-    def tensor_bytes(self) -> int:
-        """Size of the weights as stored, plus the memory added by low-bit weights, in bytes."""
-        return self.weights.tensor_bytes + (self.low_bits.nbytes if self.low_bits else 0)
-
-    @property
-    def zero_bytes(self) -> int:
-        """Size in bytes of the shared arrays of zeros that the first pass allocates for low-bit weights."""
-        return self.low_bits.nbytes - self.low_bits.array_bytes if self.low_bits else 0
-
-    @property
-    def sizes(self) -> WeightSizes:
-        halves = self.weights.by_dtype["F16"] + self.weights.by_dtype["BF16"]
-        return WeightSizes(self.tensor_bytes, halves, self.kv_elements_per_token, self.trained_context_tokens)
-
-    def held_bytes(self, widened: bool) -> int:
-        """Return the size that the weights will have in memory, in bytes, optionally widened to float32."""
-        mx = mlx_core()
-        halves = (mx.float16, mx.bfloat16)
-        arrays = [weight for _, weight in named_arrays(self.model.parameters())]
-        return sum(weight.nbytes * (2 if widened and weight.dtype in halves else 1) for weight in arrays)
 
 
 def read_skeleton(path: str, name: str, options: LoadOptions) -> ModelSkeleton:
     """Create the model in a folder with lazy weights.
 
-    Args:
-        path: Path of the model folder.
-        name: Model name for error messages.
-        options: Load options. Only the adapter, `low_bits` and the memory limit are used.
+    Of the options, only the adapter, `low_bits` and the memory limit are used.
 
     Raises:
         ModelFileError: The folder does not contain a model, or the model is damaged or unsupported.
         MemoryBudgetError: The weights exceed the memory limit.
-        BackendMissingError: mlx or mlx-lm is not installed.
     """
-    folder, adapter = Path(path), None if options.adapter is None else Path(options.adapter)
+    folder, adapter = Path(path), options.adapter
     with translate_load_errors(path):
-        config = read_config(folder)
-        weights = check_weights(folder)
-    if adapter:
-        with translate_load_errors(str(adapter)):
-            weights += check_adapter(adapter)
-    check_weights_fit(name, weights.tensor_bytes, options)
+        config = _read_config(folder)
+        files = sorted(folder.glob(WEIGHTS))
+    if adapter is not None:
+        with translate_load_errors(adapter):
+            files.append(_adapter_file(Path(adapter)))
+    by_dtype: Counter[str] = Counter()
+    for file in files:
+        for tensor in read_tensors(file).values():
+            by_dtype[tensor.dtype] += tensor.size_bytes
+    if not by_dtype:
+        raise ModelFileError(f"{files[0]} contains no tensors", "download the model again")
+    check_weights_fit(name, by_dtype.total(), options)
     # Some architectures print messages to stdout. Redirect them, because stdout is reserved for results.
     with translate_load_errors(path), contextlib.redirect_stdout(sys.stderr):
         _check_architecture(folder, config)
@@ -147,39 +124,82 @@ def read_skeleton(path: str, name: str, options: LoadOptions) -> ModelSkeleton:
     # mlx-lm initialises all layers with random weights that are never used. Evaluating the random state frees
     # the graph of these weights.
     mlx_core().eval(mlx_core().random.state)
-    if adapter:
-        with translate_load_errors(str(adapter)):
-            model = mlx_lm_utils().load_adapters(model, str(adapter))
+    if adapter is not None:
+        with translate_load_errors(adapter):
+            model = mlx_lm_utils().load_adapters(model, adapter)
             model.eval()
     with translate_load_errors(path):
-        vocab_size, kv_elements = _trace_one_token(model)
-        quantisation = _describe_quantisation(model, config, weights)
+        vocab_size, caches = trace_one_token(model)
+        quantisation = _describe_quantisation(model, config, by_dtype)
         parameters = mlx_lm_utils().get_total_parameters(model)
         low_bits = _install_low_bits(model) if options.low_bits else None
-    return ModelSkeleton(model, config, weights, parameters, quantisation, vocab_size, kv_elements, low_bits)
+        sizes = WeightSizes(
+            by_dtype.total() + (low_bits.nbytes if low_bits else 0),
+            by_dtype["F16"] + by_dtype["BF16"],
+            _kv_elements(caches),
+            trained_context(config),
+        )
+        file_bytes = sum(file.stat().st_size for file in files)
+    return ModelSkeleton(model, config, sizes, file_bytes, parameters, quantisation, vocab_size, low_bits)
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    """Read config.json in a model folder. Raises ModelFileError if files are missing or unsupported."""
+    if missing := missing_files(folder):
+        raise ModelFileError(f"{folder} has no {', '.join(missing[:3])}", "download the model again")
+    config = read_json_object(folder / "config.json")
+    if not isinstance(config.get("model_type"), str):
+        raise ModelFileError(
+            f"{folder / 'config.json'} has no model_type", "choose a folder that contains a language model"
+        )
+    if config.get("model_file") is not None:
+        raise ModelFileError(
+            f"{folder} requires its own Python file {str(config['model_file'])!r}, which edgespec never runs",
+            "choose a model that mlx-lm supports without custom code",
+        )
+    return config
+
+
+def _adapter_file(folder: Path) -> Path:
+    """Return the weight file of an mlx-lm adapter. Raises ModelFileError if the folder contains none."""
+    weights = folder / "adapters.safetensors"
+    if (folder / "adapter_model.safetensors").exists() and not weights.exists():
+        raise ModelFileError(
+            f"{folder} contains a PEFT adapter, not an mlx-lm adapter", "train or convert it with mlx-lm"
+        )
+    for file in (folder / "adapter_config.json", weights):
+        if not file.exists():
+            raise ModelFileError(
+                f"{folder} has no {file.name}", "use the folder that `mlx_lm.lora --adapter-path` wrote"
+            )
+    read_json_object(folder / "adapter_config.json")
+    return weights
 
 
 def _install_low_bits(model: Any) -> LowBitWeights:
     from edgespec.backends.mlx.low_bit_weights import install_low_bit_weights
 
-    return install_low_bit_weights(model, lambda: _trace_one_token(model))
+    return install_low_bit_weights(model, lambda: trace_one_token(model))
 
 
 def _check_architecture(folder: Path, config: dict[str, Any]) -> None:
     """Raise ModelFileError if mlx-lm does not support the architecture."""
-    known = re.fullmatch(r"[\w-]+", config["model_type"]) is not None
-    if known:
-        try:
+    if re.fullmatch(r"[\w-]+", config["model_type"]):
+        # mlx-lm's implementation of OLMo calls exit() if its library is missing.
+        with contextlib.suppress(ValueError, AttributeError, SystemExit):
             mlx_lm_utils()._get_classes(config)
-        except (ValueError, AttributeError, SystemExit):  # olmo calls exit() if its library is missing.
-            known = False
-    if not known:
-        from mlx_lm import __version__ as version
+            return
+    from mlx_lm import __version__ as version
 
-        raise ModelFileError(
-            f"{folder} uses architecture {config['model_type']!r}, which mlx-lm {version} does not support",
-            "update mlx-lm or choose another model",
-        )
+    raise ModelFileError(
+        f"{folder} uses architecture {config['model_type']!r}, which mlx-lm {version} does not support",
+        "update mlx-lm or choose another model",
+    )
+
+
+def parameter_bytes(module: Any) -> int:
+    """Return the size of all parameters of an mlx module in bytes."""
+    return sum(array.nbytes for _, array in named_arrays(module.parameters()))
 
 
 def named_arrays(tree: Any) -> list[tuple[str, Any]]:
@@ -213,7 +233,7 @@ def translate_load_errors(path: str) -> Iterator[None]:
         raise ModelFileError(f"{path} could not be loaded: {detail}", "check or replace its files") from error
 
 
-def _describe_quantisation(model: Any, config: dict[str, Any], weights: StoredWeights) -> str:
+def _describe_quantisation(model: Any, config: dict[str, Any], by_dtype: Counter[str]) -> str:
     """Return the quantisation, or else the data type, of most weights."""
     kinds: Counter[str] = Counter()
     for module in model.modules():
@@ -226,46 +246,26 @@ def _describe_quantisation(model: Any, config: dict[str, Any], weights: StoredWe
         (most_common, _), *others = kinds.most_common()
         return f"{most_common} (mixed)" if others else most_common
     method = (config.get("quantization_config") or {}).get("quant_method")
-    ((dense, _),) = weights.by_dtype.most_common(1)
+    ((dense, _),) = by_dtype.most_common(1)
     return str(method or _DENSE_NAMES.get(dense, dense.lower()))
 
 
-def _text_config(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the configuration of the language model, which vision models store under `text_config`."""
-    text = config.get("text_config")
-    return {**config, **text} if isinstance(text, dict) else config
-
-
-def _trained_context(config: dict[str, Any]) -> int:
-    text = _text_config(config)
-    keys = (
-        "max_position_embeddings",
-        "n_positions",
-        "max_seq_len",
-        "max_sequence_length",
-        "seq_length",
-        "n_ctx",
-    )
-    values = (text.get(key) for key in keys)
-    return next((tokens for tokens in values if isinstance(tokens, int) and 0 < tokens < 1 << 31), 0)
-
-
-def _trace_one_token(model: Any) -> tuple[int, int]:
+def trace_one_token(model: Any, kv_bits: int | None = None) -> tuple[int, LayerCaches]:
     """Build the graph of a pass over one token without evaluating it.
 
     Returns:
-        The number of logits per token, and the number of array elements in the KV caches per token.
+        The number of logits per token, and the caches after the pass.
     """
-    from mlx_lm.models import cache as kinds
+    from edgespec.backends.mlx.layer_caches import LayerCaches
+    from edgespec.backends.mlx.pass_layout import PassLayout
 
-    kv_kinds = (kinds.KVCache, kinds.RotatingKVCache, kinds.ChunkedKVCache)
-    caches = kinds.make_prompt_cache(model)
-    logits = model(mlx_core().array([[0]]), cache=caches)
-    elements = 0
-    for cache in caches:
-        for part in cache.caches if isinstance(cache, kinds.CacheList) else (cache,):
-            if isinstance(part, kv_kinds) and part.keys is not None:
-                # [batch, heads, tokens, size]
-                arrays: list[Any] = [part.keys, part.values]
-                elements += sum(array.shape[1] * array.shape[3] for array in arrays)
-    return logits.shape[-1], elements
+    caches = LayerCaches(model, PassLayout(), kv_bits)
+    logits = model(mlx_core().array([[0]]), cache=caches.layers)
+    return logits.shape[-1], caches
+
+
+def _kv_elements(caches: LayerCaches) -> int:
+    """Return the number of array elements in the KV caches per token."""
+    arrays = named_arrays([cache.state for cache in (*caches.attention, *caches.unsupported)])
+    # Cached keys and values have shape [batch, heads, tokens, size].
+    return sum(array.shape[1] * array.shape[3] for _, array in arrays if array.ndim == 4)

@@ -9,20 +9,9 @@ from typing import Any
 import mlx.core as mx
 from mlx.nn.layers.base import Module
 
-__all__ = ["PassLayout", "SinkWindow", "install_tree_ropes"]
+from edgespec.backends.base import LowBit
 
-
-@dataclass(frozen=True, slots=True)
-class SinkWindow:
-    """Attention window over the first and the most recent tokens (StreamingLLM, arXiv 2309.17453).
-
-    Attributes:
-        sinks: Number of tokens to attend to at the beginning of the context (attention sinks).
-        recent: Number of most recent cached tokens to attend to.
-    """
-
-    sinks: int
-    recent: int
+__all__ = ["PassLayout", "install_tree_ropes"]
 
 
 @dataclass
@@ -30,68 +19,60 @@ class PassLayout:
     """Positions of the tokens in the next pass, and which tokens they attend to.
 
     The tokens form a chain or part of a token tree. All caches and rotary embeddings of a model share one
-    instance, which `PassRunner` updates before each pass.
+    layout, which `PassRunner` updates before each pass.
 
     Attributes:
         round_start: Number of cached tokens before the chain or tree.
-        positions: Position of each token in the pass, or None for a chain, whose positions are consecutive.
+        offsets: Position of each token in the pass, or None for a chain, whose positions are consecutive.
         known: Position of each tree node in this pass and in earlier passes over the same tree.
         visible: For each token in the pass, whether it attends to each tree node.
-        offsets: `positions` as an array, or None for a chain.
-        sink_window: Window of cached tokens that full-attention layers attend to. Defaults to all cached
-            tokens if None.
+        window: Method whose `sink_tokens` and `window_tokens` limit what full-attention layers attend to. If
+            None, they attend to all cached tokens.
         scratch: Whether the pass must not store its keys and values in the caches.
     """
 
     round_start: int = 0
-    positions: list[int] | None = None
+    offsets: mx.array | None = None
     known: list[int] = field(default_factory=list)
     visible: list[list[bool]] = field(default_factory=list)
-    offsets: mx.array | None = None
-    sink_window: SinkWindow | None = None
+    window: LowBit | None = None
     scratch: bool = False
 
     def set_chain(self, round_start: int) -> None:
         """Prepare a pass over a chain that follows the first `round_start` cached tokens."""
-        self.round_start, self.positions, self.offsets = round_start, None, None
+        self.round_start, self.offsets = round_start, None
 
     def set_tree(self, round_start: int, parents: Sequence[int], depths: Sequence[int], first: int) -> None:
-        """Prepare a pass over the nodes of a tree from index `first` onwards.
+        """Prepare a pass over the nodes of a tree, without the first `first` nodes of earlier passes.
 
         Args:
             round_start: Position of the root token.
             parents: Index of each node's parent; -1 for the root.
             depths: Depth of each node; 0 for the root.
-            first: Index of the first node in the pass. Earlier passes have computed the nodes before it.
+            first: Index of the first node in the pass.
         """
         self.round_start = round_start
         self.known = [round_start + depth for depth in depths]
-        self.positions = self.known[first:]
-        self.offsets = mx.array(self.positions)
-        ancestors: list[list[bool]] = []
+        self.offsets = mx.array(self.known[first:])
+        visible: list[list[bool]] = []
         for node, parent in enumerate(parents):
-            row = list(ancestors[parent]) if parent >= 0 else [False] * len(parents)
-            row[node] = True
-            ancestors.append(row)
-        self.visible = ancestors[first:]
+            visible.append(list(visible[parent]) if parent >= 0 else [False] * len(parents))
+            visible[node][node] = True
+        self.visible = visible[first:]
 
     def tree_mask(self, before: mx.array, window: int | None) -> mx.array:
-        """Return the attention mask for a tree pass.
+        """Return the mask for a tree pass, bool [tokens, keys]: True where a token attends to a key.
 
         Args:
             before: Positions of the keys before the tree, int [1, n]. The keys of the tree come after them.
             window: Size of the layer's sliding window in tokens, or None for full attention.
-
-        Returns:
-            A bool array [tokens, keys] that is True where a token attends to a key.
         """
         assert self.offsets is not None
-        queries = self.offsets[:, None]
-        if window is None:
-            prefix = mx.ones((self.offsets.size, before.size), mx.bool_)
-            return mx.concatenate([prefix, mx.array(self.visible)], axis=1)
-        prefix = queries < before + window
-        block = mx.array(self.visible) & (queries < mx.array(self.known)[None] + window)
+        prefix, block = mx.ones((self.offsets.size, before.size), mx.bool_), mx.array(self.visible)
+        if window is not None:
+            queries = self.offsets[:, None]
+            prefix = queries < before + window
+            block = block & (queries < mx.array(self.known)[None] + window)
         return mx.concatenate([prefix, block], axis=1)
 
 

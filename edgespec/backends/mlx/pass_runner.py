@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from itertools import takewhile
+from operator import eq
 from time import perf_counter as now
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
+import numpy as np
+from numpy.typing import NDArray
 
 from edgespec.backends.mlx.evaluation import evaluate, start_evaluation, translate_errors
 from edgespec.backends.mlx.layer_caches import CacheCheckpoint, LayerCaches
@@ -26,20 +28,7 @@ __all__ = ["PassRunner"]
 _CLEAR_EVERY_TOKENS = 256
 
 
-class _Round(TreeBuilder):
-    """Nodes of the current uncommitted token tree, in the order in which the model processed them."""
-
-    __slots__ = ()
-
-    def common_nodes(self, tree: TokenTree) -> int:
-        """Return the number of nodes before the first difference between this tree and `tree`."""
-        mine = zip(self.tokens, self.parents, strict=True)
-        others = zip(tree.tokens, tree.parents, strict=True)
-        return sum(takewhile(bool, (a == b for a, b in zip(mine, others, strict=False))))
-
-
-@dataclass(slots=True)
-class _PrelaunchedPass:
+class _PrelaunchedPass(NamedTuple):
     """A pass over a chain of tokens that was launched before the caller requested it.
 
     Attributes:
@@ -83,7 +72,7 @@ class PassRunner:
         self._net = net
         self.context_tokens = context_tokens
         self._max_width = max_width
-        self._round = _Round()
+        self._round = TreeBuilder()
         # The partial model that drafts the current tree, if the model is drafting for itself.
         self._partial_model: PartialModel | None = None
         self._prelaunched: _PrelaunchedPass | None = None
@@ -99,7 +88,7 @@ class PassRunner:
         return self.committed.length
 
     def _forward(self, tokens: mx.array) -> mx.array:
-        """Run tokens [n] after the cached ones, and return their lazy logits, float32 [n, vocab]."""
+        """Run tokens [n] after the cached ones, and return their lazy logits [n, vocab] in float32."""
         with translate_errors("the model could not be run"):
             rows: mx.array = self._net(tokens[None], cache=self.caches.layers)[0]
         self.caches.length += tokens.size
@@ -107,15 +96,31 @@ class PassRunner:
             self.caches.detach_states()
         return rows.astype(mx.float32)
 
-    def forward_partial(self, tokens: mx.array, partial_model: AbstractContextManager[None]) -> mx.array:
-        """Run tokens [n] with a partial model, and return their lazy logits, float32 [n, vocab].
-
-        Skipped layers append no rows to their caches, but the offsets of these caches increase as well.
-        """
+    def _forward_partial(self, tokens: mx.array, partial_model: AbstractContextManager[None]) -> mx.array:
+        """Run tokens [n] with a partial model, and return their lazy logits [n, vocab] in float32."""
         with partial_model:
             rows = self._forward(tokens)
+        # Skipped layers append no rows to their caches, but the offsets of these caches increase as well.
         self.caches.set_offset(self.caches.length)
         return rows
+
+    def best_tokens(
+        self, tokens: Sequence[int], start: int, partial_model: AbstractContextManager[None]
+    ) -> NDArray[np.uint32]:
+        """Return the most likely next token after each token, without changing any rows of the caches.
+
+        The first token is at position `start`. The pass runs inside the context manager `partial_model`.
+        """
+        try:
+            self.caches.set_offset(start)
+            self.layout.set_chain(start)
+            self.layout.scratch = True
+            best = mx.argmax(self._forward_partial(mx.array(list(tokens)), partial_model), axis=-1)
+            evaluate(best)
+            return np.array(best)
+        finally:
+            self.layout.scratch = False
+            self.end_round()
 
     def append(self, tokens: Sequence[int]) -> None:
         """Run tokens and commit them. If MLX fails, commit none of them and raise BackendError."""
@@ -169,8 +174,8 @@ class PassRunner:
         if self._partial_model:
             self._partial_model.end_round()
         self._partial_model = self._prelaunched = None
-        self._round = _Round()
-        if self.caches.unknown_kinds and self.caches.length != self.length:
+        self._round = TreeBuilder()
+        if self.caches.unsupported and self.caches.length != self.length:
             self.clear()
         elif self.length:
             self.caches.restore(self.committed)
@@ -178,7 +183,6 @@ class PassRunner:
             self.caches.clear()
 
     def clear(self) -> None:
-        """Clear the caches."""
         self.committed = CacheCheckpoint(0, (), ())
         self.caches.clear()
         self.committed = self.caches.checkpoint()
@@ -195,7 +199,7 @@ class PassRunner:
 
     def commit(self, path: tuple[int, ...]) -> None:
         """See `LanguageModel.commit`. Raises CapabilityError if a recurrent state must be truncated."""
-        if self._partial_model:  # All uncommitted tokens are drafts.
+        if self._partial_model:  # The draft was not verified, so no token is kept.
             self.end_round()
             return
         kept, prelaunched = [0, *path], self._prelaunched
@@ -211,11 +215,11 @@ class PassRunner:
             elif len(kept) < len(self._round):
                 if self.caches.recurrent:
                     raise CapabilityError(
-                        "a recurrent state cannot drop its last tokens", "rewind to a checkpoint"
+                        "a recurrent state cannot drop its last tokens", "rewind to a checkpoint instead"
                     )
                 self.caches.rewind(self.length + len(kept))
             self.committed = self.caches.checkpoint()
-        self._round = _Round()
+        self._round = TreeBuilder()
 
     def _clear_buffers(self) -> None:
         """Release the old buffers of caches that have grown, because MLX would keep them for reuse."""
@@ -237,7 +241,7 @@ class PassRunner:
     def _pass(self, tokens: mx.array, first: int) -> mx.array:
         if self._partial_model is None:
             return self._forward(tokens)
-        return self.forward_partial(tokens, self._partial_model.active(first))
+        return self._forward_partial(tokens, self._partial_model.active(first))
 
     def _start(self, rows: mx.array) -> None:
         """Start computing the logits, and all arrays of this pass that later passes need."""
@@ -251,14 +255,14 @@ class PassRunner:
         With a single call for all layers, MLX would compute the states last and keep the inputs of all layers
         in memory until then.
         """
-        for layer in self.caches.states if width > 1 else ():
-            start_evaluation(*layer)
+        if width > 1:
+            for layer in self.caches.states:
+                start_evaluation(*layer)
 
     def _logits(self, rows: mx.array, first: int) -> DeviceLogits:
         self._start(rows)
-        return DeviceLogits(
-            rows, self._round.depths[first:], self._prelaunch_next if self._round.is_chain else None
-        )
+        depths = self._round.depths[first:]
+        return DeviceLogits(rows, depths, self._prelaunch_next if self._round.is_chain else None)
 
     def _end_draft(self, tree: TokenTree) -> tuple[EarlyExitModel, mx.array] | None:
         """End drafting with a partial model, if any, and discard its tree.
@@ -270,11 +274,13 @@ class PassRunner:
         partial_model = self._partial_model
         if partial_model is None:
             return None
-        common = self._round.common_nodes(tree)
+        drafted = zip(self._round.tokens, self._round.parents, strict=True)
+        requested = zip(tree.tokens, tree.parents, strict=True)
+        common = sum(takewhile(bool, map(eq, drafted, requested)))
         exit_states = None
         # The verify pass can reuse the lower layers only if their cache rows remain. Without committed
         # tokens, `end_round` clears the caches.
-        if isinstance(partial_model, EarlyExitModel) and common > 0 and self.length > 0:
+        if isinstance(partial_model, EarlyExitModel) and common and self.length:
             exit_states = partial_model, partial_model.exit_states(common)
         self.end_round()
         return exit_states
@@ -282,26 +288,22 @@ class PassRunner:
     def _resume(self, tree: TokenTree, exit_model: EarlyExitModel, states: mx.array) -> mx.array:
         """Verify a tree by running only the layers above an early exit.
 
-        Args:
-            tree: The tree to verify.
-            exit_model: The early-exit model that drafted the tree.
-            states: Hidden states [1, nodes, size] after the exit layer, for the first nodes of the tree. For
-                the remaining nodes, the lower layers are run as well.
+        `states` are the hidden states [1, nodes, size] of the first nodes after the exit layer.
         """
         known = states.shape[1]
         if known < tree.width:
+            # Run the lower layers for the remaining nodes. The logits of this pass are never evaluated.
             self.caches.set_offset(self.length + known)
             self._set_layout(known)
-            # Only the hidden states of this pass are needed. Its logits are never evaluated.
-            self.forward_partial(mx.array(list(tree.tokens[known:])), exit_model.active(known))
+            self._forward_partial(mx.array(list(tree.tokens[known:])), exit_model.active(known))
             states = mx.concatenate([states, exit_model.exit_states(tree.width)], axis=1)
             exit_model.end_round()
         self.caches.set_offset(self.length)
         self._set_layout(0)
-        return self.forward_partial(mx.array(tree.tokens), exit_model.resumed_from(states))
+        return self._forward_partial(mx.array(tree.tokens), exit_model.resumed_from(states))
 
     def pipeline_with(self, draft: PassRunner | None) -> None:
-        """Launch a verify pass early for each chain that `draft` drafts. None disables this."""
+        """See `LanguageModel.pipeline_with`."""
         if self._draft:
             self._draft._target = None
         self._draft = draft
@@ -310,12 +312,9 @@ class PassRunner:
 
     def _prelaunch_next(self, token: mx.array, source: DeviceLogits) -> None:
         """Launch this model's next step or its target's verify pass while `token` is being computed."""
-        if self._partial_model:
-            if self._partial_model.run_ahead:
-                self._prelaunch((), token, source)
-        elif self.run_ahead:
+        if self._partial_model.run_ahead if self._partial_model else self.run_ahead:
             self._prelaunch((), token, source)
-        elif self._target and not len(self._target._round):
+        elif not self._partial_model and self._target and not len(self._target._round):
             # If the draft model's cache is shorter, its chain starts with tokens that the target has cached.
             chain = tuple(self._round.tokens[max(0, self._target.length - self.length) :])
             if 0 < len(chain) < self._target._max_width:
@@ -326,9 +325,7 @@ class PassRunner:
         width = len(known) + 1
         if self._prelaunched or self._closed or self.interrupted:
             return
-        if self.length + len(self._round) + width > self.context_tokens:
-            return
-        if self.caches.unknown_kinds:  # Unsupported caches cannot be rolled back.
+        if self.length + len(self._round) + width > self.context_tokens or self.caches.unsupported:
             return
         started = now()
         before = self.caches.checkpoint()
@@ -343,12 +340,11 @@ class PassRunner:
     def _take_prelaunched(self, tree: TokenTree, first: int) -> _PrelaunchedPass | None:
         """Return the pass that was launched early if it matches the requested one. Otherwise, discard it."""
         prelaunched, self._prelaunched = self._prelaunched, None
-        if not prelaunched:
-            return None
-        follows = first == len(self._round) and tree.is_chain
-        if follows and tree.tokens[first:] == (*prelaunched.known, prelaunched.source.chosen):
-            return prelaunched
-        self.caches.restore(prelaunched.before)
+        if prelaunched:
+            follows = first == len(self._round) and tree.is_chain
+            if follows and tree.tokens[first:] == (*prelaunched.known, prelaunched.source.chosen):
+                return prelaunched
+            self.caches.restore(prelaunched.before)
         return None
 
     def close(self) -> None:

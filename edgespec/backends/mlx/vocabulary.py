@@ -17,41 +17,16 @@ from edgespec.errors import BackendError, ClosedError, ModelFileError
 
 __all__ = ["MlxVocabulary"]
 
-# Tokens that end a reply in llama.cpp (llama-vocab.cpp, `special_eog_ids`).
-_END_TEXTS = frozenset(
-    (
-        "<|eot_id|>",
-        "<|im_end|>",
-        "<|end|>",
-        "<|return|>",
-        "<|call|>",
-        "<|flush|>",
-        "<|calls|>",
-        "<end_of_turn>",
-        "<|endoftext|>",
-        "</s>",
-        "<|eom_id|>",
-        "<EOT>",
-        "_<EOT>",
-        "[EOT]",
-        "[EOS]",
-        "<|end_of_text|>",
-        "<end_of_utterance>",
-        "<eos>",
-        "<turn|>",
-        "<|tool_response>",
-        "<｜end▁of▁sentence｜>",
-        "[e~[",
-    )
-)
-# Padding and file-separator tokens of code models, which also end a reply in llama.cpp. Each group contains
-# the different spellings of one token.
-_CODE_END_TEXTS = (
-    ("<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]"),
-    ("<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>"),
-    ("<|file_sep|>",),
-)
-_HARMONY_MARKS = frozenset(("<|channel|>", "<|message|>", "<|start|>", "<|constrain|>"))
+# Tokens that end a reply in llama.cpp (llama-vocab.cpp, `special_eog_ids`), separated by spaces. The last two
+# lines are padding and file-separator tokens of code models.
+_END_TEXTS = """
+<|eot_id|> <|im_end|> <|end|> <|return|> <|call|> <|flush|> <|calls|> <end_of_turn> <|endoftext|> </s>
+<|eom_id|> <EOT> _<EOT> [EOT] [EOS] <|end_of_text|> <end_of_utterance> <eos> <turn|> <|tool_response>
+<｜end▁of▁sentence｜> [e~[
+<|fim_pad|> <fim-pad> <fim_pad> <PAD> [PAD] <|fim_repo|> <|repo_name|> <fim-repo> <REPO> <reponame>
+<|file_sep|>
+"""
+_HARMONY_MARKS = "<|channel|> <|message|> <|start|> <|constrain|>"
 _LOOKS_SPECIAL = re.compile(r"<pad>|<mask>|<2mass>|\[@BOS@\]|<\|.*\|>|<｜.*｜>|<unused.*>", re.DOTALL)
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
@@ -81,9 +56,8 @@ class MlxVocabulary:
         self._tokenizer: Any = _with_control_tokens(tokenizer, self._added, self._control)
         self._byte_level = _is_byte_level(tokenizer)
         self._end_tokens = _end_tokens(tokenizer, vocab)
-        template = tokenizer.chat_template
-        if isinstance(template, dict):
-            template = template.get("default")
+        template: Any = tokenizer.chat_template
+        template = template.get("default") if isinstance(template, dict) else template
         self.chat_template: str | None = template if isinstance(template, str) else None
         self.bos_text: str = tokenizer.bos_token or ""
         self.eos_text: str = tokenizer.eos_token or ""
@@ -108,27 +82,25 @@ class MlxVocabulary:
 
     def _encode(self, text: str, special: bool) -> list[int]:
         with self._lock:
-            tokens: list[int] = self._check_open().encode(
+            tokenizer = self._check_open()
+            tokens: list[int] = tokenizer.encode(
                 text, add_special_tokens=False, split_special_tokens=not special
             )
         return tokens
 
     def piece(self, token: int) -> bytes:
-        """Return the bytes of text that a token represents. Control tokens have no text."""
         self._check_open()
         piece = self._pieces.get(token)
         if piece is None:
             if len(self._pieces) >= MAX_CACHED_PIECES:
                 self._pieces.clear()
-            raw = self.raw_piece(token)
-            piece = self._pieces[token] = raw if token not in self._control else b""
+            piece = self._pieces[token] = b"" if token in self._control else self.raw_piece(token)
         return piece
 
     def raw_piece(self, token: int) -> bytes:
-        """Return the bytes of a token as written in the vocabulary, including those of control tokens."""
         tokenizer = self._check_open()
         if not 0 <= token < self.size:
-            raise BackendError(f"there is no token {token} in a vocabulary of {self.size}")
+            raise BackendError(f"token {token} is not in the vocabulary of {self.size:,} tokens")
         known: str | None = tokenizer.convert_ids_to_tokens(token) if token < self._token_count else None
         if known is None:
             return b""
@@ -139,7 +111,6 @@ class MlxVocabulary:
         return _byte_level_bytes(known) if self._byte_level else _sentencepiece_bytes(known)
 
     def is_end(self, token: int) -> bool:
-        """Return whether a token ends the reply (such as EOS and EOT)."""
         self._check_open()
         return token in self._end_tokens
 
@@ -160,9 +131,12 @@ def _control_tokens(added: dict[int, Any], vocab: dict[str, int]) -> frozenset[i
     control = {
         token for token, entry in added.items() if entry.special or _LOOKS_SPECIAL.fullmatch(entry.content)
     }
-    control |= {vocab[text] for text in _END_TEXTS.union(*_CODE_END_TEXTS) if text in vocab}
-    control -= {vocab[text] for text in _HARMONY_MARKS if text in vocab}
-    return frozenset(control - _other_family_ends(vocab))
+    control |= _ids(_END_TEXTS, vocab)
+    return frozenset(control - _ids(_HARMONY_MARKS, vocab) - _other_family_ends(vocab))
+
+
+def _ids(texts: str, vocab: dict[str, int]) -> set[int]:
+    return {vocab[text] for text in texts.split() if text in vocab}
 
 
 def _with_control_tokens(tokenizer: Any, added: dict[int, Any], control: frozenset[int]) -> Any:
@@ -180,18 +154,18 @@ def _with_control_tokens(tokenizer: Any, added: dict[int, Any], control: frozens
 
 
 def _end_tokens(tokenizer: Any, vocab: dict[str, int]) -> frozenset[int]:
-    ends = {token for text, token in vocab.items() if text in _END_TEXTS}
-    for group in _CODE_END_TEXTS:
-        ends |= {vocab[text] for text in group if text in vocab}
-    return frozenset((ends | set(tokenizer.eos_token_ids)) - _other_family_ends(vocab))
+    ends = _ids(_END_TEXTS, vocab) | set(tokenizer.eos_token_ids)
+    return frozenset(ends - _other_family_ends(vocab))
 
 
 def _other_family_ends(vocab: dict[str, int]) -> set[int]:
     """Return the tokens that end a reply in other model families, but not in this model's family."""
-    harmony = {"<|return|>", "<|call|>"} <= vocab.keys() or {"<|calls|>", "<|flush|>"} <= vocab.keys()
-    keeps_eos = "<|tool_response>" in vocab or "<|plamo:eos|>" in vocab
-    texts = (["<|end|>"] if harmony else []) + (["</s>"] if keeps_eos else [])
-    return {vocab[text] for text in texts if text in vocab}
+    texts = ""
+    if {"<|return|>", "<|call|>"} <= vocab.keys() or {"<|calls|>", "<|flush|>"} <= vocab.keys():
+        texts += "<|end|> "  # In the Harmony format, this token ends a message, but not the reply.
+    if "<|tool_response>" in vocab or "<|plamo:eos|>" in vocab:
+        texts += "</s>"
+    return _ids(texts, vocab)
 
 
 def _is_byte_level(tokenizer: Any) -> bool:
@@ -211,21 +185,15 @@ def _sentencepiece_bytes(text: str) -> bytes:
 def _byte_level_bytes(text: str) -> bytes:
     """Decode a token from GPT-2's byte alphabet. Other characters are handled as in llama.cpp."""
     alphabet = _byte_alphabet()
-    parts = []
-    for character in text:
-        byte = alphabet.get(character)
-        parts.append(byte if byte is not None else f"[UNK_BYTE_0x{character.encode().hex()}{text}]".encode())
-    return b"".join(parts)
+    return b"".join(
+        alphabet.get(character, f"[UNK_BYTE_0x{character.encode().hex()}{text}]".encode())
+        for character in text
+    )
 
 
 @cache
 def _byte_alphabet() -> dict[str, bytes]:
-    """Return the byte for each character in GPT-2's alphabet. Unprintable bytes use U+0100 and above."""
-    printable = {
-        *range(ord("!"), ord("~") + 1),
-        *range(ord("¡"), ord("¬") + 1),
-        *range(ord("®"), ord("ÿ") + 1),
-    }
-    others = [byte for byte in range(256) if byte not in printable]
-    characters = {chr(byte): bytes([byte]) for byte in printable}
-    return characters | {chr(256 + i): bytes([byte]) for i, byte in enumerate(others)}
+    """Return the byte that each character in GPT-2's byte alphabet represents."""
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+    return {character: bytes([byte]) for byte, character in bytes_to_unicode().items()}

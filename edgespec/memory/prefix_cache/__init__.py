@@ -5,8 +5,7 @@ A prompt that begins with cached tokens does not have to be prefilled from the b
 
 from edgespec.memory.prefix_cache.cache import PrefixCache, PrefixCacheUsage
 from edgespec.memory.prefix_cache.disk import PrefixCacheDisk, default_disk_bytes, delete_cached_prefixes
-from edgespec.memory.prefix_cache.reusable_prefix import REUSE_BLOCK_TOKENS, reusable_tokens
-from edgespec.memory.prefix_cache.reuse_costs import ReuseCosts
+from edgespec.memory.prefix_cache.reuse import REUSE_BLOCK_TOKENS, ReuseCosts, reusable_tokens
 from edgespec.memory.prefix_cache.store import SegmentStore, default_memory_bytes, max_copy_bytes
 
 __all__ = [

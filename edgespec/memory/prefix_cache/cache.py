@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from math import ceil
+from math import ceil, inf
 from time import perf_counter as now
 
 import numpy as np
@@ -13,8 +13,7 @@ from edgespec.backends.base import LanguageModel
 from edgespec.errors import BackendError, CapabilityError, EdgespecError
 from edgespec.memory.budget import DEFAULT_RESERVE_BYTES, available_bytes
 from edgespec.memory.prefix_cache.disk import PrefixCacheDisk
-from edgespec.memory.prefix_cache.reusable_prefix import reusable_tokens
-from edgespec.memory.prefix_cache.reuse_costs import ReuseCosts
+from edgespec.memory.prefix_cache.reuse import ReuseCosts, reusable_tokens
 from edgespec.memory.prefix_cache.segments import Segment, Tokens, name_of, shared_tokens
 from edgespec.memory.prefix_cache.store import SegmentStore
 
@@ -67,8 +66,7 @@ class PrefixCache:
         reuse_costs: decides whether a copy saves time.
         max_copied_bytes: maximum size of one copy, or None for no limit. A larger KV state is stored in
             several segments, or not at all if the model can only copy it whole.
-        available: returns the number of bytes that are currently free on the system.
-        reserve_bytes: memory to leave for other programs.
+        available, reserve_bytes: see `SegmentStore`.
         notice: user-facing reason why the cache differs from what the user asked for, or an empty string.
     """
 
@@ -128,20 +126,17 @@ class PrefixCache:
         """Return whether `copied_tokens` fit, and copying them is faster than prefilling `lost_tokens`."""
         size_bytes = copied_tokens * self._bytes_per_token()
         least_tokens = min(copied_tokens, _MIN_SEGMENT_TOKENS) if self._can_truncate else copied_tokens
-        max_bytes = self._max_segment_bytes
         return (
             self.reuse_costs.saves_time(lost_tokens, size_bytes)
-            and (max_bytes is None or least_tokens * self._bytes_per_token() <= max_bytes)
-            and self.store.has_room_for(size_bytes if max_bytes is None else min(size_bytes, max_bytes))
+            and least_tokens * self._bytes_per_token() <= self._max_segment_bytes
+            and self.store.has_room_for(min(size_bytes, self._max_segment_bytes))
         )
 
     @property
-    def _max_segment_bytes(self) -> int | None:
+    def _max_segment_bytes(self) -> float:
         """Maximum size of one segment. If there is no disk storage, at most the size limit in memory."""
-        limit = self._max_copied_bytes
-        if self.store.disk is not None:
-            return limit
-        return self.store.max_bytes if limit is None else min(limit, self.store.max_bytes)
+        limit = inf if self._max_copied_bytes is None else self._max_copied_bytes
+        return min(limit, inf if self.store.disk else self.store.max_bytes)
 
     def _max_tokens(self) -> int | None:
         """Return the maximum length of a stored sequence. Longer ones would evict others, then themselves."""
@@ -189,8 +184,7 @@ class PrefixCache:
 
     def _segments_for(self, tokens: int) -> int:
         """Return the number of segments needed to copy this many tokens."""
-        max_bytes = self._max_segment_bytes
-        return 1 if max_bytes is None else max(1, ceil(tokens * self._bytes_per_token() / max(1, max_bytes)))
+        return max(1, ceil(tokens * self._bytes_per_token() / max(1, self._max_segment_bytes)))
 
     def _copy_segments(self, sequence: Tokens, parent: Segment | None) -> Segment | None:
         """Copy the part of a sequence after `parent` from the model's cache, in as many segments as needed.
@@ -239,10 +233,8 @@ class PrefixCache:
         if self._can_truncate or self._is_off:
             return 0
         _, shared = self.store.tree.longest_match(np.array(prompt[:-1], np.int32))
-        is_worth_it = shared - cached >= _MIN_SEGMENT_TOKENS and self._is_worth_storing(
-            shared - cached, shared
-        )
-        return shared if is_worth_it else 0
+        lost = shared - cached
+        return shared if lost >= _MIN_SEGMENT_TOKENS and self._is_worth_storing(lost, shared) else 0
 
     def add_branch_point(self, tokens: Sequence[int]) -> None:
         """Store the model's cache, which contains `tokens`, as a prefix shared by several sequences."""

@@ -51,14 +51,7 @@ _FRESH_SECONDS = 600.0
 class StoredSegment:
     """Description of a segment's file, read from its header.
 
-    Attributes:
-        name: see `name_of`.
-        after: digest of the sequence before the segment; empty at the beginning of a sequence.
-        start: number of tokens in the sequence before the segment.
-        tokens: int32 [n], the segment's tokens.
-        data_bytes: size of the KV state.
-        seconds: time that the model took to prefill the tokens.
-        last_used: time of the last use, in seconds since the epoch.
+    `after` is the digest of the sequence before the segment, and empty at the beginning of a sequence.
     """
 
     name: str
@@ -66,7 +59,6 @@ class StoredSegment:
     start: int
     tokens: Tokens
     data_bytes: int
-    seconds: float
     last_used: float
 
 
@@ -107,7 +99,7 @@ class PrefixCacheDisk:
     def list_segments(self) -> list[StoredSegment]:
         """Return this model's segments, parents first. Delete unusable files and those beyond the quota."""
         if self.used_bytes() > self.quota_bytes:
-            with suppress(OSError, Timeout, NotImplementedError), self._lock():
+            with suppress(OSError, Timeout, NotImplementedError), _lock(self._root, _LOCK_SECONDS):
                 self._make_room(0, set())
         found: dict[str, StoredSegment] = {}
         for path in _files(self.folder):
@@ -175,15 +167,16 @@ class PrefixCacheDisk:
             return False
         try:
             make_private_folder(self._root)
-            with self._lock():
+            with _lock(self._root, _LOCK_SECONDS):
                 if self.was_cleared:
                     return False
-                self._delete_incomplete()
+                for path in self._root.glob("*/.*.tmp"):  # Incomplete files left by a killed process.
+                    _delete(path)
                 if not self._make_room(size_bytes, self._chain(after)):
                     return False
                 make_private_folder(self.folder)
                 write_private_file(self._path(name), *parts)
-        except (Timeout, NotImplementedError):  # the latter if the file system has no locks
+        except (Timeout, NotImplementedError):  # The latter if the file system has no locks.
             return False
         except (OSError, MemoryError) as error:
             self.notice = f"prefixes are not cached in {self._root}: {error_reason(error)}"
@@ -226,16 +219,8 @@ class PrefixCacheDisk:
             if crc32(data) != header["tokens_sum"] or path.name != f"{header['name']}{_SUFFIX}":
                 return None
             tokens = np.frombuffer(data, "<i4").astype(np.int32)
-            seconds = float(header["seconds"])
-            return StoredSegment(
-                header["name"],
-                header["after"],
-                header["start"],
-                tokens,
-                header["data_bytes"],
-                seconds,
-                last_used,
-            )
+            name, after, start, data_bytes = (header[key] for key in ("name", "after", "start", "data_bytes"))
+            return StoredSegment(name, after, start, tokens, data_bytes, last_used)
         except (OSError, ValueError, MemoryError):
             return None
 
@@ -243,10 +228,10 @@ class PrefixCacheDisk:
         """Read the header of one of this model's files. Raise OSError or ValueError if that fails."""
         header = read_header(file)
         if header["identity"] != self._identity:
-            raise ValueError("the file belongs to another model")
+            raise ValueError(f"{file.name} belongs to another model")
         whole = file.tell() + 4 * (header["end"] - header["start"]) + header["data_bytes"]
         if os.fstat(file.fileno()).st_size != whole:
-            raise ValueError("the file is incomplete")
+            raise ValueError(f"{file.name} is incomplete")
         return header
 
     def _chain(self, after: str) -> set[Path]:
@@ -268,29 +253,17 @@ class PrefixCacheDisk:
         if size_bytes + sum(map(_size, protected)) > self.quota_bytes:
             return False
         over = self.used_bytes() + size_bytes - self.quota_bytes
-        if over <= 0:
-            return True
-        for path in _by_value(self._root, time.time()):
-            if over <= 0:
-                break
-            if path not in protected:
+        for path in _by_value(self._root, time.time()) if over > 0 else ():
+            if over > 0 and path not in protected:
                 over -= _size(path)
                 _delete(path)
         return True
-
-    def _delete_incomplete(self) -> None:
-        """Delete incomplete files left by a killed process. The caller must hold the lock."""
-        for path in self._root.glob("*/.*.tmp"):
-            _delete(path)
 
     def _last_cleared_ns(self) -> int:
         try:
             return (self._root / _CLEARED_MARK).stat().st_mtime_ns
         except OSError:
             return 0
-
-    def _lock(self) -> FileLock:
-        return _lock(self._root, _LOCK_SECONDS)
 
 
 def delete_cached_prefixes(folder: Path | None = None) -> int:

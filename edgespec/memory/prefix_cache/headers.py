@@ -37,20 +37,20 @@ def read_header(file: BinaryIO) -> dict[str, Any]:
         ValueError: the header is damaged, has another version or contains impossible values.
     """
     if file.read(len(_MAGIC)) != _MAGIC:
-        raise ValueError("the file is of another version")
+        raise ValueError("the segment file has another version")
     sizes = file.read(_SIZES.size)
     if len(sizes) < _SIZES.size:
-        raise ValueError("the file is incomplete")
+        raise ValueError("the segment file is incomplete")
     size, checksum = _SIZES.unpack(sizes)
     encoded = file.read(size) if size <= _MAX_HEADER_BYTES else b""
     if len(encoded) != size or crc32(encoded) != checksum:
-        raise ValueError("the header is damaged")
+        raise ValueError("the header of the segment file is damaged")
     try:
         header = json.loads(encoded)
     except RecursionError as error:
-        raise ValueError("the header is nested too deeply") from error
+        raise ValueError("the header of the segment file is nested too deeply") from error
     if not _is_valid(header):
-        raise ValueError("the header has missing or impossible values")
+        raise ValueError("the header of the segment file has missing or impossible values")
     return dict(header)
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from edgespec.backends.base import Snapshot
 from edgespec.memory.budget import DEFAULT_RESERVE_BYTES
 from edgespec.memory.prefix_cache.disk import PrefixCacheDisk
-from edgespec.memory.prefix_cache.reuse_costs import ReuseCosts
+from edgespec.memory.prefix_cache.reuse import ReuseCosts
 from edgespec.memory.prefix_cache.segments import Segment, SegmentTree, tokens_digest
 
 __all__ = ["SegmentStore", "default_memory_bytes", "max_copy_bytes"]
@@ -39,7 +39,7 @@ class SegmentStore:
         max_bytes: size limit in memory. Segments beyond it are moved to disk, or dropped without a disk.
         disk: storage for segments on disk. If None, segments are kept only in memory.
         available: returns the number of bytes that are currently free on the system.
-        reuse_costs: estimates the time that a segment saves, which decides what is kept on disk.
+        reuse_costs: estimates the prefill time that a segment saves, which decides what stays on disk.
         reserve_bytes: memory to leave for other programs, regardless of `max_bytes`.
     """
 

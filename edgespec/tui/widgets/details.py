@@ -126,7 +126,7 @@ def _memory(stats: Stats | None, memory_bytes: int, width: int) -> Content:
             ("Peak", peak_bytes),
             ("Draft model", stats.draft_weight_bytes),
             ("Draft model's cache", stats.draft_kv_bytes),
-            ("Text search", stats.draft_other_bytes),
+            ("Lookup tables", stats.draft_other_bytes),
         )
         rows += [_row(label, format_bytes(size), width) for label, size in named if size]
     return Content.assemble(*rows)

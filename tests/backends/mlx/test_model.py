@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from edgespec.backends import mlx
 from edgespec.backends.base import LanguageModel, LoadOptions
 from edgespec.backends.mlx import loading
-from edgespec.backends.mlx.weight_loading import load_model
+from edgespec.backends.mlx.loading import load_model
 from edgespec.backends.replay import MAX_CHECKPOINTS
 from edgespec.catalog.catalogue import models_folder
 from edgespec.engine.tree import TokenTree
@@ -113,12 +113,12 @@ def lying(lie: str) -> Callable[..., Any]:
 
     def open_liar(*args: Any) -> Any:
         checkpoint = opened(*args)
-        net = type(checkpoint.model)
+        net = type(checkpoint.skeleton.model)
 
         class Liar(net):  # type: ignore[misc,valid-type]
             def __call__(self, tokens: mx.array, cache: Any = None) -> mx.array:
                 wide = tokens.shape[1] > 1
-                in_tree = cache[0]._layout.positions is not None
+                in_tree = cache[0]._layout.offsets is not None
                 if in_tree and lie == "raises":
                     raise ValueError("no trees here")
                 if in_tree and lie == "positions":
@@ -126,7 +126,7 @@ def lying(lie: str) -> Callable[..., Any]:
                 logits: mx.array = super().__call__(tokens, cache=cache)
                 return logits * 1.01 if wide and lie == "wide" else logits
 
-        checkpoint.model.__class__ = Liar
+        checkpoint.skeleton.model.__class__ = Liar
         return checkpoint
 
     return open_liar
@@ -195,8 +195,8 @@ class TestLoading:
             model = mlx.load(str(path), kind, LoadOptions(context_tokens=1024))
             model.prefill([5] * 1024)
             inner: Any = getattr(model, "_inner", model)
-            states = sum(cache.nbytes for cache in inner.caches.recurrent)
-            held = inner.caches.nbytes + MAX_CHECKPOINTS * states
+            held = sum(array.nbytes for array in inner.caches.arrays)
+            held += MAX_CHECKPOINTS * sum(cache.nbytes for cache in inner.caches.recurrent)
             assert held <= model.facts.kv_bytes
             if kind != "gemma3":  # The windows have not reached their full size.
                 assert held == model.facts.kv_bytes

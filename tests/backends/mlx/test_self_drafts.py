@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 from edgespec.auto.combined_drafter import CombinedDrafter
 from edgespec.backends import mlx
 from edgespec.backends.base import EarlyExit, LanguageModel, LoadOptions, LowBit, SelfDraft, SkippedLayers
-from edgespec.backends.mlx.model import measure_exits
 from edgespec.catalog.catalogue import models_folder
 from edgespec.drafters.base import Drafter
 from edgespec.drafters.model import ModelDrafter
@@ -421,7 +420,7 @@ class TestExits:
         tokens = model.vocabulary.tokenize(text, special=False, start=True)
         model.prefill(PROMPT)
         before = model.snapshot().data
-        agreements, layer_bytes, head_bytes = measure_exits(model, tokens)
+        agreements, layer_bytes, head_bytes = model.measure_exits(tokens)
         assert model.snapshot().data == before
         assert list(agreements) == list(range(1, 12))
         assert len(layer_bytes) == 12
@@ -437,7 +436,7 @@ class TestExits:
 
     def test_the_verdict_for_a_model_not_trained_for_early_exit(self, folder: Path) -> None:
         model = loaded(folder, "qwen3", config={"num_hidden_layers": 4})
-        table = exit_table(*measure_exits(model, [(31 * i + 7) % 200 + 3 for i in range(64)]))
+        table = exit_table(*model.measure_exits([(31 * i + 7) % 200 + 3 for i in range(64)]))
         assert not table.is_faster
         assert "was not trained for early exit, so it would not be faster here" in table.verdict
         model.close()

@@ -254,9 +254,9 @@ def test_a_token_beyond_the_logits_is_plain_text_or_an_error(tmp_path: Path) -> 
 
 def test_unknown_token_ids_are_rejected(tiny: MlxVocabulary) -> None:
     for token in (-1, ROWS):
-        with pytest.raises(BackendError, match=f"there is no token {token} in a vocabulary of {ROWS}"):
+        with pytest.raises(BackendError, match=f"token {token} is not in the vocabulary of {ROWS}"):
             tiny.raw_piece(token)
-        with pytest.raises(BackendError, match="there is no token"):
+        with pytest.raises(BackendError, match="is not in the vocabulary"):
             tiny.piece(token)
 
 

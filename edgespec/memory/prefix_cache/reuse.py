@@ -1,9 +1,14 @@
-"""Compare the time to prefill a prefix again with the time to copy its KV state."""
+"""Decide how much of a cached prefix can be reused, and whether copying it saves time."""
 
 from __future__ import annotations
 
-__all__ = ["ReuseCosts"]
+from edgespec.backends.base import Capabilities
 
+__all__ = ["REUSE_BLOCK_TOKENS", "ReuseCosts", "reusable_tokens"]
+
+# Block size for prefill, counted from the beginning of the prompt, on models whose KV state depends on the
+# width of passes. A heuristic: wide enough for fast prefill, while few tokens at the end are lost.
+REUSE_BLOCK_TOKENS = 256
 # Do not look up fewer tokens, because reading them is faster. A heuristic.
 _MIN_TOKENS = 16
 # Ignore timings of smaller copies, which are mostly overhead.
@@ -12,6 +17,17 @@ _MIN_TIMED_BYTES = 1 << 16
 _COPY_BYTES_PER_SECOND = 2e9
 # Weight of a new timing in the moving averages. A heuristic.
 _NEW_WEIGHT = 0.3
+
+
+def reusable_tokens(capabilities: Capabilities, length: int) -> int:
+    """Return how many of the first `length` cached tokens have the same KV state as after a new prefill.
+
+    If reuse is exact, these are all tokens. Otherwise, they are the tokens in whole blocks, or none if the
+    model cannot truncate its cache without rerunning tokens.
+    """
+    if capabilities.prefix_reuse_exact:
+        return length
+    return length - length % REUSE_BLOCK_TOKENS if capabilities.partial_truncate else 0
 
 
 class ReuseCosts:
