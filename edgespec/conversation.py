@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from edgespec.chat.message import Message
 from edgespec.chat.prompt import ContextFull
@@ -12,10 +12,16 @@ from edgespec.errors import OptionError, TemplateError
 from edgespec.reply import Reply
 from edgespec.stream import ReplyStream
 
-if TYPE_CHECKING:
-    from edgespec.runtime import Runtime
-
 __all__ = ["Chat"]
+
+
+class _MessageRuntime(Protocol):
+    """The part of `Runtime` that a conversation uses."""
+
+    def count_tokens(self, messages: Sequence[Message]) -> int: ...
+
+    @property
+    def stream_messages(self) -> Callable[..., ReplyStream]: ...
 
 
 class Chat:
@@ -30,7 +36,7 @@ class Chat:
 
     def __init__(
         self,
-        runtime: Runtime,
+        runtime: _MessageRuntime,
         system: str | None = None,
         messages: Sequence[Message] = (),
         context_full: ContextFull = "slide",

@@ -12,7 +12,6 @@ from types import MappingProxyType
 from typing import Any, TypeAlias
 
 from edgespec.backends.registry import FileFormat, format_of
-from edgespec.catalog.hub_files import is_quantisation
 from edgespec.errors import ModelNotFoundError
 from edgespec.files import config_folder
 
@@ -105,17 +104,12 @@ class Catalogue:
 
     @property
     def names(self) -> list[str]:
-        """All names and aliases in lower case, in file order."""
+        """All names and aliases in lower case, in the order of the catalogue."""
         return list(self._by_name)
 
     def find(self, name: str) -> tuple[ModelEntry, str] | None:
         """Return the entry with this name or alias and the quantisation that it selects, or None."""
         return self._by_name.get(name.lower())
-
-    def find_quantised(self, name: str, tag: str | None) -> tuple[ModelEntry, str] | None:
-        """Return the entry named `name` with the quantisation `tag`, or None if `tag` is no quantisation."""
-        named = self.find(name) if tag and is_quantisation(tag) else None
-        return (named[0], tag) if named and tag else None
 
     def of_repository(self, repository: str) -> ModelEntry | None:
         """Return the entry whose files are in a repository, or None."""
@@ -202,20 +196,12 @@ def user_aliases_path() -> Path:
 
 
 def user_aliases() -> dict[str, str]:
-    """Return the user's aliases, as a mapping from lower-case name to reference.
-
-    Raises:
-        ModelNotFoundError: The alias file is invalid.
-    """
+    """Return the user's aliases: references by lower-case name. Raises ModelNotFoundError if invalid."""
     return _user_table("aliases", 'big = "hf:user/repo:Q4_K_M"')
 
 
 def user_pairs() -> dict[str, str]:
-    """Return the user's pairs, as a mapping from lower-case target to draft model.
-
-    Raises:
-        ModelNotFoundError: The alias file is invalid.
-    """
+    """Return the user's pairs: draft models by lower-case target. Raises ModelNotFoundError if invalid."""
     return _user_table("pairs", '"70b-q4" = "1b-q4"')
 
 

@@ -106,7 +106,7 @@ def choose(repository: str, files: list[HubFile], quantisation: str | None) -> l
 
 
 def list_repository(repository: str) -> tuple[str, list[HubFile]]:
-    """Return the latest commit of a repository and its files, so that all downloaded files match."""
+    """Return the latest commit of a repository, and the files in that commit."""
     from huggingface_hub import HfApi
 
     info = HfApi().model_info(repository, files_metadata=True)
@@ -130,14 +130,9 @@ def _check_disk(repository: str, files: list[HubFile]) -> None:
 def _report(
     progress: Progress | None, file: HubFile, finished_bytes: int, total_bytes: int, done_bytes: int
 ) -> None:
-    """Report the progress of a download.
+    """Report the download progress of all files, of which `finished_bytes` belong to finished ones.
 
-    Args:
-        progress: Called with the progress. Returning False cancels the download.
-        file: The file that is being downloaded.
-        finished_bytes: Size of the files downloaded before it.
-        total_bytes: Size of all files.
-        done_bytes: Downloaded bytes of this file.
+    Raises CancelledError if `progress` returns False.
     """
     fraction = min((finished_bytes + done_bytes) / total_bytes, 1.0)
     name = file.name.rsplit("/", 1)[-1]

@@ -52,8 +52,8 @@ class DraftOption:
         format: Name of its file format.
         source: How it was found: `catalogue` if the catalogue recommends it, `tokens` if it shares the
             target's tokens.
-        rank: Position among the draft models that the catalogue recommends, starting from 0. Their number
-            if it is not one of them.
+        rank: Position in the catalogue's list of recommended draft models, or the length of that list for
+            other models.
         shared_token_fraction: Fraction of the target's tokens that the model has. None if its file is not on
             this machine.
         parameters: Number of parameters.

@@ -1,4 +1,4 @@
-"""Caches model metadata on disk. An entry is valid until a file of its model changes."""
+"""Cache model metadata on disk. An entry is valid until a file of its model changes."""
 
 from __future__ import annotations
 

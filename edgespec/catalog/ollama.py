@@ -50,7 +50,7 @@ def ollama_models() -> Iterator[StoredModel]:
         root = folder / "manifests"
         for path in files_below(root, 5):
             place = path.relative_to(root).as_posix()
-            if place.count("/") >= 3:  # registry/owner/name/tag
+            if place.count("/") >= 3:  # Other files are not manifests, which are at registry/owner/name/tag.
                 yield _stored(folder, path, place)
 
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import difflib
 import os
 import stat
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeAlias
 
 from edgespec.backends.registry import Backend, FileFormat, backend_of, format_at, format_of, is_registered
 from edgespec.catalog.catalogue import (
@@ -19,7 +21,7 @@ from edgespec.catalog.catalogue import (
 )
 from edgespec.catalog.download import Progress, fetch
 from edgespec.catalog.hub_cache import cached_model
-from edgespec.catalog.hub_files import hub_name
+from edgespec.catalog.hub_files import hub_name, is_quantisation
 from edgespec.catalog.ollama import ollama_model
 from edgespec.catalog.other_programs import (
     are_same_size,
@@ -40,9 +42,11 @@ from edgespec.catalog.stored_models import Store, StoredModel
 from edgespec.errors import ModelFileError, ModelNotFoundError
 from edgespec.prepare.store import MANIFEST, PreparedModel, check_prepared, find_prepared, read_prepared
 
-__all__ = ["Resolved", "follow_aliases", "resolve"]
+__all__ = ["Resolved", "resolve", "resolve_with"]
 
 Source = Literal["path"] | Store
+Download: TypeAlias = Callable[[str, str | None], Path]
+"""Return the path of a model, given its repository and quantisation. Download the model if necessary."""
 
 
 @dataclass(frozen=True)
@@ -81,8 +85,8 @@ class Resolved:
 def resolve(reference: str, *, allow_download: bool = True, progress: Progress | None = None) -> Resolved:
     """Return the model that a reference names.
 
-    Models on this machine take precedence, in this order: embedded models, the Hugging Face cache, LM Studio,
-        Ollama.
+    Models on this machine take precedence, in this order: embedded models, the Hugging Face cache, LM Studio
+    and Ollama.
 
     Args:
         reference: What the user typed.
@@ -96,25 +100,26 @@ def resolve(reference: str, *, allow_download: bool = True, progress: Progress |
         CancelledError: `progress` returned False.
         BackendMissingError: The model is not on this machine, and no installed backend could run it.
     """
+    return resolve_with(reference, partial(fetch, allow_download=allow_download, progress=progress))
+
+
+def resolve_with(reference: str, download: Download) -> Resolved:
+    """Return the model that a reference names. Call `download` for a model that is not on this machine."""
     typed = reference.strip()
-    match parsed := follow_aliases(typed):
+    match parsed := _follow_aliases(typed):
         case PathReference(path):
             stored = find_by_missing_path(path)
             return _resolve_stored(typed, stored) if stored else _resolve_path(path)
         case StoreReference(store, name):
             return _resolve_stored(typed, find_in_store(store, name))
         case HubReference():
-            return _resolve_hub(typed, parsed, allow_download, progress)
+            return _resolve_hub(typed, parsed, download)
         case NameReference():
-            return _resolve_name(typed, parsed, allow_download, progress)
+            return _resolve_name(typed, parsed, download)
 
 
-def follow_aliases(typed: str) -> Reference:
-    """Parse a reference. If it is an alias of the user, return the reference that the alias stands for.
-
-    Raises:
-        ModelNotFoundError: The reference is invalid, or the alias refers to itself.
-    """
+def _follow_aliases(typed: str) -> Reference:
+    """Parse a reference. If it is an alias of the user, return the reference that the alias stands for."""
     text, seen = typed, [typed.lower()]
     while True:
         reference = parse_reference(text)
@@ -130,16 +135,17 @@ def follow_aliases(typed: str) -> Reference:
         seen.append(text.lower())
 
 
-def _resolve_name(
-    typed: str, reference: NameReference, allow_download: bool, progress: Progress | None
-) -> Resolved:
+def _resolve_name(typed: str, reference: NameReference, download: Download) -> Resolved:
     catalogue, full_name = load_catalogue(), reference.full_name
     named = catalogue.find(full_name)
     stored = ollama_model(reference.name, reference.tag) if reference.tag or not named else None
     if stored and stored.path:
         return _resolve_stored(typed, stored, named[0] if named else None)
-    if named := named or catalogue.find_quantised(reference.name, reference.tag):
-        return _resolve_entry(typed, *named, allow_download, progress)
+    if named is None and reference.tag and is_quantisation(reference.tag):
+        base = catalogue.find(reference.name)
+        named = (base[0], reference.tag) if base else None
+    if named:
+        return _resolve_entry(typed, *named, download)
     if os.path.exists(full_name):
         return _resolve_path(Path(full_name))
     if stored:
@@ -152,9 +158,7 @@ def _resolve_name(
     )
 
 
-def _resolve_entry(
-    typed: str, entry: ModelEntry, quantisation: str, allow_download: bool, progress: Progress | None
-) -> Resolved:
+def _resolve_entry(typed: str, entry: ModelEntry, quantisation: str, download: Download) -> Resolved:
     several = entry.file_format.one_file_per_quantisation
     only_one = entry.embedded_path is not None or not several
     if only_one and quantisation.upper() != entry.quantisation.upper():
@@ -168,12 +172,10 @@ def _resolve_entry(
         path = _resolve_path(entry.embedded_path).path
         return Resolved(typed, path, "embedded", entry, f"{typed} -> embedded: {path}", entry.format)
     reference = HubReference(entry.repository, quantisation if several else None, explicit=True)
-    return _resolve_hub(typed, reference, allow_download, progress)
+    return _resolve_hub(typed, reference, download)
 
 
-def _resolve_hub(
-    typed: str, reference: HubReference, allow_download: bool, progress: Progress | None
-) -> Resolved:
+def _resolve_hub(typed: str, reference: HubReference, download: Download) -> Resolved:
     """Return a model from a Hugging Face repository. Download it only if it is not on this machine."""
     repository, quantisation = reference.repository, reference.quantisation
     entry = load_catalogue().of_repository(repository)
@@ -190,7 +192,7 @@ def _resolve_hub(
         )
     if cached is None and stored:
         return _resolve_stored(typed, stored[0], entry)
-    path = cached or fetch(repository, quantisation, allow_download=allow_download, progress=progress)
+    path = cached or download(repository, quantisation)
     note = f"{typed} -> hf:{hub_name(repository, quantisation)}: {path}"
     return Resolved(typed, path, "hub", entry, note, format_at(path).name)
 
@@ -247,15 +249,7 @@ def _resolve_path(path: Path) -> Resolved:
 
 
 def _resolve_prepared(prepared: PreparedModel, given: Path) -> Resolved:
-    """Return a model that was prepared for early exit.
-
-    Args:
-        prepared: The prepared model.
-        given: The folder of the prepared model, or the path of its source file if that file was deleted.
-
-    Raises:
-        ModelFileError: The folder is damaged or does not contain a complete model.
-    """
+    """Return a model prepared for early exit, found by its folder or by the path of its deleted source."""
     if not is_registered(prepared.kind):
         raise ModelFileError(
             f"{given} contains files that were prepared for drafting, not a model",
@@ -275,20 +269,15 @@ def _check_folder(folder: Path) -> None:
     if not missing:
         return
     shown = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
-    models = _models_in(folder)
-    resembles = "config.json" not in missing or any(folder.glob("*.safetensors"))
-    if models:
-        next_step = (
-            f"use the path of {'the' if len(models) == 1 else 'a'} GGUF file in it: {folder / models[0]}"
-        )
-    elif resembles:
-        next_step = "add the missing files, or download the model again"
+    if "config.json" not in missing or any(folder.glob("*.safetensors")):
+        what = "a folder with an incomplete MLX model"
+        hint = "add the missing files, or download the model again"
     else:
-        next_step = "use the path of a .gguf file, or write hf:user/repo for a Hugging Face repository"
-    what = (
-        "a folder with an incomplete MLX model" if resembles else "a folder, not a model file or an MLX model"
-    )
-    raise ModelFileError(f"{folder} is {what}: it lacks {shown}", next_step)
+        what = "a folder, not a model file or an MLX model"
+        hint = "use the path of a .gguf file, or write hf:user/repo for a Hugging Face repository"
+    if models := _models_in(folder):
+        hint = f"use the path of {'the' if len(models) == 1 else 'a'} GGUF file in it: {folder / models[0]}"
+    raise ModelFileError(f"{folder} is {what}: it lacks {shown}", hint)
 
 
 def _models_in(folder: Path) -> list[str]:

@@ -6,16 +6,15 @@ metadata can treat them like the real files.
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from edgespec.backends.gguf_header import TruncatedHeader, parse_header
-from edgespec.backends.registry import format_at
-from edgespec.catalog.catalogue import ModelEntry, load_catalogue
 from edgespec.catalog.download import Progress, choose, list_repository, stream_chunks, translate_errors
-from edgespec.catalog.hub_files import HubFile, hub_name, is_gguf_model
-from edgespec.catalog.reference import Resolved, follow_aliases, resolve
-from edgespec.catalog.reference_parsing import HubReference, NameReference
-from edgespec.errors import CancelledError, DownloadError, ModelNotFoundError
+from edgespec.catalog.hub_files import HubFile, is_gguf_model
+from edgespec.catalog.reference import Resolved, resolve_with
+from edgespec.errors import CancelledError, DownloadError
 
 __all__ = ["resolve_metadata"]
 
@@ -42,13 +41,15 @@ def resolve_metadata(reference: str, folder: Path, progress: Progress | None = N
         ModelNotFoundError, ModelFileError, DownloadError, CancelledError, BackendMissingError: As in
             `resolve`.
     """
-    try:
-        return resolve(reference, allow_download=False)
-    except ModelNotFoundError:
-        source = _repository_of(reference)
-        if source is None:
-            raise
-    repository, quantisation, entry = source
+    resolved = resolve_with(reference, partial(_fetch_metadata, folder, progress))
+    if not resolved.path.is_relative_to(folder):
+        return resolved
+    return replace(resolved, note=resolved.note.removesuffix(f": {resolved.path}") + ", not on this machine")
+
+
+def _fetch_metadata(
+    folder: Path, progress: Progress | None, repository: str, quantisation: str | None
+) -> Path:
     with translate_errors(repository):
         commit, listed = list_repository(repository)
         # Skip files without metadata, such as the tokenizer of an MLX model.
@@ -58,23 +59,7 @@ def resolve_metadata(reference: str, folder: Path, progress: Progress | None = N
             if progress and not progress(f"reading metadata of {repository}", done / len(files)):
                 raise CancelledError(f"reading the metadata of {repository} was cancelled")
             _write_header(repository, commit, file, target / Path(file.name).name)
-    path = target / Path(files[0].name).name if is_gguf_model(files[0]) else target
-    note = f"{reference} -> hf:{hub_name(repository, quantisation)}, not on this machine"
-    return Resolved(reference, path, "hub", entry, note, format_at(path).name)
-
-
-def _repository_of(reference: str) -> tuple[str, str | None, ModelEntry | None] | None:
-    """Return the repository, quantisation and catalogue entry of a reference, or None if unknown."""
-    parsed, catalogue = follow_aliases(reference.strip()), load_catalogue()
-    if isinstance(parsed, HubReference):
-        return parsed.repository, parsed.quantisation, catalogue.of_repository(parsed.repository)
-    if not isinstance(parsed, NameReference):
-        return None
-    named = catalogue.find(parsed.full_name) or catalogue.find_quantised(parsed.name, parsed.tag)
-    if named is None or not named[0].repository:
-        return None
-    entry, quantisation = named
-    return entry.repository, quantisation if entry.file_format.one_file_per_quantisation else None, entry
+    return target / Path(files[0].name).name if is_gguf_model(files[0]) else target
 
 
 def _write_header(repository: str, commit: str, file: HubFile, path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Removes models from the Hugging Face cache. Never deletes models that belong to other programs."""
+"""Remove models from the Hugging Face cache. Never delete models that belong to other programs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _HINTS = {
 
 @dataclass(frozen=True, slots=True)
 class RemovalPlan:
-    """Lists the files to delete when a model is removed.
+    """The files to delete when a model is removed.
 
     Attributes:
         links: Links in the cache's snapshots.
@@ -40,12 +40,12 @@ class RemovalPlan:
         return sum(path.stat().st_size for path in self.blobs)
 
     def execute(self) -> int:
-        """Delete the files and return the number of bytes freed. Raises ModelFileError if not permitted."""
+        """Delete the files and return the number of bytes freed. Raises ModelFileError on failure."""
         try:
             freed_bytes = delete_files(self.blobs)
             for link in self.links:
                 link.unlink(missing_ok=True)
-                with suppress(OSError):  # Keep a folder that is not empty.
+                with suppress(OSError):  # A folder that is not empty stays.
                     link.parent.rmdir()
         except OSError as error:
             raise ModelFileError(
@@ -63,10 +63,9 @@ def plan_removal(resolved: Resolved) -> RemovalPlan:
     if resolved.source != "hub":
         raise OptionError(f"edgespec cannot remove {resolved.name}", _HINTS[resolved.source])
     cache = hub_cache_folder().resolve()
-    links = (
-        sorted(path for path in resolved.path.iterdir() if path.is_file()) if resolved.path.is_dir() else None
-    )
-    if links is None:
+    if resolved.path.is_dir():
+        links = sorted(path for path in resolved.path.iterdir() if path.is_file())
+    else:
         links = gguf_files(resolved.path)
     repository = next((p for p in resolved.path.absolute().parents if p.name.startswith("models--")), None)
     if repository is None or not repository.resolve().is_relative_to(cache):

@@ -1,4 +1,4 @@
-"""Estimates the speed-up of draft models from their sizes, to rank them without running them."""
+"""Estimate the speed-up of draft models from their sizes, to rank them without running them."""
 
 from __future__ import annotations
 

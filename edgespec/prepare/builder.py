@@ -1,4 +1,4 @@
-"""Build prepared models. Only one process builds a model at a time; interrupted builds can be resumed.
+"""Build prepared models. Only one process builds a model at a time.
 
 Files are written to a folder with the suffix `.partial`, which is renamed when the build is complete. A
 folder without the suffix is therefore always complete. A journal lists the finished files, so that an
@@ -11,9 +11,9 @@ import json
 import os
 import shutil
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import asdict
 from errno import EDQUOT, EFBIG, EIO, ENOSPC
 from hashlib import sha256
 from pathlib import Path
@@ -48,38 +48,124 @@ class BuildFolder:
     """The folder of a prepared model while it is being built.
 
     Attributes:
-        folder: The partial folder.
+        folder: The folder with the suffix `.partial`.
         source: Path of the source model.
     """
 
     def __init__(
-        self, folder: Path, source: Path, finished: dict[str, FileRecord], save: Callable[[], None]
+        self,
+        kind: PreparedKind,
+        folder: Path,
+        source: Path,
+        settings: BuildSettings,
+        progress: Progress | None = None,
     ) -> None:
-        self.folder = folder
+        self.folder = folder.with_name(f"{folder.name}.partial")
         self.source = source
-        self._finished = finished
-        self._save = save
+        self._final_folder = folder
+        self._journal = self.folder / _JOURNAL
+        self._progress = progress
+        identity = {"kind": kind, "source": str(source), "settings": dict(settings)}
+        self._identity: dict[str, Any] = {"version": VERSION, **identity}
+        self._parts = model_files(source)
+        self._states = _file_states(self._parts)
+        self._records: tuple[FileRecord, ...] = ()
+        self._finished: dict[str, FileRecord] = {}
 
-    def file(self, name: str, write: Callable[[Path], None], progress: Progress | None = None) -> Path:
-        """Return the path of the file `name`, and write the file unless an earlier build finished it.
-
-        Args:
-            name: Name of the file.
-            write: Writes the file to the given path.
-            progress: Reports progress while hashing the file.
-        """
+    def file(self, name: str, write: Callable[[Path], None]) -> Path:
+        """Return the path of the file `name`. Write it with `write` unless an earlier build finished it."""
         path = self.folder / name
-        finished = self._finished.get(name)
-        if finished is not None:
+        if finished := self._finished.pop(name, None):
             with suppress(ModelFileError):
-                if hash_files([path], f"checking {name}", progress)[0] == finished:
+                if self._record(path) == finished:
+                    self._finished[name] = finished
                     return path
-            del self._finished[name]
         with replace_when_written(path) as temporary:
             write(temporary)
-        self._finished[name] = hash_files([path], f"checking {name}", progress)[0]
-        self._save()
+        self._finished[name] = self._record(path)
+        self._save(self._journal)
         return path
+
+    def build(
+        self, write_files: Callable[[BuildFolder], Mapping[str, Any]], needed_bytes: int
+    ) -> PreparedModel:
+        """Write all files, or the rest of them if an earlier build was interrupted, and rename the folder."""
+        # If a build was interrupted just after deleting the journal, the manifest has the same entries.
+        journals = [path for path in (self._journal, self.folder / MANIFEST) if path.exists()]
+        is_resumed = bool(journals) and self._resume(journals[0])
+        if not is_resumed:
+            self._delete_unusable(has_journal=bool(journals))
+        needed_bytes -= sum(file.size_bytes for file in self._finished.values())
+        free_bytes = shutil.disk_usage(self.folder.parent).free
+        if needed_bytes > free_bytes:
+            raise ModelFileError(
+                f"{self.folder.parent} needs {format_bytes(needed_bytes)} of free space"
+                f" but has {format_bytes(free_bytes)}",
+                "free disk space, or choose a folder on another disk with --to",
+            )
+        if not is_resumed:
+            self._records = hash_files(self._parts, f"reading {self.source.name}", self._progress)
+        self.folder.mkdir(exist_ok=True)
+        self._save(self._journal)
+        try:
+            facts = write_files(self)
+        except CapabilityError:
+            shutil.rmtree(self.folder, ignore_errors=True)
+            raise
+        if not _is_unchanged(self._parts, self._records, self._states, self._progress):
+            shutil.rmtree(self.folder, ignore_errors=True)
+            raise ModelFileError(
+                f"{self.source} changed while it was read", "run it again when no other program writes to it"
+            )
+        for leftover in self.folder.iterdir():
+            if leftover.name not in self._finished and leftover != self._journal:
+                leftover.unlink()
+        self._save(self.folder / MANIFEST, facts=dict(facts))
+        self._journal.unlink()
+        sync_to_disk(self.folder)
+        self.folder.rename(self._final_folder)
+        sync_to_disk(self._final_folder.parent)
+        return read_prepared(self._final_folder)
+
+    def _record(self, path: Path) -> FileRecord:
+        return hash_files([path], f"checking {path.name}", self._progress)[0]
+
+    def _save(self, path: Path, **more: Any) -> None:
+        """Write the journal or the manifest."""
+        state = {
+            "source_files": [asdict(record) for record in self._records],
+            "source_states": self._states,
+            "files": [asdict(record) for record in self._finished.values()],
+        }
+        with replace_when_written(path) as temporary:
+            text = json.dumps(self._identity | state | more, indent=1)
+            temporary.write_text(text + "\n", encoding="utf-8")
+
+    def _resume(self, journal: Path) -> bool:
+        """Load the state of an interrupted build. Return False if its files cannot be used."""
+        try:
+            value = json.loads(journal.read_text(encoding="utf-8"))
+            if {name: value[name] for name in self._identity} != self._identity:
+                return False
+            records = tuple(map(FileRecord.from_json, value["source_files"]))
+            finished = {file.name: file for file in map(FileRecord.from_json, value["files"])}
+            states = value.get("source_states")
+        except (OSError, KeyError, TypeError, ValueError, AttributeError):
+            return False
+        if not _is_unchanged(self._parts, records, states, self._progress):
+            return False
+        self._records, self._finished = records, finished
+        return True
+
+    def _delete_unusable(self, *, has_journal: bool) -> None:
+        """Delete the partial folder of an earlier build. Raises OptionError if edgespec did not create it."""
+        if self.folder.exists() and not has_journal and not _in_store(self.folder):
+            foreign = [path for path in self.folder.iterdir() if not path.name.startswith(_JOURNAL)]
+            if foreign:
+                raise OptionError(
+                    f"{self.folder} exists and is not an interrupted build", "choose another folder"
+                )
+        shutil.rmtree(self.folder, ignore_errors=True)
 
 
 def build(
@@ -110,7 +196,7 @@ def build(
         CancelledError: `progress` returned False.
     """
     source = absolute_path(source)
-    parts = model_files(source)
+    model_files(source)  # Raises ModelFileError if the source is not a model.
     entry = store_folder() / kind / _entry_name(source, settings)
     folder = absolute_path(entry if to is None else to)
     if folder.is_symlink():
@@ -126,9 +212,13 @@ def build(
         with _exclusive(folder, progress):
             prepared = _existing(kind, folder, source, settings, progress)
             if prepared is None:
-                prepared = _build(kind, folder, parts, source, settings, write_files, needed_bytes, progress)
+                build_folder = BuildFolder(kind, folder, source, settings, progress)
+                prepared = build_folder.build(write_files, needed_bytes)
             if to is not None:
-                _register(kind, prepared)
+                # Register a folder outside the store, so that `find_prepared` can find it.
+                entry.parent.mkdir(parents=True, exist_ok=True)
+                with replace_when_written(entry.with_name(f"{entry.name}.elsewhere")) as temporary:
+                    temporary.write_bytes(os.fsencode(folder))
             return prepared
     except OSError as error:
         raise ModelFileError(
@@ -181,7 +271,7 @@ def _existing(
     try:
         check_prepared(existing, source)
         states = json.loads((folder / MANIFEST).read_text(encoding="utf-8")).get("source_states")
-        outdated = not _unchanged(model_files(source), existing.source_records, states, progress)
+        outdated = not _is_unchanged(model_files(source), existing.source_records, states, progress)
     except ModelFileError:
         outdated = True
     if outdated:
@@ -210,104 +300,22 @@ def _in_store(folder: Path) -> bool:
     return folder.is_relative_to(absolute_path(store_folder()))
 
 
-def _build(
-    kind: PreparedKind,
-    folder: Path,
-    parts: list[Path],
-    source: Path,
-    settings: BuildSettings,
-    write_files: Callable[[BuildFolder], Mapping[str, Any]],
-    needed_bytes: int,
-    progress: Progress | None,
-) -> PreparedModel:
-    partial = folder.with_name(f"{folder.name}.partial")
-    journal = partial / _JOURNAL
-    states = _file_states(parts)
-    header = {"version": VERSION, "kind": kind, "source": str(source), "settings": dict(settings)}
-    # If a build was interrupted just after deleting the journal, use the manifest, which has the same
-    # entries.
-    existing = next((path for path in (journal, partial / MANIFEST) if path.exists()), None)
-    records, finished = _resume(existing, parts, header, progress) if existing else (None, {})
-    if records is None:
-        foreign = partial.exists() and not existing and not _in_store(folder)
-        if foreign and not all(path.name.startswith(_JOURNAL) for path in partial.iterdir()):
-            raise OptionError(f"{partial} exists and is not an interrupted build", "choose another folder")
-        shutil.rmtree(partial, ignore_errors=True)
-        finished = {}
-    _check_room(folder.parent, needed_bytes - sum(file.size_bytes for file in finished.values()))
-    if records is None:
-        records = hash_files(parts, f"reading {source.name}", progress)
-    partial.mkdir(exist_ok=True)
-
-    def save() -> None:
-        state = {"source_files": records, "source_states": states, "files": finished.values()}
-        _write_json(journal, header | state)
-
-    save()
-    build_folder = BuildFolder(partial, source, finished, save)
-    try:
-        facts = write_files(build_folder)
-    except CapabilityError:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
-    if not _unchanged(parts, records, states, progress):
-        shutil.rmtree(partial, ignore_errors=True)
-        raise ModelFileError(
-            f"{source} changed while it was read", "run it again when no other program writes to it"
-        )
-    prepared = PreparedModel(kind, folder, source, records, dict(settings), tuple(finished.values()), facts)
-    manifest = header | {"source_files": records, "source_states": states, "files": prepared.files}
-    for leftover in partial.iterdir():
-        if leftover.name not in finished and leftover != journal:
-            leftover.unlink()
-    _write_json(partial / MANIFEST, manifest | {"facts": dict(facts)})
-    journal.unlink()
-    sync_to_disk(partial)
-    partial.rename(folder)
-    sync_to_disk(folder.parent)
-    return prepared
-
-
-def _resume(
-    journal: Path, parts: list[Path], header: Mapping[str, Any], progress: Progress | None
-) -> tuple[tuple[FileRecord, ...] | None, dict[str, FileRecord]]:
-    """Return an interrupted build's source records and finished files; (None, {}) if not reusable."""
-    try:
-        value = json.loads(journal.read_text(encoding="utf-8"))
-        records = tuple(map(FileRecord.from_json, value["source_files"]))
-        finished = {file.name: file for file in map(FileRecord.from_json, value["files"])}
-        same = {name: value[name] for name in header} == header and len(records) == len(parts)
-        states = value.get("source_states")
-    except (OSError, KeyError, TypeError, ValueError, AttributeError):
-        return None, {}
-    return (records, finished) if same and _unchanged(parts, records, states, progress) else (None, {})
-
-
 def _file_states(parts: list[Path]) -> list[list[int]]:
     """Return the identity, size and timestamps of files, which change when a file is replaced or written."""
     stats = [part.stat() for part in parts]
     return [[one.st_dev, one.st_ino, one.st_size, one.st_mtime_ns, one.st_ctime_ns] for one in stats]
 
 
-def _unchanged(
+def _is_unchanged(
     parts: list[Path], records: tuple[FileRecord, ...], states: Any, progress: Progress | None
 ) -> bool:
     """Return whether the source is unchanged. Hash it again if its file timestamps have changed."""
-    if not all(map(matches_record, parts, records)):
+    if len(parts) != len(records) or not all(map(matches_record, parts, records)):
         return False
     if _file_states(parts) == states:
         return True
     current = hash_files(parts, "reading the source again", progress)
     return [one.sha256 for one in current] == [one.sha256 for one in records]
-
-
-def _check_room(folder: Path, needed_bytes: int) -> None:
-    free_bytes = shutil.disk_usage(folder).free
-    if needed_bytes > free_bytes:
-        raise ModelFileError(
-            f"{folder} needs {format_bytes(needed_bytes)} of free space but has {format_bytes(free_bytes)}",
-            "free disk space, or choose a folder on another disk with --to",
-        )
 
 
 @contextmanager
@@ -316,38 +324,19 @@ def _exclusive(folder: Path, progress: Progress | None) -> Iterator[None]:
     from filelock import FileLock, Timeout
 
     lock = FileLock(folder.with_name(f".{folder.name}.lock"))
-    while True:
+    while not lock.is_locked:
         try:
             lock.acquire(timeout=_WAIT_SECONDS)
-            break
         except Timeout:
             if progress and not progress("waiting for another process that prepares this model", 0.0):
                 raise CancelledError("waiting for another process was cancelled") from None
-            time.sleep(_WAIT_SECONDS)
     try:
         yield
     finally:
         lock.release()
 
 
-def _register(kind: PreparedKind, prepared: PreparedModel) -> None:
-    """Register a folder outside the store, so that `find_prepared` can find it."""
-    name = f"{_entry_name(prepared.source, prepared.settings)}.elsewhere"
-    entry = store_folder() / kind / name
-    entry.parent.mkdir(parents=True, exist_ok=True)
-    with replace_when_written(entry) as temporary:
-        temporary.write_bytes(os.fsencode(prepared.folder))
-
-
 def _entry_name(source: Path, settings: BuildSettings) -> str:
     identity = json.dumps([str(source), dict(settings)], sort_keys=True)
     stem = "".join(c if c.isalnum() or c in "-_" else "-" for c in source.stem)
     return f"{stem[:60]}-{sha256(identity.encode()).hexdigest()[:12]}"
-
-
-def _write_json(path: Path, value: Mapping[str, Any]) -> None:
-    def plain(part: Any) -> Any:
-        return part.to_json() if isinstance(part, FileRecord) else list(part)
-
-    with replace_when_written(path) as temporary:
-        temporary.write_text(json.dumps(value, default=plain, indent=1) + "\n", encoding="utf-8")

@@ -31,7 +31,7 @@ def calibration_prompt(vocabulary: Vocabulary) -> list[int]:
             text = template.render([Message("user", _PROMPT)])
             return vocabulary.tokenize(text, special=True, start=False)[-_MAX_PROMPT_TOKENS:]
         except TemplateError:
-            pass  # the prompt works nearly as well without a template
+            pass  # The prompt works nearly as well without a template.
     return vocabulary.tokenize(_PROMPT, special=False, start=True)[:_MAX_PROMPT_TOKENS]
 
 

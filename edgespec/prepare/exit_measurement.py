@@ -83,28 +83,22 @@ def _candidates(layer_count: int) -> list[int]:
 
 def _layer_bytes(source: GgufModel) -> tuple[list[int], int]:
     """Return the weight bytes of each layer and of the output head."""
-    shared = {tensor.name: tensor.size_bytes for tensor in source.shared()}
-    head = shared.get("output.weight", shared.get("token_embd.weight", 0))
-    layers = range(source.layer_count)
-    return [sum(tensor.size_bytes for tensor in source.layers(at, at + 1)) for at in layers], head
+    layers = [source.layers(at, at + 1).values() for at in range(source.layer_count)]
+    head = source.output_head()
+    return [sum(tensor.n_bytes for tensor in layer) for layer in layers], head.n_bytes if head else 0
 
 
 def _agreement(source: GgufModel, hidden: NDArray[np.float32], expected: NDArray[np.int64]) -> list[float]:
     """Return for each layer how often its most probable token is the expected token.
 
-    Args:
-        source: The model.
-        hidden: Hidden states, float32 [layers, tokens, embedding].
-        expected: Expected tokens [tokens].
+    The shape of `hidden` is (layers, tokens, embedding).
     """
-    tensors = {tensor.name: tensor.source for tensor in source.shared()}
-    head = tensors.get("output.weight", tensors.get("token_embd.weight"))
-    norm = tensors.get("output_norm.weight")
+    head, norm = source.output_head(), source.tensors.get("output_norm.weight")
     if head is None or norm is None:
-        raise CapabilityError("cannot find the output head of this model", "choose an exit layer with --exit")
-    states = _normed(source, hidden, norm, tensors.get("output_norm.bias"))
-    count = states.shape[0] * states.shape[1]
-    flat = states.reshape(count, -1)
+        raise CapabilityError("this model has no output head or final norm", "choose a layer with --exit")
+    states = _normed(source, hidden, norm, source.tensors.get("output_norm.bias"))
+    flat = states.reshape(-1, states.shape[-1])
+    count = len(flat)
     best, token = np.full(count, -np.inf, np.float32), np.zeros(count, np.int64)
     for start in range(0, len(head.data), _HEAD_ROWS):
         rows = _floats(head, start, start + _HEAD_ROWS)
@@ -114,7 +108,7 @@ def _agreement(source: GgufModel, hidden: NDArray[np.float32], expected: NDArray
         better = value > best
         best[better], token[better] = value[better], winner[better] + start
     agrees = token.reshape(states.shape[:2]) == expected
-    return [float(share) for share in agrees.mean(axis=1)]
+    return list(map(float, agrees.mean(axis=1)))
 
 
 def _normed(source: GgufModel, hidden: NDArray[np.float32], weight: Any, bias: Any) -> NDArray[np.float32]:

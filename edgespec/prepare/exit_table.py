@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from edgespec.costs.curve import CostFunction, assumed_cost
 from edgespec.engine.draft_length import best_draft_length
@@ -62,11 +61,6 @@ class Exit:
             "speed_up": round(self.speed_up, 3),
         }
 
-    @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> Exit:
-        """Create an `Exit` from the result of `to_json`."""
-        return cls(**value)
-
 
 @dataclass(frozen=True, slots=True)
 class ExitTable:
@@ -116,18 +110,13 @@ def exit_table(
     exits = []
     for layer, agreement in sorted(agreements.items()):
         lower_cost = sum(layer_bytes[:layer]) / total
-        exits.append(_exit(layer, agreement, lower_cost, lower_cost + head_bytes / total, v))
+        draft_cost = lower_cost + head_bytes / total
+
+        def cost(length: int, lower_cost: float = lower_cost, draft_cost: float = draft_cost) -> float:
+            # The verify pass reuses the lower layers' results for all tokens except the last drafted one,
+            # which the lower layers have not processed yet.
+            return length * draft_cost + lower_cost + (1 - lower_cost) * v(length + 1)
+
+        length, speed_up = best_draft_length(agreement, cost, _MAX_DRAFT_LENGTH)
+        exits.append(Exit(layer, agreement, draft_cost, length, speed_up))
     return ExitTable(tuple(exits), len(layer_bytes))
-
-
-def _exit(layer: int, agreement: float, lower_cost: float, draft_cost: float, v: CostFunction) -> Exit:
-    """Return the exit at `layer` with its best draft length.
-
-    `lower_cost` is the cost of the layers below the exit. `draft_cost` also includes the output head.
-    """
-    # The verify pass reuses the lower-layer results for all tokens except the last drafted one, which was not
-    # run.
-    length, speed_up = best_draft_length(
-        agreement, lambda k: k * draft_cost + lower_cost + (1 - lower_cost) * v(k + 1), _MAX_DRAFT_LENGTH
-    )
-    return Exit(layer, agreement, draft_cost, length, speed_up)

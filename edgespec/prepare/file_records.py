@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,24 +35,9 @@ class FileRecord:
     sha256: str
     sample: str
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the record as a JSON object."""
-        return {
-            "name": self.name,
-            "size_bytes": self.size_bytes,
-            "sha256": self.sha256,
-            "sample": self.sample,
-        }
-
     @classmethod
     def from_json(cls, value: Any) -> FileRecord:
-        """Create a record from a JSON object.
-
-        Raises:
-            KeyError: A key is missing.
-            TypeError: A value has the wrong type.
-            ValueError: The name is not a plain file name.
-        """
+        """Create a record from a JSON object. Raises KeyError, TypeError or ValueError if it is invalid."""
         name, size = value["name"], value["size_bytes"]
         if not isinstance(name, str) or not isinstance(size, int) or name != os.path.basename(name):
             raise ValueError(f"{name!r} is not a plain file name")
@@ -70,47 +56,34 @@ def hash_files(paths: Sequence[Path], what: str, progress: Progress | None = Non
         ModelFileError: A file cannot be read.
         CancelledError: `progress` returned False.
     """
-    sizes = [_size(path) for path in paths]
-    done, total, records = 0, max(1, sum(sizes)), []
-    for path, size in zip(paths, sizes, strict=True):
-        digest = hashlib.sha256()
-        try:
+    done_bytes, records = 0, []
+    with _reading(paths):
+        sizes = [path.stat().st_size for path in paths]
+        for path, size_bytes in zip(paths, sizes, strict=True):
+            digest = hashlib.sha256()
             with path.open("rb") as file:
                 while chunk := file.read(_CHUNK_BYTES):
                     digest.update(chunk)
-                    done += len(chunk)
-                    if progress and not progress(what, min(1.0, done / total)):
+                    done_bytes += len(chunk)
+                    if progress and not progress(what, min(1.0, done_bytes / sum(sizes))):
                         raise CancelledError(f"{what} was cancelled")
-        except OSError as error:
-            raise _unreadable(path, error) from error
-        records.append(FileRecord(path.name, size, digest.hexdigest(), _sample(path)))
+            records.append(FileRecord(path.name, size_bytes, digest.hexdigest(), sampled_sha256(path)))
     return tuple(records)
 
 
 def matches_record(path: Path, record: FileRecord) -> bool:
-    """Return whether the size and a few blocks of a file match its record.
-
-    Raises:
-        ModelFileError: The file cannot be read.
-    """
-    return _size(path) == record.size_bytes and _sample(path) == record.sample
+    """Return whether the size and a few blocks of a file match its record. Raises ModelFileError."""
+    with _reading([path]):
+        return path.stat().st_size == record.size_bytes and sampled_sha256(path) == record.sample
 
 
-def _sample(path: Path) -> str:
+@contextmanager
+def _reading(paths: Sequence[Path]) -> Iterator[None]:
+    """Raise ModelFileError if a file cannot be read."""
     try:
-        return sampled_sha256(path)
+        yield
     except OSError as error:
-        raise _unreadable(path, error) from error
-
-
-def _size(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except OSError as error:
-        raise _unreadable(path, error) from error
-
-
-def _unreadable(path: Path, error: OSError) -> ModelFileError:
-    return ModelFileError(
-        f"{path} cannot be read: {error.strerror or error}", "check the path and its permissions"
-    )
+        raise ModelFileError(
+            f"{error.filename or paths[0]} cannot be read: {error.strerror or error}",
+            "check the path and its permissions",
+        ) from error

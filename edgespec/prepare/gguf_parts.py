@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from errno import EIO
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import gguf
 
@@ -17,14 +16,12 @@ from edgespec.backends.base import Progress
 from edgespec.backends.llamacpp import layerskip_files
 from edgespec.errors import CancelledError, ModelFileError
 
-__all__ = [
-    "GgufModel",
-    "GgufTensor",
-    "merged_file",
-    "write_metadata_part",
-    "write_model",
-    "write_tensor_part",
-]
+__all__ = ["GgufModel", "Metadata", "Tensors", "merged_file", "split_metadata", "write_gguf"]
+
+Metadata: TypeAlias = dict[str, tuple[Any, Any, Any]]
+"""Maps keys to (value, type, type of its elements)."""
+Tensors: TypeAlias = dict[str, Any]
+"""Maps names to the tensors of `gguf.GGUFReader`, which read their data from the source file when needed."""
 
 _LAYER = re.compile(r"blk\.(\d+)\.(.*)")
 # Keys of arrays that are not per layer, even if their length happens to equal the number of layers.
@@ -33,24 +30,6 @@ _NOT_PER_LAYER = ("dimension_sections", "rope.scaling", "deepstack", "target_lay
 _LAYER_COUNTS = ("block_count", "leading_dense_block_count")
 # Metadata keys to omit, because the writer sets them or they do not apply to a part of a model.
 _OMITTED = ("GGUF.", "split.", "general.architecture", "general.alignment", "edgespec.")
-
-
-@dataclass(frozen=True, slots=True)
-class GgufTensor:
-    """A tensor and its name in the new file. The data is read from the source file when needed."""
-
-    name: str
-    source: Any
-
-    @property
-    def size_bytes(self) -> int:
-        """Size of the tensor data in bytes."""
-        return int(self.source.n_bytes)
-
-    @property
-    def parameters(self) -> int:
-        """Number of weights in the tensor."""
-        return int(self.source.n_elements)
 
 
 class GgufModel:
@@ -71,9 +50,7 @@ class GgufModel:
                 f"{parts[0]} is incomplete or damaged: {error}", "download it again and compare its size"
             ) from error
         self._fields = readers[0].fields
-        self.tensors = [
-            GgufTensor(str(tensor.name), tensor) for reader in readers for tensor in reader.tensors
-        ]
+        self.tensors: Tensors = {str(one.name): one for reader in readers for one in reader.tensors}
         self.header_bytes = sum(int(reader.data_offset) for reader in readers)
         self.architecture = str(self._fields["general.architecture"].contents())
         self.layer_count = int(self.value("block_count", 0))
@@ -83,21 +60,25 @@ class GgufModel:
         field = self._fields.get(f"{self.architecture}.{key}")
         return default if field is None else field.contents()
 
-    def shared(self) -> list[GgufTensor]:
+    def shared(self) -> Tensors:
         """Return the tensors that do not belong to a layer."""
-        return [tensor for tensor in self.tensors if not _LAYER.fullmatch(tensor.name)]
+        return {name: tensor for name, tensor in self.tensors.items() if not _LAYER.fullmatch(name)}
 
-    def layers(self, begin: int, end: int, first: int = 0) -> list[GgufTensor]:
+    def output_head(self) -> Any:
+        """Return the tensor of the output head, which may also be the embedding, or None."""
+        return self.tensors.get("output.weight", self.tensors.get("token_embd.weight"))
+
+    def layers(self, begin: int, end: int, first: int = 0) -> Tensors:
         """Return the tensors of layers [begin, end), with the layers renumbered starting at `first`."""
-        chosen = []
-        for tensor in self.tensors:
-            match = _LAYER.fullmatch(tensor.name)
+        chosen = {}
+        for name, tensor in self.tensors.items():
+            match = _LAYER.fullmatch(name)
             if match and begin <= int(match[1]) < end:
-                chosen.append(GgufTensor(f"blk.{int(match[1]) - begin + first}.{match[2]}", tensor.source))
+                chosen[f"blk.{int(match[1]) - begin + first}.{match[2]}"] = tensor
         return chosen
 
-    def metadata(self, begin: int, end: int) -> dict[str, tuple[Any, Any, Any]]:
-        """Return metadata for layers [begin, end) as a dict that maps keys to (value, type, element type)."""
+    def metadata(self, begin: int, end: int) -> Metadata:
+        """Return the metadata of a model that consists of layers [begin, end)."""
         metadata = {}
         for key, field in self._fields.items():
             if key.startswith(_OMITTED) or not field.types:
@@ -115,8 +96,8 @@ class GgufModel:
             metadata[key] = (value, kind, field.types[-1] if len(field.types) > 1 else None)
         return metadata
 
-    def metadata_with(self, upper: GgufModel) -> dict[str, tuple[Any, Any, Any]]:
-        """Return the `metadata` for a model with these layers followed by the layers of `upper`."""
+    def metadata_with(self, upper: GgufModel) -> Metadata:
+        """Return the metadata of a model with these layers followed by the layers of `upper`."""
         merged = self.metadata(0, self.layer_count)
         for key, (above, kind, element) in upper.metadata(0, upper.layer_count).items():
             below = merged[key][0]
@@ -133,102 +114,67 @@ class GgufModel:
         return has_layer_length and not any(name in key for name in _NOT_PER_LAYER)
 
 
-def write_metadata_part(
-    path: Path,
-    architecture: str,
-    metadata: Mapping[str, tuple[Any, Any, Any]],
-    extra: Mapping[str, int | str],
-    tensor_count: int,
-    part_count: int,
-) -> None:
-    """Write the first part of a model, which contains only metadata.
+def split_metadata(number: int, part_count: int, tensor_count: int) -> Metadata:
+    """Return the metadata that marks a file as part `number` of a split model, counting from 0.
 
-    Args:
-        path: File to write.
-        architecture: Architecture of the model.
-        metadata: Metadata as returned by `GgufModel.metadata`.
-        extra: Additional metadata.
-        tensor_count: Total number of tensors in the other parts.
-        part_count: Number of parts.
+    `tensor_count` is the number of tensors in all parts. Only the first part needs it.
     """
-    writer = gguf.GGUFWriter(path, architecture)
-    _add_metadata(writer, metadata)
-    for key, extra_value in extra.items():
-        if isinstance(extra_value, int):
-            writer.add_uint64(key, extra_value)
-        else:
-            writer.add_string(key, extra_value)
-    _add_part_number(writer, 0, part_count, tensor_count)
-    _write_tensors(writer, (), "", None)
+    return {
+        "split.no": (number, gguf.GGUFValueType.UINT16, None),
+        "split.count": (part_count, gguf.GGUFValueType.UINT16, None),
+        "split.tensors.count": (tensor_count, gguf.GGUFValueType.INT32, None),
+    }
 
 
-def write_tensor_part(
+def write_gguf(
     path: Path,
     architecture: str,
-    tensors: Sequence[GgufTensor],
-    number: int,
-    part_count: int,
-    progress: Progress | None = None,
-) -> None:
-    """Write tensors to part `number` of a model, counting from 1.
-
-    Raises:
-        CancelledError: `progress` returned False.
-    """
-    writer = gguf.GGUFWriter(path, architecture)
-    _add_tensor_infos(writer, tensors)
-    _add_part_number(writer, number, part_count, 0)
-    _write_tensors(writer, tensors, f"writing {path.name.removesuffix('.tmp')}", progress)
-
-
-def write_model(
-    path: Path,
-    architecture: str,
-    metadata: Mapping[str, tuple[Any, Any, Any]],
-    tensors: Sequence[GgufTensor],
+    metadata: Metadata,
+    tensors: Tensors,
     progress: Progress | None = None,
     *,
     header_only: bool = False,
 ) -> None:
-    """Write a model to one file.
+    """Write a GGUF file.
 
     Args:
         path: File to write.
         architecture: Architecture of the model.
-        metadata: Metadata as returned by `GgufModel.metadata`.
-        tensors: All tensors to write.
+        metadata: Metadata of the model, as returned by `GgufModel.metadata`.
+        tensors: Tensors to write, by their names in the new file.
         progress: Reports the fraction of bytes written so far.
         header_only: Write a sparse file with a hole of the same size in place of the tensor data.
 
     Raises:
+        OSError: The file cannot be written.
         CancelledError: `progress` returned False.
     """
+    what = f"writing {path.name.removesuffix('.tmp')}"
+    total_bytes, done_bytes = sum(tensor.n_bytes for tensor in tensors.values()), 0
     writer = gguf.GGUFWriter(path, architecture)
-    _add_metadata(writer, metadata)
-    _add_tensor_infos(writer, tensors)
-    _write_tensors(writer, () if header_only else tensors, f"writing {path.name}", progress)
-    if header_only:
-        ends = sum(tensor.size_bytes + writer.data_alignment for tensor in tensors) + writer.data_alignment
-        os.truncate(path, path.stat().st_size + ends)
-
-
-def _add_metadata(writer: Any, metadata: Mapping[str, tuple[Any, Any, Any]]) -> None:
     for key, (value, kind, element) in metadata.items():
         writer.add_key_value(key, value, kind, sub_type=element)
-
-
-def _add_tensor_infos(writer: Any, tensors: Sequence[GgufTensor]) -> None:
-    for tensor in tensors:
-        data = tensor.source.data
-        writer.add_tensor_info(
-            tensor.name, data.shape, data.dtype, data.nbytes, raw_dtype=tensor.source.tensor_type
-        )
-
-
-def _add_part_number(writer: Any, number: int, part_count: int, tensor_count: int) -> None:
-    writer.add_uint16("split.no", number)
-    writer.add_uint16("split.count", part_count)
-    writer.add_int32("split.tensors.count", tensor_count)
+    for name, tensor in tensors.items():
+        data = tensor.data
+        writer.add_tensor_info(name, data.shape, data.dtype, data.nbytes, raw_dtype=tensor.tensor_type)
+    try:
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_ti_data_to_file()
+        for tensor in () if header_only else tensors.values():
+            writer.write_tensor_data(tensor.data)
+            done_bytes += tensor.n_bytes
+            if progress and not progress(what, done_bytes / total_bytes):
+                raise CancelledError(f"{what} was cancelled")
+    except OSError as error:
+        if error.errno is None:  # NumPy sets no error number if it wrote only part of the data.
+            raise OSError(EIO, "only part of the file could be written") from error
+        raise
+    finally:
+        writer.close()
+    if header_only:
+        padding_bytes = (len(tensors) + 1) * writer.data_alignment
+        os.truncate(path, path.stat().st_size + total_bytes + padding_bytes)
 
 
 @contextmanager
@@ -243,7 +189,7 @@ def merged_file(
         folder: Folder of the split model.
         path: File to write.
         progress: Reports the fraction of bytes written so far.
-        header_only: See `write_model`.
+        header_only: See `write_gguf`.
 
     Raises:
         ModelFileError: The split model cannot be read.
@@ -253,34 +199,10 @@ def merged_file(
     shared = folder / layerskip_files.SHARED
     lower = GgufModel([folder / layerskip_files.LOWER_FIRST, shared, folder / layerskip_files.LOWER])
     upper = GgufModel([folder / layerskip_files.UPPER_FIRST, shared, folder / layerskip_files.UPPER])
-    lower_count, upper_count = lower.layer_count, upper.layer_count
-    tensors = [
-        *lower.shared(),
-        *lower.layers(0, lower_count),
-        *upper.layers(0, upper_count, first=lower_count),
-    ]
+    tensors = lower.tensors | upper.layers(0, upper.layer_count, first=lower.layer_count)
     metadata = lower.metadata_with(upper)
     try:
-        write_model(path, lower.architecture, metadata, tensors, progress, header_only=header_only)
+        write_gguf(path, lower.architecture, metadata, tensors, progress, header_only=header_only)
         yield path
     finally:
         path.unlink(missing_ok=True)
-
-
-def _write_tensors(writer: Any, tensors: Sequence[GgufTensor], what: str, progress: Progress | None) -> None:
-    total, done = sum(tensor.size_bytes for tensor in tensors), 0
-    try:
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.write_ti_data_to_file()
-        for tensor in tensors:
-            writer.write_tensor_data(tensor.source.data)
-            done += tensor.size_bytes
-            if progress and not progress(what, done / total):
-                raise CancelledError(f"{what} was cancelled")
-    except OSError as error:
-        if error.errno is None:  # numpy does not set errno if a write is incomplete
-            raise OSError(EIO, "only part of the file could be written") from error
-        raise
-    finally:
-        writer.close()

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import gguf
 import numpy as np
 from numpy.typing import NDArray
 
@@ -18,16 +21,16 @@ from edgespec.errors import CapabilityError, ModelFileError, OptionError
 from edgespec.prepare.builder import BuildFolder, build, interrupted_settings
 from edgespec.prepare.exit_measurement import measure_exits
 from edgespec.prepare.exit_table import Exit
-from edgespec.prepare.gguf_parts import GgufModel, write_metadata_part, write_tensor_part
+from edgespec.prepare.gguf_parts import GgufModel, Metadata, Tensors, split_metadata, write_gguf
 from edgespec.prepare.store import PreparedModel, check_prepared, find_prepared
 
 __all__ = ["measured_exit", "prepare_layerskip"]
 
-# Sizes used when testing that the split model computes the same logits as the original.
-_TEST_CONTEXT_TOKENS = 256
+# Used to test that the split model computes the same logits as the original.
+_TEST_OPTIONS = LoadOptions(context_tokens=256, gpu_layers=0)
 _TEST_PREFILL_TOKENS, _TEST_PASS_TOKENS, _TEST_STEPS = 40, 8, 8
-# Maximum allowed difference between their logits, in standard deviations of a row. It only allows for
-# rounding errors caused by a different summation order.
+# Maximum difference between the logits of the split model and of the original, in standard deviations of a
+# row. It only allows for rounding errors caused by a different summation order.
 _MAX_DIFFERENCE = 1e-3
 
 
@@ -72,11 +75,14 @@ def prepare_layerskip(
             f"--exit {exit_layer} is not possible: {path.name} has {source.layer_count} layers",
             f"use a layer from 1 to {source.layer_count - 1}, or auto",
         )
-    needed_bytes = sum(tensor.size_bytes for tensor in source.tensors) + 3 * source.header_bytes
+    needed_bytes = sum(one.n_bytes for one in source.tensors.values()) + 3 * source.header_bytes
 
     def write_files(build_folder: BuildFolder) -> Mapping[str, Any]:
         _write_parts(build_folder, source, path, exit_layer, progress)
-        measured = _measure_exit(source, path, exit_layer, progress) if exits is None else exits
+        measured = exits or ()
+        if exits is None:
+            with suppress(CapabilityError):  # The split model also works without measurements.
+                measured = measure_exits(path, source, exit_layer, progress).exits
         return {"layer_count": source.layer_count, "exits": [one.to_json() for one in measured]}
 
     settings = {"exit_layer": exit_layer}
@@ -87,19 +93,17 @@ def prepare_layerskip(
 
 def measured_exit(prepared: PreparedModel) -> Exit | None:
     """Return the measurement for the prepared exit layer, or None if it could not be measured."""
-    exits = map(Exit.from_json, prepared.facts.get("exits", ()))
+    exits = (Exit(**value) for value in prepared.facts.get("exits", ()))
     return next((one for one in exits if one.exit_layer == prepared.settings["exit_layer"]), None)
 
 
 def _find_valid(path: Path) -> PreparedModel | None:
     """Return a valid split model of this file with any exit layer, or None if there is none."""
-    existing = find_prepared("layerskip", path)
-    try:
-        if existing is not None:
+    with suppress(ModelFileError):
+        if existing := find_prepared("layerskip", path):
             check_prepared(existing, path)
-    except ModelFileError:
-        return None
-    return existing
+            return existing
+    return None
 
 
 def _choose_exit(
@@ -108,38 +112,21 @@ def _choose_exit(
     """Return the exit layer with the highest expected speed-up, and all measurements.
 
     If a build was interrupted, return its exit layer without measuring again, so that it can be resumed.
-
-    Raises:
-        CapabilityError: No exit is faster than plain decoding.
     """
     settings = interrupted_settings("layerskip", path)
     if settings is not None:
         return int(settings["exit_layer"]), None
     table = measure_exits(path, source, progress=progress)
-    best = table.best
     if not table.is_faster:
         raise CapabilityError(
             f"{path.name}: {table.verdict}",
-            f"use another method, or --exit {best.exit_layer} to prepare it anyway",
+            f"use another method, or --exit {table.best.exit_layer} to prepare it anyway",
         )
-    return best.exit_layer, table.exits
-
-
-def _measure_exit(
-    source: GgufModel, path: Path, exit_layer: int, progress: Progress | None
-) -> tuple[Exit, ...]:
-    try:
-        return measure_exits(path, source, exit_layer, progress).exits
-    except CapabilityError:
-        return ()  # measurements are optional, because the split model works without them
+    return table.best.exit_layer, table.exits
 
 
 def _check_source(source: GgufModel, path: Path) -> None:
-    """Check that the model can be split into two parts.
-
-    Raises:
-        CapabilityError: The model cannot be split.
-    """
+    """Raise CapabilityError if the model cannot be split into two parts."""
     reason = ""
     if source.layer_count < 2:
         reason = f"it has {source.layer_count} layer"
@@ -155,47 +142,35 @@ def _write_parts(
     build_folder: BuildFolder, source: GgufModel, path: Path, exit_layer: int, progress: Progress | None
 ) -> None:
     expected, description = _original_logits(path, progress)
-    shared = source.shared()
-    count, architecture = source.layer_count, source.architecture
-    extra: dict[str, int | str] = {
-        layerskip_files.SHARED_BYTES_KEY: sum(tensor.size_bytes for tensor in shared),
-        layerskip_files.PARAMETERS_KEY: sum(tensor.parameters for tensor in source.tensors),
-        layerskip_files.DESCRIPTION_KEY: description,
+    shared, count = source.shared(), source.layer_count
+    lower, upper = source.layers(0, exit_layer), source.layers(exit_layer, count)
+    integer, string = gguf.GGUFValueType.UINT64, gguf.GGUFValueType.STRING
+    parameters = sum(int(tensor.n_elements) for tensor in source.tensors.values())
+    extra: Metadata = {
+        layerskip_files.SHARED_BYTES_KEY: (sum(one.n_bytes for one in shared.values()), integer, None),
+        layerskip_files.PARAMETERS_KEY: (parameters, integer, None),
+        layerskip_files.DESCRIPTION_KEY: (description, string, None),
     }
-    for name, tensors, number in (
-        (layerskip_files.SHARED, shared, 1),
-        (layerskip_files.LOWER, source.layers(0, exit_layer), 2),
-        (layerskip_files.UPPER, source.layers(exit_layer, count), 2),
+    parts: list[tuple[str, Metadata, Tensors]] = [
+        (layerskip_files.SHARED, split_metadata(1, 3, 0), shared),
+        (layerskip_files.LOWER, split_metadata(2, 3, 0), lower),
+        (layerskip_files.UPPER, split_metadata(2, 3, 0), upper),
+    ]
+    for name, begin, end, tensors in (
+        (layerskip_files.LOWER_FIRST, 0, exit_layer, lower),
+        (layerskip_files.UPPER_FIRST, exit_layer, count, upper),
     ):
-        build_folder.file(
-            name,
-            lambda file, tensors=tensors, number=number: write_tensor_part(  # type: ignore[misc]
-                file, architecture, tensors, number, 3, progress
-            ),
-            progress,
-        )
-    for name, begin, end in (
-        (layerskip_files.LOWER_FIRST, 0, exit_layer),
-        (layerskip_files.UPPER_FIRST, exit_layer, count),
-    ):
-        tensor_count = len(shared) + len(source.layers(begin, end))
-        metadata = source.metadata(begin, end)
-        build_folder.file(
-            name,
-            lambda file, metadata=metadata, tensor_count=tensor_count: write_metadata_part(  # type: ignore[misc]
-                file, architecture, metadata, extra, tensor_count, 3
-            ),
-        )
+        split = split_metadata(0, 3, len(shared) + len(tensors))
+        parts.append((name, source.metadata(begin, end) | extra | split, {}))
+    write = partial(write_gguf, architecture=source.architecture, progress=progress)
+    for name, metadata, tensors in parts:
+        build_folder.file(name, partial(write, metadata=metadata, tensors=tensors))
     _test_split_model(build_folder.folder, path, expected, progress)
-
-
-def _options() -> LoadOptions:
-    return LoadOptions(context_tokens=_TEST_CONTEXT_TOKENS, gpu_layers=0)
 
 
 def _original_logits(path: Path, progress: Progress | None) -> tuple[NDArray[np.float32], str]:
     """Return the original model's logits for the test tokens, and the model's description."""
-    model = load(str(path), path.name, _options(), progress)
+    model = load(str(path), path.name, _TEST_OPTIONS, progress)
     try:
         capabilities = model.facts.capabilities
         if not (capabilities.rollback and capabilities.tree):
@@ -211,13 +186,9 @@ def _original_logits(path: Path, progress: Progress | None) -> tuple[NDArray[np.
 def _test_split_model(
     folder: Path, path: Path, expected: NDArray[np.float32], progress: Progress | None
 ) -> None:
-    """Check that the split model computes the same logits as the original model.
-
-    Raises:
-        CapabilityError: The logits differ, or the split model cannot be loaded.
-    """
+    """Raise CapabilityError if the split model cannot be loaded, or if its logits are not as expected."""
     try:
-        model = load_layerskip(str(folder), path.name, _options(), progress)
+        model = load_layerskip(str(folder), path.name, _TEST_OPTIONS, progress)
     except ModelFileError as error:
         raise CapabilityError(f"{path.name} cannot be run as a split model: {error.what}") from error
     try:
@@ -237,11 +208,8 @@ def _test_split_model(
 def _test_logits(model: LanguageModel) -> NDArray[np.float32]:
     """Return logits from one wide pass and several single steps after a prefill, float32 [rows, vocab]."""
     size = model.facts.vocab_size
-    tokens = (
-        np.random.default_rng(0)
-        .integers(0, size, _TEST_PREFILL_TOKENS + _TEST_PASS_TOKENS + _TEST_STEPS)
-        .tolist()
-    )
+    count = _TEST_PREFILL_TOKENS + _TEST_PASS_TOKENS + _TEST_STEPS
+    tokens = np.random.default_rng(0).integers(0, size, count).tolist()
     all_tokens = np.arange(size)
     model.prefill(tokens[:_TEST_PREFILL_TOKENS])
     drafted = tokens[_TEST_PREFILL_TOKENS : _TEST_PREFILL_TOKENS + _TEST_PASS_TOKENS]

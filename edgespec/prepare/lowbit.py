@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
@@ -94,25 +94,18 @@ def prepare_lowbit(
             with _single_file(build_folder.source, build_folder.folder, progress) as single_file:
                 quantise(single_file, path, type_name, progress)
 
-        build_folder.file(_COPY, write_copy, progress)
+        build_folder.file(_COPY, write_copy)
         return facts
 
     # The copy's header is as large as the source's header.
     header_bytes = max(0, source_bytes - size.source_bytes) + _HEADER_BYTES
-    merged_bytes = source_bytes if path.is_dir() else 0
-    return build(
-        "lowbit",
-        path,
-        {"type": type_name},
-        write_files,
-        needed_bytes=size.copy_bytes + header_bytes + merged_bytes,
-        to=to,
-        progress=progress,
-    )
+    needed_bytes = size.copy_bytes + header_bytes + (source_bytes if path.is_dir() else 0)
+    settings = {"type": type_name}
+    return build("lowbit", path, settings, write_files, needed_bytes=needed_bytes, to=to, progress=progress)
 
 
 def _size(path: Path, type_name: str) -> QuantisedSize:
-    """Return the size of a copy, or raise an error if no copy can be made. See `prepare_lowbit`."""
+    """Return the size of a copy. Raises the errors of `prepare_lowbit` if the type is unsuitable."""
     from edgespec.backends.llamacpp.quantise import importance_matrix_error, quantised_size
 
     try:
@@ -147,12 +140,10 @@ def _single_file(
 
 
 def _is_valid(prepared: PreparedModel, source: Path) -> bool:
-    """Return whether the copy is intact and its source model has not changed."""
-    try:
+    with suppress(ModelFileError):
         check_lowbit(prepared, source)
-    except ModelFileError:
-        return False
-    return True
+        return True
+    return False
 
 
 def find_lowbit(path: Path, type_name: str | None = None) -> PreparedModel | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -89,35 +89,27 @@ def find_prepared(
         settings: Build settings to match. If None, any settings match.
     """
     source = absolute_path(source)
-    found = []
-    for entry in _entries(kind):
-        with suppress(ModelFileError, OSError):
-            prepared = read_prepared(_resolve(entry))
-            if prepared.source == source and settings in (None, dict(prepared.settings)):
-                found.append((entry.stat().st_mtime_ns, prepared.folder, prepared))
+    found = [
+        (changed_ns, prepared.folder, prepared)
+        for prepared, changed_ns in _prepared(kind)
+        if prepared.source == source and settings in (None, dict(prepared.settings))
+    ]
     return max(found)[2] if found else None
 
 
 def list_prepared() -> list[PreparedModel]:
     """Return all prepared models that have a readable manifest, sorted by kind and folder."""
-    found = []
-    for kind in _KINDS:
-        for entry in sorted(_entries(kind)):
-            with suppress(ModelFileError, OSError):
-                found.append(read_prepared(_resolve(entry)))
-    return found
+    return [prepared for kind in _KINDS for prepared, _ in _prepared(kind)]
 
 
-def _entries(kind: PreparedKind) -> list[Path]:
-    """Return all folders of a kind in the store, and the files that point to registered folders elsewhere."""
-    try:
-        return [entry for entry in (store_folder() / kind).iterdir() if entry.suffix in ("", ".elsewhere")]
-    except OSError:
-        return []
-
-
-def _resolve(entry: Path) -> Path:
-    return Path(os.fsdecode(entry.read_bytes())) if entry.suffix == ".elsewhere" else entry
+def _prepared(kind: PreparedKind) -> Iterator[tuple[PreparedModel, int]]:
+    """Yield the prepared models of a kind and the modification times of their entries in the store."""
+    for entry in sorted((store_folder() / kind).glob("*")):
+        with suppress(ModelFileError, OSError):
+            if entry.suffix == ".elsewhere":  # The file contains the path of a folder outside the store.
+                yield read_prepared(Path(os.fsdecode(entry.read_bytes()))), entry.stat().st_mtime_ns
+            elif not entry.suffix:
+                yield read_prepared(entry), entry.stat().st_mtime_ns
 
 
 def read_prepared(folder: Path) -> PreparedModel:

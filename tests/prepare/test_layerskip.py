@@ -22,7 +22,7 @@ from edgespec.backends.llamacpp.layerskip_files import LOWER, LOWER_FIRST, SHARE
 from edgespec.catalog import resolve
 from edgespec.errors import CancelledError, CapabilityError, ModelFileError, ModelNotFoundError, OptionError
 from edgespec.prepare.exit_measurement import measure_exits
-from edgespec.prepare.gguf_parts import GgufModel, write_metadata_part, write_tensor_part
+from edgespec.prepare.gguf_parts import GgufModel, split_metadata, write_gguf
 from edgespec.prepare.layerskip import prepare_layerskip
 from edgespec.prepare.store import check_prepared, find_prepared, store_folder
 from tests.backends.tiny_models import write_gemma2, write_gemma3, write_jamba, write_llama, write_mamba
@@ -102,7 +102,9 @@ class TestParts:
         for exit_layer in (1, 2, 3):
             halves = []
             for name, begin, end in (("lower", 0, exit_layer), ("upper", exit_layer, 4)):
-                write_metadata_part(tmp_path / name, "llama", source.metadata(begin, end), {}, 0, 1)
+                write_gguf(
+                    tmp_path / name, "llama", source.metadata(begin, end) | split_metadata(0, 1, 0), {}
+                )
                 halves.append(GgufModel([tmp_path / name]))
             whole = halves[0].metadata_with(halves[1])
             assert whole == source.metadata(0, 4)
@@ -257,12 +259,7 @@ def test_exits_of_a_trained_model_agree(demo_target: Path) -> None:
 def _split(path: Path, parts: list[Path]) -> None:
     """Write a model in several parts, as the split tool of llama.cpp does."""
     source = GgufModel([path])
-    write_metadata_part(
-        parts[0],
-        source.architecture,
-        source.metadata(0, source.layer_count),
-        {},
-        len(source.tensors),
-        len(parts),
-    )
-    write_tensor_part(parts[1], source.architecture, source.tensors, 1, len(parts))
+    count, metadata = len(parts), source.metadata(0, source.layer_count)
+    first = metadata | split_metadata(0, count, len(source.tensors))
+    write_gguf(parts[0], source.architecture, first, {})
+    write_gguf(parts[1], source.architecture, split_metadata(1, count, 0), source.tensors)

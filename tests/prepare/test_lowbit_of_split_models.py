@@ -52,8 +52,8 @@ def contents(path: Path) -> tuple[dict[str, object], dict[str, tuple[object, byt
     model = GgufModel([path])
     said = {key: field.contents() for key, field in model._fields.items() if not key.startswith("GGUF.")}
     return said, {
-        tensor.name: (tensor.source.tensor_type, np.asarray(tensor.source.data).tobytes())
-        for tensor in model.tensors
+        name: (tensor.tensor_type, np.asarray(tensor.data).tobytes())
+        for name, tensor in model.tensors.items()
     }
 
 
@@ -143,7 +143,7 @@ def test_a_damaged_split_model_is_an_error(source: Path, split_model: PreparedMo
 
 
 def test_unsuitable_types_are_errors(demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(builder, "_build", None)
+    monkeypatch.setattr(builder, "BuildFolder", None)
     with pytest.raises(OptionError, match=r"a Q8_0 copy would take 12,278,824 bytes"):
         prepare_lowbit(demo, "Q8_0")
     with pytest.raises(CapabilityError, match="needs an importance matrix"):
