@@ -22,6 +22,7 @@ __all__ = ["command"]
 
 _LEGEND = """\
 TOKENS        tokens that the model checks in one pass
+MS            duration of that pass in milliseconds
 COST          duration of that pass, divided by the time for one token
 LIMIT         speed-up if every drafted token were accepted and drafting took no time
 BREAK-EVEN    share of drafted tokens that must be accepted before such a pass saves time

@@ -82,7 +82,10 @@ class AdaptiveTreeGrowth(TreeGrowth):
         self._round = _Round(draft_length, self.draft_pass_cost, costs, self._clock(), self._is_forced)
         self._is_forced = False
         levels, _, _ = self._best_addition(np.ones(1), width=0, expected_tokens=0.0)
-        return levels > 0 or self._round.is_forced
+        if levels or self._round.is_forced:
+            return True
+        self._acceptance.decay()
+        return False
 
     def force_draft(self) -> None:
         self._is_forced = True
@@ -145,9 +148,6 @@ class AdaptiveTreeGrowth(TreeGrowth):
 
     def record_outcome(self, probs: NDArray[np.float64], accepted: int | None) -> None:
         self._acceptance.record(probs[: self.siblings], accepted)
-
-    def record_skipped_round(self) -> None:
-        self._acceptance.decay()
 
     def saved_statistics(self) -> dict[str, NDArray[Any]]:
         return {**self._acceptance.saved_statistics(), "pass": self._draft_pass_seconds.saved()}

@@ -122,7 +122,6 @@ class ModelDrafter(BudgetedDrafter):
         if cache.lag_tokens > min(2, max_width):
             return TokenTree.chain(last)
         if not self._growth.begin_round(draft_length):
-            self._growth.record_skipped_round()
             return TokenTree.chain(last)
         # If the whole previous draft was accepted, the token before the root is not cached yet. Run it
         # together with the root.

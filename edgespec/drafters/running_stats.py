@@ -38,7 +38,7 @@ class RunningMean:
     def restore(self, saved: NDArray[np.float64]) -> None:
         """Restore the array returned by `saved`. Raises ValueError if it is invalid."""
         if saved.shape != (2,) or not np.isfinite(saved).all() or saved[1] < 0.0:
-            raise ValueError(f"expected a finite mean and a count, but got {saved}")
+            raise ValueError(f"saved mean must consist of a finite mean and a count, but is {saved}")
         value, count = map(float, saved)
         self.value, self.count = value, min(int(count), _MAX_RESTORED_COUNT)
 
@@ -83,7 +83,9 @@ class AcceptanceCounts:
         """Restore the array returned by `saved`. Raises ValueError if it is invalid."""
         expected = (4, *self.accepted.shape)
         if saved.shape != expected or not np.isfinite(saved).all() or (saved < 0.0).any():
-            raise ValueError(f"expected finite counts of shape {expected}, but got shape {saved.shape}")
+            raise ValueError(
+                f"expected finite acceptance counts of shape {expected}, but got shape {saved.shape}"
+            )
         if (saved[0] > saved[1] + 1e-6).any() or (saved[2] > saved[3] + 1e-6).any():
             raise ValueError("saved acceptance counts contain more accepted than drafted tokens")
         self.accepted, self.drafted, self._long_accepted, self._long_drafted = saved.astype(np.float64)

@@ -37,7 +37,7 @@ class TreeGrowth(ABC):
 
     Each draft-and-verify round calls `begin_round`, `grow_level` after each draft model pass, `finish_draft`,
     `record_verify_pass`, and `record_outcome` for each node whose next token is known. If `begin_round`
-    returns False, only `record_skipped_round` is called.
+    returns False, drafting is skipped and none of the others is called.
 
     Attributes:
         drafts_chains: Whether all trees are chains.
@@ -79,9 +79,6 @@ class TreeGrowth(ABC):
             probs: The draft model's highest probabilities after the node, float64, in descending order.
             accepted: Index of the accepted child, or None if the target chose another token.
         """
-
-    def record_skipped_round(self) -> None:  # noqa: B027
-        """Record that drafting was skipped in this round."""
 
     def saved_statistics(self) -> dict[str, NDArray[Any]]:
         """Return acceptance and cost statistics as named arrays to save for a later run."""

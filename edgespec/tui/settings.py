@@ -56,10 +56,7 @@ def parse(name: str, text: str) -> Setting:
     if name == "stop":
         return _stops(text)
     kind = REPLY_OPTIONS[name].kind
-    try:
-        value: Setting = kind.check(name, kind.parse(text.lower().replace(" ", "")))
-    except OptionError as error:
-        raise OptionError(f"Cannot set {name} to {text[:40]!r}", error.next_step) from None
+    value: Setting = kind.check(name, kind.parse(text.lower().replace(" ", "")))
     return value
 
 

@@ -175,10 +175,9 @@ def _plan_rows(plan: MemoryPlan | None) -> list[tuple[str, str]]:
 
 
 def sentences(*texts: str) -> str:
-    """Join texts such as the two parts of an error message into sentences."""
-    return " ".join(
-        text[:1].upper() + text[1:] + ("" if text[-1] in ".?!" else ".") for text in texts if text
-    )
+    """Join texts, such as the parts of an error message, as sentences. Setting names stay lower-case."""
+    starts = [text if text.split()[0] in SETTINGS else text[:1].upper() + text[1:] for text in texts if text]
+    return " ".join(text if text[-1] in ".?!" else f"{text}." for text in starts)
 
 
 def error_text(error: Exception) -> tuple[str, str]:

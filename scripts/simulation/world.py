@@ -185,7 +185,6 @@ class _Model(BudgetedDrafter):
         self._drafted = []
         root = self._world.token_before(self._length)
         if not self._growth.begin_round(draft_length):
-            self._growth.record_skipped_round()
             return TokenTree.chain(root)
         value = 1.0
         for at in range(self._length, min(self._length + draft_length, self._world.end)):

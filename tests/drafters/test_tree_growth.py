@@ -84,7 +84,7 @@ class TestShape:
         growth = taught(grown(), None)
         assert draft(growth).drafted == 0
         for _ in range(1000):
-            growth.record_skipped_round()
+            growth.begin_round(8)
         assert draft(growth).drafted > 0
 
     def test_width_follows_the_cost_of_rows(self) -> None:

@@ -83,5 +83,5 @@ class _SettingValidator(Validator):
             if value.strip():
                 parse(self._name, value)
         except OptionError as error:
-            return self.failure(sentences(error.next_step))
+            return self.failure(sentences(error.what, error.next_step))
         return self.success()
