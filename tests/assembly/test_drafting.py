@@ -234,7 +234,7 @@ class TestTexts:
         with edgespec.load("demo", "none", context=512, corpus=str(tmp_path)) as runtime:
             (found,) = same_as_plain(runtime, ["suffix"], temperature=0.0)
         assert found.stats.target_passes < without.stats.target_passes
-        assert "indexed tokens of files" in found.method.note
+        assert "tokens of files" in found.method.note
 
     def test_a_missing_corpus_is_rejected(self, tmp_path: Path) -> None:
         with pytest.raises(OptionError, match="missing"):

@@ -68,7 +68,7 @@ def test_a_context_larger_than_memory(run: Run) -> None:
 
 def test_a_prompt_longer_than_the_context(run: Run) -> None:
     error = one_line_error(run("generate", "-", input="word " * 5000), 1)
-    assert "the context holds 1024" in error
+    assert "the context has only 1024" in error
     assert "use --context" in error
 
 
@@ -109,7 +109,7 @@ def test_a_draft_with_another_vocabulary(run: Run, tmp_path: Path) -> None:
     result = run("generate", "--draft", str(other), "hello", "-n", "8", "--draft-branches", "2")
     assert result.exit_code == 0, result.output
     with edgespec.load("demo", str(other), threads=1) as runtime:
-        assert "of demo's tokens, under other ids, and drafts only those" in runtime.target.notice
+        assert "tokens, under other ids, and drafts only those" in runtime.target.notice
         plain = runtime.generate("hello", method="none", max_tokens=8, temperature=0.0)
         assert runtime.generate("hello", method="model", max_tokens=8, temperature=0.0).tokens == plain.tokens
 

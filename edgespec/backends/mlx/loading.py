@@ -28,7 +28,7 @@ from edgespec.backends.mlx.model_skeleton import (
     read_skeleton,
     translate_load_errors,
 )
-from edgespec.backends.mlx_files import read_json_object
+from edgespec.backends.mlx_files import missing_files, read_json_object
 from edgespec.errors import CancelledError, ModelFileError, OptionError
 from edgespec.heap import unmap_freed_buffers
 
@@ -209,6 +209,8 @@ def load_model(path: str, name: str, options: LoadOptions, progress: Progress | 
 
     report(0.0)
     skeleton = read_skeleton(path, name, options)
+    if missing := missing_files(Path(path)):
+        raise ModelFileError(f"{path} has no {', '.join(missing[:3])}", "download the model again")
     with translate_load_errors(path), contextlib.redirect_stdout(sys.stderr):
         tokenizer = _load_tokenizer(Path(path), skeleton.config)
     with translate_load_errors(path):
