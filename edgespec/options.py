@@ -54,11 +54,7 @@ SETTINGS: Mapping[str, Option] = MappingProxyType(
         for options in (
             MODEL_OPTIONS,
             LOAD_OPTIONS,
-            {
-                "system": Option(
-                    Text(), "reply", "System prompt with instructions for the model.", common=True
-                )
-            },
+            {"system": Option(Text(), "reply", "System prompt for the model.", common=True)},
             REPLY_OPTIONS,
         )
         for name, option in options.items()
@@ -116,8 +112,8 @@ def unread_options(methods: Iterable[str]) -> list[str]:
 
 _PAGE = """# Options
 
-An option such as `--draft-window` on the command line is written `draft_window` in Python and in the settings
-file. As an environment variable, it is `EDGESPEC_DRAFT_WINDOW`.
+Options are written with dashes on the command line (`--draft-window`), and with underscores in Python and in the
+settings file (`draft_window`). For environment variables, put `EDGESPEC_` before the name in capitals.
 
 ## Loading a model
 
