@@ -112,8 +112,8 @@ def unread_options(methods: Iterable[str]) -> list[str]:
 
 _PAGE = """# Options
 
-Options are written with dashes on the command line (`--draft-window`), and with underscores in Python and in the
-settings file (`draft_window`). For environment variables, put `EDGESPEC_` before the name in capitals.
+Options are written with dashes on the command line (`--draft-window`), and with underscores in Python and
+in the settings file (`draft_window`). For environment variables, put `EDGESPEC_` before the name in capitals.
 
 ## Loading a model
 
