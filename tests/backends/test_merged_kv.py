@@ -137,9 +137,9 @@ class TestInvalidBytes:
             (16, 9, "the two splits contain different cells"),
             (20, 2, "a cell belongs to several sequences"),
             (52, 2, "the cells have an unknown layout"),
-            (52, 1, "the data ends too early"),
-            (56, 7, "the data ends too early"),
-            (64, 1, "the data ends too early"),
+            (52, 1, "the data is truncated"),
+            (56, 7, "the data is truncated"),
+            (64, 1, "the data is truncated"),
         ],
     )
     def test_an_unknown_layout_is_refused(
