@@ -164,7 +164,7 @@ class _Checks:
         return problem or self._differs("keeping one path of a tree", self._chain(5), [5])
 
     def hooks(self) -> str:
-        """Check that each layer's output is the next one's input, and that hooks leave the logits unchanged."""
+        """Check that each layer's output is the next one's input, and that hooks do not affect the logits."""
         hooks = self._model.hidden_state_hooks()
         with hooks.on(range(hooks.count)):
             logits = self._chain(0)
