@@ -214,7 +214,7 @@ class _DrafterFactory:
         return self._model_drafter(view, "layerskip")
 
     def _missing_self_draft(self, self_draft: SelfDraft) -> MissingDrafter:
-        """Return a placeholder with the backend's reason why the target cannot self-draft with this method."""
+        """Return a placeholder with the backend's reason why the target cannot self-draft this way."""
         why, hint = f"{self._model.facts.name} cannot draft for itself", ""
         try:
             self._model.self_draft(self_draft).close()
