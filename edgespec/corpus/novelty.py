@@ -1,7 +1,7 @@
 """Find the parts of a token sequence that have not been seen before.
 
 A prompt repeats the chat so far, and often also begins like another chat. Storing only new parts saves disk
-space. As in rsync, the known sequences are hashed in windows of a fixed length. Only every few windows are
+space. As in rsync, the known sequences are hashed in windows of a fixed length. Only one window in eight is
 stored, but every window of a new sequence is looked up.
 """
 

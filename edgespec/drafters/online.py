@@ -30,8 +30,9 @@ from edgespec.saved_arrays import SavedArrays
 
 __all__ = ["OnlineDrafter", "OnlineTrainer"]
 
-# All limits below are heuristics. Number of the target's most probable tokens to record for each rejected
-# draft token.
+# All limits below are heuristics.
+
+# Number of the target's most probable tokens to record for each rejected draft token.
 TARGET_TOKENS = 16
 # Number of tokens per training example. The first `_CONTEXT_TOKENS` of them only provide context.
 EXAMPLE_TOKENS = 96
@@ -238,7 +239,7 @@ class OnlineTrainer:
 
     @property
     def evaluation(self) -> tuple[int, int, int]:
-        """Recent tokens that the original weights and the adapter predicted correctly, and in total."""
+        """Recent tokens predicted correctly by the original weights and by the adapter, and their total."""
         original_hits, adapted_hits, tokens = np.sum([(0, 0, 0), *self._evaluations], axis=0).tolist()
         return original_hits, adapted_hits, tokens
 

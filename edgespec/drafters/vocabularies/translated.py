@@ -140,7 +140,7 @@ class TranslatedModel(WrappedModel):
 
 
 class TranslatedLogits:
-    """The draft model's logits, indexed by target ids. Other tokens have probability 0.
+    """The draft model's logits, indexed by target ids. Tokens that are not shared have probability 0.
 
     Args:
         logits: The draft model's logits.
