@@ -48,8 +48,7 @@ class StringArray:
     """
 
     def __init__(self, data: bytes, begins: array[int]) -> None:
-        # The offset of each string in `data`, then where the next string would begin, after its length
-        # prefix.
+        # Offset of each string in `data`. The last entry is where one more string would begin.
         self._data, self._begins = data, begins
 
     def __len__(self) -> int:

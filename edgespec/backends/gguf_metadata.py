@@ -119,7 +119,7 @@ def tensor_bytes(file: Path, header: GgufHeader) -> list[tuple[str, int]]:
     sizes = [(tensor.name, end - tensor.offset_bytes) for tensor, end in zip(ordered, ends, strict=False)]
     if any(size_bytes <= 0 for _, size_bytes in sizes):
         raise ModelFileError(
-            f"{file} is truncated: its tensors need more than its {file_bytes:,} bytes", "download it again"
+            f"{file} is truncated: its tensors extend beyond its {file_bytes:,} bytes", "download it again"
         )
     return sizes
 

@@ -160,7 +160,7 @@ class ReplayModel(BaseModel):
         return pending
 
     def _grow_round(self) -> None:
-        """Commit the inner round so that the tree can grow. Save a checkpoint unless there is a later one."""
+        """Commit the inner round to let the tree grow. Save a checkpoint unless a later one exists."""
         begun_at = self._inner.length
         self._commit_inner(self._open)
         if not self._checkpoints or self._checkpoints[-1].length < begun_at:

@@ -1,8 +1,8 @@
 """Build prepared models. Only one process builds a model at a time.
 
 Files are written to a folder with the suffix `.partial`, which is renamed when the build is complete. A
-folder without the suffix is therefore always complete. A journal lists the finished files, so that an
-interrupted build can be resumed.
+folder without the suffix is therefore always complete. A journal of finished files allows an interrupted
+build to be resumed.
 """
 
 from __future__ import annotations
@@ -216,7 +216,7 @@ def build(
                 build_folder = BuildFolder(kind, folder, source, settings, progress)
                 prepared = build_folder.build(write_files, needed_bytes)
             if to is not None:
-                # Register a folder outside the store, so that `find_prepared` can find it.
+                # Register a folder outside the store, for `find_prepared` to find it.
                 entry.parent.mkdir(parents=True, exist_ok=True)
                 with replace_when_written(entry.with_name(f"{entry.name}.elsewhere")) as temporary:
                     temporary.write_bytes(os.fsencode(folder))
@@ -289,7 +289,7 @@ def _existing(
 
 
 def _delete(folder: Path) -> None:
-    """Delete a prepared folder. Delete the manifest last, so that interrupted deletions are detectable."""
+    """Delete a prepared folder. Delete the manifest last to make interrupted deletions detectable."""
     for path in folder.iterdir():
         if path.name != MANIFEST:
             shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
@@ -321,7 +321,7 @@ def _is_unchanged(
 
 @contextmanager
 def _exclusive(folder: Path, progress: Progress | None) -> Iterator[None]:
-    """Hold a lock on a folder, so that only one process builds it."""
+    """Lock a folder to keep other processes from building it."""
     from filelock import FileLock, Timeout
 
     lock = FileLock(folder.with_name(f".{folder.name}.lock"))

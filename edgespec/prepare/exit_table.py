@@ -48,7 +48,9 @@ class Exit:
         """Reason why this exit is not faster, phrased to follow the model's name; empty if it is faster."""
         if self.is_faster:
             return ""
-        reason = "gains nothing from" if self.agreement >= _MIN_TRAINED_AGREEMENT else "was not trained for"
+        reason = (
+            "does not benefit from" if self.agreement >= _MIN_TRAINED_AGREEMENT else "was not trained for"
+        )
         return f"{reason} early exit, so it would not be faster here"
 
     def to_json(self) -> dict[str, float]:

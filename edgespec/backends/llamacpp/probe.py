@@ -28,8 +28,8 @@ class ProbeResult:
     Attributes:
         capabilities: The capabilities of the model when it is not wrapped in a `ReplayModel`.
         rollback: A description of how the cache is rolled back.
-        replays: Whether checkpoints are restored exactly, so that a `ReplayModel` can verify chains.
-        undo_tokens: The number of tokens at the end of a pass that can be rolled back without a checkpoint.
+        replays: Whether checkpoints are restored exactly, which lets a `ReplayModel` verify chains.
+        undo_tokens: The number of tokens that can be rolled back at the end of a pass without a checkpoint.
     """
 
     capabilities: Capabilities
