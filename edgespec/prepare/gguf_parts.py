@@ -167,8 +167,8 @@ def write_gguf(
             if progress and not progress(what, done_bytes / total_bytes):
                 raise CancelledError(f"{what} was cancelled")
     except OSError as error:
-        if error.errno is None:  # NumPy sets no error number if it wrote only part of the data.
-            raise OSError(EIO, "only part of the file could be written") from error
+        if error.errno is None:  # NumPy does not set an error number after a partial write.
+            raise OSError(EIO, "only part of the file was written") from error
         raise
     finally:
         writer.close()

@@ -50,8 +50,8 @@ __all__ = ["WINDOW_EXTRA_TOKENS", "LowBitView", "check_can_share_cache", "load_l
 _DRAFT_TOKENS = 64
 # The attention window advances in steps of this many tokens, so that cells are rarely copied.
 _WINDOW_STEP_TOKENS = 64
-# The number of cells that a context needs in addition to the attention window and the sinks, which are the
-# first tokens of the text.
+# Number of cells that a context needs in addition to the attention window and the attention sinks (the first
+# tokens of the text).
 WINDOW_EXTRA_TOKENS = _WINDOW_STEP_TOKENS + _DRAFT_TOKENS
 # A window size that is larger than any context.
 _ALL_TOKENS = 1 << 62
@@ -143,7 +143,7 @@ def _identity(weights: Sequence[Any]) -> dict[str, str]:
 
 
 def _plan(target: GgufModel, weights: Any, method: LowBit, options: LoadOptions) -> ContextPlan:
-    """Plan the copy's context: as large as the target's, or smaller if there is an attention window."""
+    """Plan the low-bit copy's context: the size of the target's, or of the attention window if smaller."""
     tokens = target.max_plan.tokens
     if method.window_tokens is not None:
         windowed = method.sink_tokens + method.window_tokens + WINDOW_EXTRA_TOKENS
@@ -304,7 +304,7 @@ class LowBitView(SelfDraftView["GgufModel"]):
         """Append copies of the target's cells at positions [start, end)."""
         for begin in range(start, end, _COPY_CHUNK_TOKENS):
             if self._context.interrupt.requested:
-                raise CancelledError("cancelled")
+                raise CancelledError("the pass was cancelled")
             stop = min(begin + _COPY_CHUNK_TOKENS, end)
             if not self._context.import_cells(self._target.export_cells(begin, stop), begin, stop):
                 raise BackendError(
