@@ -11,17 +11,17 @@ from edgespec.errors import OptionError
 
 __all__ = ["SamplingParams"]
 
-# The smallest and largest allowed value of each number, and advice for the error message. Integers mark
-# settings that must be whole numbers.
+# The smallest and largest allowed value of each number, and a hint for the error message. Integer limits mark
+# settings that must be integers.
 _RANGES = {
-    "temperature": (0.0, 100.0, "0 is greedy, 0.8 is lively"),
-    "top_k": (0, 1_000_000, "0 switches it off"),
-    "top_p": (0.0, 1.0, "1 switches it off"),
-    "min_p": (0.0, 1.0, "0 switches it off"),
-    "typical_p": (0.0, 1.0, "1 switches it off"),
-    "repetition_penalty": (0.01, 100.0, "1 switches it off"),
-    "presence_penalty": (-100.0, 100.0, "0 switches it off"),
-    "frequency_penalty": (-100.0, 100.0, "0 switches it off"),
+    "temperature": (0.0, 100.0, "0 is greedy, higher is more random"),
+    "top_k": (0, 1_000_000, "0 disables it"),
+    "top_p": (0.0, 1.0, "1 disables it"),
+    "min_p": (0.0, 1.0, "0 disables it"),
+    "typical_p": (0.0, 1.0, "1 disables it"),
+    "repetition_penalty": (0.01, 100.0, "1 disables it"),
+    "presence_penalty": (-100.0, 100.0, "0 disables it"),
+    "frequency_penalty": (-100.0, 100.0, "0 disables it"),
     "penalty_window": (-1, 1_000_000, "-1 is the whole context"),
 }
 
@@ -35,12 +35,13 @@ class SamplingParams:
         top_k: Keep this many of the most likely tokens. 0 disables the filter.
         top_p: Keep the most likely tokens whose probabilities add up to this. 1 disables the filter.
         min_p: Discard tokens less likely than this share of the most likely one. 0 disables the filter.
-        typical_p: Keep the tokens of most typical information content whose probabilities add up to this. 1
-            disables the filter.
+        typical_p: Keep the tokens with the most typical information content whose probabilities add up to
+            this. 1 disables the filter.
         repetition_penalty: Divides positive and multiplies negative logits of tokens in the penalty window.
         presence_penalty: Subtracted from the logit of every token in the penalty window.
         frequency_penalty: Subtracted from the logit once for each occurrence in the penalty window.
-        penalty_window: Number of last tokens, including the prompt, to which penalties apply. -1 means all.
+        penalty_window: Number of most recent tokens, including the prompt, to which penalties apply. -1 means
+            all.
         logit_bias: Added to the logits of these token ids. -inf forbids a token.
 
     Raises:
@@ -68,14 +69,16 @@ class SamplingParams:
                 raise OptionError(f"{name} is {value!r}", f"use a {kind} from {span} ({hint})")
         biases: Any = self.logit_bias
         if not isinstance(biases, Mapping):
-            raise OptionError(f"logit_bias is {biases!r}", "use a dict of token ids and numbers")
+            raise OptionError(f"logit_bias is not a dict: {biases!r}", "map token ids to numbers")
         for token, bias in biases.items():
             if isinstance(token, bool) or not isinstance(token, int) or token < 0:
                 raise OptionError(
-                    f"logit_bias contains the token id {token!r}", "use whole numbers from 0 up"
+                    f"logit_bias contains an invalid token id: {token!r}", "use non-negative integers"
                 )
             if isinstance(bias, bool) or not isinstance(bias, (int, float)) or not bias < math.inf:
-                raise OptionError(f"logit_bias of token {token} is {bias!r}", "use a finite number or -inf")
+                raise OptionError(
+                    f"invalid logit_bias for token {token}: {bias!r}", "use a finite number or -inf"
+                )
 
     @classmethod
     def names(cls) -> tuple[str, ...]:
