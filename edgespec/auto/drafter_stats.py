@@ -83,7 +83,7 @@ class DrafterStats:
         self.has_prefilled = True
 
     def select_text_kind(self, kind: str) -> None:
-        """Switch to the statistics of a kind of text. A new kind starts with those of the previous kind."""
+        """Switch to the statistics for a kind of text. A new kind starts with the previous kind's."""
         if kind not in self._acceptance_by_kind:
             acceptance = AcceptanceStats(self.is_lookup)
             acceptance.restore_statistics(self.acceptance.saved_statistics())
@@ -130,5 +130,5 @@ class DrafterStats:
 
 
 def _with_prefix(saved: Mapping[str, NDArray[Any]], prefix: str) -> dict[str, NDArray[Any]]:
-    """Return the arrays whose names start with a prefix, without the prefix."""
+    """Return the arrays whose names start with a prefix, and strip the prefix from their names."""
     return {name.removeprefix(prefix): value for name, value in saved.items() if name.startswith(prefix)}

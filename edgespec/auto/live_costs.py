@@ -50,7 +50,7 @@ class _Bucket:
 
 
 class LiveCosts:
-    """A cost curve v(m) that follows the machine's load, the context length and the number of replies.
+    """A cost curve v(m) that adapts to the machine's load, the context length and the number of replies.
 
     Target steps update the duration of a target step. Wider passes update their own cost relative to it, and
     the cost of widths not measured yet. If wide passes become slower, either the whole machine or only the
@@ -127,7 +127,7 @@ class LiveCosts:
 
     @property
     def uncertainty(self) -> float:
-        """Standard error of `target_step_seconds`, as a share of it."""
+        """Relative standard error of `target_step_seconds`."""
         return self._spread / math.sqrt(max(1, min(self._steps, 4)))
 
     def record_pass(self, width: int, seconds: float) -> None:

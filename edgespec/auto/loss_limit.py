@@ -1,4 +1,4 @@
-"""The loss limit: a bound on how much slower speculation may make a reply.
+"""The loss limit: a bound on how much speculation can slow down a reply.
 
 A reply of N tokens takes at most (1 + rate) * N + steps target steps, no matter how few draft tokens are
 accepted. The bound holds as long as a target step takes its measured time and no round costs more than its
@@ -44,7 +44,7 @@ class LossLimit:
         self.begin()
 
     def begin(self) -> None:
-        """Start a reply without credit from earlier ones."""
+        """Start a reply with no credit from earlier replies."""
         self.credit_seconds = 0.0
         self.tokens = self.draft_rounds = 0
 

@@ -58,7 +58,7 @@ class WorstCaseCosts:
         return 0
 
     def model_draft_length(self, draft_length: int, allowance_seconds: float, draft_rounds: int) -> int:
-        """Return the affordable draft length of a draft model, shorter in the first rounds of a reply."""
+        """Return the affordable draft length for a draft model, reduced in the first rounds of a reply."""
         level = self.level_seconds
         longest = self.affordable_length(draft_length, allowance_seconds, level)
         if longest and draft_rounds < _FIRST_ROUNDS:

@@ -86,7 +86,7 @@ class DraftCache:
 
 
 def replace_unknown_ids(model: LanguageModel, tokens: Sequence[int]) -> list[int]:
-    """Replace token ids outside the model's vocabulary with 0. This may lower the acceptance rate."""
+    """Replace token ids outside the model's vocabulary with 0. This can lower the acceptance rate."""
     vocab_size = model.facts.vocab_size
     return [token if token < vocab_size else 0 for token in tokens]
 

@@ -158,7 +158,7 @@ class OnlineTrainer:
 
         Args:
             proposed: The draft.
-            verified: The tree that the target verified. It may be only a part of the draft.
+            verified: The tree that the target verified. It can be just part of the draft.
             logits: The target's logits, one row per node of `verified`.
             tokens: The tokens emitted after verification.
         """
@@ -169,7 +169,7 @@ class OnlineTrainer:
         # Nothing was rejected if the rest of the draft was not verified.
         if len(rows) > accepted < len(tokens) and proposed.children(accepted_path[-1]):
             best, values = logits.limit_vocab(self._draft.facts.vocab_size).top(rows[-1], TARGET_TOKENS)
-            # `top` may return more tokens than requested if there are ties, but all rows of an example must
+            # `top` can return more tokens than requested if there are ties, but all rows of an example must
             # have the same length.
             order = np.argsort(-values, kind="stable")[:TARGET_TOKENS]
             weights = np.exp(values[order] - values.max())

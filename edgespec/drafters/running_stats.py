@@ -93,7 +93,7 @@ class AcceptanceCounts:
     def limit_weight(self, max_drafted: float) -> None:
         """Replace recent acceptance rates by long-term rates that weigh at most `max_drafted` tokens.
 
-        Called when drafting resumes after a pause, because recent rates may no longer apply.
+        Called when drafting resumes after a pause, because recent rates might no longer apply.
         """
         np.minimum(self.drafted, max_drafted, out=self.drafted)
         accepted = self._long_accepted * self.drafted

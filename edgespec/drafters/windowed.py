@@ -1,7 +1,7 @@
 """Limit a draft model's attention to the first and last tokens of the sequence.
 
 This limits the time and memory that the draft model needs for long sequences, and keeps token positions
-within the context that it was trained for.
+within its trained context.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def choose_draft_window(
         context_tokens: Context size of the target.
         trained_tokens: Trained context size of the draft model; 0 if unknown.
         window_tokens: The window size requested by the user, or 0 for no window. If None, a window is used
-            only if the sequence may exceed the trained context, because predictions are best with the whole
+            only if the sequence can exceed the trained context, because predictions are best with the whole
             sequence.
         sink_tokens: Number of tokens to keep from the beginning of the sequence.
 

@@ -1,6 +1,6 @@
 """Acceptance rules, which decide which drafted tokens to accept and which token comes next.
 
-Under both rules, emitted tokens follow exactly the target distribution. A rule also defines how a drafter
+Under both rules, emitted tokens follow the target distribution exactly. A rule also defines how a drafter
 samples from its own distribution, because drafting and accepting must match.
 """
 
@@ -97,7 +97,7 @@ class RandomDraws:
         return distribution.sample(uniform(self._seed, Stream.RECOVER, self._next(Stream.RECOVER)))
 
     def sample_distinct(self, distribution: Distribution, count: int) -> list[int]:
-        """Draw up to `count` tokens in turn without replacement (Gumbel top-k, arXiv 1903.06059)."""
+        """Draw up to `count` tokens one by one without replacement (Gumbel top-k, arXiv 1903.06059)."""
         noise = gumbel(self._seed, Stream.DRAFT, self._next(Stream.DRAFT), distribution.tokens)
         with np.errstate(divide="ignore"):
             ranking = np.argsort(-(np.log(distribution.probs) + noise), kind="stable")

@@ -15,7 +15,7 @@ __all__ = ["HostLogits", "Logits", "Noise", "best_on_host", "candidates"]
 
 
 class Noise(NamedTuple):
-    """The Gumbel noise of one position: `noise.gumbel(seed, Stream.TOKEN, position, tokens)`."""
+    """The Gumbel noise for one position: `noise.gumbel(seed, Stream.TOKEN, position, tokens)`."""
 
     seed: int
     position: int

@@ -1,4 +1,4 @@
-"""Apply the sampling chain of a reply to logits, and draw tokens."""
+"""Apply a reply's sampling chain to logits, and draw tokens."""
 
 from __future__ import annotations
 

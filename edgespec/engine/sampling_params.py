@@ -14,14 +14,14 @@ __all__ = ["SamplingParams"]
 # The smallest and largest allowed value of each number, and a hint for the error message. Integer limits mark
 # settings that must be integers.
 _RANGES = {
-    "temperature": (0.0, 100.0, "0 is greedy, 0.8 is lively"),
-    "top_k": (0, 1_000_000, "0 switches it off"),
-    "top_p": (0.0, 1.0, "1 switches it off"),
-    "min_p": (0.0, 1.0, "0 switches it off"),
-    "typical_p": (0.0, 1.0, "1 switches it off"),
-    "repetition_penalty": (0.01, 100.0, "1 switches it off"),
-    "presence_penalty": (-100.0, 100.0, "0 switches it off"),
-    "frequency_penalty": (-100.0, 100.0, "0 switches it off"),
+    "temperature": (0.0, 100.0, "0 is greedy, higher is more random"),
+    "top_k": (0, 1_000_000, "0 disables it"),
+    "top_p": (0.0, 1.0, "1 disables it"),
+    "min_p": (0.0, 1.0, "0 disables it"),
+    "typical_p": (0.0, 1.0, "1 disables it"),
+    "repetition_penalty": (0.01, 100.0, "1 disables it"),
+    "presence_penalty": (-100.0, 100.0, "0 disables it"),
+    "frequency_penalty": (-100.0, 100.0, "0 disables it"),
     "penalty_window": (-1, 1_000_000, "-1 is the whole context"),
 }
 

@@ -1,4 +1,4 @@
-"""Counts and times of one reply. Rates are computed from them on demand."""
+"""Counts and timings for one reply. Rates are computed from them on demand."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Phase = Literal["draft", "verify", "sampling", "rollback", "overhead"]
 
 @dataclass(slots=True)
 class Stats:
-    """Counts and times of one reply, updated once per round. Seconds are wall-clock time.
+    """Counts and timings for one reply, updated once per round. Seconds are wall-clock time.
 
     Attributes:
         cached_prompt_tokens: Prompt tokens that were already in the KV cache.

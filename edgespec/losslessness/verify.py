@@ -88,7 +88,7 @@ def verify(
         raise OptionError("nothing to verify", "pass prompts, methods, temperatures and draft lengths")
     check_integer("samples", samples, 1, 1 << 31)
     if not check_number("idle_seconds", idle_seconds, "from 0 up") >= 0:
-        raise OptionError(f"idle_seconds is {idle_seconds}", "use a number from 0 up")
+        raise OptionError(f"invalid idle_seconds: {idle_seconds}", "use 0 or more")
     if len({prompt.name for prompt in prompts}) < len(prompts):
         raise OptionError("two prompts have the same id", "give each prompt a unique id")
     run = _Verification(runtime, max_tokens, seed, acceptance, samples, idle_seconds, progress, sampling)

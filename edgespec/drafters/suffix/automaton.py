@@ -185,7 +185,7 @@ class SuffixAutomaton:
         total = sum([counts[t] for t in others.values()]) + counts[target]
         if across := self._step(state, SEPARATOR):
             total -= counts[across]
-        # States of short matches may have thousands of transitions, so do not sort the infrequent ones.
+        # States of short matches can have thousands of transitions, so do not sort the infrequent ones.
         enough = total * self._min_probability / 2
         branches = [(counts[t], latest[t], token, t) for token, t in others.items() if counts[t] >= enough]
         branches.append((counts[target], latest[target], label, target))
