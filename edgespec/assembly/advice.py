@@ -23,8 +23,8 @@ _MAX_WEIGHTS_SHARE = 0.85
 _MIN_CONTEXT_TOKENS = 512
 _ADVICE: Mapping[PlanOption, str] = {
     "context": "use --context {context} or less, or raise --memory",
-    "draft_window": "leave --draft-window out, or raise --memory",
-    "kv_type": "leave --kv-type out, or raise --memory",
+    "draft_window": "omit --draft-window, or raise --memory",
+    "kv_type": "omit --kv-type, or raise --memory",
     "draft": "use --draft none, or raise --memory",
 }
 

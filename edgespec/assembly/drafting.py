@@ -207,7 +207,7 @@ class _DrafterFactory:
             if exit_layer is not None:
                 raise OptionError(
                     f"exit_layer cannot be set for {facts.name}, which was prepared for one exit",
-                    "leave --exit-layer out, or run `edgespec prepare layerskip REF --exit E` again",
+                    "omit --exit-layer, or run `edgespec prepare layerskip REF --exit E` again",
                 )
             exit_layer = int(read_prepared(self._target.path).settings["exit_layer"])
         view = self._model.self_draft(EarlyExit(exit_layer or self._measure_best_exit()))

@@ -110,7 +110,7 @@ def find_pair(
     if options.adapter is not None and not found.file_format.adapters:
         raise OptionError(
             f"an adapter needs an MLX model, but {found.name} is not one",
-            "leave --adapter out, or use the MLX form of the model, such as 8b-mlx",
+            "omit --adapter, or use an MLX version of the model, such as 8b-mlx",
         )
     found = _prepared_for_early_exit(found, drafting, found_draft is not None)
     if not found_draft and "model" in drafting.named_drafters:
@@ -232,8 +232,8 @@ def _adapted_to_target(
         return LoadedDraft(TranslatedModel(model, target.vocabulary, compared.translation), notice)
     if drafting.arguments["draft_branches"]:
         raise OptionError(
-            f"{name} cannot draft branches, because its vocabulary differs from that of {pair.target.name}",
-            "leave --draft-branches out",
+            f"{name} cannot draft branches, because its vocabulary differs from {pair.target.name}'s",
+            "omit --draft-branches",
         )
     min_confidence = drafting.arguments["draft_confidence"]
     drafter = RetokenisedDrafter(
@@ -261,7 +261,7 @@ def _check_trainable(
         why, hint = "it reads only the end of the text", "use --draft-window 0"
     else:
         return
-    raise OptionError(f"the draft model {found.name} cannot learn: {why}", f"{hint}, or leave --learn out")
+    raise OptionError(f"the draft model {found.name} cannot learn: {why}", f"{hint}, or omit --learn")
 
 
 def _load_model(found: Resolved, options: LoadOptions, progress: Progress | None) -> LanguageModel:

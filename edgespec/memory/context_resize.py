@@ -141,7 +141,7 @@ class ResizableContext:
         size = self._target.facts.context_tokens
         if tokens > size:
             raise ContextFullError(
-                f"the prompt has {tokens} tokens, but there is only memory for a context of {size}",
+                f"the prompt has {tokens} tokens, but there is only enough memory for a context of {size}",
                 "shorten it, close other programs, or choose a smaller model",
             )
 

@@ -172,7 +172,7 @@ def check_options(options: LoadOptions) -> None:
     if options.kv_type not in KV_BITS:
         raise OptionError(
             f"kv_type {options.kv_type!r} is not available for MLX models",
-            f"with MLX choose one of {', '.join(KV_BITS)}; auto uses the model's compute data type",
+            f"for MLX models, choose one of {', '.join(KV_BITS)}; auto uses the model's compute data type",
         )
     for name, is_set, reason in (
         ("threads", options.threads is not None, "MLX chooses the number of threads itself"),

@@ -134,7 +134,7 @@ class MlxTrainer:
                     gradients, norm = optimizers.clip_grad_norm(gradients, _MAX_GRADIENT_NORM)
                     evaluate(value, norm)
                     if not mx.isfinite(value + norm).item():
-                        raise BackendError(f"training {self._model_name} produced a loss that is not finite")
+                        raise BackendError(f"training {self._model_name} produced a non-finite loss")
                     updated: Any = self._optimiser.apply_gradients(gradients, weights)
                     evaluate(*updated.values(), *self._optimiser_state())
                 except BaseException:

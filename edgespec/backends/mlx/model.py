@@ -148,7 +148,7 @@ class MlxModel(BaseModel):
         if not self.caches.can_restore(checkpoint.length):
             raise CapabilityError(
                 f"{self.facts.name} cannot roll back {self.length - checkpoint.length} tokens",
-                "compute them again",
+                "process them again",
             )
         self.caches.restore(checkpoint)
         self._runner.committed = checkpoint

@@ -164,7 +164,7 @@ class PartialModelFactory:
         if isinstance(method, LowBit):
             if method.copy is not None:
                 raise CapabilityError(
-                    f"{name} stores both precisions itself and does not accept a copy", "omit the copy"
+                    f"{name} already stores both precisions, so it cannot use a copy", "omit the copy"
                 )
             assert self.low_bits is not None
             activate = partial(_low_precision, self.low_bits, self._layout, method)

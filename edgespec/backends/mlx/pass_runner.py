@@ -49,7 +49,7 @@ class PassRunner:
 
     Invariants:
 
-    - Every pass uses `_forward`, which runs tokens after the cached ones in the current `PassLayout`.
+    - Every pass uses `_forward`, which runs tokens after the cached ones, as laid out by the `PassLayout`.
     - Every method starts its computation before it returns. MLX can evaluate an array only in the thread that
       created it, and the next call can come from another thread.
     - `committed` excludes rows from the current tree, and from early or interrupted passes. `end_round`
@@ -156,7 +156,7 @@ class PassRunner:
     def draft(self, partial_model: PartialModel, tree: TokenTree, first: int) -> DeviceLogits:
         """Run a draft pass with a partial model. The next call to the target discards the drafted tokens."""
         if first > 0 and partial_model is not self._partial_model:
-            raise BackendError("the target model has discarded the tree of this draft", "start a new tree")
+            raise BackendError("the target has discarded this draft's tree", "start a new tree")
         prelaunched = self._take_prelaunched(tree, first) if first > 0 else None
         try:
             if first == 0:
@@ -215,7 +215,7 @@ class PassRunner:
             elif len(kept) < len(self._round):
                 if self.caches.recurrent:
                     raise CapabilityError(
-                        "a recurrent state cannot drop its last tokens", "rewind to a checkpoint instead"
+                        "cannot drop the last tokens from a recurrent state", "rewind to a checkpoint instead"
                     )
                 self.caches.rewind(self.length + len(kept))
             self.committed = self.caches.checkpoint()

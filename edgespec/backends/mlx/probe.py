@@ -63,9 +63,7 @@ def probe(model: MlxModel) -> ProbeResult:
     except EdgespecError as error:
         raise ModelFileError(f"{model.facts.name} cannot be run: {error}", "choose another model") from error
     if not np.isfinite(steps).all():
-        raise ModelFileError(
-            f"{model.facts.name} produced logits that are not finite", "download the model again"
-        )
+        raise ModelFileError(f"{model.facts.name} produced non-finite logits", "download the model again")
     caches = model.caches
     kv_bytes_for, recurrent = caches.bytes_by_context(), bool(caches.recurrent)
     checks = _Checks(model, tokens, steps)

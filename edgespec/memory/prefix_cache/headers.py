@@ -37,7 +37,7 @@ def read_header(file: BinaryIO) -> dict[str, Any]:
         ValueError: the header is damaged, has an unsupported version or contains invalid values.
     """
     if file.read(len(_MAGIC)) != _MAGIC:
-        raise ValueError("the segment file has another version")
+        raise ValueError("the segment file has an unsupported version")
     sizes = file.read(_SIZES.size)
     if len(sizes) < _SIZES.size:
         raise ValueError("the segment file is incomplete")
@@ -50,7 +50,7 @@ def read_header(file: BinaryIO) -> dict[str, Any]:
     except RecursionError as error:
         raise ValueError("the header of the segment file is nested too deeply") from error
     if not _is_valid(header):
-        raise ValueError("the header of the segment file has missing or impossible values")
+        raise ValueError("the header of the segment file has missing or invalid values")
     return dict(header)
 
 
