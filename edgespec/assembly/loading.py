@@ -69,7 +69,8 @@ def load(
     """
     if progress is not None and not callable(progress):
         raise OptionError(
-            f"progress must be a function, but is {progress!r}", "pass a function of a text and a fraction"
+            f"progress must be a function, not {progress!r}",
+            "pass a function that takes a string and a fraction",
         )
     request = LoadRequest.read(target, draft, options)
     check_room_to_plan()

@@ -31,7 +31,7 @@ ACCEPTED      share of the drafted tokens that the model accepted
 DRAFT COST    time to draft one token, divided by the time for one token of the model
 BEST LENGTH   the --draft-length with the highest expected speed-up
 EXPECTED      speed-up to expect at that length, on similar text"""
-# Use one prompt from each of these categories, because each prompt takes minutes on a large model.
+# Use only one prompt from each of these categories, because a prompt takes minutes on a large model.
 _SKILLS = ("code", "copy", "explain", "howto")
 
 

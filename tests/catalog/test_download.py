@@ -276,5 +276,5 @@ def test_another_program_downloading_the_same_file(hub: StandInHub, cache: Path)
 
 def test_a_server_that_is_not_a_hub(hub: StandInHub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tests.catalog.stand_in_hub.COMMIT", "")
-    with pytest.raises(DownloadError, match="did not answer like Hugging Face"):
+    with pytest.raises(DownloadError, match="did not respond like a Hugging Face server"):
         fetch(REPOSITORY, None)

@@ -91,9 +91,9 @@ class TestOllama:
             '{"layers": [{"mediaType": "application/vnd.ollama.image.model", "digest": "../../x"}]}'
         )
         why = why_skipped()
-        assert why["odd:latest"] == "it has no GGUF model"
+        assert why["odd:latest"] == "it contains no GGUF model"
         assert why["bad:magic"] == "its file is not a GGUF file"
-        assert why["tuned:latest"] == "it is a model with an adapter, which edgespec cannot load"
+        assert why["tuned:latest"] == "it uses an adapter, which edgespec cannot load"
         assert "not a complete GGUF file" in why["cut:latest"]
         assert "cannot be read: no such file" in why["gone:latest"]
         assert why["eyes:latest"] == "it is an image projector, not a language model"
@@ -260,7 +260,7 @@ class TestHubCache:
         (cache / "models--someone--strange").write_text("a file")
         (cache / "models--someone--empty").mkdir()
         assert references() == []
-        assert why_skipped() == {"someone/embedder": "it is an embedding model, which writes no text"}
+        assert why_skipped() == {"someone/embedder": "it is an embedding model, which does not generate text"}
 
 
 def test_an_ambiguous_name_lists_both_models(
