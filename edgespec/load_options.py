@@ -27,104 +27,104 @@ class LoadArguments(TypedDict, total=False):
 
     # fmt: off
     memory: Annotated[str | int | None, Option(Size(), "model",
-        "Memory that edgespec may use in total, such as 8GiB: models, caches, working memory and the program"
-        " itself.",
-        default_text="what is available", common=True)]
+        "Total memory edgespec may use, such as 8GiB, including models, caches, working memory and the"
+        " program itself.",
+        default_text="available memory minus --reserve", common=True)]
     context: Annotated[int | None, Option(Integer(1), "model",
-        "Context length in tokens: how much of the chat the model can read, with the reply.",
-        default_text="what the model was trained for; beyond 8192 only if nothing else has to shrink",
+        "Context length in tokens, including the reply.",
+        default_text="the model's trained context; above 8192 only if nothing else has to shrink",
         common=True)]
     prefer: Annotated[str, Option(Choice(("speed", "context")), "model",
-        "What to keep if memory is short. speed: the draft model. context: the context length.",
+        "What to keep when memory is tight: `speed` keeps the draft model, `context` keeps the context"
+        " length.",
         default="speed")]
     headroom: Annotated[str | int | None, Option(Size(), "model",
-        "Part of --memory to keep free for unforeseen needs.",
-        default_text="5 % of the plan, at least 64 MiB")]
+        "Portion of --memory to hold back as a safety margin.",
+        default_text="5% of the planned memory, but at least 64 MiB")]
     reserve: Annotated[str | int | None, Option(Size(), "model",
-        "Memory to leave free for other programs, if --memory is not given.",
-        default_text="512 MiB, or 5 % of what is available if less")]
+        "Memory to leave free for other programs when --memory is not set.",
+        default_text="512 MiB or 5% of the available memory, whichever is less")]
     reserve_full_context: Annotated[bool, Option(Flag(), "model",
-        "Reserve the memory for the whole context when loading, for 8192 tokens unless --context is given."
-        " Otherwise, memory use grows with the chat.",
+        "Allocate memory for the full context at load time (8192 tokens unless --context is set) instead of"
+        " growing it with the chat.",
         default=False)]
     threads: Annotated[int | None, Option(Integer(1, 1024), "model",
         "Number of CPU threads to use.",
-        default_text="one per core; one for a tiny model")]
+        default_text="one per core; 1 for tiny models")]
     gpu_layers: Annotated[int | None, Option(Integer(0), "model",
-        "Number of model layers to run on the GPU.",
+        "Number of model layers to offload to the GPU.",
         default_text="all")]
     kv_type: Annotated[str, Option(Text("TYPE", "auto, f16, q8_0 or another type"), "model",
-        "Number format of the context's cache. Smaller formats save memory: auto, f32, f16, bf16, q8_0, q5_1,"
-        " q5_0, iq4_nl, q4_1, q4_0, or two of them, as keys/values.",
+        "Data type of the KV cache: auto, f32, f16, bf16, q8_0, q5_1, q5_0, iq4_nl, q4_1, q4_0, or separate"
+        " types for keys and values, such as q8_0/q4_0. Smaller types save memory.",
         default="auto")]
     flash_attention: Annotated[str, Option(Choice(("auto", "on", "off")), "model",
-        "Whether to use flash attention, which saves time and memory in long contexts.",
+        "Whether to use flash attention, which saves time and memory with long contexts.",
         default="auto")]
     mmap: Annotated[bool, Option(Flag(), "model",
-        "Map the model file into memory. Otherwise, the whole file is read when loading.",
+        "Memory-map the model file instead of reading all of it at load time.",
         default=True)]
     mlock: Annotated[bool, Option(Flag(), "model",
-        "Lock the model in RAM, so that the system never swaps it out.",
+        "Lock the model in RAM so the system never swaps it out.",
         default=False)]
     exact: Annotated[bool, Option(Flag(), "model",
-        "Use only computations whose results equal plain decoding to the last bit. edgespec finds out which"
-        " ones they are when a model is first loaded. The speed-up may be smaller.",
+        "Use only operations whose results are bit-for-bit identical to plain decoding. edgespec determines"
+        " these when it first loads a model. The speed-up may be smaller.",
         default=False)]
     adapter: Annotated[str | PathLike[str] | None, Option(PathName(), "model",
-        "Folder of a LoRA or DoRA adapter for the model, in the format of mlx-lm. MLX models only.",
+        "Path to a LoRA or DoRA adapter folder in mlx-lm format. MLX models only.",
         per_run=True)]
     prefix_cache: Annotated[str, Option(Choice(("none", "memory", "disk")), "prefix_cache",
-        "Where to cache earlier chats, so that returning to one is fast. disk also keeps them for later runs,"
-        " readable only by you.",
+        "Where to cache earlier chats so that returning to one is fast. `disk` also keeps the cache between"
+        " runs, in files only you can read.",
         default="memory")]
     prefix_cache_memory: Annotated[str | int | None, Option(Size(), "prefix_cache",
-        "Maximum size of this cache in memory.",
-        default_text="a quarter of what --memory leaves, up to 4 GiB")]
+        "Maximum memory for the cache of earlier chats.",
+        default_text="a quarter of the memory left within --memory, up to 4 GiB")]
     prefix_cache_disk: Annotated[str | int | None, Option(Size(), "prefix_cache",
-        "Maximum size of this cache on disk.",
-        default_text="4 GiB, or a tenth of the free disk space if that is less")]
+        "Maximum disk space for the cache of earlier chats.",
+        default_text="4 GiB or 10% of the free disk space, whichever is less")]
     method: Annotated[str, METHOD]
     methods: Annotated[Sequence[str], Option(MethodList(), "method",
-        "Methods that replies may use in addition to `method`. Everything that they need is loaded too.",
+        "Methods to load in addition to `method`, so that individual replies can use them.",
         default=(), api_only=True)]
     draft_length: Annotated[int | None, DRAFT_LENGTH]
     acceptance: Annotated[str, ACCEPTANCE]
     max_loss: Annotated[float | None, Option(Share(), "drafting",
-        "Maximum slowdown of a reply that drafting may cause, as a share of the reply's time, plus the time"
-        " of two tokens. If set, it also applies to methods other than auto.",
+        "Maximum slowdown that drafting may cause in a reply, such as 5%, plus a fixed allowance of two"
+        " tokens' time. If set, the limit also applies to methods other than `auto`.",
         default_text="2% for auto, no limit for other methods")]
     draft_confidence: Annotated[float, Option(Number(0.0, 1.0, below_high=True, metavar="P"), "drafting",
-        "Stop drafting when the draft model is less certain than this, from 0 to 1.",
+        "Stop drafting when the draft model's confidence falls below P (0 to 1).",
         default=0.0, read_by=("model", "layerskip", "lowbit", "swift"))]
     draft_branches: Annotated[tuple[int, ...] | Literal["auto"], Option(Branches(), "drafting",
-        "Number of alternatives to draft for each next token, such as 3,2 for the first two. auto: as many as"
-        " make replies faster.",
+        "Number of alternatives to draft at each position. For example, 3,2 drafts three for the first token"
+        " and two for the second. `auto` adds alternatives as long as they make replies faster.",
         default=(), default_text="none", read_by=("model", "layerskip", "lowbit"))]
     draft_window: Annotated[int | None, Option(Integer(0), "drafting",
-        "Let the draft model read only the last N tokens; 0 means all.",
-        default_text="the whole text, up to the length the draft model was trained for",
+        "Limit the draft model's context to the last N tokens; 0 means no limit.",
+        default_text="the whole text, up to the draft model's trained context",
         read_by=("model", "lowbit"))]
     draft_sinks: Annotated[int, Option(Integer(0), "drafting",
-        "Number of tokens at the start of the text that the draft model reads besides those of"
-        " --draft-window.",
+        "Number of tokens at the start of the text that the draft model reads in addition to --draft-window.",
         default=4, read_by=("model", "lowbit"))]
     exit_layer: Annotated[int | None, Option(Integer(1, metavar="E"), "drafting",
-        "Number of layers that method layerskip uses to draft. MLX models only.",
-        default_text="measured when the model is loaded", read_by=("layerskip",), per_run=True)]
+        "Number of layers the layerskip method drafts with. MLX models only.",
+        default_text="measured at load time", read_by=("layerskip",), per_run=True)]
     corpus: Annotated[str | PathLike[str] | None, Option(PathName(), "drafting",
-        "Text file or folder in which method suffix looks up likely continuations, such as the code that you"
-        " are editing.",
+        "Text file or folder where the suffix method looks up likely continuations, such as the code you are"
+        " editing.",
         read_by=("suffix",))]
     remember: Annotated[bool, Option(Flag(), "drafting",
-        "Save prompts and replies on this machine, readable only by you, so that method suffix can draft from"
-        " them later.",
+        "Save prompts and replies on this machine, in files only you can read, so the suffix method can draft"
+        " from them later.",
         default=False)]
     learn: Annotated[bool, Option(Flag(), "drafting",
-        "Train an MLX draft model between replies, on tokens that it predicted wrongly.",
+        "Between replies, train an MLX draft model on the tokens it predicted wrongly.",
         default=False, read_by=("model",))]
     measure_costs: Annotated[bool, Option(Flag(), "drafting",
-        "When a model is first loaded, measure for a second or two how fast it checks several tokens at once."
-        " Otherwise, this is measured during replies.",
+        "When loading a model for the first time, spend a second or two measuring how fast it verifies"
+        " several tokens at once. If disabled, edgespec measures this during replies.",
         default=True)]
     # fmt: on
 

@@ -59,17 +59,18 @@ class Option:
 
 # fmt: off
 METHOD = Option(MethodName(), "method",
-    "How to speed up replies. auto: draft with the draft model and with earlier text, whenever that is"
-    " faster. none: do not draft. Otherwise, one or several of these, joined by +, which are used even if"
-    " that is slower: model, layerskip, lowbit, swift, lookahead, suffix, ngram.",
+    "How to speed up replies. `auto` drafts with the draft model and from earlier text whenever that is"
+    " faster. `none` disables drafting. You can also name one or more methods joined by +, which are then"
+    " used even when they are slower: model, layerskip, lowbit, swift, lookahead, suffix, ngram.",
     default="auto", common=True)
 DRAFT_LENGTH = Option(Integer(1, MAX_DRAFT_LENGTH, metavar="K", hint=", or method none"), "method",
-    f"Number of tokens to draft ahead, 1 to {MAX_DRAFT_LENGTH}. With auto, the maximum.",
-    default_text="4; with auto up to 16, as the speed allows")
+    f"Number of tokens to draft at a time, from 1 to {MAX_DRAFT_LENGTH}. With `auto`, this is the maximum.",
+    default_text="4; up to 16 with auto, depending on speed")
 ACCEPTANCE = Option(Choice(ACCEPTANCES), "method",
-    "How drafted tokens are accepted. invariant: a seed gives the same reply with every method. rejection:"
-    " replies follow the same probabilities, but a seed may give another reply. With auto, even the same"
-    " command may then give another reply, because auto measures times.",
+    "How drafted tokens are accepted. `invariant`: a seed gives the same reply with every method."
+    " `rejection`: replies follow the same probability distribution, but a seed can give a different reply"
+    " with each method. With `auto`, even repeating a command can then give a different reply, because auto"
+    " depends on timing.",
     default="invariant")
 # fmt: on
 

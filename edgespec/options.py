@@ -37,12 +37,12 @@ _REFERENCE = "a path, user/repo:quant or a name such as demo"
 # fmt: off
 MODEL_OPTIONS: Mapping[str, Option] = MappingProxyType({
     "target": Option(ModelName("REF", _REFERENCE), "model",
-        "The model to run: a .gguf file, an MLX folder, user/repo:quant, or a name (see `edgespec models"
-        " list`).",
+        "The model to run: a .gguf file, an MLX model folder, user/repo:quant on Hugging Face, or a name from"
+        " `edgespec models list`.",
         default="demo", common=True),
     "draft": Option(ModelName("REF|auto|none", f"auto, none, {_REFERENCE}"), "model",
-        "The draft model, a small model that makes the other one faster. auto: the best one on this machine"
-        " (see `edgespec models show`). none: no draft model.",
+        "The draft model: a small, fast model that proposes tokens for the main model to check. `auto` picks"
+        " the best one on this machine (see `edgespec models show`); `none` runs without one.",
         default="auto", common=True),
 })
 # fmt: on
@@ -54,7 +54,7 @@ SETTINGS: Mapping[str, Option] = MappingProxyType(
         for options in (
             MODEL_OPTIONS,
             LOAD_OPTIONS,
-            {"system": Option(Text(), "reply", "Instructions for the model.", common=True)},
+            {"system": Option(Text(), "reply", "System prompt for the model.", common=True)},
             REPLY_OPTIONS,
         )
         for name, option in options.items()
@@ -112,8 +112,8 @@ def unread_options(methods: Iterable[str]) -> list[str]:
 
 _PAGE = """# Options
 
-On the command line an option is written `--draft-window`, in Python and in the settings file
-`draft_window`. The environment variable of a setting is its name in capitals after `EDGESPEC_`.
+Options are written with dashes on the command line (`--draft-window`), and with underscores in Python and
+in the settings file (`draft_window`). For environment variables, put `EDGESPEC_` before the name in capitals.
 
 ## Loading a model
 
@@ -122,7 +122,7 @@ On the command line an option is written `--draft-window`, in Python and in the 
 {load}
 ## Replies
 
-`Runtime.generate(prompt, ...)` and the other methods that write a reply take these options.
+`Runtime.generate(prompt, ...)` and the other methods that generate replies take these options.
 
 {reply}"""
 

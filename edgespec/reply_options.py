@@ -27,39 +27,40 @@ class ReplyArguments(TypedDict, total=False):
 
     # fmt: off
     max_tokens: Annotated[int | None, Option(Integer(1, _MAX_SEED), "reply",
-        "Maximum length of the reply in tokens.",
-        default_text="8192, or the end of the context", flags=("-n",), common=True)]
+        "Maximum number of tokens to generate.",
+        default_text="8192, or until the context is full", flags=("-n",), common=True)]
     seed: Annotated[int | None, Option(Integer(0, _MAX_SEED), "reply",
         "Random seed. The same seed gives the same reply with every method (but see --acceptance).",
-        default_text="a new one each time", common=True)]
+        default_text="random", common=True)]
     stop: Annotated[str | Sequence[str], Option(TextList(), "reply",
-        "End the reply before this string. May be repeated.",
+        "End the reply just before this string. Can be repeated.",
         default=())]
     method: Annotated[str | None, METHOD]
     draft_length: Annotated[int | None, DRAFT_LENGTH]
     acceptance: Annotated[str | None, ACCEPTANCE]
     temperature: Annotated[float, Option(SamplingNumber("T"), "sampling",
-        "How varied the reply is. 0 always chooses the most likely token.",
+        "Sampling temperature. Higher values make replies more varied; 0 always picks the most likely token.",
         common=True)]
     top_k: Annotated[int, _sampling("N",
-        "Choose only among the N most likely tokens; 0 turns this off.", int)]
+        "Sample only from the N most likely tokens; 0 disables this filter.", int)]
     top_p: Annotated[float, _sampling("P",
-        "Choose only among the most likely tokens whose probabilities add up to P; 1 turns this off.")]
+        "Sample only from the most likely tokens whose probabilities add up to P; 1 disables this filter.")]
     min_p: Annotated[float, _sampling("P",
-        "Drop tokens that are less likely than P times the most likely one; 0 turns this off.")]
+        "Drop tokens that are less than P times as likely as the most likely one; 0 disables this filter.")]
     typical_p: Annotated[float, _sampling("P",
-        "Typical sampling: choose only among the most typical tokens whose probabilities add up to P; 1 turns"
-        " this off.")]
+        "Typical sampling: sample only from the most typical tokens whose probabilities add up to P; 1"
+        " disables this filter.")]
     repetition_penalty: Annotated[float, _sampling("X",
-        "Make repeated tokens less likely by this factor; 1 turns this off.")]
+        "Factor by which to penalise repeated tokens; 1 disables the penalty.")]
     presence_penalty: Annotated[float, _sampling("X",
-        "Subtract this from the score of every repeated token; 0 turns this off.")]
+        "Amount to subtract from the logit of every repeated token; 0 disables the penalty.")]
     frequency_penalty: Annotated[float, _sampling("X",
-        "Subtract this from a token's score for each repetition; 0 turns this off.")]
+        "Amount to subtract from a token's logit for each repetition; 0 disables the penalty.")]
     penalty_window: Annotated[int, _sampling("N",
-        "Apply the penalties to the last N tokens; -1 means all.", int)]
+        "Number of recent tokens the penalties apply to; -1 means all.", int)]
     logit_bias: Annotated[Mapping[int, float], Option(TokenBiases("ID=VALUE"), "sampling",
-        "Add VALUE to the score of token ID, such as 1523=-2.5; -inf forbids the token. May be repeated.")]
+        "Add VALUE to the logit of the token with this ID, such as 1523=-2.5; -inf bans the token. Can be"
+        " repeated.")]
     # fmt: on
 
 

@@ -1,1 +1,1 @@
-"""Find, plan and load models, and assemble them with their drafters into a Runtime."""
+"""Find, plan and load models, and assemble them and their drafters into a Runtime."""

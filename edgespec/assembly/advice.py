@@ -1,4 +1,4 @@
-"""Find advice for plans that do not fit: an option to change, or a smaller model to use."""
+"""Suggest changes to a plan that does not fit: an option to change, or a smaller model."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from edgespec.memory import Budget, MemoryPlan, PlanChoice, PlanOption, compute_
 
 __all__ = ["find_advice"]
 
-# Suggest a catalogue model if its file needs at most this fraction of the memory. The rest is for its cache
-# and buffers, whose sizes are unknown until it is downloaded.
+# Suggest a catalogue model if its file needs at most this fraction of the memory. The rest is left for its
+# cache and buffers, whose sizes are unknown until it is downloaded.
 _MAX_WEIGHTS_SHARE = 0.85
-# Suggest an installed model if it fits with this context size, unless the user set another size.
+# Suggest an installed model if it fits with this context size, or with the one set by the user.
 _MIN_CONTEXT_TOKENS = 512
 _ADVICE: Mapping[PlanOption, str] = {
     "context": "use --context {context} or less, or raise --memory",
-    "draft_window": "leave --draft-window out, or raise --memory",
-    "kv_type": "leave --kv-type out, or raise --memory",
+    "draft_window": "omit --draft-window, or raise --memory",
+    "kv_type": "omit --kv-type, or raise --memory",
     "draft": "use --draft none, or raise --memory",
 }
 
@@ -37,10 +37,10 @@ def find_advice(
     budget: Budget,
     headroom_bytes: int | None = None,
 ) -> str:
-    """Return advice for the user: change one of the options that they set, or choose a smaller model.
+    """Suggest that the user change one of the options they set, or choose a smaller model.
 
-    `fixed` are the options set by the user. `fit` returns the best choice and its plan for a set of fixed
-    options.
+    `fixed` contains the options set by the user. `fit` returns the best choice, and its plan, for a set of
+    fixed options.
     """
     for name, text in _ADVICE.items():
         if name in fixed:
@@ -58,7 +58,7 @@ def find_advice(
         for entry in load_catalogue().entries
         if entry.approximate_file_bytes + backend_of(entry.format).process_bytes < room * _MAX_WEIGHTS_SHARE
         and same_backend(entry.format, pair.target.format)
-        and not entry.embedded_file  # Do not suggest the demo models, which are too small to be useful.
+        and not entry.embedded_file  # Never suggest the demo models, which are too small to be useful.
     ]
     if not fitting:
         return f"choose a smaller model or quantisation, or {more}"
@@ -70,7 +70,7 @@ def find_advice(
 def _weight_bytes_if_it_fits(
     model: Resolved, options: LoadOptions, room_bytes: int, headroom_bytes: int | None
 ) -> int:
-    """Return the size of a model's weights, or 0 if it does not fit even with a short context."""
+    """Return the size of a model's weights in bytes, or 0 if it does not fit even with a short context."""
     context_tokens = options.context_tokens or _MIN_CONTEXT_TOKENS
     options = replace(options, context_tokens=context_tokens, memory_bytes=0)
     try:

@@ -1,4 +1,4 @@
-"""Create the drafters required by the selected methods, or explain why one is missing."""
+"""Create the drafters that the selected methods need, or explain why one is missing."""
 
 from __future__ import annotations
 
@@ -47,13 +47,13 @@ def make_drafters(
     costs: PassCosts,
     progress: Progress | None,
 ) -> tuple[DrafterSet, tuple[str, ...]]:
-    """Create the drafters of a loaded target, and return them with notices for the user.
+    """Create the drafters for a loaded target, and return them with user-facing notices.
 
-    The target's KV cache is emptied if costs or early exits have to be measured.
+    Clears the target's KV cache if costs or early exits must be measured.
 
     Raises:
-        CapabilityError, OptionError, ModelFileError, MemoryBudgetError: A drafter required by a method cannot
-            be created. Drafters that were already created are closed.
+        CapabilityError, OptionError, ModelFileError, MemoryBudgetError: A drafter that a method needs cannot
+            be created. Drafters already created are closed.
         CancelledError: `progress` returned False.
     """
     factory = _DrafterFactory(pair, model, options, costs, progress)
@@ -67,7 +67,7 @@ def make_drafters(
 
 
 class _DrafterFactory:
-    """Creates the drafters of one target. `made` contains the drafters created so far by name."""
+    """Creates the drafters for one target. `made` maps names to the drafters created so far."""
 
     def __init__(
         self,
@@ -128,7 +128,7 @@ class _DrafterFactory:
         return drafters, (corpus_notice, self._costs.notice if self._measured_curve else "")
 
     def _automatic_self_drafts(self, draft: LoadedDraft | None) -> set[str]:
-        """Return the kind of self-drafting that `auto` uses without a draft model, if it was prepared."""
+        """Return the prepared self-drafting methods that `auto` can use in place of a draft model."""
         if "auto" not in self._options.methods or draft is not None:
             return set()
         if self._format.fixed_exit:
@@ -139,7 +139,7 @@ class _DrafterFactory:
         return {"lowbit"} if may_copy and find_valid_lowbit(self._target.path) else set()
 
     def _auto_config(self, draft: LoadedDraft | None) -> AutoConfig | None:
-        """Return the configuration of the controller, or None if all methods draft unconditionally."""
+        """Return the controller's configuration, or None if all methods draft unconditionally."""
         max_loss = self._arguments["max_loss"]
         if not self._costs.has_loss_limit or ("auto" not in self._options.methods and max_loss is None):
             return None
@@ -162,14 +162,14 @@ class _DrafterFactory:
 
     @property
     def _curve(self) -> CostCurve:
-        """The target's cost curve, which is measured on first use."""
+        """The target's cost curve, measured on first use."""
         if self._measured_curve is None:
             self._measured_curve = self._costs.curve(self._progress)
         return self._measured_curve
 
     @property
     def _reference(self) -> str:
-        """The target's reference, quoted for use in a shell."""
+        """The target's reference, quoted for the shell."""
         found = self._target
         return shlex.quote(str(found.path)) if found.source == "path" else found.name
 
@@ -207,14 +207,14 @@ class _DrafterFactory:
             if exit_layer is not None:
                 raise OptionError(
                     f"exit_layer cannot be set for {facts.name}, which was prepared for one exit",
-                    "leave --exit-layer out, or run `edgespec prepare layerskip REF --exit E` again",
+                    "omit --exit-layer, or run `edgespec prepare layerskip REF --exit E` again",
                 )
             exit_layer = int(read_prepared(self._target.path).settings["exit_layer"])
         view = self._model.self_draft(EarlyExit(exit_layer or self._measure_best_exit()))
         return self._model_drafter(view, "layerskip")
 
     def _missing_self_draft(self, self_draft: SelfDraft) -> MissingDrafter:
-        """Return a placeholder with the backend's reason why the target cannot draft for itself this way."""
+        """Return a placeholder with the backend's reason why the target cannot self-draft this way."""
         why, hint = f"{self._model.facts.name} cannot draft for itself", ""
         try:
             self._model.self_draft(self_draft).close()
@@ -223,7 +223,7 @@ class _DrafterFactory:
         return MissingDrafter(why, hint or "choose another method")
 
     def _measure_best_exit(self) -> int:
-        """Return the fastest exit layer. Raise CapabilityError if none is faster than plain decoding."""
+        """Measure and return the fastest exit layer. Raise CapabilityError if none beats plain decoding."""
         measure = self._format.measure_exits
         assert measure is not None
         prompt = calibration_prompt(self._model.vocabulary)
@@ -263,7 +263,7 @@ class _DrafterFactory:
         return self._model_drafter(self._model.self_draft(low_bit), "lowbit")
 
     def _checked_lowbit_copy(self) -> PreparedModel | None:
-        """Return the prepared low-bit copy, or None. Raise ModelFileError if it is damaged or outdated."""
+        """Return the prepared low-bit copy, if any. Raise ModelFileError if it is damaged or outdated."""
         from edgespec.prepare.lowbit import check_lowbit, find_lowbit
 
         prepared = find_lowbit(self._target.path)

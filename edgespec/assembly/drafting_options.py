@@ -1,4 +1,4 @@
-"""Drafting options, taken from the arguments of `load` and adjusted by the memory plan."""
+"""Drafting options, derived from the arguments of `load` and the memory plan."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from edgespec.options import LoadArguments, check_load_arguments
 
 __all__ = ["DraftingOptions"]
 
-# Maximum number of leaves of a token tree in a verify pass, by default and for methods that branch.
+# Maximum number of leaves in a verify pass's token tree, by default and for methods that branch.
 _DEFAULT_BRANCHES, _TREE_BRANCHES = 8, 16
 
 
@@ -21,11 +21,11 @@ class DraftingOptions:
 
     Attributes:
         arguments: The checked arguments of `load`.
-        window_tokens: Number of most recent tokens that the draft model sees. 0 means all tokens. If None, it
-            uses a window only for texts longer than its trained context. The planner may reduce it.
-        has_room_for_copy: Whether `auto` may draft with a prepared low-bit copy. False if the plan has no
+        window_tokens: Number of most recent tokens that the draft model sees. 0 means all tokens. None means
+            a window only for sequences longer than its trained context. The planner can reduce it.
+        has_room_for_copy: Whether `auto` can draft with a prepared low-bit copy. False if the plan leaves no
             memory for one.
-        draft_kv_type: Number format of the draft model's KV cache. If empty, the target's format is used.
+        draft_kv_type: Number format of the draft model's KV cache. Empty means the target's format.
     """
 
     arguments: LoadArguments
@@ -35,7 +35,7 @@ class DraftingOptions:
 
     @classmethod
     def of(cls, **given: object) -> DraftingOptions:
-        """Create options from the given arguments of `load`, with defaults for all others.
+        """Create options from arguments of `load`, with defaults for those not given.
 
         Raises:
             OptionError: An argument is invalid.
@@ -45,12 +45,12 @@ class DraftingOptions:
 
     @property
     def methods(self) -> tuple[str, ...]:
-        """The methods that replies may use. Expensive drafters are created only for these methods."""
+        """The methods that replies can use. Expensive drafters are created only for these."""
         return (self.arguments["method"], *self.arguments["methods"])
 
     @cached_property
     def named_drafters(self) -> frozenset[str]:
-        """The drafters named by a method. `auto` names none, because it uses those that are available."""
+        """The drafters named by a method. `auto` names none, because it uses whichever are available."""
         return frozenset(name for names in self._named for name in names)
 
     @property
@@ -60,7 +60,7 @@ class DraftingOptions:
 
     @property
     def max_branches(self) -> int:
-        """Maximum number of leaves that the target's verify passes must support."""
+        """Number of token tree leaves that the target's verify passes must support."""
         branches = self.arguments["draft_branches"]
         leaves = 1 if isinstance(branches, str) else math.prod(branches)
         grows_trees = branches == "auto" or "lookahead" in self.named_drafters

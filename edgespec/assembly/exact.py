@@ -1,4 +1,4 @@
-"""Implement `--exact` by restricting a target to passes with the same logits as single steps, bit by bit."""
+"""Implement `--exact` by restricting a target to passes whose logits are bit-identical to single steps."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ __all__ = ["restrict_to_exact"]
 
 
 def restrict_to_exact(model: LanguageModel, computation: str, progress: Progress | None) -> str:
-    """Restrict a loaded target to bit-exact passes, and return a notice for the user.
+    """Restrict a loaded target to bit-exact passes, and return a user-facing notice.
 
-    The bit-exact passes are measured once per model and machine, and the result is saved.
-    Replaces the model's `facts.capabilities`. `computation` identifies all settings that affect the target's
-    computations (`PassCosts.settings_key`). Raises CancelledError if `progress` returns False.
+    Determines the bit-exact passes once per model and machine, and saves the result. Replaces the model's
+    `facts.capabilities`. `computation` identifies all settings that affect the target's computations
+    (`PassCosts.settings_key`). Raises CancelledError if `progress` returns False.
     """
     facts = model.facts
     capabilities = facts.capabilities
-    # The default number of threads and the tested widths depend on the number of cores. MLX weights that are
-    # split for low-bit drafting are summed in a different order.
+    # The default thread count and the tested widths depend on the number of cores. MLX sums weights that are
+    # split for low-bit drafting in a different order.
     methods = sorted(capabilities.self_draft_methods)
     limits = f"{usable_cores()} {facts.context_tokens} {capabilities.tree} {methods}"
     model_identity = f"{models_fingerprint(facts)} {facts.cache_variant} {facts.weight_bytes}"

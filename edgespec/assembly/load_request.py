@@ -1,4 +1,4 @@
-"""Check the arguments of `load` and `plan`, and convert them to options for planning and loading."""
+"""Validate the arguments of `load` and `plan`, and convert them to planning and loading options."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ __all__ = ["LoadRequest", "as_bytes"]
 
 @dataclass(frozen=True, slots=True)
 class LoadRequest:
-    """The checked arguments of a call to `load` or `plan`.
+    """The validated arguments of a call to `load` or `plan`.
 
-    `memory_bytes` and `reserve_bytes` are None if the user set no budget or no reserve.
+    `memory_bytes` and `reserve_bytes` are None unless set by the user.
     """
 
     target: str
@@ -35,7 +35,7 @@ class LoadRequest:
 
     @classmethod
     def read(cls, target: str, draft: str | None, given: Mapping[str, Any]) -> LoadRequest:
-        """Create a request from the arguments of a call. Raise OptionError if one is invalid."""
+        """Create a request from a call's arguments. Raise OptionError if one is invalid."""
         MODEL_OPTIONS["target"].check("target", target)
         if draft is not None:
             MODEL_OPTIONS["draft"].check("draft", draft)
@@ -54,7 +54,7 @@ class LoadRequest:
 
 
 def as_bytes(size: str | int | None) -> int | None:
-    """Return a checked size, which `check_load_arguments` has already converted to a number of bytes."""
+    """Narrow the type of a size that `check_load_arguments` has already converted to bytes."""
     return None if size is None else int(size)
 
 
@@ -78,7 +78,7 @@ def _backend_options(drafting: DraftingOptions, memory_bytes: int | None) -> Loa
 
 
 def _adapter_folder(adapter: str) -> str:
-    """Return an adapter's folder, or raise OptionError if it is missing. The backend checks its files."""
+    """Return an adapter's folder. Raise OptionError if it is missing. The backend checks its files."""
     folder = Path(adapter).expanduser()
     if not folder.is_dir():
         raise OptionError(

@@ -32,9 +32,9 @@ _ignores_costs = ContextVar("ignores_costs", default=False)
 
 @contextmanager
 def always_draft() -> Iterator[None]:
-    """Make runtimes that are loaded in this context always draft, even if it does not save time.
+    """Make runtimes that are loaded in this context always draft, even if that does not save time.
 
-    Tests and `edgespec verify` compare drafted replies with plain ones, so they need drafts in every reply.
+    Tests and `edgespec verify` compare drafted replies with plain ones, so every reply must draft.
     """
     before = _ignores_costs.set(True)
     try:
@@ -50,27 +50,27 @@ def load(
     progress: Progress | None = None,
     **options: Unpack[LoadArguments],
 ) -> Runtime:
-    """Load a model, with a draft model that makes it faster.
+    """Load a model, and a draft model to speed it up.
 
-    Missing models are downloaded. Models that would not fit into memory are not loaded.
+    Downloads missing models. Does not load models that would not fit in memory.
 
     Args:
         target: The model to run: a path, `user/repo:quant`, or a name such as `demo`.
-        draft: The draft model. `auto` chooses the best one on this machine; `none` or None uses none.
-        progress: Called with a description and the completed fraction. Loading is cancelled if it returns
-            False.
+        draft: The draft model. `auto` chooses the best one on this machine; `none` or None disables it.
+        progress: Called with a description and the completed fraction. Return False from it to cancel
+            loading.
         **options: See `edgespec.LoadArguments`. `docs/options.md` lists them with their defaults.
 
     Returns:
-        The loaded models as a Runtime. Close it after use, or use it in a `with` statement.
+        A Runtime with the loaded models. Close it after use, or use it in a `with` statement.
 
     Raises:
-        EdgespecError: Loading failed. The error contains the reason and a hint.
+        EdgespecError: Loading failed. The error states the reason and a hint.
     """
     if progress is not None and not callable(progress):
         raise OptionError(
-            f"progress must be a function, not {progress!r}",
-            "pass a function that takes a string and a fraction",
+            f"progress is not callable: {progress!r}",
+            "pass a function that takes a description and a fraction",
         )
     request = LoadRequest.read(target, draft, options)
     check_room_to_plan()
@@ -82,7 +82,7 @@ def load(
 
 
 def _load_planned(planned: LoadPlan, progress: Progress | None) -> Runtime:
-    """Load both models and create the runtime. If that fails, close everything that was loaded."""
+    """Load both models and create the runtime. On failure, close everything that was loaded."""
     pair, drafting, options = planned.pair, planned.drafting, planned.options
     arguments = drafting.arguments
     states = file_states(pair.target.path, options.adapter)
@@ -98,7 +98,7 @@ def _load_planned(planned: LoadPlan, progress: Progress | None) -> Runtime:
         drafters, notices = make_drafters(pair, model, draft, drafting, assumed_costs, progress)
         undo.callback(drafters.close)
         for method in drafting.methods:
-            drafters.choose(method)  # Report a missing drafter now, not with the first reply.
+            drafters.choose(method)  # Report a missing drafter now, instead of at the first reply.
         entry = pair.target.entry
         notices = (
             entry.notice if entry else "",
@@ -137,11 +137,11 @@ def _load_planned(planned: LoadPlan, progress: Progress | None) -> Runtime:
 
 
 def _mapped_files(pair: ModelPair, options: LoadOptions, *, has_copy: bool) -> MappedFiles:
-    """Return the memory-mapped files of both models and, if `has_copy`, of a low-bit copy."""
+    """Return the memory-mapped files of both models and, if `has_copy`, the low-bit copy."""
     paths: list[Path] = []
     for found in (pair.target, pair.draft):
         if found and found.file_format.mapped and options.mmap:
-            # Deleted files need no check, because their mapped pages stay valid.
+            # Deleted files need no check, because their mapped pages remain valid.
             with suppress(OSError, ModelFileError):
                 paths += found.file_format.files(found.path)
     if has_copy and pair.target.file_format.low_bit_copy_format and options.mmap:
@@ -152,7 +152,7 @@ def _mapped_files(pair: ModelPair, options: LoadOptions, *, has_copy: bool) -> M
 
 
 def _acceptance_recorder(pair: ModelPair, drafting: DraftingOptions) -> AcceptanceRecorder | None:
-    """Return a recorder of the draft model's acceptance rate, or None if options would distort the rate."""
+    """Return a recorder for the draft model's acceptance rate, or None if the options would distort it."""
     arguments = drafting.arguments
     distorts = arguments["draft_branches"] or arguments["draft_confidence"] or arguments["learn"]
     if pair.draft is None or distorts:

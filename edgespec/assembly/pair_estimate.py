@@ -17,14 +17,14 @@ from edgespec.memory import Budget, Item, MemoryPlan, PlanChoice, compute_headro
 
 __all__ = ["PairEstimator", "open_estimator"]
 
-# A limit that every model fits, for estimates that must not depend on the remaining memory.
+# A limit that every model meets, for estimates that must not depend on the available memory.
 _UNLIMITED_BYTES = 1 << 62
 
 
 class PairEstimator:
     """Estimates the memory needed by a target and all its drafters.
 
-    `undo` closes all opened metadata. `headroom_bytes` is the headroom of each plan, or None for the default.
+    `undo` closes all opened metadata. `headroom_bytes` is each plan's headroom, or None for the default.
 
     Attributes:
         target: the target's estimator.
@@ -67,7 +67,7 @@ class PairEstimator:
         return estimator
 
     def smaller_drafts(self, start: PlanChoice) -> list[str]:
-        """If `start` does not fit, open installed files of the draft model that are quantised to fewer bits.
+        """If `start` does not fit, open installed lower-bit files of the draft model.
 
         Returns:
             Their names, for use as `PlanChoice.draft_form`.
@@ -84,7 +84,7 @@ class PairEstimator:
         return self._drafts[choice.draft_form][0]
 
     def load_options(self, choice: PlanChoice) -> LoadOptions:
-        """Return the options for loading the target as in a choice."""
+        """Return the load options for the target under a choice."""
         return replace(
             self._options,
             context_tokens=choice.context_tokens,
@@ -93,7 +93,7 @@ class PairEstimator:
         )
 
     def plan(self, choice: PlanChoice) -> MemoryPlan:
-        """Return the plan for exactly this choice. May raise OptionError or MemoryBudgetError."""
+        """Return the plan for exactly this choice. Can raise OptionError or MemoryBudgetError."""
         if choice not in self._plans:
             self._plans[choice] = self._make_plan(choice)
         return self._plans[choice]
@@ -102,7 +102,7 @@ class PairEstimator:
         options = self.load_options(choice)
         pair = self._pair
         target_options = options_in_pair(pair.target, pair.draft, options)
-        # MLX converts weights to float32 wherever there is enough memory.
+        # MLX converts weights to float32 whenever there is enough memory.
         room = _UNLIMITED_BYTES if choice.float32 else 0
         target = self.target.estimate(replace(target_options, memory_bytes=room))
         items = list(create_items("target", target))
@@ -137,7 +137,7 @@ class PairEstimator:
         )
 
     def _draft_tokens(self, choice: PlanChoice, target_tokens: int, trained_tokens: int) -> int:
-        """Return the draft model's context size: its window's if it has one, or else the target's."""
+        """Return the draft model's context size: its window's, if it has one, or else the target's."""
         window = self._window(choice, target_tokens, trained_tokens)
         return window.context_tokens if window else target_tokens
 
@@ -149,7 +149,7 @@ class PairEstimator:
         return self._window(choice, target_tokens, trained)
 
     def max_context_for_draft(self, choice: PlanChoice) -> int:
-        """Return the longest target context that does not change the draft model's attention window.
+        """Return the longest target context that leaves the draft model's attention window unchanged.
 
         A draft model without a window supports contexts up to its own trained length.
         """
@@ -159,7 +159,7 @@ class PairEstimator:
         return self._drafts[choice.draft_form][1].trained_context_tokens or longest
 
     def _copy_context_tokens(self, choice: PlanChoice, target_tokens: int) -> int:
-        """Return a low-bit copy's context size: its window plus drafted tokens, or the target's size."""
+        """Return a low-bit copy's context size: its window plus drafted tokens, or the target's context."""
         if not choice.draft_window:
             return target_tokens
         from edgespec.backends.llamacpp.lowbit import WINDOW_EXTRA_TOKENS
@@ -170,12 +170,12 @@ class PairEstimator:
 
 
 def open_estimator(model: Resolved, options: LoadOptions) -> MemoryEstimator:
-    """Open a model's metadata with its backend. Raises the same errors as loading the model."""
+    """Open a model's metadata with its backend. Raise the same errors as loading the model."""
     return model.file_format.open_estimator(str(model.path), model.name, options)
 
 
 def _find_low_bit_copy(pair: ModelPair, drafting: DraftingOptions) -> Resolved | None:
-    """Return the low-bit copy that will draft for the target, if a method names it or `auto` uses it.
+    """Return the low-bit copy that will draft for the target, if a method names it or `auto` will use it.
 
     Raises:
         ModelFileError: a method names the copy, but it is damaged or outdated.

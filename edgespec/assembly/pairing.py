@@ -34,24 +34,26 @@ __all__ = [
 
 
 FindModel = Callable[[str], Resolved]
-# Initial context size of a draft model whose vocabulary differs, so that texts have different lengths in it.
+# Initial context size of a draft model whose vocabulary differs from the target's, which gives the same text
+# a different token count.
 _FOREIGN_CONTEXT_TOKENS = 8192
-# Number of logit rows that a draft model needs in one pass: 64 for a chain or an adaptive tree
-# (drafters/adaptive_tree.py), plus those for spelling two tokens of another vocabulary (MAX_SPELLING_TOKENS).
+# Logit rows that a draft model needs in one pass: 64 for a chain or an adaptive tree
+# (drafters/adaptive_tree.py), plus those for spelling two tokens from another vocabulary
+# (MAX_SPELLING_TOKENS).
 _DRAFT_ROWS = 96
-# Maximum ratio of a text's token counts in the draft model's vocabulary and in the target's.
+# Maximum ratio between a text's token counts in the draft model's and the target's vocabularies.
 _TOKEN_RATIO = 4
 
 
 @dataclass(frozen=True, slots=True)
 class ModelPair:
-    """The files of a target and of its draft model, if it has one.
+    """The files of a target and its draft model, if any.
 
     Attributes:
         target: The target.
         draft: The draft model, or None.
         why_no_draft: The reason why there is no draft model.
-        why_draft: The reason for an automatic choice of draft model that users would not expect.
+        why_draft: The reason for an automatic draft model choice that users would not expect.
     """
 
     target: Resolved
@@ -65,8 +67,7 @@ class LoadedDraft:
     """A loaded draft model.
 
     Attributes:
-        model: The model. If its vocabulary had to be translated, it is wrapped to use the target's
-            vocabulary.
+        model: The model. If its vocabulary differs from the target's, it is wrapped to translate tokens.
         notice: User-facing notice about the model.
         drafter: The drafter to use the model with, or None for the default drafter.
     """
@@ -84,21 +85,21 @@ def find_pair(
     options: LoadOptions | None = None,
     find_model: FindModel | None = None,
 ) -> ModelPair:
-    """Find the files of a target and its draft model, and download missing ones.
+    """Find the files of a target and its draft model, downloading missing ones.
 
-    If a GGUF target has been prepared for early exit, the prepared form is used if a method names
-    `layerskip`, or if `auto` has nothing else to draft with.
+    Uses the form of a GGUF target that was prepared for early exit if a method names `layerskip`, or if
+    `auto` has nothing else to draft with.
 
     Args:
         target: Reference to the target.
-        draft: Reference to the draft model. `auto` chooses among the models on this machine.
-        drafting: The methods that replies may use.
+        draft: Reference to the draft model. `auto` chooses from the models on this machine.
+        drafting: The methods that replies can use.
         progress: Called during downloads. Returns False to cancel.
-        options: Memory and context limits that `auto` considers when choosing a draft model.
+        options: Memory and context limits for `auto` to respect when it chooses a draft model.
         find_model: Finds a model by reference. The default downloads missing files.
 
     Raises:
-        OptionError: A method needs a draft model but there is none, or the target does not support adapters.
+        OptionError: A method needs a draft model and there is none, or the target does not support adapters.
         ModelFileError: The prepared form is damaged or outdated.
         EdgespecError: Any error of `catalog.resolve`.
     """
@@ -109,7 +110,7 @@ def find_pair(
     if options.adapter is not None and not found.file_format.adapters:
         raise OptionError(
             f"an adapter needs an MLX model, but {found.name} is not one",
-            "leave --adapter out, or use the MLX form of the model, such as 8b-mlx",
+            "omit --adapter, or use an MLX version of the model, such as 8b-mlx",
         )
     found = _prepared_for_early_exit(found, drafting, found_draft is not None)
     if not found_draft and "model" in drafting.named_drafters:
@@ -121,7 +122,7 @@ def find_pair(
 
 
 def _prepared_for_early_exit(found: Resolved, drafting: DraftingOptions, has_draft: bool) -> Resolved:
-    """Return the form prepared for early exit if it exists and would be used, or else the original model."""
+    """Return the form prepared for early exit if there is one to use, or else the original model."""
     if "layerskip" not in found.file_format.preparations:
         return found
     named = "layerskip" in drafting.named_drafters
@@ -141,7 +142,7 @@ def _prepared_for_early_exit(found: Resolved, drafting: DraftingOptions, has_dra
 def _find_draft(
     target: Resolved, draft: str | None, find_model: FindModel, options: LoadOptions
 ) -> tuple[Resolved | None, str, str]:
-    """Return the draft model or None, the reason if there is none, and the reason if it is unexpected."""
+    """Return the draft model or None, the reason if there is none, and the reason for a surprising choice."""
     if draft is None or draft == "none":
         return None, "no draft was wanted", ""
     if draft != "auto":
@@ -153,7 +154,7 @@ def _find_draft(
 
 
 def load_target(pair: ModelPair, options: LoadOptions, progress: Progress | None) -> LanguageModel:
-    """Load the target. Raises the errors of its backend's `load`."""
+    """Load the target. Raise any error of its backend's `load`."""
     return _load_model(pair.target, options_in_pair(pair.target, pair.draft, options), progress)
 
 
@@ -168,7 +169,7 @@ def load_draft(
 
     Raises:
         VocabularyMismatchError: The vocabularies have no token in common.
-        OptionError: An option does not fit this draft model.
+        OptionError: An option is not supported for this draft model.
         EdgespecError: Any error of its backend's `load`.
     """
     found = pair.draft
@@ -208,7 +209,7 @@ def _adapted_to_target(
     compared: VocabularyComparison,
     window_for: Callable[[int], AttentionWindow | None],
 ) -> LoadedDraft:
-    """Set a draft model's context size, and wrap the model if it has a window or a different vocabulary."""
+    """Set a draft model's context size, and wrap the model if it uses a window or a different vocabulary."""
     assert pair.draft is not None
     name = pair.draft.name
     window = window_for(model.facts.trained_context_tokens)
@@ -231,8 +232,8 @@ def _adapted_to_target(
         return LoadedDraft(TranslatedModel(model, target.vocabulary, compared.translation), notice)
     if drafting.arguments["draft_branches"]:
         raise OptionError(
-            f"{name} cannot draft branches, because its vocabulary differs from that of {pair.target.name}",
-            "leave --draft-branches out",
+            f"{name} cannot draft branches, because its vocabulary differs from {pair.target.name}'s",
+            "omit --draft-branches",
         )
     min_confidence = drafting.arguments["draft_confidence"]
     drafter = RetokenisedDrafter(
@@ -248,7 +249,7 @@ def _check_trainable(
     same_vocabulary: bool,
     window: AttentionWindow | None,
 ) -> None:
-    """Check that a draft model can be trained between replies, and raise OptionError if it cannot."""
+    """Raise OptionError if a draft model cannot be trained between replies."""
     if not found.file_format.online_training:
         why, hint = "only MLX draft models can be trained", "use an MLX draft model"
     elif not draft.capabilities.trainable:
@@ -260,7 +261,7 @@ def _check_trainable(
         why, hint = "it reads only the end of the text", "use --draft-window 0"
     else:
         return
-    raise OptionError(f"the draft model {found.name} cannot learn: {why}", f"{hint}, or leave --learn out")
+    raise OptionError(f"the draft model {found.name} cannot learn: {why}", f"{hint}, or omit --learn")
 
 
 def _load_model(found: Resolved, options: LoadOptions, progress: Progress | None) -> LanguageModel:
@@ -272,7 +273,7 @@ def draft_load_options(
 ) -> LoadOptions:
     """Derive the draft model's load options from those of the target.
 
-    The draft model sees all `context_tokens` of the target. Branches chosen by the user may be as wide as the
+    The draft model sees the target's full `context_tokens`. Branches chosen by the user can be as wide as the
     backend allows.
     """
     adapts = drafting.arguments["draft_branches"] in ((), "auto")
@@ -289,9 +290,9 @@ def draft_load_options(
 
 
 def options_in_pair(found: Resolved, other: Resolved | None, options: LoadOptions) -> LoadOptions:
-    """Return the load options for one model of a pair, without those that only the other's backend supports.
+    """Return the load options for one model in a pair, minus those that only the other's backend supports.
 
-    If there is no other model or both use the same backend, all options are kept, and the backend rejects
+    If there is no other model or both use the same backend, keeps all options, and the backend rejects
     unsupported ones.
     """
     if other is None or same_backend(found.format, other.format):

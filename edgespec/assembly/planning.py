@@ -32,13 +32,13 @@ __all__ = ["LoadPlan", "PlanRequest", "budget_for", "check_fits", "plan_pair"]
 
 @dataclass(frozen=True, slots=True)
 class PlanRequest:
-    """The user's requests to the planner.
+    """User settings for the planner.
 
     Attributes:
         fixed: options set by the user, which the planner must not change.
-        prefer: what to keep if memory is low.
+        prefer: whether to keep a long context or the draft model if only one of them fits.
         prefix_cache_bytes: size limit of the prefix cache in memory. Defaults to `default_memory_bytes`.
-        headroom_bytes: extra memory for everything that the plan does not model, or None for the default.
+        headroom_bytes: extra memory for everything the plan does not model, or None for the default.
     """
 
     fixed: frozenset[PlanOption] = frozenset()
@@ -55,7 +55,7 @@ class PlanRequest:
         prefix_cache_bytes: int | None = 0,
         headroom_bytes: int | None = None,
     ) -> PlanRequest:
-        """Create a request from the options of `load`."""
+        """Create a request from `load` options."""
         named: dict[PlanOption, bool] = {
             "context": options.context_tokens is not None,
             "kv_type": options.kv_type != "auto",
@@ -74,7 +74,7 @@ class LoadPlan:
         drafting: drafting options, including the planner's changes.
         options: load options for both models together.
         float32: see `PlanChoice`.
-        advice: advice for the user if the plan does not fit; empty if it fits.
+        advice: advice for the user if the plan does not fit; otherwise empty.
         trained_tokens: context length that the target was trained for; 0 if unknown.
         longrope_switch_tokens: see `initial_context`.
         draft_window: the draft model's attention window, or None if it sees the whole context.
@@ -104,7 +104,7 @@ class LoadPlan:
 
     @property
     def initial_context_tokens(self) -> int:
-        """The initial context size, which grows on demand; 0 if caches grow token by token."""
+        """Initial context size, which grows on demand; 0 if caches grow token by token."""
         if self.pair.target.backend.cache_follows_text:
             return 0
         tokens, first = self.plan.context_tokens, self.options.initial_context_tokens
@@ -112,15 +112,15 @@ class LoadPlan:
 
     @property
     def notice(self) -> str:
-        """User-facing description of the planner's reductions, or an empty string if there are none."""
+        """User-facing description of the planner's reductions; empty if there are none."""
         given_up = ", ".join(decision.what for decision in self.plan.decisions)
         return f"to fit {format_bytes(self.plan.budget.bytes)}: {given_up}" if given_up else ""
 
 
 def budget_for(pair: ModelPair, memory_bytes: int | None, reserve_bytes: int | None = None) -> Budget:
-    """Return `find_budget` for a pair, with the graphics cards of its backend."""
+    """Return the memory budget for a pair, including its backend's graphics cards."""
     if address_space_is_limited():
-        # Libraries need address space, so load them now, before the remaining memory is counted.
+        # Libraries take up address space, so load them before measuring what is left.
         limit_malloc_arenas()
         for model in filter(None, (pair.target, pair.draft)):
             model.backend.preload()
@@ -136,8 +136,8 @@ def plan_pair(
 ) -> LoadPlan:
     """Plan how to load a pair so that it fits the budget. Call `check_fits` on the result.
 
-    If the user did not set a context size, the context has the default length, or more if nothing else has to
-    be reduced for it.
+    Unless the user set a context size, the context has the default length, or more if that requires no other
+    reductions.
 
     Raises:
         ModelFileError, BackendMissingError: a model cannot be opened.
@@ -183,11 +183,11 @@ def plan_pair(
     drafting = replace(
         drafting,
         window_tokens=choice.draft_window,
-        # Plans with a draft model include no memory for a low-bit copy, even if the draft model is dropped.
+        # Plans with a draft model leave no memory for a low-bit copy, even if the draft model is dropped.
         has_room_for_copy=choice.copy and start.draft == choice.draft,
         draft_kv_type=choice.draft_kv_type,
     )
-    # Backends compare weights and caches with this limit. It includes the headroom, because backends count
+    # Backends check weights and caches against this limit. It includes the headroom, because backends count
     # some memory that the plan ignores, such as file headers.
     others = ("process", "compute", "output", "vocabulary")
     left = budget.bytes + budget.gpu_bytes - sum(item.bytes for item in plan.items if item.kind in others)
@@ -210,7 +210,7 @@ def plan_pair(
 
 
 def _fixed_options(request: PlanRequest, drafting: DraftingOptions) -> set[PlanOption]:
-    """Return the options that the planner must not change."""
+    """Return the options that the planner must leave unchanged."""
     fixed = set(request.fixed)
     if "kv_type" in fixed:
         fixed.add("draft_kv_type")
@@ -224,7 +224,7 @@ def _fixed_options(request: PlanRequest, drafting: DraftingOptions) -> set[PlanO
 
 
 def _prefix_cache_bytes(plan: MemoryPlan, requested_bytes: int | None) -> int:
-    """Return the requested size limit of the prefix cache, reduced to what the plan leaves free."""
+    """Return the requested size limit of the prefix cache, capped at what the plan leaves free."""
     if not plan.fits:
         return 0
     free = plan.free_bytes("memory")

@@ -17,18 +17,18 @@ from edgespec.saved_arrays import models_fingerprint
 
 __all__ = ["create_prefix_cache", "file_states"]
 
-# Assumed speed-up of prefill over target steps, per token, until a prefill has been timed.
+# Assumed per-token speed-up of prefill over target steps, until a prefill has been timed.
 _PREFILL_SPEEDUP = 4.0
-# Assumed memory bandwidth of a target step until a prefill has been timed.
+# Assumed memory bandwidth of a target step, until a prefill has been timed.
 _ASSUMED_BYTES_PER_SECOND = 1e10
 
 
 def file_states(target: Path, adapter: str | None) -> tuple[str, ...]:
-    """Return the current state of a model's files, for detecting changes later.
+    """Return the current state of a model's files, to detect later changes.
 
     A state contains a file's name, inode, size, modification time and change time. Writing to a file changes
-    both times, and only the modification time can be reset, so there is no need to read the content. If a
-    file cannot be examined, an empty tuple is returned.
+    both times, and only the modification time can be reset, so there is no need to read the contents. Returns
+    an empty tuple if a file's state cannot be read.
     """
     try:
         files = format_at(target).files(target)
@@ -56,7 +56,7 @@ def create_prefix_cache(
     """Create the prefix cache of a loaded target.
 
     Return None if `place` is `none`. `states_before` is the result of `file_states` before loading. If the
-    files have changed since then, it is unknown which weights were loaded, so nothing is cached on disk.
+    files have changed since then, the loaded weights are unknown, so nothing is cached on disk.
     """
     if place == "none":
         return None
@@ -91,7 +91,7 @@ def _identity(target: LanguageModel, options: LoadOptions, costs: PassCosts, sta
         *states,
     ]
     if not target.facts.capabilities.prefix_reuse_exact:
-        # Whether reuse is exact depends on the number of cores, and it changes which prefixes are cached.
+        # Whether reuse is exact depends on the number of cores, and determines which prefixes are cached.
         parts.append("read in whole pieces")
     if options.adapter is not None:
         for path in sorted(Path(options.adapter).iterdir()):

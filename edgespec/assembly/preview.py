@@ -1,4 +1,4 @@
-"""Plan a load using only metadata, for `edgespec plan` and `edgespec.plan`."""
+"""Plan a load from metadata alone, for `edgespec plan` and `edgespec.plan`."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ __all__ = ["MemoryPlan", "Pool", "Preview", "plan"]
 
 
 class Preview:
-    """The planned result of a load, without loading anything.
+    """The outcome of a planned load, computed without loading anything.
 
     Attributes:
-        target, draft: names of the models; `draft` is None without a draft model.
+        target, draft: names of the models; `draft` is None if there is no draft model.
         notes: user-facing notes on how the references were resolved.
         why_no_draft: reason why there is no draft model; empty if there is one.
         plan: the memory plan.
-        advice: advice for the user if the plan does not fit; empty if it fits.
+        advice: advice for the user if the plan does not fit; otherwise empty.
         trained_context_tokens: context length that the target was trained for; 0 if unknown.
         first_context_tokens: initial context size, which grows on demand.
         draft_window: the draft model's attention window, or None if it sees the whole context.
@@ -56,20 +56,20 @@ def plan(
     progress: Progress | None = None,
     **options: Unpack[LoadArguments],
 ) -> Preview:
-    """Return the decisions and memory usage of `load` with the same arguments, without loading anything.
+    """Return what `load` would decide and how much memory it would use, without loading anything.
 
-    For models that are not on this machine, only metadata is downloaded.
+    Downloads only the metadata of models that are not on this machine.
 
     Args:
         target: The model to run, as for `load`.
         draft: The draft model, as for `load`.
-        progress: Called with a description and the completed fraction. Planning is cancelled if it returns
-            False.
+        progress: Called with a description and the completed fraction. Return False from it to cancel
+            planning.
         **options: See `edgespec.LoadArguments`.
 
     Raises:
-        EdgespecError: Any error of `load`. A plan that does not fit into memory raises no error, unless there
-            is not even enough memory to read a model's metadata.
+        EdgespecError: Any error of `load`, except that a plan that does not fit in memory raises no error
+            unless there is not even enough memory to read a model's metadata.
     """
     request = LoadRequest.read(target, draft, options)
     check_room_to_plan()

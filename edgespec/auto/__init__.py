@@ -1,1 +1,1 @@
-"""The controller of `--method auto`: measured costs, acceptance statistics and the loss limit."""
+"""The controller behind `--method auto`: measured costs, acceptance statistics and the loss limit."""

@@ -15,16 +15,16 @@ from edgespec.engine.tree import TokenTree
 
 __all__ = ["MAX_PROB_SUM", "AcceptanceStats"]
 
-# Upper limit for the summed acceptance probabilities of siblings. The rest is reserved for other drafters.
+# Upper limit on the sum of siblings' acceptance probabilities. The rest is left for other drafters.
 MAX_PROB_SUM = 0.98
 
 
 class AcceptanceStats:
     """Acceptance probabilities of one drafter's nodes by depth and rank, and the cost of its drafts.
 
-    For lookup drafters, acceptance is also recorded by the number of consecutive tokens accepted before (the
-    streak): once a lookup has found the passage that the model is copying, its tokens keep being accepted.
-    The statistics depend only on tree shapes and emitted tokens, never on the tokens that were drawn.
+    For lookup drafters, acceptance is also recorded by streak (the number of tokens accepted in a row so
+    far): once a lookup has found the passage that the model is copying, its tokens keep being accepted. The
+    statistics depend only on tree shapes and emitted tokens, never on which tokens were drawn.
 
     Attributes:
         draft_seconds: Mean duration of non-empty drafts.
@@ -37,16 +37,16 @@ class AcceptanceStats:
     _STREAKS = (1, 4, 16)
     # Assumed acceptance probability of a node's first, second and later children; for lookups one row per
     # streak bucket. With these round numbers, a combination is nearly as fast as its better drafter alone
-    # (tests/auto/test_combined_drafter.py). Models start with a high value, so that they are tried.
+    # (tests/auto/test_combined_drafter.py). Models start with a high value to make sure that they are tried.
     _LOOKUP_PRIOR = np.array([[0.4, 0.1, 0.05], [0.6, 0.1, 0.05], [0.75, 0.1, 0.05], [0.9, 0.05, 0.02]])
     _MODEL_PRIOR = np.array([[0.85, 0.1, 0.05]])
-    # Weights, in drafted tokens, of the assumed values and of the statistics after a long pause.
+    # Weight, in drafted tokens, of the assumed values, and of the statistics after a long pause.
     _PRIOR_WEIGHT = 4.0
     _WEIGHT_AFTER_PAUSE = 2.0
 
     def __init__(self, is_lookup: bool) -> None:
         prior = (self._LOOKUP_PRIOR if is_lookup else self._MODEL_PRIOR)[:, None] * self._PRIOR_WEIGHT
-        # Shape [streak, first or later level, rank].
+        # Shape: [streak, first or later level, rank].
         accepted = np.repeat(prior, 2, axis=1)
         self._counts = AcceptanceCounts(accepted, np.full(accepted.shape, self._PRIOR_WEIGHT))
         self._has_streaks = len(accepted) > 1
@@ -85,7 +85,7 @@ class AcceptanceStats:
         return self.rows.value / max(self.levels.value, 1.0)
 
     def reach_probs(self, levels: int) -> list[float]:
-        """Return, for each level of a future draft, the probability that a token of the level is accepted."""
+        """Return, for each level of a future draft, the probability that one of its tokens is accepted."""
         probs = self._probs()
         # In a tree, a level is reached if any of its siblings is accepted, so their probabilities add up.
         is_chain = self.rows.value <= self.levels.value
@@ -108,11 +108,11 @@ class AcceptanceStats:
             self._streak = 0
 
     def saved_statistics(self) -> dict[str, NDArray[np.float64]]:
-        """Return all statistics as named arrays, for a later run."""
+        """Return all statistics as named arrays to save for a later run."""
         return {name: part.saved() for name, part in self._parts.items()}
 
     def restore_statistics(self, saved: Mapping[str, NDArray[np.float64]]) -> None:
-        """Continue from the arrays of `saved_statistics`. Damaged arrays raise KeyError or ValueError."""
+        """Restore the arrays returned by `saved_statistics`. Damaged arrays raise KeyError or ValueError."""
         for name, part in self._parts.items():
             part.restore(saved[name])
 
@@ -122,7 +122,7 @@ class AcceptanceStats:
         return {"tally": self._counts, **means}
 
     def limit_weight(self) -> None:
-        """Reduce the weight of statistics that are old because the drafter has not drafted for long."""
+        """Reduce the weight of statistics that are stale because the drafter has not run recently."""
         self._counts.limit_weight(self._WEIGHT_AFTER_PAUSE)
 
 

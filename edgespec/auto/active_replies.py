@@ -1,6 +1,7 @@
-"""Count the replies that this process is generating at the same time.
+"""Count the replies that this process is generating concurrently.
 
-Concurrent replies share the machine and slow each other down, so the controller measures costs per count.
+Concurrent replies share the machine and slow each other down, so the controller measures costs separately for
+each count.
 """
 
 from __future__ import annotations
@@ -31,5 +32,5 @@ class ActiveReplies:
                 self.count -= 1
 
 
-# The counter of this process, shared by all runtimes.
+# Process-wide counter, shared by all runtimes.
 ACTIVE_REPLIES = ActiveReplies()

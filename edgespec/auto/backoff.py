@@ -16,19 +16,19 @@ __all__ = ["Backoff"]
 _MIN_GAIN = -0.01
 # If a round without a draft costs less than this, in target steps, drafting never pauses.
 _NEGLIGIBLE_COST = 0.005
-# Rounds before the first decision to pause, and per retry after a pause.
+# Number of rounds to draft before the first decision to pause, and for each retry after a pause.
 _TRIAL_ROUNDS = 8
 _RETRY_ROUNDS = 4
-# Rounds between retries: the interval doubles from the first to the second value.
+# Initial and maximum number of rounds between retries. The interval doubles after each retry.
 _MIN_PAUSE_ROUNDS, _MAX_PAUSE_ROUNDS = 32, 512
-# Drafting pauses when the target is too fast for it, which rarely changes. So retries are this much rarer.
+# Drafting pauses when the target is too fast for it. This rarely changes, so retry less often by this factor.
 _RETRY_COST_FACTOR = 3
 
 
 class Backoff:
-    """Pauses drafting while its measured gain is negative, and retries it at growing intervals.
+    """Pauses drafting while it loses time, and retries it at increasing intervals.
 
-    On a small target, even looking for a draft may take longer than accepted tokens save.
+    On a small target, just searching for drafts can cost more time than the accepted tokens save.
     """
 
     def __init__(self) -> None:
@@ -38,7 +38,7 @@ class Backoff:
 
     @property
     def gain(self) -> float:
-        """Mean gain of the last rounds that looked for a draft, in target steps per round."""
+        """Mean gain of recent rounds that looked for a draft, in target steps per round."""
         return self._gain.value
 
     @property
@@ -51,26 +51,26 @@ class Backoff:
         return self._gain.value < _MIN_GAIN and self._empty_cost.value > _NEGLIGIBLE_COST
 
     def may_draft(self) -> bool:
-        """Return whether this round may draft. During a pause, it may only if a retry is due."""
+        """Return whether this round may draft. During a pause, only retries may."""
         if not self.is_paused:
             return True
         if not self._retries.is_due(_RETRY_COST_FACTOR * _RETRY_ROUNDS * self._empty_cost.value):
             return False
-        # The retry is judged by its own gain alone.
+        # Judge the retry by its own gain alone.
         self._trial_rounds, self._gain = _RETRY_ROUNDS, RunningMean()
         return True
 
     def skip_rounds(self, rounds: int) -> None:
-        """Count rounds of a pause in which `may_draft` was not called."""
+        """Count rounds during a pause in which `may_draft` was not called."""
         self._retries.skip_rounds(rounds)
 
     def record_empty_draft(self, cost: float) -> None:
-        """Record a round whose drafters proposed nothing, at a cost in target steps."""
+        """Record a round in which the drafters proposed nothing. Asking them took `cost` target steps."""
         self._empty_cost.add(cost)
         self.record_draft(-cost)
 
     def record_unaffordable_draft(self, cost: float) -> None:
-        """Record a round without a draft because of the loss limit. The check cost `cost` target steps."""
+        """Record a round in which the loss limit ruled out a draft. The check took `cost` target steps."""
         if cost > _NEGLIGIBLE_COST:
             self.record_empty_draft(cost)
 
@@ -82,11 +82,11 @@ class Backoff:
             self._retries.shorten()
 
     def saved_statistics(self) -> dict[str, NDArray[Any]]:
-        """Return the gains and the retry interval as named arrays, for a later run."""
+        """Return the gains and the retry interval as named arrays to save for a later run."""
         return {f"patience.{name}": part.saved() for name, part in self._parts.items()}
 
     def restore_statistics(self, saved: Mapping[str, NDArray[Any]]) -> None:
-        """Continue from the arrays of `saved_statistics`, without another trial period."""
+        """Restore the arrays returned by `saved_statistics`, without another trial period."""
         for name, part in self._parts.items():
             part.restore(saved[f"patience.{name}"])
         self._trial_rounds = 0

@@ -25,20 +25,19 @@ from edgespec.engine.tree import TokenTree
 
 __all__ = ["CombinedDrafter"]
 
-# Share of the allowance that a round may spend on prefill. The rest is reserved for the draft.
+# Share of the allowance that a round can spend on prefill. The rest is reserved for the draft.
 _PREFILL_SHARE = 0.5
-# With fewer tokens of the sequence in its cache, a draft model is rarely right.
+# With fewer tokens in its KV cache, a draft model rarely predicts correctly.
 _MIN_PREFILL_TOKENS = 32
 # Draft lengths to compare for drafters that choose their own length.
 _DRAFT_LENGTHS = (1, 2, 3, 4, 5, 6, 8, 12, 16)
-# A drafter is not retried if the other drafts of the round are expected to yield more accepted tokens than
-# this.
+# A drafter is not retried if the round's other drafts are expected to yield more accepted tokens than this.
 _MAX_TOKENS_AT_RISK = 0.5
 
 
 @dataclass(frozen=True)
 class _Proposal:
-    """One drafter's draft of this round."""
+    """One drafter's draft for the current round."""
 
     tree: TokenTree
     node_probs: list[float]  # The probability that a node is accepted, given that its parent is accepted.
@@ -59,10 +58,10 @@ class _Proposal:
 class CombinedDrafter(Drafter):
     """Runs each drafter whose draft is expected to save time, and merges the drafts into one tree.
 
-    Lookup drafters always run, and run first. A draft model runs if its recent acceptance rate promises
-    enough accepted tokens for its cost, or if its cost has not been measured yet. Lookup tokens are pruned if
-    they are not worth a wider pass. Other drafts are never pruned, because pruning that depends on the drawn
-    tokens would bias rejection mode.
+    Lookup drafters always run, and run first. A draft model runs if its recent acceptance rate justifies its
+    cost, or if its cost has not been measured yet. Lookup tokens are pruned if they are not worth a wider
+    pass. Other drafts are never pruned, because pruning that depends on the drawn tokens would bias rejection
+    mode.
 
     Args:
         drafters: The drafters, in the order in which their drafts are merged.
@@ -70,14 +69,14 @@ class CombinedDrafter(Drafter):
             verified.
         limits: Maximum width and number of branches of a verify pass.
         v: Cost of a verify pass by width, in target steps.
-        allowance_seconds: Returns how much time the next round may lose against plain decoding.
-        exploration_seconds: Returns how much time a draft without an expected gain may lose.
+        allowance_seconds: Returns how much time the next round can lose compared with plain decoding.
+        exploration_seconds: Returns how much time a draft without an expected gain can lose.
         clock: Returns the time in seconds.
 
     Attributes:
-        drafted_levels: Depth of the last draft by a drafter that runs a model.
-        prefill_seconds: Time spent on prefill in the last call of `propose`.
-        contributors: Names of the drafters whose tokens were in the last draft that was not empty.
+        drafted_levels: Depth of the most recent draft from a drafter that runs a model.
+        prefill_seconds: Time spent on prefill in the last call to `propose`.
+        contributors: Names of the drafters that contributed tokens to the last non-empty draft.
     """
 
     def __init__(
@@ -123,14 +122,14 @@ class CombinedDrafter(Drafter):
             stats.select_text_kind(kind)
 
     def saved_statistics(self) -> dict[str, NDArray[Any]]:
-        """Return the statistics of all drafters as named arrays, for a later run."""
+        """Return the statistics of all drafters as named arrays to save for a later run."""
         saved: dict[str, NDArray[Any]] = {"plain": self._target_step_seconds.saved()}
         for stats in self._stats:
             saved |= stats.saved_statistics()
         return saved
 
     def restore_statistics(self, saved: Mapping[str, NDArray[Any]]) -> None:
-        """Continue from the arrays of `saved_statistics`. Damaged arrays raise KeyError or ValueError."""
+        """Restore the arrays returned by `saved_statistics`. Damaged arrays raise KeyError or ValueError."""
         for stats in self._stats:
             stats.restore_statistics(saved)
         self._target_step_seconds.restore(saved["plain"])
@@ -203,7 +202,7 @@ class CombinedDrafter(Drafter):
     def _first_prefill_cost(self, stats: DrafterStats) -> float:
         """Return the cost of the first prefill in this reply, in target steps; 0 after the first prefill.
 
-        Later prefills do not count, because rarer retries would not make them shorter.
+        Later prefills do not count, because retrying less often would not shorten them.
         """
         step = self._target_step_seconds.value
         if stats.has_prefilled or step <= 0.0:
@@ -237,7 +236,7 @@ class CombinedDrafter(Drafter):
 
     @property
     def planned_prefill_seconds(self) -> float:
-        """Time that the next call of `propose` may spend on prefill."""
+        """Time that the next call to `propose` can spend on prefill."""
         step = self._target_step_seconds.value
         return sum(
             self._prefill_tokens(stats) * stats.prefill_token_seconds(step)
@@ -268,7 +267,7 @@ class CombinedDrafter(Drafter):
         return stats.is_measured and self._target_step_seconds.count >= MEASURED_ROUNDS
 
     def _draft_cost(self, stats: DrafterStats, levels: int | None = None) -> float:
-        """Return the cost of a draft of `levels` levels, or of a mean one, in target steps; 0 if unknown."""
+        """Return the cost of a draft of `levels` levels (default: average) in target steps; 0 if unknown."""
         step = self._target_step_seconds.value
         if not self._is_measured(stats) or step <= 0.0:
             return 0.0
@@ -281,9 +280,9 @@ class CombinedDrafter(Drafter):
         return estimate
 
     def _expected_gain(self, stats: DrafterStats, draft_length: int) -> float:
-        """Return the expected speed of the round with a drafter, divided by the speed without the drafter.
+        """Return the ratio of the round's expected speed with this drafter to its speed without it.
 
-        The gain of a drafter whose cost is unknown is infinite, or 0 if its last draft was empty.
+        If the drafter's cost is unknown, the gain is infinite, or 0 if its last draft was empty.
         """
         acceptance = stats.acceptance
         if not self._is_measured(stats):

@@ -1,4 +1,4 @@
-"""The controller of `--method auto`: it drafts while drafting saves time, within the loss limit."""
+"""The controller behind `--method auto`: draft while drafting saves time, within the loss limit."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from edgespec.saved_arrays import SavedArrays
 
 __all__ = ["AutoConfig", "AutoController"]
 
-# Number of tokens after which the duration of a target step is measured again.
+# Maximum number of tokens between measurements of the target step's duration.
 _REMEASURE_TOKENS = 96
-# Number of rounds between two checks of the backoff while drafting is paused. On small targets, even the
-# check costs noticeable time.
+# Number of rounds between backoff checks while drafting is paused. On small targets, even the check takes
+# noticeable time.
 _PAUSED_ROUNDS = 15
-# Minimum time between two saves of the statistics.
+# Minimum time between saves of the statistics.
 _SAVE_INTERVAL_SECONDS = 60.0
-# A reply that lost time is reported as plain decoding if it drafted less than once in this many tokens.
+# A reply that lost time is reported as plain decoding if it drafted less than once per this many tokens.
 _TOKENS_PER_RETRY = 16
 
 
@@ -39,8 +39,8 @@ class AutoConfig:
     """Settings of the controller for one target.
 
     Attributes:
-        open_store: Returns the store for the statistics of the named drafters, such as "model+suffix".
-        controls_named: Whether methods that name drafters are controlled as well, not only `auto`.
+        open_store: Returns the statistics store for the named drafters, such as "model+suffix".
+        controls_named: Whether to control methods that name drafters, as well as `auto`.
         adapts_length: Whether draft models choose their draft length in each round.
     """
 
@@ -53,7 +53,7 @@ class AutoConfig:
 
 @dataclass(slots=True)
 class _Round:
-    """Timing of the running round. `pass_seconds` and `width` describe the target's pass."""
+    """Timing of the current round. `pass_seconds` and `width` describe the target's pass."""
 
     started: float
     was_considered: bool = False  # Whether the loss limit and the backoff permitted a draft.
@@ -64,24 +64,24 @@ class _Round:
 
 
 class AutoController(Drafter):
-    """Decides in every round whether and how far to draft, and keeps the reply within the loss limit.
+    """Decides in each round whether to draft and how far, and keeps the reply within the loss limit.
 
     A round drafts only if all of these conditions are met. Otherwise it is a target step without any drafting
     or prefill.
 
-    - The duration of a target step is known. It is measured at the start, then at least once in 96 tokens.
+    - The duration of a target step is known. It is measured at the start, then at least once every 96 tokens.
     - The backoff does not pause drafting.
     - The worst case of the draft stays within the loss limit. This also limits the draft length.
 
     The combined drafter then decides by expected gain which drafters to ask. Worst cases and backoffs are
-    recorded separately for each number of concurrent replies.
+    tracked separately for each number of concurrent replies.
 
     Args:
-        drafter: The drafters, which only this controller uses.
-        loss_limit: The loss limit, which `drafter` may read as well.
+        drafter: The drafters. They must not be shared with another controller.
+        loss_limit: The loss limit, which can be shared with `drafter`.
         costs: Live costs of the target's passes.
-        text_kind: Returns the kind of text of a prompt.
-        run_ahead: Called with True if the next rounds are target steps, which the target may start early.
+        text_kind: Returns the kind of text in a prompt.
+        run_ahead: Called with True if the next rounds are target steps, which the target can start early.
         store: Loads and saves the statistics. None keeps them in this process only.
         clock: Returns the time in seconds.
         count_replies: Returns the number of concurrent replies.
@@ -114,9 +114,9 @@ class AutoController(Drafter):
         self._tokens: list[int] = []
         # Start with a target step, to measure its duration.
         self._tokens_since_target_step = _REMEASURE_TOKENS
-        # Whether the drafters receive the tokens of the reply.
+        # Whether emitted tokens are passed on to the drafters.
         self._is_drafting = False
-        # None in rounds without `propose`, and in skipped rounds of a pause.
+        # None in rounds without a call to `propose`, and in rounds skipped during a pause.
         self._round: _Round | None = None
         self._overhead_seconds = RunningMean()  # Duration of a target step minus that of its pass.
         self._worst_case = WorstCaseCosts(costs)
@@ -133,7 +133,7 @@ class AutoController(Drafter):
 
     @property
     def allowance_seconds(self) -> float:
-        """Maximum time that the next round may lose against plain decoding."""
+        """Maximum time that the next round can lose compared with plain decoding."""
         return self.loss_limit.allowance_seconds(self.target_step_seconds)
 
     @property
@@ -198,10 +198,10 @@ class AutoController(Drafter):
         return self._worst_case.affordable_length(draft_length, allowance, 0.0), model_length
 
     def _cut(self, tree: TokenTree, allowance_seconds: float) -> TokenTree:
-        """Drop tokens from the end of a draft until its worst case is within the allowance.
+        """Drop tokens from the end of a draft until its worst-case loss is within the allowance.
 
-        Tokens that were drawn from a distribution are never dropped: dropping them by the shape of the tree,
-        which depends on the draw, would bias rejection mode.
+        Tokens drawn from a distribution are never dropped: the tree's shape depends on the draws, so dropping
+        tokens by shape would bias rejection mode.
         """
         width = tree.width
         while (
@@ -272,7 +272,7 @@ class AutoController(Drafter):
     def _record_target_step(
         self, this_round: _Round, tokens: int, seconds: float, step_seconds: float, draft_seconds: float
     ) -> None:
-        """Update costs, credit and backoff after a round that asked for no draft."""
+        """Update costs, credit and backoff after a round in which no draft was requested."""
         self.costs.set_context_tokens(len(self._tokens))
         self._overhead_seconds.add(seconds - this_round.pass_seconds - draft_seconds)
         self._worst_case.record_target_step()
@@ -328,7 +328,7 @@ class AutoController(Drafter):
         self._drafter.close()
 
     def _load_statistics(self) -> None:
-        """Continue from saved statistics. If some are damaged, they are measured again."""
+        """Restore the saved statistics. Damaged ones are measured again."""
         if not self._store or not (saved := self._store.load()):
             return
         try:

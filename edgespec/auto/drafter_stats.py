@@ -1,4 +1,4 @@
-"""A drafter of a combination, with its statistics per kind of text."""
+"""Statistics of one drafter in a combination, for each kind of text."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["MEASURED_ROUNDS", "DrafterStats"]
 MEASURED_ROUNDS = 2
 # Assumed cost of prefilling one token, in target steps, until prefill is measured.
 _ASSUMED_PREFILL_COST = 0.03
-# Number of rounds over which the cost of a prefill is spread in the expected gain of a draft.
+# Number of rounds over which a prefill's cost is amortised when estimating the gain of a draft.
 _PREFILL_ROUNDS = 48
 
 
@@ -31,8 +31,8 @@ class DrafterStats:
     Attributes:
         acceptance: Acceptance statistics for the current kind of text.
         retries: Retry schedule for the current kind of text.
-        empty_draft_levels: Maximum draft length with which the drafter was last asked and chose to draft
-            nothing; 0 if its last draft was not empty.
+        empty_draft_levels: Draft length limit of the last request if the drafter chose to draft nothing; 0 if
+            its last draft was not empty.
         has_prefilled: Whether the drafter has prefilled tokens in this reply.
     """
 
@@ -73,7 +73,7 @@ class DrafterStats:
             self._budgeted.force_draft()
 
     def record_draft(self, tree: TokenTree, draft_length: int, seconds: float) -> None:
-        """Record a draft, the draft length it was asked for, and its duration."""
+        """Record a draft, the requested draft length, and its duration."""
         self.acceptance.record_draft(tree, seconds)
         chose_none = self.drafter.chooses_length and not tree.drafted
         self.empty_draft_levels = draft_length if chose_none else 0
@@ -83,18 +83,18 @@ class DrafterStats:
         self.has_prefilled = True
 
     def select_text_kind(self, kind: str) -> None:
-        """Switch to the statistics of a kind of text. A new kind starts with those of the previous kind."""
+        """Switch to the statistics for a kind of text. A new kind starts with the previous kind's."""
         if kind not in self._acceptance_by_kind:
             acceptance = AcceptanceStats(self.is_lookup)
             acceptance.restore_statistics(self.acceptance.saved_statistics())
             acceptance.limit_weight()
             self._acceptance_by_kind[kind] = acceptance
         self.acceptance = self._acceptance_by_kind[kind]
-        # Success in one kind of text does not justify frequent retries in another.
+        # Success with one kind of text does not justify frequent retries in another.
         self.retries = self._retries_by_kind.setdefault(kind, RetrySchedule())
 
     def draft_cost(self, target_step_seconds: float, levels: int | None = None) -> float:
-        """Return the cost of a draft with `levels` levels, or of a mean draft, in target steps."""
+        """Return the cost of a draft with `levels` levels, or of an average draft, in target steps."""
         acceptance = self.acceptance
         seconds = acceptance.draft_seconds.value if levels is None else levels * acceptance.level_seconds
         prefill = self.pending_tokens * self.prefill_token_seconds(target_step_seconds) / _PREFILL_ROUNDS
@@ -130,5 +130,5 @@ class DrafterStats:
 
 
 def _with_prefix(saved: Mapping[str, NDArray[Any]], prefix: str) -> dict[str, NDArray[Any]]:
-    """Return the arrays whose names start with a prefix, without the prefix."""
+    """Return the arrays whose names start with a prefix, and strip the prefix from their names."""
     return {name.removeprefix(prefix): value for name, value in saved.items() if name.startswith(prefix)}

@@ -1,4 +1,4 @@
-"""Estimate how many tokens a round emits per target step of cost, to decide which drafters to ask."""
+"""Estimate how many tokens a round emits per target step of cost, to decide which drafters to run."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ __all__ = ["RoundEstimate"]
 
 @dataclass(frozen=True, slots=True)
 class RoundEstimate:
-    """The combined draft of all drafters asked so far in a round.
+    """The combined draft of all drafters selected so far in a round.
 
-    A speed is the number of expected tokens per target step of cost, E(k) / (c + v(rows)).
+    Speed is the expected number of tokens per target step of cost, E(k) / (c + v(rows)).
 
     Attributes:
         reach_probs: Per level, the probability that a drafted token of this level is accepted.
@@ -33,7 +33,7 @@ class RoundEstimate:
         return RoundEstimate(tuple(_either_prob(self.reach_probs, reach_probs)), all_rows, self.cost + cost)
 
     def speed(self, v: CostFunction) -> float:
-        """Return the speed if the draft is cut after its best level."""
+        """Return the expected tokens per target step when the draft is cut at its most profitable depth."""
         tokens = accumulate(self.reach_probs, initial=1.0)
         widths = accumulate(self.rows, initial=1)
         return max(expected / (self.cost + v(width)) for expected, width in zip(tokens, widths, strict=True))
@@ -47,7 +47,7 @@ class RoundEstimate:
         max_width: int,
         can_branch: bool,
     ) -> float:
-        """Return the speed with another draft added, which is never cut.
+        """Return the expected tokens per target step with another draft added, which is never cut.
 
         Args:
             reach_probs: Per level of the other draft, the probability that one of its tokens is accepted.
@@ -69,9 +69,9 @@ class RoundEstimate:
 
 
 def _either_prob(first: Sequence[float], second: Sequence[float]) -> list[float]:
-    """Return per level the probability that one of two drafts is accepted.
+    """Return, for each level, the probability that at least one of two drafts is accepted.
 
-    The value lies halfway between independent drafters and drafters that are right at the same places.
+    The estimate is halfway between independent drafters and drafters that are right in the same places.
     """
     probs = []
     for one, other in zip_longest(first, second, fillvalue=0.0):

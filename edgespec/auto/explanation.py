@@ -1,4 +1,4 @@
-"""Report on a reply: speed-up, credit, and the reason why it is generated with or without drafts."""
+"""Report a reply's speed-up and credit, and explain why it is generated with or without drafts."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from typing import NamedTuple
 
 __all__ = ["ControllerReport", "DraftingStatus"]
 
-# On targets with a shorter target step than this, drafting itself takes longer than it can save.
+# If a target step is shorter than this, drafting itself takes longer than it can save.
 _FAST_TARGET_SECONDS = 0.003
 _MEASURING = "measuring how long one token takes without drafting"
 
 
 class ControllerReport(NamedTuple):
-    """State of a reply under the controller.
+    """The controller's report on a reply.
 
     Attributes:
         credit_seconds: Time saved so far; negative if speculation has cost more than it saved.
@@ -39,15 +39,15 @@ class DraftingStatus:
 
     Attributes:
         name: Name of the drafters, such as "model+suffix".
-        is_drafting: Whether coming rounds may draft.
+        is_drafting: Whether upcoming rounds may draft.
         is_faster: Whether speculation has saved time in this reply so far.
         tokens: Tokens emitted in this reply.
         has_drafted: Whether any draft of this reply was verified.
         asked_rounds: Rounds in which drafters were asked for a draft.
-        unaffordable_rounds: Rounds without a draft because of the loss limit.
+        unaffordable_rounds: Rounds in which the loss limit ruled out a draft.
         draft_cost_steps: Worst-case cost of the shortest draft.
-        allowance_steps: How much the next round may lose.
-        round_gain_steps: Mean gain of the last rounds that asked for a draft.
+        allowance_steps: How much the next round can lose.
+        round_gain_steps: Mean gain of recent rounds in which drafters were asked for a draft.
         replies: Concurrent replies in this process.
     """
 
@@ -66,7 +66,7 @@ class DraftingStatus:
 
     @property
     def reason(self) -> str:
-        """Why the reply is generated with or without drafts, as one clause of less than 100 characters."""
+        """Why the reply is generated with or without drafts, as one clause of fewer than 100 characters."""
         return self._reason + (f" (with {self.replies} replies at once)" if self.replies > 1 else "")
 
     @property
@@ -97,5 +97,5 @@ class DraftingStatus:
 
 
 def _token_times(steps: float) -> str:
-    """Return a cost as a multiple of the time of one token without drafting."""
+    """Format a cost as a multiple of the time per token without drafting."""
     return f"{max(steps, 0.0):.0%} of a token's time" if steps < 0.995 else f"{steps:.1f} tokens' time"

@@ -1,4 +1,4 @@
-"""Costs of verify passes, kept up to date by the passes of real replies."""
+"""Track the cost of verify passes while replies are generated."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ __all__ = ["LiveCosts"]
 # Context lengths, in tokens, that separate the buckets. Costs are tracked per bucket because attention makes
 # passes slower as the context grows, some widths more than others.
 _CONTEXT_BUCKETS = (2048, 8192, 32768)
-# Concurrent replies beyond this number share one set of costs.
+# Higher numbers of concurrent replies than this share one set of costs.
 _MAX_REPLIES = 8
-# Target steps measured before costs with a new number of concurrent replies are trusted.
+# Number of target steps to measure before trusting the costs for a new number of concurrent replies.
 _MIN_TARGET_STEPS = 3
-# Number of wide passes after which a bucket follows changes at the usual rate. New buckets follow faster.
+# Number of wide passes after which a bucket adapts at the usual rate. New buckets adapt faster.
 _SETTLED_PASSES = 20
 # Saved costs that differ from the measured curve by more than a factor of 1,000 are treated as damaged.
 _MAX_LOG_RATIO = math.log(1000.0)
@@ -30,7 +30,7 @@ _MAX_LOG_RATIO = math.log(1000.0)
 
 @dataclass(slots=True)
 class _Bucket:
-    """Costs at one context length with one number of concurrent replies.
+    """Costs for one range of context lengths and one number of concurrent replies.
 
     Attributes:
         log_ratios: Logarithm of the measured cost divided by the cost of the curve, by width.
@@ -50,20 +50,20 @@ class _Bucket:
 
 
 class LiveCosts:
-    """A cost curve v(m) that follows the machine's load, the context length and the number of replies.
+    """A cost curve v(m) that adapts to the machine's load, the context length and the number of replies.
 
     Target steps update the duration of a target step. Wider passes update their own cost relative to it, and
     the cost of widths not measured yet. If wide passes become slower, either the whole machine or only the
     wide passes have changed. `needs_target_step` then requests a target step, which tells the two apart.
     """
 
-    # Share of the deviation from the expected duration by which one pass corrects the estimate.
+    # Fraction of a pass's deviation from its expected duration by which it corrects the estimate.
     _TARGET_STEP_RATE = 0.25
     _WIDE_PASS_RATE = 0.15
-    # A single pass changes an estimate by at most this factor, as a logarithm.
+    # Logarithm of the largest factor by which a single pass can change an estimate.
     _MAX_LOG_CHANGE = math.log(4.0)
-    # Mean deviation of wide passes, as a logarithm, at which a target step is needed, and the weight of the
-    # newest pass in that mean.
+    # Mean deviation of wide passes, as a logarithm, that triggers a target step, and the weight of the newest
+    # pass in that mean.
     _MAX_LOG_DEVIATION = math.log(1.25)
     _DEVIATION_RATE = 0.3
 
@@ -81,16 +81,16 @@ class LiveCosts:
         return self._bucket.target_step_seconds
 
     def set_context_tokens(self, context_tokens: int) -> None:
-        """Switch to the costs at a context length."""
+        """Switch to the costs for a context length."""
         self._select(bisect_right(_CONTEXT_BUCKETS, context_tokens), self._key[1])
 
     @property
     def replies(self) -> int:
-        """Number of concurrent replies at which the costs apply."""
+        """Number of concurrent replies to which the current costs apply."""
         return self._key[1]
 
     def set_active_replies(self, replies: int) -> None:
-        """Switch to the costs at a number of concurrent replies."""
+        """Switch to the costs for a number of concurrent replies."""
         self._select(self._key[0], max(1, min(replies, _MAX_REPLIES)))
 
     def _select(self, context_bucket: int, replies: int) -> None:
@@ -118,7 +118,7 @@ class LiveCosts:
 
     @property
     def needs_target_step(self) -> bool:
-        """Whether the next round should be a target step, because its duration may have changed."""
+        """Whether the next round should be a target step, because the machine's speed may have changed."""
         return self._bucket.target_steps < _MIN_TARGET_STEPS or self._is_deviating
 
     @property
@@ -127,7 +127,7 @@ class LiveCosts:
 
     @property
     def uncertainty(self) -> float:
-        """Standard error of `target_step_seconds`, as a share of it."""
+        """Relative standard error of `target_step_seconds`."""
         return self._spread / math.sqrt(max(1, min(self._steps, 4)))
 
     def record_pass(self, width: int, seconds: float) -> None:
@@ -160,7 +160,7 @@ class LiveCosts:
         self._deviation += self._DEVIATION_RATE * (change - self._deviation)
 
     def saved_statistics(self) -> dict[str, NDArray[Any]]:
-        """Return the costs of single replies as named arrays, for a later run with the same curve.
+        """Return the costs of single replies as named arrays to save for a run with the same curve.
 
         Costs with concurrent replies are not saved, because they depend on what the other replies did.
         """
@@ -171,17 +171,17 @@ class LiveCosts:
         return {"found": np.array(steps), "extra": np.array(wide).reshape(-1, 3)}
 
     def restore_statistics(self, saved: Mapping[str, NDArray[Any]]) -> None:
-        """Continue from the arrays of `saved_statistics`. Damaged arrays raise KeyError or ValueError."""
+        """Restore the arrays returned by `saved_statistics`. Damaged arrays raise KeyError or ValueError."""
         buckets = {}
         for context, steps, common in saved["found"].reshape(-1, 3).tolist():
             is_known = 0 <= context <= len(_CONTEXT_BUCKETS)
             if not (is_known and steps > 0.0 and max(abs(math.log(steps)), abs(common)) < _MAX_LOG_RATIO):
-                raise ValueError(f"Saved costs of {steps} target steps (log ratio {common}) are impossible.")
+                raise ValueError(f"invalid saved costs: {steps} target steps, log ratio {common}")
             seconds = steps * self.curve.target_step_seconds
             buckets[int(context)] = _Bucket(seconds, common_log_ratio=common)
         for context, width, log_ratio in saved["extra"].reshape(-1, 3).tolist():
             if not (abs(log_ratio) < _MAX_LOG_RATIO and 1 < width < math.inf):
-                raise ValueError(f"The saved cost of width {width} (log ratio {log_ratio}) is impossible.")
+                raise ValueError(f"invalid saved cost of width {width}: log ratio {log_ratio}")
             buckets[int(context)].log_ratios[int(width)] = log_ratio
         self._buckets = {(context, 1): bucket for context, bucket in buckets.items()}
         self._key = (0, 1)

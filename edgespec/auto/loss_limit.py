@@ -1,8 +1,8 @@
-"""The loss limit: a bound on how much slower speculation may make a reply.
+"""The loss limit: a bound on how much speculation can slow down a reply.
 
-A reply of N tokens takes at most (1 + rate) * N + steps target steps, whatever is accepted. The bound holds
-as long as a target step takes its measured time and no round costs more than its estimated worst case. After
-a round that exceeds its worst case, no round drafts until the excess is regained.
+A reply of N tokens takes at most (1 + rate) * N + steps target steps, no matter how few draft tokens are
+accepted. The bound holds as long as a target step takes its measured time and no round costs more than its
+estimated worst case. If a round exceeds its worst case, drafting stops until the excess has been recovered.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ from typing import NamedTuple
 
 __all__ = ["LossLimit", "LossLimits"]
 
-# Share of a reply's plain decoding time that exploratory drafts may cost, in addition to the rate.
+# Share of a reply's plain decoding time that exploratory drafts can cost, in addition to the rate.
 _EXPLORATION_RATE = 0.01
 
 
 class LossLimits(NamedTuple):
-    """How much time speculation may cost a reply.
+    """How much time speculation can cost a reply.
 
     Attributes:
-        rate: Share of the reply's plain decoding time, 0.02 for 2 %.
+        rate: Share of the reply's plain decoding time, such as 0.02 for 2 %.
         steps: Number of target steps added to that share.
     """
 
@@ -44,12 +44,12 @@ class LossLimit:
         self.begin()
 
     def begin(self) -> None:
-        """Start a reply without credit from earlier ones."""
+        """Start a reply with no credit from earlier replies."""
         self.credit_seconds = 0.0
         self.tokens = self.draft_rounds = 0
 
     def record_target_step(self, tokens: int, draft_seconds: float = 0.0) -> None:
-        """Record a round that verified no draft, and charge the time spent on looking for one."""
+        """Record a round that verified no draft, and charge the time spent looking for one."""
         self.tokens += tokens
         self.credit_seconds -= draft_seconds
 
@@ -60,14 +60,14 @@ class LossLimit:
         self.credit_seconds += tokens * target_step_seconds - seconds
 
     def allowance_seconds(self, target_step_seconds: float) -> float:
-        """Return how much time the next round may lose; negative once the limit is exceeded."""
+        """Return how much time the next round can lose; negative once the limit is exceeded."""
         limit_steps = self.limits.rate * self.tokens + self.limits.steps
         return self.credit_seconds + limit_steps * target_step_seconds
 
     def exploration_seconds(self, target_step_seconds: float) -> float:
-        """Return how much time a draft without an expected gain may lose.
+        """Return how much time a draft without an expected gain can lose.
 
-        This budget grows with the reply, so that short replies spend nothing on exploration.
+        This budget grows with the reply, so short replies spend nothing on exploration.
         """
         limit_steps = (self.limits.rate + _EXPLORATION_RATE) * self.tokens
         return self.credit_seconds + limit_steps * target_step_seconds

@@ -14,7 +14,7 @@ __all__ = ["MergedTree", "merge_trees", "prune_optional"]
 
 
 class MergedTree(NamedTuple):
-    """Several trees merged into one. `node_maps[i][n]` is the node of `tree` for node n of input i."""
+    """Several trees merged into one. `node_maps[i][n]` is the node of `tree` for node n of input tree i."""
 
     tree: TokenTree
     node_maps: tuple[tuple[int, ...], ...]
@@ -25,7 +25,7 @@ def merge_trees(trees: Sequence[TokenTree]) -> MergedTree:
 
     Identical siblings become one node unless they were sampled from a draft distribution. A sampled token
     always gets its own node, because the residual after it depends on its distribution (SpecInfer, arXiv
-    2305.09781). Trees with sampled tokens are added first, so that lookups do not influence them.
+    2305.09781). Trees with sampled tokens are added first, so lookups cannot influence them.
     """
     drafted = [tree for tree in trees if tree.drafted]
     if len(drafted) < 2:
@@ -52,8 +52,8 @@ def prune_optional(
 ) -> TokenTree:
     """Return the tree without optional nodes that exceed the limits or are not worth a wider pass.
 
-    Required nodes are always kept. Of the optional nodes, the most likely ones are kept: as many as maximise
-    the speed S = (1 + sum of path probabilities) / (draft cost + v(rows)), as in Sequoia (arXiv 2402.12374).
+    All required nodes are kept, along with the number of most likely optional nodes that maximises the speed
+    S = (1 + sum of path probabilities) / (draft cost + v(rows)), as in Sequoia (arXiv 2402.12374).
 
     Args:
         merged: The merged tree.
@@ -96,9 +96,9 @@ def prune_optional(
 def _path_probs(tree: TokenTree, probs: Sequence[float], is_required: Sequence[bool]) -> list[float]:
     """Return each node's probability that its whole path is accepted.
 
-    Siblings exclude each other. For an optional node of probability c beside required siblings of total
-    probability r, with independent drafters, the probability given that not both are right is
-    c (1 - r) / (1 - c r) by Bayes' rule.
+    At most one sibling can be accepted. If an optional node has probability c, its required siblings have a
+    total probability of r, and the drafters are independent, then the node's probability, given that they are
+    not both right, is c (1 - r) / (1 - c r) by Bayes' rule.
     """
     required_sums = [0.0] * tree.width
     for node in range(1, tree.width):

@@ -7,17 +7,17 @@ from numpy.typing import NDArray
 
 __all__ = ["RetrySchedule"]
 
-# Share of all decoding time that retries may cost in the long run.
+# Share of total decoding time that retries can take up in the long run.
 _RETRY_SHARE = 0.0075
-# An interval this many times the first one means that several retries in a row have failed.
+# An interval this many times the initial one means that several retries in a row have failed.
 _RARE_FACTOR = 8
 
 
 class RetrySchedule:
     """Decides in which rounds to retry a drafter, with an interval that doubles after each retry.
 
-    Cheap retries may come before the interval ends, as long as all retries together take less than 0.75 % of
-    the decoding time. So a change in the text is noticed early when retries are cheap.
+    Cheap retries can take place before the interval ends, as long as retries take less than 0.75 % of the
+    decoding time in total. This way, changes in the text are noticed early if retries are cheap.
 
     Args:
         min_interval: Rounds between the first two retries.
@@ -58,12 +58,12 @@ class RetrySchedule:
         self._interval, self._waited = max(self._interval // 2, self._min_interval), 0
 
     def saved(self) -> NDArray[np.float64]:
-        """Return the current interval, float64 [1], for a later run."""
+        """Return the current interval as float64 [1] to save for a later run."""
         return np.array([self._interval])
 
     def restore(self, saved: NDArray[np.float64]) -> None:
-        """Continue with the interval of an earlier run. Raises ValueError if it is not allowed here."""
+        """Restore the interval from an earlier run. Raises ValueError if it is out of range."""
         if saved.shape != (1,) or not self._min_interval <= saved[0] <= self._max_interval:
             limits = f"{self._min_interval} to {self._max_interval}"
-            raise ValueError(f"The saved retry interval must be {limits} rounds, but is {saved}.")
+            raise ValueError(f"the saved retry interval must be {limits} rounds, not {saved}")
         self._interval, self._waited = int(saved[0]), 0

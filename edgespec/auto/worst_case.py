@@ -14,10 +14,10 @@ _ASSUMED_PASS_RATIO = 2.0
 # Decay of worst cases, per round with a draft and per target step.
 _DRAFT_ROUND_DECAY = 0.97
 _TARGET_STEP_DECAY = 0.995
-# The first rounds with a draft may spend only this share of the allowance, so that another draft is
-# affordable if the first one is rejected.
+# The first rounds with a draft can spend only this share of the allowance, which leaves enough for another
+# draft if the first one is rejected.
 _FIRST_ROUNDS, _FIRST_ROUNDS_SHARE = 2, 0.5
-# A draft is only shortened for this if the shorter draft costs at most this many times more per level.
+# A draft is shortened for this reason only if its cost per level grows by at most this factor.
 _MAX_LEVEL_COST_RATIO = 1.25
 
 
@@ -43,7 +43,7 @@ class WorstCaseCosts:
         self.level_seconds *= self._costs.target_step_seconds / previous_step_seconds
 
     def extra_pass_seconds(self, width: int) -> float:
-        """Return the worst-case duration of a pass of `width` tokens beyond that of a target step."""
+        """Return how much longer than a target step a `width`-token pass takes in the worst case."""
         return max(self._pass_ratio * self._costs.v(width) - 1.0, 0.0) * self._costs.target_step_seconds
 
     def loss_seconds(self, levels: int, level_seconds: float) -> float:
@@ -58,7 +58,7 @@ class WorstCaseCosts:
         return 0
 
     def model_draft_length(self, draft_length: int, allowance_seconds: float, draft_rounds: int) -> int:
-        """Return the affordable draft length of a draft model, shorter in the first rounds of a reply."""
+        """Return the affordable draft length for a draft model, reduced in the first rounds of a reply."""
         level = self.level_seconds
         longest = self.affordable_length(draft_length, allowance_seconds, level)
         if longest and draft_rounds < _FIRST_ROUNDS:

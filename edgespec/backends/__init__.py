@@ -1,1 +1,1 @@
-"""Backends that run models. Each one is a folder that implements the Protocol in `base.py`."""
+"""Backends that run models. Each is a package that implements the protocol in `base.py`."""

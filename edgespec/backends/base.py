@@ -1,4 +1,4 @@
-"""The Protocol of a loaded model, and the dataclasses that describe how it is loaded and what it can do."""
+"""The protocol for loaded models, and the dataclasses for their load options and capabilities."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ __all__ = [
     "Vocabulary",
 ]
 
-# Two vocabularies may differ by this many tokens, because embedding tables are padded at the end.
+# Compatible vocabularies can differ by up to this many tokens, because embedding tables are padded at the
+# end.
 MAX_VOCAB_PADDING = 1024
 
 # Called with the name of the current phase and the fraction done (0 to 1). Return False to cancel.
@@ -43,14 +44,15 @@ class EarlyExit:
 
 @dataclass(frozen=True, slots=True)
 class LowBit:
-    """Self-drafting with the target quantised to fewer bits, on its KV cache (QSpec, arXiv 2410.11305).
+    """Self-drafting with the target quantised to fewer bits, sharing its KV cache (QSpec, arXiv 2410.11305).
 
     Attributes:
-        copy: Path of a copy of the model quantised to fewer bits. None if the loaded weights contain both
+        copy: Path to a copy of the model quantised to fewer bits. None if the loaded weights contain both
             precisions.
-        sink_tokens: First tokens that the sparse attention window always includes (MagicDec,
+        sink_tokens: Number of initial tokens that the sparse attention window always includes (MagicDec,
             arXiv 2408.11049).
-        window_tokens: Last tokens in the attention window. None attends to the whole context.
+        window_tokens: Number of most recent tokens in the attention window. None attends to the whole
+            context.
     """
 
     copy: str | None = None
@@ -60,7 +62,7 @@ class LowBit:
 
 @dataclass(frozen=True, slots=True)
 class SkippedLayers:
-    """Self-drafting without some of the layers, on the target's KV cache (SWIFT, arXiv 2410.06916)."""
+    """Self-drafting with some layers skipped, sharing the target's KV cache (SWIFT, arXiv 2410.06916)."""
 
     layers: tuple[int, ...]
 
@@ -70,28 +72,29 @@ SelfDraft: TypeAlias = EarlyExit | LowBit | SkippedLayers
 
 @dataclass(frozen=True, slots=True)
 class LoadOptions:
-    """Options for loading one model. None lets the backend choose.
+    """Options for loading a model. Unless noted otherwise, None lets the backend choose.
 
     Attributes:
-        context_tokens: Size of the KV cache.
-        choose_context_tokens: Function that maps the trained context (0 if unknown) to the size of the KV
-            cache. Takes precedence over `context_tokens`.
-        initial_context_tokens: Size of the KV cache at load, if `resize` will enlarge it later. None
-            allocates the full size at load.
-        gpu_layers: Layers to offload to a GPU. None offloads as many as possible.
+        context_tokens: Size of the KV cache in tokens.
+        choose_context_tokens: Function that maps the trained context length (0 if unknown) to the size of the
+            KV cache. Takes precedence over `context_tokens`.
+        initial_context_tokens: Initial size of the KV cache, if `resize` will enlarge it later. None
+            allocates the full size immediately.
+        gpu_layers: Number of layers to offload to the GPU. None offloads as many as possible.
         kv_type: Data type of the KV cache, such as `f16` or `q8_0`, or `q8_0/f16` for keys and values
             separately. `auto` uses the backend's choice.
         flash_attention: `auto`, `on` or `off`.
         batch_tokens: Tokens per prefill batch.
-        max_branches: Maximum number of leaves of a token tree.
-        memory_bytes: Limit for weights and KV cache together. None sets no limit.
-        max_logit_rows: Maximum number of rows of a pass that need logits. None allows the widest pass.
-        is_draft: The model will draft. Its `auto` settings may then prefer speed over exact rounding.
-        adapter: Folder of a LoRA or DoRA adapter to apply to the weights.
-        exact: Make `auto` settings choose kernels whose logits are bit-identical at all widths, even if
+        max_branches: Maximum number of leaves in a token tree.
+        memory_bytes: Combined limit for weights and KV cache. None means no limit.
+        max_logit_rows: Maximum number of rows per pass that need logits. None allows the widest pass.
+        is_draft: Whether the model is used for drafting. If so, `auto` settings can prefer speed over
+            bit-exactness.
+        adapter: Folder with a LoRA or DoRA adapter to apply to the weights.
+        exact: Whether `auto` settings choose kernels whose logits are bit-identical at all widths, even if
             they are slower.
-        low_bits: Prepare for `LowBit` self-drafting without a copy. Plain decoding then uses the same split
-            weights as verification.
+        low_bits: Whether to split the weights for `LowBit` self-drafting without a separate copy. Plain
+            decoding then uses the same split weights as verification.
     """
 
     context_tokens: int | None = None
@@ -115,24 +118,24 @@ class LoadOptions:
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """Features of a loaded model. The backend tests each of them at load time.
+    """Features of a loaded model, each tested by the backend at load time.
 
     Attributes:
-        rollback: Cached tokens can be removed exactly. Speculative decoding needs this.
-        tree: A verify pass may hold branches.
-        reason: One line that explains a missing feature. Empty if nothing is missing.
-        max_width: Maximum number of rows of a verify pass.
-        max_branches: Maximum number of leaves of a token tree.
-        self_draft_methods: The methods that `self_draft` supports exactly: `layerskip` (EarlyExit), `lowbit`
+        rollback: Whether cached tokens can be removed exactly, as speculative decoding requires.
+        tree: Whether a verify pass can contain branches.
+        reason: One-line explanation of a missing feature. Empty if nothing is missing.
+        max_width: Maximum number of rows in a verify pass.
+        max_branches: Maximum number of leaves in a token tree.
+        self_draft_methods: Methods that `self_draft` supports exactly: `layerskip` (EarlyExit), `lowbit`
             (LowBit) and `swift` (SkippedLayers, for a `Skippable` model).
-        trainable: The model is a `Trainable`, which online training can adapt as a draft.
-        partial_truncate: `truncate` and `snapshot` work at every token. Otherwise `truncate` may keep
+        trainable: Whether the model implements `Trainable`, for online training as a draft model.
+        partial_truncate: Whether `truncate` and `snapshot` work at every token. If not, `truncate` may keep
             fewer tokens than requested.
-        exact: All passes that the model accepts have logits that are bit-identical to single-token passes.
-            See `bit_exactness`.
-        prefix_reuse_exact: The logits after a cached prefix do not depend on how the prefix was computed,
-            apart from rounding; with `exact` they are bit-identical. If False, bit-identical logits need
-            a prefill from the start in the same batches, generated tokens included.
+        exact: Whether all passes that the model accepts produce logits bit-identical to those of single-token
+            passes. See `bit_exactness`.
+        prefix_reuse_exact: Whether the logits after a cached prefix are independent of how the prefix was
+            computed, apart from rounding; with `exact` they are bit-identical. If False, bit-identical logits
+            require a prefill from the start in the same batches, including generated tokens.
     """
 
     rollback: bool
@@ -153,25 +156,25 @@ class ModelFacts:
     """Properties of a loaded model.
 
     Attributes:
-        path: Path of the model file or folder.
+        path: Path to the model file or folder.
         architecture: Architecture name from the metadata, such as `llama`.
-        description: One line for people: architecture, size and quantisation.
+        description: Human-readable summary: architecture, size and quantisation.
         parameters: Number of weights.
         file_bytes: Size of the model on disk.
         weight_bytes: Memory of the loaded weights.
         kv_bytes: Memory of all cached state at the current context size: keys, values, recurrent states
             and their checkpoints.
         quantisation: Quantisation name, such as `Q4_K_M`.
-        trained_context_tokens: Context that the model was trained for. 0 if unknown.
-        context_tokens: Current size of the context.
-        chat_template: The model has a chat template.
-        notice: A warning to show to the user. Empty if there is none.
+        trained_context_tokens: Context length that the model was trained for. 0 if unknown.
+        context_tokens: Current context size.
+        chat_template: Whether the model has a chat template.
+        notice: Warning to show to the user. Empty if there is none.
         rollback: Description of how rejected tokens are removed from the cache.
-        requested_context_tokens: Context size that `resize` can reach, if the context was loaded smaller.
-            0 otherwise.
-        requested_kv_bytes: `kv_bytes` at that size. 0 otherwise.
-        cache_variant: Properties of the KV cache that model and options do not determine. Saved caches are
-            only valid for the same variant.
+        requested_context_tokens: Context size that `resize` can reach if the model was loaded with a smaller
+            context, else 0.
+        requested_kv_bytes: `kv_bytes` at that size, else 0.
+        cache_variant: Properties of the KV cache that the model and its options do not determine. Saved
+            caches are only valid for the same variant.
     """
 
     name: str
@@ -196,23 +199,23 @@ class ModelFacts:
 
     @property
     def max_context_tokens(self) -> int:
-        """The largest size that the context may reach."""
+        """The maximum context size."""
         return max(self.requested_context_tokens, self.context_tokens)
 
     @property
     def max_kv_bytes(self) -> int:
-        """`kv_bytes` at the largest context size."""
+        """`kv_bytes` at the maximum context size."""
         return max(self.requested_kv_bytes, self.kv_bytes)
 
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """A copy of a model's cache, which can be restored into the same model.
+    """A copy of a model's cache that can be restored into the same model.
 
     Attributes:
         length: End of the copied range: the number of tokens in the cache when it was copied.
         data: The copied tokens in the backend's own format.
-        start: First copied token. Earlier tokens are not part of the copy.
+        start: Position of the first copied token. Earlier tokens are not part of the copy.
     """
 
     length: int
@@ -233,15 +236,15 @@ class Vocabulary(Protocol):
 
         Args:
             text: The text.
-            special: Parse control tokens that are written out in the text.
-            start: Prepend the BOS token if the model uses one.
+            special: Whether to parse control tokens that appear in the text.
+            start: Whether to prepend the BOS token if the model uses one.
         """
 
     def piece(self, token: int) -> bytes:
         """Return the bytes that a token adds to the text. Control tokens add none."""
 
     def raw_piece(self, token: int) -> bytes:
-        """Return the token's entry in the vocabulary, control tokens included."""
+        """Return a token's vocabulary entry as bytes, even for control tokens."""
 
     def is_end(self, token: int) -> bool:
         """Return True for tokens that end a reply (EOS, EOT)."""
@@ -254,8 +257,8 @@ class LanguageModel(Protocol):
 
     - The cache holds `length` tokens. `verify` opens a round and appends a token tree temporarily;
       `commit` keeps one path of the tree and ends the round.
-    - All methods but `interrupt` must be called from one thread.
-    - After `close`, every call raises ClosedError. Closing twice is allowed.
+    - All methods except `interrupt` must be called from one thread.
+    - After `close`, all other methods raise ClosedError. `close` can be called again.
     """
 
     facts: ModelFacts
@@ -267,14 +270,14 @@ class LanguageModel(Protocol):
 
     @property
     def free_tokens(self) -> int:
-        """Number of further tokens that fit into the context."""
+        """Number of tokens that still fit in the context."""
 
     def prefill(self, tokens: Sequence[int], progress: Progress | None = None) -> None:
         """Append tokens to the cache without computing their logits.
 
         Args:
             tokens: The tokens to append.
-            progress: Called after each batch. It cancels by returning False.
+            progress: Called after each batch. Returning False cancels the prefill.
 
         Raises:
             ContextFullError: The tokens do not fit. The cache is unchanged.
@@ -287,17 +290,18 @@ class LanguageModel(Protocol):
 
         Args:
             tree: The tree. Its root is the last emitted token.
-            first: First node to run. Earlier calls of the same round must have run the nodes before it.
+            first: First node to run. Earlier calls in the same round must have run the nodes before it.
                 Drafters use this to grow a tree level by level.
 
         Returns:
-            Logits whose row i follows node `first + i`. They are valid until the next pass.
+            The logits, where row i predicts the token after node `first + i`. They are valid until the next
+            pass.
 
         Raises:
             ContextFullError: The tree does not fit into the context.
             CapabilityError: The model does not support branches or this width.
             CancelledError: `interrupt` stopped the pass.
-            After any of these errors, the cache is as it was before the round.
+            Any of these errors leaves the cache as it was before the round.
         """
 
     def commit(self, path: tuple[int, ...]) -> None:
@@ -306,12 +310,12 @@ class LanguageModel(Protocol):
     def truncate(self, length: int) -> None:
         """Keep at most the first `length` cached tokens and end the round.
 
-        `truncate(model.length)` drops an open round only. Recurrent models may keep fewer tokens than
-        requested, because they can only return to a checkpoint. Read `length` afterwards.
+        `truncate(model.length)` only discards an open round. Recurrent models may keep fewer tokens than
+        requested, because they can only return to a checkpoint. Check `length` afterwards.
         """
 
     def remove_range(self, start: int, end: int) -> None:
-        """Remove tokens [start, end) from the cache, move later tokens down, and end the round.
+        """Remove tokens [start, end) from the cache, shift later tokens down, and end the round.
 
         The later keys and values are not recomputed; only their positions change (StreamingLLM,
         arXiv 2309.17453).
@@ -329,8 +333,8 @@ class LanguageModel(Protocol):
     def restore(self, snapshot: Snapshot) -> None:
         """Restore a copy of the cache.
 
-        If `snapshot.start` is not 0, the cache must hold the same first `snapshot.start` tokens as the one
-        that was copied.
+        If `snapshot.start` is not 0, the cache must hold the same first `snapshot.start` tokens as when the
+        snapshot was taken.
 
         Raises:
             BackendError: The snapshot belongs to another model or context. The cache then holds
@@ -344,29 +348,29 @@ class LanguageModel(Protocol):
         Recurrent models may lose checkpoints, even if the call fails.
 
         Raises:
-            ContextFullError: The cached tokens do not fit the new size. They are unchanged.
-            MemoryBudgetError: The new context exceeds the memory limit. The cached tokens are unchanged.
+            ContextFullError: The cached tokens do not fit in the new context. They are left unchanged.
+            MemoryBudgetError: The new context exceeds the memory limit. The cached tokens are left unchanged.
         """
 
     def run_ahead(self, enabled: bool) -> None:
-        """Hint that each next pass will run the most likely token alone.
+        """Hint that each following pass will run only the most likely token.
 
-        A backend that computes asynchronously may then start the next step early. Results do not change.
+        An asynchronous backend can then start the next step early. Results do not change.
         """
 
     def pipeline_with(self, draft: LanguageModel | None) -> None:
-        """Hint that this model will verify the chains that `draft` proposes, unchanged. None ends this.
+        """Hint that this model will verify chains exactly as `draft` proposes them. None withdraws the hint.
 
-        If both models compute asynchronously on one device, the verify pass may start before the last
-        drafted token is copied to the host. Results do not change.
+        If both models compute asynchronously on one device, the verify pass can start before the last drafted
+        token is copied to the host. Results do not change.
         """
 
     def self_draft(self, method: SelfDraft) -> LanguageModel:
-        """Return a draft model that uses the KV cache of this model, its target.
+        """Return a draft model that uses the KV cache of this model (its target).
 
-        The draft model has the same `length` as the target. Its `verify` opens a round of its own, which the
+        The draft model has the same `length` as the target. Its `verify` opens its own round, which the
         target's next `verify`, `commit` or `truncate` ends and may reuse. Its `prefill`, `commit`, `truncate`
-        and `close` do not change the target. Only one such model may draft in a round.
+        and `close` do not change the target. Only one such model may draft per round.
 
         Raises:
             CapabilityError: The model does not support this method. The message explains why.
@@ -375,7 +379,7 @@ class LanguageModel(Protocol):
     def interrupt(self, enabled: bool) -> None:
         """Stop the running pass and reject new ones with CancelledError until called with False.
 
-        May be called from any thread.
+        Can be called from any thread.
         """
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""The base class of models that own a KV cache."""
+"""The base class for models with their own KV cache."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 
 __all__ = ["MAX_CACHED_PIECES", "BaseModel", "in_batches", "scaled_progress"]
 
-# The maximum number of tokens whose bytes a vocabulary caches. All tokens would take tens of MiB.
+# Maximum number of tokens whose bytes a vocabulary caches. Caching all tokens would take tens of MiB.
 MAX_CACHED_PIECES = 8192
 
 
 def in_batches(
     tokens: Sequence[int], batch_tokens: int, progress: Progress | None
 ) -> Iterator[Sequence[int]]:
-    """Yield the tokens of a prefill in batches and report progress after each. Raises CancelledError."""
+    """Yield prefill batches and report progress after each one. Raises CancelledError."""
     for start in range(0, len(tokens), batch_tokens):
         batch = tokens[start : start + batch_tokens]
         yield batch
@@ -34,12 +34,12 @@ def in_batches(
 
 
 def scaled_progress(progress: Progress, begin: float, share: float) -> Progress:
-    """Return a progress callback for a part of the work: the fraction `share`, starting at `begin`."""
+    """Return a callback for a subtask that makes up the fraction `share` of the work, starting at `begin`."""
     return lambda what, fraction: progress(what, begin + share * fraction)
 
 
 class BaseModel(ABC):
-    """Base class of models that own a KV cache. By default, they do not draft for themselves."""
+    """Base class for models with their own KV cache. By default, they do not support self-drafting."""
 
     facts: ModelFacts
     vocabulary: Vocabulary
@@ -80,7 +80,7 @@ class BaseModel(ABC):
         self._check(0)
         if context_tokens < max(1, self.length):
             raise ContextFullError(
-                f"{self.length} cached tokens do not fit a context of {context_tokens}",
+                f"{self.length} cached tokens do not fit in a context of {context_tokens}",
                 "truncate the cache first",
             )
 

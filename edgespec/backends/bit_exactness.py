@@ -1,7 +1,7 @@
 """Test which passes of a loaded model give bit-identical logits, for `--exact`.
 
 Kernels may sum in a different order in wider passes or longer contexts. The logits then differ in the last
-bits, which can change the order of two nearly equal tokens. `--exact` only allows bit-identical passes.
+bits, which can swap two tokens with nearly equal logits. `--exact` allows only bit-identical passes.
 """
 
 from __future__ import annotations
@@ -18,30 +18,30 @@ from edgespec.errors import CancelledError
 
 __all__ = ["BitExactPasses", "find_bit_exact_passes", "restricted_to"]
 
-# The widest pass to test, which is the longest draft of `--method auto` and its root.
+# Maximum width to test: the longest draft of `--method auto` plus the root token.
 _MAX_WIDTH = 17
-# The context lengths to test. llama.cpp uses another attention kernel for single tokens after 256 tokens.
+# Context lengths to test. Beyond 256 tokens, llama.cpp uses a different attention kernel for single tokens.
 _CONTEXT_LENGTHS = (290, 40)
-# The number of single-token passes to compare at each context length. Small models need more, because a
-# rare rounding difference affects every second token of a large model, but only one in 50 of a small one.
+# Number of single-token passes to compare at each context length. Small models need more: a rare rounding
+# difference affects every second token in a large model, but only one in 50 in a small one.
 _STEPS = 3 * _MAX_WIDTH // 2 + 1
 _STEPS_OF_SMALL_MODELS, _SMALL_MODEL_BYTES = 136, 256 * 2**20
-# The batch sizes when the same tokens are prefilled again: fewer and more rows than a tile of a kernel.
+# Batch sizes for repeating the prefill, both smaller and larger than a kernel tile.
 _BATCHES = (5, 37, 1, 3, 100, 64, 16, 1, 2, 8, 9, 4, 11, 7, 13, 6, 33, 130)
-# The number of token trees to test.
+# Number of token trees to test.
 _TREES = 3
-# The number of single-token passes after each test, which check that the cache is bit-identical too.
+# Number of single-token passes after each test. They check that the cache is bit-identical too.
 _STEPS_AFTER = 3
 
 
 @dataclass(frozen=True, slots=True)
 class BitExactPasses:
-    """The passes that give bit-identical logits to single-token passes and leave a bit-identical cache.
+    """The passes whose logits and resulting cache are bit-identical to those of single-token passes.
 
     Attributes:
         max_width: Width of the widest chain. 1 if no wider pass is bit-identical.
-        trees: Whether token trees of up to this width are bit-identical.
-        prefill: Whether the cache does not depend on how the tokens were split into batches and passes.
+        trees: Whether token trees up to this width are bit-identical.
+        prefill: Whether the cache is independent of how the tokens were split into batches and passes.
     """
 
     max_width: int
@@ -73,13 +73,14 @@ def find_bit_exact_passes(model: LanguageModel, progress: Progress | None = None
             _report(progress, i / len(_CONTEXT_LENGTHS))
             trial = _Trial(model, length, steps)
             prefill = prefill and trial.prefill_is_exact()
-            # If all batch sizes give the same cache, the layers are exact. A few rows suffice for the head.
+            # If all batch sizes give the same cache, the layers are exact, so a few rows suffice to test the
+            # head.
             width = trial.max_width(width, thorough=not prefill)
             trees = trees and width > 3 and trial.trees_are_exact()
             steps = min(steps, _STEPS)
     finally:
         model.truncate(0)
-    # If every wider pass rounds differently, prefill does too, although a low-precision cache may hide it.
+    # If every wider pass rounds differently, prefill does too, even if a low-precision cache hides it.
     return BitExactPasses(width, trees, prefill and (width > 1 or not capabilities.rollback))
 
 
@@ -89,7 +90,7 @@ def _report(progress: Progress | None, fraction: float) -> None:
 
 
 class _Trial:
-    """Random tokens after a prefill of `length` tokens, with the logits of `steps` single-token passes."""
+    """Random tokens with reference logits: a prefill of `length` tokens, then `steps` single-token passes."""
 
     def __init__(self, model: LanguageModel, length: int, steps: int) -> None:
         self._model, self._length, self._steps = model, length, steps
@@ -125,14 +126,14 @@ class _Trial:
         return digests == self._expected[first - self._length :][:steps]
 
     def max_width(self, limit: int, *, thorough: bool) -> int:
-        """Return the largest width up to which chains of every width are exact."""
+        """Return the largest width up to which all chains are exact."""
         widths = range(2, limit + 1)
         return next((width - 1 for width in widths if not self._width_is_exact(width, thorough)), limit)
 
     def _width_is_exact(self, width: int, thorough: bool) -> bool:
         """Return whether chains of this width are exact. The second half of the first chain is rejected.
 
-        Runs about two passes, or with `thorough` as many as there are steps.
+        Runs about two passes, or enough to cover all steps if `thorough` is set.
         """
         self._rewind()
         end = self._steps if thorough else min(self._steps, 2 * width)
@@ -148,7 +149,7 @@ class _Trial:
         return self._steps_after_are_exact(1)
 
     def trees_are_exact(self) -> bool:
-        """Return whether the accepted path of a tree is exact if rejected branches precede its nodes."""
+        """Return whether the accepted path of a tree is exact when rejected branches precede its nodes."""
         self._rewind()
         for first in range(0, 2 * _TREES, 2):
             root, right = self._tokens[self._length + first :][:2]
@@ -161,7 +162,7 @@ class _Trial:
         return self._steps_after_are_exact()
 
     def prefill_is_exact(self) -> bool:
-        """Return whether the cache is the same after a prefill in other batches and single-token passes."""
+        """Return whether a prefill split into other batches and single-token passes gives the same cache."""
         self._model.truncate(0)
         batches = cycle(_BATCHES)
         while (start := self._model.length) < self._length:
@@ -178,10 +179,10 @@ class _Trial:
 
 
 def restricted_to(capabilities: Capabilities, exact: BitExactPasses) -> Capabilities:
-    """Return the capabilities of a model that only runs bit-identical passes.
+    """Return a model's capabilities when it is limited to bit-identical passes.
 
-    Replay and self-drafting run passes of any width, so they need a bit-exact prefill. Without an exact wider
-    pass, the model loses rollback.
+    Replay and self-drafting run passes of any width, so they need a bit-exact prefill. If no wider pass is
+    exact, the model loses rollback.
     """
     width = exact.max_width if exact.prefill or capabilities.partial_truncate else 1
     restricted = replace(capabilities, exact=True, prefix_reuse_exact=exact.prefill)

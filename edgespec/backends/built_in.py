@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = ["BUILT_IN"]
 
-# Memory of a process with the terminal chat and one backend loaded. Measured without a model.
+# Memory of a process with the terminal chat and one backend loaded, measured without a model.
 _LLAMA_CPP_PROCESS_BYTES = 80 * 2**20
 _MLX_PROCESS_BYTES = 128 * 2**20
 
@@ -93,7 +93,7 @@ def _preload_mlx() -> None:
 
 
 def _llama_cpp_knows(architecture: str) -> bool:
-    import gguf  # Imported here, because the import takes 0.2 seconds.
+    import gguf  # Imported lazily because it takes 0.2 seconds.
 
     return architecture in gguf.MODEL_ARCH_NAMES.values()
 
@@ -115,7 +115,7 @@ _GGUF = FileFormat(
 _SPLIT_GGUF = FileFormat(
     name="layerskip",
     label="GGUF prepared for early exit, run by llama.cpp",
-    recognise=lambda _path: False,  # Only the manifest of a prepared model selects this format.
+    recognise=lambda _path: False,  # This format is only selected by the manifest of a prepared model.
     load=_load_split,
     open_estimator=_estimate_split,
     read_info=read_split_info,

@@ -17,10 +17,10 @@ from edgespec.errors import ModelFileError
 
 __all__ = ["GgufHeader", "GgufTensor", "StringArray", "TruncatedHeader", "parse_header", "read_header"]
 
-# The number of bytes to read at first, and the maximum. Headers contain the vocabulary, so most take a few
-# MiB and few take more than 32 MiB.
+# Number of bytes to read initially, and the maximum. Headers contain the vocabulary, so most take a few MiB,
+# and few exceed 32 MiB.
 _FIRST_READ_BYTES, _MAX_READ_BYTES = 1 << 20, 1 << 29
-# Tensors with more dimensions are treated as a damaged file. ggml supports 4.
+# Files with tensors of more dimensions are treated as damaged. ggml supports 4.
 _MAX_DIMENSIONS = 8
 # Value types of the GGUF specification.
 _STRING, _ARRAY = 8, 9
@@ -42,13 +42,13 @@ class TruncatedHeader(ValueError):
 
 
 class StringArray:
-    """A read-only list of byte strings, which are copied from the header when they are accessed.
+    """A read-only list of byte strings, copied from the header on access.
 
-    A Python list of a whole vocabulary would take ten times the memory.
+    A Python list of the whole vocabulary would take ten times as much memory.
     """
 
     def __init__(self, data: bytes, begins: array[int]) -> None:
-        # The offset of each string in `data`, followed by the offset after the last string and its length.
+        # Offset of each string in `data`. The last entry is where one more string would begin.
         self._data, self._begins = data, begins
 
     def __len__(self) -> int:
@@ -65,12 +65,12 @@ class StringArray:
 
 @dataclass(frozen=True, slots=True)
 class GgufTensor:
-    """The description of one tensor.
+    """Description of a tensor in a GGUF file.
 
     Attributes:
         name: Tensor name, such as `blk.0.attn_q.weight`.
-        shape: Dimensions in ggml's order, the contiguous one first.
-        kind: Number of the data type (`ggml_type`).
+        shape: Dimensions in ggml's order, with the contiguous dimension first.
+        kind: Data type number (`ggml_type`).
         offset_bytes: Offset of the data from the end of the header.
     """
 
@@ -86,12 +86,13 @@ class GgufTensor:
 
 @dataclass(frozen=True, slots=True)
 class GgufHeader:
-    """A parsed header.
+    """A parsed GGUF header.
 
     Attributes:
-        metadata: Values by key. Strings are str, arrays of strings `StringArray`, other arrays numpy arrays.
+        metadata: Values by key. Strings are str, string arrays are `StringArray`, other arrays are NumPy
+            arrays.
         tensors: The tensors in file order.
-        size_bytes: Size of the header with the padding before the first tensor.
+        size_bytes: Size of the header, including the padding before the first tensor.
     """
 
     metadata: Mapping[str, Any]
@@ -142,7 +143,7 @@ def parse_header(data: bytes) -> GgufHeader:
     reader.at = 4
     version = reader.scalar(4)
     if version not in (2, 3):
-        raise ValueError(f"GGUF version {version} is not supported, only versions 2 and 3 are")
+        raise ValueError(f"GGUF version {version} is not supported (only versions 2 and 3)")
     tensor_count, value_count = reader.scalar(10), reader.scalar(10)
     metadata = {}
     for _ in range(value_count):
@@ -183,7 +184,7 @@ class _Reader:
         name, dimensions = self.text(), self.scalar(4)
         if dimensions > _MAX_DIMENSIONS:
             raise ValueError(
-                f"tensor {name} has {dimensions} dimensions, but at most {_MAX_DIMENSIONS} are valid"
+                f"tensor {name} has {dimensions} dimensions, more than the maximum of {_MAX_DIMENSIONS}"
             )
         shape = tuple(self.scalar(10) for _ in range(dimensions))
         return GgufTensor(name, shape, self.scalar(4), self.scalar(10))
@@ -198,7 +199,7 @@ class _Reader:
         return np.frombuffer(self._take(count * dtype.itemsize), dtype)
 
     def _strings(self, count: int) -> StringArray:
-        """Read an array of strings without calling a function per string, because vocabularies are large."""
+        """Read an array of strings without a function call per string, because vocabularies are large."""
         data, begin, end = self._data, self.at + 8, len(self._data)
         length_at = _LENGTH.unpack_from
         begins = array("q", [begin])

@@ -35,26 +35,26 @@ def read_gguf_info(path: Path) -> ModelInfo:
 def read_split_info(folder: Path) -> ModelInfo:
     """Return the metadata of a model prepared for early exit. Raises ModelFileError.
 
-    The file that it was prepared from may have been deleted.
+    Works even if the original file has been deleted.
     """
-    # Imported here, because it loads the llama.cpp backend.
+    # Imported lazily because it loads the llama.cpp backend.
     from edgespec.backends.llamacpp.layerskip_files import FILES, LOWER_FIRST, UPPER_FIRST
 
     info = _of_parts([folder / name for name in FILES])
-    # Each of these headers describes the layers of its own split only.
+    # Each header only describes the layers of its own split.
     kv_bytes = sum(_kv_bytes(read_header(folder / first)) for first in (LOWER_FIRST, UPPER_FIRST))
     return replace(info, kv_bytes=kv_bytes)
 
 
 def split_metadata_file(folder: Path) -> Path:
-    """Return the file of a prepared model that holds its metadata and its tokens."""
+    """Return the file in a prepared model's folder that contains the metadata and the tokens."""
     from edgespec.backends.llamacpp.layerskip_files import LOWER_FIRST
 
     return folder / LOWER_FIRST
 
 
 def _of_parts(parts: Sequence[Path]) -> ModelInfo:
-    """Return the metadata of a model in several files. The first file contains the general metadata."""
+    """Return the metadata of a multi-file model. The first file contains the general metadata."""
     headers = [read_header(part) for part in parts]
     header = headers[0]
     bytes_of = [pair for part, each in zip(parts, headers, strict=True) for pair in tensor_bytes(part, each)]
@@ -102,13 +102,13 @@ def _heads(header: GgufHeader, tensors: Sequence[GgufTensor]) -> list[str]:
     if header.architecture in _HEADS:
         return [_HEADS[header.architecture]]
     layers = _number(header.architecture_value("nextn_predict_layers"))
-    # Converters may drop these layers but keep their number in the metadata.
+    # Some converters drop these layers but keep their count in the metadata.
     present = any(".nextn." in tensor.name for tensor in tensors)
     return [f"MTP, {layers} layer{'s' if layers > 1 else ''}"] if layers and present else []
 
 
 def tensor_bytes(file: Path, header: GgufHeader) -> list[tuple[str, int]]:
-    """Return the name and size of each tensor in a GGUF file, including the padding up to the next one.
+    """Return the name and size of each tensor in a GGUF file, including the padding after it.
 
     Raises:
         ModelFileError: The file is truncated.
@@ -119,7 +119,7 @@ def tensor_bytes(file: Path, header: GgufHeader) -> list[tuple[str, int]]:
     sizes = [(tensor.name, end - tensor.offset_bytes) for tensor, end in zip(ordered, ends, strict=False)]
     if any(size_bytes <= 0 for _, size_bytes in sizes):
         raise ModelFileError(
-            f"{file} is truncated: its tensors need more than its {file_bytes:,} bytes", "download it again"
+            f"{file} is truncated: its tensors extend beyond its {file_bytes:,} bytes", "download it again"
         )
     return sizes
 
@@ -149,8 +149,8 @@ def _kv_bytes(header: GgufHeader) -> int:
 
 
 def _quantisation(metadata: Mapping[str, Any], tensors: list[GgufTensor]) -> str:
-    """Return the quantisation named in the metadata, or the type of most weights if there is none."""
-    import gguf  # Imported here, because the import takes 0.2 seconds.
+    """Return the quantisation named in the metadata, or else the type of most weights."""
+    import gguf  # Imported lazily because it takes 0.2 seconds.
 
     try:
         return (

@@ -1,4 +1,4 @@
-"""Detect model files that were truncated while they are mapped into memory."""
+"""Detect memory-mapped model files that were truncated while in use."""
 
 from __future__ import annotations
 
@@ -37,6 +37,6 @@ class MappedFiles:
                 continue
             if (status.st_dev, status.st_ino) == (device, inode) and status.st_size < size:
                 raise ModelFileError(
-                    f"{path} was truncated while in use: {status.st_size:,} of {size:,} bytes are left",
+                    f"{path} was truncated while in use: only {status.st_size:,} of {size:,} bytes remain",
                     "restore the file and load the model again",
                 )

@@ -1,4 +1,4 @@
-"""Choose the size of a context, and check that weights, KV cache and tokens fit."""
+"""Choose context sizes, and check that weights, KV cache and tokens fit."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ __all__ = [
     "round_up_to_block",
 ]
 
-# The default context size, unless the model was trained for a smaller context.
+# Default context size, unless the model was trained for a smaller one.
 _DEFAULT_CONTEXT_TOKENS = 8192
 # llama.cpp and mlx-lm allocate their KV caches in multiples of this many tokens.
 BLOCK_TOKENS = 256
 
 
 def round_up_to_block(tokens: int) -> int:
-    """Round a context size up to whole blocks of `BLOCK_TOKENS`."""
+    """Round a context size up to a multiple of `BLOCK_TOKENS`."""
     return -(-tokens // BLOCK_TOKENS) * BLOCK_TOKENS
 
 
@@ -37,10 +37,10 @@ def initial_context(whole_tokens: int, initial_context_tokens: int, longrope_swi
     """Return the context size to allocate at load, in tokens.
 
     Args:
-        whole_tokens: The size that the context may grow to.
+        whole_tokens: The maximum size that the context can grow to.
         initial_context_tokens: The preferred initial size.
-        longrope_switch_tokens: Contexts above this size use other LongRoPE factors, so a context that grows
-            beyond it must start beyond it. 0 if all sizes are alike.
+        longrope_switch_tokens: Contexts above this size use different LongRoPE factors, so a context that
+            will grow beyond it must start above it. 0 if all sizes use the same factors.
     """
     if longrope_switch_tokens < whole_tokens:
         initial_context_tokens = max(initial_context_tokens, longrope_switch_tokens + 1)
@@ -65,7 +65,7 @@ def check_weights_fit(name: str, weight_bytes: int, options: LoadOptions) -> Non
 
 
 def check_tokens_fit(model: BaseModel | SelfDraftView[Any], more: int) -> None:
-    """Raise ContextFullError if `more` tokens do not fit into the context."""
+    """Raise ContextFullError if `more` tokens do not fit in the context."""
     if more > model.free_tokens:
         raise ContextFullError(
             f"{model.length} cached tokens and {more} new tokens exceed the context of"
@@ -83,7 +83,7 @@ def cache_too_large_error(
     """
     return MemoryBudgetError(
         f"the KV cache for a context of {context_tokens:,} tokens takes {format_bytes(wanted_bytes)},"
-        f" but only {format_bytes(max(0, left_bytes))} are left",
+        f" but only {format_bytes(max(0, left_bytes))} is left",
         f"use --context {fitting_tokens} or less"
         if fitting_tokens
         else "choose a smaller model or raise --memory",

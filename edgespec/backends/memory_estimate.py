@@ -1,4 +1,4 @@
-"""Estimates of the memory that a model will use, computed from its metadata before it is loaded."""
+"""Estimates of a model's memory use, computed from its metadata before it is loaded."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ GPU: Pool = "gpu"
 
 @dataclass(frozen=True, slots=True)
 class MemoryPart:
-    """Memory of one kind that a model uses in one pool."""
+    """The amount of one kind of memory that a model uses in one pool."""
 
     kind: ModelMemoryKind
     bytes: int
@@ -37,29 +37,30 @@ class MemoryPart:
 
 @dataclass(frozen=True, slots=True)
 class MemoryEstimate:
-    """The memory of a loaded model with a full context. `kv_type` names the format of its KV cache."""
+    """Estimated memory use of a model with a full context. `kv_type` is the data type of its KV cache."""
 
     context_tokens: int
     kv_type: str
     parts: tuple[MemoryPart, ...]
 
     def bytes_of(self, *kinds: ModelMemoryKind) -> int:
-        """Return the size of all parts of these kinds."""
+        """Return the total size of all parts of the given kinds."""
         return sum(part.bytes for part in self.parts if part.kind in kinds)
 
     @property
     def total_bytes(self) -> int:
-        """The size of all parts."""
+        """The total size of all parts."""
         return sum(part.bytes for part in self.parts)
 
 
 class MemoryEstimator(Protocol):
-    """Estimates the memory of a model from its metadata, without reading its weights.
+    """Estimates a model's memory use from its metadata, without reading its weights.
 
     Attributes:
-        trained_context_tokens: context length that the model was trained for; 0 if the files do not state it.
-        layers: number of layers that can be moved to graphics cards one by one; 0 if that is not supported.
-        longrope_switch_tokens: see `initial_context` in memory_check.py.
+        trained_context_tokens: Context length that the model was trained for. 0 if the files do not state it.
+        layers: Number of layers that can be offloaded to graphics cards individually. 0 if this is not
+            supported.
+        longrope_switch_tokens: See `initial_context` in memory_check.py.
     """
 
     name: str
@@ -68,11 +69,11 @@ class MemoryEstimator(Protocol):
     longrope_switch_tokens: int
 
     def estimate(self, options: LoadOptions) -> MemoryEstimate:
-        """Estimate the memory of the model loaded with `options`, within `options.memory_bytes`.
+        """Estimate the memory that the model will use with `options`, within `options.memory_bytes`.
 
         Raises:
-            OptionError: the model cannot be loaded with these options.
-            MemoryBudgetError: there is not enough memory to simulate the context.
+            OptionError: The model cannot be loaded with these options.
+            MemoryBudgetError: There is not enough memory to simulate the context.
         """
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Check which files an MLX model needs and which are missing, without importing MLX."""
+"""Determine which files an MLX model needs and which are missing, without importing MLX."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ __all__ = [
 
 # Maximum size of a safetensors header in bytes, as in the safetensors library.
 _MAX_HEADER_BYTES = 100 * 2**20
-# The weight files that mlx-lm loads. Folders may also hold the same weights in other formats.
+# The weight files that mlx-lm loads. A folder can also contain the same weights in other formats.
 WEIGHTS = "model*.safetensors"
 WEIGHTS_INDEX = "model.safetensors.index.json"
 # Tokenizer files. A checkpoint needs at least one of them.
@@ -58,24 +58,24 @@ def require_mlx(model: str) -> None:
 
 
 def missing_files(folder: Path) -> list[str]:
-    """Return the names of the files that an MLX model folder lacks; empty if it is complete.
+    """Return the names of the files missing from an MLX model folder.
 
     Raises:
-        ModelFileError: The index of the weights is invalid.
+        ModelFileError: The weight index is invalid.
     """
-    # `is_file` is False for a link without its blob, so unfinished downloads count as missing.
+    # `is_file` is False for a symlink to a missing blob, so unfinished downloads count as missing.
     names = {path.name for path in folder.iterdir() if path.is_file()}
     listed = _listed_weights(folder / WEIGHTS_INDEX) - names if WEIGHTS_INDEX in names else set()
     return list(dict.fromkeys([*missing_among(names), *sorted(listed)]))
 
 
 def is_weights(name: str) -> bool:
-    """Return whether a file name is that of a weight file."""
+    """Return whether `name` is the name of a weight file."""
     return fnmatchcase(name, WEIGHTS)
 
 
 def missing_among(names: Iterable[str]) -> list[str]:
-    """Return the files that are missing for an MLX model, given the names of the files present."""
+    """Return the files that an MLX model still needs, given the names of the files present."""
     names = set(names)
     missing = [] if "config.json" in names else ["config.json"]
     if not any(fnmatchcase(name, pattern) for name in names for pattern in TOKENIZERS):
@@ -94,7 +94,7 @@ def missing_among(names: Iterable[str]) -> list[str]:
 
 
 def _listed_weights(index: Path) -> set[str]:
-    """Return the names of the weight files in an index."""
+    """Return the names of the weight files listed in an index."""
     try:
         return {str(name) for name in json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -105,7 +105,7 @@ def _listed_weights(index: Path) -> set[str]:
 
 
 class StoredTensor(NamedTuple):
-    """Shape, safetensors data type (such as `BF16`) and size of a tensor in a file."""
+    """The shape, safetensors data type (such as `BF16`) and size of a tensor in a file."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -113,7 +113,7 @@ class StoredTensor(NamedTuple):
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
-    """Read a file that contains a JSON object. Raises ModelFileError if that fails."""
+    """Read a JSON object from a file. Raises ModelFileError."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -131,7 +131,7 @@ def read_tensors(file: Path) -> dict[str, StoredTensor]:
     """Return the tensors in a safetensors file, keyed by name.
 
     Only the header is read. The file starts with the length of the header (8 bytes), followed by the header
-    in JSON format, which contains the byte range of every tensor.
+    itself in JSON format, which contains the byte range of every tensor.
 
     Raises:
         ModelFileError: The file cannot be read, or it is damaged or truncated.

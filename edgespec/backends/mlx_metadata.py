@@ -72,7 +72,7 @@ def language_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def trained_context(config: Mapping[str, Any]) -> int:
-    """Return the context length in tokens that a model was trained for, or 0 if it is unknown."""
+    """Return the context length in tokens that a model was trained for, or 0 if unknown."""
     return _first(language_config(config), _CONTEXT)
 
 
@@ -81,7 +81,7 @@ def _kind(config: Mapping[str, Any]) -> Kind:
     if not isinstance(config.get("model_type"), str):
         return "other"
     if not named:
-        return "model"  # mlx-lm only reads `model_type`.
+        return "model"  # mlx-lm reads only `model_type`.
     if any(head in name.lower() for name in named for head in _HEAD_NAMES):
         return "head"
     return "model" if any(name.endswith(_TEXT_SUFFIXES) for name in named) else "embedding"
@@ -106,7 +106,7 @@ def _heads(
 
 
 def _parameters(tensors: Mapping[str, StoredTensor], settings: Mapping[str, Any]) -> int:
-    """Return the number of weights. Several quantised weights share an element of a packed tensor."""
+    """Return the number of weights. Each element of a packed tensor holds several quantised weights."""
     total = 0
     for name, tensor in tensors.items():
         module = name.removesuffix(".weight")
@@ -157,7 +157,7 @@ def _kv_bytes(config: Mapping[str, Any]) -> int:
 
 
 def _first(config: Mapping[str, Any], names: tuple[str, ...]) -> int:
-    """Return the first of these settings that is a positive integer below 2**40, or 0."""
+    """Return the first of these settings that is a positive integer below 2**40, or 0 if there is none."""
     values = (config.get(name) for name in names)
     plausible = (v for v in values if isinstance(v, int) and not isinstance(v, bool) and 0 < v < 1 << 40)
     return next(plausible, 0)
@@ -165,7 +165,7 @@ def _first(config: Mapping[str, Any], names: tuple[str, ...]) -> int:
 
 def _name(config: Mapping[str, Any], folder: Path) -> str:
     stated = config.get("_name_or_path")
-    # In the Hugging Face cache the folder is named after a commit.
+    # In the Hugging Face cache, the folder is named after a commit.
     named = folder.parent.parent.name.split("--")[-1] if folder.parent.name == "snapshots" else folder.name
     return stated.rstrip("/").rpartition("/")[2] if isinstance(stated, str) and stated.strip("/ ") else named
 
@@ -181,7 +181,7 @@ def _has_template(folder: Path) -> bool:
 
 
 def _licence(folder: Path) -> str:
-    """Return the licence named at the beginning of the README.md, or an empty string."""
+    """Return the licence stated at the top of README.md, or an empty string."""
     try:
         with (folder / "README.md").open(encoding="utf-8", errors="replace") as file:
             head = file.read(8192)

@@ -1,4 +1,4 @@
-"""The metadata of a model, in the same form for all backends."""
+"""Model metadata in a backend-independent form."""
 
 from __future__ import annotations
 
@@ -13,23 +13,24 @@ Kind = Literal["model", "projector", "adapter", "embedding", "head", "other"]
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """The metadata in the files of a model. Missing values are 0 or empty.
+    """The metadata in a model's files. Missing values are 0 or empty.
 
     Attributes:
         family: The publisher's name for the model.
         architecture: Architecture name, such as `llama`.
         parameters: Number of weights.
         quantisation: Quantisation name, such as `Q4_K_M`.
-        size_bytes: Size of all its files.
-        pass_bytes: Bytes of weights that a pass over one token reads. Unused experts and a separate embedding
-            table do not count.
-        kv_bytes: Bytes of one token in an f16 KV cache. Layers with a sliding window count in full.
-        context_tokens: Context that the model was trained for.
-        vocabulary: Hash of the tokens (`TokenList.digest`), which is equal for models with the same tokens.
+        size_bytes: Total size of the model's files.
+        pass_bytes: Bytes of weights that a single-token pass reads, excluding unused experts and a separate
+            embedding table.
+        kv_bytes: Bytes per token in an f16 KV cache. Sliding-window layers count in full.
+        context_tokens: Context length that the model was trained for.
+        vocabulary: Hash of the tokens (`TokenList.digest`), which is the same for models with the same
+            tokens.
         chat_template: Whether the model has a chat template.
         experts: Number of experts of a mixture-of-experts model.
         experts_used: Number of experts that process each token.
-        heads: Names of included heads that can draft from the hidden states, such as MTP.
+        heads: Names of built-in heads that can draft from the hidden states, such as MTP.
     """
 
     kind: Kind

@@ -1,4 +1,4 @@
-"""Protocols of optional model features: skipping layers (SWIFT) and online training of draft models."""
+"""Protocols for optional model features: layer skipping (SWIFT) and online training of draft models."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ class Skippable(LanguageModel, Protocol):
 
     @property
     def layer_count(self) -> int:
-        """Number of layers. The first and the last may not be skipped."""
+        """Number of layers. The first and last layers cannot be skipped."""
 
     def top1_agreement(self, layers: Sequence[int], tokens: Sequence[int]) -> float:
-        """Return the share of tokens after which skipping layers does not change the most likely token.
+        """Return the fraction of tokens whose most likely next token is the same without `layers`.
 
-        The results with all layers are reused in the next call if the cache and `tokens` are the same. The
-        call ends the round and does not change the cache.
+        The results with all layers are reused by the next call if the cache and `tokens` are the same. The
+        call ends the round and leaves the cache unchanged.
 
         Args:
             layers: Indices of the layers to skip.
-            tokens: The last tokens of the cache, in order.
+            tokens: The last tokens in the cache, in order.
 
         Raises:
             OptionError: A layer does not exist, or is the first or the last.
@@ -46,7 +46,7 @@ class TrainingExample:
     """A token sequence with the target's most likely next tokens.
 
     Attributes:
-        rows: Indices into `tokens`. The draft model learns to predict the tokens after them.
+        rows: Indices into `tokens`. The draft model learns to predict the token after each of them.
         best: The target's k most likely tokens after each of `rows`, int64 [rows, k].
         probs: Their probabilities, float32 [rows, k]. Each row sums to 1.
     """
@@ -58,9 +58,9 @@ class TrainingExample:
 
 
 class Trainer(Protocol):
-    """Online training of an adapter on a draft model (online speculative decoding, arXiv 2310.07177).
+    """Trains an adapter for a draft model online (online speculative decoding, arXiv 2310.07177).
 
-    The loaded weights never change. Switching the adapter on or off does not recompute the KV cache. All
+    The loaded weights never change. Enabling or disabling the adapter does not recompute the KV cache. All
     methods must be called from the model's thread.
     """
 
@@ -69,21 +69,21 @@ class Trainer(Protocol):
 
     @property
     def adapted(self) -> bool:
-        """Whether the adapter is switched on."""
+        """Whether the adapter is enabled."""
 
     @property
     def state_bytes(self) -> int:
-        """Memory of the adapter and the optimiser state."""
+        """Memory used by the adapter and the optimiser state."""
 
     @property
     def peak_step_bytes(self) -> int:
-        """Most memory that a training step has needed in addition so far. 0 before the first step."""
+        """Peak additional memory used by a training step so far. 0 before the first step."""
 
     def set_adapted(self, enabled: bool) -> None:
-        """Switch the adapter on or off."""
+        """Enable or disable the adapter."""
 
     def train_step(self, example: TrainingExample) -> float:
-        """Run one training step, and return the loss before the step.
+        """Run one training step and return the loss before it.
 
         Raises:
             BackendError: The step failed. The adapter is unchanged.
@@ -103,7 +103,7 @@ class Trainer(Protocol):
 
 
 class Trainable(LanguageModel, Protocol):
-    """A model with `facts.capabilities.trainable`."""
+    """A model whose `facts.capabilities.trainable` is True."""
 
     def trainer(self) -> Trainer:
         """Return a new trainer for this model.

@@ -1,6 +1,6 @@
-"""The registry of backends, with one record per backend and per file format.
+"""The registry of backends and their file formats.
 
-Code outside this package never compares the names of formats. It reads the fields of their records.
+Code outside this package never compares format names. It reads the fields of a format's record instead.
 """
 
 from __future__ import annotations
@@ -47,35 +47,37 @@ def _all_files(path: Path) -> list[Path]:
 
 def _no_info(path: Path) -> ModelInfo:
     raise ModelFileError(
-        f"models in the format of {path} have no readable metadata", "select a draft model with --draft"
+        f"{path} is in a format without readable metadata", "select a draft model with --draft"
     )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileFormat:
-    """A file format of models and the functions with which its backend handles it.
+    """A model file format and the functions that its backend uses to handle it.
 
     Attributes:
-        name: The format's unique name in the catalogue and in JSON output.
-        label: The format and the program that runs it, for messages.
-        recognise: Returns whether the file or folder at a path has this format.
+        name: Unique name of the format in the catalogue and in JSON output.
+        label: The format and the library that runs it, for messages.
+        recognise: Returns whether the file or folder at a path is in this format.
         load: Loads the model at a path, given its name for messages.
         open_estimator: Opens the metadata of the model at a path to estimate its memory.
         read_info: Returns the metadata of the model at a path. Raises ModelFileError.
         read_tokens: Returns the model's tokens, or None if its files do not list them.
         files: Returns all files of the model at a path. Raises OSError or ModelFileError.
         missing_files: Returns the names of the files that the model at a path lacks.
-        one_file_per_quantisation: A Hugging Face repository may hold several quantisations, one per file.
-        mapped: Weights are memory-mapped, so the files must not change while they are in use.
-        adapters: A LoRA or DoRA adapter can be applied to the model.
-        online_training: A draft model can be trained between replies (`--learn`).
-        skips_layers: The model can draft with some of its layers skipped (method `swift`).
-        preparations: The preparations that `edgespec prepare` supports for this format, such as `lowbit`.
-        fixed_exit: The files were split at one exit layer, which a manifest states.
+        one_file_per_quantisation: Whether a Hugging Face repository can contain several quantisations, one
+            per file.
+        mapped: Whether weights are memory-mapped, in which case the files must not change while in use.
+        adapters: Whether a LoRA or DoRA adapter can be applied to the model.
+        online_training: Whether a draft model can be trained between replies (`--learn`).
+        skips_layers: Whether the model can draft with some of its layers skipped (method `swift`).
+        preparations: Preparations that `edgespec prepare` supports for this format, such as `lowbit`.
+        fixed_exit: Whether the files are split at a single exit layer, which a manifest specifies.
         measure_exits: Measures every exit layer, given a model, tokens and the first token to predict. None
             if the exit layer is fixed or the model must be prepared first.
-        low_bit_copy_format: The format of prepared low-bit copies. Empty if the format uses none.
-        low_bit_weights: Loaded weights can be split to draft with fewer bits, without a copy.
+        low_bit_copy_format: Name of the format of prepared low-bit copies. Empty if the format does not use
+            them.
+        low_bit_weights: Whether loaded weights can be split to draft with fewer bits, without a copy.
     """
 
     name: str
@@ -101,22 +103,22 @@ class FileFormat:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Backend:
-    """A library that runs models, with the properties that planning and loading need.
+    """A library that runs models, with the properties needed for planning and loading.
 
     Attributes:
-        name: The library's name for messages.
-        formats: The formats that it loads.
-        process_bytes: Memory of Python and this library before any model is loaded.
+        name: Name of the library, for messages.
+        formats: Formats that it loads.
+        process_bytes: Memory used by Python and this library before any model is loaded.
         require: Raises BackendMissingError with the name of the model if the library is not installed.
         modules: Python modules that are imported when the backend is in use.
         packages: Packages whose versions affect its speed and rounding.
-        graphics_cards: Returns the name and free bytes of each graphics card with its own memory.
-        preload: Imports the modules that loading a model imports, so that a plan includes their memory.
-        cache_follows_text: The KV cache grows with the text by itself, without `resize`.
-        ignored_options: Fields of LoadOptions that the library does not support. Loading rejects them, unless
+        graphics_cards: Returns the name and free bytes of each graphics card with dedicated memory.
+        preload: Imports the modules needed for loading a model, because a plan must include their memory.
+        cache_follows_text: Whether the KV cache grows with the text automatically, without `resize`.
+        ignored_options: LoadOptions fields that the library does not support. Loading rejects them, unless
             the other model of the pair uses a backend that supports them.
-        shares_kv_type: A draft model uses the `kv_type` of the target, even if their backends differ.
-        knows_architecture: Returns whether models of an architecture can be loaded.
+        shares_kv_type: Whether a draft model uses the target's `kv_type`, even if their backends differ.
+        knows_architecture: Returns whether models with a given architecture can be loaded.
     """
 
     name: str
@@ -144,13 +146,13 @@ def _built_in() -> tuple[Backend, ...]:
 
 
 def register(backend: Backend) -> Callable[[], None]:
-    """Register a backend. Its formats are recognised before those of earlier backends.
+    """Register a backend. Its formats take precedence over those of earlier backends.
 
     Returns:
         A function that removes the backend.
 
     Raises:
-        ValueError: One of its formats has the name of a registered format.
+        ValueError: A format with the same name is already registered.
     """
     names = [form.name for form in backend.formats]
     for name in names:
@@ -166,7 +168,7 @@ def register(backend: Backend) -> Callable[[], None]:
 
 
 def backends() -> tuple[Backend, ...]:
-    """Return all backends in the order of registration."""
+    """Return all backends in registration order."""
     return (*_built_in(), *_registered)
 
 
@@ -190,7 +192,7 @@ def is_registered(format_name: str) -> bool:
 
 
 def format_at(path: Path) -> FileFormat:
-    """Return the format of the file or folder at `path`. Files of unknown formats count as GGUF."""
+    """Return the format of the file or folder at `path`. Files in an unknown format count as GGUF."""
     return next(form for _, form in reversed(_records().values()) if form.recognise(path))
 
 
@@ -200,6 +202,6 @@ def same_backend(format_name: str, other_name: str) -> bool:
 
 
 def process_bytes() -> int:
-    """Return the memory of Python and the largest backend in use, or of llama.cpp if none is in use."""
+    """Return the memory used by Python and the largest backend in use, or of llama.cpp if none is in use."""
     in_use = [each for each in backends() if any(module in sys.modules for module in each.modules)]
     return max((each.process_bytes for each in in_use), default=backends()[0].process_bytes)

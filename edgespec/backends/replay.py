@@ -1,7 +1,7 @@
 """Roll back recurrent models exactly, with checkpoints and replay.
 
-Every token overwrites the recurrent state, so single tokens cannot be removed. After a rejection, the model
-returns to a checkpoint, and the next pass first runs the tokens accepted since that checkpoint again.
+Every token overwrites the recurrent state, so individual tokens cannot be removed. After a rejection, the
+model returns to a checkpoint, and the next pass first replays the tokens accepted since that checkpoint.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from edgespec.errors import BackendError, CapabilityError
 
 __all__ = ["MAX_CHECKPOINTS", "ReplayModel", "Rewindable"]
 
-# The maximum number of checkpoints. Each one takes as much memory as the recurrent state.
+# Maximum number of checkpoints. Each one takes as much memory as the recurrent state.
 MAX_CHECKPOINTS = 4
-# The maximum number of pending tokens that a verify pass runs before the draft. More tokens are prefilled,
-# because each one makes the pass wider.
+# Maximum number of pending tokens that a verify pass runs before the draft. If there are more, they are
+# prefilled instead, because each one makes the pass wider.
 _MAX_PENDING_TOKENS = 8
-# Tokens between checkpoints in plain decoding. An interrupted step runs at most this many tokens again.
+# Tokens between checkpoints in plain decoding. An interrupted step replays at most this many tokens.
 _PLAIN_STRIDE = 128
-# Tokens between checkpoints in prefill. A cancelled prefill loses at most this many tokens.
+# Tokens between checkpoints during prefill. A cancelled prefill loses at most this many tokens.
 _PREFILL_STRIDE = 1024
 
 
 class Rewindable(LanguageModel, Protocol):
     """A LanguageModel that runs chains and can return to checkpoints.
 
-    After an exception or a partly rejected round, the content of the cache is undefined until `rewind` or
+    After an exception or a partly rejected round, the contents of the cache are undefined until `rewind` or
     `truncate(0)` is called.
     """
 
@@ -46,7 +46,7 @@ class Rewindable(LanguageModel, Protocol):
     def rewind(self, checkpoint: Any) -> None:
         """Restore a checkpoint, including `length`, and end the round.
 
-        A checkpoint may be restored several times. It becomes invalid when an earlier checkpoint is restored
+        A checkpoint can be restored several times. It becomes invalid when an earlier checkpoint is restored
         or the context is resized.
 
         Raises:
@@ -70,7 +70,7 @@ class ReplayModel(BaseModel):
 
     Args:
         inner: The recurrent model.
-        reason: Why it does not support branches, for `Capabilities.reason`.
+        reason: Why the model does not support branches, for `Capabilities.reason`.
         undo_tokens: Number of tokens at the end of a pass that its `commit` can remove exactly.
     """
 
@@ -81,11 +81,11 @@ class ReplayModel(BaseModel):
         limits = replace(inner.facts.capabilities, tree=False, max_branches=1, partial_truncate=False)
         capabilities = replace(limits, rollback=True, reason=reason)
         self.facts: ModelFacts = replace(inner.facts, capabilities=capabilities)
-        # The tokens from position `_first_known` on. Earlier tokens were restored from a snapshot.
+        # The tokens from position `_first_known` onwards. Earlier tokens were restored from a snapshot.
         self._first_known = 0
         self._known: list[int] = []
         self._checkpoints: list[_Checkpoint] = []
-        # The tokens of the open round, and the number of tokens in the open round of the inner model.
+        # The tokens of the open round, and the number of tokens in the inner model's open round.
         self._round: list[int] = []
         self._open = 0
 
@@ -160,7 +160,7 @@ class ReplayModel(BaseModel):
         return pending
 
     def _grow_round(self) -> None:
-        """Commit the inner round so that the tree can grow. Save a checkpoint unless there is a later one."""
+        """Commit the inner round to let the tree grow. Save a checkpoint unless a later one exists."""
         begun_at = self._inner.length
         self._commit_inner(self._open)
         if not self._checkpoints or self._checkpoints[-1].length < begun_at:
@@ -194,7 +194,7 @@ class ReplayModel(BaseModel):
         del self._known[length - self._first_known :]
 
     def remove_range(self, start: int, end: int) -> None:
-        raise CapabilityError(f"{self.facts.name} is recurrent and cannot remove the tokens {start} to {end}")
+        raise CapabilityError(f"{self.facts.name} is recurrent and cannot remove tokens {start} to {end}")
 
     def snapshot(self, start: int = 0, end: int | None = None) -> Snapshot:  # noqa: ARG002
         self._check(0)
@@ -214,7 +214,7 @@ class ReplayModel(BaseModel):
     def resize(self, context_tokens: int) -> None:
         self._check_size(context_tokens)
         self._end_round()
-        # A resize makes all checkpoints invalid, even if it fails.
+        # A resize invalidates all checkpoints, even if it fails.
         self._checkpoints, held = [], self._inner.length
         try:
             self._inner.resize(context_tokens)
@@ -258,7 +258,7 @@ class ReplayModel(BaseModel):
             try:
                 self._inner.rewind(self._checkpoints[-1].handle)
                 return
-            except CapabilityError:  # Older checkpoints need even more of the cache.
+            except CapabilityError:  # Older checkpoints need even older cells.
                 self._checkpoints = []
         self._inner.truncate(0)
         if self._first_known:
@@ -276,7 +276,7 @@ class ReplayModel(BaseModel):
 
 
 class _LaterRows:
-    """The logits of a pass without its first `skipped` rows."""
+    """A pass's logits without the first `skipped` rows."""
 
     def __init__(self, logits: Logits, skipped: int) -> None:
         self._logits = logits

@@ -1,4 +1,4 @@
-"""The base class of self-drafts, which draft on the KV cache of their target."""
+"""The base class for self-drafts, which share the KV cache of their target."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Read the tokens of a model from its files, and compare them with those of another model."""
+"""Read a model's tokens from its files, and compare them with another model's."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from edgespec.errors import ModelFileError
 
 __all__ = ["TokenList", "tokens_of_folder", "tokens_of_header"]
 
-# Tokenizer kinds that store bytes as other characters. GGUF files name them by the keys of `_KINDS`.
+# Tokenizer kinds that encode bytes as other characters. `_KINDS` maps their names in GGUF files to these.
 _BYTE_LEVEL, _SENTENCEPIECE = "byte-level", "sentencepiece"
 _KINDS = {"gpt2": _BYTE_LEVEL, "llama": _SENTENCEPIECE, "t5": _SENTENCEPIECE}
-# Converters pad the end of an embedding table with such tokens.
+# Padding tokens that converters add at the end of an embedding table.
 _PADDING = re.compile(rb"\[PAD\d+\]")
 _BYTE = re.compile(rb"<0x([0-9A-Fa-f]{2})>")
 _MAX_TOKENS = 1 << 22
@@ -34,7 +34,7 @@ class TokenList:
     """The tokens of a vocabulary.
 
     Attributes:
-        kind: The tokenizer kind, which determines how the tokens store bytes.
+        kind: The tokenizer kind, which determines how bytes are encoded in tokens.
         tokens: The text of each token as stored in the file, indexed by token id.
     """
 
@@ -42,7 +42,7 @@ class TokenList:
     tokens: Sequence[bytes]
 
     def digest(self) -> str:
-        """Return a hash of the tokens without the padding at the end."""
+        """Return a hash of the tokens, excluding the padding at the end."""
         tokens, count = self.tokens, len(self.tokens)
         while count and _PADDING.fullmatch(tokens[count - 1]):
             count -= 1
@@ -52,18 +52,18 @@ class TokenList:
         return digest.hexdigest()
 
     def same_ids(self, other: TokenList) -> bool:
-        """Return whether the lists are equal, apart from up to `MAX_VOCAB_PADDING` tokens at the end."""
+        """Return whether both lists are equal, apart from up to `MAX_VOCAB_PADDING` tokens at the end."""
         count = min(len(self.tokens), len(other.tokens))
         alike = self.kind == other.kind and self.tokens[:count] == other.tokens[:count]
         return alike and abs(len(self.tokens) - len(other.tokens)) <= MAX_VOCAB_PADDING
 
     def shared_token_fraction(self, draft: TokenList) -> float:
-        """Return the fraction of these tokens that `draft` also contains, possibly with other ids."""
+        """Return the fraction of these tokens that `draft` also contains, possibly with different ids."""
         own, others = set(self._bytes()), set(draft._bytes())
         return len(own & others) / max(1, len(own))
 
     def _bytes(self) -> Iterable[bytes]:
-        """Return the bytes that each token adds to a text, without padding tokens."""
+        """Yield the bytes that each token adds to a text, skipping padding tokens."""
         stored = (token for token in self.tokens if not _PADDING.fullmatch(token))
         if self.kind == _BYTE_LEVEL:
             return map(_from_byte_level, stored)
@@ -71,7 +71,7 @@ class TokenList:
 
 
 def _byte_level_table() -> dict[int, int]:
-    """Return the byte for each character code that GPT-2's tokenizer uses to store a byte."""
+    """Return a map from the character codes that GPT-2's tokenizer uses for bytes to those bytes."""
     printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), 256)}
     others = [byte for byte in range(256) if byte not in printable]
     return {byte: byte for byte in printable} | {256 + i: byte for i, byte in enumerate(others)}
@@ -130,7 +130,7 @@ def _ids(tokenizer: Mapping[str, Any]) -> Iterable[tuple[int, str]]:
 
 
 def _kind_of(tokenizer: Mapping[str, Any]) -> str:
-    """Return the tokenizer kind, as determined by the step that decodes tokens."""
+    """Return the tokenizer kind, based on its decoder."""
     if "ByteLevel" in json.dumps(tokenizer.get("decoder")):
         return _BYTE_LEVEL
     model = tokenizer["model"]

@@ -41,7 +41,7 @@ def picture(preview: Preview) -> RenderableType:
         _line(f"cache type {plan.kv_type}"),
     ]
     if preview.draft_window:
-        parts.append(_line(f"in longer contexts the draft model reads {preview.draft_window.description}"))
+        parts.append(_line(f"in longer contexts, the draft model reads {preview.draft_window.description}"))
     for pool in plan.pools:
         planned = f"{format_bytes(plan.planned_bytes(pool))} of {format_bytes(plan.budget_bytes(pool))}"
         chats = plan.prefix_cache_bytes if pool == "memory" else 0
@@ -49,7 +49,7 @@ def picture(preview: Preview) -> RenderableType:
         parts += [Text(), bar(plan, pool), Text(f"{planned} {_POOLS[pool]}{more}", "bold")]
     parts += [Text(f"limit: {plan.budget.source}", "dim"), Text(), _items(plan)]
     if plan.decisions:
-        heading = "reduced so that the rest fits:" if plan.fits else "tried, and still too large:"
+        heading = "reduced to make it fit:" if plan.fits else "tried, but still too large:"
         lines = [f"{each.what} (frees {format_bytes(each.bytes)}): {each.why}" for each in plan.decisions]
         parts += [Text(), Text(heading), Padding(Group(*map(_line, lines)), (0, 0, 0, 2))]
     if not plan.fits:
@@ -61,9 +61,9 @@ def _about_context(preview: Preview) -> str:
     """Return a remark about the context length in parentheses, or an empty string."""
     tokens, trained = preview.plan.context_tokens, preview.trained_context_tokens
     first = preview.first_context_tokens
-    remarks = ["the length that the model was trained for"] if tokens == trained else []
+    remarks = ["the length the model was trained for"] if tokens == trained else []
     if 0 < trained < tokens:
-        remarks.append(f"more than the {trained:,} that the model was trained for")
+        remarks.append(f"more than the {trained:,} the model was trained for")
     if first < tokens:
         remarks.append("grows on demand" + (f" from {first:,}" if first else ""))
     return f" ({'; '.join(remarks)})" if remarks else ""

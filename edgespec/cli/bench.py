@@ -44,7 +44,7 @@ _BAR = 20
     "bench",
     cls=HelpfulCommand,
     params=declared_options(*MODEL_NAMES, "acceptance", per_run=("remember",)),
-    short_help="Measure the speed-up of every method.",
+    short_help="Measure how much each method speeds up replies.",
     examples=(
         "edgespec bench",
         "edgespec bench --target 8b-q4 --draft 1b-q4 --max-seconds 900 --plots pictures",
@@ -53,23 +53,23 @@ _BAR = 20
     ),
 )
 @methods_option(
-    help="Methods to measure. [default: auto and all others that are available; with a draft model also"
-    " model+suffix]"
+    help="Methods to measure. [default: auto and all other available methods, plus model+suffix if there is a"
+    " draft model]"
 )
 @prompts_option(
-    help="JSON lines with `prompt` or `messages`, and optionally `category`. [default: 24 built-in prompts in"
-    " eight categories]"
+    help="JSON Lines file with a `prompt` or `messages`, and optionally a `category`, on each line. [default:"
+    " 24 built-in prompts in eight categories]"
 )
 @click.option(
     "--categories",
     type=KindType(ListOf(Text())),
     metavar="A,B",
-    help="Use only prompts of these categories. [default: all]",
+    help="Use only prompts in these categories. [default: all]",
 )
 @temperatures_option(default="0,0.8", help="Temperatures to measure.")
 @draft_lengths_option(
     default=None,
-    help="Numbers of tokens to draft ahead. auto chooses its own. [default: that of each method]",
+    help="Draft lengths to measure, in tokens; auto chooses its own. [default: each method's own default]",
 )
 @click.option(
     "--repeats",
@@ -77,32 +77,32 @@ _BAR = 20
     metavar="N",
     default=2,
     show_default=True,
-    help="Number of times to repeat every measurement.",
+    help="Number of times to repeat each measurement.",
 )
 @click.option(
     "--control",
     is_flag=True,
-    help="Measure replies without drafting twice. The difference shows how much times vary by chance.",
+    help="Measure replies without drafting twice, to show how much timings vary by chance.",
 )
-@max_tokens_option(default=64, help="Maximum length of each reply in tokens.")
-@seed_option(help="Seed of all replies.")
+@max_tokens_option(default=64, help="Maximum number of tokens per reply.")
+@seed_option(help="Random seed for all replies.")
 @click.option(
     "--max-seconds",
     type=KindType(Integer(1)),
     metavar="N",
-    help="Start no reply after N seconds. [default: no limit]",
+    help="Do not start any more replies after N seconds. [default: no limit]",
 )
 @click.option(
     "--save",
     type=click.Path(path_type=Path),
     metavar="FILE",
-    help="Write the report and every reply to a JSON file.",
+    help="Write the report and all replies to a JSON file.",
 )
 @click.option(
     "--plots",
     type=click.Path(path_type=Path),
     metavar="DIR",
-    help="Write plots as PNG files into this folder.",
+    help="Write plots to this folder as PNG files.",
 )
 @click.option("--plot", is_flag=True, help="Draw charts in the terminal.")
 @json_option
@@ -115,12 +115,11 @@ def command(
     as_json: bool,
     **options: Any,
 ) -> int:
-    """Measure how much faster each method makes replies, on prompts of several kinds.
+    """Measure how much each method speeds up replies to different kinds of prompts.
 
-    Every prompt is answered without drafting and with each method. The order changes from prompt to prompt,
-    so that a slowdown of the machine affects all methods equally. Earlier chats are not cached. The report
-    ends with an explanation of its columns and a conclusion. Ctrl-C prints the report of everything measured
-    so far.
+    Every prompt is answered without drafting and with each method, in an order that changes from prompt to
+    prompt so that a machine slowdown affects all methods equally. Earlier chats are not cached. The report
+    ends with a legend and a conclusion. If you press Ctrl-C, it covers everything measured so far.
     """
     reject_remember(options)
     texts = _texts(prompts, categories)

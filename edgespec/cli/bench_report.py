@@ -20,21 +20,20 @@ _Item = TypeVar("_Item")
 _PIPE_COLUMNS = 100  # Width of charts if stdout is not a terminal.
 _MIN_SPEED_UP = 1.03  # A smaller one could be measurement noise.
 _LEGEND = """\
-SPEED-UP      tokens per second divided by those without drafting, on the same prompt; reading the prompt
-              is not counted
-95 %          95 % confidence interval of SPEED-UP
-WORST         SPEED-UP of the worst prompt
-WHOLE         SPEED-UP with the time to read the prompt
-TOKENS/PASS   tokens produced per pass of the model
-ACCEPTED      share of the drafted tokens that the model accepted
-TTFT, TPOT    time to the first token, and time for each token after it
-DRAFT ...     memory that drafting needs in addition
-J/TOKEN       energy per token, in joules
-IDENTICAL     replies that are token for token the same as without drafting
-PREFILL       reading the prompt
-BEST SINGLE   the method that is best for all prompts of the category
-BEST EACH     SPEED-UP if every prompt had used the method that is best for it
-AUTO/...      speed-up of the default method, auto, as a share of the other two"""
+SPEED-UP      speed compared with no drafting on the same prompt, not counting the time to read the prompt
+95% CI        95% confidence interval of SPEED-UP
+WORST         SPEED-UP on the worst prompt
+WHOLE         SPEED-UP including the time to read the prompt
+TOKENS/PASS   tokens generated per pass of the model
+ACCEPTED      share of drafted tokens that the model accepted
+TTFT, TPOT    time to first token, and time per token after that
+DRAFT ...     additional memory used for drafting
+J/TOKEN       energy per token in joules
+IDENTICAL     replies with exactly the same tokens as without drafting
+PREFILL       time to read the prompt
+BEST SINGLE   the one method that is fastest for the category as a whole
+BEST EACH     SPEED-UP if every prompt used the method that is fastest for it
+AUTO/...      speed-up of auto, the default method, as a share of BEST SINGLE or BEST EACH"""
 _ENDINGS = {"cancelled": "interrupted", "time": "time limit reached", "failed": "an error occurred"}
 
 
@@ -80,7 +79,9 @@ def _print_speeds(temperature: float, figures: Sequence[MethodFigures]) -> None:
             passes = [f"{each.tokens_per_pass:.2f}", _share(each.acceptance)]
             rows.append(["" if category == last_category else category, each.config.name, *speeds, *passes])
             last_category = category
-    print_table(("CATEGORY", "METHOD", "SPEED-UP", "95 %", "WORST", "WHOLE", "TOKENS/PASS", "ACCEPTED"), rows)
+    print_table(
+        ("CATEGORY", "METHOD", "SPEED-UP", "95% CI", "WORST", "WHOLE", "TOKENS/PASS", "ACCEPTED"), rows
+    )
 
 
 def _print_details(figures: Sequence[MethodFigures]) -> None:
@@ -130,7 +131,7 @@ def _print_columns(columns: Mapping[str, Callable[[_Item], str]], items: Sequenc
 
 def _print_notes(report: Report) -> None:
     click.echo("")
-    click.echo(f"Peak memory over all methods: {format_bytes(report.peak_memory_bytes)}.")
+    click.echo(f"Peak memory across all methods: {format_bytes(report.peak_memory_bytes)}.")
     if report.no_energy:
         click.echo(f"Energy was not measured: {report.no_energy}.")
     of_all = [each for each in report.figures if each.category is None]
@@ -140,8 +141,8 @@ def _print_notes(report: Report) -> None:
         click.echo(printable(f"{each.config.name} drafted nothing at temperature {each.temperature:g}{why}"))
     if report.differing:
         click.echo(
-            f"{report.differing} replies differ from those without drafting. `edgespec verify` shows whether"
-            " rounding errors explain it."
+            f"{report.differing} replies differ from those without drafting. Run `edgespec verify` to see"
+            " whether rounding explains the differences."
         )
 
 
@@ -157,8 +158,8 @@ def _verdict(report: Report) -> str:
     best = max(of_all, key=lambda each: each.speed_up or 0.0)
     where = f"at temperature {best.temperature:g}"
     if best.speed_up is None or best.speed_up < _MIN_SPEED_UP:
-        return f"No method is clearly faster than no drafting here (best: {best.config.name}, {where})."
-    certainty = "" if best.low is None or best.low > 1.0 else ", but this may be chance"
+        return f"No method is clearly faster than plain decoding here (best: {best.config.name}, {where})."
+    certainty = "" if best.low is None or best.low > 1.0 else ", but this could be chance"
     return f"The fastest method is {best.config.name}: speed-up {best.speed_up:.2f}x {where}{certainty}."
 
 

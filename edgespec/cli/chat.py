@@ -44,14 +44,14 @@ _REPLY_NAMES = tuple(name for name in REPLY_NAMES if name != "logit_bias")
     "--resume", metavar="[ID|TITLE]", is_flag=False, flag_value="last",
     help="Continue the last chat, or the one with this id or title.",
 )  # fmt: skip
-@click.option("--light/--dark", default=None, help="Use light or dark colours. [default: as last time]")
+@click.option("--light/--dark", default=None, help="Use light or dark colours. [default: same as last time]")
 @click.pass_context
 def command(
     ctx: click.Context, /, system: str | None, resume: str | None, light: bool | None, **options: Any
 ) -> int:
-    """Chat with a model in the terminal. Press F1 in the chat for its keys and commands.
+    """Chat with a model in the terminal. Press F1 in the chat to see its keys and commands.
 
-    The chat is saved after each reply. Without --target, the built-in demo model is used.
+    The chat is saved after each reply. Without --target, you chat with the built-in demo model.
     """
     if not (is_terminal(sys.stdin) and is_terminal(sys.stdout)):
         raise click.UsageError("the chat needs a terminal; in scripts and pipes use `edgespec generate`", ctx)

@@ -14,16 +14,16 @@ __all__ = ["command"]
 @click.command(
     "completion",
     cls=HelpfulCommand,
-    short_help="Print the completion script of a shell.",
+    short_help="Print the completion script for your shell.",
     examples=("edgespec completion bash", "edgespec completion zsh", "edgespec completion fish"),
 )
 @click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
 @click.pass_context
 def command(ctx: click.Context, shell: str) -> None:
-    """Print the script that completes commands, options and model names in your shell.
+    """Print a script that completes commands, options and model names in your shell.
 
     \b
-    To install it, run one of these commands once and open a new shell:
+    To install it, run one of these commands once, then open a new shell:
       bash   echo 'eval "$(edgespec completion bash)"' >> ~/.bashrc
       zsh    echo 'eval "$(edgespec completion zsh)"' >> ~/.zshrc
       fish   edgespec completion fish > ~/.config/fish/completions/edgespec.fish

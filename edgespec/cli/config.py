@@ -56,7 +56,7 @@ class _Row:
     "config",
     cls=HelpfulGroup,
     invoke_without_command=True,
-    short_help="Show or change the settings for all runs.",
+    short_help="Show or change the settings that apply to all runs.",
     examples=(
         "edgespec config",
         "edgespec config get target",
@@ -70,8 +70,8 @@ class _Row:
 def command(ctx: click.Context, as_json: bool) -> int:
     """Show all settings, their values and where each value was set.
 
-    An option on the command line overrides its environment variable, such as EDGESPEC_TARGET. The variable
-    overrides the settings file, such as target = "8b-q4". The file overrides the default. A section in the
+    Command line options override environment variables such as EDGESPEC_TARGET. These in turn override the
+    settings file, with lines such as target = "8b-q4", and the file overrides the defaults. A section of the
     file, such as [chat], applies only to that command. The exit status is 1 if a setting is invalid.
     """
     if ctx.invoked_subcommand is not None:
@@ -201,7 +201,7 @@ def _complete_value(ctx: click.Context, _param: click.Parameter, typed: str) -> 
 @json_option
 @click.pass_context
 def get_value(ctx: click.Context, key: str, as_json: bool) -> int:
-    """Print the value of KEY. If it is not set, print the default."""
+    """Print the value of KEY, or its default if it is not set."""
     path = _key_path(key)
     option = _option_at(path, ctx)
     settings = Settings.read()
@@ -231,9 +231,9 @@ def get_value(ctx: click.Context, key: str, as_json: bool) -> int:
 def set_value(ctx: click.Context, key: str, values: tuple[str, ...], as_json: bool) -> int:
     """Write a setting to the file. Comments in the file are preserved.
 
-    KEY is the name of an option, such as gpu_layers. chat.gpu_layers applies only to `edgespec chat`. Options
-    that may be repeated accept several values. Use paths that begin with / or ~, because commands may run in
-    any folder.
+    KEY is the name of an option. For example, gpu_layers applies to all commands, and chat.gpu_layers only to
+    `edgespec chat`. Options that can be repeated accept several values. Write paths from / or ~, because
+    commands may run in any folder.
     """
     path = _key_path(key)
     option = _option_at(path, ctx)
@@ -266,7 +266,7 @@ def set_value(ctx: click.Context, key: str, values: tuple[str, ...], as_json: bo
 @json_option
 @click.pass_context
 def unset_value(ctx: click.Context, key: str, as_json: bool) -> int:
-    """Remove a setting from the file, so that the default applies again. Also removes unknown names."""
+    """Remove a setting from the file so that its default applies again. Unknown names can be removed too."""
     path = _key_path(key)
     # First try the key exactly as typed, so that a misspelt line can be removed.
     file = settings_path()

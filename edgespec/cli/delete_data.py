@@ -33,11 +33,11 @@ def command(kind: str, as_json: bool) -> int:
     """Delete data that edgespec saved between runs.
 
     \b
-    replies       earlier replies and prompts that method suffix drafts from
+    replies       earlier prompts and replies that the suffix method drafts from
     learned       trained draft models, measured speeds and acceptance rates, and the layers that
-                  method swift skips
-    prefix-cache  the cache of earlier chats; returning to a chat takes longer once
-    all           all three [default]
+                  the swift method skips
+    prefix-cache  the cache of earlier chats; the next reply in each chat takes longer to start
+    all           all of the above [default]
 
     Saved chats and the files made by `edgespec prepare` are kept.
     """

@@ -52,10 +52,9 @@ class Check:
 )
 @json_option
 def command(as_json: bool) -> int:
-    """Check the machine, the installed libraries, the folders and the settings, and run the demo model.
+    """Check the machine, the installed libraries, the folders and the settings, then run the demo model.
 
-    A line that begins with warn is followed by what to do next. The exit status is 1 if the demo model does
-    not run.
+    Each warning is followed by what to do next. The exit status is 1 if the demo model does not run.
     """
     from edgespec.machine import inspect_machine
 
@@ -162,13 +161,13 @@ def _demo(stop: Stop) -> Check:
     rate = reply.stats.tokens_per_second or 0.0
     method = f"with method {reply.method.effective}"
     if reply.method.effective == "none":
-        method = "without drafting, which would not be faster"
+        method = "without drafting, because drafting would not be faster"
     finding = (
         f"loaded in {load_seconds:.2f} s, generated {reply.stats.generated_tokens} tokens"
         f" at {rate:.0f} tokens/s {method}"
     )
     if rate < _SLOW_TOKENS_PER_SECOND:
-        busy = "close other programs that use the CPU, or set --threads to fewer threads"
+        busy = "close other programs that use the CPU, or lower --threads"
         return Check("demo", True, f"{finding}, which is slow", busy)
     return Check("demo", True, finding)
 

@@ -45,7 +45,7 @@ def _line(error: Exception) -> str:
         where = f" ({error.filename})" if error.filename else ""
         return f"error: {error.strerror.lower()}{where}; check disk space and permissions"
     what = " ".join(f"{type(error).__name__}: {error}".split())
-    return f"error: {what}; this is a bug, please report it with the traceback that {_DEBUG}=1 prints"
+    return f"error: {what}; this is a bug, so please report it with the traceback that {_DEBUG}=1 prints"
 
 
 def _wrong_usage(error: click.UsageError) -> str:
@@ -59,7 +59,7 @@ def _wrong_usage(error: click.UsageError) -> str:
         return f"error: {line}"
     usage = " ".join(error.ctx.get_usage().split())
     usage = usage[0].lower() + usage[1:]
-    return f"error: {line}\n{usage} (`{error.ctx.command_path} --help` shows more)"
+    return f"error: {line}\n{usage} (see `{error.ctx.command_path} --help`)"
 
 
 def _plain(message: str) -> str:

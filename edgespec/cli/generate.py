@@ -35,13 +35,13 @@ __all__ = ["command"]
     ),
 )
 @click.argument("words", metavar="[PROMPT | -]", nargs=-1)
-@click.option("--raw", is_flag=True, help="Send the prompt without the chat template of the model.")
+@click.option("--raw", is_flag=True, help="Send the prompt as is, without the model's chat template.")
 @json_option
 def command(words: tuple[str, ...], as_json: bool, raw: bool, **options: Any) -> int:
     """Answer one prompt.
 
-    The reply appears word by word on stdout. If the prompt is -, or if there is none and stdin is a pipe, the
-    prompt is read from stdin. Ctrl-C ends the reply early.
+    The reply is streamed to stdout. If the prompt is -, or omitted when stdin is a pipe, it is read from
+    stdin. Press Ctrl-C to end the reply early.
     """
     if len(words) > 1:
         raise click.UsageError(

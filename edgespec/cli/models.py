@@ -55,11 +55,11 @@ def command() -> None:
 )
 @json_option
 def list_models(as_json: bool) -> None:
-    """List the models that edgespec knows by name, the models on this machine, and your aliases and pairs.
+    """List the models edgespec knows by name, the models on this machine, and your aliases and pairs.
 
-    DOWNLOADED shows which versions of a model are on this machine. Others are downloaded when first used. The
-    second table lists the models of Ollama, LM Studio and the Hugging Face cache, which edgespec uses without
-    copying them. `edgespec models show REF` shows details of one model.
+    The DOWNLOADED column shows which versions of a model are on this machine; others are downloaded on first
+    use. The second table lists models from Ollama, LM Studio and the Hugging Face cache, which edgespec uses
+    without copying them. For details of one model, run `edgespec models show REF`.
     """
     from edgespec.catalog import find_installed, load_catalogue
     from edgespec.catalog.catalogue import user_aliases, user_aliases_path, user_pairs
@@ -115,7 +115,7 @@ def list_models(as_json: bool) -> None:
     _print_list(("YOUR ALIAS", "MODEL"), sorted(own.items()))
     _print_list(("YOUR MODEL", "DRAFT MODEL"), sorted(pairs.items()))
     if not own and not pairs:
-        note(f"To give models your own names, see `edgespec models alias --help` ({user_aliases_path()}).")
+        note(f"To give models names of your own, see `edgespec models alias --help` ({user_aliases_path()}).")
     if installed.unusable:
         names = [each.name for each in installed.unusable]
         what = ", ".join([*names[:3], *(["..."] if len(names) > 3 else [])])
@@ -143,10 +143,10 @@ def _print_list(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
 @click.option("--probe", is_flag=True, help="Also load the model and test its capabilities.")
 @json_option
 def show_model(reference: str, probe: bool, as_json: bool) -> int:
-    """Show details of the model REF, and which models on this machine can be its draft model.
+    """Show details of the model REF, and which models on this machine can draft for it.
 
-    The expected speed-up is estimated from the sizes of the models, until they have been used together. The
-    exit status is 1 if a file could not be read.
+    Until two models have been used together, the expected speed-up is estimated from their sizes. The exit
+    status is 1 if a file could not be read.
     """
     from edgespec.catalog import choose_draft, draft_options, find_installed, read_model_info, resolve
 
@@ -188,7 +188,7 @@ def show_model(reference: str, probe: bool, as_json: bool) -> int:
 def pull_model(reference: str, as_json: bool) -> None:
     """Download REF into the Hugging Face cache, unless it is already on this machine.
 
-    An interrupted download resumes where it stopped.
+    An interrupted download resumes where it left off.
     """
     from edgespec.catalog import resolve
 
@@ -207,16 +207,16 @@ def pull_model(reference: str, as_json: bool) -> None:
 
 @command.command(
     "alias",
-    short_help="Give a model your own name.",
+    short_help="Give a model a name of your own.",
     examples=("edgespec models alias big hf:user/repo:Q4_K_M", "edgespec models alias fast llama3.2:1b"),
 )
 @click.argument("name")
 @model_reference("reference")
 @json_option
 def set_alias(name: str, reference: str, as_json: bool) -> None:
-    """Make NAME an alias of REF. Your aliases take precedence over the names in `edgespec models list`.
+    """Make NAME an alias for REF. Your aliases take precedence over the names in `edgespec models list`.
 
-    `edgespec models remove NAME` deletes the alias.
+    To delete an alias, run `edgespec models remove NAME`.
     """
     from edgespec.catalog.aliases import check_alias
     from edgespec.cli.own_names import write_name
@@ -224,7 +224,7 @@ def set_alias(name: str, reference: str, as_json: bool) -> None:
     remark = check_alias(name.strip(), reference.strip())
     write_name("aliases", name.strip(), reference.strip())
     value = {"alias": name, "reference": reference}
-    _print_change(f"{name} is now an alias of {reference}.", remark, value, as_json)
+    _print_change(f"{name} is now an alias for {reference}.", remark, value, as_json)
 
 
 @command.command(
@@ -238,7 +238,7 @@ def set_alias(name: str, reference: str, as_json: bool) -> None:
 )
 @model_reference("target")
 @click.argument("draft", metavar="DRAFT", required=False)
-@click.option("--remove", is_flag=True, help="Delete the pair, so that edgespec chooses again.")
+@click.option("--remove", is_flag=True, help="Delete the pair and let edgespec choose again.")
 @json_option
 def set_pair(target: str, draft: str | None, remove: bool, as_json: bool) -> None:
     """Choose the draft model that `--draft auto` uses for the model REF. DRAFT may be none."""
@@ -251,7 +251,7 @@ def set_pair(target: str, draft: str | None, remove: bool, as_json: bool) -> Non
     remark = check_pair(target, draft.strip()) if draft is not None else ""
     write_name("pairs", target, draft.strip() if draft is not None else None)
     if draft is None:
-        change = f"edgespec chooses the draft model of {target} again."
+        change = f"edgespec now chooses the draft model for {target} again."
     elif draft.strip() == "none":
         change = f"{target} now runs without a draft model."
     else:
@@ -265,12 +265,12 @@ def set_pair(target: str, draft: str | None, remove: bool, as_json: bool) -> Non
     examples=("edgespec models remove big", "edgespec models remove hf:user/repo:Q4_K_M --yes"),
 )
 @model_reference("reference")
-@click.option("--yes", is_flag=True, help="Delete a download without asking.")
+@click.option("--yes", is_flag=True, help="Delete a download without asking for confirmation.")
 @json_option
 def remove_model(reference: str, yes: bool, as_json: bool) -> None:
     """Delete an alias, or a model in the Hugging Face cache, which other programs may also use.
 
-    Models in Ollama and LM Studio and your own files are never deleted.
+    Ollama and LM Studio models and your own files are never deleted.
     """
     from edgespec.catalog import resolve
     from edgespec.catalog.catalogue import user_aliases
@@ -280,7 +280,7 @@ def remove_model(reference: str, yes: bool, as_json: bool) -> None:
     name = reference.strip()
     if name.lower() in user_aliases():
         write_name("aliases", name, None)
-        _print_change(f"The alias {name} is deleted.", "", {"removed": name, "freed_bytes": 0}, as_json)
+        _print_change(f"Deleted the alias {name}.", "", {"removed": name, "freed_bytes": 0}, as_json)
         return
     found = resolve(name, allow_download=False)
     removal = plan_removal(found)
@@ -291,7 +291,7 @@ def remove_model(reference: str, yes: bool, as_json: bool) -> None:
         click.confirm(f"Delete {found.path} ({size})?", abort=True, err=True)
     freed_bytes = removal.execute()
     _print_change(
-        f"{name} is deleted: {size} freed.", "", {"removed": name, "freed_bytes": freed_bytes}, as_json
+        f"Deleted {name}: {size} freed.", "", {"removed": name, "freed_bytes": freed_bytes}, as_json
     )
 
 

@@ -212,7 +212,7 @@ def _entry_lines(entry: ModelEntry | None) -> list[tuple[str, str]]:
 
 def _info_lines(info: ModelInfo) -> list[tuple[str, str]]:
     experts = f", {info.experts_used} of {info.experts} experts per token" if info.experts else ""
-    trained = f"{info.context_tokens:,} tokens" if info.context_tokens else "not stated in its files"
+    trained = f"{info.context_tokens:,} tokens" if info.context_tokens else "not stated in the files"
     lines = [
         ("file", f"{info.family}: {info.architecture}, {info.quantisation}, {format_bytes(info.size_bytes)}"),
         ("parameters", f"{info.parameters:,}{experts}"),

@@ -50,11 +50,11 @@ REPLY_NAMES = (*_names(REPLY_OPTIONS, "reply"), *SAMPLING_NAMES)
 METHODS = ("auto", "none", *DRAFTER_NAMES, "model+suffix", "layerskip+suffix", "lowbit+suffix")
 _DECLARATIONS = {**MODEL_OPTIONS, **LOAD_OPTIONS, **SETTINGS}
 _HEADINGS = {
-    "reply": "Choosing the words of the reply",
-    "sampling": "Choosing the words of the reply",
+    "reply": "Reply and sampling",
+    "sampling": "Reply and sampling",
     "model": "Memory and hardware",
-    "method": "Drafting (how replies get faster)",
-    "drafting": "Drafting (how replies get faster)",
+    "method": "Drafting (speeds up replies)",
+    "drafting": "Drafting (speeds up replies)",
     "prefix_cache": "Cache of earlier chats",
 }
 
@@ -170,4 +170,4 @@ def every_setting() -> dict[str, SettingOption]:
     return {each.name: each for each in options if isinstance(each, SettingOption) and each.name}
 
 
-json_option: Decorator = click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+json_option: Decorator = click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")

@@ -26,7 +26,7 @@ _DRAFTING_NAMES = ("method", "draft_branches", "draft_window", "draft_sinks")
     "plan",
     cls=HelpfulCommand,
     params=declared_options(*MEMORY_NAMES, *_DRAFTING_NAMES, *PREFIX_CACHE_NAMES),
-    short_help="Show the memory that a model needs, before it is loaded.",
+    short_help="Show how much memory a model needs, without loading it.",
     examples=(
         "edgespec plan",
         "edgespec plan --target 70b-q4 --memory 48GiB",
@@ -36,12 +36,12 @@ _DRAFTING_NAMES = ("method", "draft_branches", "draft_window", "draft_sinks")
 )
 @json_option
 def command(as_json: bool, **options: Any) -> int:
-    """Show how much memory a model and its draft model need, and what is reduced so that they fit.
+    """Show how much memory a model and its draft model need, and what is reduced to make them fit.
 
-    Nothing is loaded or downloaded. If the model is not on this machine, edgespec reads its description from
-    Hugging Face. Options that you set are never reduced. The cache of earlier chats is listed separately,
-    because it is freed when memory is low. The exit status is 0 even if the model does not fit. Scripts can
-    read `fits` in the --json output.
+    Nothing is loaded or downloaded. If the model is not on this machine, edgespec reads its metadata from
+    Hugging Face. Options that you set yourself are never reduced. The cache of earlier chats is listed
+    separately because it is freed when memory runs low. The exit status is 0 even if the model does not fit,
+    so scripts should check `fits` in the --json output.
     """
     preview = interruptible(lambda stop: _preview(stop, options))
     if as_json:

@@ -35,7 +35,7 @@ _to_option = click.option(
     examples=("edgespec prepare layerskip demo", "edgespec prepare lowbit ./my-f16.gguf"),
 )
 def command() -> None:
-    """Make the files that a GGUF model needs to draft for itself. An interrupted command can be run again."""
+    """Make the files that a GGUF model needs to draft for itself. If interrupted, run the command again."""
 
 
 @command.command(
@@ -53,15 +53,15 @@ def command() -> None:
     metavar="E|auto",
     default="auto",
     show_default=True,
-    help="Number of layers that draft; auto measures the best one.",
+    help="Number of layers to draft with; auto measures which is best.",
 )
 @_to_option
 @json_option
 def layerskip(reference: str, exit_layer: str, to: Path | None, as_json: bool) -> None:
     """Split REF so that its first layers can draft, for `--method layerskip`.
 
-    The two new files together replace the original. edgespec checks that they give the same replies. All
-    other methods work with them too, so you can delete the original file.
+    The two new files together replace the original, and edgespec checks that they give the same replies. All
+    other methods work with them too, so you can delete the original.
     """
     from edgespec.prepare.layerskip import measured_exit, prepare_layerskip
 
@@ -89,7 +89,7 @@ def layerskip(reference: str, exit_layer: str, to: Path | None, as_json: bool) -
 
 @command.command(
     "lowbit",
-    short_help="Make a copy with fewer bits that can draft.",
+    short_help="Make a lower-precision copy that can draft.",
     examples=("edgespec prepare lowbit ./my-f16.gguf", "edgespec prepare lowbit ./my-f16.gguf --type Q2_K"),
 )
 @model_reference("reference")
@@ -99,7 +99,7 @@ def layerskip(reference: str, exit_layer: str, to: Path | None, as_json: bool) -
 @_to_option
 @json_option
 def lowbit(reference: str, type_name: str | None, to: Path | None, as_json: bool) -> None:
-    """Make a smaller copy of REF that drafts for it, for `--method lowbit`. It shares the model's cache.
+    """Make a lower-precision copy of REF that drafts on the model's own cache, for `--method lowbit`.
 
     REF may also be a folder made by `edgespec prepare layerskip`.
     """

@@ -94,7 +94,7 @@ def _reader_left() -> int:
 def program() -> None:
     """Run the largest language model that fits your machine, faster, with exactly the same replies.
 
-    A small draft model proposes the next tokens, and your model checks several of them at once. It keeps only
-    those that it would have written itself. You can use the models that you downloaded with Ollama or LM
-    Studio. Without --target, a small built-in demo model is used.
+    A small draft model proposes the next tokens, and your model checks several of them at once, keeping only
+    those it would have written itself. You can use models you downloaded with Ollama or LM Studio. Without
+    --target, edgespec runs a small built-in demo model.
     """

@@ -47,10 +47,10 @@ ALL_COMMANDS = ""
 """The section of settings that are for every command: the lines above the first section."""
 _PREFIX = "EDGESPEC_"
 VARIABLES = {
-    "EDGESPEC_CONFIG_DIR": "folder of the settings file and of aliases",
-    "EDGESPEC_DATA_DIR": "folder of chats and saved measurements",
-    "EDGESPEC_CACHE_DIR": "folder of files that can be made again",
-    "EDGESPEC_DEBUG": "1 shows a traceback with errors",
+    "EDGESPEC_CONFIG_DIR": "folder for the settings file and aliases",
+    "EDGESPEC_DATA_DIR": "folder for chats and saved measurements",
+    "EDGESPEC_CACHE_DIR": "folder for files that can be regenerated",
+    "EDGESPEC_DEBUG": "set to 1 to show a traceback with each error",
 }
 """Environment variables that are not settings, with what they are for."""
 

@@ -21,16 +21,16 @@ if TYPE_CHECKING:
 __all__ = ["command"]
 
 _LEGEND = """\
-TOKENS        tokens that the model checks in one pass
+TOKENS        number of tokens the model checks in one pass
 MS            duration of that pass in milliseconds
-COST          duration of that pass, divided by the time for one token
-LIMIT         speed-up if every drafted token were accepted and drafting took no time
-BREAK-EVEN    share of drafted tokens that must be accepted before such a pass saves time
-SPEED-UP      measured on a few prompts, with 4 tokens drafted ahead
-ACCEPTED      share of the drafted tokens that the model accepted
-DRAFT COST    time to draft one token, divided by the time for one token of the model
+COST          duration of that pass divided by the time for a single token
+LIMIT         speed-up if every drafted token were accepted and drafting were free
+BREAK-EVEN    share of drafted tokens that must be accepted for such a pass to save time
+SPEED-UP      measured on a few prompts, drafting 4 tokens at a time
+ACCEPTED      share of drafted tokens that the model accepted
+DRAFT COST    time to draft a token divided by the time the model takes for one
 BEST LENGTH   the --draft-length with the highest expected speed-up
-EXPECTED      speed-up to expect at that length, on similar text"""
+EXPECTED      expected speed-up at that length on similar text"""
 # Use only one prompt from each of these categories, because a prompt takes minutes on a large model.
 _SKILLS = ("code", "copy", "explain", "howto")
 
@@ -46,20 +46,20 @@ _SKILLS = ("code", "copy", "explain", "howto")
         "edgespec tune --target 8b-q4 --method layerskip --json",
     ),
 )
-@max_tokens_option(default=48, help="Maximum length of the test replies in tokens.")
+@max_tokens_option(default=48, help="Maximum number of tokens per test reply.")
 @click.option(
     "--method",
     metavar="METHOD",
     default="auto",
-    help="Another method to try: layerskip, lowbit, swift or lookahead. [default: only those that need no"
-    " preparation]",
+    help="Additional method to try: layerskip, lowbit, swift or lookahead. [default: only methods that need"
+    " no preparation]",
 )
 @json_option
 def command(method: str, max_tokens: int, as_json: bool, **options: Any) -> int:
     """Find the fastest method for your model on this machine.
 
     Measures how fast the model checks several tokens at once, then tries each method on a few prompts. The
-    measurements are saved, and replies use them from then on. The report ends with a recommendation.
+    measurements are saved so that later replies can use them. The report ends with a recommendation.
     """
     reject_remember(options)
     tuning = interruptible(lambda stop: _tune(stop, method, max_tokens, options))

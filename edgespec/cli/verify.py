@@ -50,7 +50,7 @@ _PROMPTS_PER_CATEGORY = 2
     "verify",
     cls=HelpfulCommand,
     params=declared_options(*MODEL_NAMES, "acceptance", per_run=("remember",)),
-    short_help="Check that drafting changes no token.",
+    short_help="Check that drafting does not change any token.",
     examples=(
         "edgespec verify",
         "edgespec verify --target 8b-q4 --methods model,model+suffix --temperatures 0,1",
@@ -58,14 +58,16 @@ _PROMPTS_PER_CATEGORY = 2
     ),
 )
 @methods_option(
-    help="Methods to check. auto, layerskip, lowbit, swift and lookahead are checked only if named. [default:"
-    " suffix and ngram; with a draft model also model and model+suffix]"
+    help="Methods to check. auto, layerskip, lowbit, swift and lookahead are checked only if listed."
+    " [default: suffix and ngram, plus model and model+suffix if there is a draft model]"
 )
-@prompts_option(help="JSON lines with `prompt` or `messages`. [default: built-in prompts]")
+@prompts_option(
+    help="JSON Lines file with a `prompt` or `messages` on each line. [default: built-in prompts]"
+)
 @temperatures_option(default="0,0.8,1.2", help="Temperatures to check.")
-@draft_lengths_option(default="1,4,8", help="Numbers of tokens to draft ahead.")
-@max_tokens_option(default=64, help="Maximum length of each reply in tokens.")
-@seed_option(help="Seed of the first reply.")
+@draft_lengths_option(default="1,4,8", help="Draft lengths to check, in tokens.")
+@max_tokens_option(default=64, help="Maximum number of tokens per reply.")
+@seed_option(help="Random seed for the first reply.")
 @click.option(
     "--idle-time",
     "idle_seconds",
@@ -73,26 +75,26 @@ _PROMPTS_PER_CATEGORY = 2
     metavar="SECONDS",
     default=2,
     show_default=True,
-    help="Idle time after each reply for methods that improve between replies: swift, and model with --learn."
-    " Other methods do not wait.",
+    help="Time to wait after each reply for methods that improve between replies: swift, and model with"
+    " --learn. Other methods do not wait.",
 )
 @json_option
 def command(
     methods: tuple[str, ...] | None, prompts: Path | None, as_json: bool, acceptance: str, **options: Any
 ) -> int:
-    """Check on your own models that drafting changes no token of a reply.
+    """Check on your own models that drafting does not change any token of a reply.
 
     Every prompt is answered without drafting and with each method, and the tokens are compared.
 
     \b
-    identical   the same tokens
-    near-tie    the replies differ, but only because two tokens were equally likely
+    identical   exactly the same tokens
+    near-tie    the replies differ only because two tokens were equally likely
                 within the rounding error measured on this machine
-    violation   any other difference; the exit status is 1
+    violation   any other difference; the exit status is then 1
 
     With --acceptance rejection, the probabilities of the replies are compared instead, and a p-value below
-    0.001 is a violation. Methods draft all the time, even where that is slower. If a method drafted nothing,
-    nothing was checked, and the exit status is also 1.
+    0.001 counts as a violation. Methods always draft here, even when that is slower. If a method drafts
+    nothing, it cannot be checked, and the exit status is also 1.
     """
     from edgespec.losslessness import read_prompts
 

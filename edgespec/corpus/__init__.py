@@ -1,4 +1,4 @@
-"""Provide the suffix drafter with replies from earlier chats and with the user's files."""
+"""Provide the suffix drafter with replies from earlier chats and the user's files."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Find the parts of a token sequence that have not been seen before.
 
 A prompt repeats the chat so far, and often also begins like another chat. Storing only new parts saves disk
-space. As in rsync, the known sequences are hashed in windows of a fixed length. Only every few windows are
+space. As in rsync, the known sequences are hashed in windows of a fixed length. Only one window in eight is
 stored, but every window of a new sequence is looked up.
 """
 
@@ -36,7 +36,7 @@ class NoveltyFilter:
         self._hashes: NDArray[np.uint64] = np.empty(0, np.uint64)
 
     def add(self, text: TokenArray) -> None:
-        """Mark a sequence of at least one token as known."""
+        """Mark a non-empty sequence as known."""
         starts = np.append(np.arange(0, len(text), _STRIDE), len(text) - 1)
         new_hashes = np.unique(_hashes(_padded(text), starts))
         has_room = len(self._hashes) + len(new_hashes) <= self._max_hashes
@@ -45,7 +45,7 @@ class NoveltyFilter:
     def new_parts(self, text: TokenArray) -> list[TokenArray]:
         """Return the new parts of a sequence in order. New parts of fewer than `_STRIDE` tokens are omitted.
 
-        The last part is the new end of the sequence. It is always included, and empty if the end is known.
+        The last part is the new end of the sequence. It is always included, even if it is empty.
         """
         known = np.zeros(len(text) + _WINDOW, np.int64)
         if len(self._hashes):

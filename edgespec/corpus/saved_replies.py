@@ -46,7 +46,7 @@ _DELETION_MARKER = "forgotten"
 
 
 class SavedReplies:
-    """Saves replies for models with one vocabulary, together with the new parts of their prompts.
+    """Saves replies for models that share a vocabulary, along with the new parts of their prompts.
 
     Methods report file errors in `notice` instead of raising them.
 

@@ -89,7 +89,7 @@ def read_user_files(
     total = 0
     for number, (file, key) in enumerate(files):
         if progress is not None and not progress(f"reading {root.name}", number / len(files)):
-            raise CancelledError(f"reading {root} was cancelled")
+            raise CancelledError(f"cancelled while reading {root}")
         if total >= max_tokens:
             skipped[f"after {max_tokens:,} tokens"] = len(files) - number
             break

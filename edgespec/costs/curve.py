@@ -1,8 +1,8 @@
-"""Measure how the cost of a verify pass depends on its width, the number of tokens in the pass.
+"""Measure how the cost of a verify pass depends on its width, which is its number of tokens.
 
-The cost v(m) is the duration of a pass with m tokens divided by the duration of a target step, which is a
-pass with one token. It must be measured, because it depends on the machine, the quantisation and the kernels,
-and does not always increase with m.
+The cost v(m) is the duration of an m-token pass divided by that of a target step, which is a one-token pass.
+It must be measured, because it depends on the machine, the quantisation and the kernels, and does not always
+increase with m.
 """
 
 from __future__ import annotations
@@ -22,34 +22,33 @@ from edgespec.engine.tree import TokenTree
 
 __all__ = ["MEASURED_WIDTHS", "CostCurve", "CostFunction", "assumed_cost", "measure_costs"]
 
-# A function v(m) that returns the cost of a pass with m tokens, in target steps.
+# A function v(m) that returns the cost of an m-token pass, in target steps.
 CostFunction: TypeAlias = Callable[[int], float]
 
-# The default pass widths to measure. Small widths are measured at closer intervals, because backends use
-# different kernels for them.
+# Default pass widths to measure. Small widths are spaced more closely, because backends use different kernels
+# for them.
 MEASURED_WIDTHS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 20, 24, 32, 48, 64, 96, 128)
-# The widths that are measured even if the time budget is spent, because the cost of a draft cannot be
-# estimated without them.
+# Widths to measure even if the time budget is spent, because drafting costs cannot be estimated without them.
 _REQUIRED_WIDTHS = (1, 2, 4, 8)
-# The minimum time budget of a measurement, as a multiple of the duration of a target step.
+# Minimum time budget for a measurement, as a multiple of the duration of a target step.
 _MIN_BUDGET_STEPS = 12
 
 
 def assumed_cost(width: int) -> float:
-    """Estimate the cost of a pass without measuring: 1 target step plus 5 % for each additional token."""
+    """Estimate the cost of a pass without measuring it: 1 target step plus 5 % per additional token."""
     return 1.0 + 0.05 * (width - 1)
 
 
 @dataclass(frozen=True, slots=True)
 class CostCurve:
-    """The measured duration of verify passes for different numbers of tokens.
+    """Measured durations of verify passes of different widths.
 
     Attributes:
-        widths: The measured numbers of tokens per pass, in ascending order starting at 1.
-        seconds: The duration of a pass of each width, in seconds.
+        widths: The measured widths in tokens, in ascending order starting at 1.
+        seconds: The duration of a pass at each width, in seconds.
 
     Raises:
-        ValueError: The widths do not ascend from 1, or there is no positive duration for each.
+        ValueError: The widths do not ascend from 1, or there is not one positive duration for each.
     """
 
     widths: tuple[int, ...]
@@ -68,9 +67,9 @@ class CostCurve:
     def v(self, width: int) -> float:
         """Return the cost of a pass of `width` tokens, in target steps.
 
-        The cost is interpolated linearly between measured widths. Beyond the largest one, it is extrapolated
-        with the last slope, or stays constant if that slope is negative. If only target steps were measured,
-        `assumed_cost` is used instead.
+        Interpolates linearly between measured widths. Beyond the largest one, extrapolates with the last
+        slope, or a constant if that slope is negative. If only target steps were measured, uses
+        `assumed_cost`.
         """
         if len(self.widths) == 1:
             return assumed_cost(width)
@@ -89,29 +88,29 @@ def measure_costs(
     repeats: int = 5,
     budget_seconds: float = 2.0,
 ) -> CostCurve:
-    """Measure the duration of verify passes over token chains, and return the cost curve.
+    """Measure the durations of verify passes over token chains, and return the cost curve.
 
-    The passes start after the tokens in the model's cache, and leave the cache unchanged. Width 1 is always
-    measured, and so are 2, 4 and 8 if `widths` contains them. The others follow in ascending order until half
-    of the time budget is spent. The first pass of each width is often slower, because its data is not cached
-    yet, so it only counts if there is no other. Each repeat measures all widths in turn, so that a change in
-    the machine's speed affects all of them equally.
+    The passes follow the tokens in the model's cache, and leave the cache unchanged. Width 1 is always
+    measured, as are 2, 4 and 8 if `widths` contains them. The others follow in ascending order until half of
+    the time budget is spent. The first pass at each width is often slower, because its data is not cached
+    yet, so it counts only if there is no other. Each repeat measures all widths in turn, so that changes in
+    the machine's speed affect all of them equally.
 
     Args:
         model: The target model.
         widths: The widths to measure. Those that exceed the limits of the model or its context are skipped.
         repeats: The number of additional passes per width.
-        budget_seconds: The time budget, after which only the required widths are still measured. It is raised
-            to the duration of 12 target steps if it is shorter.
+        budget_seconds: Time budget, after which only the required widths are still measured. At least the
+            duration of 12 target steps.
 
     Raises:
         CancelledError: `model.interrupt` was called.
-        ContextFullError: The context has no room for another token.
+        ContextFullError: The context has no room for one more token.
     """
     able = model.facts.capabilities
     max_width = min(able.max_width, model.free_tokens) if able.rollback else 1
     chosen = [width for width in sorted(set(widths)) if 1 < width <= max_width]
-    # The very first pass may load all weights from disk, so it does not count towards the time budget.
+    # The very first pass can load weights from disk, so it does not count towards the time budget.
     cold = _pass_seconds(model, 1)
     started = now()
     seconds: dict[int, list[float]] = {1: [cold, _pass_seconds(model, 1)]}
@@ -134,7 +133,7 @@ def measure_costs(
 
 
 def _pass_seconds(model: LanguageModel, width: int) -> float:
-    """Run a pass and return its duration. Reads its logits, because some backends compute them lazily."""
+    """Run a pass and return its duration, including that of lazily computed logits."""
     length = model.length
     chain = TokenTree.chain(0, [0] * (width - 1))
     started = now()

@@ -1,4 +1,4 @@
-"""Limit the size of a verify pass."""
+"""Limits on the size of a verify pass."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ __all__ = ["PassLimits"]
 
 @dataclass(frozen=True, slots=True)
 class PassLimits:
-    """The maximum size of the token tree in a verify pass.
+    """Maximum size of the token tree in a verify pass.
 
     Attributes:
         max_width: The maximum number of tokens in the tree, including the root token.
-        max_branches: The maximum number of leaves in the tree. If it is 1, the tree must be a chain.
+        max_branches: The maximum number of leaves in the tree. With 1, the tree must be a chain.
     """
 
     max_width: int = 64
@@ -23,7 +23,7 @@ class PassLimits:
 
     @classmethod
     def of(cls, target: Capabilities, draft: Capabilities | None = None) -> PassLimits:
-        """Return the limits that both the target and the draft model, if there is one, support."""
+        """Return the limits that the target and the draft model, if any, both support."""
         models = [target, draft] if draft else [target]
         can_branch = all(model.tree for model in models)
         return cls(

@@ -1,4 +1,4 @@
-"""Measure the cost curve of a loaded target once per machine, and save it for later runs."""
+"""Measure a loaded target's cost curve once per machine, and save it for later runs."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from edgespec.saved_arrays import SavedArrays, models_fingerprint
 
 __all__ = ["FreeCosts", "PassCosts", "TargetCosts"]
 
-# A saved curve is discarded if a target step is now slower or faster by more than this factor, for example
-# because other programs are running or the clock speed has changed.
+# Discard a saved curve if a target step is now slower or faster by more than this factor, for example because
+# other programs are running or the clock speed has changed.
 _MAX_STEP_RATIO = 2.0
 
 
 class FreeCosts:
-    """Assumes that a pass of any width costs one target step. Used to draft in every round."""
+    """Cost model in which a pass of any width costs one target step, so that every round drafts."""
 
     settings_key = "free"
     has_loss_limit = False
@@ -39,18 +39,18 @@ class FreeCosts:
 class TargetCosts:
     """Provides the cost curve of a loaded target and saves it in the user's data folder.
 
-    A saved curve is only used for the same model file, machine, load options and backend version. Both
-    `curve` and `remeasure` clear the target's cache.
+    Uses a saved curve only for the same model file, machine, load options and backend version. Both `curve`
+    and `remeasure` clear the target's cache.
 
     Args:
         model: The loaded target model.
         options: The options that the target was loaded with.
-        is_measuring: Whether to measure wide passes. If False and no saved curve applies, measure only the
-            target step and estimate the cost of wider passes.
+        is_measuring: Whether to measure wide passes. If False and there is no valid saved curve, measures
+            only the target step and estimates the cost of wider passes.
 
     Attributes:
-        settings_key: Identifies all settings that affect the duration of a pass.
-        has_loss_limit: Whether the time that a reply may lose to rejected drafts is limited.
+        settings_key: Key that identifies all settings that affect the duration of a pass.
+        has_loss_limit: Whether to limit the time that a reply can lose to rejected drafts.
     """
 
     has_loss_limit = True
@@ -62,7 +62,7 @@ class TargetCosts:
 
     @property
     def notice(self) -> str:
-        """The reason why the curve could not be saved or loaded, or "" if there was no error."""
+        """Reason why the curve could not be saved or loaded; empty if there was no error."""
         return self._store.notice
 
     @cached_property
@@ -70,7 +70,7 @@ class TargetCosts:
         return SavedArrays("costs", f"{models_fingerprint(self._model.facts)} {self.settings_key}")
 
     def curve(self, progress: Progress | None = None) -> CostCurve:
-        """Return the saved curve if a target step still takes about as long. Otherwise, measure a new curve.
+        """Return the saved curve if a target step still takes about as long, or else measure a new one.
 
         Args:
             progress: Called before a measurement. Returns False to cancel it.
@@ -112,7 +112,7 @@ class TargetCosts:
         return curve
 
 
-# The costs of a target model's passes.
+# Source of the costs of a target's passes.
 PassCosts: TypeAlias = FreeCosts | TargetCosts
 
 

@@ -44,7 +44,7 @@ class AdaptiveTreeGrowth(TreeGrowth):
     Args:
         limits: Maximum width and number of branches of a verify pass.
         v: Returns the cost of a verify pass of a given width, in target steps. It is called again for each
-            draft, so the cost may change over time.
+            draft, so the cost can change over time.
         siblings: Maximum number of children per node. If 1, the tree is a chain.
         clock: Returns the current time in seconds.
     """
@@ -100,7 +100,7 @@ class AdaptiveTreeGrowth(TreeGrowth):
     def record_verify_pass(self, width: int) -> None:
         if self._round.passes:
             self._target_step_seconds.add((self._clock() - self._round.started) / self._v(width))
-            self._round.passes = 0  # Another drafter may propose the next draft.
+            self._round.passes = 0  # Another drafter might propose the next draft.
 
     def grow_level(self, path_probs: Sequence[float], draft_probs: DraftProbs) -> list[Children]:
         this_round = self._round
@@ -159,7 +159,7 @@ class AdaptiveTreeGrowth(TreeGrowth):
     def _best_addition(
         self, candidates: NDArray[np.float64], width: int, expected_tokens: float
     ) -> tuple[int, int, NDArray[np.int64]]:
-        """Find how many candidates and descendants to add to a tree for the highest expected speed.
+        """Find how many candidates and descendants to add to a tree to maximise the expected speed.
 
         Returns the number of descendant levels, the number of nodes to add, and the indices of all nodes in
         descending order of probability. Index i * (levels + 1) + d stands for the expected descendant d
@@ -185,7 +185,7 @@ class AdaptiveTreeGrowth(TreeGrowth):
     def _best_chain(
         self, candidate: float, width: int, expected_tokens: float
     ) -> tuple[int, int, NDArray[np.int64]]:
-        """Return the same as `_best_addition`, but for a chain: one candidate and its descendants."""
+        """Like `_best_addition`, but for a chain: one candidate and its descendants."""
         this_round = self._round
         levels = min(this_round.draft_length - this_round.passes + 1, self._max_width - width)
         counts = np.arange(levels + 1)
@@ -222,7 +222,7 @@ class _Round:
     expected_tokens: float = 1.0
 
     def pass_costs(self, width: int, count: int) -> NDArray[np.float64]:
-        """Return the costs of verifying `width` tokens, `width` + 1 and so on. 0 tokens cost one step."""
+        """Return the costs of the `count` pass widths from `width` up. Width 0 costs one target step."""
         return self.costs[np.maximum(np.arange(width, width + count) - 1, 0)]
 
 

@@ -22,7 +22,7 @@ __all__ = ["BudgetedDrafter", "Drafter", "MemoryUse", "check_rollback"]
 
 @dataclass(frozen=True, slots=True)
 class MemoryUse:
-    """Memory used by a drafter: a draft model's weights and KV cache, and indexes and training state."""
+    """Memory used by a drafter: a draft model's weights and KV cache, plus indexes and training state."""
 
     weight_bytes: int = 0
     cache_bytes: int = 0
@@ -42,10 +42,10 @@ class MemoryUse:
 
 
 class Drafter(ABC):
-    """Proposes tokens for the target to verify. Drafts change only how fast a reply is generated.
+    """Proposes tokens for the target to verify. Drafts only affect how fast a reply is generated.
 
     In each draft-and-verify round, the caller calls `propose`, the target's `verify`, `observe`, the target's
-    `commit`, and `commit`, in this order. It may skip `propose`. Before a draft is verified, the caller may
+    `commit`, and `commit`, in that order. It may skip `propose`. Before a draft is verified, the caller may
     shorten it or merge it with other drafts.
 
     Attributes:
@@ -64,14 +64,14 @@ class Drafter(ABC):
 
     @abstractmethod
     def begin(self, tokens: Sequence[int]) -> None:
-        """Begin a reply to the whole prompt `tokens`. Work on a prefix of the previous sequence is reused."""
+        """Begin a reply to the prompt `tokens`, reusing work on any prefix shared with the last sequence."""
 
     @abstractmethod
     def propose(self, sampler: Sampler, acceptance: Acceptance, draft_length: int) -> TokenTree:
         """Return a draft tree whose root is the last token. If nothing is drafted, it has no other nodes.
 
         Args:
-            sampler: The target's sampler after the last token. Its state is unchanged after the call.
+            sampler: The target's sampler after the last token. The call leaves its state unchanged.
             acceptance: The acceptance rule. Drafters that return draft probabilities also use it to draw
                 tokens.
             draft_length: Maximum depth of the tree.
@@ -80,7 +80,7 @@ class Drafter(ABC):
     def observe(self, tree: TokenTree, logits: Logits, sampler: Sampler) -> None:  # noqa: B027
         """Read the target's logits for the verified tree before its next pass overwrites them.
 
-        Row i of the logits belongs to node i. The state of the sampler is unchanged after the call.
+        Row i of the logits belongs to node i. The call leaves the sampler's state unchanged.
         """
 
     @abstractmethod
@@ -118,7 +118,7 @@ class Drafter(ABC):
     def interrupt(self, enabled: bool) -> None:  # noqa: B027
         """Abort a running `propose` with CancelledError, or allow calls again if `enabled` is False.
 
-        May be called from any thread.
+        Can be called from any thread.
         """
 
     def close(self) -> None:  # noqa: B027

@@ -16,7 +16,7 @@ __all__ = ["DraftCache", "is_confident", "replace_unknown_ids", "top_probs"]
 # Number of tokens at the beginning of a sequence that are always kept, because attention concentrates on
 # them. StreamingLLM (arXiv 2309.17453) calls them "attention sinks".
 _SINK_TOKENS = 4
-# Compute draft probabilities for only this many top tokens, because sorting the whole vocabulary is slower.
+# Compute draft probabilities for only this many top tokens, because sorting the whole vocabulary is slow.
 _TOP_TOKENS = 64
 
 
@@ -43,7 +43,7 @@ class DraftCache:
 
     @property
     def pending_tokens(self) -> int:
-        """Number of tokens to prefill before drafting, excluding two that the first draft pass runs."""
+        """Number of tokens to prefill before drafting, excluding the two that the first draft pass runs."""
         return max(self.lag_tokens - 2, 0)
 
     @property
@@ -52,7 +52,7 @@ class DraftCache:
         return self.pending_tokens if len(self.visible_tokens) == len(self._tokens) else len(self._tokens)
 
     def begin(self, tokens: Sequence[int]) -> None:
-        """Switch to another sequence. Keep the tokens in the KV cache that both sequences begin with."""
+        """Switch to another sequence. Cached tokens that both sequences begin with are kept."""
         self._tokens = list(tokens)
         self._set_visible(self._tokens)
 
@@ -86,7 +86,7 @@ class DraftCache:
 
 
 def replace_unknown_ids(model: LanguageModel, tokens: Sequence[int]) -> list[int]:
-    """Replace token ids outside the model's vocabulary with 0. This may lower the acceptance rate."""
+    """Replace token ids outside the model's vocabulary with 0. This can lower the acceptance rate."""
     vocab_size = model.facts.vocab_size
     return [token if token < vocab_size else 0 for token in tokens]
 

@@ -31,9 +31,9 @@ __all__ = ["LookaheadDrafter", "LookaheadWindow", "NgramPool", "choose_window"]
 _INITIAL_DRAFT_LENGTH = 16
 # New columns are filled with tokens drawn at random from this many recent tokens.
 _RECENT_TOKENS = 512
-# Number of last prompt tokens whose n-grams are added to the pool.
+# Number of tokens at the end of the prompt whose n-grams are added to the pool.
 _PROMPT_TOKENS = 1 << 14
-# Typical probability that a token of an n-gram is right, and typical number of passes per useful n-gram.
+# Typical probability that an n-gram token is correct, and typical number of passes per useful n-gram.
 _TOKEN_PROBABILITY, _PASSES_PER_HIT = 0.4, 3.0
 
 
@@ -76,10 +76,10 @@ class LookaheadWindow(NamedTuple):
 
     @property
     def expected_tokens(self) -> float:
-        """Typical number of accepted tokens per pass, as modelled in section 4 of the paper.
+        """Typical number of accepted tokens per pass, as modelled in section 4 of arXiv 2402.02057.
 
-        If every token is right with probability a, the best of G candidates of N - 1 tokens begins with
-        sum(1 - (1 - a^i)^G for i < N) right tokens on average.
+        If every token is correct with probability a, the best of G candidates of N - 1 tokens begins with
+        sum(1 - (1 - a^i)^G for i < N) correct tokens on average.
         """
         # Each column adds only one n-gram per pass, so more candidates than columns do not help.
         tries = min(self.candidates, self.columns or 1)
@@ -92,8 +92,8 @@ class LookaheadWindow(NamedTuple):
         return self.rows <= capabilities.max_width and self.leaves <= max_leaves
 
 
-# The windows to choose from, for targets with and without trees. The largest is similar to the largest
-# windows in the paper.
+# Candidate windows for targets that can and cannot verify trees. The largest ones are similar to those in the
+# lookahead decoding paper (arXiv 2402.02057).
 _TREE_WINDOWS = [LookaheadWindow(w, n, g) for w in range(2, 17) for n in range(3, 7) for g in range(1, w + 1)]
 _CHAIN_WINDOWS = [LookaheadWindow(0, n, 1) for n in range(3, 7)]
 
@@ -157,9 +157,9 @@ class LookaheadDrafter(Drafter):
     accept tokens, so it remains unbiased. Nothing is kept between replies.
 
     Args:
-        capabilities: What kinds of drafts the target can verify. If it cannot verify trees, n-grams from the
-            sequence are drafted as chains.
-        curve: Cost of verify passes by width. By default, costs are assumed.
+        capabilities: Capabilities of the target. If it cannot verify trees, n-grams from the sequence are
+            drafted as chains.
+        curve: Cost of verify passes by width. By default, a typical curve is assumed.
         window: Window to use regardless of its cost. By default, the fastest window is chosen.
 
     Raises:
@@ -223,7 +223,7 @@ class LookaheadDrafter(Drafter):
         self._add_tokens(tokens[-_PROMPT_TOKENS:])
 
     def propose(self, sampler: Sampler, acceptance: Acceptance, draft_length: int) -> TokenTree:
-        # The draft length becomes smaller only at the end of a reply, which needs no other window.
+        # The draft length only shrinks at the end of a reply, where a new window is not needed.
         if draft_length > self._draft_length and not self._forced:
             self._window = choose_window(self._curve, self._capabilities, draft_length)
         self._draft_length = max(self._draft_length, draft_length)

@@ -18,12 +18,12 @@ __all__ = ["NgramDrafter"]
 class NgramDrafter(Drafter):
     """Drafts the tokens that followed an earlier occurrence of the last tokens in the chat.
 
-    Implements Prompt Lookup Decoding (Saxena 2023). The longest repeated n-gram is used, and its most recent
-    occurrence. There is no index: every lookup scans all tokens, so its time grows with the length of the
-    chat.
+    Implements Prompt Lookup Decoding (Saxena 2023). It uses the most recent occurrence of the longest
+    repeated n-gram. There is no index: every lookup scans all tokens, so its time grows with the length of
+    the chat.
 
     Args:
-        max_ngram_tokens: Maximum number of last tokens to look up.
+        max_ngram_tokens: Maximum number of trailing tokens to look up.
         min_ngram_tokens: Minimum number of matching tokens. Nothing is drafted after a shorter match.
     """
 

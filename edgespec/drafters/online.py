@@ -30,8 +30,9 @@ from edgespec.saved_arrays import SavedArrays
 
 __all__ = ["OnlineDrafter", "OnlineTrainer"]
 
-# All limits below are heuristics. Number of the target's most probable tokens to record for each rejected
-# draft token.
+# All limits below are heuristics.
+
+# Number of the target's most probable tokens to record for each rejected draft token.
 TARGET_TOKENS = 16
 # Number of tokens per training example. The first `_CONTEXT_TOKENS` of them only provide context.
 EXAMPLE_TOKENS = 96
@@ -157,7 +158,7 @@ class OnlineTrainer:
 
         Args:
             proposed: The draft.
-            verified: The tree that the target verified. It may be only a part of the draft.
+            verified: The tree that the target verified. It can be just part of the draft.
             logits: The target's logits, one row per node of `verified`.
             tokens: The tokens emitted after verification.
         """
@@ -168,7 +169,7 @@ class OnlineTrainer:
         # Nothing was rejected if the rest of the draft was not verified.
         if len(rows) > accepted < len(tokens) and proposed.children(accepted_path[-1]):
             best, values = logits.limit_vocab(self._draft.facts.vocab_size).top(rows[-1], TARGET_TOKENS)
-            # `top` may return more tokens than requested if there are ties, but all rows of an example must
+            # `top` can return more tokens than requested if there are ties, but all rows of an example must
             # have the same length.
             order = np.argsort(-values, kind="stable")[:TARGET_TOKENS]
             weights = np.exp(values[order] - values.max())
@@ -238,7 +239,7 @@ class OnlineTrainer:
 
     @property
     def evaluation(self) -> tuple[int, int, int]:
-        """Recent tokens that the original weights and the adapter predicted correctly, and in total."""
+        """Recent tokens predicted correctly by the original weights and by the adapter, and their total."""
         original_hits, adapted_hits, tokens = np.sum([(0, 0, 0), *self._evaluations], axis=0).tolist()
         return original_hits, adapted_hits, tokens
 

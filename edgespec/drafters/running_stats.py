@@ -38,7 +38,7 @@ class RunningMean:
     def restore(self, saved: NDArray[np.float64]) -> None:
         """Restore the array returned by `saved`. Raises ValueError if it is invalid."""
         if saved.shape != (2,) or not np.isfinite(saved).all() or saved[1] < 0.0:
-            raise ValueError(f"saved mean must consist of a finite mean and a count, but is {saved}")
+            raise ValueError(f"saved mean must consist of a finite mean and a count, not {saved}")
         value, count = map(float, saved)
         self.value, self.count = value, min(int(count), _MAX_RESTORED_COUNT)
 
@@ -46,7 +46,7 @@ class RunningMean:
 class AcceptanceCounts:
     """Counts of drafted and accepted tokens per category, with exponential decay.
 
-    Every number is counted twice: with fast decay in `accepted` and `drafted`, and with slow decay for the
+    Every token is counted twice: with fast decay in `accepted` and `drafted`, and with slow decay for the
     long-term rates that `limit_weight` uses.
 
     Args:
@@ -93,7 +93,7 @@ class AcceptanceCounts:
     def limit_weight(self, max_drafted: float) -> None:
         """Replace recent acceptance rates by long-term rates that weigh at most `max_drafted` tokens.
 
-        Called when drafting resumes after a pause, because recent rates may no longer apply.
+        Called when drafting resumes after a pause, because recent rates might no longer apply.
         """
         np.minimum(self.drafted, max_drafted, out=self.drafted)
         accepted = self._long_accepted * self.drafted

@@ -26,15 +26,15 @@ __all__ = ["LayerSet", "ScoredLayerSet", "SwiftDrafter", "SwiftSearch"]
 # Indices of the skipped layers in ascending order, starting at 0.
 LayerSet: TypeAlias = tuple[int, ...]
 
-# Number of recent tokens on which a set of skipped layers is evaluated, in one pass. It is large enough to
-# compare sets, and small enough not to delay a new reply noticeably.
+# Number of recent tokens on which a set of skipped layers is evaluated in one pass: enough to compare sets,
+# but too few to delay a new reply noticeably. Shorter sequences are used if they reach the minimum.
 EVALUATION_TOKENS = 64
 _MIN_EVALUATION_TOKENS = 16
-# Maximum number of sets to evaluate per idle period (a heuristic), and in total for a model (as in the
-# paper).
+# Maximum number of sets to evaluate in one idle period (a heuristic) and for one model (from the SWIFT paper,
+# arXiv 2410.06916).
 MAX_SETS_PER_IDLE_PERIOD = 48
 MAX_SETS = 1000
-# Fraction of layers to skip in random sets, from the paper.
+# Fraction of layers to skip in random sets, from the SWIFT paper.
 _SKIP_RATIO = 0.45
 # Maximum draft length to consider, and maximum number of layer sets to keep. Both are heuristics.
 _MAX_DRAFT_LENGTH = 8
@@ -207,7 +207,7 @@ class SwiftSearch:
         self._layer_count = layer_count
         self._pass_cost = pass_cost
         self._random = np.random.default_rng(seed)
-        # Number of correct tokens and of all tokens drafted with each set.
+        # For each set, the number of correctly drafted tokens and of all drafted tokens.
         self._counts: dict[LayerSet, tuple[int, int]] = {}
         self._scored: dict[LayerSet, ScoredLayerSet] = {}
 

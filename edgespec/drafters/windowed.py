@@ -1,7 +1,7 @@
 """Limit a draft model's attention to the first and last tokens of the sequence.
 
 This limits the time and memory that the draft model needs for long sequences, and keeps token positions
-within the context that it was trained for.
+within its trained context.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _MAX_TREE_TOKENS = 128
 class AttentionWindow:
     """Limits a draft model's attention to the first and the last tokens of a sequence.
 
-    The window may grow by `slack_tokens` before its oldest tokens are evicted all at once, because evicting a
+    The window can grow by `slack_tokens` before its oldest tokens are evicted all at once, because evicting a
     few tokens takes as long as evicting many.
 
     Attributes:
@@ -39,17 +39,17 @@ class AttentionWindow:
 
     @property
     def slack_tokens(self) -> int:
-        """Number of tokens by which the window may grow: a quarter of its size."""
+        """Number of tokens by which the window can grow: a quarter of its size."""
         return max(1, self.window_tokens // 4)
 
     @property
     def context_tokens(self) -> int:
-        """Number of context tokens with which to load the draft model."""
+        """Context size with which to load the draft model."""
         return self.sink_tokens + self.window_tokens + self.slack_tokens + _MAX_TREE_TOKENS
 
     @property
     def description(self) -> str:
-        """Description of the window for the user."""
+        """User-facing description of the window."""
         return f"the first {self.sink_tokens:,} and the last {self.window_tokens:,} tokens"
 
     def limited_to(self, trained_tokens: int) -> AttentionWindow:
@@ -69,9 +69,9 @@ def choose_draft_window(
         context_tokens: Context size of the target.
         trained_tokens: Trained context size of the draft model; 0 if unknown.
         window_tokens: The window size requested by the user, or 0 for no window. If None, a window is used
-            only if the sequence may exceed the trained context, because predictions are best with the whole
+            only if the sequence can exceed the trained context, because predictions are best with the whole
             sequence.
-        sink_tokens: Number of first tokens to keep in the window.
+        sink_tokens: Number of tokens to keep from the beginning of the sequence.
 
     Returns:
         The window, or None if the draft model should see the whole sequence.
@@ -85,7 +85,7 @@ def choose_draft_window(
 
 
 class WindowedModel(WrappedModel):
-    """A LanguageModel for sequences that are longer than the context of the model that it wraps.
+    """A LanguageModel for sequences longer than the context of the model that it wraps.
 
     Implements StreamingLLM (arXiv 2309.17453) for draft models, as in MagicDec (arXiv 2408.11049). The
     wrapped (inner) model's KV cache contains the first tokens, followed by the tokens from position `_start`
@@ -149,7 +149,7 @@ class WindowedModel(WrappedModel):
         if cached < sinks:
             self._start = sinks
         needed = cached + length - self._end
-        # The window may contain too few tokens after the sequence was truncated. Recompute it in that case.
+        # After the sequence has been truncated, the window can contain too few tokens. Recompute it then.
         too_small = self._start > sinks and needed < sinks + self._window.slack_tokens
         if needed > self._max_cached_tokens or too_small:
             self._evict()

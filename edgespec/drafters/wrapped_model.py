@@ -1,4 +1,4 @@
-"""Base class of draft models that wrap another model and show it other tokens than the sequence."""
+"""Base class for draft models that wrap another model and feed it a different token sequence."""
 
 from __future__ import annotations
 

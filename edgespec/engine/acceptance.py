@@ -1,6 +1,6 @@
-"""Acceptance rules: they decide which drafted tokens are accepted, and which token follows them.
+"""Acceptance rules, which decide which drafted tokens to accept and which token comes next.
 
-Under both rules, emitted tokens follow exactly the target distribution. A rule also defines how a drafter
+Under both rules, emitted tokens follow the target distribution exactly. A rule also defines how a drafter
 samples from its own distribution, because drafting and accepting must match.
 """
 
@@ -46,7 +46,7 @@ class Acceptance(Protocol):
         Args:
             tree: The verified tree.
             logits: The target's logits; row i follows node i.
-            sampler: The sampler at the root. Its state is the same after the call.
+            sampler: The sampler at the root. The call leaves its state unchanged.
         """
 
 
@@ -77,9 +77,9 @@ class Invariant:
 
 
 class RandomDraws:
-    """Makes the random decisions of rejection mode, with separate streams for draft, accept and recovery.
+    """Random draws for rejection mode, from separate streams for drafting, accepting and recovering.
 
-    Every draw advances the counter of its stream, so that no random number is used for two decisions.
+    Every draw advances the counter of its stream, so no random number is used twice.
     """
 
     def __init__(self, seed: int) -> None:
@@ -97,7 +97,7 @@ class RandomDraws:
         return distribution.sample(uniform(self._seed, Stream.RECOVER, self._next(Stream.RECOVER)))
 
     def sample_distinct(self, distribution: Distribution, count: int) -> list[int]:
-        """Draw up to `count` tokens in turn without replacement (Gumbel top-k, arXiv 1903.06059)."""
+        """Draw up to `count` tokens one by one without replacement (Gumbel top-k, arXiv 1903.06059)."""
         noise = gumbel(self._seed, Stream.DRAFT, self._next(Stream.DRAFT), distribution.tokens)
         with np.errstate(divide="ignore"):
             ranking = np.argsort(-(np.log(distribution.probs) + noise), kind="stable")
@@ -113,7 +113,7 @@ class Rejection:
     rule applies to children drawn without replacement (SpecInfer, arXiv 2305.09781).
 
     Args:
-        random: The random decisions.
+        random: The random draws.
         block_verification: Whether to use block verification (arXiv 2403.10444, algorithm 2) on trees that
             are `block_verifiable`.
     """
@@ -155,7 +155,10 @@ class Rejection:
         return AcceptedPath(tuple(path), self._random.sample(target))
 
     def _accept_block(self, tree: TokenTree, logits: Logits, sampler: Sampler) -> AcceptedPath:
-        """Accept a prefix of a chain by block verification. `joint` is the paper's product of ratios."""
+        """Accept a prefix of a chain by block verification (arXiv 2403.10444, algorithm 2).
+
+        `joint` is the running product of the probability ratios, capped at 1.
+        """
         joint: float = 1
         accepted, after = 0, sampler.distribution(logits, 0)
         recovery = _residual(after, _draft_distribution(tree, 1))
@@ -177,7 +180,7 @@ class Rejection:
 
 
 def _draft_distribution(tree: TokenTree, node: int) -> Distribution:
-    """Return the distribution from which a node was drawn, or a point mass if it was not random."""
+    """Return the distribution that a node was drawn from, or a point mass if it was not random."""
     probs = tree.draft_probs[node]
     return probs if probs is not None else Distribution.point_mass(tree.tokens[node])
 

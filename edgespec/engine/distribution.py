@@ -16,7 +16,7 @@ class Distribution:
 
     Attributes:
         tokens: Token ids, int64 [n], strictly ascending, so that `argmax` prefers the lowest id on ties.
-        probs: Probabilities, float64 [n], not negative, with a sum of one.
+        probs: Probabilities, float64 [n], non-negative, summing to one.
     """
 
     tokens: NDArray[np.int64]
@@ -68,7 +68,8 @@ class Distribution:
     def sample(self, uniform: float) -> int:
         """Return the token at the quantile `uniform`, which is in [0, 1)."""
         cumulative = np.cumsum(self.probs)
-        # The limit prevents rounding from selecting a token after the last one with a positive probability.
+        # Clamp the index so that rounding cannot select a token after the last one with a positive
+        # probability.
         last = np.searchsorted(cumulative, cumulative[-1], side="left")
         i = np.searchsorted(cumulative, uniform * cumulative[-1], side="right")
         return int(self.tokens[min(i, last)])

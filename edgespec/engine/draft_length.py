@@ -10,7 +10,7 @@ __all__ = ["best_draft_length"]
 def best_draft_length(
     acceptance_rate: float, cost: Callable[[int], float], longest: int
 ) -> tuple[int, float]:
-    """Return the draft length with the largest expected speed-up, and that speed-up.
+    """Return the draft length with the highest expected speed-up, and that speed-up.
 
     The expected speed-up is S(k) = E(k) / cost(k) with E(k) = 1 + a + ... + a^k expected tokens (Leviathan et
     al. 2023, arXiv 2211.17192). Every k is evaluated, because the cost of verify passes grows in steps.

@@ -1,4 +1,4 @@
-"""Logits of one pass, in host memory or on a device, and the selection of tokens from them."""
+"""Logits of one pass, in host memory or on a device, and functions that select tokens from them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["HostLogits", "Logits", "Noise", "best_on_host", "candidates"]
 
 
 class Noise(NamedTuple):
-    """The Gumbel noise of one position: `noise.gumbel(seed, Stream.TOKEN, position, tokens)`."""
+    """The Gumbel noise for one position: `noise.gumbel(seed, Stream.TOKEN, position, tokens)`."""
 
     seed: int
     position: int
@@ -32,11 +32,11 @@ class Logits(Protocol):
 
     @property
     def waited_seconds(self) -> float:
-        """Seconds that calls have waited for an asynchronous pass to finish after `verify` returned."""
+        """Seconds spent waiting for an asynchronous pass to finish after `verify` returned."""
 
     @property
     def overlapped_seconds(self) -> float:
-        """Seconds that the pass ran before `verify` was called, while the draft was still computed."""
+        """Seconds that the pass ran before `verify` was called, while the draft was still being computed."""
 
     def __len__(self) -> int:
         """Return the number of rows."""
@@ -50,7 +50,7 @@ class Logits(Protocol):
         Otherwise it must call `best_on_host`. Ties go to the lowest id.
 
         Args:
-            row: The row.
+            row: Index of the row.
             count: Maximum number of tokens. Filters may leave fewer.
             processors: The sampling chain.
             noise: The Gumbel noise to add to the log-probabilities. None ranks by logit (temperature 0).
@@ -60,7 +60,7 @@ class Logits(Protocol):
         """
 
     def top(self, row: int, count: int) -> Candidates:
-        """Return at least the `count` largest logits of a row, with all ties. 0 returns the whole row."""
+        """Return at least the `count` largest logits of a row, including ties. 0 returns the whole row."""
 
     def above(self, row: int, margin: float) -> Candidates:
         """Return every logit of a row that is at most `margin` below the largest."""
@@ -93,16 +93,16 @@ def best_on_host(
 def candidates(
     logits: Logits, row: int, processors: Sequence[LogitsProcessor], count: int = 0
 ) -> tuple[Candidates, float]:
-    """Return every token that may remain after a sampling chain, before the chain is applied.
+    """Return every token that could survive a sampling chain, without applying the chain.
 
     Args:
         logits: The logits of the pass.
-        row: The row.
+        row: Index of the row.
         processors: The sampling chain.
         count: Number of tokens needed after the chain, if the logits alone rank them. 0 means all.
 
     Returns:
-        The candidates, possibly with some more tokens, and the row's largest logit.
+        The candidates, which can include tokens that the chain will drop, and the row's largest logit.
     """
     touched, scale = np.zeros(0, np.int64), 1.0
     for processor in processors:
@@ -121,8 +121,8 @@ def candidates(
         touched = np.union1d(touched, more) if len(touched) else more
         if isinstance(processor, Temperature):
             scale = processor.temperature
-    # Processors may move touched tokens into or out of the best `count`. So fetch all touched tokens, and as
-    # many more of the best ones.
+    # Processors can move touched tokens into or out of the top `count`, so fetch all touched tokens and that
+    # many extra top tokens.
     tokens, values = logits.top(row, count + len(touched) if count else 0)
     peak = float(values.max(initial=-np.inf))
     if count and len(touched):

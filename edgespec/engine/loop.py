@@ -26,7 +26,7 @@ class Verifier(Protocol):
         """Number of tokens that still fit into the context."""
 
     def verify(self, tree: TokenTree) -> Logits:
-        """Run a tree after the cached tokens and return logits whose row i follows node i."""
+        """Run a tree after the cached tokens. Row i of the returned logits follows node i."""
 
     def commit(self, path: tuple[int, ...]) -> None:
         """Keep the root and these nodes of the last tree in the cache and drop the others."""
@@ -39,7 +39,7 @@ class Proposer(Protocol):
         """Return a tree of up to `draft_length` levels after the last token."""
 
     def observe(self, tree: TokenTree, logits: Logits, sampler: Sampler) -> None:
-        """Read the target's logits of the verified tree, which are valid only during this call."""
+        """Read the target's logits for the verified tree, which are valid only during this call."""
 
     def commit(self, tokens: tuple[int, ...]) -> None:
         """Append the emitted tokens to the drafter's sequence."""
@@ -51,7 +51,7 @@ class Step:
 
     Attributes:
         tokens: The emitted tokens.
-        accepted: How many of the first `tokens` are accepted draft tokens.
+        accepted: Number of leading `tokens` that are accepted draft tokens.
         finish_reason: Why the reply ends with this round, or None if it continues.
     """
 
@@ -87,7 +87,8 @@ def decode(
         acceptance: The acceptance rule.
         sampler: The sampler, whose history ends with `last_token`.
         last_token: The last token of the prompt.
-        vocab_size: Upper limit for drafted token ids. Drafts are pruned to all these limits.
+        vocab_size: Drafted token ids must be smaller than this. Drafts are pruned to this limit and the next
+            three.
         max_width: Maximum number of rows of a verify pass.
         max_branches: Maximum number of leaves of a draft.
         draft_length: Maximum depth of a draft.

@@ -44,9 +44,8 @@ _NO_TOKENS = np.zeros(0, np.int64)
 class LogitsProcessor(ABC):
     """One step of the sampling chain: a penalty, a bias, a mask or a filter.
 
-    The sampler calls `push` for each token along a drafted path and `pop` to go back, so that `apply` is
-    always called with the state after the tokens before the sampled one. Target and draft use the same
-    processors.
+    The sampler calls `push` for each token along a drafted path and `pop` to go back, so that `apply` always
+    sees the state just before the token to sample. Target and draft use the same processors.
 
     Invariants:
 
@@ -66,7 +65,7 @@ class LogitsProcessor(ABC):
         """Remove the last `count` tokens from the current path."""
 
     def touched_tokens(self, vocab_size: int) -> NDArray[np.int64] | None:  # noqa: ARG002
-        """Return the ids of all tokens whose logits `apply` may change, or None if it needs the whole row.
+        """Return the ids of all tokens whose logits `apply` can change, or None if it needs the whole row.
 
         The sampler then fetches only these tokens and the most likely ones, which saves milliseconds for
         large vocabularies. The default, None, is always correct.
@@ -163,7 +162,7 @@ class Temperature(LogitsProcessor):
             return tokens, (logits - peak) / self.temperature
 
     def touched_tokens(self, vocab_size: int) -> NDArray[np.int64]:  # noqa: ARG002
-        return _NO_TOKENS  # The order of the logits does not change.
+        return _NO_TOKENS  # Temperature does not reorder the logits.
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,8 +186,8 @@ class TopK(LogitsProcessor):
 class TypicalP(LogitsProcessor):
     """Locally typical sampling (Meister et al. 2023, arXiv 2202.00666).
 
-    Keep the tokens whose surprise is closest to the entropy, up to a probability mass, and at least one
-    token.
+    Keep the tokens whose surprisal is closest to the entropy, up to a given probability mass, but at least
+    one token.
     """
 
     mass: float
@@ -206,7 +205,7 @@ class TypicalP(LogitsProcessor):
 class TopP(LogitsProcessor):
     """Nucleus sampling (Holtzman et al. 2020, arXiv 1904.09751).
 
-    Keep the most likely tokens, up to a probability mass, and at least one token.
+    Keep the most likely tokens, up to a given probability mass, but at least one token.
     """
 
     mass: float
@@ -236,7 +235,7 @@ class MinP(LogitsProcessor):
 def build_processors(
     params: SamplingParams, history: Sequence[int], extra: Sequence[LogitsProcessor] = ()
 ) -> tuple[LogitsProcessor, ...]:
-    """Return the sampling chain of a reply, in the order in which it is applied.
+    """Build the sampling chain for a reply, in order of application.
 
     The chain begins with the `extra` processors, such as constraints. At temperature 0, it ends after the
     bias, because filters never remove the largest logit.
@@ -244,7 +243,7 @@ def build_processors(
     Args:
         params: The sampling settings.
         history: The tokens of the prompt.
-        extra: Processors that receive the model's own logits.
+        extra: Processors that receive the model's unmodified logits.
     """
     chain = list(extra)
     if params.has_penalties:
@@ -266,7 +265,7 @@ def build_processors(
 
 
 def apply_chain(processors: Sequence[LogitsProcessor], candidates: Candidates) -> Candidates:
-    """Return the candidates after all processors. None are left if the chain forbids every token."""
+    """Return the candidates that remain after all processors. None do if every token is forbidden."""
     for processor in processors:
         if not len(candidates[0]):
             break
@@ -304,10 +303,10 @@ def _softmax(log_probs: NDArray[np.float64]) -> NDArray[np.float64]:
 def _lowest_rank_with_mass(
     rank: NDArray[np.float64], probs: NDArray[np.float64], mass: float, guesses: tuple[float, ...]
 ) -> NDArray[np.intp]:
-    """Return the ascending indices of the candidates of lowest rank whose probabilities add up to `mass`.
+    """Return the ascending indices of the lowest-rank candidates whose probabilities sum to `mass`.
 
-    Sorting a whole vocabulary takes milliseconds. Only candidates with a rank up to a guessed bound are
-    sorted first, because they nearly always hold enough mass.
+    Sorting a whole vocabulary takes milliseconds, so first try only candidates whose rank is below a guessed
+    bound. They nearly always hold enough mass.
     """
     for guess in (*guesses, np.inf):
         near = np.flatnonzero(rank <= guess)

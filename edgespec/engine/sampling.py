@@ -1,4 +1,4 @@
-"""Apply the sampling chain of a reply to logits, and draw tokens."""
+"""Apply a reply's sampling chain to logits, and draw tokens."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Sampler:
         params: The sampling settings.
         seed: The seed of the reply.
         history: The tokens of the prompt.
-        processors: Further logits processors, such as constraints, whose state starts after `history`.
+        processors: Additional logits processors, such as constraints, whose state starts after `history`.
 
     Attributes:
         position: Index of the next token in prompt and reply.
@@ -47,7 +47,7 @@ class Sampler:
 
     @property
     def greedy(self) -> bool:
-        """Whether the temperature is 0, so that one token has all probability."""
+        """Whether the temperature is 0, so that one token has all the probability."""
         return self.params.temperature == 0.0
 
     def push(self, token: int) -> None:
@@ -65,7 +65,7 @@ class Sampler:
         return self.ranked(logits, row, 1)[0]
 
     def ranked(self, logits: Logits, row: int, count: int) -> list[int]:
-        """Return the `count` tokens with the largest scores, best first. Drafters use them as branches."""
+        """Return the `count` tokens with the highest scores, best first. Drafters use them as branches."""
         noise = None if self.greedy else Noise(self.seed, self.position)
         tokens, peak = logits.best(row, count, self._processors, noise)
         self._check(peak, bool(tokens))
@@ -93,8 +93,8 @@ class Sampler:
     def _check(self, peak: float, any_left: bool) -> None:
         if not np.isfinite(peak):
             raise BackendError(
-                f"the model's logits at position {self.position} are not numbers",
-                "try --kv-type f16, or download the model again, because its file may be damaged",
+                f"the model returned non-finite logits at position {self.position}",
+                "try --kv-type f16, or download the model again in case its file is damaged",
             )
         if not any_left:
             raise BackendError(

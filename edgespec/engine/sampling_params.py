@@ -35,12 +35,13 @@ class SamplingParams:
         top_k: Keep this many of the most likely tokens. 0 disables the filter.
         top_p: Keep the most likely tokens whose probabilities add up to this. 1 disables the filter.
         min_p: Discard tokens less likely than this share of the most likely one. 0 disables the filter.
-        typical_p: Keep the tokens of most typical information content whose probabilities add up to this. 1
-            disables the filter.
+        typical_p: Keep the tokens with the most typical information content whose probabilities add up to
+            this. 1 disables the filter.
         repetition_penalty: Divides positive and multiplies negative logits of tokens in the penalty window.
         presence_penalty: Subtracted from the logit of every token in the penalty window.
         frequency_penalty: Subtracted from the logit once for each occurrence in the penalty window.
-        penalty_window: Number of last tokens, including the prompt, to which penalties apply. -1 means all.
+        penalty_window: Number of most recent tokens, including the prompt, to which penalties apply. -1 means
+            all.
         logit_bias: Added to the logits of these token ids. -inf forbids a token.
 
     Raises:

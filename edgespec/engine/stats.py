@@ -1,4 +1,4 @@
-"""Counts and times of one reply. Rates are computed from them on demand."""
+"""Counts and timings for one reply. Rates are computed from them on demand."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ Phase = Literal["draft", "verify", "sampling", "rollback", "overhead"]
 
 @dataclass(slots=True)
 class Stats:
-    """Counts and times of one reply, updated once per round. Seconds are wall-clock time.
+    """Counts and timings for one reply, updated once per round. Seconds are wall-clock time.
 
     Attributes:
         cached_prompt_tokens: Prompt tokens that were already in the KV cache.
         target_passes: Verify passes of the target, one per round.
         drafted_per_position: Drafted tokens by depth in the draft, from depth 1.
         accepted_per_position: Accepted tokens by depth in the draft, from depth 1.
-        rollback_seconds: Time spent on committing accepted tokens and removing rejected ones.
-        sampling_seconds: Time spent on sampling and accepting.
+        rollback_seconds: Time spent committing accepted tokens and removing rejected ones.
+        sampling_seconds: Time spent sampling and accepting tokens.
         overhead_seconds: The rest of the decoding time.
-        growth_seconds: Time spent on enlarging the context. Not part of any other phase.
+        growth_seconds: Time spent enlarging the context. Not part of any other phase.
         ttft_seconds: Time from the request to the first token. None until the first token.
         target_step_seconds: Latest measured time of a target step. 0 if unknown.
         ledger_credit_seconds: Time that speculation has saved so far, which may be negative. None without a
             loss limit.
-        worst_case_loss: Maximum time that this reply may lose, as a share of its time in plain decoding.
-            None without a loss limit.
+        worst_case_loss: Maximum time that this reply can lose, as a share of its plain decoding time. None
+            without a loss limit.
         draft_other_bytes: Other memory of drafters, such as lookup tables and training state.
         peak_memory_bytes: Peak memory of the process.
     """
@@ -139,7 +139,7 @@ class RoundTimer:
         self._lap_start = self._now()
 
     def lap(self, phase: Phase) -> None:
-        """Add the time since the previous call to a phase."""
+        """Attribute the time since the previous call to a phase."""
         end = self._now()
         self._seconds[phase] += end - self._lap_start
         self._lap_start = end

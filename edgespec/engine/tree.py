@@ -1,4 +1,4 @@
-"""The token tree: the draft that one verify pass checks."""
+"""The token tree: a draft to be checked in one verify pass."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from edgespec.engine.distribution import Distribution
 __all__ = ["TokenTree", "TreeBuilder"]
 
 
-# The class has no slots, because `cached_property` needs a dict. Each round reads these properties often.
+# No slots: `cached_property` needs a `__dict__`, and each round reads these properties often.
 @dataclass(frozen=True)
 class TokenTree:
     """The last emitted token (the root) and the tokens drafted after the root.
@@ -87,7 +87,7 @@ class TokenTree:
         return None
 
     def walk(self, tokens: Sequence[int], node: int = 0) -> tuple[int, ...]:
-        """Return the nodes from `node` on along `tokens`, up to the last token that is in the tree."""
+        """Return `node` and the nodes reached from it along `tokens`, as far as the tree contains them."""
         nodes = [node]
         for token in tokens:
             child = self.child(nodes[-1], token)
@@ -97,7 +97,7 @@ class TokenTree:
         return tuple(nodes)
 
     def subtree(self, nodes: Sequence[int]) -> TokenTree:
-        """Return the tree of these nodes in this order. A parent must precede its children."""
+        """Return a tree of only these nodes, in this order. A parent must precede its children."""
         at = {node: i for i, node in enumerate(nodes)}
         return TokenTree(
             tuple(self.tokens[node] for node in nodes),
@@ -111,11 +111,11 @@ class TokenTree:
     ) -> TokenTree:
         """Return this tree without the nodes that exceed the limits, and without their descendants.
 
-        Which nodes are kept does not depend on the drawn tokens, except for tokens outside the vocabulary.
-        Otherwise rejection mode would be biased.
+        To keep rejection mode unbiased, which nodes are kept does not depend on the drawn tokens, except for
+        tokens outside the vocabulary.
 
         Args:
-            vocab_size: Upper limit for token ids, which must be smaller.
+            vocab_size: Token ids must be smaller than this.
             max_depth: Maximum depth of a node.
             max_width: Maximum number of nodes, including the root.
             max_branches: Maximum number of leaves.

@@ -1,4 +1,4 @@
-"""Verification that speculative decoding gives the same tokens as plain decoding, on any model pair."""
+"""Verify that speculative decoding gives the same tokens as plain decoding, for any model pair."""
 
 from edgespec.losslessness.prompts import Prompt, prompt_tokens, read_prompts
 from edgespec.losslessness.report import Divergence, MethodResult, Report

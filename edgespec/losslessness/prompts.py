@@ -34,7 +34,7 @@ def read_prompts(path: str | Path | None = None) -> list[Prompt]:
     `skill`). The default category is the part of the id before the last dash.
 
     Args:
-        path: The file. None reads the prompts that come with edgespec.
+        path: The file. None reads the built-in prompts.
 
     Raises:
         OptionError: The file cannot be read or contains no prompts, or a line is invalid.

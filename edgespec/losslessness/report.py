@@ -18,13 +18,13 @@ class Divergence:
         prompt: Name of the prompt.
         temperature: Temperature of both replies.
         draft_length: Draft length of the method.
-        position: Index of the first different token in the reply.
+        position: Index of the first token that differs.
         gap: Difference between the two tokens' scores in logits, with temperature and noise. None if one of
             the replies ended here.
         cross_width_error: Largest difference between the logits of single-token passes and of passes as wide
             as the method's, over the same tokens. None if one of the replies ended here.
-        plain_token: Token of plain decoding. None if that reply had ended.
-        other_token: Token of the method. None if that reply had ended.
+        plain_token: Token from plain decoding. None if that reply had ended.
+        other_token: Token from the method. None if that reply had ended.
         verdict: `near_tie` if the error explains the difference, otherwise `violation`.
     """
 
@@ -48,8 +48,8 @@ class MethodResult:
     Attributes:
         replies: Number of replies that were compared, or sampled in rejection mode.
         identical: Prompts whose replies are identical to plain decoding.
-        near_tie: Prompts with differences that rounding explains.
-        violations: Prompts with differences that rounding does not explain.
+        near_tie: Prompts with differences that rounding can explain.
+        violations: Prompts with differences that rounding cannot explain.
         divergences: The first difference of each reply that differs.
         smallest_corrected_p_value: Smallest p-value of the method's statistical tests after Holm's
             correction. None without tests.

@@ -23,8 +23,8 @@ from edgespec.engine.tree import TokenTree
 
 __all__ = ["MAX_ROUNDING_ERROR", "Rescored", "is_near_tie", "rescore", "score_gap"]
 
-# Largest rounding error, in logits, that may explain a difference. The errors of correct kernels are much
-# smaller. A larger error is a bug by itself.
+# Largest rounding error, in logits, that can explain a difference. Correct kernels have much smaller errors,
+# so a larger error indicates a bug.
 MAX_ROUNDING_ERROR = 1.0
 # Maximum number of logit rows over which the rounding error is measured.
 _MAX_ROWS = 64
@@ -61,8 +61,8 @@ def rescore(
         prompt: Tokens of the prompt.
         reply: Tokens of the reply before the compared token position.
         widths: Widths of the verify passes to compare with single-token passes.
-        batch_sizes: Further cases to compare: prefill in batches of these sizes, as for a cached prefix, and
-            then single-token passes.
+        batch_sizes: Additional cases to compare: prefill in batches of these sizes, as with a cached prefix,
+            followed by single-token passes.
 
     Returns:
         The logits after the last token, and the largest difference over the last 64 rows of the reply.
@@ -88,7 +88,7 @@ def _rows(
     rows: list[NDArray[np.float32]] = []
     for start in range(0, len(tokens), width):
         real = tokens[start : start + width]
-        # Pad the last pass, because a narrower pass has another rounding error.
+        # Pad the last pass, because a narrower pass has a different rounding error.
         logits = model.verify(TokenTree.chain(real[0], [*real[1:], *[real[-1]] * (width - len(real))]))
         rows += [logits.at(row, everything).astype(np.float32) for row in range(len(real))]
         del rows[:-_MAX_ROWS]
@@ -108,9 +108,9 @@ def is_near_tie(
 ) -> bool:
     """Return whether the measured rounding error explains why two replies differ.
 
-    The sampling chain is applied to logits that are changed by the error, once in favour of each token. The
-    error explains the difference if each token is selected once. For `other`, it is also enough if the
-    unchanged logits of a wide pass select it.
+    The sampling chain is applied to logits shifted by the error, once in favour of each token. The error
+    explains the difference if each token is selected once. For `other`, it is also enough if the unchanged
+    logits of a wide pass select it.
 
     Args:
         rescored: The logits at the first difference.

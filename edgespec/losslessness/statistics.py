@@ -66,7 +66,7 @@ def _statistic(counts: NDArray[np.int64], probs: NDArray[np.float64]) -> NDArray
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
-    """Return p-values corrected for multiple testing (Holm 1979), in the order of the arguments."""
+    """Return p-values corrected for multiple testing (Holm 1979), in the given order."""
     corrected = [1.0] * len(p_values)
     highest = 0.0
     for rank, i in enumerate(sorted(range(len(p_values)), key=lambda i: p_values[i])):

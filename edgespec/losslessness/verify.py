@@ -25,13 +25,13 @@ from edgespec.runtime import Runtime
 
 __all__ = ["verify"]
 
-# Statistical tests cover this many first tokens of a reply.
+# Statistical tests cover this many tokens at the start of a reply.
 _TESTED_POSITIONS = 3
 # A token is only tested if the tokens before it were drawn at least this often.
 _MIN_SAMPLES = 5
 # P-values below this, after Holm's correction, count as a violation.
 _SIGNIFICANCE = 0.001
-# Statistical tests run without filters, because rounding can move a token across the bound of a filter.
+# Statistical tests run without filters, because rounding can move a token across a filter's threshold.
 _NO_FILTERS = SamplingParams.disabled_filters()
 
 _Progress = Callable[[str, float], bool]
@@ -67,7 +67,7 @@ def verify(
 
     Args:
         runtime: The loaded models.
-        prompts: The prompts. Their names must differ.
+        prompts: The prompts. Their names must be unique.
         methods: The methods to compare.
         temperatures: The temperatures of the replies.
         draft_lengths: The draft lengths of the replies.
@@ -77,7 +77,7 @@ def verify(
         samples: Replies per case in rejection mode, each with its own seed.
         idle_seconds: Maximum time for online training after each reply (in rejection mode, after all samples
             of a case).
-        progress: Called with the current case and the fraction done. Returning False cancels.
+        progress: Called with the current case and the fraction completed. Returning False cancels.
         **sampling: Sampling settings, as for `Runtime.generate`.
 
     Raises:
@@ -85,14 +85,12 @@ def verify(
         CancelledError: `progress` returned False.
     """
     if not prompts or not methods or not temperatures or not draft_lengths:
-        raise OptionError(
-            "there is nothing to verify", "pass prompts, methods, temperatures and draft lengths"
-        )
+        raise OptionError("nothing to verify", "pass prompts, methods, temperatures and draft lengths")
     check_integer("samples", samples, 1, 1 << 31)
     if not check_number("idle_seconds", idle_seconds, "from 0 up") >= 0:
-        raise OptionError(f"idle_seconds is {idle_seconds}", "use a number from 0 up")
+        raise OptionError(f"invalid idle_seconds: {idle_seconds}", "use 0 or more")
     if len({prompt.name for prompt in prompts}) < len(prompts):
-        raise OptionError("two prompts have the same id", "use a different id for each prompt")
+        raise OptionError("two prompts have the same id", "give each prompt a unique id")
     run = _Verification(runtime, max_tokens, seed, acceptance, samples, idle_seconds, progress, sampling)
     cases = [
         _Case(method, prompt, temperature, draft_length)
@@ -105,7 +103,7 @@ def verify(
     for done, case in enumerate(cases):
         run.status = f"{case.prompt.name}, {case.method}, temperature {case.temperature:g}", done / len(cases)
         if not run.should_continue():
-            raise CancelledError("the verification was cancelled")
+            raise CancelledError("verification was cancelled")
         run.check(case, findings[case.method])
     if progress:
         progress("done", 1.0)
@@ -148,7 +146,7 @@ class _MethodFindings:
 
 @dataclass
 class _Verification:
-    """One run of `verify`, with the replies of plain decoding, which all methods are compared with."""
+    """One run of `verify`. Holds the plain decoding replies that all methods are compared with."""
 
     runtime: Runtime
     max_tokens: int
@@ -196,7 +194,7 @@ class _Verification:
                 break
         else:
             if stream.reply.finish_reason == "cancelled":
-                raise CancelledError("the verification was cancelled")
+                raise CancelledError("verification was cancelled")
         stream.close()
         return stream.reply
 

@@ -1,4 +1,4 @@
-"""Find out how much memory this process may use, and how much it currently uses."""
+"""Determine how much memory this process can use, and how much it is using."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from edgespec.files import format_bytes
 from edgespec.memory.limits import Limit, process_limits
 
 if sys.platform != "win32":
-    import resource  # Import early, because a reply may end during interpreter shutdown.
+    import resource  # Import early, because a reply can end during interpreter shutdown.
 
 __all__ = [
     "DEFAULT_RESERVE_BYTES",
@@ -26,22 +26,23 @@ __all__ = [
     "resident_bytes",
 ]
 
-# By default, reserve 512 MiB for other programs, or 5 % of the free memory if that is less.
+# By default, reserve 5 % of the free memory for other programs, up to 512 MiB.
 DEFAULT_RESERVE_BYTES = 512 * 2**20
 _RESERVE_SHARE = 0.05
-# Memory that llama.cpp needs to report the size of a model. It aborts the process if there is less.
+# Memory that llama.cpp needs to report a model's size. With less, it aborts the process.
 _PLANNING_BYTES = 64 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """Limits on the memory that this process may use.
+    """Limits on this process's memory use.
 
     Attributes:
-        bytes: system memory that this process may use, in bytes.
-        source: user-facing description of where `bytes` comes from.
-        gpu_bytes: usable memory of all graphics cards with their own memory; 0 if there are none.
-        reserve_bytes: memory to keep free for other programs. If less is free, cached prefixes are dropped.
+        bytes: system memory that this process can use, in bytes.
+        source: user-facing description of what determines `bytes`.
+        gpu_bytes: usable memory on all graphics cards with their own memory, in bytes; 0 if there are none.
+        reserve_bytes: memory to keep free for other programs, in bytes. If less is free, cached prefixes are
+            dropped.
     """
 
     bytes: int
@@ -55,14 +56,14 @@ def find_budget(
     cards: Sequence[tuple[str, int]] = (),
     reserve_bytes: int | None = None,
 ) -> Budget:
-    """Return the user's budget or, by default, the memory that this machine and its limits leave free.
+    """Return the user's budget or, by default, the memory that the system and its limits make available.
 
-    The system enforces hard limits, so they also apply to the user's budget.
+    Hard limits also cap the user's budget, because the system enforces them.
 
     Args:
         memory_bytes: the value of `--memory`, which limits system memory. Defaults to the available memory.
-        cards: name and number of free bytes of each graphics card with its own memory.
-        reserve_bytes: memory to leave for other programs. Defaults to 512 MiB or 5 % of the free memory.
+        cards: name and free bytes of each graphics card with its own memory.
+        reserve_bytes: memory to leave for other programs. Defaults to 5 % of the free memory, up to 512 MiB.
     """
 
     def reserve(free_bytes: int) -> int:
@@ -71,7 +72,7 @@ def find_budget(
 
     def usable(limit: Limit) -> tuple[int, str]:
         kept_free = reserve(limit.free_bytes)
-        # The plan includes Python and its libraries, which this process already uses.
+        # The plan counts Python and its libraries, so add back what this process already uses.
         source = f"{limit.what}, less {format_bytes(kept_free)} for other programs"
         return max(0, limit.free_bytes - kept_free + process_bytes()), source
 
@@ -91,7 +92,7 @@ def find_budget(
 
 
 def check_room_to_plan() -> None:
-    """Check that there is enough memory to read a model's metadata. Otherwise, llama.cpp would abort.
+    """Check that there is enough memory to read a model's metadata. With less, llama.cpp would abort.
 
     Raises:
         MemoryBudgetError: there is not enough memory.
@@ -106,17 +107,17 @@ def check_room_to_plan() -> None:
 
 
 def available_bytes() -> int:
-    """Return how much more memory the system and all limits let this process use."""
+    """Return how many more bytes of memory the system and all limits allow this process to use."""
     return min(limit.free_bytes for limit in process_limits())
 
 
 def resident_bytes() -> int:
-    """Return the memory currently used by this process."""
+    """Return this process's current memory use in bytes."""
     return int(psutil.Process().memory_info().rss)
 
 
 def peak_bytes() -> int:
-    """Return the peak memory usage of this process."""
+    """Return this process's peak memory use in bytes."""
     if sys.platform == "win32":
         return int(psutil.Process().memory_info().peak_wset)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

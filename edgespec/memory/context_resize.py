@@ -1,4 +1,4 @@
-"""Resize the KV caches of the target and the draft model on demand, starting small."""
+"""Resize the target's and draft model's KV caches on demand, starting small."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from edgespec.memory.plan import MemoryPlan
 
 __all__ = ["INITIAL_CONTEXT_TOKENS", "MIN_ROOM_TOKENS", "ResizableContext", "has_room_to_resize"]
 
-# Context size at load. A heuristic: most chats fit, so they never need a resize.
+# Initial context size. A heuristic: most chats fit and never need a resize.
 INITIAL_CONTEXT_TOKENS = 2048
-# Grow the context if fewer free tokens than this remain. The widest verify pass needs this many.
+# Grow the context when fewer free tokens than this remain. Enough for the widest verify pass.
 MIN_ROOM_TOKENS = 256
-# Size of the draft model's context after its memory has been freed for the target.
+# Size of the draft model's context after its memory was freed for the target.
 _MIN_DRAFT_TOKENS = 256
 
 
 def has_room_to_resize(plan: MemoryPlan) -> bool:
-    """Return whether a plan leaves enough memory for a resize, which copies half of the largest cache.
+    """Return whether a plan leaves room for a resize, which copies half of the largest cache.
 
-    If it does not, the whole context is allocated at load.
+    If it does not, the full context is allocated at load time.
     """
     caches: Counter[str] = Counter()
     for item in plan.items:
@@ -36,12 +36,11 @@ def has_room_to_resize(plan: MemoryPlan) -> bool:
 class ResizableContext:
     """Grows the contexts of a target and its draft model between rounds, and shrinks them between replies.
 
-    Use this class only on the thread that runs the models, and only between rounds. A resize keeps the
-    content of the caches. Contexts at least double when they grow, so at most half of the new cache is
-    copied.
+    Use only on the thread that runs the models, and only between rounds. A resize preserves the contents of
+    the caches. Contexts at least double when they grow, so at most half of the new cache is copied.
 
     Attributes:
-        limit_tokens: maximum context size. It is reduced if there is not enough memory to grow.
+        limit_tokens: maximum context size. Reduced if there is not enough memory to grow.
         notice: user-facing message about a failed resize, or an empty string.
     """
 
@@ -51,7 +50,7 @@ class ResizableContext:
         self._target = target
         self._draft = draft
         self._draft_follows = draft is not None
-        # Never shrink contexts below their size at load.
+        # Never shrink contexts below their initial size.
         self._first_tokens = {
             id(model): model.facts.context_tokens for model in (target, draft) if model is not None
         }
@@ -59,14 +58,14 @@ class ResizableContext:
 
     @property
     def needs_room(self) -> bool:
-        """Whether the next round might not fit the context, and the context can still grow."""
+        """Whether the next round could exceed the context, and the context can still grow."""
         return (
             self._target.free_tokens < MIN_ROOM_TOKENS
             and self._target.facts.context_tokens < self.limit_tokens
         )
 
     def make_room(self) -> float:
-        """Grow the context for the next rounds if possible, and return the time taken in seconds."""
+        """Grow the context for upcoming rounds if possible, and return the time taken in seconds."""
         return self.grow_to(self._target.length + MIN_ROOM_TOKENS)
 
     def grow_to(self, tokens: int) -> float:
@@ -86,8 +85,8 @@ class ResizableContext:
         if 2 * generous > self.limit_tokens:
             generous = self.limit_tokens
         if not self._grow_target(generous, least):
-            # A failed resize may leave no cache at all. If so, keep the limit, so that the next prompt tries
-            # again.
+            # A failed resize can leave no cache at all. If so, keep the limit, so that the next prompt
+            # retries.
             size = self._target.facts.context_tokens
             self.limit_tokens = size or self.limit_tokens
             self.notice = f"the context stays at {size} tokens: {self._failure}"
@@ -100,10 +99,10 @@ class ResizableContext:
         return self._smaller_size(self._target, self._target.length + MIN_ROOM_TOKENS) is not None
 
     def shrink(self) -> int:
-        """Shrink each context to the size that its tokens need, if that at least halves it.
+        """Shrink each context to the size its tokens need, if that at least halves it.
 
-        The target keeps all its tokens. The draft model drops tokens beyond its new size and reads them again
-        later.
+        The target keeps all its tokens. The draft model drops tokens beyond its new size and processes them
+        again later.
 
         Returns:
             The number of bytes freed.
@@ -116,13 +115,13 @@ class ResizableContext:
 
     @property
     def kv_bytes(self) -> int:
-        """The current size of both KV caches in bytes."""
+        """Current total size of both KV caches, in bytes."""
         return self._target.facts.kv_bytes + (self._draft.facts.kv_bytes if self._draft else 0)
 
     def _smaller_size(self, model: LanguageModel, tokens: int) -> int | None:
-        """Return the context size needed for `tokens`, or None if it is more than half of the current size.
+        """Return the context size that `tokens` needs, or None if it exceeds half of the current size.
 
-        A smaller gain is not worthwhile, because shrinking makes a copy while memory is already low.
+        Freeing less is not worth it, because shrinking makes a copy while memory is already low.
         """
         size = max(self._first_tokens[id(model)], round_up_to_block(tokens))
         return size if 2 * size <= model.facts.context_tokens else None
@@ -131,19 +130,18 @@ class ResizableContext:
         size = self._smaller_size(model, tokens)
         if size is None:
             return
-        if model.length > size:  # Only a draft model may have more tokens, left over from an earlier prompt.
+        if model.length > size:  # Only a draft model can have more tokens, left over from an earlier prompt.
             model.truncate(size)
-        # If this fails, the context keeps its old size or is lost. A lost context is reallocated for the next
-        # prompt.
+        # On failure, the context either keeps its old size or is lost, and reallocated for the next prompt.
         with suppress(MemoryBudgetError):
             model.resize(size)
 
     def check_fits(self, tokens: int) -> None:
-        """Raise ContextFullError if there was not enough memory to fit a prompt of this length."""
+        """Raise ContextFullError if the context could not grow to fit a prompt of this length."""
         size = self._target.facts.context_tokens
         if tokens > size:
             raise ContextFullError(
-                f"the prompt has {tokens} tokens, but there is only memory for a context of {size}",
+                f"the prompt has {tokens} tokens, but there is only enough memory for a context of {size}",
                 "shorten it, close other programs, or choose a smaller model",
             )
 
@@ -162,7 +160,7 @@ class ResizableContext:
         return True
 
     def _drop_draft_cache(self) -> bool:
-        """Permanently free the draft model's KV cache and stop drafting. Return whether memory was freed."""
+        """Permanently free the draft model's KV cache and stop drafting. Return whether that freed memory."""
         draft, self._draft, self._draft_follows = self._draft, None, False
         if draft is None:
             return False
@@ -175,7 +173,7 @@ class ResizableContext:
         return freed
 
     def _grow_draft(self) -> None:
-        """Grow the draft model's context to the target's size, or stop growing it if memory is low."""
+        """Grow the draft model's context to match the target's, or stop growing it if memory is low."""
         draft = self._draft
         if draft is None or not self._draft_follows:
             return

@@ -1,6 +1,6 @@
-"""Fit a target and its draft model into a memory budget by reducing options until both fit.
+"""Fit a target and its draft model into a memory budget by reducing load options.
 
-The least harmful reductions are tried first. Options set by the user are never changed.
+Tries the least harmful reductions first, and never changes options set by the user.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ PlanOption = Literal[
 ]
 """The fields of `PlanChoice` that the planner may lower; `context` stands for `context_tokens`."""
 
-# The planner first reduces the context to the first size, and to the second only as a last resort. A
-# heuristic: a chat of a few turns fits the first, and a short question with its answer fits the second.
+# Context sizes that the planner tries early and as a last resort. Heuristics: the first fits a chat of a few
+# turns, the second a short question and its answer.
 _SHORT_CONTEXT_TOKENS, _MIN_CONTEXT_TOKENS = 2048, 512
 _WINDOW_TOKENS = 1024
-# The options whose reductions are undone, in this order, if a later reduction made them unnecessary.
+# Options whose reductions are undone, in this order, if a later one made them unnecessary.
 _RESTORABLE: tuple[PlanOption, ...] = (
     "float32",
     "kv_type",
@@ -44,7 +44,7 @@ _RESTORABLE: tuple[PlanOption, ...] = (
     "draft_kv_type",
     "context",
 )
-# Measured with scripts/bench_kv_types.py by comparison with an f32 cache.
+# Measured against an f32 cache (scripts/bench_kv_types.py).
 _QUALITY = {
     "q8_0": "the demo's likeliest token is then the same 99.8 % of the time",
     "q4_0": "the demo's likeliest token is then the same 97.8 % of the time",
@@ -53,19 +53,19 @@ _QUALITY = {
 
 @dataclass(frozen=True, slots=True)
 class PlanChoice:
-    """The load options that the planner may change.
+    """Load options that the planner can change.
 
     Attributes:
         context_tokens: size of the target's context.
         kv_type: number format of the target's KV cache.
         draft: whether to load the draft model.
-        draft_window: size of the draft model's attention window in tokens. None uses the default.
-        gpu_layers: number of layers on graphics cards. None uses all layers.
+        draft_window: size of the draft model's attention window in tokens. None means the default.
+        gpu_layers: number of layers on graphics cards. None means all layers.
         float32: whether MLX converts 16-bit weights to float32 where that is faster.
         copy: whether to load a low-bit copy of the target for drafting, if one exists.
-        draft_kv_type: number format of the draft model's KV cache. If empty, the target's format is used.
-        draft_form: name of a smaller, more quantised file of the draft model. If empty, the chosen file is
-            used.
+        draft_kv_type: number format of the draft model's KV cache. Empty means the target's format.
+        draft_form: name of a smaller, lower-bit file of the draft model. Empty means the originally chosen
+            file.
     """
 
     context_tokens: int
@@ -95,15 +95,15 @@ def fit_to_budget(
     """Return the choice closest to `start` that fits the budget, with its plan.
 
     Args:
-        start: the preferred choice, without any reductions.
-        plan: returns the memory plan of a choice.
+        start: the preferred choice, with nothing reduced.
+        plan: returns the memory plan for a choice.
         fixed: options set by the user, which must not change.
         prefer: whether to keep a long context or the draft model if only one of them fits.
-        gpu_layers: number of layers that may be moved off the graphics cards.
+        gpu_layers: number of layers that can be moved off the graphics cards.
         draft_forms: possible values of `PlanChoice.draft_form`, largest file first.
 
     Returns:
-        The choice and its plan. If nothing fits, the smallest choice with a plan whose `fits` is False.
+        The choice and its plan. If nothing fits, the smallest choice, with a plan whose `fits` is False.
 
     Raises:
         OptionError: the model cannot be loaded with the options of `start`.
@@ -129,7 +129,7 @@ def fit_to_budget(
 
 
 def _fits(plan: _Plan, choice: PlanChoice) -> bool:
-    """Return whether a choice fits the budget and the model can be loaded that way."""
+    """Return whether a choice fits the budget and the model can be loaded with it."""
     try:
         return plan(choice).fits
     except (OptionError, MemoryBudgetError):
@@ -137,7 +137,7 @@ def _fits(plan: _Plan, choice: PlanChoice) -> bool:
 
 
 def _saves_memory(plan: _Plan, before: PlanChoice, after: PlanChoice) -> bool:
-    """Return whether `after` uses less memory than `before` in a pool that `before` does not fit."""
+    """Return whether `after` uses less memory than `before` in a pool that `before` exceeds."""
     try:
         old, new = plan(before), plan(after)
     except (OptionError, MemoryBudgetError):
@@ -153,13 +153,13 @@ def _values(name: PlanOption, choice: PlanChoice) -> dict[str, Any]:
 
 
 def _steps(start: PlanChoice, prefer: Preference, layers: int, draft_forms: Sequence[str]) -> list[_Step]:
-    """Return the options to reduce and their reduced values, in the order in which to try them."""
+    """Return the options to reduce and their reduced values, in the order to try them."""
     short = replace(start, context_tokens=min(start.context_tokens, _SHORT_CONTEXT_TOKENS))
     shortest = replace(start, context_tokens=min(start.context_tokens, _MIN_CONTEXT_TOKENS))
     no_drafter: list[_Step] = [("draft", replace(start, draft=False)), ("copy", replace(start, copy=False))]
     keep_16_bit: _Step = ("float32", replace(start, float32=False))
     forms: list[_Step] = [("draft_form", replace(start, draft_form=form)) for form in draft_forms]
-    # Reduce the draft model's cache first. Drafts are verified, so its precision never changes a reply.
+    # Reduce the draft model's cache first. Drafts are verified, so its precision never affects replies.
     cache: list[_Step] = [
         ("draft_kv_type", replace(start, draft_kv_type="q8_0")),
         ("draft_kv_type", replace(start, draft_kv_type="q4_0")),
@@ -202,7 +202,7 @@ def _maximise_context(choice: PlanChoice, max_tokens: int, plan: _Plan) -> PlanC
 
 
 def _decisions(start: PlanChoice, choice: PlanChoice, plan: _Plan) -> tuple[Decision, ...]:
-    """Return the reductions that lead from `start` to `choice`, each with the memory that it saves."""
+    """Return the reductions that lead from `start` to `choice`, with the memory that each saves."""
     chosen = plan(choice)
     decisions = []
     for name, (what, why) in _descriptions(start, choice).items():
@@ -211,14 +211,14 @@ def _decisions(start: PlanChoice, choice: PlanChoice, plan: _Plan) -> tuple[Deci
             continue
         before = plan(restored)
         saved = max(before.planned_bytes(pool) - chosen.planned_bytes(pool) for pool in chosen.pools)
-        # Another reduction may include this one: a change of the target's cache also changes the draft's.
+        # Another reduction can include this one: changing the target's cache also changes the draft's.
         if saved:
             decisions.append(Decision(what, why, saved))
     return tuple(decisions)
 
 
 def _descriptions(start: PlanChoice, choice: PlanChoice) -> dict[PlanOption, tuple[str, str]]:
-    """Return user-facing descriptions of each possible reduction, and the reasons for them."""
+    """Return a user-facing description of each possible reduction, and the reason for it."""
     no_drafter = "drafting from the prompt and the reply takes hardly any memory"
     return {
         "context": (

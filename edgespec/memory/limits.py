@@ -1,4 +1,4 @@
-"""Find the limits on this process's memory: of the machine, control groups, the shell and a Mac's GPU."""
+"""Determine the limits on this process's memory, set by the machine, cgroups, the shell and a Mac's GPU."""
 
 from __future__ import annotations
 
@@ -20,27 +20,27 @@ if sys.platform != "win32":
 
 __all__ = ["Limit", "address_limit", "apple_limit", "cgroup_limits", "process_limits"]
 
-# Treat higher limits as unlimited, because cgroup v1 reports "no limit" as a number near 2^63.
+# Limits above this count as unlimited, because cgroup v1 reports "no limit" as a number near 2^63.
 _UNLIMITED_BYTES = 1 << 60
-# For each control group version (True is version 1): the files that contain the limit and the usage, and the
-# key of the inactive page cache in memory.stat.
+# Keyed by whether a cgroup is version 1: the files with its limit and usage, and the key of the inactive page
+# cache in memory.stat.
 _NAMES = {
     False: ("memory.max", "memory.current", "inactive_file"),
     True: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
 }
-# Round the free address space down to a multiple of this size. The addresses used by libraries vary slightly
-# between runs, and rounding makes a plan and the load that follows it use the same budget.
+# Round the free address space down to a multiple of this size. How much libraries use varies slightly between
+# runs, and rounding gives a plan and the subsequent load the same budget.
 _ADDRESS_STEP_BYTES = 4 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """A limit on the memory of this process.
+    """A limit on this process's memory.
 
     Attributes:
-        free_bytes: the memory that this process may use in addition to what it uses now, in bytes.
-        what: user-facing description of where the limit comes from.
-        hard: whether the system refuses memory beyond the limit or kills the process.
+        free_bytes: memory that this process can still use in addition to its current usage, in bytes.
+        what: user-facing description of what imposes the limit.
+        hard: whether the system enforces the limit by refusing memory or killing the process.
     """
 
     free_bytes: int
@@ -49,7 +49,7 @@ class Limit:
 
 
 def process_limits(root: Path = Path("/")) -> tuple[Limit, ...]:
-    """Return all limits of this process, the available memory first. `root` contains /proc and /sys."""
+    """Return all limits on this process, available memory first. `root` contains /proc and /sys."""
     limits = [Limit(int(psutil.virtual_memory().available), "the available memory of this machine")]
     limits += cgroup_limits(root)
     if limit := address_limit():
@@ -60,9 +60,9 @@ def process_limits(root: Path = Path("/")) -> tuple[Limit, ...]:
 
 
 def cgroup_limits(root: Path = Path("/")) -> Iterator[Limit]:
-    """Yield the limits of this process's control groups (versions 1 and 2) and their parents.
+    """Yield the limits set by this process's cgroups (versions 1 and 2) and their parents.
 
-    Inactive page cache counts as free, because the kernel frees it on demand.
+    Counts inactive page cache as free, because the kernel frees it on demand.
     """
     for group in control_groups("memory", root):
         limit_file, usage_file, inactive_key = _NAMES[group.version_1]
@@ -82,7 +82,7 @@ def _number(text: str) -> int:
 def address_limit() -> Limit | None:
     """Return the address space limit (`ulimit -v`), or None if it is not set.
 
-    Mapped files and thread stacks count towards it, whether or not they are in memory.
+    Mapped files and thread stacks count towards it even if they are not in memory.
     """
     if not address_space_is_limited():
         return None
@@ -93,10 +93,10 @@ def address_limit() -> Limit | None:
 
 
 def apple_limit() -> Limit:
-    """Return how much more memory a Mac's GPU can keep resident.
+    """Return the limit on memory that a Mac's GPU can keep resident.
 
-    Weights beyond this limit would be paged out between passes. The limit is `iogpu.wired_limit_mb` if set.
-    It defaults to two thirds of memory on machines with up to 36 GiB, and to three quarters on larger ones.
+    Weights beyond this limit would be paged out between passes. It is `iogpu.wired_limit_mb` if set, and
+    defaults to two thirds of memory on machines with up to 36 GiB, and to three quarters on larger ones.
     """
     total = int(psutil.virtual_memory().total)
     limit, what = _wired_bytes(), "the wired limit of the GPU (iogpu.wired_limit_mb)"
@@ -108,7 +108,7 @@ def apple_limit() -> Limit:
 
 @functools.cache
 def _wired_bytes() -> int:
-    """Return the wired limit, or 0 if it is not set. The result is cached for checks during replies."""
+    """Return the wired memory limit, or 0 if it is not set. Cached, because replies check it repeatedly."""
     with suppress(OSError, ValueError, subprocess.SubprocessError):
         command = ["/usr/sbin/sysctl", "-n", "iogpu.wired_limit_mb"]
         done = subprocess.run(command, capture_output=True, text=True, timeout=2, check=True)

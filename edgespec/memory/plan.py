@@ -1,4 +1,4 @@
-"""The memory plan, which lists everything to be loaded and compares it with the budget."""
+"""The memory plan, which lists the memory needed by everything to load and compares it with the budget."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ __all__ = ["Decision", "Item", "ItemKind", "MemoryPlan", "compute_headroom_bytes
 
 ItemKind = ModelMemoryKind | Literal["process", "headroom"]
 
-# Default headroom for memory that a plan does not model, such as llama.cpp's bookkeeping and memory
-# fragmentation. A heuristic.
+# Default headroom for memory that plans do not model, such as llama.cpp's bookkeeping and fragmentation. A
+# heuristic.
 _HEADROOM_SHARE, _MIN_HEADROOM_BYTES = 0.05, 64 * 2**20
 
 _NAMES: dict[ModelMemoryKind, str] = {
@@ -27,7 +27,7 @@ _NAMES: dict[ModelMemoryKind, str] = {
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """One line of a memory plan: memory of one kind, used by `role`, such as `target` or `draft`."""
+    """One line of a memory plan: memory of one kind used by a `role`, such as `target` or `draft`."""
 
     role: str
     name: str
@@ -38,7 +38,7 @@ class Item:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """A reduction that makes the plan fit, its user-facing reason, and the bytes that it saves."""
+    """A reduction that helps the plan fit, the user-facing reason, and the bytes saved."""
 
     what: str
     why: str
@@ -47,15 +47,15 @@ class Decision:
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """Planned memory of the target, its drafters and this process, compared with a budget.
+    """Planned memory use of the target, its drafters and this process, compared with a budget.
 
     Attributes:
-        budget: limits on the memory to use.
+        budget: limits on memory use.
         context_tokens: size of the target's context.
         kv_type: user-facing name of the number format of the target's KV cache.
         items: all planned memory except the prefix cache, which is dropped on demand.
-        decisions: reductions that the planner made so that the items fit.
-        prefix_cache_bytes: size limit of the prefix cache, which uses memory that the items leave free.
+        decisions: reductions that the planner made to fit the items.
+        prefix_cache_bytes: size limit of the prefix cache, which uses memory left over by the items.
     """
 
     budget: Budget
@@ -67,24 +67,24 @@ class MemoryPlan:
 
     @property
     def fits(self) -> bool:
-        """Whether the items fit every pool."""
+        """Whether the items fit in every pool."""
         return all(self.free_bytes(pool) >= 0 for pool in self.pools)
 
     @property
     def pools(self) -> tuple[Pool, ...]:
-        """The memory pools of this machine: system memory and, if separate, graphics memory."""
+        """This machine's memory pools: system memory and, if separate, graphics memory."""
         return ("memory", "gpu") if self.budget.gpu_bytes else ("memory",)
 
     def budget_bytes(self, pool: Pool) -> int:
-        """Return the number of usable bytes in a pool."""
+        """Return the usable bytes in a pool."""
         return self.budget.gpu_bytes if pool == "gpu" else self.budget.bytes
 
     def planned_bytes(self, pool: Pool) -> int:
-        """Return the number of bytes that the items need in a pool."""
+        """Return the bytes that the items need in a pool."""
         return sum(item.bytes for item in self.items if item.pool == pool)
 
     def free_bytes(self, pool: Pool) -> int:
-        """Return the number of bytes that the items leave free in a pool; negative if they do not fit."""
+        """Return the bytes that the items leave free in a pool; negative if they do not fit."""
         return self.budget_bytes(pool) - self.planned_bytes(pool)
 
     @property
@@ -116,7 +116,7 @@ class MemoryPlan:
 
 
 def create_items(role: str, estimate: MemoryEstimate) -> tuple[Item, ...]:
-    """Return the items of a plan for one model."""
+    """Return one model's items in a plan."""
     return tuple(
         Item(role, f"{role} {_NAMES[part.kind]}", part.kind, part.bytes, part.pool)
         for part in estimate.parts
@@ -125,7 +125,7 @@ def create_items(role: str, estimate: MemoryEstimate) -> tuple[Item, ...]:
 
 
 def compute_headroom_bytes(planned_bytes: int, headroom_bytes: int | None = None) -> int:
-    """Return `headroom_bytes`, which defaults to 5 % of `planned_bytes`, but at least 64 MiB."""
+    """Return `headroom_bytes`, or by default 5 % of `planned_bytes`, but at least 64 MiB."""
     if headroom_bytes is not None:
         return headroom_bytes
     return max(_MIN_HEADROOM_BYTES, int(planned_bytes * _HEADROOM_SHARE))

@@ -1,7 +1,7 @@
 """Free memory when other programs need it.
 
-Cached prefixes are dropped first, both between and during replies. If that is not enough, the context is
-shrunk while edgespec is idle.
+Drops cached prefixes first, both between and during replies. If that is not enough, shrinks the context while
+edgespec is idle.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ _CHECK_SECONDS = 1.0
 
 
 class MemoryPressure:
-    """Frees memory when the system has less free memory than the reserve for other programs.
+    """Frees memory when free system memory falls below the reserve for other programs.
 
-    Use this class only on the thread that runs the model.
+    Use only on the thread that runs the model.
 
     Attributes:
-        available: returns the number of bytes that are currently free.
+        available: returns the bytes currently free.
         notice: user-facing summary of the memory freed during this reply and since the last one.
         last_reclaim: user-facing description of the memory freed most recently.
         reclaimed_bytes: total number of bytes freed so far.
@@ -51,7 +51,7 @@ class MemoryPressure:
 
     @property
     def is_low(self) -> bool:
-        """Whether less memory is free than the reserve for other programs."""
+        """Whether free memory is below the reserve for other programs."""
         return self.available() < self._reserve_bytes
 
     @property
@@ -65,7 +65,7 @@ class MemoryPressure:
         self._unreported = []
 
     def drop_prefixes(self) -> float:
-        """Drop cached prefixes if memory is low. If caching on disk is enabled, write them to disk first.
+        """Drop cached prefixes if memory is low, after writing them to disk if the disk cache is enabled.
 
         Returns:
             The time taken in seconds; 0 if memory is not low.

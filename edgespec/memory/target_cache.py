@@ -1,4 +1,4 @@
-"""Manage the target's KV cache: load the prompt before each reply and save the old one first."""
+"""Manage the target's KV cache: save its contents and load the prompt before each reply."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ __all__ = ["TargetCache"]
 
 
 class TargetCache:
-    """Tracks which tokens are in the target's KV cache. Use it only on the thread that runs the model.
+    """Tracks which tokens are in the target's KV cache. Use only on the thread that runs the model.
 
-    A reply may be interrupted at any step, so the cache and the recorded tokens can differ in length. Up to
-    the shorter length, they are always the same.
+    A reply can be interrupted at any step, so the cache and the recorded tokens can differ in length. One is
+    always a prefix of the other.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class TargetCache:
         self._memory_pressure = memory_pressure
         self._tokens: list[int] = []
         self._reuse_is_exact = target.facts.capabilities.prefix_reuse_exact
-        # Number of tokens computed by prefill. The tokens after them were computed by decoding.
+        # Number of tokens processed by prefill. The rest were processed by decoding.
         self._prefilled_tokens = 0
 
     @property
@@ -48,33 +48,33 @@ class TargetCache:
         self._tokens = self._tokens[: self._target.length]
 
     def invalidate(self) -> None:
-        """Discard the recorded tokens, so that the next prompt is read from the beginning."""
+        """Discard the recorded tokens, so that the next prompt is prefilled from the beginning."""
         self._tokens = []
 
     def save(self) -> None:
-        """Add the tokens to the prefix cache, if it is stored on disk."""
+        """Add the tokens to the prefix cache if it is stored on disk."""
         if self._prefix_cache and self._prefix_cache.saves_to_disk:
             self.sync_length()
             self._truncate_to_reusable()
             self._prefix_cache.add(self._tokens)
 
     def reclaim_idle(self) -> None:
-        """Free memory if other programs need it. The cache may lose its last tokens."""
+        """Free memory if other programs need it. This can drop the cache's last tokens."""
         self.sync_length()
         self._memory_pressure.reclaim_idle()
         self.sync_length()
 
     def prepare(self, tokens: list[int], extra_tokens: int, stats: Stats, progress: Progress | None) -> int:
-        """Load all tokens of a prompt except the last into the target's cache.
+        """Load all prompt tokens except the last into the target's cache.
 
         Args:
             tokens: the prompt. The caller appends the reply's tokens to this list.
             extra_tokens: number of reply tokens to reserve space for.
             stats: records the time spent on resizing.
-            progress: called with the fraction of the prompt read so far. Returns False to cancel.
+            progress: called with the fraction of the prompt processed so far. Returns False to cancel.
 
         Returns:
-            The number of tokens that were already in the cache or came from the prefix cache.
+            The number of tokens that were already in the KV cache or came from the prefix cache.
 
         Raises:
             ContextFullError: there is not enough memory for a context of this length.
@@ -108,7 +108,7 @@ class TargetCache:
         return reusable_tokens(self._target.facts.capabilities, length)
 
     def _truncate_to_reusable(self) -> None:
-        """Drop decoded tokens and the last block, which prefill would not reproduce bit by bit."""
+        """Drop decoded tokens and the last block, whose KV state a prefill would not reproduce exactly."""
         if not self._reuse_is_exact:
             reusable = self._reusable(min(self._prefilled_tokens, len(self._tokens)))
             self._tokens = self._tokens[:reusable]
@@ -116,16 +116,16 @@ class TargetCache:
             self.sync_length()
 
     def _truncate_to_blocks(self) -> int:
-        """Truncate the cache to whole blocks if reuse requires it. Return the number of tokens left."""
+        """Truncate the cache to whole blocks if reuse requires it, and return the number of tokens left."""
         length = self._target.length
         if (whole := self._reusable(length)) < length:
             self._target.truncate(whole)
-            if self._target.length < whole:  # Some models cannot be truncated, only reset.
+            if self._target.length < whole:  # Some models' caches cannot be truncated, only cleared.
                 self._target.truncate(0)
         return self._target.length
 
     def _prefill(self, end: int, progress: Progress | None) -> None:
-        """Read tokens until the cache contains the first `end` tokens."""
+        """Prefill tokens until the cache holds the first `end` tokens."""
         begin, started = self._target.length, now()
         size = end - begin if self._reuse_is_exact else REUSE_BLOCK_TOKENS
         for start in range(begin, end, max(1, size)):

@@ -1,1 +1,1 @@
-"""Prepare models once for faster drafting, such as splitting them for early exit or quantising a copy."""
+"""Prepare models for faster drafting, by splitting them for early exit or quantising a copy."""

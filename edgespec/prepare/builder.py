@@ -1,8 +1,8 @@
 """Build prepared models. Only one process builds a model at a time.
 
 Files are written to a folder with the suffix `.partial`, which is renamed when the build is complete. A
-folder without the suffix is therefore always complete. A journal lists the finished files, so that an
-interrupted build can be resumed.
+folder without the suffix is therefore always complete. A journal of finished files allows an interrupted
+build to be resumed.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class BuildFolder:
     def build(
         self, write_files: Callable[[BuildFolder], Mapping[str, Any]], needed_bytes: int
     ) -> PreparedModel:
-        """Write all files, or the rest of them if an earlier build was interrupted, and rename the folder."""
+        """Write all files that an interrupted build has not finished yet, and rename the folder."""
         # If a build was interrupted just after deleting the journal, the manifest has the same entries.
         journals = [path for path in (self._journal, self.folder / MANIFEST) if path.exists()]
         is_resumed = bool(journals) and self._resume(journals[0])
@@ -115,7 +115,8 @@ class BuildFolder:
         if not _is_unchanged(self._parts, self._records, self._states, self._progress):
             shutil.rmtree(self.folder, ignore_errors=True)
             raise ModelFileError(
-                f"{self.source} changed while it was read", "run it again when no other program writes to it"
+                f"{self.source} changed while it was being read",
+                "try again when no other program is writing to it",
             )
         for leftover in self.folder.iterdir():
             if leftover.name not in self._finished and leftover != self._journal:
@@ -163,7 +164,7 @@ class BuildFolder:
             foreign = [path for path in self.folder.iterdir() if not path.name.startswith(_JOURNAL)]
             if foreign:
                 raise OptionError(
-                    f"{self.folder} exists and is not an interrupted build", "choose another folder"
+                    f"{self.folder} already exists and is not an interrupted build", "choose another folder"
                 )
         shutil.rmtree(self.folder, ignore_errors=True)
 
@@ -204,7 +205,7 @@ def build(
             raise OptionError(f"{folder} is a broken symbolic link", "delete it, or choose another folder")
         folder = folder.resolve()
     if not folder.name:
-        raise OptionError(f"{folder} exists and is not a prepared model", _USE_NEW_FOLDER)
+        raise OptionError(f"{folder} already exists and is not a prepared model", _USE_NEW_FOLDER)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         # If the folder is not writable, acquiring the lock below would wait forever, so fail here.
@@ -215,7 +216,7 @@ def build(
                 build_folder = BuildFolder(kind, folder, source, settings, progress)
                 prepared = build_folder.build(write_files, needed_bytes)
             if to is not None:
-                # Register a folder outside the store, so that `find_prepared` can find it.
+                # Register a folder outside the store, for `find_prepared` to find it.
                 entry.parent.mkdir(parents=True, exist_ok=True)
                 with replace_when_written(entry.with_name(f"{entry.name}.elsewhere")) as temporary:
                     temporary.write_bytes(os.fsencode(folder))
@@ -250,7 +251,7 @@ def _existing(
             folder.rmdir()
             return None
         raise OptionError(
-            f"{folder} exists and is not a prepared model",
+            f"{folder} already exists and is not a prepared model",
             "delete it, because edgespec stores prepared models there"
             if _in_store(folder)
             else _USE_NEW_FOLDER,
@@ -260,12 +261,12 @@ def _existing(
     except ModelFileError as error:
         if not _in_store(folder):
             # The folder may belong to another program, so do not delete it.
-            raise OptionError(f"{folder} exists, and {error.what}", _USE_NEW_FOLDER) from error
+            raise OptionError(f"{folder} already exists, and {error.what}", _USE_NEW_FOLDER) from error
         _delete(folder)
         return None
     if (existing.kind, existing.source, dict(existing.settings)) != (kind, source, dict(settings)):
         raise OptionError(
-            f"{folder} was prepared from {existing.source} with other settings",
+            f"{folder} was prepared from {existing.source} with different settings",
             "choose another folder, or delete this one",
         )
     try:
@@ -288,7 +289,7 @@ def _existing(
 
 
 def _delete(folder: Path) -> None:
-    """Delete a prepared folder. Delete the manifest last, so that interrupted deletions are detectable."""
+    """Delete a prepared folder. Delete the manifest last to make interrupted deletions detectable."""
     for path in folder.iterdir():
         if path.name != MANIFEST:
             shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
@@ -320,7 +321,7 @@ def _is_unchanged(
 
 @contextmanager
 def _exclusive(folder: Path, progress: Progress | None) -> Iterator[None]:
-    """Hold a lock on a folder, so that only one process builds it."""
+    """Lock a folder to keep other processes from building it."""
     from filelock import FileLock, Timeout
 
     lock = FileLock(folder.with_name(f".{folder.name}.lock"))
@@ -328,8 +329,8 @@ def _exclusive(folder: Path, progress: Progress | None) -> Iterator[None]:
         try:
             lock.acquire(timeout=_WAIT_SECONDS)
         except Timeout:
-            if progress and not progress("waiting for another process that prepares this model", 0.0):
-                raise CancelledError("waiting for another process was cancelled") from None
+            if progress and not progress("waiting for another process that is preparing this model", 0.0):
+                raise CancelledError("cancelled while waiting for another process") from None
     try:
         yield
     finally:

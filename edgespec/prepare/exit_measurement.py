@@ -24,8 +24,8 @@ _CONTEXT_TOKENS = 256
 _MAX_EXITS = 16
 # Dequantise the output head in blocks of this many rows to limit memory use.
 _HEAD_ROWS = 8192
-# Minimum agreement between predictions computed here from the last layer and the model's own. A lower value
-# means that the final norm or the output head is computed differently here than in the model.
+# Minimum agreement between this module's predictions from the last layer and the model's own. A lower value
+# means that the model computes its final norm or output head differently.
 _MIN_LAST_LAYER_AGREEMENT = 0.9
 
 
@@ -89,7 +89,7 @@ def _layer_bytes(source: GgufModel) -> tuple[list[int], int]:
 
 
 def _agreement(source: GgufModel, hidden: NDArray[np.float32], expected: NDArray[np.int64]) -> list[float]:
-    """Return for each layer how often its most probable token is the expected token.
+    """Return, for each layer, the fraction of tokens for which its most probable token is the expected one.
 
     The shape of `hidden` is (layers, tokens, embedding).
     """

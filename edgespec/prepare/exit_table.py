@@ -14,9 +14,9 @@ from edgespec.engine.draft_length import best_draft_length
 __all__ = ["EXIT_WIDTHS", "Exit", "ExitTable", "exit_table"]
 
 _MAX_DRAFT_LENGTH = 12
-# Widths of verify passes, including the root token, whose costs are needed to compute the table.
+# Verify pass widths, including the root token, for which the table needs costs.
 EXIT_WIDTHS = range(1, _MAX_DRAFT_LENGTH + 2)
-# Minimum agreement of a model that was probably trained for early exit. A heuristic.
+# Minimum agreement that suggests that a model was trained for early exit (a heuristic).
 _MIN_TRAINED_AGREEMENT = 0.6
 
 
@@ -48,7 +48,9 @@ class Exit:
         """Reason why this exit is not faster, phrased to follow the model's name; empty if it is faster."""
         if self.is_faster:
             return ""
-        reason = "gains nothing from" if self.agreement >= _MIN_TRAINED_AGREEMENT else "was not trained for"
+        reason = (
+            "does not benefit from" if self.agreement >= _MIN_TRAINED_AGREEMENT else "was not trained for"
+        )
         return f"{reason} early exit, so it would not be faster here"
 
     def to_json(self) -> dict[str, float]:

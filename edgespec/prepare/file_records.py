@@ -21,7 +21,7 @@ _CHUNK_BYTES = 1 << 22
 
 @dataclass(frozen=True, slots=True)
 class FileRecord:
-    """A record of a file's content at a certain time.
+    """A record of a file's content at a point in time.
 
     Attributes:
         name: File name without its folder.

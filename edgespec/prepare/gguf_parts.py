@@ -47,7 +47,7 @@ class GgufModel:
             readers = [gguf.GGUFReader(part) for part in parts]
         except (OSError, ValueError, KeyError, IndexError) as error:
             raise ModelFileError(
-                f"{parts[0]} is incomplete or damaged: {error}", "download it again and compare its size"
+                f"{parts[0]} is incomplete or damaged: {error}", "download it again and check its size"
             ) from error
         self._fields = readers[0].fields
         self.tensors: Tensors = {str(one.name): one for reader in readers for one in reader.tensors}
@@ -167,8 +167,8 @@ def write_gguf(
             if progress and not progress(what, done_bytes / total_bytes):
                 raise CancelledError(f"{what} was cancelled")
     except OSError as error:
-        if error.errno is None:  # NumPy sets no error number if it wrote only part of the data.
-            raise OSError(EIO, "only part of the file could be written") from error
+        if error.errno is None:  # NumPy does not set an error number after a partial write.
+            raise OSError(EIO, "only part of the file was written") from error
         raise
     finally:
         writer.close()

@@ -72,7 +72,7 @@ def prepare_layerskip(
         exit_layer, exits = _choose_exit(source, path, progress)
     if not 1 <= exit_layer < source.layer_count:
         raise OptionError(
-            f"--exit {exit_layer} is not possible: {path.name} has {source.layer_count} layers",
+            f"--exit {exit_layer} is out of range: {path.name} has {source.layer_count} layers",
             f"use a layer from 1 to {source.layer_count - 1}, or auto",
         )
     needed_bytes = sum(one.n_bytes for one in source.tensors.values()) + 3 * source.header_bytes
@@ -111,7 +111,7 @@ def _choose_exit(
 ) -> tuple[int, tuple[Exit, ...] | None]:
     """Return the exit layer with the highest expected speed-up, and all measurements.
 
-    If a build was interrupted, return its exit layer without measuring again, so that it can be resumed.
+    If a build was interrupted, return its exit layer without measuring again, to resume that build.
     """
     settings = interrupted_settings("layerskip", path)
     if settings is not None:
@@ -186,11 +186,11 @@ def _original_logits(path: Path, progress: Progress | None) -> tuple[NDArray[np.
 def _test_split_model(
     folder: Path, path: Path, expected: NDArray[np.float32], progress: Progress | None
 ) -> None:
-    """Raise CapabilityError if the split model cannot be loaded, or if its logits are not as expected."""
+    """Raise CapabilityError if the split model cannot be loaded, or its logits differ from the original's."""
     try:
         model = load_layerskip(str(folder), path.name, _TEST_OPTIONS, progress)
     except ModelFileError as error:
-        raise CapabilityError(f"{path.name} cannot be run as a split model: {error.what}") from error
+        raise CapabilityError(f"{path.name} cannot run as a split model: {error.what}") from error
     try:
         actual = _test_logits(model)
     finally:

@@ -1,4 +1,4 @@
-"""Prepare a low-bit copy of a GGUF model that drafts on the target's own KV cache (QSpec)."""
+"""Prepare a low-bit copy of a GGUF model, which drafts using the target's own KV cache (QSpec)."""
 
 from __future__ import annotations
 

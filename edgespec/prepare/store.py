@@ -123,7 +123,8 @@ def read_prepared(folder: Path) -> PreparedModel:
         value = json.loads(path.read_text(encoding="utf-8"))
         if value["version"] != VERSION:
             raise ModelFileError(
-                f"{folder} has format version {value['version']}, but this edgespec reads version {VERSION}",
+                f"{folder} has format version {value['version']},"
+                f" but this version of edgespec reads version {VERSION}",
                 _rebuild_hint(folder),
             )
         if value["kind"] not in _KINDS:

@@ -37,7 +37,7 @@ def _busy(now: float) -> float:
 
 
 FLIPS = {
-    f"{first:g}, from token {FLIP_AT} on {then:g}": [
+    f"{first:g}, then {then:g} from token {FLIP_AT}": [
         flips(first, then, FLIP_AT, 2 * FLIP_AT, seed) for seed in range(24)
     ]
     for first, then in ((0.85, 0.05), (0.05, 0.85))
@@ -50,10 +50,10 @@ CASES = (
     Case("recorded, T 0", recorded(0.0)),
     Case("recorded, T 0.8", recorded(0.8)),
     *(Case(f"short replies, T {t:g}, after 12", replies(t), warm=12) for t in (0.0, 0.8)),
-    Case("0.3, 40 % copied", [passages(text, 0.4, 30, s) for s, text in enumerate(_stationary(0.3))]),
-    Case("0.7, a prompt of 1,000", [text.after(1000) for text in _stationary(0.7)]),
-    Case("0.7, 800 tokens, a prompt of 1,000", [text.after(1000) for text in _stationary(0.7, 800)]),
-    Case("0.7, the machine slows down", _stationary(0.7), slowness=_busy),
+    Case("0.3, 40% copied", [passages(text, 0.4, 30, s) for s, text in enumerate(_stationary(0.3))]),
+    Case("0.7, 1,000-token prompt", [text.after(1000) for text in _stationary(0.7)]),
+    Case("0.7, 800 tokens, 1,000-token prompt", [text.after(1000) for text in _stationary(0.7, 800)]),
+    Case("0.7, machine slows down", _stationary(0.7), slowness=_busy),
     Case("0.7, told costs too low", _stationary(0.7), distort=_cheaper),
     Case("0.7, told costs too high", _stationary(0.7), distort=_dearer),
 )

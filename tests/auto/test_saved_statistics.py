@@ -114,7 +114,7 @@ def test_impossible_values_raise() -> None:
             RetrySchedule().restore(wrong)
     costs = LiveCosts(CostCurve((1, 2), (1.0, 1.5)))
     for plain in (-1.0, 1e-9, np.inf):
-        with pytest.raises(ValueError, match="impossible"):
+        with pytest.raises(ValueError, match="invalid saved cost"):
             costs.restore_statistics({"found": np.array([[0.0, plain, 0.0]]), "extra": np.zeros((0, 3))})
 
 

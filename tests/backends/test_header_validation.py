@@ -147,9 +147,9 @@ def test_a_missing_byte_token_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("tensor", "dimensions", "kind", "match"),
     [
-        ("blk.0.ffn_down.weight", 2, 24, "ffn_down.weight has the type I8, not a weight type"),
-        ("output_norm.weight", 1, 26, "output_norm.weight has the type I32"),
-        ("blk.0.attn_norm.weight", 1, 1, "attn_norm.weight must have the type F32"),
+        ("blk.0.ffn_down.weight", 2, 24, "ffn_down.weight has type I8, not a weight type"),
+        ("output_norm.weight", 1, 26, "output_norm.weight has type I32"),
+        ("blk.0.attn_norm.weight", 1, 1, "attn_norm.weight must have type F32"),
     ],
 )
 def test_invalid_tensor_types_are_refused(
@@ -159,19 +159,19 @@ def test_invalid_tensor_types_are_refused(
 
 
 def test_invalid_types_of_recurrent_tensors_are_refused(tmp_path: Path) -> None:
-    refuse(of_type(write_mamba(tmp_path / "model.gguf"), "blk.0.ssm_a", 2, 1), "ssm_a must have the type F32")
+    refuse(of_type(write_mamba(tmp_path / "model.gguf"), "blk.0.ssm_a", 2, 1), "ssm_a must have type F32")
 
 
 def test_later_parts_are_checked_too(tmp_path: Path) -> None:
     first = write_llama(tmp_path / "model-00001-of-00002.gguf")
     later = write_llama(tmp_path / "model-00002-of-00002.gguf")
     of_type(later, "blk.0.attn_norm.weight", 1, 1)
-    refuse(first, "00002-of-00002.gguf is damaged: its blk.0.attn_norm.weight must have the type F32")
+    refuse(first, "00002-of-00002.gguf is damaged: its blk.0.attn_norm.weight must have type F32")
 
 
 def test_a_file_named_as_part_0_of_0_is_checked(tmp_path: Path) -> None:
     path = write_llama(tmp_path / "model-00000-of-00000.gguf")
-    refuse(of_type(path, "blk.0.attn_norm.weight", 1, 1), "attn_norm.weight must have the type F32")
+    refuse(of_type(path, "blk.0.attn_norm.weight", 1, 1), "attn_norm.weight must have type F32")
 
 
 def test_misaligned_weights_are_refused(tmp_path: Path) -> None:

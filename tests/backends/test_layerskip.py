@@ -332,7 +332,7 @@ class TestReusedDrafts:
         ("how", "says"),
         [
             (EarlyExit(5), "was loaded for exit layer 4, not 5"),
-            (LowBit(), "was specified; make one with `edgespec prepare lowbit`"),
+            (LowBit(), "was specified; create one with `edgespec prepare lowbit`"),
             (SkippedLayers((1,)), "cannot skip layers, because the method swift requires an MLX model"),
         ],
     )

@@ -137,9 +137,9 @@ class TestInvalidBytes:
             (16, 9, "the two splits contain different cells"),
             (20, 2, "a cell belongs to several sequences"),
             (52, 2, "the cells have an unknown layout"),
-            (52, 1, "the data ends too early"),
-            (56, 7, "the data ends too early"),
-            (64, 1, "the data ends too early"),
+            (52, 1, "the data is truncated"),
+            (56, 7, "the data is truncated"),
+            (64, 1, "the data is truncated"),
         ],
     )
     def test_an_unknown_layout_is_refused(
@@ -163,7 +163,7 @@ class TestInvalidBytes:
         with pytest.raises(CapabilityError):
             merge_kv([memoryview(parts[0])], [], "m")
         few = [memoryview(parts[0][: min(cut, 50)])]
-        with pytest.raises(CapabilityError, match="too early"):
+        with pytest.raises(CapabilityError, match="is truncated"):
             merge_kv(few, few, "m")
 
     def test_a_model_with_another_format_does_not_support_lowbit(

@@ -43,7 +43,7 @@ class TestOutOfMemory:
         model = load(name, tmp_path, initial_context_tokens=SMALL, memory_bytes=enough)
         tokens = tokens_for(model, 100)
         model.prefill(tokens)
-        with pytest.raises(MemoryBudgetError, match="are left; use --context"):
+        with pytest.raises(MemoryBudgetError, match="is left; use --context"):
             model.resize(1 << 30)
         assert (model.length, model.facts.context_tokens) == (100, SMALL)
         model.resize(LARGE)

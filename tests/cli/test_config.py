@@ -42,7 +42,7 @@ def test_each_value_is_shown_with_its_place(run: Run, file: Path, monkeypatch: p
     rows = {line.split()[0]: line for line in run("config").stdout.splitlines() if line}
     assert re.fullmatch(rf"target +8b-q4 +{file}", rows["target"])
     assert re.fullmatch(r"threads +2 +EDGESPEC_THREADS", rows["threads"])
-    assert re.fullmatch(r"context +what the model was trained for; beyond 8192 .* +default", rows["context"])
+    assert re.fullmatch(r"context +the model's trained context; above 8192 .* +default", rows["context"])
     assert re.fullmatch(rf"chat.target +demo +{file}", rows["chat.target"])
     assert rows.keys() >= every_setting().keys() | VARIABLES.keys()
 
@@ -60,7 +60,7 @@ def test_one_value(run: Run, file: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setenv("EDGESPEC_CONTEXT", "99")
     keys = ("target", "chat.seed", "seed", "context", "prefix-cache", "chat.prefix-cache", "gpu-layers")
     said = [run("config", "get", key).stdout for key in keys]
-    assert said == ["a b\n", "3\n", "a new one each time\n", "99\n", "memory\n", "disk\n", "all\n"]
+    assert said == ["a b\n", "3\n", "random\n", "99\n", "memory\n", "disk\n", "all\n"]
     assert json_of(run("config", "get", "chat.seed", "--json")) == {
         "key": "chat.seed", "value": 3, "from": "file", "where": str(file),
     }  # fmt: skip

@@ -89,7 +89,7 @@ class TestNamesOfOnesOwn:
         file.parent.mkdir(parents=True)
         file.write_text('# mine\n[aliases]\nold = "demo"  # kept\n\n[pairs]\nold = "none"\n')
         result = run("models", "alias", "my.fast:one", "demo-draft")
-        assert result.stdout == "my.fast:one is now an alias of demo-draft.\n"
+        assert result.stdout == "my.fast:one is now an alias for demo-draft.\n"
         assert json_of(run("models", "show", "MY.fast:one", "--json"))["catalogue"]["name"] == "demo-draft"
         run("models", "alias", "OLD", "demo-draft")
         text = file.read_text()

@@ -111,7 +111,7 @@ def test_files_that_are_not_models(tmp_path: Path) -> None:
         prepare_lowbit(tmp_path / "none.gguf", "Q2_K")
     rubbish = tmp_path / "rubbish.gguf"
     rubbish.write_bytes(b"GGUF" + bytes(5000))
-    with pytest.raises(BackendError, match=r"llama\.cpp could not make a Q2_K copy"):
+    with pytest.raises(BackendError, match=r"llama\.cpp could not create a Q2_K copy"):
         quantised_size(rubbish, "Q2_K")
     with pytest.raises(ModelFileError, match=r"rubbish\.gguf is incomplete or damaged"):
         prepare_lowbit(rubbish, "Q2_K")
@@ -151,7 +151,7 @@ def test_the_disk_becomes_full(source: Path, tmp_path: Path, monkeypatch: pytest
 
     monkeypatch.setattr(quantise_module, "token_hex", named)
     with pytest.raises(
-        BackendError, match=r"llama\.cpp could not make a Q2_K copy of .*; check the file and the free"
+        BackendError, match=r"llama\.cpp could not create a Q2_K copy of .*; check the file and the free"
     ):
         quantise(source, full, "Q2_K")
     assert [path.name for path in tmp_path.iterdir()] == ["model.gguf"]

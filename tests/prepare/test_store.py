@@ -131,7 +131,7 @@ def test_other_folders_are_never_overwritten(source: Path, tmp_path: Path) -> No
     with pytest.raises(OptionError, match="is not"):
         _made(source, to=tmp_path / "mine")
     made = _made(source, to=tmp_path / "empty")
-    with pytest.raises(OptionError, match="other settings"):
+    with pytest.raises(OptionError, match="different settings"):
         build("layerskip", source, {"exit_layer": 9}, Writer(), needed_bytes=1, to=made.folder)
     assert (tmp_path / "mine" / "letter.txt").read_text() == "dear"
 
@@ -281,7 +281,7 @@ def test_a_source_that_changes_during_the_build_is_an_error(
             super()._write(path)
             change(source)
 
-    with pytest.raises(ModelFileError, match="changed while it was read; run it again"):
+    with pytest.raises(ModelFileError, match="changed while it was being read; try again"):
         _made(source, Changing())
     assert find_prepared("layerskip", source) is None
     again = Writer()

@@ -223,7 +223,7 @@ class TestNoMemory:
         with monkeypatch.context() as patch:
             Memory(patch, 256)
             with pytest.raises(
-                ContextFullError, match="480 tokens, but there is only memory for a context of 256"
+                ContextFullError, match="480 tokens, but there is only enough memory for a context of 256"
             ):
                 ended(runtime, PROMPT + PROMPT)
         again = ended(runtime, PROMPT[:100], max_tokens=20)

@@ -30,7 +30,7 @@ __all__ = ["MAX_WIDTH", "ContextPlan", "LlamaContext"]
 
 # Maps values of `LoadOptions.flash_attention` to llama.cpp's LLAMA_FLASH_ATTN_TYPE_* constants.
 _FLASH_ATTENTION = {"auto": -1, "off": 0, "on": 1}
-# Status codes of llama_decode: no free KV cells, stopped by the abort callback, allocation failed.
+# Status codes returned by llama_decode: no free KV cells, stopped by the abort callback, allocation failed.
 _NO_SLOT, _ABORTED, _NO_MEMORY = 1, 2, -2
 _BYTES = ctypes.POINTER(ctypes.c_uint8)
 # The default maximum number of rows with logits per pass, which limits the size of the logits buffer. Longer
@@ -47,7 +47,8 @@ class ContextPlan:
         kv_types: The data types of keys and values.
         sequences: The maximum number of sequences.
         recurrent: Whether any layers have a recurrent state instead of keys and values.
-        undo_tokens: The number of last tokens after which llama.cpp keeps the recurrent state for a rollback.
+        undo_tokens: The number of most recent tokens for which llama.cpp keeps the recurrent state, for
+            rollback.
         kv_bytes: The total size of KV cells and recurrent states.
         token_bytes: The size of one KV cell, summed over all layers.
         rows: The maximum number of rows with logits per pass.
@@ -198,7 +199,7 @@ class LlamaContext:
             The logits, float32 [rows, vocab]. This is a view that the next pass overwrites.
 
         Raises:
-            CancelledError: The pass was interrupted through `interrupt`.
+            CancelledError: `interrupt` stopped the pass.
             ContextFullError: There are not enough free KV cells.
             OutOfMemoryError: A buffer for the pass cannot be allocated.
             BackendError: llama.cpp failed for any other reason.
@@ -220,7 +221,8 @@ class LlamaContext:
     ) -> None:
         """Run a pass of at most `max_width` tokens, and stop it once the hook has copied its tensor."""
         assert self._hook is not None
-        # Request logits for all rows: llama.cpp drops the other rows before the tensor that the hook copies.
+        # Request logits for all rows, because llama.cpp drops other rows before the tensor that the hook
+        # copies.
         self._batch.put(tokens, positions, sequences, logits=True)
         self._hook.stop_after = True
         try:
@@ -259,7 +261,7 @@ class LlamaContext:
         )
 
     def copy(self, source: int, sequence: int, start: int = -1, end: int = -1) -> None:
-        """Share the cells of `source` at positions [start, end), by default all, with `sequence`.
+        """Make `sequence` share the cells of `source` at positions [start, end), by default all of them.
 
         A recurrent state is always shared as a whole. llama.cpp copies it before a pass overwrites it.
         """
@@ -301,7 +303,7 @@ class LlamaContext:
 
         Cells of sequence 0 at `start` and later are replaced. The moved cells are contiguous. Attention sums
         over cells in memory order, so if a later token filled a gap between them, the order of the sum and
-        thus its rounding would change.
+        therefore the rounding would change.
         """
         parts = self.export_cells(source, start, end)
         for sequence in range(self._scratch + 1):
@@ -313,7 +315,7 @@ class LlamaContext:
             )
 
     def export_cells(self, source: int, start: int, end: int) -> list[memoryview]:
-        """Return the cells of `source` at positions [start, end) as a list of parts for `import_cells`.
+        """Return the KV cells of `source` at positions [start, end) as a list of parts for `import_cells`.
 
         No part is longer than the sliding window. When llama.cpp exports a sequence, it omits cells outside
         the window of the last token, but a later rollback needs them.
@@ -327,7 +329,7 @@ class LlamaContext:
         return parts
 
     def import_cells(self, parts: Sequence[bytes | memoryview], start: int, end: int) -> bool:
-        """Append exported cells to sequence 0 at positions [start, end)."""
+        """Append exported KV cells to sequence 0 at positions [start, end), and return whether they fit."""
         ranges = self._parts(start, end)
         if len(parts) != len(ranges):
             return False

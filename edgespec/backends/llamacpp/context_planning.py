@@ -1,4 +1,4 @@
-"""Plan the size, the KV-cache types and the memory of llama.cpp contexts."""
+"""Plan the size, KV-cache types and memory use of llama.cpp contexts."""
 
 from __future__ import annotations
 
@@ -50,11 +50,11 @@ UNDO_TOKENS = 8
 _SMALL_STATES_BYTES = 128 * 2**20
 _F16 = KvTypes("f16", "f16")
 # llama.cpp allocates logits for every row whose hidden state is read, although the lower part of a split
-# model never uses them. Limit the rows per pass so that these logits need at most `_UNREAD_BYTES`, but allow
-# at least `_FEWEST_ROWS` rows.
+# model never uses them. Limit the rows per pass to keep these logits within `_UNREAD_BYTES`, but allow at
+# least `_FEWEST_ROWS` rows.
 _UNREAD_BYTES = 16 * 2**20
 _FEWEST_ROWS = 16
-# The size of the header of an exported KV cell, which stores its position and sequence ids.
+# Size of an exported KV cell's header, which stores its position and sequence ids.
 _CELL_BYTES = 12
 
 
@@ -105,7 +105,7 @@ def choose_context(weights: Any, options: LoadOptions, states: States | None) ->
 
 
 def _with_rows(plan: ContextPlan, rows: int | None) -> ContextPlan:
-    """Return the plan with at least one row per sequence and otherwise `rows` rows with logits per pass."""
+    """Return the plan with `rows` rows with logits per pass, but at least one row per sequence."""
     return plan if rows is None else replace(plan, rows=max(rows, plan.sequences))
 
 

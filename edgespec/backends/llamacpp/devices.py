@@ -23,7 +23,7 @@ _LAYER = re.compile(r"blk\.(\d+)\.")
 
 @dataclass(frozen=True, slots=True)
 class Card:
-    """A graphics card with its own memory."""
+    """A graphics card with dedicated memory."""
 
     name: str
     free_bytes: int
@@ -65,7 +65,7 @@ def cards() -> tuple[Card, ...]:
 
 
 def has_own_memory() -> bool:
-    """Return whether llama.cpp can use a graphics card with its own memory."""
+    """Return whether llama.cpp can use a graphics card with dedicated memory."""
     return bool(cards())
 
 

@@ -1,4 +1,4 @@
-"""The base class of GGUF models, which run in one llama.cpp context or in two if the model is split."""
+"""The base class for GGUF models, which run in one llama.cpp context, or in two if the model is split."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from edgespec.errors import BackendError, CancelledError, CapabilityError, Conte
 
 __all__ = ["GgufModel"]
 
-# A byte count in a snapshot.
+# Format of a byte count in a snapshot.
 _SIZE = struct.Struct("<Q")
 
 
@@ -97,7 +97,7 @@ class GgufModel(BaseModel):
     def _run(
         self, tree: TokenTree, first: int, run: Callable[[TokenTree, int], NDArray[np.float32]]
     ) -> HostLogits:
-        """Call `run` with a checked tree. If it fails, end the round."""
+        """Check the tree and call `run`. End the round on failure."""
         try:
             self._check(tree.width)
             self._check_shape(tree)
@@ -175,7 +175,7 @@ class GgufModel(BaseModel):
             cells.length = length
 
     def _imported(self, context: LlamaContext, data: memoryview, start: int, length: int) -> bool:
-        """Append exported cells to a context, and return whether they match it."""
+        """Append exported KV cells to a context, and return whether they match it."""
         parts = []
         while data:
             part, data = _first_part(data)
@@ -228,7 +228,7 @@ class GgufModel(BaseModel):
         )
 
     def export_cells(self, start: int, end: int) -> Sequence[bytes | memoryview]:
-        """Return the cells of all layers at positions [start, end), as the unsplit model exports them.
+        """Return the KV cells of all layers at positions [start, end), in the unsplit model's export format.
 
         Raises:
             CapabilityError: The cells of the two splits cannot be merged.
@@ -253,11 +253,11 @@ class GgufModel(BaseModel):
 
 
 def _sized(parts: Sequence[bytes | memoryview]) -> list[bytes | memoryview]:
-    """Return the parts, each preceded by its size in bytes."""
+    """Return the parts, each prefixed with its size in bytes."""
     return [piece for part in parts for piece in (_SIZE.pack(len(part)), part)]
 
 
 def _first_part(data: memoryview) -> tuple[memoryview, memoryview]:
-    """Split the first sized part from the rest."""
+    """Split off the first size-prefixed part."""
     end = _SIZE.size + int.from_bytes(data[: _SIZE.size], "little")
     return data[_SIZE.size : end], data[end:]

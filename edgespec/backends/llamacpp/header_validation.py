@@ -24,7 +24,7 @@ __all__ = ["check_header"]
 _MAX_LAYERS = 512
 _MAX_EXPERTS = 1024
 # The largest accepted value of each key. llama.cpp divides by these values or allocates memory for them
-# without a check. The limits are far above the values of any real model.
+# without a check. The limits are far above those of any real model.
 _MAX_COUNTS = {
     "embedding_length": 1 << 20,
     "attention.head_count": 1 << 14,
@@ -117,7 +117,7 @@ def _expert_problem(header: GgufHeader) -> str:
 
 
 def _largest(header: GgufHeader, key: str) -> int:
-    """Return the value of a key, the maximum if it is a list with one value per layer, or 0 if missing."""
+    """Return the value of a key, the maximum of a per-layer list, or 0 if the key is missing."""
     value: Any = header.architecture_value(key, 0)
     if isinstance(value, np.ndarray):
         return int(value.max()) if value.size and value.dtype.kind in "iub" else 0
@@ -165,10 +165,10 @@ def _duplicate_count(tokens: StringArray) -> int:
 def _tensor_problem(header: GgufHeader) -> str:
     for tensor in header.tensors:
         if tensor.kind in _NOT_WEIGHT_TYPES and not tensor.name.endswith(_TABLES):
-            return f"its {tensor.name[:80]} has the type {_NOT_WEIGHT_TYPES[tensor.kind]}, not a weight type"
+            return f"its {tensor.name[:80]} has type {_NOT_WEIGHT_TYPES[tensor.kind]}, not a weight type"
         small = len(tensor.shape) == 1 and tensor.name.endswith(("norm.weight", ".bias"))
         if tensor.kind != _F32 and (small or tensor.name.endswith(_ALWAYS_F32)):
-            return f"its {tensor.name[:80]} must have the type F32"
+            return f"its {tensor.name[:80]} must have type F32"
     if header.tensors:
         begin = header.size_bytes + min(tensor.offset_bytes for tensor in header.tensors)
         if begin % _ALIGNMENT_BYTES:

@@ -36,7 +36,7 @@ class KvCells:
         self.context = context
         self._max_branches = max_branches
         self._replays = replays
-        # For each node in the uncommitted tree, its sequence and its position.
+        # The sequence and the position of each node in the uncommitted tree.
         self._sequences: list[int] = []
         self._positions: list[int] = []
 
@@ -52,7 +52,7 @@ class KvCells:
             prefix.tokens = min(prefix.tokens, length)
 
     def track_prefix(self) -> UnchangedPrefix:
-        """Return a new prefix. Rollbacks shorten it until it is passed to `untrack_prefix`."""
+        """Start tracking a prefix, which rollbacks shorten until it is passed to `untrack_prefix`."""
         prefix = UnchangedPrefix()
         self._tracked.append(prefix)
         return prefix
@@ -146,5 +146,5 @@ class KvCells:
         self.clear_round()
 
     def clear_round(self) -> None:
-        """Forget the uncommitted tree. The caller must already have committed or removed its cells."""
+        """Stop tracking the uncommitted tree. The caller must already have committed or removed its cells."""
         self._sequences, self._positions = [], []

@@ -35,7 +35,7 @@ _TYPES = {
     "iq4_nl": (20, 18),
     "q4_0": (2, 18),
 }
-# Up to this cache size, `auto` selects bf16 values, so that logits do not depend on the number of tokens per
+# Up to this cache size, `auto` selects bf16 values, which make logits independent of the number of tokens per
 # pass. This slows down prefill, but not noticeably for such a small cache.
 _SMALL_CACHE_BYTES = 64 * 2**20
 
@@ -69,7 +69,7 @@ class KvTypes:
 
     @property
     def text(self) -> str:
-        """These types in the format of `--kv-type`."""
+        """The types in `--kv-type` format."""
         return self.keys if self.keys == self.values else f"{self.keys}/{self.values}"
 
     @property
@@ -124,7 +124,7 @@ def parse_kv_types(text: str) -> KvTypes:
     for name in (keys, values or keys):
         if name not in _TYPES:
             raise OptionError(
-                f"kv_type is {text!r}",
+                f"unknown kv_type {text!r}",
                 f"choose auto, one of {', '.join(_TYPES)}, or two of them for keys and values, such as"
                 " q8_0/f16",
             )

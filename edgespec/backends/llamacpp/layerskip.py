@@ -59,8 +59,8 @@ def load_layerskip(
 ) -> LayerSkipModel:
     """Load the lower and the upper split of a model.
 
-    Both splits memory-map the tensors they share from the same file, so these tensors are in memory only
-    once. If llama.cpp repacks the weights, they cannot be mapped, and the shared tensors are in memory twice.
+    Both splits memory-map their shared tensors from the same file, so these are in memory only once. If
+    llama.cpp repacks the weights, they cannot be mapped, and the shared tensors are in memory twice.
 
     Raises:
         EdgespecError: The model cannot be loaded. See `edgespec.backends.llamacpp.load`.

@@ -34,7 +34,7 @@ __all__ = [
     "threads_for",
 ]
 
-# A GGUF file, the first file of a model in several parts, or all files of a model if they have other names.
+# A GGUF file, the first file of a multi-part model, or all of its files if they have unconventional names.
 Paths: TypeAlias = str | Sequence[str]
 
 # Models smaller than this run on one CPU thread by default. See `default_threads`.
@@ -52,7 +52,7 @@ def load_weights(path: str, name: str, options: LoadOptions, progress: Progress 
     """Load the weights of a GGUF model.
 
     If llama.cpp repacks the weights for this CPU, the file is read instead of memory-mapped. Otherwise the
-    mapped pages would occupy memory next to the repacked copy although they are never used again.
+    mapped pages would occupy memory alongside the repacked copy, although they are never used again.
 
     Returns:
         A llama_model handle, which the caller must free.
@@ -168,7 +168,7 @@ def _load_error(path: str, size: int, lines: list[str]) -> ModelFileError | Memo
 def describe(
     weights: Any, path: str, name: str, plan: ContextPlan, vocabulary: Vocabulary, probe_result: ProbeResult
 ) -> ModelFacts:
-    """Return a description of a loaded model."""
+    """Return the facts about a loaded model."""
     lib = library()
     buffer = ctypes.create_string_buffer(256)
     lib.llama_model_desc(weights, buffer, len(buffer))
@@ -209,9 +209,9 @@ def threads_for(weights: Any, options: LoadOptions) -> int:
 def default_threads(weight_bytes: int = _LARGE_MODEL_BYTES) -> int:
     """Return the default number of CPU threads: the number of usable physical cores, or 1 for a small model.
 
-    Hyper-threads are not used, because they share a core and only add synchronisation. In a small model,
-    threads spend more time waiting for each other than computing, especially if another program occupies one
-    of the cores.
+    Hyper-threads are not used, because they share a core and only add synchronisation overhead. In a small
+    model, threads spend more time waiting for each other than computing, especially if another program
+    occupies one of the cores.
     """
     if weight_bytes < _SMALL_MODEL_BYTES:
         return 1

@@ -48,10 +48,10 @@ __all__ = ["WINDOW_EXTRA_TOKENS", "LowBitView", "check_can_share_cache", "load_l
 
 # The minimum number of cells reserved for drafted tokens in a context with an attention window.
 _DRAFT_TOKENS = 64
-# The attention window advances in steps of this many tokens, so that cells are rarely copied.
+# The attention window advances in steps of this many tokens, which keeps copies of cells rare.
 _WINDOW_STEP_TOKENS = 64
-# The number of cells that a context needs in addition to the attention window and the sinks, which are the
-# first tokens of the text.
+# Number of cells that a context needs in addition to the attention window and the attention sinks (the first
+# tokens of the text).
 WINDOW_EXTRA_TOKENS = _WINDOW_STEP_TOKENS + _DRAFT_TOKENS
 # A window size that is larger than any context.
 _ALL_TOKENS = 1 << 62
@@ -86,7 +86,8 @@ def load_low_bit_view(target: GgufModel, method: LowBit) -> LowBitView:
     """Load a low-bit copy of the target and return a draft model that uses the target's KV cells."""
     if method.copy is None:
         raise CapabilityError(
-            f"no low-bit copy of {target.facts.name} was specified", "make one with `edgespec prepare lowbit`"
+            f"no low-bit copy of {target.facts.name} was specified",
+            "create one with `edgespec prepare lowbit`",
         )
     if target.low_bit_error is not None:
         raise target.low_bit_error
@@ -143,7 +144,7 @@ def _identity(weights: Sequence[Any]) -> dict[str, str]:
 
 
 def _plan(target: GgufModel, weights: Any, method: LowBit, options: LoadOptions) -> ContextPlan:
-    """Plan the copy's context: as large as the target's, or smaller if there is an attention window."""
+    """Plan the low-bit copy's context: the size of the target's, or of the attention window if smaller."""
     tokens = target.max_plan.tokens
     if method.window_tokens is not None:
         windowed = method.sink_tokens + method.window_tokens + WINDOW_EXTRA_TOKENS
@@ -250,7 +251,7 @@ class LowBitView(SelfDraftView["GgufModel"]):
         if not handed or not np.isfinite(self._context.run([0], [count], [[0]])).all():
             raise CapabilityError(
                 f"the low-bit copy cannot use the KV cells of {target.facts.name}",
-                "make the copy again with `edgespec prepare lowbit`",
+                "recreate the copy with `edgespec prepare lowbit`",
             )
         self._cells.truncate(0)
 
@@ -293,8 +294,8 @@ class LowBitView(SelfDraftView["GgufModel"]):
             self._begin = begin
             self._copy_range(max(begin, cells.length), length)
         except BaseException:
-            # The contents of the cache are unknown after an interrupted copy. Clear it so that the next draft
-            # copies all cells again.
+            # The contents of the cache are unknown after an interrupted copy. Clear it to make the next draft
+            # copy all cells again.
             self._context.clear()
             cells.truncate(0)
             raise
@@ -304,7 +305,7 @@ class LowBitView(SelfDraftView["GgufModel"]):
         """Append copies of the target's cells at positions [start, end)."""
         for begin in range(start, end, _COPY_CHUNK_TOKENS):
             if self._context.interrupt.requested:
-                raise CancelledError("cancelled")
+                raise CancelledError("the pass was cancelled")
             stop = min(begin + _COPY_CHUNK_TOKENS, end)
             if not self._context.import_cells(self._target.export_cells(begin, stop), begin, stop):
                 raise BackendError(

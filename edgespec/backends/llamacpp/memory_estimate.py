@@ -41,11 +41,11 @@ _COMPUTE = re.compile(r": +(\S+) compute buffer size = *([\d.]+) MiB")
 # The size of the context that is created to measure the bytes per token. llama.cpp rounds logged sizes to
 # 0.01 MiB, which is less than 1 byte per token for a context of this size.
 _MEASURED_TOKENS = 32768
-# The maximum size of a simulated context. The buffers of longer contexts are assumed to be proportional to
-# it, because simulating them would need tens of MiB of memory.
+# The maximum size of a simulated context. The buffers of longer contexts are extrapolated in proportion,
+# because simulating them would need tens of MiB of memory.
 _MAX_SIMULATED_TOKENS = 2**18
 # The memory of a vocabulary in bytes per token, for its text, its merge rule, the map from text to id and
-# Python's tables. Measured with the vocabularies in llama.cpp's test suite.
+# Python's tables (measured with the vocabularies in llama.cpp's test suite).
 _TOKEN_BYTES = 300
 
 
@@ -93,7 +93,7 @@ class GgufMemoryEstimator:
     """Estimates the memory that a GGUF model needs.
 
     With `split`, the path is the folder of a model that is split into two parts, which share some weights.
-    llama.cpp assigns layers to devices when it opens a file, so a change of `gpu_layers` reopens the file.
+    llama.cpp assigns layers to devices when it opens a file, so changing `gpu_layers` reopens the file.
 
     Raises:
         ModelFileError: A file cannot be loaded.
@@ -118,7 +118,7 @@ class GgufMemoryEstimator:
     def _open(self, gpu_layers: int | None) -> None:
         self.close()
         self._gpu_layers = gpu_layers
-        # Buffers of the longest simulated contexts, by the arguments that affect them.
+        # Buffers of the longest simulated contexts, keyed by the arguments that affect them.
         self._longest: dict[tuple[Any, ...], ContextBuffers] = {}
         try:
             for files in self._files:
@@ -167,7 +167,7 @@ class GgufMemoryEstimator:
         return [choose_context(weights, options, self._states)], [options]
 
     def _buffers(self, part: int, plan: ContextPlan, options: LoadOptions) -> ContextBuffers:
-        """Simulate the context, or scale the buffers of the longest simulated one if it is longer."""
+        """Simulate the context. If it is too long, scale the buffers of the longest simulated one."""
         weights, takes_hidden = self._weights[part], part > 0
         if plan.tokens <= _MAX_SIMULATED_TOKENS:
             return simulate(weights, plan, options, takes_hidden=takes_hidden)

@@ -39,7 +39,7 @@ _CELL_FIELDS = 3
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    """The keys or values of a layer."""
+    """The exported keys or values of a layer."""
 
     header: memoryview
     cells: Bytes
@@ -47,7 +47,7 @@ class _Layer:
 
 @dataclass(frozen=True, slots=True)
 class _Memory:
-    """The exported cache of all layers with the same attention window."""
+    """The exported KV cells of all layers with the same attention window."""
 
     cells: NDArray[np.int32]
     transposed: int
@@ -67,7 +67,7 @@ class _Memory:
 def merge_kv(
     lower: Sequence[memoryview], upper: Sequence[memoryview], name: str
 ) -> Sequence[bytes | memoryview]:
-    """Merge the exported cells of the lower and upper split into those of the unsplit model.
+    """Merge the exported KV cells of the lower and upper split into those of the unsplit model.
 
     Returns:
         The parts that the unsplit model would export.
@@ -110,7 +110,7 @@ def _memories(data: memoryview) -> list[_Memory]:
 
 
 class _Reader:
-    """Parses exported cells. The methods raise ValueError if the data has an unexpected format."""
+    """Parses exported KV cells. The methods raise ValueError if the data has an unexpected format."""
 
     def __init__(self, data: memoryview) -> None:
         self._data = data
@@ -151,6 +151,6 @@ class _Reader:
 
     def _take(self, size: int) -> memoryview:
         if size > len(self._data) - self._at:
-            raise ValueError("the data ends too early")
+            raise ValueError("the data is truncated")
         self._at += size
         return self._data[self._at - size : self._at]

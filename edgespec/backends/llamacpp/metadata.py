@@ -27,7 +27,7 @@ def architecture_metadata(weights: Any, key: str) -> str | None:
 
 
 def all_metadata(weights: Any) -> dict[str, str]:
-    """Return all metadata keys and their values as strings, except arrays."""
+    """Return all metadata values except arrays, as strings by key."""
     lib = library()
     buffer = ctypes.create_string_buffer(_MAX_VALUE_BYTES)
 

@@ -25,7 +25,7 @@ _LOG = logging.getLogger("edgespec.llamacpp")
 # The values of GGML_LOG_LEVEL_WARN and GGML_LOG_LEVEL_ERROR.
 _WARN, _ERROR = 3, 4
 # The delay before resending a Ctrl-C that was lost in a callback. If the callback is still running by then,
-# the signal is resent again.
+# the signal is resent once more.
 _RESEND_SECONDS = 0.02
 _errors: deque[str] = deque(maxlen=20)
 # The lists that active `captured_log` blocks append lines to.

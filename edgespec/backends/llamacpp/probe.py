@@ -28,8 +28,8 @@ class ProbeResult:
     Attributes:
         capabilities: The capabilities of the model when it is not wrapped in a `ReplayModel`.
         rollback: A description of how the cache is rolled back.
-        replays: Whether checkpoints are restored exactly, so that a `ReplayModel` can verify chains.
-        undo_tokens: The number of tokens at the end of a pass that can be rolled back without a checkpoint.
+        replays: Whether checkpoints are restored exactly, which lets a `ReplayModel` verify chains.
+        undo_tokens: The number of tokens that can be rolled back at the end of a pass without a checkpoint.
     """
 
     capabilities: Capabilities
@@ -44,14 +44,14 @@ def probe(context: LlamaContext, weights: Any, options: LoadOptions) -> ProbeRes
     The context is empty afterwards.
 
     Raises:
-        ModelFileError: The model cannot generate text token by token.
+        ModelFileError: The model is not a decoder-only language model.
     """
     lib = library()
     if not context.has_memory or not lib.llama_model_has_decoder(weights):
-        raise ModelFileError("this model does not generate text", "choose a decoder-only language model")
+        raise ModelFileError("the model does not generate text", "choose a decoder-only language model")
     if lib.llama_model_has_encoder(weights) or lib.llama_model_is_diffusion(weights):
         raise ModelFileError(
-            "encoder-decoder and diffusion models do not generate text token by token",
+            "encoder-decoder and diffusion models are not supported",
             "choose a decoder-only language model",
         )
     try:
@@ -71,8 +71,8 @@ def _probe_cells(context: LlamaContext, options: LoadOptions) -> ProbeResult:
     tree = options.max_branches > 1
     reason = "" if tree else "it was loaded with --draft-branches 1"
     prefix_reuse_exact = not prefill_kernel_differs(context.plan.kv_types, options, context.threads)
-    # A wider verify pass would use the prefill kernel, which rounds differently. This is harmless in a draft
-    # model.
+    # A wider verify pass would use the prefill kernel, which rounds differently. This does not matter in a
+    # draft model.
     max_width = context.max_width
     if not prefix_reuse_exact and not options.is_draft:
         max_width = min(max_width, SMALL_KERNEL_MAX_ROWS)
@@ -110,8 +110,8 @@ def _probe_replay(context: LlamaContext) -> ProbeResult:
         checkpoints.restore(checkpoint)
         context.append(_PASS[:1], len(_PREFIX))
         narrow = _rows(context, 1)
-        # Passes of different widths round differently. Accept the rolled-back state only if its logits are
-        # not much further off than that.
+        # Passes of different widths round differently. Accept the rolled-back state only if its logits do not
+        # differ much more than that.
         if _distance(undone, narrow) <= 2 * _distance(first[1:], narrow):
             undo_tokens = context.undo_tokens
     rollback = f"checkpoints and replay, {context.plan.sequences - 1} held"

@@ -38,7 +38,7 @@ _UNSUITABLE = {"F16", "BF16", "TQ1_0", "TQ2_0", "MXFP4_MOE", "NVFP4", "Q1_0", "Q
 # Name prefixes of types that usually need an importance matrix. Error messages do not suggest them.
 _MATRIX_PREFIXES = ("IQ1", "IQ2", "IQ3_X", "Q2_K_S")
 _PREFIX = "LLAMA_FTYPE_MOSTLY_"
-# The interval at which the child process prints an empty line, so that the parent process regularly checks
+# Interval at which the child process prints an empty line, which gives the parent process a chance to check
 # for cancellation.
 _HEARTBEAT_SECONDS = 0.2
 _PARTIAL_SUFFIX = ".growing"
@@ -47,7 +47,7 @@ _SHORT_NAMES = {"Q3_K": "Q3_K_M", "Q4_K": "Q4_K_M", "Q5_K": "Q5_K_M"}
 
 @dataclass(frozen=True, slots=True)
 class QuantisedSize:
-    """The size of a model before and after quantisation to a type, which may need an importance matrix."""
+    """A model's size before and after quantisation, and whether the type needs an importance matrix."""
 
     source_bytes: int
     copy_bytes: int
@@ -100,7 +100,7 @@ def quantise(source: Path, copy: Path, type_name: str, progress: Progress | None
         BackendError: llama.cpp failed to quantise the model.
         CancelledError: `progress` returned False.
     """
-    # Use a unique name, because a killed quantiser from an earlier run may still be writing to its file.
+    # Use a unique name, because a killed quantiser from an earlier run may still be writing its file.
     for leftover in copy.parent.glob(f"{glob.escape(copy.name)}.*{_PARTIAL_SUFFIX}"):
         leftover.unlink(missing_ok=True)
     partial = copy.with_name(f"{copy.name}.{token_hex(4)}{_PARTIAL_SUFFIX}")
@@ -150,7 +150,7 @@ def _run(source: Path, copy: Path | None, type_name: str, progress: Progress | N
         raise importance_matrix_error(type_name)
     reason = re.search(r"failed to quantize: (.*?)(?=  |$)", "  ".join(output))
     raise BackendError(
-        f"llama.cpp could not make a {type_name} copy of {source}:"
+        f"llama.cpp could not create a {type_name} copy of {source}:"
         f" {reason[1] if reason else (output or ['llama.cpp reported no reason'])[-1]} (status {status})",
         "check the file and the free disk space, or choose another --type",
     )
@@ -165,9 +165,9 @@ def importance_matrix_error(type_name: str) -> CapabilityError:
 
 
 def _main(source: str, copy: str, type_number: str) -> int:
-    """Quantise a model in the child process, and print llama.cpp's log and a regular heartbeat to stdout.
+    """Quantise a model in the child process, printing llama.cpp's log and a periodic heartbeat to stdout.
 
-    The child process exits if stdout is closed, because its parent process has ended.
+    A closed stdout means that the parent process has ended, so the child process exits too.
     """
     import llama_cpp
 

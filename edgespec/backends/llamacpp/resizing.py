@@ -60,8 +60,9 @@ def check_resize_fits(
         return
     if options.memory_bytes is not None:
         check_contexts_fit(after, weight_bytes, options)
-    elif in_main_memory(options):  # A failed allocation on a GPU is handled safely.
-        # The weights are loaded already. The exported cells need no more memory than the freed context.
+    elif in_main_memory(options):
+        # A failed GPU allocation is handled safely. The weights are already loaded. The exported cells need
+        # no more memory than the freed context.
         check_contexts_fit(after, 0, options)
 
 
@@ -93,7 +94,7 @@ def rebuild_context(
     except BaseException:
         _fill(context, old_plan, saved, length, recurrent)
         raise
-    # Return the freed memory to the system, because malloc may retain it otherwise.
+    # Return the freed memory to the system. Otherwise, malloc may retain it.
     saved = ()
     release_free_memory()
 

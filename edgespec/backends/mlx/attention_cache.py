@@ -15,19 +15,20 @@ from edgespec.backends.mlx.pass_layout import PassLayout
 
 __all__ = ["AttentionCache", "QuantizedAttentionCache", "cache_rows"]
 
-# Cached keys or values: one array [batch, heads, rows, head size]. A quantised cache has three arrays
-# instead, with the packed values, their scales and their biases.
+# Cached keys or values: one array [batch, heads, rows, head size], or, in a quantised cache, three arrays:
+# packed values, scales and biases.
 Rows: TypeAlias = tuple[mx.array, ...]
 
-# Number of rows that a cache allocates at a time, as in mlx-lm.
+# Caches grow in steps of this many rows, as in mlx-lm.
 _GROWTH_ROWS = 256
-# Layers with a sliding window round the position of their first key down to a multiple of this number. The
-# attention kernel then groups its sums over keys in the same way for every pass width, so results are equal.
+# Layers with a sliding window round the position of their first key down to a multiple of this number, so
+# that the attention kernel sums over keys in the same groups at every pass width. Otherwise, results would
+# depend on the width.
 _BLOCK_ROWS = 64
 
 
 def cache_rows(window: int | None, context_tokens: int) -> int:
-    """Return the number of rows that a cache with this sliding window allocates when the context is full."""
+    """Return the number of rows that a cache with this sliding window allocates for a full context."""
     rows = context_tokens
     if window is not None:
         rows = min(rows, window + AttentionCache.slack + 2 * _GROWTH_ROWS)
@@ -37,14 +38,14 @@ def cache_rows(window: int | None, context_tokens: int) -> int:
 class AttentionCache:
     """KV cache of one attention layer.
 
-    Row i contains the key and value of the token at position `start + i`. While a token tree is verified, the
-    last rows contain the nodes of the tree, in the order in which the model processed them.
+    Row i holds the key and value of the token at position `start + i`. During verification of a token tree,
+    the last rows hold the tree's nodes in the order in which the model processed them.
 
     Attributes:
-        slack: Number of rows that a cache with a sliding window keeps beyond the window, for rollback.
+        slack: Extra rows that a cache with a sliding window keeps for rollback.
         window: Size of the sliding window in tokens, including the current token, or None for full attention.
-        start: Position of the token in the first row. Greater than 0 once a cache with a sliding window has
-            dropped old rows.
+        start: Position of the token in the first row. Greater than 0 once a sliding-window cache has dropped
+            old rows.
         offset: Position of the next token.
     """
 
@@ -58,10 +59,10 @@ class AttentionCache:
         self._keys: Rows = ()
         self._values: Rows = ()
 
-    # Interface expected by mlx-lm's models.
+    # The cache interface that mlx-lm's models expect.
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Any, Any]:
-        """Append keys and values to the cache, and return all that the pass attends to.
+        """Append keys and values to the cache, and return all keys and values that the pass attends to.
 
         In a scratch pass (see `PassLayout.scratch`), the new rows are returned but not stored.
         """
@@ -90,7 +91,7 @@ class AttentionCache:
     def make_mask(
         self, count: int, return_array: bool = False, window_size: int | None = None
     ) -> mx.array | str | None:
-        """Return the attention mask of the next `count` tokens over the rows returned by `update_and_fetch`.
+        """Return the next `count` tokens' attention mask over the rows that `update_and_fetch` returns.
 
         Returns:
             A bool array [count, keys], the string `"causal"`, or None if a single token attends to every row.
@@ -111,26 +112,26 @@ class AttentionCache:
 
     @property
     def state(self) -> Rows:
-        """All arrays of the cache: the keys, then the values."""
+        """All arrays in the cache: the keys, then the values."""
         return self._keys + self._values
 
-    # Interface used only by this backend.
+    # Methods used only by this backend.
 
     @property
     def bytes_per_token(self) -> int:
-        """Number of bytes per cached token. The cache must not be empty."""
+        """Bytes per cached token. The cache must not be empty."""
         return sum(array.nbytes for array in self.state) // self._keys[0].shape[2]
 
     def can_rewind(self, length: int) -> bool:
-        """Return whether the cache still contains every row that a token at position `length` attends to."""
+        """Return whether the cache still holds every row that a token at position `length` attends to."""
         return self.start == 0 or (self.window is not None and length - self.window + 1 >= self.start)
 
     def rewind(self, length: int) -> None:
-        """Drop the rows of all tokens from position `length` onwards."""
+        """Drop all rows from position `length` onwards."""
         self.offset = min(self.offset, length)
 
     def keep_path(self, round_start: int, path: list[int]) -> None:
-        """Keep the rows of the tree nodes in `path`, in order, and drop all other rows of the tree.
+        """Keep the rows of the tree nodes in `path`, in that order, and drop the tree's other rows.
 
         The root of the tree is at position `round_start`.
         """
@@ -141,12 +142,12 @@ class AttentionCache:
         self.offset = round_start + len(path)
 
     def dump(self, first: int, end: int) -> tuple[list[int], list[mx.array]]:
-        """Return `[start, end]` and the arrays of positions `first` to `end` (exclusive), for a snapshot."""
+        """Return `[start, end]` and the arrays for positions `first` to `end` (exclusive), for a snapshot."""
         low, high = max(0, first - self.start), end - self.start
         return [self.start, end], [array[..., low:high, :] for array in self.state]
 
     def load(self, numbers: list[int], arrays: list[mx.array], first: int = 0) -> None:
-        """Restore the rows saved by `dump`. Rows already cached before position `first` are kept."""
+        """Restore the rows saved by `dump`. Keep rows already cached before position `first`."""
         keys, values = tuple(arrays[: len(arrays) // 2]), tuple(arrays[len(arrays) // 2 :])
         if first:
             keys, values = self._joined(self._keys, keys), self._joined(self._values, values)
@@ -162,13 +163,13 @@ class AttentionCache:
                 if before > sinks + recent:
                     return [(0, sinks), (before - recent, end)]
             return [(0, end)]
-        # In a tree pass, `offset` may be past the root, but tokens attend to the window before the root.
+        # In a tree pass, `offset` can be past the root, but the window is relative to the root.
         first = self.offset if layout.offsets is None else before
         oldest = (first - self.window + 1) // _BLOCK_ROWS * _BLOCK_ROWS
         return [(max(self.start, oldest), end)]
 
     def _make_room(self, added: int, keys: Rows, values: Rows) -> None:
-        """Make room for `added` more rows, and drop rows that neither the window nor a rollback needs."""
+        """Make room for `added` rows, and drop rows that neither the window nor a rollback needs."""
         used = self.offset - self.start
         if self._keys and used + added <= self._keys[0].shape[2]:
             return
@@ -178,10 +179,10 @@ class AttentionCache:
             drop = max(0, oldest // _BLOCK_ROWS * _BLOCK_ROWS - self.start)
         rows = -(-(used - drop + added) // _GROWTH_ROWS) * _GROWTH_ROWS
         if drop:
-            rows += _GROWTH_ROWS  # Without spare rows, the window would soon be copied again.
+            rows += _GROWTH_ROWS  # Spare rows, so that the window is not copied again soon.
 
         def moved(cached: Rows, like: Rows) -> Rows:
-            """Copy rows `drop` to `used` of `cached` into new arrays with `rows` rows."""
+            """Copy rows `drop` to `used` of `cached` into new arrays of `rows` rows."""
             kept = used - drop if cached else 0
             result = []
             for i, new in enumerate(like):
@@ -206,9 +207,9 @@ class AttentionCache:
 
 
 class QuantizedAttentionCache(AttentionCache):
-    """KV cache of one attention layer, with quantised keys and values.
+    """KV cache of one attention layer that stores quantised keys and values.
 
-    mlx-lm uses its quantised attention kernel for every cache with the attributes `bits` and `group_size`.
+    mlx-lm uses its quantised attention kernel for any cache with `bits` and `group_size` attributes.
     """
 
     def __init__(self, layout: PassLayout, window: int | None, bits: int) -> None:
@@ -229,6 +230,6 @@ class QuantizedAttentionCache(AttentionCache):
 
 
 def _positions(spans: list[tuple[int, int]]) -> mx.array:
-    """Return all positions in the given ranges as one integer array of shape [1, n]."""
+    """Return all positions in the given ranges as an integer array [1, n]."""
     parts = [mx.arange(begin, end) for begin, end in spans]
     return (parts[0] if len(parts) == 1 else mx.concatenate(parts))[None]

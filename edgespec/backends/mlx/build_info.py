@@ -1,4 +1,4 @@
-"""Import mlx and mlx-lm on demand, and report their versions and the device they run on."""
+"""Import mlx and mlx-lm on demand, and report their versions and default device."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from edgespec.errors import BackendMissingError
 
 __all__ = ["MlxBuildInfo", "build_info", "mlx_core", "mlx_lm_utils", "runs_on_cpu"]
 
-# Minimum limit of open files. Chosen to suffice for a model split into hundreds of files.
+# Minimum limit on open files. Enough for a model split into hundreds of files.
 _MIN_OPEN_FILES = 2048
 
 
@@ -22,10 +22,10 @@ class MlxBuildInfo(NamedTuple):
     """Installed versions of mlx and mlx-lm, and properties of the default device.
 
     Attributes:
-        device: `CPU` or `GPU`, followed by the name of the device if mlx reports one.
+        device: `CPU` or `GPU`, followed by the device name if mlx reports one.
         metal: Whether this build of mlx can use Metal.
         cuda: Whether this build of mlx can use CUDA.
-        working_set_bytes: Maximum memory that Metal recommends using; 0 without Metal.
+        working_set_bytes: Maximum memory use recommended by Metal, in bytes; 0 without Metal.
     """
 
     version: str
@@ -47,7 +47,7 @@ def mlx_core() -> Any:
 
 
 def runs_on_cpu() -> bool:
-    """Return whether mlx uses the CPU by default."""
+    """Return whether mlx's default device is the CPU."""
     mx = mlx_core()
     return bool(mx.default_device() == mx.cpu)
 
@@ -57,7 +57,7 @@ def mlx_lm_utils() -> Any:
     """Import and return `mlx_lm.utils`. Raises BackendMissingError if that fails."""
     mx = mlx_core()
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    # Silence the warnings that transformers prints if torch is missing, and tokenizers if the process forks.
+    # Silence warnings by transformers (if torch is missing) and tokenizers (if the process forks).
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     try:
@@ -66,7 +66,7 @@ def mlx_lm_utils() -> Any:
     except (ImportError, OSError, RuntimeError) as error:
         raise _missing("mlx-lm", error) from error
     if mx.metal.is_available():
-        # Without this limit, macOS may swap the weights out between passes.
+        # Without this limit, macOS can swap out the weights between passes.
         mlx_lm.utils.maybe_set_recommended_wired_limit()
     return mlx_lm.utils
 
@@ -80,10 +80,9 @@ def _missing(library: str, error: Exception) -> BackendMissingError:
 
 @contextlib.contextmanager
 def _preserve_open_file_limit() -> Iterator[None]:
-    """Ignore attempts to change the limit of open files inside the block, then raise it to `_MIN_OPEN_FILES`.
+    """Ignore changes to the open-file limit inside the block, then raise it to `_MIN_OPEN_FILES`.
 
-    mlx_lm sets this limit when it is imported. That would reduce a higher limit, and fail if the hard limit
-    is lower.
+    mlx_lm sets this limit on import, which would lower a higher limit and fail if the hard limit is lower.
     """
     if sys.platform == "win32":
         yield
@@ -105,10 +104,10 @@ def _preserve_open_file_limit() -> Iterator[None]:
 
 
 def build_info() -> MlxBuildInfo:
-    """Return the versions of mlx and mlx-lm, and the properties of the default device.
+    """Return the versions of mlx and mlx-lm, and properties of the default device.
 
     Raises:
-        BackendMissingError: mlx or mlx-lm is not installed, or cannot be loaded on this machine.
+        BackendMissingError: mlx or mlx-lm is not installed or cannot be loaded on this machine.
     """
     mx = mlx_core()
     try:

@@ -1,4 +1,4 @@
-"""Serialise a model's caches for snapshots, as a line of JSON followed by the data of the arrays."""
+"""Serialise a model's caches for snapshots, as a line of JSON followed by the array data."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from edgespec.errors import BackendError
 
 __all__ = ["deserialize_caches", "serialize_caches"]
 
-# numpy does not support bfloat16, so bfloat16 arrays are stored as 16-bit integers with the same bits.
+# NumPy has no bfloat16, so bfloat16 arrays are stored as 16-bit integers with the same bits.
 _STORED_AS = {mx.bfloat16: mx.uint16}
 _DTYPES = {
     str(dtype): dtype
@@ -23,13 +23,13 @@ _DTYPES = {
 
 
 def serialize_caches(caches: LayerCaches, start: int, end: int, fingerprint: str) -> bytes:
-    """Serialise the cache rows of the tokens from position `start` to `end` (exclusive).
+    """Serialise the cached rows from position `start` to `end` (exclusive).
 
-    Unless the caches are `truncatable`, the range must cover all their tokens. Only a model with the same
-    fingerprint can restore them.
+    Unless the caches are `truncatable`, the range must cover all cached tokens. Only a model with the same
+    fingerprint can restore the result.
 
     Raises:
-        BackendError: The model uses a type of cache that is not supported.
+        BackendError: The model uses an unsupported type of cache.
     """
     if caches.unsupported:
         raise BackendError(
@@ -38,7 +38,7 @@ def serialize_caches(caches: LayerCaches, start: int, end: int, fingerprint: str
     blobs: list[bytes] = []
 
     def array_header(array: mx.array | None) -> dict[str, Any] | None:
-        """Append the data of an array to `blobs`, and return its data type and shape."""
+        """Append an array's data to `blobs`, and return its data type and shape."""
         if array is None:
             return None
         blobs.append(np.array(array.view(_STORED_AS.get(array.dtype, array.dtype))).tobytes())
@@ -56,14 +56,14 @@ def serialize_caches(caches: LayerCaches, start: int, end: int, fingerprint: str
 def deserialize_caches(
     caches: LayerCaches, snapshot: Snapshot, fingerprint: str, context_tokens: int
 ) -> None:
-    """Append the rows of a snapshot to the caches.
+    """Append the rows in a snapshot to the caches.
 
-    The snapshot must come from `serialize_caches`. The caches must contain exactly the
-    `snapshot.start` tokens that precede it.
+    The snapshot must come from `serialize_caches`, and the caches must hold exactly the `snapshot.start`
+    tokens that precede it.
 
     Raises:
-        BackendError: The snapshot is damaged, was saved by another model, or is longer than the context. The
-            caches are cleared before this error is raised.
+        BackendError: The snapshot is damaged, was saved by another model, or exceeds the context. The caches
+            are cleared before the error is raised.
     """
     start = snapshot.start
     try:
@@ -100,7 +100,7 @@ def deserialize_caches(
 
 
 def _read_array(header: dict[str, Any] | None, data: bytes, offset: int) -> tuple[mx.array | None, int]:
-    """Return the array stored at byte `offset` of `data`, and its size in bytes."""
+    """Return the array stored at byte `offset` in `data`, and its size in bytes."""
     if header is None:
         return None, 0
     dtype = _DTYPES[header["dtype"]]

@@ -1,4 +1,4 @@
-"""Evaluate MLX arrays, translate MLX's exceptions, and free MLX's buffers and per-thread state."""
+"""Evaluate MLX arrays, translate MLX exceptions, and free MLX's buffers and per-thread state."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from edgespec.errors import BackendError, OutOfMemoryError
 
 __all__ = ["evaluate", "freed_buffers_bytes", "release_thread_state", "start_evaluation", "translate_errors"]
 
-# Maximum size, in bytes, of the freed buffers that MLX keeps for reuse. The CPU limit suffices for one target
-# step. The GPU limit is higher, because allocating GPU memory is slow.
+# Limits on MLX's cache of freed buffers, in bytes. The CPU limit is enough for one target step. The GPU limit
+# is higher, because allocating GPU memory is slow.
 _CPU_FREED_BUFFERS_BYTES, _GPU_FREED_BUFFERS_BYTES = 2 * 2**20, 64 * 2**20
 
 
 @contextmanager
 def translate_errors(failure: str) -> Iterator[None]:
-    """Translate MLX exceptions inside the block to a BackendError whose message starts with `failure`."""
+    """Translate MLX exceptions raised inside the block into BackendErrors that start with `failure`."""
     try:
         yield
     except (RuntimeError, ValueError, TypeError, IndexError, AttributeError, MemoryError) as error:
@@ -33,27 +33,27 @@ def translate_errors(failure: str) -> Iterator[None]:
 
 
 def start_evaluation(*arrays: mx.array) -> None:
-    """Start evaluating arrays in the background. Raises BackendError if MLX fails."""
+    """Start evaluating arrays in the background. Raise BackendError if MLX fails."""
     with translate_errors("MLX failed"):
         mx.async_eval(*arrays)
 
 
 def evaluate(*arrays: mx.array) -> None:
-    """Evaluate arrays and wait for the results. Raises BackendError if MLX fails."""
+    """Evaluate arrays and wait for the results. Raise BackendError if MLX fails."""
     with translate_errors("MLX failed"):
         mx.eval(*arrays)
 
 
 def freed_buffers_bytes() -> int:
-    """Return the maximum size, in bytes, of the freed buffers that MLX may keep on the default device."""
+    """Return the limit on MLX's cache of freed buffers on the default device, in bytes."""
     return _CPU_FREED_BUFFERS_BYTES if runs_on_cpu() else _GPU_FREED_BUFFERS_BYTES
 
 
 def release_thread_state() -> None:
-    """Free the compiled functions and streams that MLX keeps for the calling thread.
+    """Free the compiled functions and streams that MLX holds for the calling thread.
 
-    Call this before a thread ends. Otherwise, MLX frees its compiled functions when the thread exits, and the
-    process aborts if the interpreter is shutting down at that time. The thread can still use MLX afterwards.
+    Call this before a thread exits. Otherwise, MLX frees them at thread exit, which aborts the process if the
+    interpreter is already shutting down. The thread can still use MLX after this call.
     """
     if threading.current_thread() is threading.main_thread():
         return

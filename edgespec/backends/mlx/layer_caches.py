@@ -1,4 +1,4 @@
-"""Manage the KV caches and recurrent states of all layers in a model, and roll them back together."""
+"""Manage the KV caches and recurrent states of all layers in a model as a unit."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["CacheCheckpoint", "LayerCaches"]
 class CacheCheckpoint(NamedTuple):
     """Saved state of all caches, for rollback.
 
-    It refers to the arrays instead of copying them, because passes never modify recurrent states in place.
+    Holds references rather than copies, because passes never modify recurrent states in place.
 
     Attributes:
         length: Number of cached tokens.
@@ -32,13 +32,14 @@ class CacheCheckpoint(NamedTuple):
 
 
 class LayerCaches:
-    """The caches of all layers in one model.
+    """Caches of all layers in a model.
 
     Attributes:
         layers: One cache per layer, passed to the model as its `cache` argument.
         attention: The KV caches among `layers`.
-        recurrent: The caches among `layers` that store recurrent states (mlx-lm's `ArraysCache`).
-        unsupported: All other caches. If there are any, the caches cannot be rolled back, only cleared.
+        recurrent: The caches among `layers` that hold recurrent states (mlx-lm's `ArraysCache`).
+        unsupported: All other caches. If this is not empty, `LayerCaches` can only be cleared, not rolled
+            back.
         length: Number of cached tokens, including uncommitted ones.
     """
 
@@ -49,15 +50,15 @@ class LayerCaches:
         self.clear()
 
     def clear(self) -> None:
-        """Replace all caches with empty ones."""
+        """Replace all caches with new, empty ones."""
         attention: list[AttentionCache] = []
         recurrent: list[Any] = []
         unsupported: list[Any] = []
 
         def replace(cache: Any) -> Any:
-            """Return the cache to use instead of one of mlx-lm's caches.
+            """Return the cache to use in place of one of mlx-lm's.
 
-            Subclasses of known types count as unsupported, because they may behave differently.
+            Subclasses of known types count as unsupported, because they could behave differently.
             """
             kind = type(cache)
             if kind is mlx_lm_cache.CacheList:
@@ -84,12 +85,12 @@ class LayerCaches:
 
     @property
     def unsupported_kinds(self) -> str:
-        """Class names of the unsupported caches, separated by commas."""
+        """Comma-separated class names of the unsupported caches."""
         return ", ".join(sorted({type(cache).__name__ for cache in self.unsupported}))
 
     @property
     def truncatable(self) -> bool:
-        """Whether the caches can be truncated at any token, because every layer stores one row per token."""
+        """Whether the caches can be truncated to any length, because every layer stores one row per token."""
         return not (self.recurrent or self.unsupported or self.windowed)
 
     @property
@@ -98,7 +99,7 @@ class LayerCaches:
 
     @property
     def states(self) -> list[list[mx.array]]:
-        """State arrays of each recurrent layer. Evaluating the logits of a pass does not evaluate them."""
+        """State arrays of each recurrent layer. Evaluating a pass's logits does not evaluate them."""
         return [[array for array in cache.cache if array is not None] for cache in self.recurrent]
 
     @property
@@ -108,44 +109,44 @@ class LayerCaches:
         return arrays + [cache.state for cache in self.unsupported if not cache.empty()]
 
     def detach_states(self) -> None:
-        """Copy recurrent states that are slices, because a slice keeps the whole original array in memory."""
+        """Copy recurrent states that are slices, because a slice keeps its entire source array in memory."""
         for cache in self.recurrent:
             cache.cache = [array if array is None else mx.contiguous(array) for array in cache.cache]
 
     def bytes_by_context(self) -> Callable[[int], int]:
         """Return a function that maps a context length in tokens to the size of the full caches in bytes.
 
-        At least one token must be cached. If any cache is unsupported, the function returns 0.
+        At least one token must be cached. The function returns 0 if any cache is unsupported.
         """
         if self.unsupported:
             return lambda _tokens: 0
         rows = [(cache.bytes_per_token, cache.window) for cache in self.attention]
-        # Each checkpoint keeps another copy of the recurrent states in memory.
+        # Each checkpoint keeps one more copy of the recurrent states in memory.
         fixed = (MAX_CHECKPOINTS + 1) * sum(cache.nbytes for cache in self.recurrent)
         return lambda tokens: fixed + sum(size * cache_rows(window, tokens) for size, window in rows)
 
     def can_restore(self, length: int) -> bool:
-        """Return whether the KV caches still contain all rows needed to roll back to `length` tokens."""
+        """Return whether the KV caches still hold all rows needed to roll back to `length` tokens."""
         return not self.unsupported and all(cache.can_rewind(length) for cache in self.attention)
 
     def can_rewind(self, length: int) -> bool:
-        """Return whether `rewind(length)` is possible. Recurrent states need a checkpoint instead."""
+        """Return whether `rewind(length)` is possible. Recurrent states require a checkpoint instead."""
         return not self.recurrent and self.can_restore(length)
 
     def rewind(self, length: int) -> None:
-        """Drop all KV cache rows from position `length` onwards. Recurrent states do not change."""
+        """Drop all KV cache rows from position `length` onwards. Leaves recurrent states unchanged."""
         for cache in self.attention:
             cache.rewind(length)
         self.length = length
 
     def set_offset(self, length: int) -> None:
-        """Set the position of the next token in every KV cache to `length`, without changing any rows."""
+        """Set the next token's position in every KV cache to `length`, without changing any rows."""
         for cache in self.attention:
             cache.offset = length
         self.length = length
 
     def keep_path(self, round_start: int, path: list[int]) -> None:
-        """Keep the accepted path of a tree and drop its other nodes. See `AttentionCache.keep_path`."""
+        """Keep a tree's accepted path and drop its other nodes. See `AttentionCache.keep_path`."""
         for cache in self.attention:
             cache.keep_path(round_start, path)
         self.length = round_start + len(path)
@@ -159,7 +160,7 @@ class LayerCaches:
         )
 
     def restore(self, checkpoint: CacheCheckpoint) -> None:
-        """Roll back to a checkpoint. The caches must still contain all tokens before it."""
+        """Roll back to a checkpoint. The caches must still hold all tokens before it."""
         for cache, state in zip(self.recurrent, checkpoint.states, strict=True):
             cache.cache = list(state)
         for attention, offset in zip(self.attention, checkpoint.offsets, strict=True):

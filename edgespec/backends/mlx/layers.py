@@ -1,4 +1,4 @@
-"""Replace layers of any mlx-lm model to record hidden states, skip layers, or resume after a layer."""
+"""Replace layers in any mlx-lm model to record hidden states, skip layers, or resume after a layer."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ __all__ = ["HiddenStateHooks", "LayerList", "SkippedLayer"]
 
 
 class _LayerProxy:
-    """Base class of temporary replacements for a layer. It forwards attribute access to the original layer.
+    """Base class for temporary layer replacements. Forwards attribute access to the original layer.
 
-    It is not an `nn.Module`, because it has no weights of its own.
+    Not an `nn.Module`, because it has no weights of its own.
     """
 
     def __init__(self, layer: Any) -> None:
@@ -30,12 +30,12 @@ class _LayerProxy:
 
 
 class SkippedLayer(_LayerProxy):
-    """Replacement for a layer that should not be computed.
+    """Replacement for a skipped layer.
 
-    It returns `output`. If `output` is None, it returns its input unchanged.
+    Returns `output`, or its input unchanged if `output` is None.
 
     Attributes:
-        last_input: Hidden states [1, tokens, size] that the layer received in the last pass.
+        last_input: Hidden states [1, tokens, size] passed to the layer in the last pass.
     """
 
     def __init__(self, layer: Any, output: mx.array | None = None) -> None:
@@ -49,7 +49,7 @@ class SkippedLayer(_LayerProxy):
 
 
 class LayerList:
-    """The list of layers in a model, which can be replaced temporarily.
+    """A model's list of layers, which can be replaced temporarily.
 
     Raises:
         CapabilityError: The model does not store its layers in a single list.
@@ -60,17 +60,17 @@ class LayerList:
         self.layers: list[Any] = self._parent[self._name]
 
     def without(self, indices: Collection[int]) -> list[Any]:
-        """Return the list of layers, with the layers at `indices` skipped."""
+        """Return the list of layers with those at `indices` skipped."""
         return [SkippedLayer(layer) if i in indices else layer for i, layer in enumerate(self.layers)]
 
     def resumed_at(self, layer: int, states: mx.array) -> list[Any]:
-        """Return the list of layers, with the first `layer` layers skipped and `states` as their output."""
+        """Return the list of layers with the first `layer` layers skipped and `states` as their output."""
         skipped = [SkippedLayer(one) for one in self.layers[: layer - 1]]
         return [*skipped, SkippedLayer(self.layers[layer - 1], states), *self.layers[layer:]]
 
     @contextmanager
     def replaced(self, layers: list[Any]) -> Iterator[None]:
-        """Make the model use `layers` instead of its own layers inside the block."""
+        """Make the model use `layers` instead of its own inside the block."""
         self._parent[self._name] = layers
         try:
             yield
@@ -79,7 +79,7 @@ class LayerList:
 
 
 class HiddenStateHooks:
-    """Record the inputs and outputs of layers while the model runs.
+    """Records the inputs and outputs of layers while the model runs.
 
     Attributes:
         count: Number of layers in the model.
@@ -98,7 +98,7 @@ class HiddenStateHooks:
 
     @contextmanager
     def on(self, indices: Collection[int]) -> Iterator[None]:
-        """Record the inputs and outputs of the layers at `indices` for every pass inside the block."""
+        """Record the inputs and outputs of the layers at `indices` in every pass inside the block."""
         self.inputs, self.outputs = {}, {}
         layers = enumerate(self._list.layers)
         hooked = [_HookedLayer(layer, i, self) if i in indices else layer for i, layer in layers]
@@ -120,7 +120,7 @@ class _HookedLayer(_LayerProxy):
 
 
 def _find_layers(model: Any) -> tuple[Any, str]:
-    """Return the module that contains the list of layers, and the attribute name of that list."""
+    """Return the module that holds the list of layers, and the name of that attribute."""
     layers = model.layers
     for _, module in model.named_modules():
         for name, value in module.items():

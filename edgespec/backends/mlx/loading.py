@@ -42,27 +42,27 @@ __all__ = [
     "prefill_batch_tokens",
 ]
 
-# Maximum number of tokens in a verify pass. Memory estimates include the buffers for a pass of this width. No
-# controller requests a wider pass.
+# Maximum width of a verify pass in tokens. Memory estimates include the buffers for a pass this wide, and no
+# controller requests a wider one.
 MAX_WIDTH = 64
-# Number of bits per element in the KV cache, keyed by `LoadOptions.kv_type`. With None, the cache is not
-# quantised and uses the compute data type of the model.
+# Bits per element in the KV cache, keyed by `LoadOptions.kv_type`. None means that the cache is not quantised
+# and uses the model's compute data type.
 KV_BITS = {"auto": None, "q8_0": 8, "q4_0": 4}
 
 
-# Maximum number of tokens in a prefill batch on a CPU. Chosen small, because a batch cannot be interrupted.
+# Maximum number of tokens in a prefill batch on a CPU. Small, because a batch cannot be interrupted.
 _CPU_BATCH_TOKENS = 64
 
 
 class LoadedModel(NamedTuple):
-    """A model with all its weights in memory.
+    """A model with all weights in memory.
 
     Attributes:
         skeleton: The model and its properties. Its weights are no longer lazy.
         tokenizer: mlx_lm's TokenizerWrapper.
-        weight_bytes: Memory used by the weights, without the memory added by low-bit weights.
+        weight_bytes: Memory used by the weights in bytes, excluding what low-bit weights add.
         widened: Whether 16-bit weights were widened to float32.
-        dtype: Data type of the computation (`mx.Dtype`).
+        dtype: Compute data type (`mx.Dtype`).
     """
 
     skeleton: ModelSkeleton
@@ -73,13 +73,13 @@ class LoadedModel(NamedTuple):
 
 
 def load(path: str, name: str, options: LoadOptions, progress: Progress | None = None) -> LanguageModel:
-    """Load the MLX or Hugging Face model in a folder.
+    """Load an MLX or Hugging Face model from a folder.
 
     Args:
         path: Path of the model folder.
         name: Model name for error messages.
-        options: Load options. Options that MLX does not support must have their default values.
-        progress: Callback for the loading progress. It can return False to cancel loading.
+        options: Load options. Those that MLX does not support must have their default values.
+        progress: Callback that reports progress. Return False from it to cancel loading.
 
     Raises:
         ModelFileError: The folder does not contain a model, or the model is damaged or unsupported.
@@ -89,7 +89,7 @@ def load(path: str, name: str, options: LoadOptions, progress: Progress | None =
         CancelledError: `progress` returned False.
     """
     check_options(options)
-    mx = mlx_core()  # If mlx is missing, this raises BackendMissingError, unlike the imports below.
+    mx = mlx_core()  # Raises BackendMissingError if mlx is missing, unlike the imports below.
     from edgespec.backends.mlx.evaluation import freed_buffers_bytes, release_thread_state
 
     unmap_freed_buffers()
@@ -131,7 +131,7 @@ def _load(path: str, name: str, options: LoadOptions, progress: Progress | None)
         capabilities=Capabilities(True, True, "", MAX_WIDTH),
         notice=notice if context_tokens > trained else "",
     )
-    # The capability tests need at least PROBE_TOKENS, even if a smaller context was requested.
+    # The capability tests need room for PROBE_TOKENS, even if the requested context is smaller.
     probed_facts = replace(facts, context_tokens=max(context_tokens, PROBE_TOKENS))
     model = MlxModel(loaded, probed_facts, vocabulary, options)
     try:
@@ -172,7 +172,7 @@ def check_options(options: LoadOptions) -> None:
     if options.kv_type not in KV_BITS:
         raise OptionError(
             f"kv_type {options.kv_type!r} is not available for MLX models",
-            f"with MLX choose one of {', '.join(KV_BITS)}; auto uses the model's compute data type",
+            f"for MLX models, choose one of {', '.join(KV_BITS)}; auto uses the model's compute data type",
         )
     for name, is_set, reason in (
         ("threads", options.threads is not None, "MLX chooses the number of threads itself"),
@@ -188,7 +188,7 @@ def check_options(options: LoadOptions) -> None:
 def _checked_kv_bytes(
     kv_bytes_for: Callable[[int], int], weight_bytes: int, options: LoadOptions, context_tokens: int
 ) -> int:
-    """Return the size of the full caches in bytes, or raise MemoryBudgetError if they do not fit."""
+    """Return the size of the full caches in bytes. Raise MemoryBudgetError if they do not fit."""
     limit = options.memory_bytes
     free_bytes = psutil.virtual_memory().available if limit is None else limit - weight_bytes
     needed_bytes = kv_bytes_for(context_tokens)
@@ -201,7 +201,7 @@ def _checked_kv_bytes(
 
 
 def load_model(path: str, name: str, options: LoadOptions, progress: Progress | None) -> LoadedModel:
-    """Load the weights and the tokenizer of the model in a folder. See `load`."""
+    """Load a model's weights and tokenizer from a folder. See `load`."""
 
     def report(fraction: float) -> None:
         if progress is not None and not progress(f"loading {name}", fraction):
@@ -222,7 +222,7 @@ def load_model(path: str, name: str, options: LoadOptions, progress: Progress | 
 
 
 def _load_tokenizer(folder: Path, config: dict[str, Any]) -> Any:
-    """Load the tokenizer, with the end-of-sequence tokens from all configuration files of the model."""
+    """Load the tokenizer, with the end-of-sequence tokens from all of the model's configuration files."""
     from transformers.utils import logging
 
     logging.set_verbosity_error()
@@ -238,10 +238,10 @@ def _load_tokenizer(folder: Path, config: dict[str, Any]) -> Any:
 
 
 def _evaluate_weights(model: Any, widen: bool, report: Callable[[float], None]) -> bool:
-    """Load all weights into memory, one after another.
+    """Load all weights into memory, one at a time.
 
     All weights must be evaluated here, because MLX can evaluate an array only in the thread that created it,
-    and the model may run in another thread.
+    and the model can run in another thread.
 
     Returns:
         Whether 16-bit weights were widened to float32.
@@ -249,8 +249,8 @@ def _evaluate_weights(model: Any, widen: bool, report: Callable[[float], None]) 
     from mlx.utils import tree_unflatten
 
     mx = mlx_core()
-    # Remove each weight from the list, so that its 16-bit array is freed before the next one is widened. Load
-    # the largest weights first, while there is enough memory for both versions of a weight.
+    # Pop each weight off the list, so that its 16-bit array is freed before the next one is widened. Start
+    # with the largest weights, while there is still enough memory for both versions.
     waiting = sorted(named_arrays(model.parameters()), key=lambda each: each[1].nbytes)
     total_bytes, loaded_bytes, widened = parameter_bytes(model), 0, False
     while waiting:
@@ -261,13 +261,13 @@ def _evaluate_weights(model: Any, widen: bool, report: Callable[[float], None]) 
         mx.eval(weight)
         model.update(tree_unflatten([(name, weight)]))
         report(loaded_bytes / total_bytes)
-    # Also evaluate arrays that are not parameters, such as the frequencies of rotary embeddings.
+    # Also evaluate arrays that are not parameters, such as rotary embedding frequencies.
     mx.eval([array for _, array in named_arrays(model)])
     return widened
 
 
 def _compute_dtype(model: Any) -> Any:
-    """Return the most common floating-point data type of the weights, or of the scales if quantised."""
+    """Return the most common floating-point data type among the weights, or the scales if quantised."""
     mx = mlx_core()
     floating: Counter[Any] = Counter()
     for _, weight in named_arrays(model.parameters()):

@@ -19,9 +19,9 @@ from edgespec.engine.processors import Candidates, LogitsProcessor, MinP, Temper
 
 __all__ = ["DeviceLogits"]
 
-# Number of additional candidates to fetch, to detect logits equal to the last requested one.
+# Number of extra candidates to fetch, to detect logits that tie with the last requested one.
 _SPARE_CANDIDATES = 16
-# Number of candidates that `above` fetches first. If that may not be enough, it fetches the whole row.
+# Number of candidates that `above` fetches first. If more could qualify, it fetches the whole row.
 _ABOVE_CANDIDATES = 64
 
 
@@ -29,7 +29,7 @@ _OnBestStarted: TypeAlias = Callable[[mx.array, "DeviceLogits"], None]
 
 
 class _DeviceChain(NamedTuple):
-    """Settings of a chain of logits processors that can run on the device. Temperature 0 selects greedily."""
+    """Settings of a logits processor chain that can run on the device. Temperature 0 means greedy."""
 
     temperature: float = 0.0
     top_k: int = 0
@@ -38,9 +38,9 @@ class _DeviceChain(NamedTuple):
 
 
 def _device_chain(processors: Sequence[LogitsProcessor], noise: Noise | None) -> _DeviceChain | None:
-    """Return the settings of the processors if all can run on the device, otherwise None.
+    """Return the processors' settings if all of them can run on the device, or None otherwise.
 
-    Subclasses of known processors run on the host, because they may behave differently.
+    Subclasses of known processors run on the host, because they could behave differently.
     """
     kinds = [type(processor) for processor in processors]
     in_order = [kind for kind in (Temperature, TopK, TopP, MinP) if kind in kinds]
@@ -63,12 +63,12 @@ def _device_chain(processors: Sequence[LogitsProcessor], noise: Noise | None) ->
 class DeviceLogits:
     """Logits [rows, vocab] of a pass, stored on the device.
 
-    Each query fetches the results of all rows at once.
+    Each query fetches the results for all rows at once.
 
     Attributes:
-        chosen: Best token of the last row, or None if it has not been fetched yet.
+        chosen: Best token in the last row, or None if it has not been fetched yet.
         vocab_size: Number of logits per row.
-        waited_seconds: Total time that callers have waited for the device, in seconds.
+        waited_seconds: Total time callers have waited for the device, in seconds.
         overlapped_seconds: Time spent launching the pass while the draft model was still running, in seconds.
     """
 
@@ -78,10 +78,10 @@ class DeviceLogits:
         """Store the logits of a pass.
 
         Args:
-            rows: Logits [rows, vocab], not necessarily evaluated yet.
-            depths: Depth of each row's token in the token tree. It determines the position for the noise.
-            on_best_started: Callback that receives the best token of the last row (uint32 [1] on the device)
-                while the token is still being computed. It can launch the next pass without waiting.
+            rows: Logits [rows, vocab], possibly not evaluated yet.
+            depths: Depth of each row's token in the token tree, which determines the noise position.
+            on_best_started: Callback that receives the best token in the last row (uint32 [1] on the device)
+                while it is still being computed, to launch the next pass without waiting.
         """
         self.chosen: int | None = None
         self._rows = rows.astype(mx.float32)
@@ -111,7 +111,7 @@ class DeviceLogits:
     def _fetch_best(
         self, count: int, chain: _DeviceChain, seed: int, root: int, on_best_started: _OnBestStarted | None
     ) -> tuple[Any, Any, Any]:
-        """Fetch the best tokens, the number of these that pass the filters, and the peak of every row."""
+        """Fetch each row's best tokens, how many of them pass the filters, and its largest logit."""
         rows = self._rows
         peaks = rows.max(axis=-1)
         kept = None
@@ -125,7 +125,7 @@ class DeviceLogits:
         begin = now()
         results = [tokens, peaks] if kept is None else [tokens, peaks, kept]
         if on_best_started is not None:
-            # Start computing the results before the next pass, because the device works in this order.
+            # Start computing the results before the next pass, because the device runs work in order.
             start_evaluation(*results)
             on_best_started(tokens[-1], self)
         evaluate(*results)
@@ -138,7 +138,7 @@ class DeviceLogits:
     def top(self, row: int, count: int) -> Candidates:
         if 0 < count < self.vocab_size - _SPARE_CANDIDATES:
             tokens, values = self._largest(row, count + _SPARE_CANDIDATES)
-            if values[count - 1] != values[-1]:  # Otherwise, more logits in the row may be equal.
+            if values[count - 1] != values[-1]:  # Otherwise, there could be more ties in the row.
                 return _ascending(tokens, values, values >= values[count - 1])
         return self._host_row(row).top(0, count)
 
@@ -160,7 +160,7 @@ class DeviceLogits:
         return DeviceLogits(self._rows[:, :vocab_size], self._depths, self._on_best_started)
 
     def _largest(self, row: int, count: int) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-        """Return the tokens and values of the `count` largest logits in a row."""
+        """Return the tokens and values of a row's `count` largest logits."""
         if count not in self._fetched:
             tokens, values = _largest(self._rows, count)
             fetched = self._host(values)
@@ -184,10 +184,10 @@ def _ascending(tokens: NDArray[np.int64], values: NDArray[np.float32], keep: NDA
 
 
 def _largest(rows: mx.array, count: int) -> tuple[mx.array, mx.array]:
-    """Return the tokens and values [rows, count] of the `count` largest logits in each row, largest first.
+    """Return the tokens and values [rows, count] of each row's `count` largest logits, largest first.
 
-    Equal logits are sorted by token id. If several logits equal the smallest returned one, the choice
-    among them is arbitrary.
+    Ties are sorted by token ID. Among logits that tie with the smallest returned one, the choice is
+    arbitrary.
     """
     if count >= rows.shape[-1]:
         tokens = mx.broadcast_to(mx.arange(rows.shape[-1]), rows.shape)
@@ -203,19 +203,19 @@ def _drawn(
 ) -> tuple[mx.array, mx.array | None]:
     """Sample `count` tokens for each row, best first, with the Gumbel-max trick.
 
-    Filter the tokens as in `engine.processors`, but in single precision. Then choose the tokens with the
+    Filters the tokens as `engine.processors` does, but in single precision, and then chooses those with the
     largest sum of log-probability and Gumbel noise.
 
     Args:
         rows: Logits, float32 [rows, vocab].
         peaks: Largest logit of each row, [rows].
-        keys: Key of each row for the noise generator, uint64 [rows].
+        keys: Noise generator key of each row, uint64 [rows].
         count: Number of tokens per row.
-        chain: Settings of the filters.
+        chain: Filter settings.
 
     Returns:
-        The tokens [rows, count], and for each row the number of these tokens that pass the filters, or None
-        if all of them pass.
+        The tokens [rows, count], and the number of them in each row that pass the filters, or None if all
+        pass.
     """
     if chain.top_k > 0 or chain.top_p < 1:
         size = rows.shape[-1]
@@ -243,7 +243,7 @@ def _drawn(
 
 
 def _words(values: Iterable[int]) -> mx.array:
-    """Return a uint64 array [n]. Created with numpy, because MLX rejects Python integers above 2^63 - 1."""
+    """Return a uint64 array [n]. Uses NumPy, because MLX rejects Python integers above 2^63 - 1."""
     return mx.array(np.fromiter(values, np.uint64))
 
 
@@ -254,12 +254,12 @@ _GOLDEN, _M1, _M2, _LAST = map(
 
 @partial(mx.compile, shapeless=True)
 def _gumbel(keys: mx.array, tokens: mx.array) -> mx.array:
-    """Return Gumbel noise [rows, n] that equals `engine.noise.gumbel`, rounded to float32."""
+    """Return Gumbel noise [rows, n], equal to `engine.noise.gumbel` rounded to float32."""
     words = (tokens.astype(mx.uint64) ^ keys[:, None]) + _GOLDEN
     words = (words ^ (words >> 30)) * _M1
     words = (words ^ (words >> 27)) * _M2
     words = (words ^ (words >> 31)) >> 12
-    # float32 is not precise enough for numbers close to 1, so compute their distance from 1 instead.
+    # float32 is not precise enough close to 1, so compute the distance from 1 instead.
     unit = (words.astype(mx.float32) + 0.5) * 2.0**-52
     distance = ((_LAST - words).astype(mx.float32) + 0.5) * 2.0**-52
     return -mx.log(-mx.where(unit < 0.5, mx.log(unit), mx.log1p(-distance)))

@@ -1,6 +1,6 @@
-"""Train a LoRA adapter for a draft model on tokens that the target corrected.
+"""Train a LoRA adapter for a draft model on the tokens that the target corrected.
 
-This is based on online speculative decoding (OSD, arXiv 2310.07177) and LoRA (arXiv 2106.09685).
+Based on online speculative decoding (OSD, arXiv 2310.07177) and LoRA (arXiv 2106.09685).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from edgespec.errors import BackendError, CapabilityError
 
 __all__ = ["MlxTrainer"]
 
-# Hyperparameters of LoRA training. These are common values for small models.
+# LoRA hyperparameters: common values for small models.
 RANK = 8
 _SCALE = 2.0
 _LEARNING_RATE = 3e-4
@@ -36,7 +36,7 @@ _Weights: TypeAlias = dict[str, mx.array]
 
 
 class _AdaptedLayer(NamedTuple):
-    """A linear layer (`parent[attribute]`), and the LoRA layer that replaces it in the adapted model."""
+    """A linear layer (`parent[attribute]`) and the LoRA layer that replaces it in the adapted model."""
 
     name: str
     parent: Any
@@ -46,22 +46,22 @@ class _AdaptedLayer(NamedTuple):
 
 
 class MlxTrainer:
-    """Implementation of `Trainer` that adds rank-8 LoRA layers to the linear layers in a model's blocks.
+    """`Trainer` that adds rank-8 LoRA layers to the linear layers in a model's blocks.
 
-    While the adapter is disabled, the model uses its original layers, so its output does not change.
+    While the adapter is disabled, the model uses its original layers, so its output is unchanged.
     """
 
     def __init__(
         self, net: Any, layout: PassLayout, model_name: str, identity: str, end_round: Callable[[], None]
     ) -> None:
-        """Create a trainer with a new adapter. Until it is trained, it does not change the model's output.
+        """Create a trainer with a new adapter, which leaves the model's output unchanged until it is trained.
 
         Args:
             net: The mlx `nn.Module` of the model.
             layout: The pass layout that the model uses.
             model_name: Model name for error messages.
-            identity: Fingerprint of the model and its weights.
-            end_round: Callback that discards the uncommitted tokens. Called before the weights change.
+            identity: Fingerprint of the model, including its weights.
+            end_round: Callback that discards uncommitted tokens. Called before the weights change.
         """
         self.identity = identity
         self.adapted = False
@@ -76,7 +76,7 @@ class MlxTrainer:
 
     @property
     def state_bytes(self) -> int:
-        # The adapter and Adam's two moments, which the first step allocates.
+        # The adapter, plus Adam's two moments, which the first step allocates.
         return 3 * sum(array.nbytes for array in self._weights().values())
 
     def set_adapted(self, enabled: bool) -> None:
@@ -103,7 +103,7 @@ class MlxTrainer:
     def train_step(self, example: TrainingExample) -> float:
         tokens, weights = mx.array([example.tokens]), self._weights()
         corrected = np.isin(np.arange(len(example.tokens)), example.rows)
-        # The weights of the corrected tokens sum to 1, and so do those of all other tokens.
+        # The weights of corrected tokens sum to 1, as do those of all other tokens.
         row_weights = mx.array(
             np.where(corrected, 1.0 / corrected.sum(), 1.0 / max(1, (~corrected).sum())), mx.float32
         )
@@ -111,8 +111,8 @@ class MlxTrainer:
         def loss(weights: _Weights) -> mx.array:
             """Return the forward KL divergence from the reference distribution, up to a constant.
 
-            For corrected tokens, the reference is the target's distribution. For all other tokens, it is the
-            distribution of the original draft model, so that the draft does not forget correct predictions.
+            For corrected tokens, the reference is the target's distribution. For all others, it is the
+            original draft model's, to keep the draft model from unlearning its correct predictions.
             """
             self._set_weights(weights)
             logits = self._net(tokens)[0].astype(mx.float32)
@@ -134,7 +134,7 @@ class MlxTrainer:
                     gradients, norm = optimizers.clip_grad_norm(gradients, _MAX_GRADIENT_NORM)
                     evaluate(value, norm)
                     if not mx.isfinite(value + norm).item():
-                        raise BackendError(f"training {self._model_name} produced a loss that is not finite")
+                        raise BackendError(f"training {self._model_name} produced a non-finite loss")
                     updated: Any = self._optimiser.apply_gradients(gradients, weights)
                     evaluate(*updated.values(), *self._optimiser_state())
                 except BaseException:
@@ -185,7 +185,7 @@ class MlxTrainer:
 
 
 def _adapted_layers(net: Any) -> Iterator[_AdaptedLayer]:
-    """Yield every linear layer in the blocks with a new LoRA layer. Its output is initially unchanged."""
+    """Yield every linear layer in the blocks with a new LoRA layer, whose output is initially the same."""
     random = np.random.default_rng(0)
     for index, block in enumerate(net.layers):
         for parent_name, parent in sorted(block.named_modules()):

@@ -1,9 +1,9 @@
-"""Weights that can be read with fewer bits per weight, so that draft passes are faster.
+"""Weights that can be read at lower precision, which makes draft passes faster.
 
-We split each 8-bit weight into its high and its low four bits. Draft passes read only the high bits, which
-are a 4-bit weight (as in Any-Precision LLM, arXiv 2402.10517). Other passes read both halves, which together
-are exactly the 8-bit weight: scale * code + bias, where code = 16 * high + low. The total size is the same.
-For other weights, we store an additional copy with fewer bits.
+We split each 8-bit weight into its four high and four low bits. Draft passes read only the high bits, which
+form a 4-bit weight (as in Any-Precision LLM, arXiv 2402.10517). Other passes read both halves, which together
+form exactly the original 8-bit weight: scale * code + bias, where code = 16 * high + low. The total size is
+the same. For weights that are not 8-bit, we store an additional low-bit copy.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from mlx.utils import tree_unflatten
 
 __all__ = ["LowBitWeights", "SplitEmbedding", "SplitLinear", "install_low_bit_weights", "merge_halves"]
 
-# Number of bits in each half of a split weight.
+# Bits in each half of a split weight.
 _HALF_BITS = 4
-# Mean of the values 0 to 15, used instead of the low half when only the high half is read.
+# Mean of the values 0 to 15, which stands in for the low half when only the high half is read.
 _MEAN_LOW = 7.5
 
 
 class LowBitWeights:
-    """All low-bit weights of a model, and the switch between full and reduced precision.
+    """A model's low-bit weights, and the switch between full and reduced precision.
 
     Attributes:
-        weights: Modules whose weights can be read with fewer bits.
-        low: Whether passes currently read the weights with fewer bits.
-        zeros: Arrays of zeros, keyed by shape and data type. Created by the first pass with full precision.
+        weights: Modules whose weights can be read at reduced precision.
+        low: Whether passes currently read the weights at reduced precision.
+        zeros: Arrays of zeros, keyed by shape and data type. Created by the first full-precision pass.
     """
 
     def __init__(self) -> None:
@@ -41,7 +41,7 @@ class LowBitWeights:
         self.zeros: dict[tuple[Any, ...], mx.array] = {}
 
     def zeros_like(self, array: mx.array) -> mx.array:
-        """Return zeros to use as the biases of a low half. Weights of the same shape share one array."""
+        """Return zeros for use as the biases of a low half. Weights of the same shape share one array."""
         key = (array.shape, array.dtype)
         if key not in self.zeros:
             self.zeros[key] = mx.zeros_like(array)
@@ -49,24 +49,24 @@ class LowBitWeights:
 
     @property
     def array_bytes(self) -> int:
-        """Number of bytes added to the original model, without the shared arrays of zeros."""
+        """Bytes added to the original model, excluding the shared arrays of zeros."""
         return sum(weight.extra_bytes for weight in self.weights)
 
     @property
     def nbytes(self) -> int:
-        """Number of bytes added to the original model, including the shared arrays of zeros."""
+        """Bytes added to the original model, including the shared arrays of zeros."""
         scales = (weight.scales for weight in self.weights if isinstance(weight, _SplitWeight))
         return self.array_bytes + sum({(one.shape, one.dtype): one.nbytes for one in scales}.values())
 
 
 class _SplitWeight(Module):
-    """An 8-bit affine weight whose high and low four bits are stored separately.
+    """An 8-bit affine weight whose four high and four low bits are stored separately.
 
     Attributes:
         high, low: Packed halves, uint32 [rows, columns / 8].
         scales, biases: Scales and biases of the 8-bit weight, [rows, groups].
         high_scales: Scales of the high halves, [rows, groups].
-        draft_biases: Biases used when only the high halves are read, [rows, groups].
+        draft_biases: Biases to use when only the high halves are read, [rows, groups].
     """
 
     def __init__(self, module: Any, low_bits: LowBitWeights) -> None:
@@ -84,7 +84,7 @@ class _SplitWeight(Module):
 
     @property
     def extra_bytes(self) -> int:
-        """Number of bytes in addition to the original 8-bit weight."""
+        """Bytes added to the original 8-bit weight."""
         return int(self.high_scales.nbytes + self.draft_biases.nbytes)
 
     def _multiply(self, x: mx.array) -> mx.array:
@@ -106,7 +106,7 @@ class SplitLinear(_SplitWeight):
 
 
 class SplitEmbedding(_SplitWeight):
-    """An embedding table with a split weight that is also the output head. Lookups always use all 8 bits."""
+    """An embedding table with a split weight, also used as the output head. Lookups always use all 8 bits."""
 
     is_head = False
 
@@ -120,7 +120,7 @@ class SplitEmbedding(_SplitWeight):
 
 
 def _pack(codes: mx.array) -> mx.array:
-    """Pack 4-bit codes (uint8 [..., n]) in the format of mlx (uint32 [..., n / 8])."""
+    """Pack 4-bit codes (uint8 [..., n]) in mlx's format (uint32 [..., n / 8])."""
     return (codes[..., 0::2] | (codes[..., 1::2] << _HALF_BITS)).view(mx.uint32)
 
 
@@ -136,7 +136,7 @@ _COPY_NAMES = ("copy_weight", "copy_scales", "copy_biases")
 
 
 class _CopiedWeight:
-    """Mixin for modules that keep an additional low-bit copy of their weight."""
+    """Mixin for modules that hold an additional low-bit copy of their weight."""
 
     _low_bits: LowBitWeights
     copy_group_size: int
@@ -155,7 +155,7 @@ class _CopiedWeight:
 
 
 def _copied_linear(base: type) -> type:
-    """Return a subclass of a linear layer that multiplies with the low-bit copy in draft passes."""
+    """Return a subclass of a linear layer class that uses the low-bit copy in draft passes."""
 
     class CopiedLinear(_CopiedWeight, base):  # type: ignore[misc]
         def __call__(self, x: mx.array) -> Any:
@@ -165,7 +165,7 @@ def _copied_linear(base: type) -> type:
 
 
 def _copied_embedding(base: type) -> type:
-    """Return a subclass of an embedding table whose output head uses the low-bit copy in draft passes."""
+    """Return a subclass of an embedding class whose output head uses the low-bit copy in draft passes."""
 
     class CopiedEmbedding(_CopiedWeight, base):  # type: ignore[misc]
         def as_linear(self, x: mx.array) -> Any:
@@ -179,19 +179,19 @@ _TABLES = (Embedding, QuantizedEmbedding)
 _COPIES: dict[type, Any] = {kind: _copied_linear(kind) for kind in (Linear, QuantizedLinear)}
 _COPIES |= {kind: _copied_embedding(kind) for kind in _TABLES}
 _SPLITS: dict[type, Any] = {QuantizedLinear: SplitLinear, QuantizedEmbedding: SplitEmbedding}
-# Pairs (minimum number of bits of the original weight, number of bits of its copy). The first match is used.
+# Pairs (minimum bits of the original weight, bits of its copy). The first match applies.
 _COPY_BITS = ((8, 4), (4, 3), (3, 2))
 
 
 def install_low_bit_weights(model: Any, trace_pass: Callable[[], object]) -> LowBitWeights:
-    """Replace the linear layers and the output head of a model with modules that support reduced precision.
+    """Replace a model's linear layers and output head with modules that support reduced precision.
 
-    No arrays are evaluated. Experts and weights that DoRA adapters read directly are not replaced.
+    Does not evaluate any arrays, and does not replace experts or weights that DoRA adapters read directly.
 
     Args:
         model: An mlx `nn.Module`.
-        trace_pass: Builds the graph of one pass. This shows which embedding tables are also the output head.
-            The other tables are not replaced.
+        trace_pass: Builds the graph of one pass, which shows which embedding tables double as the output
+            head. Other tables are not replaced.
     """
     low_bits = LowBitWeights()
     modules = model.named_modules()
@@ -206,12 +206,12 @@ def install_low_bit_weights(model: Any, trace_pass: Callable[[], object]) -> Low
     lookups = {name for name in replaced if isinstance(before[name], _TABLES) and not replaced[name].is_head}
     model.update_modules(tree_unflatten([(name, before[name]) for name in lookups]))
     low_bits.weights = [new for name, new in replaced.items() if name not in lookups]
-    low_bits.zeros.clear()  # Created by the traced pass, which is never evaluated.
+    low_bits.zeros.clear()  # Drop arrays created by the traced pass, which is never evaluated.
     return low_bits
 
 
 def _low_bit_module(module: Any, low_bits: LowBitWeights) -> Any:
-    """Return the replacement of a module, or None if its weight cannot be stored with fewer bits."""
+    """Return a module's replacement, or None if its weight has no low-bit form."""
     kind, bits, weight = type(module), 32, module["weight"]
     if "scales" in module:
         bits = module.bits
@@ -225,7 +225,7 @@ def _low_bit_module(module: Any, low_bits: LowBitWeights) -> Any:
     if group_size is None or copy_bits is None:
         return None
     copied = _COPIES[kind].__new__(_COPIES[kind])
-    # Move the arrays and attributes to an instance of the subclass that also stores the copy.
+    # Move the arrays and attributes to an instance of the subclass that also holds the copy.
     dict.update(copied, module)
     vars(copied).update(vars(module))
     copied._low_bits, copied.copy_group_size, copied.copy_bits = low_bits, group_size, copy_bits

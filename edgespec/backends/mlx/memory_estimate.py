@@ -1,7 +1,7 @@
-"""Estimate the memory of MLX models from their configuration and the headers of their weight files.
+"""Estimate the memory use of MLX models from their configuration and weight file headers.
 
-MLX computes arrays only when they are needed. We therefore build the model and the graph of a pass over one
-token, and read the shapes of the arrays without computing them.
+MLX evaluates arrays lazily, so we build the model and the graph of a one-token pass, and read the shapes of
+the arrays without evaluating them.
 """
 
 from __future__ import annotations
@@ -30,12 +30,13 @@ from edgespec.errors import OptionError
 
 __all__ = ["MlxMemoryEstimator"]
 
-# Memory of the tokenizer per token (text, id and merge rule), in bytes. Measured.
+# Tokenizer memory per token (text, ID and merge rule), in bytes. Determined experimentally.
 _TOKEN_BYTES = 500
-# Ratio of the memory that MLX allocates on a GPU for a recurrent layer to the memory it uses at one time.
-# Measured.
+# Factor by which MLX over-allocates GPU memory for a recurrent layer, relative to the memory in use at once.
+# Determined experimentally.
 _ALLOCATED_AHEAD = 2
-# Copies of the state in memory, for recurrent layers that mlx-lm computes token by token. Measured.
+# Copies of the state in memory for recurrent layers that mlx-lm computes token by token. Determined
+# experimentally.
 _LOOPED_COPIES = 3
 _KV_NAMES = {8: "q8_0", 4: "q4_0"}
 _FileStamps = tuple[tuple[str, int, int], ...]
@@ -43,7 +44,7 @@ _CacheSizes = Callable[[int], "_CacheBytes"]
 
 
 class _CacheBytes(NamedTuple):
-    """Sizes of the full caches of all layers, of the layer where they are largest, and of one state."""
+    """Bytes in all full caches, in the largest layer's cache, and in one copy of the recurrent states."""
 
     total: int
     largest_layer: int
@@ -51,15 +52,16 @@ class _CacheBytes(NamedTuple):
 
 
 class _ModelShape(NamedTuple):
-    """Properties of a model that its memory estimates are based on.
+    """Model properties that determine its memory use.
 
     Attributes:
         sizes: Sizes used to decide whether to widen weights to float32.
-        weight_bytes: Size of the weights in memory, as stored and after widening to float32.
+        weight_bytes: Bytes of the weights in memory, as stored and after widening to float32.
         intermediate_size: Size of the feed-forward network.
-        scans: For each recurrent layer, the number of array elements in memory for a pass of some tokens.
-        caches: Functions that map a context length in tokens to the cache sizes, keyed by bits per element
-            and whether the weights are widened. Unsupported combinations are absent.
+        scans: For each recurrent layer, a function that maps the tokens in a pass to array elements in
+            memory.
+        caches: Functions that map a context length in tokens to cache sizes, keyed by bits per element and
+            whether the weights are widened. Unsupported combinations are absent.
     """
 
     sizes: WeightSizes
@@ -73,7 +75,7 @@ class _ModelShape(NamedTuple):
 
 
 class MlxMemoryEstimator:
-    """Estimator of the memory that the MLX model in a folder will use.
+    """Estimates the memory use of the MLX model in a folder.
 
     Raises:
         ModelFileError: The folder does not contain a model, or the model is damaged or unsupported.
@@ -99,7 +101,7 @@ class MlxMemoryEstimator:
                 f"{self.name} does not support kv_type {options.kv_type!r}", "use --kv-type auto"
             )
         cache = shape.caches[bits, widened](tokens)
-        # While a cache grows, its largest layer is copied.
+        # Growing the caches temporarily needs a copy of the largest layer's cache.
         compute = self._pass_bytes(tokens if cache.largest_layer else 0, options, widened)
         compute += cache.largest_layer + cache.states + freed_buffers_bytes()
         parts = (
@@ -112,13 +114,13 @@ class MlxMemoryEstimator:
         return MemoryEstimate(tokens, kv_type, parts)
 
     def _pass_bytes(self, tokens: int, options: LoadOptions, widened: bool) -> int:
-        """Return the memory of the largest pass in bytes, with attention over `tokens`. Measured."""
+        """Return the bytes used by the largest pass. The factors were determined experimentally."""
         shape, on_cpu, rows = self._shape, runs_on_cpu(), prefill_batch_tokens(options)
-        # Attention on a CPU stores all scores in memory. The fused attention kernels of a GPU do not.
+        # Attention on a CPU stores all scores in memory, unlike the fused attention kernels on a GPU.
         scores = shape.attention_heads * tokens if on_cpu else 0
         row = 6 * shape.hidden_size + 2 * shape.intermediate_size + scores
         scan = max((elements(max(rows, MAX_WIDTH)) for elements in shape.scans), default=0)
-        # A prefill pass computes no logits. A verify pass computes them for up to MAX_WIDTH tokens.
+        # Only verify passes compute logits, for up to MAX_WIDTH tokens.
         elements = max(
             rows * row,
             MAX_WIDTH * (row + 2 * shape.vocab_size),
@@ -131,7 +133,7 @@ class MlxMemoryEstimator:
 
 
 def _file_stamps(folder: Path) -> _FileStamps:
-    """Return the name, size and modification time of each model file, to detect changed files."""
+    """Return the name, size and modification time of each model file, to detect changes."""
     files = [*folder.glob("*.json"), *folder.glob("*.safetensors")]
     stats = [(file.name, file.stat()) for file in sorted(files) if file.is_file()]
     return tuple((name, stat.st_size, stat.st_mtime_ns) for name, stat in stats)
@@ -141,11 +143,11 @@ def _file_stamps(folder: Path) -> _FileStamps:
 def _read_shape(
     path: str, name: str, adapter: str | None, low_bits: bool, _stamps: tuple[_FileStamps, ...]
 ) -> _ModelShape:
-    """Return the properties of a model without loading its weights. Cached until a model file changes."""
+    """Return a model's properties without loading its weights. Cached until a model file changes."""
     try:
         return _shape_of(read_skeleton(path, name, LoadOptions(adapter=adapter, low_bits=low_bits)))
     finally:
-        # MLX modules have circular references, so only the garbage collector can free them.
+        # MLX modules contain reference cycles, so only the garbage collector can free them.
         gc.collect()
 
 
@@ -161,7 +163,7 @@ def _shape_of(skeleton: ModelSkeleton) -> _ModelShape:
     for widened in (False, True):
         if widened:
             model.set_dtype(mlx_core().float32)
-        # The first pass allocates the arrays of zeros that low-bit weights share.
+        # The first pass allocates the zero arrays that low-bit weights share.
         zero_bytes = low_bits.nbytes - low_bits.array_bytes if low_bits else 0
         weight_bytes.append(zero_bytes + parameter_bytes(model))
         for bits in KV_BITS.values():
@@ -175,12 +177,13 @@ def _shape_of(skeleton: ModelSkeleton) -> _ModelShape:
 
 
 def _scans(model: Any) -> Iterator[Callable[[int], int]]:
-    """Yield a function for each recurrent layer that maps the tokens of a pass to array elements. Measured.
+    """Yield a function for each recurrent layer that maps the tokens in a pass to array elements in memory.
 
-    The dimensions of a layer are inferred from the shapes of its states. Some layers have only a convolution.
+    Infers each layer's dimensions from the shapes of its states. Some layers have only a convolution. The
+    factors were determined experimentally.
     """
     for states in trace_one_token(model)[1].states:
-        # The state of a convolution has shape [1, tokens, channels], with fewer tokens than channels.
+        # Convolution states have shape [1, tokens, channels], with fewer tokens than channels.
         convolved = [array.shape for array in states if array.ndim == 3 and array.shape[1] < array.shape[2]]
         kernel_tokens = 1 + max((shape[1] for shape in convolved), default=0)
         heads = head_size = state_size = copies = 0
@@ -196,14 +199,14 @@ def _scans(model: Any) -> Iterator[Callable[[int], int]]:
 
 
 def _scan_elements(row: int, heads: int, head_size: int, state_size: int, copies: int, rows: int) -> int:
-    """Return the maximum number of array elements in memory while a recurrent layer computes `rows`."""
+    """Return the peak number of array elements in memory while a recurrent layer computes `rows` tokens."""
     if copies:
         return rows * (row + copies * heads * head_size * state_size)
     return rows * row + 3 * heads * max(rows * rows, state_size * (head_size + rows))
 
 
 def _cache_sizes(model: Any, bits: int | None) -> _CacheSizes:
-    """Return a function that maps a context length in tokens to the sizes of the full caches."""
+    """Return a function that maps a context length in tokens to the full cache sizes."""
     from edgespec.backends.mlx.attention_cache import cache_rows
 
     _, memory = trace_one_token(model, bits)

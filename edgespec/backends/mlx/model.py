@@ -1,4 +1,4 @@
-"""Implementation of `LanguageModel` for MLX, including self-drafting with the model's own weights."""
+"""`LanguageModel` implementation for MLX, including self-drafting with the model's own weights."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ __all__ = ["MlxModel"]
 
 
 class MlxModel(BaseModel):
-    """A loaded MLX model. It checks the arguments of each call, and a `PassRunner` runs the passes.
+    """A loaded MLX model. Checks the arguments of each call, and runs passes with a `PassRunner`.
 
     Attributes:
         rounding: Machine epsilon of the model's compute data type.
         caches: The caches of all layers.
-        partial_models: Factory for the partial models that are used for self-drafting.
+        partial_models: Factory for the partial models used for self-drafting.
         kv_bytes_for: Function that maps a context length in tokens to the size of the full caches in bytes.
             Raises MemoryBudgetError if they do not fit in memory.
     """
@@ -67,7 +67,7 @@ class MlxModel(BaseModel):
         self._fingerprint = f"{facts.architecture} {facts.quantisation} {kv_bits} {_weights_crc(self._net)}"
         self.kv_bytes_for: Callable[[int], int] = lambda _: 0  # Set by `loading` after the probe.
         self.partial_models = PartialModelFactory(self._net, self._runner.layout, loaded.skeleton.low_bits)
-        # The checkpoint, tokens and result of the last scored pass of the whole model.
+        # Checkpoint, tokens and result of the last pass of the full model that was scored.
         self._scored: tuple[CacheCheckpoint, tuple[int, ...], NDArray[np.uint32]] | None = None
         self._batch_tokens = prefill_batch_tokens(options)
 
@@ -88,12 +88,12 @@ class MlxModel(BaseModel):
         return self._runner.verify(tree, first)
 
     def draft(self, partial_model: PartialModel, tree: TokenTree, first: int) -> DeviceLogits:
-        """Run a draft pass with a partial model. The next call of the target discards the drafted tokens."""
+        """Run a draft pass with a partial model. The next call to the target discards the drafted tokens."""
         self._check_pass(tree)
         return self._runner.draft(partial_model, tree, first)
 
     def _check_pass(self, tree: TokenTree) -> None:
-        """Check the arguments of `verify`. If they are invalid, discard the uncommitted tokens and raise."""
+        """Check the arguments of `verify`. If they are invalid, discard uncommitted tokens and raise."""
         name, capabilities = self.facts.name, self.facts.capabilities
         try:
             self._check(tree.width)
@@ -134,7 +134,7 @@ class MlxModel(BaseModel):
         return HiddenStateHooks(self._net)
 
     def checkpoint(self) -> CacheCheckpoint:
-        """Discard the uncommitted tokens, and return a checkpoint for `rewind` without copying any arrays."""
+        """Discard uncommitted tokens, and return a checkpoint for `rewind`. Does not copy any arrays."""
         self.end_round()
         return self.caches.checkpoint()
 
@@ -142,13 +142,13 @@ class MlxModel(BaseModel):
         """Roll the caches back to a checkpoint.
 
         Raises:
-            CapabilityError: The cache of a layer with a sliding window has dropped rows that are needed.
+            CapabilityError: A sliding-window cache has already dropped required rows.
         """
         self.end_round()
         if not self.caches.can_restore(checkpoint.length):
             raise CapabilityError(
                 f"{self.facts.name} cannot roll back {self.length - checkpoint.length} tokens",
-                "compute them again",
+                "process them again",
             )
         self.caches.restore(checkpoint)
         self._runner.committed = checkpoint
@@ -169,7 +169,7 @@ class MlxModel(BaseModel):
         self._runner.committed = self.caches.checkpoint()
 
     def resize(self, context_tokens: int) -> None:
-        """Set the maximum context length. No memory is allocated yet, because the caches grow when needed."""
+        """Set the maximum context length. Allocates no memory, because the caches grow on demand."""
         self._check_size(context_tokens)
         self._runner.end_round()
         kv_bytes = self.kv_bytes_for(context_tokens)
@@ -216,17 +216,17 @@ class MlxModel(BaseModel):
         return float(np.mean(partial_best == self._scored[2]))
 
     def measure_exits(self, tokens: Sequence[int], first: int = 0) -> tuple[dict[int, float], list[int], int]:
-        """Measure how often each early exit predicts the same token as the full model.
+        """Measure how often each early exit agrees with the full model on the next token.
 
-        The tokens follow the cached tokens. They are not added to the cache.
+        The tokens are processed after the cached ones, but not added to the cache.
 
         Args:
             tokens: 64 to 256 tokens of ordinary text. They must fit in the context.
             first: Index of the first token to compare.
 
         Returns:
-            The share of equal predictions (0 to 1) keyed by exit layer, the size of each layer in bytes, and
-            the size in bytes of the weights that a pass reads after the last layer.
+            The agreement rate (0 to 1) keyed by exit layer, the size of each layer in bytes, and the size in
+            bytes of the weights that a pass reads after the last layer.
 
         Raises:
             CapabilityError: The model has no early exits.
@@ -261,7 +261,7 @@ class MlxModel(BaseModel):
         release_thread_state()
 
     def end_round(self) -> None:
-        """Discard all uncommitted tokens."""
+        """Discard uncommitted tokens."""
         self._check(0)
         self._runner.end_round()
 
@@ -271,10 +271,10 @@ class MlxModel(BaseModel):
 
 
 class MlxSelfDraftView(SelfDraftView[MlxModel]):
-    """Draft model that is part of its target. It runs a partial model and uses the target's caches.
+    """Draft model that is part of its target: a partial model that shares the target's caches.
 
     Attributes:
-        facts: Facts of the target, but `weight_bytes` contains only the weights added for drafting.
+        facts: Facts of the target, except that `weight_bytes` counts only the weights added for drafting.
     """
 
     def __init__(self, target: MlxModel, partial_model: PartialModel) -> None:
@@ -306,6 +306,6 @@ class MlxSelfDraftView(SelfDraftView[MlxModel]):
 
 
 def _weights_crc(net: Any) -> int:
-    """Return a checksum over the first elements of each weight, to tell models apart."""
+    """Return a checksum of the first elements of each weight, to tell models apart."""
     few = [weight.reshape(-1)[:8].astype(mx.float32) for _, weight in named_arrays(net.parameters())]
     return zlib.crc32(np.array(mx.concatenate(few)).tobytes())

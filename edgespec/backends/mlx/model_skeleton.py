@@ -1,4 +1,4 @@
-"""Create a model from its configuration, with lazy weights whose data has not been read yet."""
+"""Create a model from its configuration, with lazy weights whose data is not read yet."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _OUT_OF_MEMORY = re.compile(
     r"unable to allocate|out of memory|maximum allowed buffer|bad_alloc", re.IGNORECASE
 )
 _DENSE_NAMES = {"F16": "float16", "BF16": "bfloat16", "F32": "float32"}
-# Maximum number of characters of an exception's text in an error message.
+# Maximum length of an exception's text in an error message.
 _MAX_DETAIL_CHARACTERS = 300
 
 
@@ -46,7 +46,7 @@ class WeightSizes(NamedTuple):
     """Sizes used to decide whether to widen 16-bit weights to float32.
 
     Attributes:
-        tensor_bytes: Size of all weights as stored, plus the memory added by low-bit weights, in bytes.
+        tensor_bytes: Size of all weights as stored, plus the memory that low-bit weights add, in bytes.
         half_bytes: Size of the 16-bit weights, in bytes.
         kv_elements_per_token: Number of array elements in the KV caches per token.
         trained_context_tokens: Context length that the model was trained for; 0 if unknown.
@@ -60,8 +60,8 @@ class WeightSizes(NamedTuple):
     def widens(self, options: LoadOptions) -> bool:
         """Return whether to widen 16-bit weights to float32.
 
-        On a CPU, mlx multiplies quantised weights 9 to 40 times faster in float32 (measured). We therefore
-        widen the weights on a CPU if the widened weights and the full context fit in memory.
+        On a CPU, mlx multiplies quantised weights 9 to 40 times faster in float32 (determined
+        experimentally), so we widen the weights if they and the full context then still fit in memory.
         """
         if not runs_on_cpu():
             return False
@@ -73,15 +73,15 @@ class WeightSizes(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ModelSkeleton:
-    """A model with lazy weights, of which only the configuration and the file headers have been read.
+    """A model with lazy weights, built from its configuration and file headers alone.
 
     Attributes:
         model: An mlx `nn.Module`.
         config: The contents of config.json.
         parameters: Number of parameters.
-        quantisation: Quantisation or data type of most weights.
-        vocab_size: Number of logits per token, which may exceed the number of tokens.
-        low_bits: Weights that can be read with fewer bits, or None if they were not requested.
+        quantisation: Quantisation, or else data type, of most weights.
+        vocab_size: Number of logits per token, which can exceed the tokenizer's vocabulary.
+        low_bits: Weights that can be read at reduced precision, or None if they were not requested.
     """
 
     model: Any = field(repr=False)
@@ -97,7 +97,7 @@ class ModelSkeleton:
 def read_skeleton(path: str, name: str, options: LoadOptions) -> ModelSkeleton:
     """Create the model in a folder with lazy weights.
 
-    Of the options, only the adapter, `low_bits` and the memory limit are used.
+    Uses only the adapter, `low_bits` and the memory limit from `options`.
 
     Raises:
         ModelFileError: The folder does not contain a model, or the model is damaged or unsupported.
@@ -117,12 +117,12 @@ def read_skeleton(path: str, name: str, options: LoadOptions) -> ModelSkeleton:
     if not by_dtype:
         raise ModelFileError(f"{files[0]} contains no tensors", "download the model again")
     check_weights_fit(name, by_dtype.total(), options)
-    # Some architectures print messages to stdout. Redirect them, because stdout is reserved for results.
+    # Some architectures print to stdout, which is reserved for results.
     with translate_load_errors(path), contextlib.redirect_stdout(sys.stderr):
         _check_architecture(folder, config)
         model, config = mlx_lm_utils().load_model(folder, lazy=True)
-    # mlx-lm initialises all layers with random weights that are never used. Evaluating the random state frees
-    # the graph of these weights.
+    # mlx-lm initialises all layers with random weights, which are never used. Evaluating the random state
+    # frees their graph.
     mlx_core().eval(mlx_core().random.state)
     if adapter is not None:
         with translate_load_errors(adapter):
@@ -144,8 +144,8 @@ def read_skeleton(path: str, name: str, options: LoadOptions) -> ModelSkeleton:
 
 
 def _read_config(folder: Path) -> dict[str, Any]:
-    """Read config.json in a model folder. Raises ModelFileError if files are missing or unsupported."""
-    # `edgespec plan` also reads models that are not on this machine, whose tokenizers are not downloaded.
+    """Read a model folder's config.json. Raise ModelFileError if files are missing or unsupported."""
+    # The tokenizer is optional, because `edgespec plan` does not download it.
     if missing := [name for name in missing_files(folder) if name != "tokenizer.json"]:
         raise ModelFileError(f"{folder} has no {', '.join(missing[:3])}", "download the model again")
     config = read_json_object(folder / "config.json")
@@ -162,7 +162,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
 
 
 def _adapter_file(folder: Path) -> Path:
-    """Return the weight file of an mlx-lm adapter. Raises ModelFileError if the folder contains none."""
+    """Return the weight file of an mlx-lm adapter. Raise ModelFileError if the folder contains none."""
     weights = folder / "adapters.safetensors"
     if (folder / "adapter_model.safetensors").exists() and not weights.exists():
         raise ModelFileError(
@@ -186,7 +186,7 @@ def _install_low_bits(model: Any) -> LowBitWeights:
 def _check_architecture(folder: Path, config: dict[str, Any]) -> None:
     """Raise ModelFileError if mlx-lm does not support the architecture."""
     if re.fullmatch(r"[\w-]+", config["model_type"]):
-        # mlx-lm's implementation of OLMo calls exit() if its library is missing.
+        # mlx-lm's OLMo implementation calls exit() if its library is missing.
         with contextlib.suppress(ValueError, AttributeError, SystemExit):
             mlx_lm_utils()._get_classes(config)
             return
@@ -199,12 +199,12 @@ def _check_architecture(folder: Path, config: dict[str, Any]) -> None:
 
 
 def parameter_bytes(module: Any) -> int:
-    """Return the size of all parameters of an mlx module in bytes."""
+    """Return the total size of an mlx module's parameters in bytes."""
     return sum(array.nbytes for _, array in named_arrays(module.parameters()))
 
 
 def named_arrays(tree: Any) -> list[tuple[str, Any]]:
-    """Return all mlx arrays in a tree of modules, lists and dicts, with their dotted names."""
+    """Return all mlx arrays in a tree of modules, lists and dicts, with their dotted paths."""
     from mlx.utils import tree_flatten
 
     leaves: Any = tree_flatten(tree)
@@ -213,7 +213,7 @@ def named_arrays(tree: Any) -> list[tuple[str, Any]]:
 
 @contextlib.contextmanager
 def translate_load_errors(path: str) -> Iterator[None]:
-    """Translate exceptions of the file system, mlx, mlx-lm and transformers to one-line EdgespecErrors."""
+    """Translate file system, mlx, mlx-lm and transformers exceptions into one-line EdgespecErrors."""
     try:
         yield
     except EdgespecError:
@@ -235,10 +235,10 @@ def translate_load_errors(path: str) -> Iterator[None]:
 
 
 def _describe_quantisation(model: Any, config: dict[str, Any], by_dtype: Counter[str]) -> str:
-    """Return the quantisation, or else the data type, of most weights."""
+    """Return the quantisation of most weights, or their data type if they are not quantised."""
     kinds: Counter[str] = Counter()
     for module in model.modules():
-        # An mlx module is a dict of arrays. Only quantised modules have both a weight and scales.
+        # mlx modules are dicts of arrays. Only quantised ones have both a weight and scales.
         if "scales" in module and "weight" in module:
             mode = getattr(module, "mode", "affine")
             kind = mode if mode != "affine" else f"{module.bits}-bit affine, group {module.group_size}"
@@ -252,7 +252,7 @@ def _describe_quantisation(model: Any, config: dict[str, Any], by_dtype: Counter
 
 
 def trace_one_token(model: Any, kv_bits: int | None = None) -> tuple[int, LayerCaches]:
-    """Build the graph of a pass over one token without evaluating it.
+    """Build the graph of a one-token pass without evaluating it.
 
     Returns:
         The number of logits per token, and the caches after the pass.
@@ -266,7 +266,7 @@ def trace_one_token(model: Any, kv_bits: int | None = None) -> tuple[int, LayerC
 
 
 def _kv_elements(caches: LayerCaches) -> int:
-    """Return the number of array elements in the KV caches per token."""
+    """Return the number of array elements per token in the KV caches."""
     arrays = named_arrays([cache.state for cache in (*caches.attention, *caches.unsupported)])
     # Cached keys and values have shape [batch, heads, tokens, size].
     return sum(array.shape[1] * array.shape[3] for _, array in arrays if array.ndim == 4)

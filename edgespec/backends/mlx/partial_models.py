@@ -1,7 +1,7 @@
-"""Partial models, which let a target draft for itself with fewer layers or lower precision.
+"""Partial models, which let a target draft for itself with fewer layers or at lower precision.
 
-A partial model changes the target only while the graph of a draft pass is built. Draft passes append rows to
-the target's caches. These rows are never committed, and are discarded before the draft is verified.
+A partial model changes the target only while the graph of a draft pass is being built. Draft passes append
+rows to the target's caches, which are never committed and are discarded before the draft is verified.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ SELF_DRAFT_NAMES: dict[type[SelfDraft], str] = {
 
 
 class PartialModel:
-    """A draft model that consists of some of the target's weights and uses the target's caches.
+    """A draft model that consists of a subset of the target's weights and shares its caches.
 
     Attributes:
-        description: Description of the difference from the target, for people.
-        extra_bytes: Size of the weights that are loaded only for this model, in bytes.
+        description: User-facing description of how it differs from the target.
+        extra_bytes: Size of the weights loaded only for this model, in bytes.
         run_ahead: Whether to launch the next draft step early. See `LanguageModel.run_ahead`.
     """
 
@@ -51,18 +51,18 @@ class PartialModel:
         return self._activate()
 
     def background_arrays(self) -> list[mx.array]:
-        """Return the arrays of the last draft pass that later passes need."""
+        """Return the arrays from the last draft pass that later passes need."""
         return []
 
     def end_round(self) -> None:
-        """Discard the data stored for the current tree."""
+        """Discard data stored for the current tree."""
 
 
 class EarlyExitModel(PartialModel):
-    """Partial model that runs only the first layers and the output head (LayerSkip, arXiv 2404.16710).
+    """Partial model that runs only the lower layers and the output head (LayerSkip, arXiv 2404.16710).
 
-    It stores the hidden states after the exit layer, so that the verify pass can continue from them instead
-    of computing the lower layers again.
+    Stores the hidden states after the exit layer, so that the verify pass can resume from them instead of
+    running the lower layers again.
     """
 
     def __init__(self, layers: LayerList, exit_layer: int) -> None:
@@ -81,7 +81,7 @@ class EarlyExitModel(PartialModel):
     def active(self, first: int) -> Iterator[None]:
         with self._activate():
             yield
-        # A pass that was launched early and then discarded may have stored states for the same nodes.
+        # A discarded early pass can have stored states for the same nodes.
         self._states = [(node, states) for node, states in self._states if node < first]
         assert self._first_skipped.last_input is not None
         self._states.append((first, self._first_skipped.last_input))
@@ -94,11 +94,11 @@ class EarlyExitModel(PartialModel):
         self._states = []
 
     def exit_states(self, count: int) -> mx.array:
-        """Return the hidden states [1, count, size] of the first `count` tree nodes after the exit layer."""
+        """Return the hidden states [1, count, size] of the first `count` nodes after the exit layer."""
         return mx.concatenate([states for _, states in self._states], axis=1)[:, :count]
 
     def resumed_from(self, states: mx.array) -> AbstractContextManager[None]:
-        """Return a context manager inside which passes start after the exit layer with the given states."""
+        """Return a context manager inside which passes resume after the exit layer with `states`."""
         return self._list.replaced(self._list.resumed_at(self._exit_layer, states))
 
 
@@ -112,10 +112,10 @@ def _low_precision(low_bits: LowBitWeights, layout: PassLayout, method: LowBit) 
 
 
 class PartialModelFactory:
-    """Factory for the partial models of one loaded model.
+    """Factory for the partial models of a loaded model.
 
     Attributes:
-        low_bits: Weights that can be read with fewer bits, or None if the model was loaded without them.
+        low_bits: Weights that can be read at reduced precision, or None if the model was loaded without them.
         unavailable: Reasons why self-draft methods are unavailable, keyed by method name.
     """
 
@@ -130,10 +130,10 @@ class PartialModelFactory:
         return len(LayerList(self._net).layers)
 
     def layer_bytes(self) -> tuple[list[int], int]:
-        """Return the size of each layer, and of the weights that a pass reads after the last layer, in bytes.
+        """Return the sizes in bytes of each layer, and of the weights that a pass reads after the last one.
 
-        If the model has a separate output head, the embedding table is not counted, because a pass reads
-        only a few of its rows.
+        Does not count the embedding table if the output head is separate, because a pass then reads only a
+        few of its rows.
         """
         layers = [parameter_bytes(layer) for layer in LayerList(self._net).layers]
         modules = (one for _, one in self._net.named_modules() if type(one).__name__.endswith("Embedding"))
@@ -150,21 +150,21 @@ class PartialModelFactory:
             )
 
     def create(self, method: SelfDraft, name: str) -> PartialModel:
-        """Create the partial model of a self-draft method, without checking whether the model supports it.
+        """Create the partial model for a self-draft method, without checking whether the model supports it.
 
         Args:
             method: The self-draft method.
             name: Model name for error messages.
 
         Raises:
-            CapabilityError: The model does not store its layers in a single list, or `method` specifies a
+            CapabilityError: The model does not store its layers in a single list, or `method` names a
                 separate copy of the weights.
-            OptionError: The model has no such layers.
+            OptionError: The model does not have the layers that `method` names.
         """
         if isinstance(method, LowBit):
             if method.copy is not None:
                 raise CapabilityError(
-                    f"{name} stores both precisions itself and does not accept a copy", "omit the copy"
+                    f"{name} already stores both precisions, so it cannot use a copy", "omit the copy"
                 )
             assert self.low_bits is not None
             activate = partial(_low_precision, self.low_bits, self._layout, method)

@@ -1,4 +1,4 @@
-"""Token positions and attention masks of a pass, for both chains and token trees."""
+"""Token positions and attention masks for passes over chains and token trees."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["PassLayout", "install_tree_ropes"]
 
 @dataclass
 class PassLayout:
-    """Positions of the tokens in the next pass, and which tokens they attend to.
+    """Positions of the tokens in the next pass, and the tokens that they attend to.
 
     The tokens form a chain or part of a token tree. All caches and rotary embeddings of a model share one
     layout, which `PassRunner` updates before each pass.
@@ -24,11 +24,11 @@ class PassLayout:
     Attributes:
         round_start: Number of cached tokens before the chain or tree.
         offsets: Position of each token in the pass, or None for a chain, whose positions are consecutive.
-        known: Position of each tree node in this pass and in earlier passes over the same tree.
+        known: Position of each tree node in this and earlier passes over the same tree.
         visible: For each token in the pass, whether it attends to each tree node.
-        window: Method whose `sink_tokens` and `window_tokens` limit what full-attention layers attend to. If
-            None, they attend to all cached tokens.
-        scratch: Whether the pass must not store its keys and values in the caches.
+        window: Method whose `sink_tokens` and `window_tokens` limit which tokens full-attention layers attend
+            to. If None, they attend to all cached tokens.
+        scratch: Whether the pass leaves its keys and values out of the caches.
     """
 
     round_start: int = 0
@@ -43,13 +43,13 @@ class PassLayout:
         self.round_start, self.offsets = round_start, None
 
     def set_tree(self, round_start: int, parents: Sequence[int], depths: Sequence[int], first: int) -> None:
-        """Prepare a pass over the nodes of a tree, without the first `first` nodes of earlier passes.
+        """Prepare a pass over a tree's nodes from index `first` onwards.
 
         Args:
             round_start: Position of the root token.
             parents: Index of each node's parent; -1 for the root.
             depths: Depth of each node; 0 for the root.
-            first: Index of the first node in the pass.
+            first: Index of the first node in the pass. Earlier passes processed the nodes before it.
         """
         self.round_start = round_start
         self.known = [round_start + depth for depth in depths]
@@ -64,7 +64,7 @@ class PassLayout:
         """Return the mask for a tree pass, bool [tokens, keys]: True where a token attends to a key.
 
         Args:
-            before: Positions of the keys before the tree, int [1, n]. The keys of the tree come after them.
+            before: Positions of the keys before the tree, int [1, n]. The tree's keys follow them.
             window: Size of the layer's sliding window in tokens, or None for full attention.
         """
         assert self.offsets is not None
@@ -77,10 +77,10 @@ class PassLayout:
 
 
 class _TreeRope:
-    """Wrapper of a rotary embedding that supports a separate position for each token in a tree.
+    """Rotary embedding wrapper that supports a separate position for each token in a tree.
 
-    `mx.fast.rope` accepts one offset per sequence of a batch, so each token is treated as a sequence. This
-    wrapper is not an `nn.Module`, so that mlx does not treat it as a layer with weights.
+    `mx.fast.rope` accepts one offset per sequence in a batch, so each token is treated as a sequence. Not an
+    `nn.Module`, because it has no weights of its own.
     """
 
     def __init__(self, rope: Any, layout: PassLayout) -> None:
@@ -105,7 +105,7 @@ class _TreeRope:
 
 
 def install_tree_ropes(model: Any, layout: PassLayout) -> None:
-    """Wrap all rotary embeddings of a model, so that they use the positions in `layout`."""
+    """Wrap all of a model's rotary embeddings to use the positions in `layout`."""
     for _, module in model.named_modules():
         for name, part in list({**vars(module), **module}.items()):
             kind = type(part).__name__.lower()

@@ -23,8 +23,8 @@ from edgespec.errors import BackendError, CapabilityError
 
 __all__ = ["PassRunner"]
 
-# Number of committed tokens after which the buffers that MLX keeps for reuse are released. Caches allocate
-# this number of rows at a time.
+# Release MLX's freed buffers each time this many tokens have been committed. Caches grow in steps of this
+# many rows, and each step frees the old buffers.
 _CLEAR_EVERY_TOKENS = 256
 
 
@@ -33,7 +33,7 @@ class _PrelaunchedPass(NamedTuple):
 
     Attributes:
         known: All tokens of the chain except the last.
-        source: Logits whose best token is the last token of the chain. It may not have been computed yet.
+        source: Logits whose best token is the chain's last token, possibly not computed yet.
         logits: Logits of the pass.
         before: Checkpoint of the caches before the pass.
     """
@@ -45,19 +45,19 @@ class _PrelaunchedPass(NamedTuple):
 
 
 class PassRunner:
-    """Run passes of one model, and commit or discard the rows that they append to its caches.
+    """Runs a model's passes, and commits or discards the rows that they append to its caches.
 
     Invariants:
 
-    - Every pass uses `_forward`, which runs tokens after the cached ones as described by the `PassLayout`.
+    - Every pass uses `_forward`, which runs tokens after the cached ones in the current `PassLayout`.
     - Every method starts its computation before it returns. MLX can evaluate an array only in the thread that
-      created it, and the next call may come from another thread.
-    - `committed` does not include rows of the current tree, or of early or interrupted passes.
-      `end_round` discards all of these rows before any new work.
+      created it, and the next call can come from another thread.
+    - `committed` excludes rows from the current tree, and from early or interrupted passes. `end_round`
+      discards all of these before any new work.
 
     Attributes:
-        context_tokens: Size of the context in tokens. Passes that would exceed it are not launched early.
-        committed: Checkpoint of the caches that contains only the committed tokens.
+        context_tokens: Context size in tokens. Passes that would exceed it are not launched early.
+        committed: Checkpoint of the caches that covers only committed tokens.
         run_ahead: Whether to launch the next step early. See `LanguageModel.run_ahead`.
         interrupted: Whether the model was interrupted. If so, no passes are launched early.
     """
@@ -73,10 +73,10 @@ class PassRunner:
         self.context_tokens = context_tokens
         self._max_width = max_width
         self._round = TreeBuilder()
-        # The partial model that drafts the current tree, if the model is drafting for itself.
+        # The partial model that is drafting the current tree, if the model drafts for itself.
         self._partial_model: PartialModel | None = None
         self._prelaunched: _PrelaunchedPass | None = None
-        # Runners of this model's target and of its draft model. Each is None unless the two are pipelined.
+        # The runners of this model's target and draft model. None unless the two are pipelined.
         self._target: PassRunner | None = None
         self._draft: PassRunner | None = None
         self._clear_at = _CLEAR_EVERY_TOKENS
@@ -88,7 +88,7 @@ class PassRunner:
         return self.committed.length
 
     def _forward(self, tokens: mx.array) -> mx.array:
-        """Run tokens [n] after the cached ones, and return their lazy logits [n, vocab] in float32."""
+        """Run tokens [n] after the cached ones, and return lazy float32 logits [n, vocab]."""
         with translate_errors("the model could not be run"):
             rows: mx.array = self._net(tokens[None], cache=self.caches.layers)[0]
         self.caches.length += tokens.size
@@ -97,17 +97,17 @@ class PassRunner:
         return rows.astype(mx.float32)
 
     def _forward_partial(self, tokens: mx.array, partial_model: AbstractContextManager[None]) -> mx.array:
-        """Run tokens [n] with a partial model, and return their lazy logits [n, vocab] in float32."""
+        """Run tokens [n] with a partial model, and return lazy float32 logits [n, vocab]."""
         with partial_model:
             rows = self._forward(tokens)
-        # Skipped layers append no rows to their caches, but the offsets of these caches increase as well.
+        # Skipped layers append no rows to their caches, but their offsets must advance as well.
         self.caches.set_offset(self.caches.length)
         return rows
 
     def best_tokens(
         self, tokens: Sequence[int], start: int, partial_model: AbstractContextManager[None]
     ) -> NDArray[np.uint32]:
-        """Return the most likely next token after each token, without changing any rows of the caches.
+        """Return the most likely next token after each token, without changing any cached rows.
 
         The first token is at position `start`. The pass runs inside the context manager `partial_model`.
         """
@@ -123,7 +123,7 @@ class PassRunner:
             self.end_round()
 
     def append(self, tokens: Sequence[int]) -> None:
-        """Run tokens and commit them. If MLX fails, commit none of them and raise BackendError."""
+        """Run tokens and commit them. If MLX fails, raise BackendError without committing any."""
         self.layout.set_chain(self.length)
         try:
             self._forward(mx.array(list(tokens)))
@@ -137,7 +137,7 @@ class PassRunner:
         mx.clear_cache()
 
     def verify(self, tree: TokenTree, first: int) -> DeviceLogits:
-        """Run a verify pass; see `LanguageModel.verify`. The caller ensures that the tree is supported."""
+        """Run a verify pass; see `LanguageModel.verify`. The caller must check that the tree is supported."""
         exit_states = self._end_draft(tree)
         prelaunched = self._take_prelaunched(tree, first)
         try:
@@ -154,9 +154,9 @@ class PassRunner:
             raise
 
     def draft(self, partial_model: PartialModel, tree: TokenTree, first: int) -> DeviceLogits:
-        """Run a draft pass with a partial model. The next call of the target discards the drafted tokens."""
+        """Run a draft pass with a partial model. The next call to the target discards the drafted tokens."""
         if first > 0 and partial_model is not self._partial_model:
-            raise BackendError("the target model has discarded the tree of this draft", "start a new tree")
+            raise BackendError("the target has discarded this draft's tree", "start a new tree")
         prelaunched = self._take_prelaunched(tree, first) if first > 0 else None
         try:
             if first == 0:
@@ -165,12 +165,12 @@ class PassRunner:
                 self._partial_model = partial_model
             self._round.extend(tree, first)
             return prelaunched.logits if prelaunched else self._logits(self._run(tree.tokens, first), first)
-        except BaseException:  # The stored hidden states may be incomplete.
+        except BaseException:  # The stored hidden states could be incomplete.
             self.end_round()
             raise
 
     def end_round(self) -> None:
-        """Discard all uncommitted tokens, and passes that were launched early."""
+        """Discard uncommitted tokens and early passes."""
         if self._partial_model:
             self._partial_model.end_round()
         self._partial_model = self._prelaunched = None
@@ -198,8 +198,8 @@ class PassRunner:
             self.clear()
 
     def commit(self, path: tuple[int, ...]) -> None:
-        """See `LanguageModel.commit`. Raises CapabilityError if a recurrent state must be truncated."""
-        if self._partial_model:  # The draft was not verified, so no token is kept.
+        """See `LanguageModel.commit`. Raise CapabilityError if that would truncate a recurrent state."""
+        if self._partial_model:  # The draft was not verified, so keep no tokens.
             self.end_round()
             return
         kept, prelaunched = [0, *path], self._prelaunched
@@ -215,20 +215,20 @@ class PassRunner:
             elif len(kept) < len(self._round):
                 if self.caches.recurrent:
                     raise CapabilityError(
-                        "a recurrent state cannot drop its last tokens", "rewind to a checkpoint instead"
+                        "cannot drop the last tokens from a recurrent state", "rewind to a checkpoint instead"
                     )
                 self.caches.rewind(self.length + len(kept))
             self.committed = self.caches.checkpoint()
         self._round = TreeBuilder()
 
     def _clear_buffers(self) -> None:
-        """Release the old buffers of caches that have grown, because MLX would keep them for reuse."""
+        """Release the old buffers of caches that have grown, which MLX would otherwise keep for reuse."""
         if self.length >= self._clear_at:
             mx.clear_cache()
             self._clear_at = self.length + _CLEAR_EVERY_TOKENS
 
     def _run(self, tokens: Sequence[int], first: int) -> mx.array:
-        """Run the nodes of the current tree from index `first` onwards, and return their lazy logits."""
+        """Run the current tree's nodes from index `first` onwards, and return their lazy logits."""
         self._set_layout(first)
         return self._pass(mx.array(list(tokens[first:])), first)
 
@@ -244,16 +244,16 @@ class PassRunner:
         return self._forward_partial(tokens, self._partial_model.active(first))
 
     def _start(self, rows: mx.array) -> None:
-        """Start computing the logits, and all arrays of this pass that later passes need."""
+        """Start computing this pass's logits, and all other arrays that later passes need."""
         states = self._partial_model.background_arrays() if self._partial_model else []
         self._start_states(rows.shape[0])
         start_evaluation(rows, *states, *(array for layer in self.caches.states for array in layer))
 
     def _start_states(self, width: int) -> None:
-        """Start computing the recurrent states of each layer with a separate call.
+        """Start computing the recurrent states, with a separate call for each layer.
 
-        With a single call for all layers, MLX would compute the states last and keep the inputs of all layers
-        in memory until then.
+        With a single call, MLX would compute the states last and keep all layers' inputs in memory until
+        then.
         """
         if width > 1:
             for layer in self.caches.states:
@@ -268,8 +268,8 @@ class PassRunner:
         """End drafting with a partial model, if any, and discard its tree.
 
         Returns:
-            If the partial model is an early-exit model, the model and its hidden states [1, nodes, size] for
-            the first nodes, as far as they are the same in the draft and in `tree`. Otherwise, None.
+            The early-exit model and its hidden states [1, nodes, size] for the leading nodes that the draft
+            and `tree` have in common, or None if the tree was not drafted by early exit.
         """
         partial_model = self._partial_model
         if partial_model is None:
@@ -278,7 +278,7 @@ class PassRunner:
         requested = zip(tree.tokens, tree.parents, strict=True)
         common = sum(takewhile(bool, map(eq, drafted, requested)))
         exit_states = None
-        # The verify pass can reuse the lower layers only if their cache rows remain. Without committed
+        # The verify pass can reuse the lower layers' work only if their cache rows remain. Without committed
         # tokens, `end_round` clears the caches.
         if isinstance(partial_model, EarlyExitModel) and common and self.length:
             exit_states = partial_model, partial_model.exit_states(common)
@@ -286,13 +286,13 @@ class PassRunner:
         return exit_states
 
     def _resume(self, tree: TokenTree, exit_model: EarlyExitModel, states: mx.array) -> mx.array:
-        """Verify a tree by running only the layers above an early exit.
+        """Verify a tree by running only the layers above an early exit layer.
 
-        `states` are the hidden states [1, nodes, size] of the first nodes after the exit layer.
+        `states` holds the first nodes' hidden states [1, nodes, size] after the exit layer.
         """
         known = states.shape[1]
         if known < tree.width:
-            # Run the lower layers for the remaining nodes. The logits of this pass are never evaluated.
+            # Run the lower layers for the remaining nodes. This pass's logits are never evaluated.
             self.caches.set_offset(self.length + known)
             self._set_layout(known)
             self._forward_partial(mx.array(list(tree.tokens[known:])), exit_model.active(known))
@@ -311,7 +311,7 @@ class PassRunner:
             draft._target = self
 
     def _prelaunch_next(self, token: mx.array, source: DeviceLogits) -> None:
-        """Launch this model's next step or its target's verify pass while `token` is being computed."""
+        """Launch this model's next step, or its target's verify pass, while `token` is being computed."""
         if self._partial_model.run_ahead if self._partial_model else self.run_ahead:
             self._prelaunch((), token, source)
         elif not self._partial_model and self._target and not len(self._target._round):
@@ -338,7 +338,7 @@ class PassRunner:
         self._prelaunched = _PrelaunchedPass(known, source, logits, before)
 
     def _take_prelaunched(self, tree: TokenTree, first: int) -> _PrelaunchedPass | None:
-        """Return the pass that was launched early if it matches the requested one. Otherwise, discard it."""
+        """Return the early pass if it matches the requested one. Otherwise, discard it and return None."""
         prelaunched, self._prelaunched = self._prelaunched, None
         if prelaunched:
             follows = first == len(self._round) and tree.is_chain
@@ -348,7 +348,7 @@ class PassRunner:
         return None
 
     def close(self) -> None:
-        """Free the weights and the caches. Remaining `DeviceLogits` can no longer launch passes."""
+        """Free the weights and caches. Existing `DeviceLogits` can no longer launch passes."""
         self._closed = True
         self.pipeline_with(None)
         if self._target:

@@ -1,8 +1,8 @@
-"""Test the capabilities of a loaded model with a few short passes.
+"""Test a loaded model's capabilities with a few short passes.
 
-mlx-lm has separate implementations of over a hundred architectures. Some ignore the attention mask, and some
-cannot process several tokens in one pass. We therefore enable a capability only if it produces the same
-logits as passes over single tokens, up to rounding errors.
+mlx-lm implements each of its 100+ architectures separately. Some ignore the attention mask, and some cannot
+process several tokens in one pass. We therefore enable a capability only if it produces the same logits as
+single-token passes, up to rounding errors.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from edgespec.errors import EdgespecError, ModelFileError
 
 __all__ = ["PROBE_TOKENS", "ProbeResult", "probe"]
 
-# Number of tokens used to test a model.
+# Number of tokens in a capability test.
 PROBE_TOKENS = 8
-# Differences between logits up to the larger of these two limits count as rounding errors: a number of
-# machine epsilons of the data type, and a fixed share. Both are relative to the largest logit, and chosen.
-# Rounding differs because the order of additions depends on the number of tokens in a pass. In float32, the
-# fixed share applies, because recurrent layers and quantised products are less precise than the data type.
+# Differences between logits count as rounding errors up to the larger of two limits, both relative to the
+# largest logit: this many machine epsilons of the data type, and a fixed share. Heuristics. Rounding differs
+# because the order of additions depends on the number of tokens in a pass. In float32, the fixed share
+# applies, because recurrent layers and quantised products are less precise than the data type.
 _MAX_EPSILONS, _MAX_LOGIT_SHARE = 32, 1e-3
 
 
 class ProbeResult(NamedTuple):
-    """Result of testing the capabilities of a model.
+    """Result of testing a model's capabilities.
 
     Attributes:
-        capabilities: Capabilities that produced correct logits.
+        capabilities: The capabilities that produced correct logits.
         rollback: Description of how rejected tokens are removed from the cache.
-        needs_replay: Whether a rollback has to restore a checkpoint and run the accepted tokens again.
+        needs_replay: Whether a rollback must restore a checkpoint and run the accepted tokens again.
         kv_bytes_for: Function that maps a context length in tokens to the size of the full caches in bytes.
         unavailable_self_drafts: Reasons why self-draft methods are unavailable, keyed by method name.
     """
@@ -52,10 +52,10 @@ class ProbeResult(NamedTuple):
 
 
 def probe(model: MlxModel) -> ProbeResult:
-    """Test all capabilities of a model. Its cache must be empty, and will be empty again afterwards.
+    """Test all of a model's capabilities. Its cache must be empty, and is left empty.
 
     Raises:
-        ModelFileError: The model cannot run passes over single tokens, or its logits are not finite.
+        ModelFileError: The model cannot run single-token passes, or its logits are not finite.
     """
     tokens = [(37 * i + 11) % model.vocabulary.size for i in range(PROBE_TOKENS)]
     try:
@@ -63,9 +63,7 @@ def probe(model: MlxModel) -> ProbeResult:
     except EdgespecError as error:
         raise ModelFileError(f"{model.facts.name} cannot be run: {error}", "choose another model") from error
     if not np.isfinite(steps).all():
-        raise ModelFileError(
-            f"{model.facts.name} produced logits that are not finite", "download the model again"
-        )
+        raise ModelFileError(f"{model.facts.name} produced non-finite logits", "download the model again")
     caches = model.caches
     kv_bytes_for, recurrent = caches.bytes_by_context(), bool(caches.recurrent)
     checks = _Checks(model, tokens, steps)
@@ -110,21 +108,22 @@ def _step(model: MlxModel, token: int) -> NDArray[np.float64]:
 
 
 class _Checks:
-    """Checks of a model's capabilities. Each returns a description of the problem, or an empty string.
+    """Capability checks, each of which returns a description of the problem or an empty string.
 
     Attributes:
-        supports_trees: Whether the model supports token trees. If so, self-drafting is tested with trees too.
+        supports_trees: Whether the model supports token trees. If so, self-drafting is also tested with
+            trees.
     """
 
     def __init__(self, model: MlxModel, tokens: list[int], steps: NDArray[np.float64]) -> None:
         self._model = model
         self._tokens = tokens
-        # Logits [tokens, vocab] after each token, computed by passes over single tokens.
+        # Logits [tokens, vocab] after each token, computed by single-token passes.
         self._steps = steps
         self.supports_trees = True
 
     def find_problem(self, check: Callable[[], str]) -> str:
-        """Run a check with an empty cache, and return its result or the error message."""
+        """Run a check with an empty cache, and return its result, or the error message if it raises."""
         self._model.truncate(0)
         try:
             return check()
@@ -163,7 +162,7 @@ class _Checks:
         return problem or self._differs("keeping one path of a tree", self._chain(5), [5])
 
     def hooks(self) -> str:
-        """Check that the output of each layer is the input of the next, and that hooks change no logits."""
+        """Check that each layer's output is the next one's input, and that hooks do not affect the logits."""
         hooks = self._model.hidden_state_hooks()
         with hooks.on(range(hooks.count)):
             logits = self._chain(0)
@@ -195,7 +194,7 @@ class _Checks:
         return self._self_draft(LowBit())
 
     def _self_draft(self, method: SelfDraft) -> str:
-        """Check that drafting with a partial model does not change the target's logits."""
+        """Check that drafting with a partial model leaves the target's logits unchanged."""
         model, subject = self._model, "drafting for itself"
         partial_model = model.partial_models.create(method, model.facts.name)
         model.truncate(0)
@@ -220,7 +219,7 @@ class _Checks:
         return self._model.verify(self._tree(indices, range(-1, len(indices))))
 
     def _tree(self, indices: Sequence[int], parents: Sequence[int]) -> TokenTree:
-        """Return a tree of the test tokens at `indices`, with the first of `parents` as their parents."""
+        """Return a tree of the test tokens at `indices`, using the first entries of `parents`."""
         count = len(indices)
         return TokenTree(
             tuple(self._tokens[index] for index in indices), tuple(parents[:count]), (None,) * count
@@ -229,12 +228,12 @@ class _Checks:
     def _differs(
         self, subject: str, logits: DeviceLogits, steps: Sequence[int], rows: Sequence[int] | None = None
     ) -> str:
-        """Compare logits with those of single-token passes.
+        """Compare logits with those from single-token passes.
 
         Args:
             subject: Description of the tested capability.
             logits: The logits to check.
-            steps: Index of the single-token pass that each row must equal.
+            steps: Index of the single-token pass that each row must match.
             rows: Rows to check. Defaults to all rows.
 
         Returns:

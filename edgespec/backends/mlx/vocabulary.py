@@ -1,7 +1,7 @@
-"""Vocabulary of an MLX model, with the same token bytes, control tokens and end tokens as in llama.cpp.
+"""MLX vocabularies, with the same token bytes, control tokens and end tokens as in llama.cpp.
 
-An MLX model and a GGUF model can draft for each other only if their vocabularies are the same. This module
-therefore reproduces the vocabulary that llama.cpp would use if the MLX model were converted to GGUF.
+MLX and GGUF models can draft for each other only if their vocabularies match. This module therefore
+reproduces the vocabulary that llama.cpp would use if the MLX model were converted to GGUF.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from edgespec.errors import BackendError, ClosedError, ModelFileError
 
 __all__ = ["MlxVocabulary"]
 
-# Tokens that end a reply in llama.cpp (llama-vocab.cpp, `special_eog_ids`), separated by spaces. The last two
-# lines are padding and file-separator tokens of code models.
+# Space-separated tokens that end a reply in llama.cpp (llama-vocab.cpp, `special_eog_ids`). The last two
+# lines are padding and file-separator tokens from code models.
 _END_TEXTS = """
 <|eot_id|> <|im_end|> <|end|> <|return|> <|call|> <|flush|> <|calls|> <end_of_turn> <|endoftext|> </s>
 <|eom_id|> <EOT> _<EOT> [EOT] [EOS] <|end_of_text|> <end_of_utterance> <eos> <turn|> <|tool_response>
@@ -32,20 +32,20 @@ _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 class MlxVocabulary:
-    """Thread-safe implementation of `Vocabulary` for MLX models."""
+    """Thread-safe `Vocabulary` implementation for MLX models."""
 
     def __init__(self, tokenizer: Any, vocab_size: int) -> None:
         """Create the vocabulary.
 
         Args:
             tokenizer: mlx_lm's TokenizerWrapper.
-            vocab_size: Number of logits per token. Ids that are not in the tokenizer are padding.
+            vocab_size: Number of logits per token. IDs missing from the tokenizer are padding.
 
         Raises:
             ModelFileError: The tokenizer has no tokens.
         """
         self.size = vocab_size
-        # Encoding changes a setting of the tokenizer (whether to parse control tokens), so it needs a lock.
+        # Encoding changes a tokenizer setting (whether to parse control tokens), so it needs a lock.
         self._lock = threading.Lock()
         vocab: dict[str, int] = tokenizer.get_vocab()
         if not vocab:
@@ -66,11 +66,11 @@ class MlxVocabulary:
         self._pieces: dict[int, bytes] = {}
 
     def tokenize(self, text: str, *, special: bool, start: bool) -> list[int]:
-        """Convert text to token ids. Raises BackendError if the model has no logit for one of the tokens."""
+        """Convert text to token IDs. Raise BackendError if the model has no logit for one of them."""
         text = text.encode("utf-8", "surrogatepass").decode("utf-8", "replace")
         tokens = self._encode(text, special)
         if special and any(token >= self.size for token in tokens):
-            # The model has no logit for one of the control tokens. Treat their text as ordinary text instead.
+            # The model has no logit for one of the control tokens, so treat them as ordinary text.
             tokens = self._encode(text, special=False)
         beyond = [token for token in tokens if token >= self.size]
         if beyond:
@@ -115,7 +115,7 @@ class MlxVocabulary:
         return token in self._end_tokens
 
     def _check_open(self) -> Any:
-        """Return the tokenizer. Raises ClosedError after `close`."""
+        """Return the tokenizer. Raise ClosedError after `close`."""
         tokenizer = self._tokenizer
         if tokenizer is None:
             raise ClosedError("the model is closed", "load it again")
@@ -159,7 +159,7 @@ def _end_tokens(tokenizer: Any, vocab: dict[str, int]) -> frozenset[int]:
 
 
 def _other_family_ends(vocab: dict[str, int]) -> set[int]:
-    """Return the tokens that end a reply in other model families, but not in this model's family."""
+    """Return the tokens that end a reply in other model families, but not in this model's."""
     texts = ""
     if {"<|return|>", "<|call|>"} <= vocab.keys() or {"<|calls|>", "<|flush|>"} <= vocab.keys():
         texts += "<|end|> "  # In the Harmony format, this token ends a message, but not the reply.
@@ -169,7 +169,7 @@ def _other_family_ends(vocab: dict[str, int]) -> set[int]:
 
 
 def _is_byte_level(tokenizer: Any) -> bool:
-    """Return whether the vocabulary represents bytes by characters, as in GPT-2."""
+    """Return whether the vocabulary represents bytes as characters, as GPT-2 does."""
     if not tokenizer.is_fast:
         return False
     backend = tokenizer.backend_tokenizer
@@ -177,7 +177,7 @@ def _is_byte_level(tokenizer: Any) -> bool:
 
 
 def _sentencepiece_bytes(text: str) -> bytes:
-    """Return the bytes of a token in a SentencePiece vocabulary."""
+    """Return the bytes of a SentencePiece token."""
     byte = _BYTE.fullmatch(text)
     return bytes([int(byte[1], 16)]) if byte else text.replace("▁", " ").encode()
 
@@ -193,7 +193,7 @@ def _byte_level_bytes(text: str) -> bytes:
 
 @cache
 def _byte_alphabet() -> dict[str, bytes]:
-    """Return the byte that each character in GPT-2's byte alphabet represents."""
+    """Return the byte for each character in GPT-2's byte alphabet."""
     from transformers.convert_slow_tokenizer import bytes_to_unicode
 
     return {character: bytes([byte]) for byte, character in bytes_to_unicode().items()}

@@ -54,7 +54,8 @@ class SuffixAutomaton:
         # For each state, the number of its occurrences and the end position of the latest one.
         self._counts, self._latest = array("i", [0]), array("i", [0])
         self._last = 0
-        # State of the last `_MAX_COUNTED_TOKENS` tokens, or of the whole sequence if it is shorter.
+        # Automaton state after the last `_MAX_COUNTED_TOKENS` tokens, or after the whole sequence if it is
+        # shorter, and the number of these tokens.
         self._near = self._near_length = 0
 
     @property
@@ -184,7 +185,7 @@ class SuffixAutomaton:
         total = sum([counts[t] for t in others.values()]) + counts[target]
         if across := self._step(state, SEPARATOR):
             total -= counts[across]
-        # States of short matches may have thousands of transitions, so do not sort the infrequent ones.
+        # States of short matches can have thousands of transitions, so do not sort the infrequent ones.
         enough = total * self._min_probability / 2
         branches = [(counts[t], latest[t], token, t) for token, t in others.items() if counts[t] >= enough]
         branches.append((counts[target], latest[target], label, target))
@@ -199,7 +200,7 @@ class SuffixAutomaton:
         return others.get(token, 0) if others is not None else 0
 
     def follow(self, match: tuple[int, int], tokens: Sequence[int]) -> tuple[int, int]:
-        """Update the longest match with the end of another sequence after `tokens` were appended to it.
+        """Update the longest match for the end of another sequence after appending `tokens` to it.
 
         A match consists of a state and a length of at most MAX_MATCH_TOKENS; (0, 0) if nothing matches. It
         becomes invalid when this automaton grows.

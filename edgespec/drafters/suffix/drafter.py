@@ -46,7 +46,7 @@ class SuffixCorpus:
     """Texts to draft from in addition to the current chat.
 
     Attributes:
-        index: Index of texts that do not change: the user's files and replies saved by earlier processes.
+        index: Index of static texts: the user's files and replies saved by earlier processes.
         recorder: Saves each prompt and reply when the next reply begins or when the drafter is closed. If it
             is set, the chats in this process also draft from each other.
     """
@@ -88,7 +88,8 @@ class SuffixDrafter(Drafter):
         self._other_match = 0, 0
         self._prompt: Sequence[int] = ()
         self._reply: list[int] = []
-        # New texts in the current chat. Other chats can draft from them as soon as this chat is left.
+        # New texts in the current chat. Other chats can draft from them once the drafter switches to another
+        # chat.
         self._chat_texts: list[Sequence[int]] = []
 
     def warm_up(self) -> None:
@@ -169,14 +170,14 @@ def draft_from_automaton(
 
 
 class IndexedSource:
-    """Drafts from texts that do not change. Caches drafts for contexts that occur often."""
+    """Drafts from static texts. Caches drafts for contexts that occur often."""
 
     def __init__(self, index: SuffixArray, config: SuffixConfig) -> None:
         self.index, self._config = index, config
         self._cached_grow = lru_cache(_MAX_CACHED_DRAFTS)(self._grow)
 
     def propose(self, last_tokens: Sequence[int], depth: int) -> ScoredDraft:
-        """Return the best draft after `last_tokens`, at most MAX_MATCH_TOKENS tokens."""
+        """Return the best draft after `last_tokens`, which holds at most MAX_MATCH_TOKENS tokens."""
         root = last_tokens[-1]
 
         def grow(max_tokens: int, matches: SuffixRange) -> ScoredDraft:

@@ -23,7 +23,7 @@ ContinuationLookup: TypeAlias = Callable[[Place], tuple[int, list[Continuation[P
 
 @dataclass(frozen=True, slots=True)
 class SuffixConfig:
-    """Limits for suffix drafts. The default sizes are those of ArcticInference's suffix decoding.
+    """Limits for suffix drafts. The default sizes match ArcticInference's suffix decoding.
 
     After a match of m tokens, at most `length_factor * m + length_offset` tokens are drafted.
 

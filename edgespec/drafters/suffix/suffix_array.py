@@ -23,7 +23,7 @@ _TOKEN = np.dtype(">i4")
 
 
 class SuffixArray:
-    """A suffix array of reversed texts. All occurrences of a match are next to each other in it.
+    """A suffix array of reversed texts, in which all occurrences of a match are adjacent.
 
     Positions are sorted by the preceding MAX_MATCH_TOKENS tokens with prefix doubling (Manber and Myers
     1990), which needs log2(MAX_MATCH_TOKENS) sorts of all n tokens. The index uses 8 bytes per token. A
@@ -104,7 +104,7 @@ class SuffixArray:
             count: Number of tokens per entry, at most MAX_CONTINUATION_TOKENS.
 
         Returns:
-            One row of `count` tokens per entry. If a text ends earlier, its row is filled up with separators.
+            One row of `count` tokens per entry. If a text ends earlier, its row is padded with separators.
         """
         low, high = matches
         if high - low == 1:
@@ -122,7 +122,7 @@ def _shared_tokens(a: bytes, b: bytes) -> int:
 
 
 def _sorted_positions(text: TokenArray) -> NDArray[np.int32]:
-    """Return all positions between two tokens, sorted by the preceding tokens, nearest token first."""
+    """Return each position that has a token on both sides, sorted by the reversed text before it."""
     rank = text.astype(np.int64) + 1
     # In byte order, the separator (-1) is the largest value, so rank it last.
     rank[text == SEPARATOR] = int(rank.max()) + 1

@@ -12,7 +12,7 @@ from edgespec.errors import VocabularyMismatchError
 __all__ = ["MappingKind", "VocabularyComparison", "compare_vocabularies"]
 
 # Minimum fraction of the target's tokens that must be shared for token ids to be translated. Otherwise, the
-# drafted text is tokenized again. This value is a heuristic.
+# drafted text is retokenized. This value is a heuristic.
 _MIN_TRANSLATED_FRACTION = 0.5
 # If a smaller fraction is shared, the user is warned that fewer drafted tokens will be accepted. This value
 # is a heuristic.

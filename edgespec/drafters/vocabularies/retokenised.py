@@ -1,4 +1,4 @@
-"""Draft with a model whose vocabulary differs, by tokenizing the text that it generates for the target."""
+"""Draft with a model whose vocabulary differs, by retokenizing its output for the target."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from edgespec.engine.tree import TokenTree
 
 __all__ = ["IncrementalRetokeniser", "RetokenisedDrafter"]
 
-# Number of preceding tokens to tokenize again together with the drafted text, because tokens may merge.
+# Number of preceding tokens to retokenize together with the drafted text, because tokens can merge.
 _CONTEXT_TOKENS = 8
 # Maximum number of uncached tokens to run within `propose` instead of in a separate prefill.
 _MAX_TOKENS_WITH_PROPOSAL = 16
-# Minimum and approximate maximum number of bytes at the end of the text to tokenize again whenever text is
-# appended, because their tokens may change. Both values are heuristics.
+# Minimum and approximate maximum number of bytes at the end of the text to retokenize whenever text is
+# appended, because their tokens can change. Both values are heuristics.
 _MIN_OPEN_BYTES, _MAX_OPEN_BYTES = 64, 256
 
 
@@ -199,10 +199,10 @@ class RetokenisedDrafter(BudgetedDrafter):
 
 
 class IncrementalRetokeniser:
-    """Converts a growing sequence of target tokens to draft model tokens, step by step.
+    """Incrementally converts a growing sequence of target tokens to draft model tokens.
 
     Control tokens split the text into parts that are tokenized separately. The tokens at the end of the last
-    part are open: they may change when text is appended. All earlier tokens are final.
+    part are open: they can change when text is appended. All earlier tokens are final.
 
     Attributes:
         tokens: All draft model tokens.
@@ -246,7 +246,7 @@ class IncrementalRetokeniser:
             self._finalize(tokens)
 
     def _finalize(self, open_tokens: list[int]) -> None:
-        """Mark tokens as final up to a space. If there is none, stop at any token far enough from the end."""
+        """Mark tokens as final up to a space or, if there is none, up to a token far enough from the end."""
         position, boundaries = 0, [(0, 0)]
         for count, token in enumerate(open_tokens):
             raw = self._translation.draft_token_bytes(token)

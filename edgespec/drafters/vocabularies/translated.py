@@ -18,7 +18,8 @@ from edgespec.engine.tree import TokenTree, TreeBuilder
 
 __all__ = ["TranslatedLogits", "TranslatedModel"]
 
-# Number of extra top tokens to request, because the target may lack some of the draft's best tokens.
+# Number of extra top tokens to request, because the target's vocabulary can lack some of the draft model's
+# best tokens.
 _EXTRA_TOKENS = 16
 
 
@@ -28,8 +29,8 @@ class TranslatedModel(WrappedModel):
     Implements token-level intersection (TLI, Timor et al. 2025, arXiv 2502.05202). A shared token is
     translated to one draft model token; other target tokens are spelled with several draft model tokens. The
     draft model's KV cache contains the beginning of the translated sequence, and missing tokens are run
-    before the next pass. Only shared tokens have logits. `run_ahead` has no effect, because the draft model's
-    best token may not exist in the target's vocabulary.
+    before the next pass. Only shared tokens have logits. `run_ahead` has no effect, because the target's
+    vocabulary might lack the draft model's best token.
 
     Args:
         model: The draft model.
@@ -140,7 +141,7 @@ class TranslatedModel(WrappedModel):
 
 
 class TranslatedLogits:
-    """The draft model's logits, indexed by target ids. Other tokens have probability 0.
+    """The draft model's logits, indexed by target ids. Tokens that are not shared have probability 0.
 
     Args:
         logits: The draft model's logits.
@@ -187,7 +188,7 @@ class TranslatedLogits:
     def above(self, row: int, margin: float) -> Candidates:
         tokens, values = self.top(row, 1)
         floor = values.max(initial=-np.inf) - margin
-        # The draft model measures margins from its largest logit, which may belong to a token that is not
+        # The draft model measures margins from its largest logit, which can belong to a token that is not
         # shared.
         _, best = self._logits.top(self._rows[row], 1)
         draft_margin = float(best.max(initial=-np.inf)) - floor

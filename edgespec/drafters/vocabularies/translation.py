@@ -12,13 +12,13 @@ from edgespec.backends.base import Vocabulary
 
 __all__ = ["ByteTokenizer", "TokenTranslation"]
 
-# Maximum number of draft tokens with which to spell a target token that the draft's vocabulary lacks. If more
-# are needed, only the last ones are kept.
+# Maximum number of draft tokens used to spell a target token that the draft's vocabulary lacks. If more are
+# needed, only the last ones are kept.
 MAX_SPELLING_TOKENS = 16
 
 
 class _TokenTable:
-    """Finds the token ids of texts and control tokens in one vocabulary.
+    """Looks up the ids of text and control tokens in one vocabulary.
 
     Attributes:
         text: First id of each text token.

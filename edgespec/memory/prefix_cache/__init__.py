@@ -1,6 +1,6 @@
 """Cache the KV states of earlier prompts and replies in memory and on disk.
 
-A prompt that begins with cached tokens does not have to be prefilled from the beginning again.
+A prompt that begins with cached tokens does not need to be prefilled from the beginning.
 """
 
 from edgespec.memory.prefix_cache.cache import PrefixCache, PrefixCacheUsage

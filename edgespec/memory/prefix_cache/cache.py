@@ -1,4 +1,4 @@
-"""Store the KV states of earlier sequences, and restore them for prompts with the same prefix."""
+"""Store the KV states of earlier sequences, and restore them for prompts that share a prefix."""
 
 from __future__ import annotations
 
@@ -19,27 +19,28 @@ from edgespec.memory.prefix_cache.store import SegmentStore
 
 __all__ = ["PrefixCache", "PrefixCacheUsage"]
 
-# Do not split off segments with fewer tokens. A heuristic: each file or copy has a fixed cost.
+# Minimum length of a segment to split off. A heuristic: each file or copy has a fixed cost.
 _MIN_SEGMENT_TOKENS = 64
-# Merge a last segment of up to this many tokens into the segment that continues it, so that a chat of many
-# short turns does not become many segments. A heuristic.
+# Merge a final segment of up to this many tokens into the segment that continues it, so that a chat of many
+# short turns does not turn into many segments. A heuristic.
 _MAX_MERGED_TOKENS = 256
-# Maximum fraction of the size limits that one sequence may use, as copies can exceed their estimated size.
+# Maximum fraction of the size limits for one sequence. Below 1, because copies can exceed their estimated
+# size.
 _MAX_SEQUENCE_SHARE = 0.95
 
 
 @dataclass(frozen=True, slots=True)
 class PrefixCacheUsage:
-    """Statistics on the size and use of the prefix cache.
+    """Statistics on the prefix cache's size and use.
 
     Attributes:
-        sequences: number of token sequences that can be continued from the cache.
+        sequences: number of token sequences that can be resumed from the cache.
         memory_bytes: memory currently used by segments.
         memory_limit_bytes: size limit in memory.
-        disk_bytes: disk space currently used by this model's segments, some of which may also be in memory.
-        disk_limit_bytes: size limit on disk for all models together.
+        disk_bytes: disk space currently used by this model's segments, including those also held in memory.
+        disk_limit_bytes: size limit on disk, shared by all models.
         hits: number of prompts that reused a cached prefix.
-        reused_tokens: total number of prompt tokens that were reused instead of read again.
+        reused_tokens: total number of prompt tokens reused instead of prefilled again.
         notice: user-facing reason why something is not cached, or an empty string.
     """
 
@@ -56,18 +57,18 @@ class PrefixCacheUsage:
 class PrefixCache:
     """The prefix cache of one model, which copies KV states out of the model's cache and back into it.
 
-    Use it only on the thread that runs the model. Other threads may use `store`. If storing or restoring
-    fails, no error is raised, because the model can always read the tokens again.
+    Use only on the thread that runs the model; other threads can use `store`. Failing to store or restore
+    raises no error, because the model can always prefill the tokens again.
 
     Args:
         model: the target.
         max_bytes: size limit in memory.
         disk: storage for segments on disk. If None, segments are kept only in memory.
-        reuse_costs: decides whether a copy saves time.
-        max_copied_bytes: maximum size of one copy, or None for no limit. A larger KV state is stored in
-            several segments, or not at all if the model can only copy it whole.
+        reuse_costs: determines whether a copy saves time.
+        max_copied_bytes: maximum size of one copy, or None for no limit. Larger KV states are split into
+            several segments, or not stored if the model can only copy them whole.
         available, reserve_bytes: see `SegmentStore`.
-        notice: user-facing reason why the cache differs from what the user asked for, or an empty string.
+        notice: user-facing reason why the cache differs from what was requested, or an empty string.
     """
 
     def __init__(
@@ -85,13 +86,13 @@ class PrefixCache:
         self.reuse_costs = reuse_costs
         self.hits = self.reused_tokens = 0
         self._model = model
-        # Whether the model can drop the last tokens from its cache without rerunning the others.
+        # Whether the model can drop the last tokens from its cache without rerunning the rest.
         self._can_truncate = model.facts.capabilities.partial_truncate
         self._max_copied_bytes = max_copied_bytes
         self.store = SegmentStore(max_bytes, disk, available, reuse_costs, reserve_bytes)
         self._notice = notice
         self._is_off = False
-        # The sequence in the model's cache at the time when the user deleted all cached prefixes.
+        # The sequence in the model's cache when the user deleted all cached prefixes.
         self._deleted: Tokens | None = None
 
     @property
@@ -100,7 +101,7 @@ class PrefixCache:
         return self.store.disk is not None and not self._is_off
 
     def add(self, tokens: Sequence[int], shared: int = 0) -> None:
-        """Store the model's KV state before truncation, if that is likely to save time later.
+        """Store the model's KV state before it is truncated, if that is likely to save time later.
 
         Args:
             tokens: all tokens in the model's cache.
@@ -123,7 +124,7 @@ class PrefixCache:
             self.store.enforce_limits()
 
     def _is_worth_storing(self, lost_tokens: int, copied_tokens: int) -> bool:
-        """Return whether `copied_tokens` fit, and copying them is faster than prefilling `lost_tokens`."""
+        """Return whether `copied_tokens` fit and copying them is faster than prefilling `lost_tokens`."""
         size_bytes = copied_tokens * self._bytes_per_token()
         least_tokens = min(copied_tokens, _MIN_SEGMENT_TOKENS) if self._can_truncate else copied_tokens
         return (
@@ -134,7 +135,7 @@ class PrefixCache:
 
     @property
     def _max_segment_bytes(self) -> float:
-        """Maximum size of one segment. If there is no disk storage, at most the size limit in memory."""
+        """Maximum size of one segment. Without disk storage, at most the size limit in memory."""
         limit = inf if self._max_copied_bytes is None else self._max_copied_bytes
         return min(limit, inf if self.store.disk else self.store.max_bytes)
 
@@ -154,7 +155,7 @@ class PrefixCache:
         return facts.max_kv_bytes / facts.max_context_tokens
 
     def _add(self, sequence: Tokens, base: Segment | None, shared: int) -> None:
-        """Store the tokens after `base`, and replace existing segments that the new one contains."""
+        """Store the tokens after `base`, replacing existing segments that the new one contains."""
         end = len(sequence)
         replaced: list[Segment] = []
         if not self._can_truncate:
@@ -183,14 +184,14 @@ class PrefixCache:
             self.store.remove(segment)
 
     def _segments_for(self, tokens: int) -> int:
-        """Return the number of segments needed to copy this many tokens."""
+        """Return the number of segments needed to hold this many tokens."""
         return max(1, ceil(tokens * self._bytes_per_token() / max(1, self._max_segment_bytes)))
 
     def _copy_segments(self, sequence: Tokens, parent: Segment | None) -> Segment | None:
-        """Copy the part of a sequence after `parent` from the model's cache, in as many segments as needed.
+        """Copy the part of a sequence after `parent` from the model's cache into as many segments as needed.
 
         Returns:
-            The last segment, or None if only the beginning fitted.
+            The last segment, or None if the whole part did not fit.
         """
         start = parent.end if parent else 0
         count = self._segments_for(len(sequence) - start)
@@ -219,12 +220,12 @@ class PrefixCache:
         return segment
 
     def branch_point(self, prompt: Sequence[int], cached: int) -> int:
-        """Return the position where a prompt diverges from a stored sequence, if a copy should be made there.
+        """Return the position where a prompt diverges from a stored sequence, if a copy is needed there.
 
-        Models that can truncate their cache need no such copy, because they can use any longer segment.
+        Models that can truncate their cache need no such copy, because they can truncate a longer segment.
 
         Args:
-            prompt: the tokens that are about to be read.
+            prompt: the tokens about to be prefilled.
             cached: number of prompt tokens that are already in the model's cache.
 
         Returns:
@@ -237,7 +238,7 @@ class PrefixCache:
         return shared if lost >= _MIN_SEGMENT_TOKENS and self._is_worth_storing(lost, shared) else 0
 
     def add_branch_point(self, tokens: Sequence[int]) -> None:
-        """Store the model's cache, which contains `tokens`, as a prefix shared by several sequences."""
+        """Store the model's cache, which holds `tokens`, as a prefix shared by several sequences."""
         sequence = np.array(tokens, np.int32)
         with self.store.lock:
             try:
@@ -250,7 +251,7 @@ class PrefixCache:
         """Return the segment that saves the most prefill, or None if no segment saves time.
 
         Args:
-            prompt: the tokens to read. The last one is always read again to compute its logits.
+            prompt: the tokens to prefill. The last one is always processed again to compute its logits.
             cached: number of prompt tokens that are already in the model's cache.
         """
         sequence = np.array(prompt[:-1], np.int32)
@@ -269,21 +270,21 @@ class PrefixCache:
             return segment if self.reuse_costs.saves_time(shared - cached, size_bytes) else None
 
     def restore(self, segment: Segment, prompt: Sequence[int], cached: int) -> int:
-        """Load the part of a stored sequence that the prompt shares into the model's cache.
+        """Load the part of a stored sequence that a prompt shares into the model's cache.
 
         Args:
             segment: the result of `find`.
-            prompt: the tokens to read.
+            prompt: the tokens to prefill.
             cached: number of prompt tokens that are already in the model's cache.
 
         Returns:
-            The number of prompt tokens that are now in the model's cache.
+            The number of prompt tokens now in the model's cache.
         """
         sequence = np.array(prompt[:-1], np.int32)
         with self.store.lock:
             chain = segment.chain()
             common = self._reusable(shared_tokens(segment.sequence(), sequence))
-            # Do not copy segments that are still in the model's cache.
+            # Skip segments that are still in the model's cache.
             ends = [part.end for part in chain if self._can_truncate and part.end <= min(cached, common)]
             length = max(ends, default=0)
             self._model.truncate(length)
@@ -308,7 +309,7 @@ class PrefixCache:
         return reusable_tokens(self._model.facts.capabilities, length)
 
     def _restore_segment(self, segment: Segment) -> bool:
-        """Append one segment to the model's cache. Remove the segment if it is unusable."""
+        """Append a segment to the model's cache. Remove the segment if it is unusable."""
         began = now()
         snapshot = self.store.read(segment)
         if snapshot is None or snapshot.start != self._model.length or snapshot.length != segment.end:
@@ -317,7 +318,7 @@ class PrefixCache:
         try:
             self._model.restore(snapshot)
         except (EdgespecError, MemoryError):
-            # The context may be smaller than before, or the snapshot may not match its header.
+            # The context could be smaller than before, or the snapshot might not match its header.
             self.store.remove(segment)
             return False
         self.reuse_costs.record_copy(segment.size_bytes, now() - began)
@@ -326,12 +327,12 @@ class PrefixCache:
         return True
 
     def _split(self, segment: Segment, at: int) -> None:
-        """Split a segment where another sequence diverges. The whole segment must be in the model's cache."""
+        """Split a segment where another sequence diverges. The model's cache must hold the whole segment."""
         if segment.start + _MIN_SEGMENT_TOKENS > at or at > segment.end - _MIN_SEGMENT_TOKENS:
             return
         sequence, children = segment.sequence(), segment.children
         try:
-            # A segment on disk may come from a run that allowed larger copies.
+            # A segment on disk can come from a run that allowed larger copies.
             copy = self._copy_segment if self._segments_for(len(segment.tokens)) == 1 else self._copy_segments
             first = copy(sequence[:at], segment.parent)
             last = first and copy(sequence, first)
@@ -341,7 +342,7 @@ class PrefixCache:
         if not (first and last and segment in self.store.tree):
             return
         first.is_branch_point = True
-        # The children's files stay valid, because the sequence before them has not changed.
+        # The children's files remain valid, because the sequence before them is unchanged.
         last.children += children
         segment.children = []
         for child in children:
@@ -358,12 +359,12 @@ class PrefixCache:
         return self._deleted is not None and np.array_equal(sequence, self._deleted)
 
     def _handle_failure(self, error: Exception) -> None:
-        """Disable the cache if the model cannot copy its KV state. Other failures may be temporary."""
+        """Disable the cache if the model cannot copy its KV state. Other failures could be temporary."""
         self._is_off = isinstance(error, BackendError | CapabilityError)
         self._notice = f"prefixes are not cached: {error}" if self._is_off else self._notice
 
     def sequences(self) -> list[Tokens]:
-        """Return all stored token sequences without duplicates."""
+        """Return all distinct stored token sequences."""
         with self.store.lock:
             return [segment.sequence() for segment in self.store.tree if not segment.children]
 

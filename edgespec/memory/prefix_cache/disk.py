@@ -1,8 +1,8 @@
-"""Store segments on disk in private files, one per segment, with a common quota for all models.
+"""Store segments on disk in private files, one per segment, with a quota shared by all models.
 
-A file identifies the model, its settings, the tokens and the sequence before them, and contains checksums.
-Files are validated when they are read. If a file does not match, it is ignored and the model reads the tokens
-again. Only one process writes at a time, and a file gets its final name only when it is complete.
+Each file identifies the model, its settings, the tokens and the sequence before them, and contains checksums.
+Files are validated when read. If one does not match, it is ignored and the model processes the tokens again.
+Only one process writes at a time, and a file gets its final name only once it is complete.
 """
 
 from __future__ import annotations
@@ -36,22 +36,22 @@ from edgespec.memory.prefix_cache.segments import Tokens
 __all__ = ["PrefixCacheDisk", "StoredSegment", "default_disk_bytes", "delete_cached_prefixes", "kept_folder"]
 
 _SUFFIX = ".kept"
-# Maximum time to wait for the lock before a write, and before all files are deleted. A heuristic: writes can
-# be skipped, but a deletion must not miss a file that is being written.
+# Maximum time to wait for the lock before writing a file and before deleting all files. A heuristic: writes
+# can be skipped, but a deletion must not miss a file that is being written.
 _LOCK_SECONDS, _CLEAR_LOCK_SECONDS = 1.0, 10.0
-# The modification time of this file records when all files were last deleted.
+# This file's modification time records when all files were last deleted.
 _CLEARED_MARK = "forgotten"
-# The default quota is 4 GiB, or a tenth of the free disk space if that is less. A heuristic.
+# The default quota is a tenth of the free disk space, up to 4 GiB. A heuristic.
 _DEFAULT_MAX_BYTES, _DEFAULT_SHARE = 4 * 2**30, 0.1
-# Added to the age of each file, so that age hardly matters for files used in the last 10 minutes.
+# Added to each file's age, so that age hardly matters for files used in the last 10 minutes.
 _FRESH_SECONDS = 600.0
 
 
 @dataclass(frozen=True, slots=True)
 class StoredSegment:
-    """Description of a segment's file, read from its header.
+    """A segment on disk, as described by its file's header.
 
-    `after` is the digest of the sequence before the segment, and empty at the beginning of a sequence.
+    `after` is the digest of the sequence before the segment, or empty at the start of a sequence.
     """
 
     name: str
@@ -63,12 +63,12 @@ class StoredSegment:
 
 
 def kept_folder() -> Path:
-    """Return the folder for all files. Each combination of model and settings has its own subfolder."""
+    """Return the folder that holds a subfolder for each combination of model and settings."""
     return data_folder() / "kept"
 
 
 def default_disk_bytes(folder: Path | None = None) -> int:
-    """Return the default disk quota. Existing files count as free space. Return 0 if that fails."""
+    """Return the default disk quota, counting existing files as free space, or 0 if that fails."""
     folder = folder or kept_folder()
     try:
         place = next(path for path in (folder, *folder.parents) if path.exists())
@@ -79,13 +79,13 @@ def default_disk_bytes(folder: Path | None = None) -> int:
 
 
 class PrefixCacheDisk:
-    """Manages the files of one model with specific settings. Errors are not raised but reported in `notice`.
+    """Manages the files of one model with specific settings. Reports errors in `notice` instead of raising.
 
     Args:
-        identity: digest of everything that affects the KV state besides the tokens, such as the weights, the
+        identity: digest of everything besides the tokens that affects the KV state, such as the weights, the
             backend and its version, number formats and kernels.
-        quota_bytes: size limit for the files of all models together. Defaults to `default_disk_bytes`.
-        folder: folder for the files of all models. Defaults to `kept_folder`.
+        quota_bytes: size limit shared by all models. Defaults to `default_disk_bytes`.
+        folder: folder for all models' files. Defaults to `kept_folder`.
     """
 
     def __init__(self, identity: str, quota_bytes: int | None = None, folder: Path | None = None) -> None:
@@ -97,7 +97,7 @@ class PrefixCacheDisk:
         self._cleared_ns = self._last_cleared_ns()
 
     def list_segments(self) -> list[StoredSegment]:
-        """Return this model's segments, parents first. Delete unusable files and those beyond the quota."""
+        """Return this model's segments, parents first. Delete files that are unusable or exceed the quota."""
         if self.used_bytes() > self.quota_bytes:
             with suppress(OSError, Timeout, NotImplementedError), _lock(self._root, _LOCK_SECONDS):
                 self._make_room(0, set())
@@ -108,7 +108,7 @@ class PrefixCacheDisk:
                 found[segment.name] = segment
             else:
                 _delete(path)
-        # Maps digests of complete sequences to their lengths. The empty sequence is always complete.
+        # Maps digests of complete sequences to lengths. The empty sequence is always complete.
         lengths = {"": 0}
         complete: list[StoredSegment] = []
         for segment in sorted(found.values(), key=lambda segment: segment.start):
@@ -120,7 +120,7 @@ class PrefixCacheDisk:
         return complete
 
     def read(self, name: str) -> Snapshot | None:
-        """Return a segment's KV state, or None if its file is missing, damaged or for another model."""
+        """Return a segment's KV state, or None if its file is missing, damaged or from another model."""
         path = self._path(name)
         try:
             with _opened(path) as file:
@@ -144,7 +144,7 @@ class PrefixCacheDisk:
             after: digest of the sequence before the segment.
             tokens: the segment's tokens.
             snapshot: its KV state.
-            seconds: time that the model took to prefill the tokens.
+            seconds: time the model took to prefill the tokens.
 
         Returns:
             Whether the segment is now on disk.
@@ -170,13 +170,13 @@ class PrefixCacheDisk:
             with _lock(self._root, _LOCK_SECONDS):
                 if self.was_cleared:
                     return False
-                for path in self._root.glob("*/.*.tmp"):  # Incomplete files left by a killed process.
+                for path in self._root.glob("*/.*.tmp"):  # Incomplete files left behind by a killed process.
                     _delete(path)
                 if not self._make_room(size_bytes, self._chain(after)):
                     return False
                 make_private_folder(self.folder)
                 write_private_file(self._path(name), *parts)
-        except (Timeout, NotImplementedError):  # The latter if the file system has no locks.
+        except (Timeout, NotImplementedError):  # The latter if the file system does not support locks.
             return False
         except (OSError, MemoryError) as error:
             self.notice = f"prefixes are not cached in {self._root}: {error_reason(error)}"
@@ -189,7 +189,7 @@ class PrefixCacheDisk:
         return self._path(name).exists()
 
     def remove(self, names: Iterable[str]) -> None:
-        """Delete the files of these segments."""
+        """Delete the files of the given segments."""
         for name in names:
             _delete(self._path(name))
 
@@ -199,18 +199,18 @@ class PrefixCacheDisk:
 
     @property
     def was_cleared(self) -> bool:
-        """Whether all files were deleted since creation or the last `acknowledge_clear`."""
+        """Whether all files have been deleted since creation or the last `acknowledge_clear`."""
         return self._last_cleared_ns() != self._cleared_ns
 
     def acknowledge_clear(self) -> None:
-        """Mark the last deletion as handled, so that segments can be written again."""
+        """Mark the last deletion as handled, which allows writing segments again."""
         self._cleared_ns = self._last_cleared_ns()
 
     def _path(self, name: str) -> Path:
         return self.folder / f"{name}{_SUFFIX}"
 
     def _read_segment(self, path: Path) -> StoredSegment | None:
-        """Read a file's header and tokens. Return None if this model cannot use the file."""
+        """Read a file's header and tokens, or return None if this model cannot use the file."""
         try:
             with _opened(path) as file:
                 header = self._header(file)
@@ -225,7 +225,7 @@ class PrefixCacheDisk:
             return None
 
     def _header(self, file: BinaryIO) -> dict[str, Any]:
-        """Read the header of one of this model's files. Raise OSError or ValueError if that fails."""
+        """Read the header of one of this model's files. Raise OSError or ValueError on failure."""
         header = read_header(file)
         if header["identity"] != self._identity:
             raise ValueError(f"{file.name} belongs to another model")
@@ -235,7 +235,7 @@ class PrefixCacheDisk:
         return header
 
     def _chain(self, after: str) -> set[Path]:
-        """Return the files of all segments in the sequence with digest `after`."""
+        """Return the files of all segments in the sequence with the digest `after`."""
         chain: set[Path] = set()
         digests = [after]
         while digest := digests.pop() if digests else "":
@@ -246,7 +246,7 @@ class PrefixCacheDisk:
         return chain
 
     def _make_room(self, size_bytes: int, protected: set[Path]) -> bool:
-        """Delete the least valuable files until the quota has room for `size_bytes`, descendants first.
+        """Delete the least valuable files, descendants first, until the quota has room for `size_bytes`.
 
         If the protected files leave too little room, delete nothing and return False.
         """
@@ -267,7 +267,7 @@ class PrefixCacheDisk:
 
 
 def delete_cached_prefixes(folder: Path | None = None) -> int:
-    """Delete the cached prefixes of all models. Running programs also drop theirs without writing them.
+    """Delete all models' cached prefixes. Running processes also drop theirs, without writing them.
 
     Returns:
         The number of bytes freed.
@@ -277,7 +277,7 @@ def delete_cached_prefixes(folder: Path | None = None) -> int:
     """
     folder = folder or kept_folder()
     touch_private(folder / _CLEARED_MARK)
-    # Wait for a process that is currently writing, because it may not have noticed the mark yet.
+    # Wait for any process that is currently writing, which might not have noticed the mark yet.
     lock = _lock(folder, _CLEAR_LOCK_SECONDS)
     with suppress(Timeout, NotImplementedError):
         lock.acquire()
@@ -292,7 +292,7 @@ def _lock(folder: Path, seconds: float) -> FileLock:
 
 
 def _opened(path: Path) -> BinaryIO:
-    """Open a regular file. Raise OSError if that fails or it is not a regular file."""
+    """Open a regular file. Raise OSError on failure, or if it is not a regular file."""
     regular_file_bytes(path)
     return path.open("rb")
 
@@ -314,7 +314,7 @@ def _by_value(root: Path, now: float) -> list[Path]:
             named.setdefault((path.parent, _digest(path.name)), []).append(path)
         except (OSError, ValueError):
             value[path], starts[path] = 0.0, 0
-    # A segment is at least as valuable as its most valuable descendant, which is unusable without it.
+    # A segment is worth at least as much as its most valuable descendant, which is unusable without it.
     for path in sorted(value, key=lambda path: -starts[path]):
         for before in named.get((path.parent, after.get(path, "")), ()):
             value[before] = max(value[before], value[path])
@@ -322,7 +322,7 @@ def _by_value(root: Path, now: float) -> list[Path]:
 
 
 def _files(folder: Path) -> list[Path]:
-    """Return the files in a model's folder, or all models' files if `folder` is their common folder."""
+    """Return the files in a model's folder, or all models' files if `folder` is their parent."""
     try:
         return [*folder.glob(f"*{_SUFFIX}"), *folder.glob(f"*/*{_SUFFIX}")]
     except OSError:
@@ -330,7 +330,7 @@ def _files(folder: Path) -> list[Path]:
 
 
 def _digest(name: str) -> str:
-    """Return the digest at the beginning of a segment's name."""
+    """Return the digest at the start of a segment's name."""
     return name.partition("-")[0]
 
 

@@ -1,4 +1,4 @@
-"""Write the file headers of cached segments, and read and validate untrusted ones."""
+"""Encode the file headers of cached segments, and read and validate untrusted ones."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ __all__ = ["block_checksums", "encode_header", "read_header"]
 
 VERSION = 1
 _MAGIC = b"edgespec kept %d\n" % VERSION
-_SIZES = struct.Struct("<II")  # Bytes of the header, crc32 of the header.
+_SIZES = struct.Struct("<II")  # Header size in bytes, CRC-32 of the header.
 _BLOCK_BYTES = 1 << 20
-# Limits for untrusted headers, far above the values that edgespec writes.
+# Limits on untrusted headers, far above what edgespec writes.
 _MAX_HEADER_BYTES = 1 << 24
 _MAX_COUNT = 1 << 62
 _TEXTS = ("identity", "name", "after")
@@ -24,20 +24,20 @@ _DIGEST = re.compile(r"[0-9a-f]*")
 
 
 def encode_header(header: Mapping[str, Any]) -> bytes:
-    """Return the encoded header, which precedes the tokens in a segment's file."""
+    """Encode the header, which precedes the tokens in a segment's file."""
     encoded = json.dumps(header).encode()
     return b"".join((_MAGIC, _SIZES.pack(len(encoded), crc32(encoded)), encoded))
 
 
 def read_header(file: BinaryIO) -> dict[str, Any]:
-    """Read and validate the header of a segment's file. Afterwards, the file is positioned at the tokens.
+    """Read and validate a segment file's header, leaving the file positioned at the tokens.
 
     Raises:
         OSError: the file cannot be read.
-        ValueError: the header is damaged, has another version or contains impossible values.
+        ValueError: the header is damaged, has an unsupported version or contains invalid values.
     """
     if file.read(len(_MAGIC)) != _MAGIC:
-        raise ValueError("the segment file has another version")
+        raise ValueError("the segment file has an unsupported version")
     sizes = file.read(_SIZES.size)
     if len(sizes) < _SIZES.size:
         raise ValueError("the segment file is incomplete")
@@ -50,7 +50,7 @@ def read_header(file: BinaryIO) -> dict[str, Any]:
     except RecursionError as error:
         raise ValueError("the header of the segment file is nested too deeply") from error
     if not _is_valid(header):
-        raise ValueError("the header of the segment file has missing or impossible values")
+        raise ValueError("the header of the segment file has missing or invalid values")
     return dict(header)
 
 

@@ -6,24 +6,24 @@ from edgespec.backends.base import Capabilities
 
 __all__ = ["REUSE_BLOCK_TOKENS", "ReuseCosts", "reusable_tokens"]
 
-# Block size for prefill, counted from the beginning of the prompt, on models whose KV state depends on the
-# width of passes. A heuristic: wide enough for fast prefill, while few tokens at the end are lost.
+# Prefill block size, counted from the start of the prompt, for models whose KV state depends on the pass
+# width. A heuristic: large enough for fast prefill, small enough to lose few tokens at the end.
 REUSE_BLOCK_TOKENS = 256
-# Do not look up fewer tokens, because reading them is faster. A heuristic.
+# Do not look up fewer tokens than this, because prefilling them is faster. A heuristic.
 _MIN_TOKENS = 16
-# Ignore timings of smaller copies, which are mostly overhead.
+# Ignore timings of smaller copies, which mostly measure overhead.
 _MIN_TIMED_BYTES = 1 << 16
-# Assumed copy speed until a copy has been timed. Memory is rarely slower.
+# Assumed copy speed until one has been timed. Memory is rarely slower.
 _COPY_BYTES_PER_SECOND = 2e9
 # Weight of a new timing in the moving averages. A heuristic.
 _NEW_WEIGHT = 0.3
 
 
 def reusable_tokens(capabilities: Capabilities, length: int) -> int:
-    """Return how many of the first `length` cached tokens have the same KV state as after a new prefill.
+    """Return how many of the first `length` cached tokens have the same KV state as a new prefill.
 
-    If reuse is exact, these are all tokens. Otherwise, they are the tokens in whole blocks, or none if the
-    model cannot truncate its cache without rerunning tokens.
+    If reuse is exact, that is all tokens. Otherwise, it is those in whole blocks, or none if the model cannot
+    truncate its cache without rerunning tokens.
     """
     if capabilities.prefix_reuse_exact:
         return length
@@ -31,7 +31,7 @@ def reusable_tokens(capabilities: Capabilities, length: int) -> int:
 
 
 class ReuseCosts:
-    """Keeps moving averages of the time to prefill a token and the time to copy a byte of KV state.
+    """Tracks moving averages of the prefill time per token and the copy time per byte of KV state.
 
     Args:
         prefill_seconds: assumed time per prefill token until a prefill has been timed.
@@ -43,14 +43,14 @@ class ReuseCosts:
         self._copy_seconds = 1.0 / _COPY_BYTES_PER_SECOND
 
     def record_prefill(self, tokens: int, seconds: float) -> None:
-        """Record how long a prefill took. Short prefills are ignored."""
+        """Record how long a prefill took. Ignores short prefills."""
         if tokens >= _MIN_TOKENS:
             weight = _NEW_WEIGHT if self._is_measured else 1.0
             self.prefill_seconds += weight * (seconds / tokens - self.prefill_seconds)
             self._is_measured = True
 
     def record_copy(self, size_bytes: int, seconds: float) -> None:
-        """Record how long it took to copy KV state. Small copies are ignored."""
+        """Record how long it took to copy KV state. Ignores small copies."""
         if size_bytes >= _MIN_TIMED_BYTES:
             self._copy_seconds += _NEW_WEIGHT * (seconds / size_bytes - self._copy_seconds)
 

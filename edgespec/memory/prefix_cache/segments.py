@@ -18,38 +18,38 @@ Tokens: TypeAlias = NDArray[np.int32]
 
 
 def shared_tokens(a: Tokens, b: Tokens) -> int:
-    """Return the length of the common prefix of two sequences."""
+    """Return the length of the longest common prefix of two sequences."""
     count = min(len(a), len(b))
     differing = np.flatnonzero(a[:count] != b[:count])
     return int(differing[0]) if len(differing) else count
 
 
 def tokens_digest(tokens: Tokens) -> str:
-    """Return a digest that identifies a token sequence, or an empty string for an empty sequence."""
+    """Return a digest that identifies a token sequence, or an empty string if it is empty."""
     if not len(tokens):
         return ""
     return hashlib.blake2b(np.ascontiguousarray(tokens, "<i4").tobytes(), digest_size=16).hexdigest()
 
 
 def name_of(tokens: Tokens, start: int) -> str:
-    """Return the name of the segment `tokens[start:]`, made of the digest of `tokens` and `start`."""
+    """Return the name of the segment `tokens[start:]`: the digest of `tokens`, and `start`."""
     return f"{tokens_digest(tokens)}-{start}"
 
 
 @dataclass(eq=False, slots=True)
 class Segment:
-    """Consecutive tokens of a sequence with their KV state.
+    """A run of consecutive tokens in a sequence, with their KV state.
 
     Attributes:
         name: see `name_of`.
-        parent: the preceding segment; None at the beginning of a sequence.
-        tokens: int32 [n], the tokens after those of the parent.
-        size_bytes: size of the KV state.
+        parent: the preceding segment; None at the start of a sequence.
+        tokens: int32 [n], the tokens that follow the parent's.
+        size_bytes: size of the KV state in bytes.
         snapshot: the KV state; None if it is only on disk.
         on_disk: whether the KV state is on disk.
         is_branch_point: whether sequences are known to diverge after this segment.
-        last_used: time of the last use, in seconds since the epoch.
-        children: the segments that continue this one.
+        last_used: time of last use, in seconds since the epoch.
+        children: the segments that directly follow this one.
     """
 
     name: str
@@ -73,7 +73,7 @@ class Segment:
         return self.start + len(self.tokens)
 
     def chain(self) -> list[Segment]:
-        """Return all segments from the beginning of the sequence to this one, in order."""
+        """Return all segments from the start of the sequence to this one, in order."""
         chain: list[Segment] = []
         segment: Segment | None = self
         while segment:
@@ -82,7 +82,7 @@ class Segment:
         return chain[::-1]
 
     def sequence(self) -> Tokens:
-        """Return all tokens from the beginning of the sequence to the end of this segment."""
+        """Return all tokens from the start of the sequence to the end of this segment."""
         return np.concatenate([segment.tokens for segment in self.chain()])
 
     def subtree(self) -> list[Segment]:
@@ -93,12 +93,12 @@ class Segment:
         return found
 
     def value(self, own_value: Callable[[Segment], float]) -> float:
-        """Return the highest value in the subtree, because all descendants need this segment."""
+        """Return the highest value in the subtree, all of which needs this segment."""
         return max(map(own_value, self.subtree()))
 
 
 class SegmentTree:
-    """All segments of one model. Siblings may begin with the same tokens."""
+    """All segments of one model. Siblings can begin with the same tokens."""
 
     def __init__(self) -> None:
         self._roots: list[Segment] = []
@@ -125,7 +125,7 @@ class SegmentTree:
         return segment.subtree()
 
     def find_name(self, prefix: str) -> Segment | None:
-        """Return a segment whose name is `prefix` or begins with it."""
+        """Return a segment whose name starts with `prefix`."""
         return next((segment for segment in self if segment.name.startswith(prefix)), None)
 
     def longest_match(self, tokens: Tokens, *, whole: bool = False) -> tuple[Segment | None, int]:
@@ -133,11 +133,10 @@ class SegmentTree:
 
         Args:
             tokens: the sequence to look up.
-            whole: only consider segments that match completely.
+            whole: consider only segments that match completely.
 
         Returns:
-            The segment or None, and the length of the shared prefix. If several match equally well, the
-            one that ends first.
+            The segment or None, and the length of the shared prefix. On a tie, the segment that ends first.
         """
         best: Segment | None = None
         longest, shortest_end = 0, 0
@@ -150,7 +149,7 @@ class SegmentTree:
         return best, longest
 
     def _matches(self, segments: list[Segment], tokens: Tokens, start: int) -> Iterator[tuple[Segment, int]]:
-        """Yield each segment with tokens that match `tokens`, and the length of the shared prefix."""
+        """Yield each segment that matches some of `tokens`, and the length of the shared prefix."""
         for segment in segments:
             shared = shared_tokens(segment.tokens, tokens[start:])
             if shared:

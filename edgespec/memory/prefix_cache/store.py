@@ -16,30 +16,31 @@ __all__ = ["SegmentStore", "default_memory_bytes", "max_copy_bytes"]
 
 # The default size limit in memory is a quarter of what the plan leaves free, up to 4 GiB. A heuristic.
 _DEFAULT_MAX_BYTES, _DEFAULT_SHARE = 4 * 2**30, 0.25
-# While a copy is being made, it is in memory twice, in addition to the segments already cached.
+# A copy can use up to a third of the free memory: it is in memory twice while it is being made, next to
+# segments that are already cached.
 _COPIES_AT_ONCE = 3
-# Added to the age of each segment, so that age hardly matters for segments used in the last minute.
+# Added to each segment's age, so that age hardly matters for segments used in the last minute.
 _FRESH_SECONDS = 60.0
 
 
 def default_memory_bytes(free_bytes: int) -> int:
-    """Return the default size limit in memory, given the number of bytes that the plan leaves free."""
+    """Return the default size limit in memory, given the bytes that the plan leaves free."""
     return min(_DEFAULT_MAX_BYTES, max(0, int(free_bytes * _DEFAULT_SHARE)))
 
 
 def max_copy_bytes(free_bytes: int) -> int:
-    """Return the maximum safe size of a KV copy, given the number of bytes that the plan leaves free."""
+    """Return the maximum safe size of a KV copy, given the bytes that the plan leaves free."""
     return max(0, free_bytes) // _COPIES_AT_ONCE
 
 
 class SegmentStore:
-    """Stores the segments of one model. It may be used on any thread; `lock` guards the tree.
+    """Stores one model's segments. Can be used on any thread; `lock` guards the tree.
 
     Args:
-        max_bytes: size limit in memory. Segments beyond it are moved to disk, or dropped without a disk.
+        max_bytes: size limit in memory. Segments beyond it are moved to disk, or dropped if `disk` is None.
         disk: storage for segments on disk. If None, segments are kept only in memory.
-        available: returns the number of bytes that are currently free on the system.
-        reuse_costs: estimates the prefill time that a segment saves, which decides what stays on disk.
+        available: returns the bytes of system memory that are currently free.
+        reuse_costs: estimates the prefill time that a segment saves, which determines what stays on disk.
         reserve_bytes: memory to leave for other programs, regardless of `max_bytes`.
     """
 
@@ -75,16 +76,16 @@ class SegmentStore:
         return size_bytes < self.available() - self._reserve_bytes
 
     def read(self, segment: Segment) -> Snapshot | None:
-        """Return the KV state from memory or disk, or None if it is damaged or missing."""
+        """Return a segment's KV state from memory or disk, or None if it is damaged or missing."""
         return segment.snapshot or (self.disk.read(segment.name) if self.disk else None)
 
     def keep_in_memory(self, segment: Segment, snapshot: Snapshot) -> None:
-        """Keep a KV state that was read from disk in memory too, if the size limit allows it."""
+        """Also keep a KV state that was read from disk in memory, if the size limit allows it."""
         if self.max_bytes >= segment.size_bytes:
             segment.snapshot = snapshot
 
     def touch(self, segment: Segment) -> None:
-        """Record the current time as the last use of a segment and its ancestors."""
+        """Update the time of last use of a segment and its ancestors."""
         clock = time.time()
         for part in segment.chain():
             part.last_used = clock
@@ -96,12 +97,12 @@ class SegmentStore:
             self.disk.remove(names)
 
     def clear(self) -> None:
-        """Remove all segments from memory. Files on disk remain, but this store no longer reads them."""
+        """Remove all segments from memory. Files remain on disk, but this store no longer reads them."""
         with self.lock:
             self.tree = SegmentTree()
 
     def write(self, should_continue: Callable[[], bool] = lambda: True) -> None:
-        """Write segments that are not on disk yet, for as long as `should_continue()` returns True."""
+        """Write segments that are not on disk yet, for as long as `should_continue` returns True."""
         with self.lock:
             waiting = [segment for segment in self.tree if segment.snapshot and not segment.on_disk]
         for segment in waiting:
@@ -129,7 +130,7 @@ class SegmentStore:
         return written
 
     def _sync_with_disk(self, disk: PrefixCacheDisk) -> None:
-        """Update the segments after files were deleted because of the quota or by another process."""
+        """Update the segments after files were deleted to meet the quota or by another process."""
         for segment in list(self.tree):
             if segment.on_disk and not disk.has(segment.name):
                 segment.on_disk = False
@@ -137,7 +138,7 @@ class SegmentStore:
                     self.remove(segment)
 
     def reclaim(self, *, write: bool = True) -> int:
-        """Drop segments from memory until the system has the reserve free again.
+        """Drop segments from memory until the reserve is free again.
 
         Args:
             write: write segments to disk before dropping them. If False, segments that are already on disk
@@ -152,7 +153,7 @@ class SegmentStore:
             return before - self.memory_bytes
 
     def enforce_limits(self, write: bool = True) -> None:
-        """Drop the least valuable segments from memory until size limit and reserve are respected."""
+        """Drop the least valuable segments from memory to meet the size limit and the reserve."""
         in_memory = [segment for segment in self.tree if segment.snapshot]
         total = sum(segment.size_bytes for segment in in_memory)
         limit = min(self.max_bytes, total + self.available() - self._reserve_bytes)
