@@ -273,7 +273,7 @@ def _check_folder(folder: Path) -> None:
         what = "a folder with an incomplete MLX model"
         hint = "add the missing files, or download the model again"
     else:
-        what = "a folder, not a model file or MLX model"
+        what = "a folder, not a model file or an MLX model"
         hint = "use the path of a .gguf file, or write hf:user/repo for a Hugging Face repository"
     if models := _models_in(folder):
         hint = f"use the path of {'the' if len(models) == 1 else 'a'} GGUF file in it: {folder / models[0]}"
