@@ -106,7 +106,7 @@ class LoadArguments(TypedDict, total=False):
         default_text="the whole text, up to the draft model's trained context",
         read_by=("model", "lowbit"))]
     draft_sinks: Annotated[int, Option(Integer(0), "drafting",
-        "Number of tokens at the start of the text that the draft model reads in addition to --draft-window.",
+        "Number of tokens to keep from the start of the text, in addition to those in --draft-window.",
         default=4, read_by=("model", "lowbit"))]
     exit_layer: Annotated[int | None, Option(Integer(1, metavar="E"), "drafting",
         "Number of layers the layerskip method drafts with. MLX models only.",

@@ -69,8 +69,8 @@ DRAFT_LENGTH = Option(Integer(1, MAX_DRAFT_LENGTH, metavar="K", hint=", or metho
 ACCEPTANCE = Option(Choice(ACCEPTANCES), "method",
     "How drafted tokens are accepted. `invariant`: a seed gives the same reply with every method."
     " `rejection`: replies follow the same probability distribution, but a seed can give a different reply"
-    " with each method. With `auto`, even repeating a command can then give a different reply, because auto"
-    " depends on timing.",
+    " with another method. With `auto`, even repeating a command can then give a different reply, because"
+    " auto depends on timing.",
     default="invariant")
 # fmt: on
 

@@ -1,18 +1,18 @@
 #!/usr/bin/env python3
-"""Measure the throughput of several replies at once with each method, compared with plain decoding.
+"""Compare the throughput of concurrent replies with each method and with plain decoding.
 
     scripts/bench_load.py                                             # the demo pair
     scripts/bench_load.py --target big-target.gguf --draft big-draft.gguf --every 3 --repeats 2
 
-A server that answers several people needs one runtime and one thread for each reply. This script loads as
+A server with several users needs one runtime and one thread per concurrent reply. This script loads that
 many runtimes and lets them take prompts from a shared list until it is empty. Every method works through
-the same list, in an order that changes from list to list. The prefix cache is cleared before each reply,
-and prefill is counted.
+the same list, and the order of the methods changes from list to list. The prefix cache is cleared
+before each reply, and prefill is counted.
 
-goodput     tokens per second of all replies, from the first request until a runtime finds the list empty;
-            from then on fewer replies run at once
-x none      goodput divided by the goodput of plain decoding with as many replies at once: geometric mean
-            over the lists, with a 95 % interval (bootstrap over lists and repeats)
+goodput     total tokens per second, from the first request until a runtime finds the list empty, since
+            fewer replies run at once after that
+x none      goodput divided by that of plain decoding with the same number of concurrent replies: geometric
+            mean over the lists, with a 95% confidence interval (bootstrap over lists and repeats)
 drafted     share of rounds that verified a draft
 width       mean rows of a verify pass
 equal       replies with the same tokens as plain decoding of one reply at a time
@@ -137,21 +137,24 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument(
         "--methods",
         default="model:4,suffix,auto",
-        help="methods to compare with none, with a draft length or without (default: %(default)s)",
+        help="methods to compare with none, each with an optional draft length (default: %(default)s)",
     )
     parser.add_argument(
-        "--concurrency", type=_counts, default=[1, 2, 4], help="numbers of replies at once (default: 1,2,4)"
+        "--concurrency",
+        type=_counts,
+        default=[1, 2, 4],
+        help="concurrent replies to run (default: 1,2,4)",
     )
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--context", type=int, default=1024)
     parser.add_argument(
-        "--threads", type=int, help="threads of each runtime (default: chosen as for one runtime)"
+        "--threads", type=int, help="threads per runtime (default: chosen as for a single runtime)"
     )
-    parser.add_argument("--prompts", type=Path, help="JSONL file (default: the prompts of edgespec)")
-    parser.add_argument("--every", type=int, default=1, help="take every n-th prompt")
+    parser.add_argument("--prompts", type=Path, help="JSONL file (default: edgespec's own prompts)")
+    parser.add_argument("--every", type=int, default=1, help="use every nth prompt")
     parser.add_argument(
-        "--list-size", type=int, default=12, help="approximate number of prompts in a list (default: 12)"
+        "--list-size", type=int, default=12, help="approximate number of prompts per list (default: 12)"
     )
     parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--json", type=Path, help="write all results to this file after each measurement")

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Compare the memory that each method is planned to use with what its process really uses.
+"""Compare the memory planned for each method with what its process actually uses.
 
     scripts/bench_memory.py --target demo --draft demo-draft
     scripts/bench_memory.py --target demo-mlx --methods none,model,learn,swift --contexts 1024
@@ -171,7 +171,7 @@ def main() -> None:
     parser.add_argument("--exit-layer", type=int, help="for layerskip on MLX")
     parser.add_argument("--rest-seconds", type=float, default=4.0)
     parser.add_argument(
-        "--options", type=json.loads, default={}, help="more options of edgespec.load, as JSON"
+        "--options", type=json.loads, default={}, help="additional options for edgespec.load, as JSON"
     )
     parser.add_argument(
         "--plan", action="store_true", help="compare the whole plan, for each method and KV cache type"

@@ -3,7 +3,7 @@
 
     scripts/bench_mlx.py --target demo-mlx --draft demo-mlx-draft --draft-lengths 2,4
 
-Both programs answer every prompt in turn and alternate in going first. Plain decoding is compared with
+Both programs answer every prompt and take turns going first. Plain decoding is compared with
 `mlx_lm.stream_generate`, and speculation with the same function and a draft model. A ratio compares the time
 per token after the first one. On a CPU both compute in float32.
 """
@@ -119,7 +119,7 @@ def main() -> None:
     parser.add_argument("--temperatures", default="0,0.8")
     parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--prompts", type=Path, default=models_folder() / "eval_prompts.jsonl")
-    parser.add_argument("--every", type=int, default=3, help="take every n-th prompt")
+    parser.add_argument("--every", type=int, default=3, help="use every nth prompt")
     args = parser.parse_args()
 
     with edgespec.load(args.target, args.draft, context=1024) as runtime:

@@ -5,7 +5,7 @@
     scripts/bench_pair.py --target demo --methods model,ngram,model+ngram --skills copy,edit
 
 Every prompt is answered by plain decoding and then by each method. A ratio compares the time per token on the
-same prompt, without prefill. The tokens are compared as well.
+same prompt, excluding prefill. The tokens are compared as well.
 
 v           cost of a verify pass, in target steps
 c           cost of a drafted token, in target steps
@@ -42,9 +42,9 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=96)
     parser.add_argument("--prompts", type=Path, default=models_folder() / "eval_prompts.jsonl")
     parser.add_argument("--skills", help="only prompts of these skills, such as copy,edit")
-    parser.add_argument("--every", type=int, default=1, help="take every n-th prompt")
+    parser.add_argument("--every", type=int, default=1, help="use every nth prompt")
     parser.add_argument(
-        "--options", type=json.loads, default={}, help="more options of edgespec.load, as JSON"
+        "--options", type=json.loads, default={}, help="additional options for edgespec.load, as JSON"
     )
     args = parser.parse_args()
 

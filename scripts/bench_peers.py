@@ -5,17 +5,17 @@
     scripts/bench_peers.py --llama-server ../llama/llama-server --target big.gguf --draft big-draft.gguf
     scripts/bench_peers.py --target demo-mlx --draft demo-mlx-draft --grid none,draft:2,draft:4
 
-Each configuration runs in its own process. All of them answer a prompt before the next prompt, in an order
-that changes from prompt to prompt, and all except the one that answers are suspended. Each temperature and
-each repeat starts new processes, so no prompt is in a prefix cache.
+Each configuration runs in its own process. All of them answer a prompt before moving on to the next one, in
+an order that changes from prompt to prompt, and while one answers, the others are suspended. Each temperature
+and each repeat starts new processes, so no prompt is in a prefix cache.
 
 decode      tokens per second after the first round, by the clock of llama-server or of this script
 total       tokens per second including prefill, by the clock of this script
 equal       replies with the same tokens as plain decoding of the other program, and of the same program
 
-Speeds are geometric means over the prompts. Ratios compare with the one configuration of the other program
-that was fastest over all prompts. It is chosen afterwards, which favours the other program. Their 95 %
-intervals are a bootstrap over prompts.
+Speeds are geometric means over the prompts. Ratios are relative to the configuration of the other program
+that was fastest over all prompts. Choosing it in hindsight favours the other program. The 95% confidence
+intervals of the ratios are bootstrapped over prompts.
 """
 
 from __future__ import annotations
@@ -129,12 +129,12 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--llama-server", type=Path, help="the llama-server binary, for a GGUF target")
     parser.add_argument(
         "--grid",
-        help=f"configurations of the other program (llama-server: {GRID}; mlx-lm: {MLX_GRID})",
+        help=f"configurations of the other program to run (llama-server: {GRID}; mlx-lm: {MLX_GRID})",
     )
     parser.add_argument(
         "--methods",
         default="none,model:2,model:4,model:8,suffix,auto",
-        help="methods of edgespec, with a draft length or without (default: %(default)s)",
+        help="edgespec methods, each with an optional draft length (default: %(default)s)",
     )
     parser.add_argument("--acceptance", default="invariant")
     parser.add_argument("--temperatures", default="0,0.8")
@@ -142,10 +142,10 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--context", type=int, default=1024)
     parser.add_argument("--threads", type=int, default=psutil.cpu_count(logical=False) or os.cpu_count() or 1)
     parser.add_argument(
-        "--kv-type", help="KV cache type of all GGUF programs, such as f16 (default: that of each program)"
+        "--kv-type", help="KV cache type for all GGUF programs, such as f16 (default: each program's own)"
     )
-    parser.add_argument("--prompts", type=Path, help="JSONL file (default: the prompts of edgespec)")
-    parser.add_argument("--every", type=int, default=1, help="take every n-th prompt")
+    parser.add_argument("--prompts", type=Path, help="JSONL file (default: edgespec's own prompts)")
+    parser.add_argument("--every", type=int, default=1, help="use every nth prompt")
     parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--json", type=Path, help="write all results to this file after each prompt")
     return parser.parse_args()

@@ -8,16 +8,16 @@
 Models with random weights, 130 to 300 MB each in F16, are written to a temporary folder. Each is planned in
 one process (`edgespec.plan`) and loaded in another, where its context is filled and the widest passes run.
 
-- planned: all items of the models, without the process and the headroom.
+- planned: all items of the models, excluding the process and the headroom.
 - measured: the peak of the process (VmHWM) above its memory after a tiny model of the same kind and type was
   loaded and closed. Pages of mapped files are included.
 
-A row is near if planned and measured differ by at most 3 %, or by 64 MiB if that is more. Long contexts are
+A row is near if planned and measured differ by at most 3% or 64 MiB, whichever is more. Long contexts are
 filled by copying their own cells, except for MLX states. For MLX, the peak that the library counts is printed
 too. With --grows, resizing the context copies the cache, which is allowed on top of the plan. Linux only.
 
 --limits sets RLIMIT_AS to shares of the plan. A plan that fits must run with its context full. One that does
-not fit must be rejected, with at most 2 MiB more in use afterwards. Contexts that were not named may shrink.
+not fit must be rejected, with at most 2 MiB more in use afterwards. Contexts that were not set may shrink.
 The exit status is 1 if a row is not near or fails.
 """
 

@@ -4,8 +4,8 @@
     scripts/bench_resume.py                                           # the demo, 1,000 and 10,000 tokens
     scripts/bench_resume.py --target big-target.gguf --lengths 4000   # see scripts/inflate_gguf.py
 
-One runtime answers a chat and is closed. Other runtimes then continue the chat, with the prefix cache and
-without it. Loading the model is not counted.
+One runtime generates a chat and is closed. Other runtimes then continue the chat, with and without the prefix
+cache. The time to load the model is not counted.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Kill chats, downloads and `edgespec prepare` at random times and check the data that is left.
+"""Kill chats, downloads and `edgespec prepare` at random times and check the data left behind.
 
     python scripts/kill_everything.py --kills 200
 

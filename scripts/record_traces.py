@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Record where a draft model predicts the target's next token, and with which probability.
+"""Record where a draft model predicts the target's next token, and with what probability.
 
     scripts/record_traces.py --output scripts/simulation/recorded.json
 

@@ -5,7 +5,7 @@
     scripts/simulate_policy.py --machine "M4 Pro"   # one
     scripts/simulate_policy.py --write              # into docs/policy.md
 
-The decode loop and the controller are the real ones. The clock is simulated and all seeds are fixed.
+The decode loop and the controller are the real ones; only the clock is simulated. All seeds are fixed.
 """
 
 from __future__ import annotations

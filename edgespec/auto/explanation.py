@@ -93,7 +93,7 @@ class DraftingStatus:
             return f"{self.name} found no draft likely to save time, in {tries}"
         if self.round_gain_steps >= 0.0:
             return _MEASURING
-        return f"drafting has not saved time lately; {self.name} is retried now and then"
+        return f"drafting has not saved time lately; {self.name} is retried occasionally"
 
 
 def _token_times(steps: float) -> str:

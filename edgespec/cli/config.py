@@ -232,8 +232,8 @@ def set_value(ctx: click.Context, key: str, values: tuple[str, ...], as_json: bo
     """Write a setting to the file. Comments in the file are preserved.
 
     KEY is the name of an option. For example, gpu_layers applies to all commands, and chat.gpu_layers only to
-    `edgespec chat`. Options that can be repeated accept several values. Write paths from / or ~, because
-    commands may run in any folder.
+    `edgespec chat`. Options that can be repeated accept several values. Use absolute paths or paths that
+    start with ~, because commands may run in any folder.
     """
     path = _key_path(key)
     option = _option_at(path, ctx)

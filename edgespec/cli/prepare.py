@@ -24,7 +24,7 @@ _to_option = click.option(
     "--to",
     metavar="DIR",
     type=click.Path(path_type=Path, file_okay=False),
-    help="Folder to create. [default: a folder in edgespec's cache]",
+    help="Folder in which to save the result. [default: a folder in edgespec's cache]",
 )
 
 

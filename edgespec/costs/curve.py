@@ -100,8 +100,8 @@ def measure_costs(
         model: The target model.
         widths: The widths to measure. Those that exceed the limits of the model or its context are skipped.
         repeats: The number of additional passes per width.
-        budget_seconds: Time budget, after which only the required widths are still measured. At least the
-            duration of 12 target steps.
+        budget_seconds: Time budget, after which only the required widths are still measured. Raised to
+            the duration of 12 target steps if shorter.
 
     Raises:
         CancelledError: `model.interrupt` was called.

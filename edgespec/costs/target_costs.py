@@ -112,7 +112,7 @@ class TargetCosts:
         return curve
 
 
-# Source of the costs of a target's passes.
+# Provides the costs of a target's passes.
 PassCosts: TypeAlias = FreeCosts | TargetCosts
 
 

@@ -1,4 +1,4 @@
-"""The memory plan, which lists the memory needed by everything to load and compares it with the budget."""
+"""The memory plan, which lists the memory that a load needs and compares it with the budget."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def create_items(role: str, estimate: MemoryEstimate) -> tuple[Item, ...]:
 
 
 def compute_headroom_bytes(planned_bytes: int, headroom_bytes: int | None = None) -> int:
-    """Return `headroom_bytes`, or by default 5 % of `planned_bytes`, but at least 64 MiB."""
+    """Return `headroom_bytes` or, if None, 5 % of `planned_bytes` but at least 64 MiB."""
     if headroom_bytes is not None:
         return headroom_bytes
     return max(_MIN_HEADROOM_BYTES, int(planned_bytes * _HEADROOM_SHARE))

@@ -29,7 +29,7 @@ class Case:
     """Replies of one kind.
 
     Attributes:
-        warm: Number of other replies that a controller generates before each evaluated one.
+        warm: Number of other replies the controller generates before each evaluated one.
         distort: Returns the curve with which the controller starts, given the true one.
         slowness: Returns the factor by which everything takes longer, given the seconds since the evaluated
             reply began.
@@ -49,7 +49,7 @@ class Outcome(NamedTuple):
         auto: Geometric mean of the controller's speeds.
         best: Geometric mean of the speeds of each reply's best fixed draft length.
         worst: Speed of the slowest reply.
-        slower: Share of replies more than 1 % slower than plain decoding.
+        slower: Share of replies more than 1% slower than plain decoding.
         limit_left_steps: Least distance to the loss limit over all tokens, in target steps; negative if the
             limit was exceeded. On machines that slow down, the least distance at the end of a reply.
     """
@@ -119,7 +119,7 @@ _RECOVERED_SHARE = 0.9
 def recovery_tokens(machine: SimulatedMachine, texts: Sequence[Text], at: int) -> int:
     """Return how many tokens after a change of the acceptance rate the controller has recovered.
 
-    It has recovered when its mean speed over the next 20 tokens and all replies is within 10 % of the best
+    It has recovered when its mean speed over the next 20 tokens and all replies is within 10% of the best
     fixed draft length for the tokens after the change.
 
     Args:

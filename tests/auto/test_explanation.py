@@ -45,7 +45,7 @@ GUESSED = replace(START, is_drafting=True, has_drafted=True, asked_rounds=6, rou
         (replace(START, tokens=1), "measuring how long one token takes without drafting"),
         (
             replace(START, round_gain_steps=-0.2),
-            "drafting has not saved time lately; model+suffix is retried now and then",
+            "drafting has not saved time lately; model+suffix is retried occasionally",
         ),
         (
             replace(START, asked_rounds=4),

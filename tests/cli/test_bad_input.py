@@ -41,7 +41,7 @@ DRAFT = ROOT / "models" / "demo-draft-q8_0.gguf"
         ),
         (["--draft-branches", "3,,2"], "--draft-branches must be auto or positive integers, not '3,,2'"),
         (["--draft-confidence", "2"], "--draft-confidence must be a number from 0 to below 1, not 2.0"),
-        (["--kv-type", "q9"], "unknown kv_type 'q9'"),
+        (["--kv-type", "q9"], "kv_type 'q9' is invalid"),
         (["--acceptance", "maybe"], "'maybe' is not one of"),
         (["--seed", "-1"], "--seed must be a non-negative integer, not -1"),
         (["-n", "0"], "--max-tokens must be a positive integer, not 0"),

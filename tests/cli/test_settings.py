@@ -244,7 +244,7 @@ def test_a_variable_that_is_wrong(
 @pytest.mark.parametrize(
     ("line", "error"),
     [
-        ('kv_type = "q9"', "unknown kv_type 'q9' (kv_type is set in {file}); "),
+        ('kv_type = "q9"', "kv_type 'q9' is invalid (kv_type is set in {file}); "),
         ('target = "nonesuch"', "there is no model named nonesuch (target is set in {file}); "),
         ('target = "nonesuch\\n"', "there is no model named nonesuch (target is set in {file}); "),
         ("learn = true", "(learn is set in {file}); "),

@@ -49,7 +49,7 @@ class PassRunner:
 
     Invariants:
 
-    - Every pass uses `_forward`, which runs tokens after the cached ones in the current `PassLayout`.
+    - Every pass uses `_forward`, which runs tokens after the cached ones, as laid out by the `PassLayout`.
     - Every method starts its computation before it returns. MLX can evaluate an array only in the thread that
       created it, and the next call can come from another thread.
     - `committed` excludes rows from the current tree, and from early or interrupted passes. `end_round`
