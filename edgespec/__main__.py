@@ -1,4 +1,4 @@
-"""Makes `python -m edgespec` run the `edgespec` command."""
+"""Run the `edgespec` command for `python -m edgespec`."""
 
 from edgespec.cli import main
 

@@ -1,4 +1,4 @@
-"""Reads this process's Linux control groups, which may limit it to a part of the machine."""
+"""Read this process's Linux control groups, which can limit its CPU time and memory."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class ControlGroup:
     version_1: bool
 
     def read(self, file: str) -> str:
-        """Return the content of one of the group's files, or "" if it cannot be read."""
+        """Return the contents of one of the group's files, or "" if it cannot be read."""
         try:
             return (self.folder / file).read_text(encoding="ascii").strip()
         except (OSError, ValueError):
@@ -32,7 +32,7 @@ class ControlGroup:
 
 
 def control_groups(controller: str, root: Path = Path("/")) -> Iterator[ControlGroup]:
-    """Yield this process's control groups that `controller` may limit, innermost first.
+    """Yield the control groups whose limits for `controller` apply to this process, innermost first.
 
     Args:
         controller: `memory` or `cpu`.
@@ -42,8 +42,8 @@ def control_groups(controller: str, root: Path = Path("/")) -> Iterator[ControlG
         lines = (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()
     except (OSError, ValueError):
         lines = []
-    # A container may report the group's path on the host, which does not exist inside the container. Then
-    # only the root group is readable, so yield all parents too.
+    # A container may report the group's path on the host, which does not exist inside the container. In that
+    # case, only the root group is readable, so yield all parents too.
     for line in lines or ["0::/"]:
         _, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")

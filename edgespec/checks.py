@@ -1,4 +1,4 @@
-"""Validation of option values that users pass to the Python API or write into the settings file."""
+"""Validation of option values from the Python API and the settings file."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["check_boolean", "check_integer", "check_number", "check_path", "chec
 
 _UNITS = {"": 1, "k": 1000, "m": 1000**2, "g": 1000**3, "t": 1000**4}
 _BINARY_UNITS = {"k": 1024, "m": 1024**2, "g": 1024**3, "t": 1024**4}
-# Smaller sizes without a unit are rejected, because `--memory 8` is more likely to mean 8 GiB than 8 bytes.
+# Smaller sizes without a unit are rejected, because `--memory 8` probably means 8 GiB, not 8 bytes.
 _MIN_UNITLESS_BYTES = 1024
 _SIZE = re.compile(r"\s*([0-9]{1,18}(?:\.[0-9]{1,18})?)\s*([kmgt]?)(i?)b?\s*", re.IGNORECASE)
 
@@ -25,16 +25,17 @@ def check_integer(name: str, value: object, low: int, high: int, hint: str = "")
         value: The value to check.
         low: The smallest valid value.
         high: The largest valid value.
-        hint: An alternative, appended to the error message, such as `, or method none`.
+        hint: An alternative to append to the error message, such as `, or method none`.
 
     Raises:
-        OptionError: `value` is not an integer or out of range.
+        OptionError: `value` is not an integer, or is out of range.
     """
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
         above = isinstance(value, int) and value > high
-        span = f"from {low} to {high}" if above or high < 1 << 31 else f"of at least {low}"
+        at_least = {0: "a non-negative integer", 1: "a positive integer"}.get(low, f"an integer >= {low}")
+        allowed = f"an integer from {low} to {high}" if above or high < 1 << 31 else at_least
         next_step = f"choose another number{hint}" if hint else ""
-        raise OptionError(f"{name} must be a whole number {span}, but is {value!r}", next_step)
+        raise OptionError(f"{name} must be {allowed}, not {value!r}", next_step)
     return value
 
 
@@ -50,7 +51,7 @@ def check_number(name: str, value: object, allowed: str) -> float:
         OptionError: `value` is not a number.
     """
     if isinstance(value, bool) or not isinstance(value, Real):
-        raise OptionError(f"{name} must be a number {allowed}, but is {value!r}")
+        raise OptionError(f"{name} must be a number {allowed}, not {value!r}")
     return float(value)
 
 
@@ -62,24 +63,24 @@ def parse_size(name: str, value: str | int) -> int:
         value: The size.
 
     Raises:
-        OptionError: `value` is not a size, or is so small that a unit is probably missing.
+        OptionError: `value` is not a size, or is so small that it probably lacks a unit.
     """
     hint = "use a size such as 8GiB, 8GB or 800MiB"
     if isinstance(value, int) and abs(value) >= 1 << 62:
-        raise OptionError(f"{name} exceeds the memory of any machine", hint)
+        raise OptionError(f"{name} is larger than the memory of any machine", hint)
     match = _SIZE.fullmatch(str(value))
     if not match or (match[3] and not match[2]):
-        raise OptionError(f"{name} must be a size, but is {value!r}", hint)
+        raise OptionError(f"{name} must be a size, not {value!r}", hint)
     unit = match[2].lower()
     if not unit and "b" not in match[0].lower() and 0 < float(match[1]) < _MIN_UNITLESS_BYTES:
-        raise OptionError(f"{name} must have a unit, but is {value!r}", hint)
+        raise OptionError(f"{name} {value!r} has no unit", hint)
     return int(float(match[1]) * (_BINARY_UNITS[unit] if match[3] else _UNITS[unit]))
 
 
 def check_boolean(name: str, value: object) -> bool:
     """Return `value` if it is True or False. Raises OptionError otherwise."""
     if not isinstance(value, bool):
-        raise OptionError(f"{name} must be True or False, but is {value!r}")
+        raise OptionError(f"{name} must be True or False, not {value!r}")
     return value
 
 
@@ -95,11 +96,11 @@ def check_text(name: str, value: object, allowed: str) -> str:
         OptionError: `value` is not a string.
     """
     if not isinstance(value, str):
-        raise OptionError(f"{name} must be a string, but is {value!r}", f"use {allowed}")
+        raise OptionError(f"{name} must be a string, not {value!r}", f"use {allowed}")
     return value
 
 
 def check_path(name: str, value: object) -> str:
-    """Convert a path to a string. Raises OptionError if it is neither a string nor a path object."""
+    """Return a path as a string. Raises OptionError if it is neither a string nor a path object."""
     path = os.fspath(value) if isinstance(value, os.PathLike) else value
     return check_text(name, path, "one path")

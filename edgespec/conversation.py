@@ -29,9 +29,9 @@ class Chat:
 
     Attributes:
         system: Instructions for the model. A change takes effect with the next turn.
-        messages: The messages of user and assistant, in order. Do not change the list during a reply.
-        dropped_messages: Number of oldest messages that are not in the prompt of the last turn, because the
-            context was full.
+        messages: The user and assistant messages, in order. Do not modify the list during a reply.
+        dropped_messages: Number of oldest messages left out of the last turn's prompt because the context was
+            full.
     """
 
     def __init__(
@@ -46,15 +46,15 @@ class Chat:
         self.dropped_messages: int = 0
         self._runtime = runtime
         self._context_full = context_full
-        # None before the first turn of a conversation that began with messages.
+        # None before the first turn of a conversation that started with messages.
         self._used_tokens: int | None = None if self.messages else 0
 
     @property
     def context_used_tokens(self) -> int:
         """Number of context tokens used by the prompt and reply of the last turn.
 
-        Before the first turn, this is the length of the initial messages, which may exceed the context. It is
-        0 if the chat template rejects them.
+        Before the first turn, this is the length of the initial messages, which can exceed the context, or 0
+        if the chat template rejects them.
         """
         if self._used_tokens is None:
             with suppress(TemplateError):
@@ -65,11 +65,11 @@ class Chat:
         """Send a message and stream the reply.
 
         The reply is appended to `messages` when it ends. A cancelled reply keeps the text generated so far.
-        If a reply fails or is cancelled before its first word, the conversation does not change.
+        If the reply fails, or is cancelled before its first word, the conversation is left unchanged.
 
         Args:
             text: The user's message.
-            **options: See `edgespec.ReplyArguments`. `progress` and `processors` are those of
+            **options: See `edgespec.ReplyArguments`. `progress` and `processors` work as in
                 `Runtime.stream_tokens`.
 
         Raises:
@@ -80,7 +80,7 @@ class Chat:
         return self._answer([*self.messages, Message("user", text)], options)
 
     def ask(self, text: str, **options: Any) -> Reply:
-        """Send a message and wait for the reply. The options are those of `stream`."""
+        """Send a message and wait for the reply. Takes the options of `stream`."""
         return self.stream(text, **options).wait()
 
     def regenerate(self, **options: Any) -> ReplyStream:
@@ -100,7 +100,7 @@ class Chat:
         for i in range(len(self.messages) - 1, -1, -1):
             if self.messages[i].role == "user":
                 return i
-        raise OptionError("there is no user message to answer again", "send a message first")
+        raise OptionError("there is no user message to answer", "send a message first")
 
     def _answer(self, messages: list[Message], options: dict[str, Any]) -> ReplyStream:
         before = self.messages, self.dropped_messages, self._used_tokens

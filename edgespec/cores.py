@@ -1,4 +1,4 @@
-"""Determines the number of processor cores that this process may use."""
+"""Determine how many processor cores this process can use."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ __all__ = ["usable_cores"]
 
 
 def usable_cores(root: Path = Path("/")) -> int:
-    """Return the number of physical cores that this process may use, at least 1.
+    """Return the number of physical cores that this process can use, at least 1.
 
-    It is limited by the CPU affinity of the process and by the CPU quotas of its control groups (`docker run
-    --cpus`).
+    The process's CPU affinity and the CPU quotas of its control groups (`docker run --cpus`) limit this
+    number.
 
     Args:
         root: The folder that contains `proc` and `sys`.

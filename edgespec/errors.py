@@ -28,8 +28,8 @@ class EdgespecError(Exception):
     """Base class of all edgespec exceptions. Catch it to handle every expected failure.
 
     Attributes:
-        what: What failed, with the value that caused it.
-        next_step: What the user can do about it; may be empty.
+        what: What failed, including the value that caused it.
+        next_step: What the user can do about it. May be empty.
     """
 
     def __init__(self, what: str, next_step: str = "") -> None:
@@ -71,7 +71,7 @@ class CapabilityError(BackendError):
 
 
 class VocabularyMismatchError(EdgespecError):
-    """Raised when target and draft model use different tokens. Choose a draft of the same model family."""
+    """Raised when target and draft model use different tokens. Choose a draft from the same model family."""
 
 
 class MemoryBudgetError(EdgespecError):
@@ -79,11 +79,11 @@ class MemoryBudgetError(EdgespecError):
 
 
 class OutOfMemoryError(MemoryBudgetError, BackendError):
-    """Raised when an allocation fails while a model runs. The model keeps its state and stays usable."""
+    """Raised when an allocation fails while a model runs. The model keeps its state and remains usable."""
 
 
 class ContextFullError(EdgespecError):
-    """Raised when tokens do not fit the context. Use a larger context or a shorter prompt."""
+    """Raised when tokens do not fit in the context. Use a larger context or a shorter prompt."""
 
 
 class TemplateError(EdgespecError):

@@ -32,8 +32,8 @@ __all__ = [
     "write_private_file",
 ]
 
-# The parts of a file that `sampled_sha256` reads: its first bytes, then a number of blocks spread evenly over
-# the file. Small enough that hashing takes only milliseconds.
+# What `sampled_sha256` reads: the start of the file, then blocks spread evenly over the rest. Hashing them
+# takes only milliseconds.
 _HEAD_BYTES = 1 << 20
 _BLOCK_BYTES = 1 << 16
 _BLOCKS = 16
@@ -41,8 +41,8 @@ _SIZE_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 def _folder(variable: str, default: str) -> Path:
-    """Return the folder that an environment variable names, or the default from platformdirs."""
-    # A value that was read from a file may end with a line break.
+    """Return the folder given by an environment variable, or the platform's default."""
+    # A value read from a file may end with a newline.
     if text := os.environ.get(variable, "").rstrip("\r\n"):
         return Path(text).expanduser()
     import platformdirs
@@ -66,21 +66,21 @@ def config_folder() -> Path:
 
 
 def log_folder() -> Path:
-    """Return the folder that contains llama.cpp's log file."""
+    """Return the folder for llama.cpp's log file."""
     from platformdirs import user_log_path
 
     return user_log_path("edgespec", appauthor=False)
 
 
 def make_private_folder(path: Path) -> None:
-    """Create a folder that only its owner can enter, or restrict an existing one. Raises OSError."""
+    """Create a folder that only its owner can access, or restrict an existing one. Raises OSError."""
     path.mkdir(parents=True, exist_ok=True, mode=0o700)
     if path.stat().st_mode & 0o077:
         path.chmod(0o700)
 
 
 def regular_file_bytes(path: Path) -> int:
-    """Return the size of a regular file in bytes. Raises OSError for pipes, devices and folders too."""
+    """Return the size of a regular file in bytes. Raises OSError for anything else, such as a pipe."""
     status = path.stat()
     if not stat.S_ISREG(status.st_mode):
         raise OSError(EINVAL, "it is not a regular file")
@@ -88,7 +88,7 @@ def regular_file_bytes(path: Path) -> int:
 
 
 def read_regular_file(path: Path) -> bytes:
-    """Read a regular file. Raises OSError for pipes and devices, because reading them may never end."""
+    """Read a regular file. Raises OSError for pipes and devices, which could block forever."""
     regular_file_bytes(path)
     return path.read_bytes()
 
@@ -96,19 +96,19 @@ def read_regular_file(path: Path) -> bytes:
 def write_private_file(path: Path, *payload: bytes) -> None:
     """Write a file that only its owner can read, atomically replacing an older version.
 
-    A missing parent folder is created as a private one; an existing one keeps its permissions. Temporary
-    files left behind when an earlier write of this file was killed are deleted.
+    A missing parent folder is created as a private folder; an existing one keeps its permissions. Temporary
+    files left behind by earlier, killed writes of this file are deleted.
 
     Args:
         path: The file to write.
-        payload: The parts of its content, in order.
+        payload: The parts of its contents, in order.
 
     Raises:
         OSError: The file cannot be written. The older version is unchanged.
     """
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     delete_stale_temporaries(path.parent, path.name)
-    # mkstemp makes the file readable by its owner only, and os.replace keeps that.
+    # mkstemp creates a file that only its owner can read, and os.replace keeps its permissions.
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
     try:
         with os.fdopen(handle, "wb") as file:
@@ -129,12 +129,12 @@ def touch_private(path: Path) -> None:
 
 
 def delete_stale_temporaries(folder: Path, name: str = "", older_seconds: float = 3600.0) -> None:
-    """Delete the temporary files that remain in a folder when `write_private_file` is killed.
+    """Delete temporary files left behind in a folder when `write_private_file` was killed.
 
     Args:
         folder: The folder to clean.
-        name: Delete only the temporary files of the file with this name, or those of all files if empty.
-        older_seconds: Keep files younger than this, because another process may still be writing them.
+        name: Delete only temporary files for the file with this name. If empty, delete those for all files.
+        older_seconds: Keep files newer than this, because another process may still be writing them.
     """
     with suppress(OSError):
         for path in folder.glob(f".{glob.escape(name)}.*.tmp" if name else ".*.tmp"):
@@ -147,7 +147,7 @@ def delete_stale_temporaries(folder: Path, name: str = "", older_seconds: float 
 def replace_when_written(path: Path) -> Iterator[Path]:
     """Yield a temporary path to write to. If the block succeeds, rename that file to `path`.
 
-    Only one writer may run at a time. If the block fails, the temporary file stays until the next write.
+    Allows only one writer at once. If the block fails, the temporary file remains until the next write.
     Raises OSError.
     """
     temporary = path.with_name(f"{path.name}.tmp")
@@ -172,8 +172,8 @@ def sync_to_disk(path: Path) -> None:
 def sampled_sha256(path: Path) -> str:
     """Return the SHA-256 of a file's size, its first MiB and 16 blocks spread over the file. Raises OSError.
 
-    The digest changes if the file is truncated or replaced. Reading samples is much faster than reading a
-    whole model file.
+    The digest changes if the file is truncated or replaced. Sampling is much faster than reading a whole
+    model file.
     """
     size_bytes = path.stat().st_size
     digest = hashlib.sha256(b"%d\0" % size_bytes)
@@ -188,7 +188,7 @@ def sampled_sha256(path: Path) -> str:
 def format_bytes(size_bytes: int) -> str:
     """Format a size in bytes for display, in powers of 1024, such as `900 B` or `1.4 GiB`.
 
-    File sizes use the same units as memory, because a model file takes as much memory as disk space.
+    File sizes use the same units as memory, because a model file takes up as much memory as disk space.
     """
     size, unit = float(size_bytes), 0
     while size >= 999.5 and unit + 1 < len(_SIZE_UNITS):

@@ -1,6 +1,6 @@
 """Settings for glibc's malloc, which by default does not return all freed memory to the system.
 
-Every function here does nothing on systems without glibc.
+On systems without glibc, the functions do nothing.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ __all__ = [
     "unmap_freed_buffers",
 ]
 
-# Parameter numbers of mallopt, from malloc.h.
+# mallopt parameters, from malloc.h.
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8
-# Thresholds set by `unmap_freed_buffers`. Buffers of at least the first size get their own memory mapping.
-# The heap keeps at most the second number of free bytes at its end. By default, glibc starts with 128 KiB for
-# both and raises them over time.
+# Thresholds set by `unmap_freed_buffers`. Buffers of at least the first size get their own memory mapping,
+# and the heap keeps at most the second number of free bytes at its end. By default, glibc starts at 128 KiB
+# for both and raises them over time.
 _LARGE_BUFFER_BYTES, _RETAINED_BYTES = 128 * 2**10, 2**20
 
 
@@ -39,7 +39,7 @@ def address_space_is_limited() -> bool:
 def limit_malloc_arenas() -> None:
     """If the address space is limited, make threads started later share one malloc arena.
 
-    Otherwise, glibc reserves 64 MiB of addresses for each thread, although a thread needs little of it.
+    Otherwise, glibc reserves 64 MiB of address space per thread, most of which remains unused.
     """
     if address_space_is_limited():
         _set_malloc_option(_ARENA_MAX, 1)
@@ -47,10 +47,10 @@ def limit_malloc_arenas() -> None:
 
 @cache
 def unmap_freed_buffers() -> None:
-    """From now on, return every buffer of at least 128 KiB to the system as soon as it is freed.
+    """Make malloc return every buffer of at least 128 KiB to the system as soon as it is freed.
 
-    By default, malloc adapts until it allocates buffers of up to 32 MiB from its heap. Once freed, they can
-    remain in the resident memory of the process, although the library that freed them reports them as free.
+    By default, malloc raises its threshold until it allocates buffers of up to 32 MiB on its heap. Freed
+    buffers can then remain in the process's resident memory.
     """
     _set_malloc_option(_MMAP_THRESHOLD, _LARGE_BUFFER_BYTES)
     _set_malloc_option(_TRIM_THRESHOLD, _RETAINED_BYTES)

@@ -13,27 +13,26 @@ from edgespec.errors import CancelledError, EdgespecError
 
 __all__ = ["IdleWorker", "drafters_with_idle_work"]
 
-# Both are called with a function `should_continue`. A watch returns True to be called again.
+# Both take a function `should_continue`. A watch function returns True if it should be called again.
 _IdleWork: TypeAlias = Callable[[Callable[[], bool]], None]
 _Watch: TypeAlias = Callable[[Callable[[], bool]], bool]
 
-# Idle time before background work begins. Scripts start their next reply, and commands exit, sooner than
-# this.
+# Idle time before background work begins. Scripts start their next reply and commands exit sooner.
 QUIET_SECONDS = 0.3
-# Interval between calls of the watch function.
+# Interval between calls to the watch function.
 WATCH_SECONDS = 2.0
 
 
 def drafters_with_idle_work(drafter: Drafter | None) -> tuple[Drafter, ...]:
-    """Return those parts of a drafter that have work to do between replies."""
+    """Return the parts of a drafter that have work to do between replies."""
     return tuple(part for part in drafter.parts if part.has_idle_work) if drafter else ()
 
 
 class IdleWorker:
-    """Runs work in a background thread after each reply. One instance belongs to one session.
+    """Runs work in a background thread after each reply. Owned by one session.
 
     Attributes:
-        failures: Why a drafter's idle work failed, by the drafter's name. Work that failed is not run again.
+        failures: Why idle work failed, keyed by drafter name. Failed work is not run again.
     """
 
     def __init__(self) -> None:
@@ -42,22 +41,22 @@ class IdleWorker:
         self._thread: threading.Thread | None = None
 
     def start(self, work: _IdleWork, watch: _Watch) -> None:
-        """Start a thread that waits `QUIET_SECONDS`, runs `work` once and then calls `watch` repeatedly.
+        """Start a thread that waits `QUIET_SECONDS`, runs `work` once, then calls `watch` repeatedly.
 
         Args:
             work: Called with a function `should_continue`, which returns False after `stop`.
-            watch: A bound method, called every `WATCH_SECONDS` until it returns False. The thread keeps only
+            watch: A bound method, called every `WATCH_SECONDS` until it returns False. The thread holds only
                 a weak reference to its object.
         """
         self._stopped = threading.Event()
         args = (self._stopped, [work], WeakMethod(watch))
         thread = threading.Thread(target=_run, args=args, name="edgespec-idle", daemon=True)
-        with suppress(RuntimeError):  # threads cannot be started during interpreter shutdown
+        with suppress(RuntimeError):  # Threads cannot be started during interpreter shutdown.
             thread.start()
             self._thread = thread
 
     def stop(self) -> None:
-        """Ask the thread to end after its current step. May be called from any thread."""
+        """Tell the thread to stop after its current step. Can be called from any thread."""
         self._stopped.set()
 
     def join(self) -> None:
@@ -69,7 +68,7 @@ class IdleWorker:
         """Run the idle work of each drafter once.
 
         Returns:
-            False if the idle work of a drafter failed. The reason is in `failures`.
+            False if a drafter's idle work failed. `failures` contains the reason.
         """
         succeeded = True
         for drafter in drafters:
@@ -94,7 +93,7 @@ def _run(stopped: threading.Event, pending_work: list[_IdleWork], weak_watch: We
 
     if stopped.wait(QUIET_SECONDS):
         return
-    # Remove the work from the list, so that no reference to it remains while the watch runs.
+    # Pop the work from the list, so that no reference to it remains while the watch function runs.
     pending_work.pop()(should_continue)
     while (watch := weak_watch()) and watch(should_continue):
         watch = None

@@ -1,4 +1,4 @@
-"""Collects the facts about this machine and its backends that `edgespec doctor` reports."""
+"""Collect the information about this machine and its backends that `edgespec doctor` reports."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ __all__ = ["Folders", "MachineInfo", "MlxInfo", "inspect_machine"]
 
 @dataclass(frozen=True, slots=True)
 class MlxInfo:
-    """Information about the installed packages mlx and mlx-lm.
+    """Information about the installed mlx and mlx-lm packages.
 
     Attributes:
         version: The version of mlx.
@@ -33,8 +33,9 @@ class MlxInfo:
         device: The device that models run on.
         metal: Whether MLX supports Metal here.
         cuda: Whether MLX supports CUDA here.
-        working_set_bytes: Metal's recommended limit of GPU memory; 0 without Metal.
-        problem: Why MLX is missing or cannot be loaded; empty if it can. The other attributes are empty then.
+        working_set_bytes: Metal's recommended GPU memory limit. 0 without Metal.
+        problem: Why MLX is missing or cannot be loaded, in which case the other attributes are empty. Empty
+            if MLX works.
     """
 
     version: str = ""
@@ -48,7 +49,7 @@ class MlxInfo:
 
 @dataclass(frozen=True, slots=True)
 class Folders:
-    """Paths of the folders and files that edgespec uses. They may not exist yet."""
+    """Paths of the folders and files that edgespec uses, which may not exist yet."""
 
     models: Path
     chats: Path
@@ -61,8 +62,8 @@ class MachineInfo:
     """Information about a machine: its system, processor, memory and installed backends.
 
     Attributes:
-        accelerator: The kind of GPU that could run model layers: `metal`, `cuda`, or empty if there is none.
-        memory_available_bytes: Memory that new programs can use, within the limits of this process's control
+        accelerator: The GPU API that can run model layers: `metal` or `cuda`. Empty if there is no GPU.
+        memory_available_bytes: Memory available to new programs, within the limits of this process's control
             groups.
     """
 

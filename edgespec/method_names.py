@@ -1,4 +1,4 @@
-"""The names of drafting methods and drafters, and the parser for method names."""
+"""The names of drafters, and a parser for method names."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from edgespec.errors import OptionError
 
 __all__ = ["DRAFTER_NAMES", "SELF_DRAFTS", "parse_method"]
 
-# Listed in the order in which drafts are merged. Self-drafts come first, so that the target can reuse their
-# computation. Lookups come last, because tokens sampled from a distribution must be merged before them.
+# The order in which drafts are merged. Self-drafts come first, so that the target can reuse their
+# computation. Lookups come last, because sampled tokens must be merged before them.
 DRAFTER_NAMES = ("layerskip", "lowbit", "swift", "model", "lookahead", "suffix", "ngram")
-# Drafters that use the target's own weights and cache. A method may name only one of them.
+# Drafters that use the target's own weights and cache. A method can include only one of them.
 SELF_DRAFTS = ("layerskip", "lowbit", "swift")
 _AUTOMATIC = ("model", "suffix")
 
 
 def parse_method(method: str) -> tuple[str, ...]:
-    """Return the names of the drafters in a method. For `auto`, return those that it may use.
+    """Return the names of the drafters in a method. For `auto`, return all that it can use.
 
     Raises:
-        OptionError: The method is not a string, or names an unknown drafter, one drafter twice, or two
-            drafters that need the target's cache.
+        OptionError: The method is not a string, contains an unknown drafter or the same drafter twice, or
+            contains two drafters that need the target's cache.
     """
     if not isinstance(method, str):
-        raise OptionError(f"method {method!r} is not a string", "use a method such as 'model+ngram'")
+        raise OptionError(f"method must be a string, not {method!r}", "use a method such as 'model+ngram'")
     if method == "none":
         return ()
     if method == "auto":
@@ -39,11 +39,11 @@ def parse_method(method: str) -> tuple[str, ...]:
                 f"method {method!r} is unknown", f"{hint}choose auto, none, or {known} joined by +"
             )
     if len(set(names)) < len(names):
-        raise OptionError(f"method {method!r} names a drafter twice", "name each drafter once")
+        raise OptionError(f"method {method!r} contains a drafter twice", "list each drafter once")
     self_drafts = [name for name in names if name in SELF_DRAFTS]
     if len(self_drafts) > 1:
         raise OptionError(
-            f"method {method!r} names {len(self_drafts)} drafters that need the target's own cache",
-            f"name one of {', '.join(self_drafts)}",
+            f"method {method!r} contains {len(self_drafts)} drafters that need the target's own cache",
+            f"use only one of {', '.join(self_drafts)}",
         )
     return names

@@ -1,4 +1,4 @@
-"""Choose the drafters of a method, such as `auto` or `model+ngram`."""
+"""Choose the drafters for a method, such as `auto` or `model+ngram`."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ __all__ = ["DrafterSet", "MissingDrafter"]
 # The method `auto` uses the first of these drafters that is available, together with suffix lookup.
 _AUTO_MODELS = ("model", "layerskip", "lowbit")
 _AUTO_LOOKUP = "suffix"
-# Number of tokens at the end of a prompt that are used to classify its kind of text.
+# Number of tokens at the end of a prompt used to classify its kind of text.
 _CLASSIFIED_TOKENS = 512
 
 
 class MissingDrafter(NamedTuple):
-    """The reason why a drafter is not available, and a hint at what the user can do."""
+    """The reason why a drafter is unavailable, and a hint for the user."""
 
     reason: str
     hint: str
@@ -44,19 +44,19 @@ _UNKNOWN_DRAFTER = MissingDrafter("this target has no such drafter", "choose ano
 class DrafterSet:
     """All drafters for a target model, and the combinations of them that methods use.
 
-    Combinations and controllers are created on first use and then kept, because they measure acceptance
+    Combinations and controllers are created on first use and then reused, because they collect acceptance
     rates.
 
     Args:
-        branches: Number of branches at each depth of the draft model's tree, or a rule for growing the tree,
-            which no other drafter may use.
-        min_confidence: The draft model stops drafting when its confidence falls below this probability.
-        why_no_draft: Why there is no draft model, for reports and errors.
-        others: Other drafters by name, or the reasons why they are missing. An entry `model` replaces the
-            usual drafter for the draft model.
+        branches: Number of branches at each depth of the draft model's tree, or a tree-growing rule, which
+            must not be shared with other drafters.
+        min_confidence: Probability below which the draft model stops drafting.
+        why_no_draft: Why there is no draft model, for reports and error messages.
+        others: Other drafters by name, or the reasons why they are missing. A `model` entry replaces the
+            default drafter for the draft model.
         v: Cost of a verify pass by width, in target steps.
-        auto_config: Settings of the controller that decides when to draft. Without them, `auto` drafts in
-            every round.
+        auto_config: Settings for the controller that decides when to draft. If None, `auto` drafts in every
+            round.
     """
 
     def __init__(
@@ -101,14 +101,14 @@ class DrafterSet:
 
     @property
     def loss_limits(self) -> tuple[float, float] | None:
-        """The loss limit, if any: a share of the plain decoding time, and a number of target steps."""
+        """The loss limit, if any: a fraction of plain decoding time, and a number of target steps."""
         return self._auto_config.limits if self._auto_config else None
 
     def choose(self, method: str) -> tuple[Drafter | None, MethodReport]:
-        """Return the drafter for a method, and a report on the drafters in use.
+        """Return the drafter for a method and a report on the drafters in use.
 
         Raises:
-            OptionError: The method is unknown, or one of its drafters is not available.
+            OptionError: The method is unknown, or one of its drafters is unavailable.
         """
         names = parse_method(method)
         capabilities = self._target.capabilities
@@ -165,7 +165,7 @@ class DrafterSet:
         return text_kind("".join(piece.decode("utf-8", "replace") for piece in pieces))
 
     def _with_adaptive_length(self, drafter: Drafter, config: AutoConfig) -> Drafter:
-        """Make a drafter choose its own draft length if it runs a model. Otherwise return it unchanged."""
+        """Let a drafter that runs a model choose its own draft length. Return other drafters unchanged."""
 
         def make_growth(draft: Capabilities) -> TreeGrowth:
             limits = PassLimits.of(self._target.capabilities, draft)
@@ -186,17 +186,17 @@ class DrafterSet:
         return self._combinations[names]
 
     def chain_model(self, method: str) -> LanguageModel | None:
-        """Return the draft model if the method proposes its token chains unchanged, or None otherwise."""
+        """Return the draft model if the method proposes its token chains as they are, otherwise None."""
         is_controlled = self._auto_config is not None and self._auto_config.controls_named
         return self._chain_model if method == "model" and not is_controlled else None
 
     def reset(self) -> None:
-        """Clear the last reply's tokens from every drafter."""
+        """Clear every drafter's tokens from the last reply."""
         for drafter in self._drafters.values():
             drafter.reset()
 
     def interrupt(self, enabled: bool) -> None:
-        """Interrupt every drafter, or allow new drafts again if `enabled` is False."""
+        """Interrupt every drafter, or allow drafting again if `enabled` is False."""
         for drafter in self._drafters.values():
             drafter.interrupt(enabled)
 

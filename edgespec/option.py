@@ -1,4 +1,4 @@
-"""The `Option` class, and the options shared by `load` and by replies."""
+"""The `Option` class, and the options shared by `load` and replies."""
 
 from dataclasses import KW_ONLY, dataclass
 from typing import Annotated, Any, Literal, TypeAlias, get_origin, get_type_hints
@@ -27,17 +27,16 @@ class Option:
     """Declaration of an option.
 
     Attributes:
-        kind: Converts and checks the value.
-        group: The section of the help in which the option is listed, unless it is `common`.
+        kind: Parses and checks the value.
+        group: The help section that lists the option, unless it is `common`.
         help: A description of one or two sentences for `--help` and the documentation.
         default: The default value.
-        default_text: The default in words, if the value alone does not explain it.
+        default_text: A description of the default, if the value alone is not clear.
         flags: Short forms on the command line, such as `-n`.
         read_by: Names of the drafters that use the option. Methods without any of them reject it. Empty if
-            every method uses the option.
+            all methods use it.
         common: Whether the option is one of the few that most users need. `--help` lists these first.
-        per_run: Whether the option applies only to a single model or run and therefore cannot be set for all
-            runs.
+        per_run: Whether the option applies to a single model or run and therefore cannot be set for all runs.
         api_only: Whether the option is available only in Python.
     """
 

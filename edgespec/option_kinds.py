@@ -1,4 +1,4 @@
-"""The kinds of option values. Each kind converts strings, and checks values passed in Python."""
+"""The kinds of option values. Each kind parses strings and checks values passed in Python."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ class Kind:
 
     Attributes:
         metavar: Placeholder for the value in help texts.
-        repeatable: Whether the option may be repeated on the command line.
+        repeatable: Whether the option can be repeated on the command line.
     """
 
     metavar: str = "TEXT"
     repeatable: ClassVar[bool] = False
 
     def parse(self, text: str) -> Any:
-        """Convert a string to a value. Return it unchanged if that fails, so that `check` rejects it."""
+        """Convert a string to a value. If that fails, return the string unchanged for `check` to reject."""
         return text
 
     def check(self, name: str, value: Any, /) -> Any:
@@ -67,7 +67,7 @@ def _converted(text: str, convert: Callable[[str], Any]) -> Any:
 
 @dataclass(frozen=True)
 class Text(Kind):
-    """A string that the backend checks. `hint` lists examples for the error message."""
+    """A string that the backend validates. `hint` lists examples for the error message."""
 
     metavar: str = "TEXT"
     hint: str = "one text"
@@ -96,7 +96,7 @@ class MethodList(Kind):
     def check(self, name: str, value: Any) -> tuple[str, ...]:
         if isinstance(value, str) or not isinstance(value, Sequence):
             raise OptionError(
-                f"{name} must be a list, but is {value!r}", 'use for example ["suffix", "model+ngram"]'
+                f"{name} must be a list, not {value!r}", 'for example, use ["suffix", "model+ngram"]'
             )
         for method in value:
             parse_method(method)
@@ -111,7 +111,7 @@ class Choice(Kind):
 
     def check(self, name: str, value: Any) -> str:
         if value not in self.values:
-            raise OptionError(f"{name} must be one of {', '.join(self.values)}, but is {value!r}")
+            raise OptionError(f"{name} must be one of {', '.join(self.values)}, not {value!r}")
         return str(value)
 
 
@@ -128,7 +128,7 @@ class Flag(Kind):
 
 @dataclass(frozen=True)
 class Integer(Kind):
-    """An integer within inclusive limits. `hint` is appended to the error message."""
+    """An integer within inclusive bounds. `hint` is appended to the error message."""
 
     low: int
     high: int = _NO_LIMIT
@@ -144,7 +144,7 @@ class Integer(Kind):
 
 @dataclass(frozen=True)
 class Number(Kind):
-    """A number within limits. `below_high` excludes the upper limit."""
+    """A number within bounds. `below_high` excludes the upper bound."""
 
     low: float
     high: float
@@ -158,7 +158,7 @@ class Number(Kind):
         allowed = f"from {self.low:g} to {'below ' if self.below_high else ''}{self.high:g}"
         number = check_number(name, value, allowed)
         if not self.low <= number <= self.high or (self.below_high and number == self.high):
-            raise OptionError(f"{name} must be a number {allowed}, but is {value!r}")
+            raise OptionError(f"{name} must be a number {allowed}, not {value!r}")
         return number
 
 
@@ -175,7 +175,7 @@ class Share(Kind):
         number = check_number(name, value, "such as 0.02")
         if not 0.0 <= number <= 1.0:
             raise OptionError(
-                f"{name} must be a share from 0 to 1, but is {value!r}", "use for example 2% or 0.02"
+                f"{name} must be a fraction from 0 to 1, not {value!r}", "for example, use 2% or 0.02"
             )
         return number
 
@@ -190,7 +190,7 @@ class Size(Kind):
 
 
 class PathName(Kind):
-    """A path to a file or folder, which need not exist."""
+    """A path to a file or folder, which does not have to exist."""
 
     metavar = "PATH"
 
@@ -199,7 +199,7 @@ class PathName(Kind):
 
 
 class Branches(Kind):
-    """Number of children of a draft tree node at each depth, such as `3,2`, or `auto`. Empty for a chain."""
+    """Number of children per draft tree node at each depth, such as `3,2`, or `auto`. Empty for a chain."""
 
     metavar = "auto|N,N,..."
 
@@ -211,13 +211,13 @@ class Branches(Kind):
             return value
         if not isinstance(value, tuple | list):
             raise OptionError(
-                f"{name} must be auto or whole numbers, but is {value!r}", "use numbers such as 3,2"
+                f"{name} must be auto or positive integers, not {value!r}", "for example, use 3,2"
             )
         for count in value:
             check_integer(name, count, 1, _MAX_BRANCHES)
         if math.prod(value) > _MAX_BRANCHES:
             raise OptionError(
-                f"{name} must make at most {_MAX_BRANCHES} branches, but {tuple(value)!r} make"
+                f"{name} can create at most {_MAX_BRANCHES} branches, but {tuple(value)!r} would create"
                 f" {math.prod(value)}",
                 "use smaller numbers",
             )
@@ -226,7 +226,7 @@ class Branches(Kind):
 
 @dataclass(frozen=True)
 class ListOf(Kind):
-    """Values of the same kind, separated by commas."""
+    """A comma-separated list of values of one kind."""
 
     item: Kind
 
@@ -245,7 +245,7 @@ class TextList(Kind):
     def check(self, name: str, value: Any) -> tuple[str, ...]:
         texts = (value,) if isinstance(value, str) else value
         if not isinstance(texts, list | tuple) or not all(isinstance(text, str) and text for text in texts):
-            raise OptionError(f"{name} must contain only strings of at least one character, but is {value!r}")
+            raise OptionError(f"{name} must be one or more non-empty strings, not {value!r}")
         return tuple(texts)
 
 
@@ -266,7 +266,7 @@ class SamplingNumber(Kind):
 
 
 class TokenBiases(SamplingNumber):
-    """Numbers to add to the logits of given token ids. Each string has the form `ID=VALUE`."""
+    """Numbers to add to the logits of individual tokens. Each string has the form `ID=VALUE`."""
 
     repeatable = True
 
@@ -279,7 +279,7 @@ class TokenBiases(SamplingNumber):
             wrong = next((pair for pair in value if not isinstance(pair, tuple)), None)
             if wrong is not None:
                 raise OptionError(
-                    f"{name} must have the form ID=VALUE, but is {wrong!r}", "use for example 1523=-2.5"
+                    f"{name} must have the form ID=VALUE, not {wrong!r}", "for example, use 1523=-2.5"
                 )
             value = dict(value)
         return super().check(name, value)

@@ -1,7 +1,7 @@
-"""All options of `load`, `plan` and reply functions.
+"""All options of `load`, `plan` and the reply functions.
 
-These declarations define the keyword arguments of the Python API, the command line options, the keys in the
-settings file, the EDGESPEC_ variables and the table in the documentation.
+These declarations define the keyword arguments of the Python API, the command line options, the settings
+file's keys, the EDGESPEC_ environment variables and the table in the documentation.
 """
 
 import difflib
@@ -70,8 +70,8 @@ def check_names(given: Iterable[str], known: Mapping[str, Option]) -> None:
         if name not in known:
             near = difflib.get_close_matches(name, known, 1)
             raise OptionError(
-                f"option {name!r} is unknown",
-                f"did you mean {near[0]!r}?" if near else f"there are {', '.join(known)}",
+                f"unknown option {name!r}",
+                f"did you mean {near[0]!r}?" if near else f"choose from {', '.join(known)}",
             )
 
 
@@ -79,7 +79,7 @@ def check_load_arguments(given: Mapping[str, Any]) -> LoadArguments:
     """Check and normalise the options of `load`, and fill in the defaults.
 
     Raises:
-        OptionError: An option is unknown or invalid, or none of the chosen drafters uses it.
+        OptionError: An option is unknown, invalid, or not used by any of the chosen drafters.
     """
     check_names(given, LOAD_OPTIONS)
     values = {
@@ -93,7 +93,7 @@ def check_load_arguments(given: Mapping[str, Any]) -> LoadArguments:
         option = LOAD_OPTIONS[name]
         if values[name] != option.default:
             raise OptionError(
-                f"{name} applies to {' and '.join(option.read_by)},"
+                f"{name} applies only to {' and '.join(option.read_by)},"
                 f" but method {', '.join(dict.fromkeys(methods))} uses none of them",
                 f"remove it, or add {option.read_by[0]} to the method",
             )
@@ -128,7 +128,7 @@ in the settings file (`draft_window`). For environment variables, put `EDGESPEC_
 
 
 def documentation() -> str:
-    """Return the documentation page that lists every option (`docs/options.md`)."""
+    """Return the documentation page for all options (`docs/options.md`)."""
     load = options_table({**MODEL_OPTIONS, **LOAD_OPTIONS})
     return _PAGE.format(load=load, reply=options_table(REPLY_OPTIONS))
 

@@ -65,7 +65,7 @@ class ReplyArguments(TypedDict, total=False):
 
 
 def _with_default(name: str, option: Option) -> Option:
-    """Return the option with the default of `SamplingParams`, if it is a sampling option."""
+    """Return a sampling option with its default from `SamplingParams`, and other options unchanged."""
     return replace(option, default=getattr(SamplingParams(), name)) if option.group == "sampling" else option
 
 

@@ -1,4 +1,4 @@
-"""A request for a reply, with checked options."""
+"""A request for a reply, with validated options."""
 
 from __future__ import annotations
 
@@ -15,19 +15,18 @@ from edgespec.options import REPLY_OPTIONS, ReplyArguments, check_names
 
 __all__ = ["DEFAULT_MAX_TOKENS", "Request", "StreamArguments", "build_request"]
 
-# Default maximum length of a reply, in tokens. Without it, a reply stuck in a loop would fill the whole
-# context.
+# Default maximum reply length in tokens. Without it, a reply stuck in a loop would fill the whole context.
 DEFAULT_MAX_TOKENS = 8192
-# Default fixed draft length, and default maximum for a length that adapts to the text, in tokens.
+# Default draft length in tokens, if fixed, and default maximum if it adapts to the text.
 _FIXED_DRAFT_LENGTH = 4
 _MAX_ADAPTIVE_DRAFT_LENGTH = 16
 
 
 class StreamArguments(ReplyArguments, total=False):
-    """The options of a reply, and the arguments that only Python callers can pass.
+    """The options of a reply, and arguments available only in Python.
 
     Attributes:
-        progress: Called during the prefill. Returning False cancels the reply.
+        progress: Called during prefill. Returning False cancels the reply.
         processors: Custom logits processors, applied before all others. Create new ones for every reply.
     """
 
@@ -50,7 +49,7 @@ class Request:
     processors: tuple[LogitsProcessor, ...] = ()
 
     def max_draft_length(self, adapts: bool) -> int:
-        """Return the maximum draft length in tokens. `adapts` is True for drafters that choose the length."""
+        """Return the maximum draft length in tokens. `adapts` is True for drafters that choose their own."""
         return self.draft_length or (_MAX_ADAPTIVE_DRAFT_LENGTH if adapts else _FIXED_DRAFT_LENGTH)
 
 
@@ -78,7 +77,7 @@ def build_request(
         raise OptionError("the prompt is empty", "enter at least one word")
     if len(tokens) > context_tokens:
         raise ContextFullError(
-            f"the prompt has {len(tokens)} tokens, but the context has only {context_tokens}",
+            f"the prompt has {len(tokens)} tokens, but the context holds only {context_tokens}",
             f"shorten it or use --context {len(tokens) // 256 * 256 + 512}",
         )
     check_names(options, REPLY_OPTIONS)
@@ -93,7 +92,7 @@ def build_request(
         unknown = next((token for token in ids if not 0 <= token < facts.vocab_size), None)
         if unknown is not None:
             raise OptionError(
-                f"token {unknown} of the {option} is not in the vocabulary of {facts.name}",
+                f"token {unknown} in the {option} is not in the vocabulary of {facts.name}",
                 f"use token ids from 0 to {facts.vocab_size - 1}",
             )
     if values["seed"] is None:

@@ -1,4 +1,4 @@
-"""A request queue for programs that serve several callers with one runtime."""
+"""A request queue that lets several callers share one runtime."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ __all__ = ["QueuedReply", "RequestQueue"]
 
 
 class RequestQueue:
-    """Queue that runs requests on one runtime in the order of their arrival.
+    """Runs requests on one runtime in the order they arrive.
 
     Replies are generated in the queue's own thread, so a caller that reads its reply slowly does not delay
-    the others. All methods may be called from any thread. Closing the queue does not close the runtime.
-    Call `cancel` on a reply that nobody will read. The `on_end` callback of a reply runs in the queue's
-    thread and must not wait for another queued reply.
+    the others. All methods can be called from any thread. Closing the queue does not close the runtime. Call
+    `cancel` on a reply that nobody will read. The `on_end` callback of a reply runs in the queue's thread and
+    must not wait for another queued reply.
 
     Args:
         runtime: The runtime. Queued requests fail with BusyError if it is also used outside the queue.
-        max_waiting: Maximum number of requests that may wait while one runs.
+        max_waiting: Maximum number of waiting requests.
     """
 
     def __init__(self, runtime: Runtime, *, max_waiting: int = 16) -> None:
@@ -58,7 +58,7 @@ class RequestQueue:
     def stream_messages(self, messages: Sequence[Message | Mapping[str, Any]], **options: Any) -> QueuedReply:
         """Queue a request for a reply to messages. See `Runtime.stream_messages` for the arguments.
 
-        Invalid messages raise OptionError at once. Other errors are those of `stream`.
+        Invalid messages raise OptionError immediately. Other errors are the same as for `stream`.
         """
         # Copy the list, because the caller may change it before the request starts.
         checked = as_messages(messages)
@@ -67,7 +67,7 @@ class RequestQueue:
     def _submit(self, start: Callable[[], ReplyStream]) -> QueuedReply:
         with self._changed:
             if self._closed:
-                raise ClosedError("the request queue is closed", "create another one")
+                raise ClosedError("the request queue is closed", "create a new one")
             if len(self._waiting) + (self._running is not None) > self._max_waiting:
                 raise BusyError(f"{self._max_waiting} requests are already waiting", "try again later")
             queued = QueuedReply(start, self._remove)
@@ -91,13 +91,13 @@ class RequestQueue:
                     return
                 self._running = running = self._waiting.popleft()
             error = running._run()
-            # Set this first, so that a caller whose reply has ended can submit its next request at once.
+            # Set this first, so that a caller whose reply has ended can immediately submit its next request.
             with self._changed:
                 self._running = None
             running._end(error)
 
     def close(self) -> None:
-        """Cancel the running reply, end the waiting requests with ClosedError, and stop the thread."""
+        """Cancel the running reply, fail waiting requests with ClosedError, and stop the thread."""
         with self._changed:
             self._closed = True
             waiting, running = list(self._waiting), self._running
@@ -120,8 +120,8 @@ class RequestQueue:
 class QueuedReply:
     """Iterator over the text chunks of a queued reply. Created by `RequestQueue`.
 
-    Iterating waits until the request starts and then for each chunk. It raises the same errors as
-    `ReplyStream`. If the request is cancelled or the queue is closed before the start, it raises
+    Iteration waits for the request to start and then for each chunk, and raises the same errors as
+    `ReplyStream`. If the request is cancelled or the queue is closed before it starts, iteration raises
     CancelledError or ClosedError.
     """
 
@@ -141,7 +141,7 @@ class QueuedReply:
 
     @property
     def reply(self) -> Reply:
-        """The finished reply. Raises EdgespecError before the end of the reply."""
+        """The finished reply. Raises EdgespecError if the reply has not ended."""
         if self._stream is None:
             raise EdgespecError("the reply has not started", "iterate over it first")
         return self._stream.reply
@@ -156,7 +156,7 @@ class QueuedReply:
         if isinstance(chunk, TextChunk):
             return chunk
         self._ended = chunk or StopIteration()
-        # Put the end marker back, because other threads may be waiting for the end of the same reply.
+        # Put the end marker back, because other threads may be waiting for the same reply.
         self._chunks.put(chunk)
         raise self._ended
 
@@ -167,7 +167,7 @@ class QueuedReply:
         return self.reply
 
     def cancel(self) -> None:
-        """Remove the request from the queue if it is waiting, or end its reply and keep the text so far."""
+        """Remove the request if it is still waiting. Otherwise, end the reply and keep its text so far."""
         self._cancelled.set()
         if self._remove(self):
             self._end(CancelledError("the request was cancelled before it started"))

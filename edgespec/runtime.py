@@ -1,4 +1,4 @@
-"""The public `Runtime` class: a loaded target model that generates replies with its drafters."""
+"""The public `Runtime` class: a loaded target model and its drafters."""
 
 from __future__ import annotations
 
@@ -37,15 +37,15 @@ class MemoryUse:
     """Memory currently used by a runtime.
 
     Attributes:
-        weight_bytes: Size of the weights of target and draft model.
-        kv_bytes: Current size of the KV caches of target and draft model.
-        resident_bytes: Resident memory of the process, including the memory-mapped weights read so far.
+        weight_bytes: Size of the target's and draft model's weights.
+        kv_bytes: Current size of the target's and draft model's KV caches.
+        resident_bytes: Resident memory of the process, including memory-mapped weights read so far.
         plan: The memory plan that was made before loading.
-        context_tokens: Current size of the target's context.
-        max_context_tokens: Maximum size to which the context may grow.
-        available_bytes: Memory that other programs may still use.
+        context_tokens: Current context size of the target.
+        max_context_tokens: Maximum context size.
+        available_bytes: Memory still available to other programs.
         reclaimed_bytes: Total memory freed for other programs so far.
-        last_reclaim: Description of the last time that memory was freed.
+        last_reclaim: What was last freed, and why.
     """
 
     weight_bytes: int
@@ -69,11 +69,11 @@ class Runtime:
     """A loaded target model with its drafters. Created by `edgespec.load`.
 
     A runtime generates one reply at a time. A second one raises BusyError. To serve several callers, use a
-    `RequestQueue`. `cancel` and `close` may be called from any thread.
+    `RequestQueue`. `cancel` and `close` can be called from any thread.
 
     Attributes:
         vocabulary: The target's tokenizer.
-        method: The drafting method that is used by default.
+        method: The default drafting method.
         plan: The memory plan that was made before loading.
     """
 
@@ -98,7 +98,7 @@ class Runtime:
             try:
                 self._template = ChatTemplate(template, self.vocabulary.bos_text, self.vocabulary.eos_text)
             except TemplateError as error:
-                # The model is usable without a chat template. The property `template` raises the error.
+                # The model is usable without a chat template. The `template` property raises the error.
                 self._template = error
         self.method: MethodReport = drafters.choose(defaults["method"])[1]
         self.plan: MemoryPlan | None = plan
@@ -112,13 +112,13 @@ class Runtime:
 
     @property
     def target(self) -> ModelFacts:
-        """Facts about the target, including the current size of its context and KV cache."""
+        """Properties of the target, including its current context and KV cache sizes."""
         facts = self._target.facts
         return replace(facts, notice=self._notice) if self._notice else facts
 
     @property
     def draft(self) -> ModelFacts | None:
-        """Facts about the draft model, or None if there is none."""
+        """Properties of the draft model, or None if there is none."""
         return self._draft.facts if self._draft else None
 
     @property
@@ -130,21 +130,21 @@ class Runtime:
 
     @property
     def drafters(self) -> tuple[str, ...]:
-        """Names of the available drafters, which methods may combine."""
+        """Names of the available drafters, which methods can combine."""
         return self._session.drafters.names
 
     @property
     def context_tokens(self) -> int:
-        """Maximum length of prompt and reply, in tokens. `target.context_tokens` is the current limit."""
+        """Maximum length of prompt and reply in tokens. `target.context_tokens` are allocated so far."""
         return self._session.context.limit_tokens
 
     @property
     def loss_limits(self) -> tuple[float, float] | None:
-        """The loss limit, if any: a share of the plain decoding time, and a number of target steps."""
+        """The loss limit, if any: a fraction of plain decoding time, and a number of target steps."""
         return self._session.drafters.loss_limits
 
     def method_for(self, method: str) -> MethodReport:
-        """Return which drafters a method uses with this target. Unavailable ones raise OptionError."""
+        """Report which drafters a method uses with this target. Raises OptionError if one is unavailable."""
         return self._session.drafters.choose(method)[1]
 
     def measure_costs(self, progress: Progress | None = None) -> CostCurve:
@@ -173,7 +173,7 @@ class Runtime:
         return resident_bytes()
 
     def memory(self) -> MemoryUse:
-        """Return the memory currently used by this runtime. May be called at any time from any thread."""
+        """Return the memory currently used by this runtime. Can be called from any thread."""
         models = [self.target, *([self.draft] if self.draft else [])]
         cache, pressure = self._session.prefix_cache, self._session.memory_pressure
         return MemoryUse(
@@ -200,10 +200,10 @@ class Runtime:
         """Generate the reply to one prompt.
 
         Args:
-            prompt: The user's message. It is formatted with the chat template, unless `raw` is set or the
-                model has no template.
+            prompt: The user's message, formatted with the chat template unless `raw` is set or the model has
+                none.
             system: Instructions for the model.
-            raw: Continue the prompt as it is, without the chat template.
+            raw: Whether to continue the prompt verbatim, without the chat template.
             **options: See `edgespec.ReplyArguments`. `progress` and `processors` as in `stream_tokens`.
 
         Raises:
@@ -225,12 +225,12 @@ class Runtime:
     ) -> ReplyStream:
         """Stream the reply to one prompt. See `generate` and `stream_tokens` for the arguments."""
         if not isinstance(prompt, str):
-            raise OptionError(f"the prompt is a {type(prompt).__name__}", "pass a string")
+            raise OptionError(f"the prompt must be a string, not {type(prompt).__name__}", "pass a string")
         if raw or self.template is None:
             if system:
                 raise TemplateError(
-                    "a system prompt needs the model's chat template",
-                    "leave --system out, or --raw, or use an instruct model",
+                    "a system prompt requires the model's chat template",
+                    "omit --system or --raw, or use an instruct model",
                 )
             tokens = self.vocabulary.tokenize(prompt, special=True, start=True)
         else:
@@ -256,13 +256,13 @@ class Runtime:
         on_end: Callable[[Reply | None], None] | None = None,
         **options: Unpack[StreamArguments],
     ) -> ReplyStream:
-        """Stream the reply to a list of messages that contains the whole conversation.
+        """Stream the reply to a list of messages, which contains the whole conversation.
 
-        The KV cache of an earlier reply in the same conversation is reused.
+        Reuses the KV cache of an earlier reply in the same conversation.
 
         Args:
             messages: `Message` objects, or dictionaries with `role` (`system`, `user` or `assistant`) and
-                `content`. The last message is from the user.
+                `content`. The last message must be from the user.
             context_full: What to do if the conversation does not fit the context. `slide` drops its oldest
                 turns, `refuse` raises ContextFullError.
             on_end: Called once with the reply, or with None if it failed.
@@ -297,7 +297,7 @@ class Runtime:
 
         Args:
             system: Instructions for the model.
-            messages: Messages that the conversation begins with.
+            messages: Initial messages of the conversation.
             context_full: What to do if the conversation does not fit the context. `slide` drops its oldest
                 turns, `refuse` raises ContextFullError.
 
@@ -306,7 +306,7 @@ class Runtime:
             TemplateError: The model has no chat template.
         """
         check_context_full(context_full)
-        self._prompt_builder()  # This raises TemplateError if the model has no usable chat template.
+        self._prompt_builder()  # Raises TemplateError if the model has no usable chat template.
         return Chat(self, system, messages, context_full)
 
     def _prompt_builder(self) -> PromptBuilder:
@@ -333,9 +333,9 @@ class Runtime:
         Args:
             tokens: The prompt.
             on_end: Called once with the reply, or with None if it failed.
-            progress: Called during the prefill. Returning False cancels the reply.
+            progress: Called during prefill. Returning False cancels the reply.
             processors: Custom logits processors (see `edgespec.engine.processors.LogitsProcessor`), which are
-                applied before all others. Create new ones for every reply, because they have a state.
+                applied before all others. Create new ones for every reply, because they are stateful.
             **options: See `edgespec.ReplyArguments`.
 
         Raises:
@@ -352,7 +352,7 @@ class Runtime:
         request = build_request(tokens, self.target, self.context_tokens, options_with_defaults, processors)
 
         def record(reply: Reply | None) -> None:
-            # Add the outcome of the reply's first draft tokens to the acceptance record of this model pair.
+            # Record for this model pair how many of the tokens drafted at depth 1 were accepted.
             if reply and self._record and reply.method.effective == "model" and reply.stats.drafted_tokens:
                 stats = reply.stats
                 self._record.count(stats.drafted_per_position[0], stats.accepted_per_position[0])
@@ -362,7 +362,7 @@ class Runtime:
         return ReplyStream(self._session, request, record, progress)
 
     def borrowed_target(self) -> AbstractContextManager[LanguageModel]:
-        """Lend the target model, with an empty cache, for measurements. Replies raise BusyError meanwhile.
+        """Lend the target model, with an empty cache, for measurements. Meanwhile, replies raise BusyError.
 
         Raises:
             BusyError: A reply is running.
@@ -373,23 +373,23 @@ class Runtime:
     def clear_cache(self) -> None:
         """Clear the KV caches and the prefix cache, so that the next reply processes its whole prompt.
 
-        Trained drafters and measured costs are kept. Raises BusyError and ClosedError.
+        Keeps trained drafters and measured costs. Raises BusyError and ClosedError.
         """
         self._session.clear_cache()
 
     def save_prefix_cache(self) -> None:
         """Save the prefix cache to disk if the runtime was loaded with an on-disk cache.
 
-        This also happens when the runtime is idle and when it is closed. A failure raises no error, because a
-        prompt that is not saved is only processed again.
+        The cache is also saved when the runtime is idle and when it is closed. Failures raise no error,
+        because an unsaved prompt is simply processed again.
         """
         self._session.save_prefix_cache()
 
     def run_idle_work(self, should_continue: Callable[[], bool]) -> None:
         """Run the idle work of the drafters, such as online training, in this thread.
 
-        Idle work starts automatically when the runtime has been idle for a moment. A script that generates
-        replies without pauses can call this method between them. It returns when the work is done, when
+        Idle work starts automatically once the runtime has been idle for a moment. A script that generates
+        replies back to back can call this method between them. It returns when the work is done, when
         `should_continue()` returns False, or when a reply starts in another thread.
         """
         self._session.run_idle_work(should_continue)
@@ -399,7 +399,7 @@ class Runtime:
         self._session.cancel()
 
     def close(self) -> None:
-        """Stop the running reply and free the models. Further calls do nothing."""
+        """Stop the running reply and free the models. Further calls have no effect."""
         self._session.close()
         if self._record:
             self._record.save()

@@ -1,4 +1,4 @@
-"""Saves named arrays, such as trained weights and measurements, in private files for later runs."""
+"""Save named arrays, such as trained weights and measurements, in private files for later runs."""
 
 from __future__ import annotations
 
@@ -33,18 +33,18 @@ _WEIGHT_SUFFIXES = (".safetensors", ".gguf", ".npz")
 
 
 class SavedArrays:
-    """File of named arrays that belongs to particular models.
+    """A file of named arrays that belong to particular models.
 
-    Problems with the file are not raised but reported in `notice`, and the data is created anew.
+    Problems with the file do not raise exceptions but are reported in `notice`, and the data is recreated.
 
     Args:
         kind: Kind of data, such as `swift`.
-        identity: Fingerprint of the models, see `models_fingerprint`. Files that belong to other models are
-            ignored.
-        folder: Folder of the file; by default one in the user's data folder.
+        identity: Fingerprint of the models; see `models_fingerprint`. Files for other models are ignored.
+        folder: Folder for the file. Defaults to one in the user's data folder.
 
     Attributes:
-        notice: Message for the user about what could not be read or written; empty if there was no problem.
+        notice: Message for the user about data that could not be read or written. Empty if there was no
+            problem.
     """
 
     def __init__(self, kind: str, identity: str, folder: Path | None = None) -> None:
@@ -96,7 +96,7 @@ def delete_saved_arrays(folder: Path | None = None) -> int:
 def models_fingerprint(*models: ModelFacts) -> str:
     """Return a hash that identifies models, in the given order, including their weights.
 
-    A few blocks of each weight file are read. For unreadable files, only the name is hashed.
+    Reads a few blocks of each weight file. For unreadable files, only the name is hashed.
     """
     digest = hashlib.sha256()
     for facts in models:

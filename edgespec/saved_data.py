@@ -1,4 +1,4 @@
-"""Deletes data that edgespec saves between runs: replies, learned statistics and cached prefixes."""
+"""Delete data that edgespec saves between runs: replies, learned data and cached prefixes."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ _DELETE: dict[str, Callable[[], int]] = {
 
 
 def delete_data(kind: Literal["all", "replies", "learned", "prefix-cache"] = "all") -> int:
-    """Delete saved data. Saved chats and files made by `edgespec prepare` are kept.
+    """Delete saved data, except chats and files created by `edgespec prepare`.
 
     An open runtime keeps its copy in memory and may save it again.
 
     Args:
-        kind: `replies` are the earlier replies and prompts that the suffix method searches. `learned` is
-            everything measured or trained: trained draft models, SWIFT layers, pass costs and acceptance
-            rates. `prefix-cache` is the KV caches of earlier prompts. `all` is all three.
+        kind: `replies` are earlier replies and prompts, which the suffix method searches. `learned` is
+            everything trained or measured: draft models, SWIFT layers, pass costs and acceptance rates.
+            `prefix-cache` contains the KV caches of earlier prompts. `all` is all three.
 
     Returns:
         Number of bytes freed.

@@ -1,4 +1,4 @@
-"""Generate replies with a target and its drafters, one at a time, and run idle work between them."""
+"""Generate replies one at a time with a target and its drafters, and run idle work between them."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ from edgespec.request import Request
 
 __all__ = ["Session"]
 
-# Number of target passes between updates of the controller's statistics. Updating them in every pass would
-# slow down small targets.
+# Number of target passes between updates of the controller's statistics. Updating after every pass would slow
+# down small targets.
 _PASSES_PER_REPORT = 8
 # Weight of the newest measurement in the moving average of the target step time.
 _STEP_WEIGHT = 0.2
@@ -44,13 +44,13 @@ _STEP_WEIGHT = 0.2
 class Session:
     """Owns a target, its drafters and their caches, and runs one reply at a time.
 
-    The models run in the thread that iterates over `run`. `cancel` and `close` may be called from any thread.
+    The models run in the thread that iterates over `run`. `cancel` and `close` can be called from any thread.
 
     Attributes:
         prefix_cache: KV segments of earlier prompts, or None.
-        context: Resizes the KV caches of target and draft model.
+        context: Resizes the target's and draft model's KV caches.
         memory_pressure: Frees caches when other programs need memory.
-        target_step_seconds: Moving average of the time of one target step.
+        target_step_seconds: Moving average of the target step time.
     """
 
     def __init__(
@@ -65,14 +65,14 @@ class Session:
         self.prefix_cache = prefix_cache
         self.context = ResizableContext(target, draft)
         self.drafters = drafters
-        # Locked while a model computes, but not while the caller of `run` handles a step.
+        # Held while a model computes, but not while the caller of `run` handles a step.
         self._compute_lock = threading.Lock()
         self._state_lock = threading.Lock()
         self._active_request: object | None = None
         self._stopping = False
         self._closing = self._closed = False
         self._idle_worker = IdleWorker()
-        # The last reply's drafters that have idle work, which uses the tokens in their caches.
+        # The last reply's drafters with idle work, which uses the tokens in their caches.
         self._idle_drafters: Sequence[Drafter] = ()
         self.target_step_seconds = self._measure_target_step()
         store = prefix_cache.store if prefix_cache else None
@@ -93,14 +93,14 @@ class Session:
         stats: Stats,
         progress: Progress | None = None,
     ) -> Generator[Step]:
-        """Yield the steps of a reply. The last step has the finish reason.
+        """Yield the steps of a reply. The last one contains the finish reason.
 
         Args:
             request: The request. Its prompt must fit in the context.
-            is_stop: Called with every emitted token. Returns True if the reply ends with the token.
+            is_stop: Called with every emitted token. Returns True if the reply ends with this token.
             is_cancelled: Called between target passes.
-            stats: Counts and times to update.
-            progress: Called during the prefill.
+            stats: Statistics to update.
+            progress: Called during prefill.
 
         Raises:
             BackendError: The model failed.
@@ -131,9 +131,9 @@ class Session:
         stats: Stats,
         progress: Progress | None,
     ) -> Iterator[Step]:
-        """Prepare the caches for the prompt, and decode. Update the statistics and resize the context."""
+        """Prepare the caches for the prompt and decode, updating statistics and resizing the context."""
         drafter, _ = self.drafters.choose(request.method)
-        tokens = list(request.tokens)  # This list is shared with the target cache and grows during the reply.
+        tokens = list(request.tokens)  # The target cache shares this list, which grows during the reply.
         self._idle_drafters = ()
         started = now()
         stats.prompt_tokens = len(tokens)
@@ -218,7 +218,7 @@ class Session:
     def report(self, method: str) -> MethodReport:
         """Return the report on the current or last reply that used this method.
 
-        The note consists of the drafters' notes, failures of idle work, and problems with memory.
+        Its note combines the drafters' notes, idle work failures and memory problems.
         """
         drafter, report = self.drafters.choose(method)
         notes = [self.context.notice, self.memory_pressure.notice]
@@ -274,7 +274,7 @@ class Session:
     def run_idle_work(self, should_continue: Callable[[], bool]) -> None:
         """Run the idle work of the last reply's drafters in this thread; see `Runtime.run_idle_work`.
 
-        A failure is not raised, but the next `report` contains it.
+        A failure raises no exception but appears in the next `report`.
         """
         with self._compute_lock:
             succeeded = self._idle_worker.run_drafters(
@@ -294,9 +294,9 @@ class Session:
             self.run_idle_work(should_continue)
 
     def _reclaim_memory(self, should_continue: Callable[[], bool]) -> bool:
-        """Free memory if other programs need it. Return whether more memory can be freed."""
+        """Free memory if other programs need it. Return whether more can be freed."""
         if self.prefix_cache and self.memory_pressure.is_low:
-            # Once segments are on disk, they can be removed from memory without being lost.
+            # Once segments are on disk, they can safely be removed from memory.
             self.prefix_cache.store.write(should_continue)
         with self._compute_lock:
             if should_continue() and not self._closing and self._active_request is None:
@@ -307,7 +307,7 @@ class Session:
         """End the running reply after the current target pass.
 
         Args:
-            request: Cancel only if this request is running. Cancels any running request if None.
+            request: The request to cancel if it is running. If None, cancel any running request.
         """
         with self._state_lock:
             self._idle_worker.stop()
@@ -317,7 +317,7 @@ class Session:
                 self._interrupt(True)
 
     def close(self) -> None:
-        """Stop the running reply, save the prefix cache and free the models. Further calls do nothing."""
+        """Stop the running reply, save the prefix cache and free the models. Further calls have no effect."""
         with self._state_lock:
             self._closing = True
         self.cancel()
@@ -338,10 +338,10 @@ class Session:
         self.drafters.interrupt(interrupted)
 
     def _measure_target_step(self) -> float:
-        """Return the duration of a target step. A first, untimed step absorbs one-time costs."""
+        """Return the duration of a target step, after an untimed warm-up step."""
         rows = np.array([0])
         self.target.verify(TokenTree.chain(0)).at(0, rows)
-        self.target.truncate(0)  # the context may be as small as one token
+        self.target.truncate(0)  # The context can be as small as one token.
         started = now()
         self.target.verify(TokenTree.chain(0)).at(0, rows)
         seconds = now() - started
@@ -360,6 +360,6 @@ _open_sessions: weakref.WeakSet[Session] = weakref.WeakSet()
 
 @atexit.register
 def _close_all() -> None:
-    """Close all sessions at exit, because unloading a library while a thread runs its code could crash."""
+    """Close all sessions at exit. Unloading a library while a thread runs its code could crash."""
     for session in list(_open_sessions):
         session.close()

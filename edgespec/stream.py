@@ -1,4 +1,4 @@
-"""The `ReplyStream` class, which yields the text of a reply while it is generated."""
+"""The `ReplyStream` class, which yields the text of a reply as it is generated."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ __all__ = ["ReplyStream"]
 class ReplyStream:
     """Iterator over the text chunks of a reply.
 
-    Generation starts when iteration begins and runs in the iterating thread. Iterate in one thread only;
-    `cancel` may be called from any thread.
+    Generation starts with iteration and runs in the iterating thread. Iterate in one thread only. `cancel`
+    can be called from any thread.
 
     Attributes:
-        stats: Counts and times of the reply, updated after every target pass.
+        stats: Statistics of the reply, updated after every target pass.
         prompt_tokens: Number of tokens in the prompt.
-        dropped_messages: Number of oldest messages that are not in the prompt, because the context is full.
+        dropped_messages: Number of oldest messages left out of the prompt because the context is full.
     """
 
     def __init__(
@@ -69,13 +69,13 @@ class ReplyStream:
 
     @property
     def reply(self) -> Reply:
-        """The finished reply. Raises EdgespecError before the end of the stream."""
+        """The finished reply. Raises EdgespecError if the stream has not ended."""
         if self._reply is None:
             raise EdgespecError("the reply is not finished", "iterate over the stream to its end first")
         return self._reply
 
     def wait(self) -> Reply:
-        """Generate the rest of the reply and return it."""
+        """Generate the rest of the reply and return the finished reply."""
         for _ in self:
             pass
         return self.reply

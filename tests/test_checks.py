@@ -54,5 +54,5 @@ def test_parse_size(text: str | int, size: int) -> None:
     ],
 )
 def test_invalid_sizes_are_refused(text: str | int) -> None:
-    with pytest.raises(OptionError, match="^memory (must|exceeds)"):
+    with pytest.raises(OptionError, match="^memory "):
         parse_size("memory", text)

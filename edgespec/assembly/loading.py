@@ -69,7 +69,7 @@ def load(
     """
     if progress is not None and not callable(progress):
         raise OptionError(
-            f"progress is not callable: {progress!r}",
+            f"progress must be a function, not {progress!r}",
             "pass a function that takes a description and a fraction",
         )
     request = LoadRequest.read(target, draft, options)

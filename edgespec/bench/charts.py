@@ -1,4 +1,4 @@
-"""Draw the bar charts of a benchmark report as text, for a terminal."""
+"""Draw the bar charts of a benchmark report as text."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def bar_chart(title: str, bars: Sequence[Bar], width: int, full: float = 0.0) ->
         title: First line.
         bars: Bars to draw.
         width: Maximum line length in characters.
-        full: Value of a bar that fills the whole line. If a bar is longer, the longest bar fills the line.
+        full: Value of a bar that fills the line. If any bar is longer, the longest one fills the line.
     """
     labels = max((len(bar.label) for bar in bars), default=0)
     value_width = max((len(bar.value) for bar in bars), default=0)
@@ -49,7 +49,7 @@ def bar_chart(title: str, bars: Sequence[Bar], width: int, full: float = 0.0) ->
 
 
 def _drawn(bar: Bar, longest: float, room: int) -> str:
-    """Draw a bar. Round the end of each part, not its length, so that rounding errors do not add up."""
+    """Draw a bar. Rounds the end of each part, not its length, so that rounding errors do not add up."""
     drawn, reached = "", 0.0
     for length, character in bar.parts:
         reached += length
@@ -58,7 +58,7 @@ def _drawn(bar: Bar, longest: float, room: int) -> str:
 
 
 def charts(report: Report, width: int) -> list[str]:
-    """Draw speed, acceptance by depth, time by phase and verify pass costs, over all categories."""
+    """Draw speed, acceptance by depth, time by phase and verify pass costs across all categories."""
     lines: list[str] = []
     for temperature in dict.fromkeys(each.temperature for each in report.figures):
         found = [each for each in report.figures if (each.temperature, each.category) == (temperature, None)]

@@ -10,14 +10,14 @@ from pathlib import Path
 __all__ = ["EnergyMeter"]
 
 _POWERCAP = Path("/sys/class/powercap")
-# Matches only zones of whole processors. Adding their sub-zones or the psys zone would count energy twice.
+# Matches only whole-processor zones. Adding their subzones or the psys zone would count energy twice.
 _ZONE = re.compile(r"intel-rapl:\d+")
 
 
 class EnergyMeter:
     """The processors' RAPL energy counters, read through Linux's powercap interface.
 
-    The counters include the energy used by all processes, not only this one.
+    The counters include the energy used by all processes, not just this one.
 
     Attributes:
         reason: Why energy cannot be measured. Empty if it can.
@@ -33,7 +33,7 @@ class EnergyMeter:
                     _number(zone / "energy_uj")
             except (OSError, ValueError):
                 self._ranges = {}
-                self.reason = "only administrators may read the energy counters of this system"
+                self.reason = "only administrators can read this system's energy counters"
 
     def read(self) -> dict[Path, int]:
         """Return the current counters in microjoules, keyed by zone. Empty if none can be read."""
@@ -57,7 +57,7 @@ def _no_reason(folder: Path) -> str:
     if _zones(folder):
         return ""
     if sys.platform == "darwin":
-        return "macOS reports energy to administrators only"
+        return "macOS reports energy use only to administrators"
     return "this system has no energy counters"
 
 

@@ -26,22 +26,21 @@ class MethodFigures:
     Attributes:
         category: Category of the prompts. None for all prompts.
         effective: Methods that actually ran, as reported by the replies.
-        note: The last note from the drafters, or the reason why no drafter ran.
-        speed_up: Decoding speed, excluding prefill, divided by that of plain decoding. It is the median over
-            the repeats of each prompt, then the geometric mean over prompts. None if plain decoding was not
-            measured.
-        low, high: The 95 % confidence interval of `speed_up`. None if there is only one reply.
-        worst: The lowest speed-up among the prompts.
-        whole_speed_up: Speed-up like `speed_up`, but including prefill.
+        note: The drafters' last note, or why no drafter ran.
+        speed_up: Decoding speed relative to plain decoding, excluding prefill: the median over the repeats of
+            each prompt, then the geometric mean over prompts. None if plain decoding was not measured.
+        low, high: 95 % confidence interval of `speed_up`. None if there is only one reply.
+        worst: Lowest speed-up of any prompt.
+        whole_speed_up: Like `speed_up`, but including prefill.
         tokens_per_second: Decoding speed, excluding prefill. Geometric mean over replies.
         ttft_seconds, tpot_seconds: Median time to first token, and median time per output token.
         acceptance: Accepted tokens divided by drafted tokens. None if nothing was drafted.
         acceptance_by_depth: Fraction of the drafted tokens at each depth that were accepted.
         seconds: Total duration of each phase over all replies.
-        joules_per_token: Energy per token, used by the whole processors. None if the system does not report
-            it.
-        compared: Number of replies that should match plain decoding token for token.
-        identical: Number of the `compared` replies that match plain decoding.
+        joules_per_token: Energy per token, measured for the whole processors. None if the system does not
+            report it.
+        compared: Number of replies that must match plain decoding token for token.
+        identical: Number of `compared` replies that do match.
     """
 
     temperature: float
@@ -75,7 +74,7 @@ class MethodFigures:
 
 @dataclass(frozen=True, slots=True)
 class OracleComparison:
-    """A comparison of `auto` with the fixed methods (including plain decoding) that were best in hindsight.
+    """Compares `auto` with the fixed methods (including plain decoding) that were best in hindsight.
 
     Attributes:
         category: Category of the prompts. None for all prompts.
@@ -106,7 +105,8 @@ def figures(
     Args:
         rows: Measured replies.
         configs: Method configurations. The results have the same order.
-        equal_tokens: Returns whether replies at a temperature should match plain decoding token for token.
+        equal_tokens: Function that returns whether replies at a temperature must match plain decoding token
+            for token.
     """
     plain = {_pairing_key(row): row for row in rows if row.config == PLAIN}
     return [
@@ -121,8 +121,7 @@ def oracle_comparisons(
 ) -> list[OracleComparison]:
     """Compare `auto` with the best fixed methods, for each temperature and category.
 
-    Only prompts that every method answered are included, so that all methods are compared on the same
-    prompts.
+    Includes only prompts that every method answered, so that all methods are compared on the same prompts.
     """
     plain = {_pairing_key(row): row for row in rows if row.config == PLAIN}
     comparisons = []
@@ -169,7 +168,7 @@ def _by_config(
 
 
 def _pairing_key(row: Measurement) -> tuple[str, float, int]:
-    """Return (prompt, temperature, repeat). Replies with the same key can be compared."""
+    """Return (prompt, temperature, repeat). Replies with the same key are comparable."""
     return row.prompt, row.temperature, row.repeat
 
 
@@ -188,7 +187,7 @@ def _ratios(
     plain: Mapping[tuple[str, float, int], Measurement],
     speed: Callable[[Measurement], float],
 ) -> dict[str, list[float]]:
-    """Return each repeat's speed divided by that of plain decoding in the same repeat, by prompt."""
+    """Return each repeat's speed relative to plain decoding in the same repeat, grouped by prompt."""
     found: dict[str, list[float]] = defaultdict(list)
     for row in rows:
         other = plain.get(_pairing_key(row))

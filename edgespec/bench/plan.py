@@ -1,4 +1,4 @@
-"""Plan which prompts a benchmark answers, with which methods and in which order."""
+"""Plan a benchmark: its prompts, methods and their order."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class MethodConfig:
 
     Attributes:
         method: Name of the method, as in `--method`.
-        draft_length: Draft length in tokens. Defaults to that of the runtime if None.
+        draft_length: Draft length in tokens. Defaults to the runtime's draft length.
         again: Whether this is the second measurement of plain decoding, which shows the measurement noise.
     """
 
@@ -44,14 +44,14 @@ class MethodConfig:
 
 
 PLAIN, AUTO = MethodConfig("none"), MethodConfig("auto")
-# The second measurement of plain decoding. Its difference from the first shows the measurement noise, and
-# smaller differences between methods are not significant.
+# The second measurement of plain decoding. Its difference from the first shows the measurement noise; smaller
+# differences between methods are not significant.
 CONTROL = MethodConfig("none", again=True)
 
 
 @dataclass(frozen=True, slots=True)
 class BenchRound:
-    """One prompt at one temperature, answered once with every method configuration."""
+    """One prompt at one temperature, answered once per method configuration."""
 
     prompt: Prompt
     temperature: float
@@ -88,7 +88,7 @@ class BenchPlan:
         if not self.prompts or not self.temperatures or PLAIN not in self.configs:
             raise OptionError(
                 "the benchmark has nothing to measure",
-                "specify at least one prompt and one temperature, and include the method none",
+                "specify at least one prompt and one temperature, and include method none",
             )
         for kind, entries in (
             ("prompts", [prompt.name for prompt in self.prompts]),
@@ -107,8 +107,8 @@ class BenchPlan:
         """Yield all rounds, alternating between categories so that a partial run covers all categories.
 
         A round answers one prompt with every configuration. Each round starts with a different configuration,
-        and every second repeat runs in reverse order. A gradual slowdown of the machine, for example from
-        heat, then affects all configurations equally.
+        and every second repeat runs in reverse order, so that a gradual slowdown of the machine, for example
+        from heat, affects all configurations equally.
         """
         for repeat in range(self.repeats):
             pairs = product(_spread(self.prompts), self.temperatures)
@@ -126,7 +126,7 @@ def method_configs(
     Args:
         methods: Method names. `auto` and `none` have no draft length.
         draft_lengths: Draft lengths in tokens. If empty, the runtime's default is used.
-        control: Also measure plain decoding a second time, to show the measurement noise.
+        control: Whether to measure plain decoding a second time, to show the measurement noise.
     """
     configs = [PLAIN, CONTROL] if control else [PLAIN]
     for method in methods:
@@ -141,7 +141,7 @@ def bench_prompts() -> list[Prompt]:
 
 
 def _spread(prompts: Sequence[Prompt]) -> list[Prompt]:
-    """Interleave categories: the first prompt of each category, then the second of each, and so on."""
+    """Interleave categories: the first prompt in each category, then the second in each, and so on."""
     by_category: dict[str, list[Prompt]] = {}
     for prompt in prompts:
         by_category.setdefault(prompt.category, []).append(prompt)

@@ -25,7 +25,7 @@ def check_plots() -> None:
     """Raise BackendMissingError if matplotlib is not installed."""
     if find_spec("matplotlib") is None:
         raise BackendMissingError(
-            "plots need matplotlib, which is not installed",
+            "plots require matplotlib, which is not installed",
             'run `pip install -e ".[plots]"`, or use --plot, which draws in the terminal',
         )
 
@@ -76,7 +76,7 @@ def _for_each(
 
 
 def _speed(axes: Axes, found: Sequence[MethodFigures]) -> None:
-    """Draw a group of bars per category: one bar with its confidence interval per method."""
+    """Draw a group of bars per category, with one bar and its confidence interval per method."""
     categories = list(dict.fromkeys(each.category for each in found))
     configs = [config for config in _ways(found) if config != PLAIN]
     for i, config in enumerate(configs):
@@ -85,7 +85,8 @@ def _speed(axes: Axes, found: Sequence[MethodFigures]) -> None:
         heights = [each.speed_up or 0.0 for each in own]
         below = [height - (each.low or height) for each, height in zip(own, heights, strict=True)]
         above = [(each.high or height) - height for each, height in zip(own, heights, strict=True)]
-        # With few, skewed values, the mean can lie outside the interval. matplotlib rejects negative errors.
+        # For few, skewed values, the mean can lie outside the interval, but matplotlib rejects negative
+        # errors.
         errors = [[max(0.0, error) for error in side] for side in (below, above)]
         axes.bar(places, heights, 0.8 / len(configs), label=config.name, yerr=errors, error_kw={"lw": 0.8})
     axes.axhline(1.0, color="black", linewidth=0.8)
@@ -125,7 +126,7 @@ def _phases(axes: Axes, found: Sequence[MethodFigures]) -> None:
 
 
 def _passes(report: Report, axes: Axes) -> None:
-    """Plot the pass cost v(m) and the line v(m) = m. Above it, even fully accepted drafts are slower."""
+    """Plot the pass cost v(m) and the line v(m) = m, above which even fully accepted drafts are slower."""
     from matplotlib.ticker import FormatStrFormatter
 
     widths = report.curve.widths

@@ -1,4 +1,4 @@
-"""Combine all benchmark results, and the settings used to measure them, in a report."""
+"""Combine benchmark results and the settings used to measure them into a report."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ __all__ = ["Report", "make_report"]
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """Results of a benchmark run, and the settings used to measure them.
+    """The results of a benchmark run and the settings used to measure them.
 
     Attributes:
-        planned: Number of replies in the plan. `rows` contains the replies that were measured.
+        planned: Number of replies in the plan. `rows` contains those that were measured.
         ending, error, no_energy: Copied from `BenchRun`.
         curve: Measured cost of verify passes, by number of tokens in the pass.
         peak_memory_bytes: Peak memory of the process during the whole run.
@@ -45,12 +45,12 @@ class Report:
 
     @property
     def differing(self) -> int:
-        """Return the number of replies that should match plain decoding but do not."""
+        """Return the number of replies that must match plain decoding but do not."""
         return sum(each.compared - each.identical for each in self.figures if each.category is None)
 
     def to_json(self, *, rows: bool = False) -> dict[str, object]:
         """Return the report as a JSON object. If `rows` is true, include one entry per reply."""
-        # `asdict` would also convert the replies, which is slow.
+        # Exclude the replies, because `asdict` would convert them too, which is slow.
         summary = asdict(replace(self, rows=()))
         del summary["rows"]
         summary["planned_replies"] = summary.pop("planned")
@@ -59,7 +59,7 @@ class Report:
 
 
 def make_report(runtime: Runtime, plan: BenchPlan, bench_run: BenchRun) -> Report:
-    """Compute the report of a complete or partial run."""
+    """Create the report for a complete or partial run."""
     rows = bench_run.rows
 
     def equal_tokens(temperature: float) -> bool:

@@ -32,7 +32,7 @@ class Measurement:
         position: Index of the reply within its `BenchRound`, from 0.
         config: The method configuration that produced the reply.
         seconds: Wall-clock time of the whole reply.
-        joules: Energy that the whole processors used during the reply. None if the system does not report it.
+        joules: Energy used by the whole processors during the reply. None if the system does not report it.
     """
 
     prompt: str
@@ -58,10 +58,10 @@ class BenchRun:
     """The replies measured in a complete or partial run of a plan.
 
     Attributes:
-        rows: Measured replies, in the order they ran.
+        rows: Measured replies, in the order in which they ran.
         curve: Measured cost of verify passes, by number of tokens in the pass.
         ending: Why the run ended: `complete`, `cancelled`, `time` (the time limit) or `failed`.
-        error: The error message if `ending` is `failed`.
+        error: The error message, if `ending` is `failed`.
         no_energy: Why energy was not measured. Empty if it was.
     """
 
@@ -82,7 +82,7 @@ def run(
 ) -> BenchRun:
     """Measure pass costs, warm up every method, and run the plan.
 
-    Drafters that train between replies get no idle time, so they do not change during the run.
+    Drafters that train between replies get no idle time, so they stay the same during the run.
 
     Args:
         runtime: The runtime to measure. Its prefix cache is cleared before every reply.
@@ -139,14 +139,14 @@ class _Bench:
         context = self.runtime.context_tokens
         if len(tokens) + self.plan.max_tokens > context:
             raise ContextFullError(
-                f"prompt {prompt.name} does not fit: its {len(tokens)} tokens and {self.plan.max_tokens} for"
-                f" the reply exceed the context of {context}",
+                f"prompt {prompt.name} has {len(tokens)} tokens, and its reply up to {self.plan.max_tokens},"
+                f" but the context holds only {context}",
                 "use a larger --context, a smaller -n, or other prompts",
             )
         return tokens
 
     def prepare(self) -> CostCurve:
-        """Measure pass costs, and warm up every method so that its one-time work is not measured."""
+        """Measure pass costs, and warm up every method to exclude one-time work from the measurements."""
         curve = self.runtime.measure_costs(self.progress)
         prompt = self.plan.prompts[0]
         for config in self.plan.configs:
@@ -156,7 +156,7 @@ class _Bench:
         return curve
 
     def rows(self) -> Iterator[Measurement]:
-        """Measure and yield replies until the plan ends or the time is up. Raises CancelledError."""
+        """Measure and yield replies until the plan is complete or the time is up. Raises CancelledError."""
         for each in self.plan.rounds():
             for position, config in enumerate(each.configs):
                 if self._time_share() >= 1.0:
@@ -167,7 +167,7 @@ class _Bench:
     def _row(self, each: BenchRound, position: int, config: MethodConfig) -> Measurement:
         description = f"{each.prompt.name}, {config.name}, temperature {each.temperature:g}"
         self._report_progress(description)
-        # Otherwise, later methods would find the same prompt in the prefix cache and skip its prefill.
+        # Otherwise, later methods would find the prompt in the prefix cache and skip its prefill.
         self.runtime.clear_cache()
         before = self.meter.read()
         started = perf_counter()
@@ -201,7 +201,7 @@ class _Bench:
         return stream.reply
 
     def _time_share(self) -> float:
-        """Return the fraction of the time limit that has passed, or 0 if there is no limit."""
+        """Return the fraction of the time limit that has elapsed, or 0 if there is no limit."""
         return (monotonic() - self._began) / self.max_seconds if self.max_seconds else 0.0
 
     def _report_progress(self, description: str) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 
 __all__ = ["Ratios", "geometric_mean", "interval", "oracle", "typical", "worst"]
 
-# Speed-ups over plain decoding, indexed by prompt, then by repeat. Never empty, and all values are positive.
+# Speed-ups over plain decoding, indexed by prompt, then by repeat. Never empty; all values are positive.
 Ratios = Sequence[Sequence[float]]
 
 _DRAWS = 2000
@@ -16,12 +16,12 @@ _LEVEL = 0.95
 
 
 def typical(ratios: Sequence[float]) -> float:
-    """Return the median, or the geometric mean of the two middle values if their number is even."""
+    """Return the median. For an even number of values, average the middle two geometrically."""
     return float(np.exp(np.median(np.log(ratios))))
 
 
 def geometric_mean(ratios: Ratios) -> float:
-    """Return the geometric mean over all prompts of their median speed-ups."""
+    """Return the geometric mean, over all prompts, of each prompt's median speed-up."""
     return float(np.exp(np.mean(np.log([typical(each) for each in ratios]))))
 
 
@@ -33,8 +33,8 @@ def worst(ratios: Ratios) -> float:
 def interval(ratios: Ratios, seed: int = 0) -> tuple[float, float] | None:
     """Return the 95 % confidence interval of the geometric mean, or None if there is only one reply.
 
-    Uses a percentile bootstrap (Efron 1979) that resamples the prompts and the repeats of each prompt. The
-    interval is too narrow if there are few prompts.
+    Uses a percentile bootstrap (Efron 1979) that resamples prompts and the repeats of each prompt. With few
+    prompts, the interval is too narrow.
 
     Args:
         ratios: Speed ratios by prompt and repeat.
@@ -55,8 +55,7 @@ def interval(ratios: Ratios, seed: int = 0) -> tuple[float, float] | None:
 def oracle(fixed: Sequence[Ratios]) -> float:
     """Return the geometric mean speed-up if each prompt were answered with its best fixed method.
 
-    This is an upper bound, because the best method is chosen after measuring. Noise makes it slightly too
-    high.
+    This is an upper bound, because the best method is chosen in hindsight. Noise makes it slightly too high.
 
     Args:
         fixed: The ratios of each fixed method, for the same prompts in the same order.

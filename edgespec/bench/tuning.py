@@ -16,10 +16,10 @@ from edgespec.runtime import Runtime
 
 __all__ = ["DrafterResult", "PassCost", "Tuning", "break_even", "tune"]
 
-# Minimum speed-up to recommend a method. A smaller one could be measurement noise.
+# Minimum speed-up for recommending a method. A smaller one could be measurement noise.
 _MIN_SPEED_UP = 1.05
 _DRAFT_LENGTH = 4  # Every drafter is tried with this draft length.
-_MAX_DRAFT_LENGTH = 16  # The longest draft length that is recommended.
+_MAX_DRAFT_LENGTH = 16  # Longest draft length to recommend.
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,9 +30,9 @@ class PassCost:
         width: Number of tokens in the pass.
         seconds: Duration of the pass.
         v: Duration of the pass, divided by that of a plain decoding step.
-        limit: Speed-up over plain decoding if every draft token were accepted and drafting cost nothing.
-        break_even: Acceptance rate (0 to 1) above which drafts make decoding faster if drafting costs
-            nothing. None if they never do.
+        limit: Speed-up over plain decoding if every draft token is accepted and drafting costs nothing.
+        break_even: Acceptance rate (0 to 1) above which drafting makes decoding faster, assuming that
+            drafting costs nothing. None if it never does.
     """
 
     width: int
@@ -44,7 +44,7 @@ class PassCost:
 
 @dataclass(frozen=True, slots=True)
 class DrafterResult:
-    """The performance of one drafter, measured on the prompts.
+    """The performance of a drafter, measured on the prompts.
 
     Attributes:
         speed_up: Speed-up over plain decoding at a draft length of 4.
@@ -52,7 +52,7 @@ class DrafterResult:
             all accepted.
         c: Time to draft one token, divided by the duration of a plain decoding step.
         best_length: Draft length with the highest expected speed-up.
-        expected: Expected speed-up at `best_length`, for replies with the same acceptance.
+        expected: Expected speed-up at `best_length`, for replies with the same acceptance rate.
         drafted: Number of drafted tokens. If it is small, the other values are unreliable.
     """
 
@@ -72,9 +72,9 @@ class Tuning:
     Attributes:
         passes: Cost of verify passes, by number of tokens in the pass.
         drafters: Performance of each drafter.
-        limit: The highest possible speed-up on this machine, if every draft token is accepted and drafting
-            costs nothing.
-        auto: Speed-up of method `auto`. None if the models were loaded for another method.
+        limit: Highest possible speed-up on this machine, if every draft token is accepted and drafting costs
+            nothing.
+        auto: Speed-up of method `auto`. None if the models were loaded with another method.
         verdict: Recommendation in one sentence.
         notice: Why the pass costs could not be saved. Empty if they were saved.
     """
@@ -102,8 +102,8 @@ def tune(
 ) -> Tuning:
     """Measure and save pass costs, then try each drafter on the prompts.
 
-    Replies use greedy decoding. Each prompt is answered with all methods before the next, so that a gradual
-    slowdown of the machine affects all methods equally.
+    Replies use greedy decoding. Each prompt is answered with all methods before the next one, so that a
+    gradual slowdown of the machine affects all methods equally.
 
     Args:
         runtime: Loaded models.
@@ -143,7 +143,7 @@ def tune(
 
 
 def break_even(v: float, width: int) -> float | None:
-    """Return the acceptance rate above which drafts that cost nothing make decoding faster.
+    """Return the acceptance rate above which cost-free drafts make decoding faster.
 
     Args:
         v: Duration of the pass, divided by that of a plain decoding step.
@@ -200,8 +200,8 @@ def _drafter_result(
     # Seconds per verify pass for sampling, rollback and the engine's own overhead.
     other = sum(_sum(replies, f"{phase}_seconds") for phase in ("sampling", "rollback", "overhead")) / rounds
     acceptance = _acceptance(replies)
-    # Number of passes with a draft. A tree can have several tokens at depth 1, so cap the count at the number
-    # of passes.
+    # Number of passes with a draft, at most the number of passes, because a tree can have several tokens at
+    # depth 1.
     share = sum(
         min(*each.stats.drafted_per_position[:1], each.stats.target_passes)
         for each in replies
@@ -211,7 +211,7 @@ def _drafter_result(
     breadth = max(1.0, drafted / (share * _DRAFT_LENGTH)) if share else 1.0
 
     def speed_up(length: int) -> float:
-        """Return the expected speed-up at this draft length. A pass without a draft costs one target step."""
+        """Return the expected speed-up at this draft length. Passes without a draft cost one target step."""
         drafts, tokens = share / rounds, round(breadth * length)
         pass_seconds = curve.v(tokens + 1) * curve.target_step_seconds
         seconds = drafts * (tokens * token_seconds + pass_seconds + other) + (1.0 - drafts) * step_seconds
@@ -230,7 +230,7 @@ def _drafter_result(
 
 
 def _speed_up(replies: Sequence[Reply], plain: Sequence[Reply]) -> float:
-    """Return the geometric mean over all prompts of the speed-up over plain decoding."""
+    """Return the geometric mean, over all prompts, of the speed-up over plain decoding."""
     return geometric_mean(
         (one.stats.tpot_seconds or 1.0) / (each.stats.tpot_seconds or 1.0)
         for one, each in zip(plain, replies, strict=True)
@@ -262,7 +262,7 @@ def _verdict(limit: float, drafters: Sequence[DrafterResult]) -> str:
         )
     tried = [result for result in drafters if result.drafted]
     if drafters and not tried:
-        return "Nothing was drafted in such short replies. Use a larger --max-tokens."
+        return "Nothing was drafted, because the replies were too short. Use a larger --max-tokens."
     best = max(tried, key=lambda result: result.expected, default=None)
     ceiling = f"at most {limit:.2f}x is possible on this machine"
     if best is None or best.expected < _MIN_SPEED_UP:

@@ -1,4 +1,4 @@
-"""Resolve model references, download models, and find the models already on this machine."""
+"""Resolve model references, download models and find installed models."""
 
 from edgespec.backends.mlx_files import mlx_installed
 from edgespec.backends.model_info import ModelInfo

@@ -25,28 +25,28 @@ from edgespec.files import (
 __all__ = ["AcceptanceHistory", "AcceptanceRecorder", "Model"]
 
 _VERSION = 1
-# Maximum number of model pairs in the history file, and its maximum size. One user needs far less.
+# Limits on the number of model pairs in the history file and on its size. Real files are far smaller.
 _MAX_PAIRS, _MAX_FILE_BYTES = 500, 2**20
-# Minimum number of drafted tokens before a rate is used. At 200, the standard error is about 0.03.
+# Minimum number of drafted tokens for a usable rate. At 200, the standard error is about 0.03.
 _MIN_DRAFTED = 200
-# A pair's counts are halved when it exceeds this many drafted tokens, so that recent replies weigh more.
+# Counts are halved once a pair exceeds this many drafted tokens, to give recent replies more weight.
 _MAX_DRAFTED = 20_000
-# Number of drafted tokens after which a recorder saves its counts, so that a crash loses few of them.
+# Number of drafted tokens after which a recorder saves its counts. A crash loses no more than these.
 _SAVE_EVERY_DRAFTED = 2_000
 
 Counts: TypeAlias = tuple[int, int]
-"""Drafted tokens, and accepted ones among them."""
+"""(drafted tokens, accepted tokens)."""
 Model: TypeAlias = tuple[Path, ModelFormat]
 
 
 class AcceptanceHistory:
-    """Stores the token counts of all model pairs. Ignores a missing, damaged or read-only file."""
+    """Stores token counts for all model pairs. Ignores a missing, damaged or read-only file."""
 
     def __init__(self, path: Path | None = None) -> None:
         self._path = path or data_folder() / "learnt" / "acceptances.json"
 
     def rate(self, target: Model, draft: Model) -> float | None:
-        """Return the acceptance rate of a pair from 0 to 1, or None if too few tokens were drafted."""
+        """Return a pair's acceptance rate from 0 to 1, or None if too few tokens were drafted."""
         try:
             drafted, accepted = self._read().get(_key(target, draft), (0, 0))
         except ModelFileError:
@@ -84,10 +84,10 @@ class AcceptanceHistory:
 
 
 class AcceptanceRecorder:
-    """Counts the drafted and accepted tokens of a loaded pair and saves them. Never raises.
+    """Counts a loaded pair's drafted and accepted tokens and saves the counts. Never raises.
 
-    Only the first token of each draft is counted, because whether later tokens are accepted depends on the
-    draft length.
+    Counts only the first token of each draft, because the acceptance of later tokens depends on the draft
+    length.
     """
 
     def __init__(self, target: Model, draft: Model, history: AcceptanceHistory | None = None) -> None:
@@ -96,7 +96,7 @@ class AcceptanceRecorder:
         self._drafted = self._accepted = 0
 
     def count(self, drafted: int, accepted: int) -> None:
-        """Add one reply's number of drafts, and how many of their first tokens were accepted."""
+        """Add a reply's number of drafts, and the number of drafts whose first token was accepted."""
         self._drafted, self._accepted = self._drafted + drafted, self._accepted + accepted
         if self._drafted >= _SAVE_EVERY_DRAFTED:
             self.save()

@@ -1,4 +1,4 @@
-"""Validate new aliases and draft pairs, and find the draft model that the user paired with a target."""
+"""Validate aliases and draft pairs, and find the draft model that the user paired with a target."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from edgespec.errors import EdgespecError, ModelFileError, ModelNotFoundError, O
 
 __all__ = ["check_alias", "check_pair", "preferred_draft"]
 
-# Special values of --draft, which cannot be used as model names.
+# Special values of --draft, which cannot be aliases.
 _RESERVED = ("auto", "none")
 
 
 def check_alias(name: str, reference: str) -> str:
-    """Check that `name` can be an alias of a model reference.
+    """Check that `name` can be an alias for a model reference.
 
     Returns:
         A notice for the user. Empty if the model is on this machine.
@@ -34,14 +34,14 @@ def check_alias(name: str, reference: str) -> str:
     # A name that begins with a dash would be parsed as an option.
     if not is_name or name.lower() in _RESERVED or not re.match(r"[^\W_]", name):
         raise OptionError(
-            f"{name!r} cannot be an alias",
+            f"{name!r} is not a valid alias",
             "use letters and digits, with dots and dashes between them",
         )
     aliases = catalogue.user_aliases() | {name.lower(): reference}
     seen, text = [name.lower()], reference
     while text.lower() in aliases:
         if text.lower() in seen:
-            raise OptionError(f"the alias {name} would refer to itself via {reference}", "name another model")
+            raise OptionError(f"the alias {name} would refer to itself via {reference}", "choose a model")
         seen.append(text.lower())
         text = aliases[text.lower()].strip()
     return _not_installed_notice(text)
@@ -59,7 +59,7 @@ def check_pair(target: str, draft: str) -> str:
     """
     if target.lower() in _RESERVED or draft.lower() == "auto":
         raise OptionError(
-            f"{target} with the draft model {draft} is not a valid pair",
+            f"{target} and {draft} are not a valid pair",
             "specify a target model, and a draft model or none",
         )
     names = (target,) if draft.lower() == "none" else (target, draft)
@@ -69,7 +69,7 @@ def check_pair(target: str, draft: str) -> str:
 
 
 def _token_notice(target: str, draft: str) -> str:
-    """Return a notice if the draft model's vocabulary lacks some of the target's tokens."""
+    """Return a notice if the draft model's vocabulary lacks any of the target's tokens."""
     metadata = MetadataCache()
     pair = []
     try:
@@ -85,7 +85,7 @@ def _token_notice(target: str, draft: str) -> str:
     if not fraction:
         return f"{draft} shares no tokens with {target}, so it cannot draft for it"
     percent = min(99.9, 100 * fraction)
-    return f"{draft} has only {percent:.3g} % of the tokens of {target}, so the speed-up will be smaller"
+    return f"{draft} has only {percent:.3g} % of {target}'s tokens, so the speed-up will be smaller"
 
 
 def preferred_draft(target: Resolved) -> str | None:

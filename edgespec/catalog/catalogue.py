@@ -31,7 +31,7 @@ ModelFormat: TypeAlias = str
 """The name of a file format in the registry of backends (`backends/registry.py`)."""
 
 _MLX_SUFFIX = "-mlx"
-# Keys of catalogue.toml whose attribute of `ModelEntry` has another name.
+# catalogue.toml keys whose `ModelEntry` attribute has a different name.
 _ATTRIBUTES = {"gguf": "gguf_repository", "mlx": "mlx_repository", "file": "embedded_file"}
 
 
@@ -44,17 +44,17 @@ class ModelEntry:
         family: Name of the model family. All models in a family share a vocabulary.
         parameters: Number of parameters.
         quantisation: The default quantisation.
-        context_tokens: Context length that the model was trained for.
+        context_tokens: Context length that the model was trained with.
         approximate_file_bytes: Approximate size on disk at the default quantisation.
         licence: The model's licence.
         chat_template: Name of the chat template.
-        gguf_repository: Hugging Face repository with its GGUF files. Empty if there is none.
-        mlx_repository: Hugging Face repository with its MLX files. Empty if there is none. A GGUF entry that
+        gguf_repository: Hugging Face repository of its GGUF files. Empty if there is none.
+        mlx_repository: Hugging Face repository of its MLX files. Empty if there is none. A GGUF entry that
             has one gets a second entry named NAME-mlx.
-        embedded_file: Path of its file in the models folder, if the model is included with edgespec.
-        notice: A notice to show to the user. Empty if there is none.
+        embedded_file: Path of its file in the models folder, if edgespec includes the model.
+        notice: A notice for the user. Empty if there is none.
         drafts: Names of recommended draft models, best first. They share this model's vocabulary.
-        aliases: Other names of the model, each with the quantisation that it selects.
+        aliases: Other names for the model, each with the quantisation that it selects.
         format: Name of the file format.
     """
 
@@ -86,7 +86,7 @@ class ModelEntry:
 
     @property
     def embedded_path(self) -> Path | None:
-        """Path of a model that is included with edgespec, or None for other models."""
+        """Path of an embedded model, or None for other models."""
         return models_folder() / self.embedded_file if self.embedded_file else None
 
 
@@ -104,7 +104,7 @@ class Catalogue:
 
     @property
     def names(self) -> list[str]:
-        """All names and aliases in lower case, in the order of the catalogue."""
+        """All names and aliases in lower case, in catalogue order."""
         return list(self._by_name)
 
     def find(self, name: str) -> tuple[ModelEntry, str] | None:
@@ -112,12 +112,12 @@ class Catalogue:
         return self._by_name.get(name.lower())
 
     def of_repository(self, repository: str) -> ModelEntry | None:
-        """Return the entry whose files are in a repository, or None."""
+        """Return the entry whose files are in `repository`, or None."""
         matches = (entry for entry in self.entries if entry.repository.lower() == repository.lower())
         return next(matches, None)
 
     def embedded_at(self, path: Path) -> ModelEntry | None:
-        """Return the entry of the embedded model at a path, or None."""
+        """Return the entry for the embedded model at `path`, or None."""
         for entry in self.entries:
             if entry.embedded_path is not None and entry.embedded_path.resolve() == path.resolve():
                 return entry
@@ -128,10 +128,10 @@ class Catalogue:
 
         Args:
             name: What the user typed.
-            also: Names to suggest in addition to those in the catalogue.
+            also: Additional names to suggest.
         """
         known = [*also, *self.names]
-        # A name that starts with the typed text, such as "llama-3.1", is better than a similar spelling.
+        # Prefer names that start with the typed text, such as "llama-3.1", to similar spellings.
         starts = [candidate for candidate in known if candidate.startswith(name.lower())]
         close = difflib.get_close_matches(name.lower(), known, n=3, cutoff=0.5)
         return list(dict.fromkeys([*starts, *close]))[:3]
@@ -146,7 +146,7 @@ def models_folder() -> Path:
 
 @cache
 def load_catalogue() -> Catalogue:
-    """Return the catalogue that is included with edgespec. It is read once per process."""
+    """Return the built-in catalogue, which is read once per process."""
     with (models_folder() / "catalogue.toml").open("rb") as file:
         tables: list[dict[str, Any]] = tomllib.load(file)["model"]
     return Catalogue(_with_mlx_forms([_entry(table) for table in tables]))
@@ -174,7 +174,7 @@ def _mlx_form(entry: ModelEntry, drafts: list[str]) -> ModelEntry:
         name=entry.name + _MLX_SUFFIX,
         format="mlx",
         quantisation=f"{bits}-bit",
-        # Each group of 64 weights has a 16-bit scale and a 16-bit bias, which adds half a bit per weight.
+        # Each group of 64 weights has a 16-bit scale and a 16-bit bias, which add half a bit per weight.
         approximate_file_bytes=round(entry.parameters * (bits + 0.5) / 8),
         gguf_repository="",
         drafts=tuple(drafts),
@@ -191,17 +191,17 @@ def _entry(table: dict[str, Any]) -> ModelEntry:
 
 
 def user_aliases_path() -> Path:
-    """Return the path of the user's TOML file of aliases and pairs. The file may not exist."""
+    """Return the path of the user's TOML file of aliases and pairs, which may not exist."""
     return config_folder() / "aliases.toml"
 
 
 def user_aliases() -> dict[str, str]:
-    """Return the user's aliases: references by lower-case name. Raises ModelNotFoundError if invalid."""
+    """Return the user's aliases as {lower-case name: reference}. Raises ModelNotFoundError if invalid."""
     return _user_table("aliases", 'big = "hf:user/repo:Q4_K_M"')
 
 
 def user_pairs() -> dict[str, str]:
-    """Return the user's pairs: draft models by lower-case target. Raises ModelNotFoundError if invalid."""
+    """Return the user's pairs as {lower-case target: draft model}. Raises ModelNotFoundError if invalid."""
     return _user_table("pairs", '"70b-q4" = "1b-q4"')
 
 
@@ -213,11 +213,11 @@ def _user_table(name: str, example: str) -> dict[str, str]:
         return {}
     except (OSError, ValueError) as error:
         raise ModelNotFoundError(
-            f"the alias file {path} cannot be read: {error}", "correct the file, or move it away"
+            f"the alias file {path} cannot be read: {error}", "correct, move or delete the file"
         ) from error
     if not isinstance(table, dict) or not all(isinstance(reference, str) for reference in table.values()):
         raise ModelNotFoundError(
-            f"the table [{name}] of the alias file {path} has values that are not model references",
-            f"write each line like {example}",
+            f"the [{name}] table in the alias file {path} has values that are not model references",
+            f"write lines such as {example}",
         )
     return {name.lower(): reference for name, reference in table.items()}

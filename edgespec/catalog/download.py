@@ -1,7 +1,7 @@
 """Download models into the Hugging Face cache. Interrupted downloads can be resumed.
 
 `huggingface_hub` lists and locates the files. This module downloads them itself, because that library deletes
-partial files when a download is interrupted, and a model can take hours to download.
+the partial file of an interrupted download, and a model can take hours to download.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ __all__ = ["Progress", "choose", "fetch", "list_repository", "stream_chunks", "t
 _CHUNK_BYTES = 1 << 18
 # Number of characters in a git hash and in a SHA-256 checksum. The server sends one of them as the ETag.
 _GIT_ETAG_CHARACTERS, _SHA256_ETAG_CHARACTERS = 40, 64
-# Number of attempts without progress after which a download fails, and the wait between attempts.
+# Number of attempts without progress before a download fails, and the delay between attempts.
 _MAX_RETRIES = 5
 _RETRY_SECONDS = 1.0
-# How long to wait while another program downloads the same file. Small files finish within this time.
+# Maximum time to wait while another program downloads the same file. Enough for small files.
 _LOCK_SECONDS = 2.0
 _SIGN_IN = "log in with `hf auth login` or set HF_TOKEN"
 
@@ -45,12 +45,12 @@ def fetch(
     allow_download: bool = True,
     progress: Progress | None = None,
 ) -> Path:
-    """Return the path of a Hugging Face model. Download the model if it is not in the cache.
+    """Return the path of a Hugging Face model, downloading it if it is not in the cache.
 
     Args:
         repository: `user/repo`.
-        quantisation: The quantisation or file to select, as in `choose_files`.
-        allow_download: Download the model if it is not in the cache.
+        quantisation: The quantisation or file to select; see `choose_files`.
+        allow_download: Whether to download the model if it is not in the cache.
         progress: Called during the download. Returning False cancels it.
 
     Returns:
@@ -58,7 +58,7 @@ def fetch(
 
     Raises:
         ModelNotFoundError: The repository or quantisation does not exist.
-        BackendMissingError: The model is an MLX model, which cannot run on this machine.
+        BackendMissingError: The model is an MLX model, and MLX cannot run on this machine.
         DownloadError: The download failed, for example because of the network or a full disk.
         CancelledError: `progress` returned False.
     """
@@ -92,7 +92,7 @@ def fetch(
 
 
 def choose(repository: str, files: list[HubFile], quantisation: str | None) -> list[HubFile]:
-    """Return the files to download. GGUF models are preferred over MLX models."""
+    """Return the files to download, preferring GGUF models to MLX models."""
     if any(map(is_gguf_model, files)):
         return choose_files(repository, files, quantisation)
     chosen = choose_mlx_files(repository, files)
@@ -121,8 +121,8 @@ def _check_disk(repository: str, files: list[HubFile]) -> None:
     free_bytes = shutil.disk_usage(next(folder for folder in (cache, *cache.parents) if folder.exists())).free
     if needed_bytes > free_bytes:
         raise DownloadError(
-            f"{repository} needs {format_bytes(needed_bytes)}"
-            f" and {cache} has {format_bytes(free_bytes)} free",
+            f"{repository} needs {format_bytes(needed_bytes)},"
+            f" but {cache} has only {format_bytes(free_bytes)} free",
             "free some space, choose a smaller quantisation, or set HF_HOME to a folder on a larger disk",
         )
 
@@ -130,7 +130,7 @@ def _check_disk(repository: str, files: list[HubFile]) -> None:
 def _report(
     progress: Progress | None, file: HubFile, finished_bytes: int, total_bytes: int, done_bytes: int
 ) -> None:
-    """Report the download progress of all files, of which `finished_bytes` belong to finished ones.
+    """Report the total download progress. `finished_bytes` is the size of all finished files.
 
     Raises CancelledError if `progress` returns False.
     """
@@ -138,7 +138,7 @@ def _report(
     name = file.name.rsplit("/", 1)[-1]
     if progress and not progress(f"downloading {name} ({format_bytes(total_bytes)})", fraction):
         raise CancelledError(
-            f"the download of {name} was cancelled at {fraction:.0%}", "start it again to resume it"
+            f"the download of {name} was cancelled at {fraction:.0%}", "run it again to resume"
         )
 
 
@@ -155,7 +155,7 @@ def _fetch_file(repository: str, file: HubFile, revision: str, report: Callable[
     etag, commit = metadata.etag, metadata.commit_hash
     if not etag or not commit:
         raise DownloadError(
-            f"{constants.ENDPOINT} did not answer like Hugging Face",
+            f"{constants.ENDPOINT} did not respond like a Hugging Face server",
             "check HF_ENDPOINT and the proxy settings",
         )
     folder = repository_folder(repository)
@@ -164,7 +164,7 @@ def _fetch_file(repository: str, file: HubFile, revision: str, report: Callable[
     lock = folder.parent / ".locks" / folder.name / f"{etag}.lock"
     for parent in (blob.parent, pointer.parent, lock.parent, folder / "refs"):
         parent.mkdir(parents=True, exist_ok=True)
-    # Other programs use the same lock. Without it, two downloads of the same file would overwrite each other.
+    # Other programs take the same lock, which keeps two downloads of a file from overwriting each other.
     with FileLock(lock, timeout=_LOCK_SECONDS):
         if not blob.exists():
             partial_file = blob.with_name(f"{etag}.edgespec")
@@ -182,13 +182,12 @@ def _link(blob: Path, pointer: Path) -> None:
     try:
         pointer.symlink_to(os.path.relpath(blob, pointer.parent))
     except OSError:
-        # Windows does not allow symbolic links outside developer mode, so store the file itself in the
-        # snapshot.
+        # Windows allows symbolic links only in developer mode, so store the file itself in the snapshot.
         shutil.move(blob, pointer)
 
 
 def _stream(url: str, path: Path, size_bytes: int, etag: str, report: Callable[[int], None]) -> None:
-    """Download the rest of a partial file and verify it. If an error occurs, keep the partial file."""
+    """Download the rest of a partial file and verify it. Keep the partial file on errors."""
     import httpx2
 
     failures = 0
@@ -226,7 +225,7 @@ def _stream(url: str, path: Path, size_bytes: int, etag: str, report: Callable[[
     if size_bytes and done_bytes != size_bytes:
         problem = f"it has {done_bytes} bytes instead of {size_bytes}"
     elif has_checksum and digest.hexdigest() != etag:
-        problem = "its checksum is wrong"
+        problem = "its checksum does not match"
     else:
         return
     path.unlink()
@@ -242,10 +241,10 @@ def _new_digest(etag: str, size_bytes: int) -> Any:
 
 
 def stream_chunks(url: str, start: int = 0, chunk_bytes: int = _CHUNK_BYTES) -> Iterator[tuple[bool, bytes]]:
-    """Yield the content of a URL from byte `start` to the end. Closing the iterator ends the transfer.
+    """Yield the content of a URL from byte `start` on. Closing the iterator ends the transfer.
 
-    Each chunk has a flag. It is True for the first chunk if the server ignored `start` and sends the whole
-    file.
+    Each chunk comes with a flag, which is True for the first chunk if the server ignored `start` and sends
+    the whole file.
     """
     from huggingface_hub import constants, get_session, get_token
 
@@ -265,13 +264,13 @@ def stream_chunks(url: str, start: int = 0, chunk_bytes: int = _CHUNK_BYTES) -> 
 
 
 def _network_reason(error: Exception) -> str:
-    """Return the reason of a network error without the error number."""
+    """Return the reason for a network error, without the error number."""
     return re.sub(r"^\[Errno -?\d+\] ", "", str(error)) or type(error).__name__
 
 
 @contextmanager
 def translate_errors(repository: str) -> Iterator[None]:
-    """Translate exceptions from `huggingface_hub`, the network and the disk into one-line edgespec errors."""
+    """Translate exceptions from `huggingface_hub`, the network and the disk to one-line edgespec errors."""
     import httpx2
     from huggingface_hub.errors import HFValidationError
 
@@ -295,7 +294,7 @@ def _translated(repository: str, error: Exception) -> EdgespecError:
             )
         case errors.GatedRepoError():
             return DownloadError(
-                f"{repository} is gated: you have to accept its licence first",
+                f"{repository} is gated: its licence must be accepted first",
                 f"accept it at {constants.ENDPOINT}/{repository}, then {_SIGN_IN}",
             )
         case errors.RepositoryNotFoundError():
@@ -316,7 +315,7 @@ def _translated(repository: str, error: Exception) -> EdgespecError:
             )
         case Timeout():
             return DownloadError(
-                f"another program is downloading {repository}", "wait until it is done, then try again"
+                f"another program is downloading {repository}", "wait until it finishes, then try again"
             )
         case NotImplementedError():
             return DownloadError(
@@ -341,7 +340,7 @@ def _http_error(repository: str, status: int) -> DownloadError:
             )
         case 404:
             return DownloadError(
-                f"a file of {repository} does not exist any more (status 404)",
+                f"a file in {repository} no longer exists (status 404)",
                 "try again, or choose another quantisation",
             )
         case 429:

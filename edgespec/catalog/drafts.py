@@ -1,7 +1,6 @@
 """Find draft models that share a target's vocabulary, and choose the one that `--draft auto` uses.
 
-The choice depends only on model sizes, vocabularies and measured acceptance rates. It never downloads
-anything.
+The choice depends only on model sizes, vocabularies and measured acceptance rates. Nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -28,32 +27,31 @@ __all__ = ["DraftChoice", "DraftOption", "choose_draft", "draft_options"]
 
 Source = Literal["catalogue", "tokens"]
 
-# Maximum number of bytes that a draft model reads per token, as a fraction of the target's. A larger model is
-# not much faster than the target.
+# Maximum bytes that a draft model reads per token, as a fraction of the target's. A larger model would not be
+# much faster than the target.
 _MAX_STEP_COST = 0.5
-# Minimum fraction of the target's tokens that a draft model must have. Below it, most proposals would have to
-# be retokenised.
+# Minimum fraction of the target's tokens that a draft model must have. Below this, most proposals would have
+# to be retokenised.
 _MIN_SHARED_FRACTION = 0.5
 # Minimum fraction of shared tokens for `auto`. Loading a pair below this fraction shows a warning.
 _AUTO_MIN_SHARED_FRACTION = 0.9
-# Estimated speed-ups whose ratio is at least this count as equal. The catalogue's order then decides.
+# Speed-up estimates count as equal if their ratio is at least this. The catalogue's order then decides.
 _EQUAL_SPEEDUP_RATIO = 0.97
-# Context length used to estimate the size of KV caches, the same as in `memory_check`.
+# Context length for estimating the size of KV caches, as in `memory_check`.
 _DEFAULT_CONTEXT_TOKENS = 8192
 
 
 @dataclass(frozen=True, slots=True)
 class DraftOption:
-    """Describes a model that can draft for a target.
+    """A model that can draft for a target.
 
     Attributes:
         reference: A reference to the model.
         path: Its file or folder. None if the model is not on this machine.
         format: Name of its file format.
-        source: How it was found: `catalogue` if the catalogue recommends it, `tokens` if it shares the
+        source: Why it is an option: `catalogue` if the catalogue recommends it, `tokens` if it shares the
             target's tokens.
-        rank: Position in the catalogue's list of recommended draft models, or the length of that list for
-            other models.
+        rank: Position among the draft models that the catalogue recommends, or their number for other models.
         shared_token_fraction: Fraction of the target's tokens that the model has. None if its file is not on
             this machine.
         parameters: Number of parameters.
@@ -79,7 +77,7 @@ class DraftOption:
 
     @property
     def reason(self) -> str:
-        """Explanation of the expected speed-up and how it was determined, for messages."""
+        """The expected speed-up and its source, for messages."""
         if self.acceptance_rate is None:
             return f"its expected speed-up is {self.speedup:.1f}x (estimated from its size)"
         return (
@@ -89,7 +87,7 @@ class DraftOption:
 
     @property
     def tokens(self) -> str:
-        """Description of how many of the target's tokens the model has, for messages."""
+        """How many of the target's tokens the model has, for messages."""
         if self.shared_token_fraction is None:
             return "the same tokens (according to the catalogue)"
         if self.shared_token_fraction == 1.0:
@@ -103,9 +101,9 @@ class DraftChoice:
 
     Attributes:
         draft: The model. None if no model is suitable.
-        reason: Why this model, or no model, was chosen.
-        is_expected: Whether the user chose the model or the catalogue recommends it. Other choices are shown
-            in a notice.
+        reason: Why this model was chosen, or why none was.
+        is_expected: Whether the user chose the model or the catalogue recommends it. Other choices trigger a
+            notice.
     """
 
     draft: Resolved | None
@@ -116,7 +114,7 @@ class DraftChoice:
 def draft_options(target: Resolved, installed: InstalledModels) -> list[DraftOption]:
     """Return the models that can draft for a target: installed models first, then downloadable ones.
 
-    Each group is sorted by expected speed-up, highest first.
+    Both groups are sorted by expected speed-up, highest first.
     """
     info = model_info_or_none(target, installed.metadata)
     options: dict[str, DraftOption] = {}
@@ -137,8 +135,8 @@ def choose_draft(
 ) -> DraftChoice:
     """Choose the draft model for `--draft auto` from the models on this machine.
 
-    A draft model that the user has set with `edgespec models pair` takes precedence. Otherwise, the one with
-    the highest expected speed-up is chosen.
+    A draft model set with `edgespec models pair` takes precedence. Otherwise, the one with the highest
+    expected speed-up is chosen.
 
     Args:
         target: The target model.
@@ -146,15 +144,14 @@ def choose_draft(
         context_tokens: Context length of the target. None for the default.
 
     Raises:
-        ModelFileError: The draft model that the user chose cannot be used.
+        ModelFileError: The draft model that the user chose is unusable.
         ModelNotFoundError: The user's alias file is invalid.
     """
     preferred = preferred_draft(target)
     if preferred is not None:
         return _preferred_choice(target, preferred)
     if target.entry is not None and target.entry.embedded_path is not None:
-        # Skip the search, because the demo must start quickly and only its own draft model has the same
-        # vocabulary.
+        # Skip the search: the demo must start quickly, and only its own draft model shares its vocabulary.
         return _first_recommended(target)
     installed = find_installed()
     info = model_info_or_none(target, installed.metadata)
@@ -166,7 +163,7 @@ def choose_draft(
     faster = [option for option in fitting if option.speedup > 1.0]
     if not faster:
         return DraftChoice(None, _why_none(target, usable, fitting))
-    # If several options are about equally fast, prefer the one that the catalogue recommends first.
+    # Among about equally fast options, prefer the one that the catalogue lists first.
     highest = max(option.speedup for option in faster)
     equal = [option for option in faster if option.speedup >= _EQUAL_SPEEDUP_RATIO * highest]
     best = min(equal, key=lambda option: (option.rank, *_order(option)))
@@ -218,8 +215,8 @@ def _why_none(target: Resolved, usable: Sequence[DraftOption], fitting: Sequence
         )
     if usable:
         return (
-            f"the draft model {usable[0].reference} needs {format_bytes(usable[0].needed_bytes)}, which do"
-            " not fit next to the target; raise --memory, or use a smaller --context"
+            f"the draft model {usable[0].reference} needs {format_bytes(usable[0].needed_bytes)}, which does"
+            " not fit in memory next to the target; raise --memory, or use a smaller --context"
         )
     if names := _recommended(target):
         return f"the recommended draft model is not on this machine; download it with --draft {names[0]}"
@@ -227,7 +224,7 @@ def _why_none(target: Resolved, usable: Sequence[DraftOption], fitting: Sequence
 
 
 def _is_for_auto(option: DraftOption, target: Resolved, info: ModelInfo | None) -> bool:
-    """Return whether `auto` may use a model. It must be installed and match the target."""
+    """Return whether `auto` can use a model, which must be installed and match the target."""
     if option.path is None or not same_backend(option.format, target.format):
         return False
     if option.shared_token_fraction is None:
@@ -281,7 +278,7 @@ def _installed_option(
 def _catalogue_option(
     target: Resolved, info: ModelInfo | None, name: str, metadata: MetadataCache
 ) -> DraftOption | None:
-    """Return a catalogue model as a draft option. If it is installed, its file provides the details."""
+    """Return a catalogue model as a draft option, with details from its file if it is installed."""
     named = load_catalogue().find(name)
     if named is None:
         return None
@@ -316,7 +313,7 @@ def _catalogue_option(
 
 
 def _sizes(target: Resolved, info: ModelInfo | None) -> tuple[int, int]:
-    """Return the target's number of parameters and size in bytes, preferably read from its file."""
+    """Return the target's number of parameters and size in bytes, read from its file if possible."""
     if info is not None:
         return info.parameters, info.pass_bytes
     if target.entry is not None:
@@ -327,8 +324,8 @@ def _sizes(target: Resolved, info: ModelInfo | None) -> tuple[int, int]:
 def _same_family(target: Resolved, info: ModelInfo | None, installed: InstalledModels) -> list[str]:
     """Return the names of smaller catalogue models that share the target's vocabulary.
 
-    A recommended draft model shares its target's vocabulary. Therefore, so do all models that are connected
-    to the target by a chain of recommendations.
+    A recommended draft model shares its target's vocabulary, and so do all models linked to the target by a
+    chain of recommendations.
     """
     entries = load_catalogue().entries
     names = {target.entry.name} if target.entry else set()

@@ -21,7 +21,7 @@ _PREFIX = "models--"
 
 def hub_cache_folder() -> Path:
     """Return the folder of the Hugging Face cache."""
-    # Importing huggingface_hub takes 0.1 s, so import it only when it is needed.
+    # Importing huggingface_hub takes 0.1 s, so import it only when needed.
     from huggingface_hub import constants
 
     return Path(constants.HF_HUB_CACHE)
@@ -37,14 +37,14 @@ def cached_model(repository: str, quantisation: str | None) -> Path | None:
 
     Args:
         repository: `user/repo`.
-        quantisation: The quantisation or file to select, as in `choose_files`.
+        quantisation: The quantisation or file to select; see `choose_files`.
 
     Returns:
         The first file of a GGUF model, or the folder of an MLX model.
     """
     snapshots = list(_snapshots(repository_folder(repository)))
     for snapshot in snapshots:
-        # `exists` is False for a link whose blob is missing, so unfinished downloads are skipped.
+        # `exists` is False for a link to a missing blob, so this skips unfinished downloads.
         present = [path for path in snapshot.rglob("*.gguf") if path.exists()]
         files = [HubFile(path.relative_to(snapshot).as_posix()) for path in present]
         with suppress(ModelNotFoundError):
@@ -78,7 +78,7 @@ def _snapshots(folder: Path) -> Iterator[Path]:
 
 
 def _snapshot_models(snapshot: Path, repository: str, seen: set[str]) -> Iterator[StoredModel]:
-    """Yield the models in a snapshot that are not yet in `seen`, and add them to it."""
+    """Yield the models in a snapshot that are not in `seen`, and add them to it."""
     paths = [path for path in files_below(snapshot, _MAX_DEPTH) if path.suffix.lower() == ".gguf"]
     files = [HubFile(path.relative_to(snapshot).as_posix()) for path in paths]
     models = list(filter(is_complete, group_gguf_files(files)))

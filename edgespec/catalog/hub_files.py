@@ -1,4 +1,4 @@
-"""Select the files of a model in a Hugging Face repository by their names."""
+"""Select a model's files in a Hugging Face repository by name."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class HubFile:
 
     @property
     def stem(self) -> str:
-        """The path without `.gguf` and the part number. All parts of a split model share it."""
+        """The path without `.gguf` and the part number, which all parts of a split model share."""
         return _PART.sub("", self.name[: -len(".gguf")])
 
     @property
@@ -56,7 +56,7 @@ class HubFile:
         return match.group(1).upper() if match else ""
 
     def is_named(self, name: str) -> bool:
-        """Return whether `name` is the file's path or its last component. Case is ignored."""
+        """Return whether `name` is the file's path or its last component, ignoring case."""
         path = self.name.lower()
         return name.lower() in (path, path.rsplit("/", 1)[-1])
 
@@ -90,17 +90,18 @@ def choose_files(repository: str, files: Iterable[HubFile], quantisation: str | 
     Args:
         repository: `user/repo`, for error messages.
         files: The files in the repository.
-        quantisation: A label (case is ignored), or the name of a `.gguf` file. Defaults to Q4_K_M, or to the
+        quantisation: A case-insensitive label, or the name of a `.gguf` file. Defaults to Q4_K_M, or to the
             only model if there is just one.
 
     Raises:
-        ModelNotFoundError: No model matches, several models match, or parts are missing. The message lists
-            the alternatives.
+        ModelNotFoundError: No model or several models match, or parts are missing. The message lists the
+            alternatives.
     """
     models = group_gguf_files(files)
     if not models:
         raise ModelNotFoundError(
-            f"{repository} contains no GGUF model", "use a repository of the same model that ends in -GGUF"
+            f"{repository} contains no GGUF model",
+            "use a repository of the same model whose name ends in -GGUF",
         )
     label = quantisation or _DEFAULT_QUANTISATION
     if label.lower().endswith(".gguf"):
@@ -113,13 +114,13 @@ def choose_files(repository: str, files: Iterable[HubFile], quantisation: str | 
         labels = list(dict.fromkeys(parts[0].quantisation or parts[0].name for parts in models))
         raise ModelNotFoundError(
             f"{repository} has no {label}; it has {join_names(labels)}",
-            f"choose one of these, such as {repository}:{labels[0]}",
+            f"choose one of them, such as {repository}:{labels[0]}",
         )
     if len(matching) > 1:
         names = [parts[0].name for parts in matching]
         raise ModelNotFoundError(
             f"{repository} has {len(matching)} models with quantisation {label}: {join_names(names)}",
-            f"name the file, such as hf:{repository}:{names[0]}",
+            f"specify the file, such as hf:{repository}:{names[0]}",
         )
     parts = matching[0]
     if not is_complete(parts):
@@ -131,14 +132,14 @@ def choose_files(repository: str, files: Iterable[HubFile], quantisation: str | 
 
 
 def is_gguf_model(file: HubFile) -> bool:
-    """Return whether a file name belongs to a GGUF language model."""
+    """Return whether a file is part of a GGUF language model, judging by its name."""
     name = file.name.rsplit("/", 1)[-1].lower()
-    # Names of projectors and importance matrices also end in .gguf, but they are not language models.
+    # Projectors and importance matrices are GGUF files too, but not language models.
     return name.endswith(".gguf") and not name.startswith("mmproj") and "imatrix" not in name
 
 
 def group_gguf_files(files: Iterable[HubFile]) -> list[list[HubFile]]:
-    """Return the files of each GGUF model, ordered by part number. Other files are skipped."""
+    """Group GGUF files by model, ordered by part number. Other files are skipped."""
     models: dict[str, list[HubFile]] = {}
     for file in sorted(filter(is_gguf_model, files), key=lambda file: file.name):
         models.setdefault(file.stem, []).append(file)
@@ -163,6 +164,6 @@ def choose_mlx_files(repository: str, files: Iterable[HubFile]) -> list[HubFile]
     if missing:
         raise ModelNotFoundError(
             f"{repository} contains no GGUF model, and its MLX model lacks {', '.join(missing)}",
-            "look for a repository of the same model that ends in -GGUF, or one of mlx-community",
+            "look for a repository of the same model whose name ends in -GGUF, or one from mlx-community",
         )
     return sorted(model_files, key=lambda file: (is_weights(file.name), file.name))

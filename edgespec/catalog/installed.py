@@ -1,4 +1,4 @@
-"""Find the models on this machine, whichever program installed them. Never change their files."""
+"""Find the models on this machine, whichever program installed them, without modifying their files."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ __all__ = [
 _NOT_MODELS: dict[Kind, str] = {
     "projector": "it is an image projector, not a language model",
     "adapter": "it is an adapter, not a model",
-    "embedding": "it is an embedding model, which writes no text",
-    "head": "it is a draft head, which works only with its own target model",
+    "embedding": "it is an embedding model, which does not generate text",
+    "head": "it is a draft head, which works only with its target model",
     "other": "it is not a language model",
 }
 
@@ -46,8 +46,8 @@ class InstalledModel:
 
     Attributes:
         reference: The shortest reference to this model.
-        place: Where it is stored: `ollama`, `lmstudio`, `hub` (the Hugging Face cache), or `embedded`
-            (included with edgespec).
+        place: Where it is stored: `ollama`, `lmstudio`, `hub` (the Hugging Face cache), or `embedded` (part
+            of edgespec).
         path: The model's file or folder.
         format: Name of its file format.
         info: The model's metadata.
@@ -77,7 +77,7 @@ class InstalledModels:
         models: The models that edgespec can run.
         prepared: Files that `edgespec prepare` created.
         unusable: Models that edgespec cannot run.
-        metadata: Cache through which the models' metadata was read.
+        metadata: The metadata cache used to read the models.
     """
 
     models: tuple[InstalledModel, ...]
@@ -90,7 +90,7 @@ def find_installed(*, include_embedded: bool = False) -> InstalledModels:
     """Find the models in Ollama, LM Studio and the Hugging Face cache. Never raises.
 
     Args:
-        include_embedded: Also return the models that are included with edgespec.
+        include_embedded: Whether to include the models that are part of edgespec.
     """
     metadata = MetadataCache()
     models, unusable = [], []
@@ -124,7 +124,7 @@ def model_info_or_none(resolved: Resolved, metadata: MetadataCache) -> ModelInfo
 
 
 def smaller_quantisations(resolved: Resolved, installed: InstalledModels) -> list[Resolved]:
-    """Return installed versions of the same model that are quantised to fewer bits, largest first."""
+    """Return installed versions of the same model with fewer bits per weight, largest first."""
     return _resolve_all(model for model, is_same in _smaller(resolved, installed) if is_same)
 
 
@@ -141,7 +141,7 @@ def _embedded() -> Iterator[StoredModel]:
 
 
 def _shortest_reference(stored: StoredModel) -> tuple[str, ModelEntry | None]:
-    """Return the shortest reference to a model, or its path, and its catalogue entry if it has one."""
+    """Return the shortest reference to a model, or else its path, and its catalogue entry, if any."""
     for name in stored.names:
         try:
             resolved = resolve(name, allow_download=False)
@@ -155,7 +155,7 @@ def _shortest_reference(stored: StoredModel) -> tuple[str, ModelEntry | None]:
 def _smaller(resolved: Resolved, installed: InstalledModels) -> list[tuple[InstalledModel, bool]]:
     """Return smaller models that run on the same backend, largest first.
 
-    Each one has a flag: whether it is the same model with another quantisation.
+    Each comes with a flag: whether it is the same model with another quantisation.
     """
     info = model_info_or_none(resolved, installed.metadata)
     smaller = [
@@ -169,7 +169,7 @@ def _smaller(resolved: Resolved, installed: InstalledModels) -> list[tuple[Insta
 
 
 def _is_same_model(one: ModelInfo, other: ModelInfo) -> bool:
-    """Return whether both are the same model, possibly with different quantisations."""
+    """Return whether both are the same model, apart from the quantisation."""
     first, second = (
         (info.architecture, info.family, info.parameters, info.vocabulary) for info in (one, other)
     )

@@ -1,4 +1,4 @@
-"""Find models in LM Studio, which stores them as publisher/repository/file. Never change its files."""
+"""Find models in LM Studio, which stores them as publisher/repository/file. Its files are never modified."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["lmstudio_file", "lmstudio_model", "lmstudio_models"]
 # Maximum depth of subfolders to search for model files in a repository.
 _MAX_DEPTH = 3
 _CONFIG = "config.json"
-# Maximum accepted size of settings.json. LM Studio writes only a few kilobytes.
+# Maximum size of settings.json. LM Studio writes only a few kilobytes.
 _MAX_SETTINGS_BYTES = 1 << 22
 
 
@@ -30,7 +30,7 @@ class _Repository(NamedTuple):
         folder: The folder.
         name: `publisher/repository`.
         files: The GGUF files in it.
-        has_config: Whether it contains a config.json, so that it may be an MLX model.
+        has_config: Whether it contains a config.json and could therefore be an MLX model.
     """
 
     folder: Path
@@ -44,7 +44,7 @@ def lmstudio_model(repository: str, quantisation: str | None = None) -> StoredMo
 
     Args:
         repository: `publisher/repository`.
-        quantisation: The quantisation or file to select, as in `choose_files`.
+        quantisation: The quantisation or file to select; see `choose_files`.
 
     Raises:
         ModelNotFoundError: Several models match. The message lists them.
@@ -58,8 +58,8 @@ def lmstudio_model(repository: str, quantisation: str | None = None) -> StoredMo
         matching = [file.name for file in map(HubFile, stored) if _matches(file, quantisation)]
         if len(matching) > 1:
             raise ModelNotFoundError(
-                f"LM Studio has {len(matching)} models of {found.name}: {join_names(matching)}",
-                f"name the file, such as lmstudio:{found.name}/{matching[0]}",
+                f"LM Studio has {len(matching)} models in {found.name}: {join_names(matching)}",
+                f"specify the file, such as lmstudio:{found.name}/{matching[0]}",
             )
     return None
 
@@ -76,14 +76,14 @@ def lmstudio_models() -> Iterator[StoredModel]:
     seen: set[Path] = set()
     for repository in _repositories():
         for name, model in _stored(repository).items():
-            # The same file can be reached through several symbolic links.
+            # Several symbolic links can lead to the same file.
             if (file := (repository.folder / name).resolve()) not in seen:
                 seen.add(file)
                 yield model
 
 
 def _stored(repository: _Repository) -> dict[str, StoredModel]:
-    """Return the models in a repository folder by the names of their first files."""
+    """Return the models in a repository folder, keyed by the name of their first file."""
     models, name = group_gguf_files(repository.files), repository.name
     if not models and repository.has_config:
         return {_CONFIG: _mlx_model(repository.folder, name)}
@@ -135,7 +135,7 @@ def _repositories() -> Iterator[_Repository]:
     """Yield all repository folders in LM Studio's models folders."""
     for root in _folders():
         files_by_name: dict[str, list[str]] = {}
-        # Search the folder only once, so that the limit on the number of entries applies to the whole folder.
+        # Search the folder in one pass, so that the limit on entries applies to the whole folder.
         for path in files_below(root, _MAX_DEPTH + 2):
             parts = path.relative_to(root).parts
             if len(parts) > 2 and (path.name == _CONFIG or path.name.lower().endswith(".gguf")):
@@ -150,7 +150,7 @@ def _read(folder: Path, name: str, files: Sequence[str]) -> _Repository:
 
 
 def _folders() -> list[Path]:
-    """Return LM Studio's models folders: those in its settings, and the defaults of all versions."""
+    """Return LM Studio's models folders: those in its settings and the defaults of all versions."""
     home = Path.home()
     homes = [home / ".lmstudio", home / ".cache" / "lm-studio"]
     with suppress(OSError, ValueError):
@@ -165,6 +165,6 @@ def _folders() -> list[Path]:
         folders.append(one / "models")
     distinct: dict[Path, Path] = {}
     for folder in folders:
-        with suppress(OSError, RuntimeError):  # Resolving fails if symbolic links form a loop.
+        with suppress(OSError, RuntimeError):  # `resolve` fails if symbolic links form a loop.
             distinct.setdefault(folder.resolve(), folder)
     return list(distinct.values())

@@ -21,16 +21,16 @@ from edgespec.files import cache_folder, read_regular_file, write_private_file
 __all__ = ["MetadataCache", "files_fingerprint"]
 
 _VERSION = 1
-# Maximum number of models and model pairs in the cache file. One machine has far fewer.
+# Limits on the number of models and model pairs in the cache file. No machine has that many.
 _MAX_MODELS, _MAX_PAIRS = 2000, 20_000
 _MAX_FILE_BYTES = 16 * 2**20
 
-# The path of a model, its file format, and the hash of its vocabulary.
+# A model's path, file format and vocabulary hash.
 Model: TypeAlias = tuple[Path, ModelFormat, str]
 
 
 class MetadataCache:
-    """Caches model metadata, and the fraction of tokens that each pair of models shares.
+    """Caches model metadata and the fraction of tokens shared by each pair of models.
 
     A missing, damaged or read-only cache file is ignored.
     """
@@ -41,7 +41,7 @@ class MetadataCache:
         self._changed = False
 
     def model_info(self, path: Path, form: ModelFormat) -> ModelInfo:
-        """Return the metadata of the model at a path. Raises ModelFileError if there is no model."""
+        """Return the metadata of the model at `path`. Raises ModelFileError if there is none."""
         fingerprint = files_fingerprint(path, form)
         key = str(path)
         entry = self._models.get(key)
@@ -54,7 +54,7 @@ class MetadataCache:
         return info
 
     def same_token_ids(self, target: Model, draft: Model) -> bool:
-        """Return whether token ids mean the same in both models, or True if the tokens are unknown."""
+        """Return whether token ids have the same meaning in both models. True if the tokens are unknown."""
         if not target[2] or not draft[2] or target[2] == draft[2]:
             return True
         target_tokens, draft_tokens = self._read_tokens(target, draft)
@@ -82,7 +82,7 @@ class MetadataCache:
             return None, None
 
     def save(self) -> None:
-        """Write new entries to disk. If this fails, the next run reads the metadata again."""
+        """Write new entries to disk. If writing fails, the next run reads the metadata again."""
         if not self._changed:
             return
         # Skip models that no longer exist, such as the temporary headers of remote_header.py.
@@ -115,7 +115,7 @@ def _info(value: Mapping[str, Any]) -> ModelInfo:
     info = ModelInfo(**{**value, "heads": tuple(value["heads"])})
     for one in fields(info):
         if one.name not in ("kind", "heads") and type(getattr(info, one.name)).__name__ != one.type:
-            raise ValueError(f"the field {one.name} has the invalid value {getattr(info, one.name)!r}")
+            raise ValueError(f"the field {one.name} has an invalid value: {getattr(info, one.name)!r}")
     return info
 
 

@@ -1,4 +1,4 @@
-"""Find models in Ollama's store. Never change its files."""
+"""Find models in Ollama's store, without modifying it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _DIGEST = re.compile(r"sha256:([0-9a-f]+)")
 _REGISTRY, _OWN = "registry.ollama.ai", "library"
 # The store of Ollama's system service on Linux.
 _SERVICE_STORE = Path("/usr/share/ollama/.ollama/models")
-# Maximum accepted size of a manifest. Ollama writes only a few kilobytes.
+# Maximum size of a manifest. Ollama writes only a few kilobytes.
 _MAX_MANIFEST_BYTES = 1 << 20
 
 
@@ -28,8 +28,8 @@ def ollama_model(name: str, tag: str | None = None) -> StoredModel | None:
     """Return Ollama's model `name:tag`, or None if there is none.
 
     Args:
-        name: `llama3.2`, `user/name`, or a name with its registry, such as `hf.co/user/repo`.
-        tag: The tag. Defaults to `latest` if None.
+        name: `llama3.2`, `user/name`, or a name with a registry, such as `hf.co/user/repo`.
+        tag: The tag. Defaults to `latest`.
     """
     for folder in _folders():
         root = at = folder / "manifests"
@@ -50,7 +50,7 @@ def ollama_models() -> Iterator[StoredModel]:
         root = folder / "manifests"
         for path in files_below(root, 5):
             place = path.relative_to(root).as_posix()
-            if place.count("/") >= 3:  # Other files are not manifests, which are at registry/owner/name/tag.
+            if place.count("/") >= 3:  # Manifests are at registry/owner/name/tag.
                 yield _stored(folder, path, place)
 
 
@@ -69,7 +69,7 @@ def _manifest_path(name: str) -> tuple[str, ...]:
 
 
 def _stored(folder: Path, manifest: Path, place: str) -> StoredModel:
-    """Return the model of a manifest at `place`, which is registry/owner/name/tag."""
+    """Return the model whose manifest is at `place`, which is registry/owner/name/tag."""
     name, _, tag = place.rpartition("/")
     shown = f"{name.removeprefix(f'{_REGISTRY}/').removeprefix(f'{_OWN}/')}:{tag}"
     names = (shown, f"ollama:{shown}")
@@ -93,9 +93,9 @@ def _gguf_file(folder: Path, manifest: Path) -> Path:
         raise ModelFileError("edgespec cannot parse its manifest") from error
     digest = _DIGEST.fullmatch(kinds.get(_MODEL, ""))
     if digest is None:
-        raise ModelFileError("it has no GGUF model")
+        raise ModelFileError("it contains no GGUF model")
     if _ADAPTER in kinds:
-        raise ModelFileError("it is a model with an adapter, which edgespec cannot load")
+        raise ModelFileError("it uses an adapter, which edgespec cannot load")
     blob = folder / "blobs" / f"sha256-{digest[1]}"
     try:
         regular_file_bytes(blob)

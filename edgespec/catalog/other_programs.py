@@ -1,4 +1,4 @@
-"""Find models of Ollama and LM Studio by the reference that the user typed."""
+"""Find Ollama and LM Studio models by the reference that the user typed."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def find_in_store(store: Literal["ollama", "lmstudio"], name: str) -> StoredMode
 
 
 def find_by_missing_path(path: Path) -> StoredModel | None:
-    """Return the model that a missing path names: publisher/repo/file.gguf or registry/owner/name:tag."""
+    """Return the model that a missing path names as publisher/repo/file.gguf or registry/owner/name:tag."""
     text = path.as_posix()
     if path.is_absolute() or text.count("/") < 2 or text.startswith(("./", "../", "~")):
         return None
@@ -61,12 +61,12 @@ def find_by_missing_path(path: Path) -> StoredModel | None:
 def find_in_other_programs(
     repository: str, quantisation: str | None, *, hub_only: bool = False
 ) -> list[StoredModel]:
-    """Return the usable models of a Hugging Face repository that LM Studio and Ollama have downloaded.
+    """Return the usable models that LM Studio and Ollama downloaded from a Hugging Face repository.
 
     Args:
         repository: `user/repo`.
-        quantisation: A label or the name of a `.gguf` file. The default quantisation if None.
-        hub_only: Ignore models named `user/repo` in Ollama's own registry, which is a separate namespace.
+        quantisation: A label or the name of a `.gguf` file. Defaults to the default quantisation.
+        hub_only: Whether to ignore models named `user/repo` in Ollama's own registry, a separate namespace.
     """
     registries = ["hf.co", "huggingface.co", *([] if hub_only else ["registry.ollama.ai"])]
     stored = [ollama_model(f"{registry}/{repository}", quantisation) for registry in registries]
@@ -74,7 +74,7 @@ def find_in_other_programs(
 
 
 def are_same_size(paths: Iterable[Path]) -> bool:
-    """Return whether all models have exactly the same size, so that they are probably copies."""
+    """Return whether all models have exactly the same size and are therefore probably copies."""
     return len({_size(path) for path in paths}) <= 1
 
 

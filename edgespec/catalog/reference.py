@@ -1,4 +1,4 @@
-"""Resolve model references to files and folders. Download models that are not on this machine."""
+"""Resolve model references to files and folders, downloading missing models."""
 
 from __future__ import annotations
 
@@ -55,12 +55,12 @@ class Resolved:
 
     Attributes:
         name: The reference that the user typed.
-        path: A GGUF file (the first part if the model is split), the folder of an MLX model, or the folder
-            that `edgespec prepare layerskip` created.
+        path: A GGUF file (the first part of a split model), the folder of an MLX model, or a folder created
+            by `edgespec prepare layerskip`.
         source: Where it was found: `path`, `embedded`, `hub` (the Hugging Face cache), `ollama` or
             `lmstudio`.
         entry: Its entry in the catalogue, if it has one.
-        note: One line for the user that explains how the reference was resolved.
+        note: A line that tells the user how the reference was resolved.
         format: Name of its file format.
     """
 
@@ -73,7 +73,7 @@ class Resolved:
 
     @property
     def backend(self) -> Backend:
-        """The backend that can run this model."""
+        """The backend that runs this model."""
         return backend_of(self.format)
 
     @property
@@ -90,7 +90,7 @@ def resolve(reference: str, *, allow_download: bool = True, progress: Progress |
 
     Args:
         reference: What the user typed.
-        allow_download: Download the model if it is not on this machine.
+        allow_download: Whether to download the model if it is not on this machine.
         progress: Called during a download. Returning False cancels it.
 
     Raises:
@@ -104,7 +104,7 @@ def resolve(reference: str, *, allow_download: bool = True, progress: Progress |
 
 
 def resolve_with(reference: str, download: Download) -> Resolved:
-    """Return the model that a reference names. Call `download` for a model that is not on this machine."""
+    """Return the model that a reference names. Call `download` if it is not on this machine."""
     typed = reference.strip()
     match parsed := _follow_aliases(typed):
         case PathReference(path):
@@ -119,7 +119,7 @@ def resolve_with(reference: str, download: Download) -> Resolved:
 
 
 def _follow_aliases(typed: str) -> Reference:
-    """Parse a reference. If it is an alias of the user, return the reference that the alias stands for."""
+    """Parse a reference. If it is a user alias, return the reference that the alias stands for."""
     text, seen = typed, [typed.lower()]
     while True:
         reference = parse_reference(text)
@@ -176,7 +176,7 @@ def _resolve_entry(typed: str, entry: ModelEntry, quantisation: str, download: D
 
 
 def _resolve_hub(typed: str, reference: HubReference, download: Download) -> Resolved:
-    """Return a model from a Hugging Face repository. Download it only if it is not on this machine."""
+    """Return a model from a Hugging Face repository, downloading it if it is not on this machine."""
     repository, quantisation = reference.repository, reference.quantisation
     entry = load_catalogue().of_repository(repository)
     cached = cached_model(repository, quantisation)
@@ -188,7 +188,7 @@ def _resolve_hub(typed: str, reference: HubReference, download: Download) -> Res
     if not are_same_size(paths.values()):
         raise ModelNotFoundError(
             f"{typed} matches {len(paths)} different models on this machine: {', '.join(paths)}",
-            "use one of these names",
+            "use one of these references",
         )
     if cached is None and stored:
         return _resolve_stored(typed, stored[0], entry)
@@ -198,7 +198,7 @@ def _resolve_hub(typed: str, reference: HubReference, download: Download) -> Res
 
 
 def _resolve_stored(typed: str, stored: StoredModel, entry: ModelEntry | None = None) -> Resolved:
-    """Convert a model found in Ollama or LM Studio. Raises ModelFileError if it cannot be used."""
+    """Convert a model found in Ollama or LM Studio. Raises ModelFileError if it is unusable."""
     program = "Ollama" if stored.store == "ollama" else "LM Studio"
     if stored.path is None:
         raise ModelFileError(
@@ -209,7 +209,7 @@ def _resolve_stored(typed: str, stored: StoredModel, entry: ModelEntry | None = 
 
 
 def _resolve_path(path: Path) -> Resolved:
-    """Check that a file is readable or a folder is complete, and return the model at this path."""
+    """Return the model at `path` after checking that its file is readable or its folder is complete."""
     try:
         mode = path.stat().st_mode
         if stat.S_ISDIR(mode):
@@ -219,7 +219,7 @@ def _resolve_path(path: Path) -> Resolved:
         elif not stat.S_ISREG(mode):
             raise ModelFileError(f"{path} is not a regular file", "use the path of a .gguf file")
         elif path.suffix == ".safetensors":
-            raise ModelFileError(f"{path} is only one file of a model", f"use its folder: {path.parent}")
+            raise ModelFileError(f"{path} is only part of a model", f"use its folder: {path.parent}")
         else:
             with path.open("rb"):
                 pass
@@ -229,7 +229,7 @@ def _resolve_path(path: Path) -> Resolved:
         if path.is_symlink():
             raise ModelNotFoundError(
                 f"{path} is a symbolic link to {os.readlink(path)}, which does not exist",
-                "repair the link or use another path",
+                "fix the link or use another path",
             ) from error
         nearest = difflib.get_close_matches(path.name, _models_in(path.parent), n=1)
         raise ModelNotFoundError(
@@ -240,7 +240,7 @@ def _resolve_path(path: Path) -> Resolved:
         ) from error
     except PermissionError as error:
         raise ModelFileError(
-            f"you have no permission to read {path}", f"change its permissions, such as chmod u+r {path}"
+            f"no permission to read {path}", f"change its permissions, for example with chmod u+r {path}"
         ) from error
     except (OSError, ValueError) as error:
         raise ModelFileError(f"{path} cannot be opened: {error}", "check the path") from error
@@ -249,11 +249,11 @@ def _resolve_path(path: Path) -> Resolved:
 
 
 def _resolve_prepared(prepared: PreparedModel, given: Path) -> Resolved:
-    """Return a model prepared for early exit, found by its folder or by the path of its deleted source."""
+    """Return a model prepared for early exit, given its folder or the path of its deleted source."""
     if not is_registered(prepared.kind):
         raise ModelFileError(
-            f"{given} contains files that were prepared for drafting, not a model",
-            f"use the model it was made from: {prepared.source}",
+            f"{given} contains files prepared for drafting, not a model",
+            f"use the model that they were made from: {prepared.source}",
         )
     check_prepared(prepared)
     folder = prepared.folder

@@ -15,7 +15,7 @@ __all__ = ["HubReference", "NameReference", "PathReference", "Reference", "Store
 
 @dataclass(frozen=True)
 class PathReference:
-    """Refers to a file or a folder on this machine."""
+    """A file or folder on this machine."""
 
     path: Path
 
@@ -27,8 +27,8 @@ class HubReference:
     Attributes:
         repository: `user/repo`.
         quantisation: A label such as `Q4_K_M`, the name of a `.gguf` file, or None for the default.
-        explicit: Whether the reference begins with `hf:` or the address of Hugging Face, so that it cannot
-            mean a model in Ollama.
+        explicit: Whether the reference begins with `hf:` or a Hugging Face URL and therefore cannot mean an
+            Ollama model.
     """
 
     repository: str
@@ -46,7 +46,7 @@ class StoreReference:
 
 @dataclass(frozen=True)
 class NameReference:
-    """A name from the catalogue, Ollama or the user's aliases, and the tag after its colon."""
+    """A name from the catalogue, Ollama or the user's aliases, and the tag after the colon."""
 
     name: str
     tag: str | None
@@ -61,12 +61,12 @@ Reference = PathReference | HubReference | StoreReference | NameReference
 
 # Maximum length of a path (as on Linux) and of a name.
 _MAX_PATH_CHARACTERS, _MAX_NAME_CHARACTERS = 4096, 512
-# Maximum number of characters of a reference that an error message shows.
+# Error messages truncate references to this many characters.
 _MAX_SHOWN_CHARACTERS = 60
 _HUB_PREFIX = re.compile(r"^(?:hf:|(?:https?://)?(?:www\.)?(?:huggingface\.co|hf\.co)/)", re.IGNORECASE)
 _STORE_PREFIX = re.compile(r"^(ollama|lmstudio):(.*)$", re.IGNORECASE)
 _REPOSITORY = re.compile(r"^([\w.-]+/[\w.-]+?)/?(?::([\w./-]+))?$")
-# A URL copied from the browser: the page of a folder or a file in a repository.
+# A URL copied from the browser: the page of a repository's folder or file.
 _WEB_PAGE = re.compile(
     r"^([\w.-]+/[\w.-]+)/(?:tree|blob|resolve)/main(?:/|/([\w./-]+\.gguf))?(?:\?.*)?$", re.IGNORECASE
 )
@@ -79,7 +79,7 @@ _HINT = "use a path, user/repo:quant or a name such as demo"
 def parse_reference(reference: str) -> Reference:
     """Parse a model reference.
 
-    This accesses the disk only to distinguish the repository `user/repo` from a local path.
+    Accesses the disk only to tell the repository `user/repo` from a local path.
 
     Raises:
         ModelNotFoundError: The string is not a valid reference.
@@ -124,10 +124,10 @@ def _parse_hub(text: str, rest: str) -> HubReference:
 
 
 def _reject_near_misses(text: str) -> None:
-    """Raise ModelNotFoundError with a specific hint for common mistakes."""
+    """Raise ModelNotFoundError with a specific hint if the reference contains a common mistake."""
     if "://" in text and not _HUB_PREFIX.match(text):
         raise ModelNotFoundError(
-            f"{_shorten(text)} is not an address of Hugging Face",
+            f"{_shorten(text)} is not a Hugging Face URL",
             "download the file yourself and use its path, or write hf:user/repo:Q4_K_M",
         )
     if revision := _REVISION.match(text):

@@ -1,7 +1,7 @@
-"""Read the metadata of a model that is not on this machine by downloading only its file headers.
+"""Read the metadata of a model that is not on this machine, downloading only its file headers.
 
-The headers are written to sparse files of full length, which take almost no disk space. Code that only reads
-metadata can treat them like the real files.
+The headers are written to sparse files of the original size, which take up almost no disk space. Code that
+only reads metadata can treat them like the real files.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ from edgespec.errors import CancelledError, DownloadError
 
 __all__ = ["resolve_metadata"]
 
-# Number of downloaded bytes after which parsing the header is first attempted. After a failed attempt, it
-# doubles.
+# Number of bytes to download before first trying to parse the header. Doubled after each failed attempt.
 _FIRST_PARSE_BYTES = 1 << 20
 # Maximum size of a header. The largest known headers are a few dozen megabytes.
 _MAX_HEADER_BYTES = 1 << 29
@@ -63,7 +62,7 @@ def _fetch_metadata(
 
 
 def _write_header(repository: str, commit: str, file: HubFile, path: Path) -> None:
-    """Download the header of a file, and write it to a sparse file of full length.
+    """Download the header of a file and write it to a sparse file of the original size.
 
     Files without a header, such as config.json, are downloaded completely.
     """
@@ -93,7 +92,7 @@ def _write_header(repository: str, commit: str, file: HubFile, path: Path) -> No
 
 
 def _is_header_complete(file: HubFile, data: bytes) -> bool:
-    """Return whether `data` contains the complete header, or the complete file if it has no header."""
+    """Return whether `data` contains the complete header, or the whole file if it has no header."""
     if file.name.endswith(".safetensors"):
         header = int.from_bytes(data[:_LENGTH_BYTES], "little")
         return len(data) >= _LENGTH_BYTES + header

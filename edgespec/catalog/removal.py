@@ -1,4 +1,4 @@
-"""Remove models from the Hugging Face cache. Never delete models that belong to other programs."""
+"""Remove models from the Hugging Face cache. Models that belong to other programs are never deleted."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class RemovalPlan:
 
     Attributes:
         links: Links in the cache's snapshots.
-        blobs: The data files that no other model uses.
+        blobs: Data files that no other model uses.
     """
 
     links: tuple[Path, ...]
@@ -45,7 +45,7 @@ class RemovalPlan:
             freed_bytes = delete_files(self.blobs)
             for link in self.links:
                 link.unlink(missing_ok=True)
-                with suppress(OSError):  # A folder that is not empty stays.
+                with suppress(OSError):  # `rmdir` fails if the folder is not empty, which is fine.
                     link.parent.rmdir()
         except OSError as error:
             raise ModelFileError(
@@ -69,7 +69,7 @@ def plan_removal(resolved: Resolved) -> RemovalPlan:
         links = gguf_files(resolved.path)
     repository = next((p for p in resolved.path.absolute().parents if p.name.startswith("models--")), None)
     if repository is None or not repository.resolve().is_relative_to(cache):
-        raise OptionError(f"{resolved.path} is not in the cache {cache}", "delete it yourself")
+        raise OptionError(f"{resolved.path} is not in the Hugging Face cache {cache}", "delete it yourself")
     own = {link.absolute() for link in links}
     others = {
         path.resolve()
@@ -78,5 +78,7 @@ def plan_removal(resolved: Resolved) -> RemovalPlan:
     }
     blobs = {link.resolve() for link in links} - others
     if not all(blob.is_relative_to(cache) for blob in blobs):
-        raise OptionError(f"{resolved.path} links to files outside the cache {cache}", "delete it yourself")
+        raise OptionError(
+            f"{resolved.path} links to files outside the Hugging Face cache {cache}", "delete it yourself"
+        )
     return RemovalPlan(tuple(links), tuple(sorted(blobs)))

@@ -1,4 +1,4 @@
-"""Estimate the speed-up of draft models from their sizes, to rank them without running them."""
+"""Estimate the speed-up of draft models from their sizes, in order to rank them without running them."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import math
 
 __all__ = ["estimate_acceptance_rate", "estimate_speedup"]
 
-# Assumed acceptance rates: 0.70, 0.78 and 0.86 for a draft model with 1, 10 and 100 % of the target's size.
-# As a check, the embedded pair (21 %) has a measured rate of 0.75, and this estimate gives 0.80.
-# `AcceptanceHistory` stores the measured rates of pairs that have been used.
+# Assumed acceptance rates: 0.70, 0.78 and 0.86 for draft models with 1, 10 and 100 % of the target's size.
+# For the embedded pair (21 %), this estimate gives 0.80, and the measured rate is 0.75. `AcceptanceHistory`
+# stores measured rates of pairs in use.
 _RATE_AT_EQUAL_SIZE, _RATE_PER_DECADE = 0.86, 0.08
 _MIN_RATE, _MAX_RATE = 0.3, 0.95
-# Cost of each additional token in a verify pass, relative to one target step. Measured with F16 weights on a
-# 2-core CPU.
+# Cost of each additional token in a verify pass, relative to one target step (measured with F16 weights on a
+# 2-core CPU).
 _COST_PER_ROW = 0.14
 # Longest draft length considered, in tokens.
 _MAX_DRAFT_LENGTH = 8
@@ -40,10 +40,10 @@ def estimate_speedup(
 
     Args:
         size_ratio: Parameters of the draft model divided by those of the target.
-        step_cost: Cost of a draft step, relative to a target step. Memory bandwidth limits decoding, so this
-            is the ratio of the bytes that the two models read per token.
+        step_cost: Cost of a draft step, relative to a target step. Because decoding is limited by memory
+            bandwidth, this is the ratio of the bytes that the two models read per token.
         shared_token_fraction: Fraction of the target's tokens that the draft model has.
-        acceptance_rate: The measured acceptance rate. Estimated from the sizes if None.
+        acceptance_rate: The measured acceptance rate. If None, it is estimated from the sizes.
     """
     if acceptance_rate is None:
         acceptance_rate = estimate_acceptance_rate(size_ratio, shared_token_fraction)

@@ -1,4 +1,4 @@
-"""Represent models in other programs' stores, and search their folders within limits."""
+"""Models in other programs' stores, and a bounded search of their folders."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from edgespec.catalog.catalogue import ModelFormat
 __all__ = ["Store", "StoredModel", "files_below", "find_child", "is_parent"]
 
 Store = Literal["embedded", "ollama", "lmstudio", "hub"]
-# Maximum number of folder entries that a search reads. A folder with more is probably a whole disk.
+# Maximum number of folder entries that a search reads. A larger folder is probably a whole disk.
 _MAX_ENTRIES = 100_000
 # Maximum number of entries to read below one symbolic link. A larger folder probably contains no models.
 _MAX_LINKED_ENTRIES = 10_000
@@ -27,9 +27,9 @@ class StoredModel:
     Attributes:
         store: The program that stores it. `hub` is the Hugging Face cache; `embedded` is edgespec itself.
         names: References to the model, shortest first. The last one is unique.
-        path: Its file or folder. None if the model cannot be used.
+        path: Its file or folder. None if the model is unusable.
         format: Name of its file format.
-        problem: Why the model cannot be used. Empty if it can.
+        problem: Why the model is unusable. Empty if it is usable.
     """
 
     store: Store
@@ -40,7 +40,7 @@ class StoredModel:
 
 
 def find_child(folder: Path, name: str) -> Path | None:
-    """Return the entry named `name` in a folder, preferring an exact match to one in another case."""
+    """Return the entry named `name` in a folder. Prefers an exact match over one that differs in case."""
     if name in ("", ".", ".."):
         return None
     try:
@@ -107,14 +107,14 @@ def is_parent(folder: Path, inner: Path) -> bool:
 
 
 class _EntryBudget:
-    """Counts the folder entries that a search may still read. Negative after the limit is exceeded."""
+    """Number of folder entries that a search may still read. Negative once the limit is exceeded."""
 
     def __init__(self, left: int) -> None:
         self.left = left
 
 
 def _parents(folder: Path) -> Iterator[tuple[int, int]]:
-    """Yield (device, inode), which identifies a folder, for each parent folder."""
+    """Yield the (device, inode) of each parent folder."""
     for parent in Path(os.path.realpath(folder)).parents:
         with suppress(OSError):
             yield _identity(parent.stat())

@@ -1,1 +1,1 @@
-"""Chat templates, prompt building, decoding of reply text, and saved chats."""
+"""Chat templates, prompt building, streaming text decoding and saved chats."""

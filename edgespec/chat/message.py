@@ -29,13 +29,13 @@ def as_messages(items: Sequence[Message | Mapping[str, Any]]) -> list[Message]:
         items: `Message` objects, or dictionaries with the keys `role` and `content`.
 
     Raises:
-        OptionError: A role is unknown, a content is not text, or the last message is not from the user.
+        OptionError: A role is unknown, a `content` is not a string, or the last message is not from the user.
     """
     if isinstance(items, str | Mapping) or not isinstance(items, Iterable):
-        raise OptionError(f"messages must be a list, not a {type(items).__name__}", "pass a list of messages")
+        raise OptionError(f"messages must be a list, not {type(items).__name__}", "pass a list of messages")
     messages = [as_message(number, item) for number, item in enumerate(items, 1)]
     if not messages or messages[-1].role != "user":
-        last = f"ends with a message of the {messages[-1].role}" if messages else "is empty"
+        last = f"ends with the role {messages[-1].role}" if messages else "is empty"
         raise OptionError(f"the list of messages {last}", "end the list with a user message")
     return messages
 
@@ -46,18 +46,18 @@ def as_message(number: int, item: Message | Mapping[str, Any]) -> Message:
         return item
     if not isinstance(item, Mapping):
         raise OptionError(
-            f"message {number} must not be a {type(item).__name__}",
-            "use a Message, or a dictionary with the keys role and content",
+            f"message {number} must be a Message or a dictionary, not {type(item).__name__}",
+            "pass dictionaries with the keys role and content",
         )
     role = _ROLES.get(str(item.get("role")))
     if role is None:
         raise OptionError(
-            f"message {number} has the role {item.get('role')!r}", f"use one of {', '.join(_ROLES)}"
+            f"message {number} has an unknown role: {item.get('role')!r}", f"use one of {', '.join(_ROLES)}"
         )
     content = item.get("content")
     if not isinstance(content, str):
         raise OptionError(
-            f"the content of message {number} must be a string, not a {type(content).__name__}",
+            f"the content of message {number} must be a string, not {type(content).__name__}",
             "pass the content as a string",
         )
     return Message(role, content)

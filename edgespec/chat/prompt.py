@@ -18,16 +18,16 @@ __all__ = ["ContextFull", "PromptBuilder", "RenderedPrompt", "check_context_full
 
 ContextFull = Literal["slide", "refuse"]
 
-# Number of context tokens kept free for the reply. In a small context, a quarter of it is kept free instead.
+# Number of context tokens reserved for the reply, at most a quarter of the context.
 _REPLY_TOKENS = 512
-# Maximum number of conversations whose exact tokens are remembered. Only a few are active at a time.
+# Maximum number of conversations whose exact tokens are remembered. Few are active at once.
 _REMEMBERED_CONVERSATIONS = 8
 
 
 def check_context_full(context_full: str) -> None:
     """Raise OptionError unless `context_full` is `slide` or `refuse`."""
     if context_full not in ("slide", "refuse"):
-        raise OptionError(f"context_full must be slide or refuse, but is {context_full!r}")
+        raise OptionError(f"context_full must be slide or refuse, not {context_full!r}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class RenderedPrompt:
 
     Attributes:
         text: The output of the chat template.
-        tokens: The same text as token ids.
+        tokens: The token ids of that text.
         dropped_messages: Number of oldest messages left out because the context is full. The system prompt is
             never dropped and does not count.
     """
@@ -49,15 +49,15 @@ class RenderedPrompt:
 class PromptBuilder:
     """Renders and tokenizes conversations for one model.
 
-    Tokenizing the text of a reply again often gives different tokens from those that were sampled. The
-    builder therefore remembers the exact tokens of recent conversations and extends them, so that the KV
-    cache can be reused. Use a builder from one thread at a time.
+    Retokenizing the text of a reply often yields different tokens from the sampled ones. The builder
+    therefore remembers the exact tokens of recent conversations and extends them, so that the KV cache can be
+    reused. A builder must not be used by several threads at once.
 
     Args:
         template: The model's chat template.
         vocabulary: The model's tokenizer.
-        cached_prefixes: Returns the token sequences that earlier runs saved in the prefix cache. A resumed
-            conversation continues from them.
+        cached_prefixes: Function that returns the token sequences in the prefix cache, from which a resumed
+            conversation can continue.
     """
 
     def __init__(
@@ -69,7 +69,8 @@ class PromptBuilder:
         self.template = template
         self._vocabulary = vocabulary
         self._cached_prefixes = cached_prefixes
-        # Newest last. A prompt is remembered with and without its reply: "regenerate" needs the latter.
+        # Newest last. Each prompt is remembered with and without its reply, because "regenerate" needs the
+        # latter.
         self._remembered: deque[RenderedPrompt] = deque(maxlen=2 * _REMEMBERED_CONVERSATIONS)
 
     def build(self, messages: Sequence[Message]) -> RenderedPrompt:
@@ -81,8 +82,8 @@ class PromptBuilder:
             if len(prefix.text) == len(text):
                 return RenderedPrompt(text, list(prefix.tokens))
             rest = self._tokenize(text[len(prefix.text) :], escaping, start=False)
-            # The tokens can be joined safely only at a control token, which never merges with the text before
-            # it.
+            # It is only safe to append tokens that begin with a control token, which never merges with
+            # earlier text.
             if rest and self._vocabulary.piece(rest[0]) == b"":
                 return RenderedPrompt(text, prefix.tokens + rest)
         start = not (self._vocabulary.bos_text and text.startswith(self._vocabulary.bos_text))
@@ -93,11 +94,11 @@ class PromptBuilder:
     ) -> RenderedPrompt:
         """Return the prompt, with the oldest messages dropped if they leave too little room for a reply.
 
-        With `context_full="slide"`, the oldest turns are dropped in steps of half the context. Between two
-        steps, each turn only extends the previous prompt, so the KV cache can be reused.
+        With `context_full="slide"`, the oldest turns are dropped in steps of half the context. Between steps,
+        each turn extends the previous prompt, so the KV cache can be reused.
 
         Args:
-            messages: The conversation, with its system prompt first if there is one, ending with the user.
+            messages: The conversation, from the system prompt, if there is one, to the last user message.
             context_tokens: The context size.
             context_full: `slide` drops the oldest turns, `refuse` raises ContextFullError.
 
@@ -113,7 +114,7 @@ class PromptBuilder:
         if excess_tokens > 0:
             if context_full == "refuse":
                 raise ContextFullError(
-                    f"the chat needs {len(prompt.tokens)} tokens, but the context has only {context_tokens}",
+                    f"the chat has {len(prompt.tokens)} tokens, but the context holds only {context_tokens}",
                     "start a new chat, use context_full='slide' to drop the oldest messages, or load the"
                     " model with a larger --context",
                 )
@@ -121,7 +122,7 @@ class PromptBuilder:
             prompt = self._build_shorter(messages, prompt, -(-excess_tokens // step_tokens) * step_tokens)
         if len(prompt.tokens) >= context_tokens:
             raise ContextFullError(
-                f"the message needs {len(prompt.tokens)} tokens, but the context has only {context_tokens}",
+                f"the message has {len(prompt.tokens)} tokens, but the context holds only {context_tokens}",
                 f"shorten it or use --context {(len(prompt.tokens) + _REPLY_TOKENS) // 256 * 256 + 256}",
             )
         return prompt
@@ -129,7 +130,7 @@ class PromptBuilder:
     def _build_shorter(
         self, messages: Sequence[Message], prompt: RenderedPrompt, drop_tokens: int
     ) -> RenderedPrompt:
-        """Drop the oldest turns to make the prompt at least `drop_tokens` tokens shorter, if possible."""
+        """Drop the oldest turns until the prompt is at least `drop_tokens` tokens shorter, if possible."""
         system = [message for message in messages[:1] if message.role == "system"]
         turns = messages[len(system) :]
         starts = [place for place, message in enumerate(turns) if message.role == "user"]
@@ -164,7 +165,7 @@ class PromptBuilder:
         return longest if longest and longest.text else None
 
     def _spelled_prefix(self, tokens: Sequence[int], text: str) -> RenderedPrompt:
-        """Return the longest prefix of `text` that `tokens` decode to and a control token follows."""
+        """Return the longest prefix of `text` that `tokens` decode to and that a control token follows."""
         encoded, at = text.encode("utf-8", "replace"), 0
         spelled_bytes = spelled_tokens = 0
         for i, token in enumerate(tokens):
@@ -190,8 +191,7 @@ class PromptBuilder:
         tokens = vocabulary.tokenize(text, special=True, start=start)
         if not escaping.literals:
             return tokens
-        # Keep the template's control tokens. Restore the user's text between them and tokenize it as plain
-        # text.
+        # Keep the template's control tokens, and tokenize the restored user text between them as plain text.
         control_tokens, tokens = [token for token in tokens if _is_control(vocabulary, token)], []
         at = 0
         for token in control_tokens:
@@ -211,7 +211,7 @@ class PromptBuilder:
 
 
 class _ControlTokenEscaping:
-    """Replaces control tokens typed by the user with marks, so that they are tokenized as plain text.
+    """Replaces control tokens typed by the user with placeholders, so that they are tokenized as plain text.
 
     Attributes:
         literals: The text of each replaced control token, by token id.
@@ -221,12 +221,12 @@ class _ControlTokenEscaping:
         self._vocabulary = vocabulary
         self.literals: dict[int, str] = {}
         used_characters = set().union(*(message.content for message in messages))
-        # The marks are Unicode private-use characters that occur in no message.
+        # The placeholders are Unicode private-use characters that occur in no message.
         unused = (chr(code) for code in range(0xE000, 0xF900) if chr(code) not in used_characters)
         self._left, self._right = next(unused), next(unused)
 
     def escape(self, message: Message) -> Message:
-        """Return the message with its control tokens replaced by marks."""
+        """Return the message with its control tokens replaced by placeholders."""
         content = message.content
         for token in self._vocabulary.tokenize(content, special=True, start=False):
             literal = _literal(self._vocabulary, token)
@@ -236,7 +236,7 @@ class _ControlTokenEscaping:
         return message if content is message.content else Message(message.role, content)
 
     def unescape(self, text: str) -> str:
-        """Return the text with the user's original text in place of the marks."""
+        """Return the text with placeholders replaced by the user's original text."""
         return re.sub(f"{self._left}(\\d+){self._right}", lambda mark: self.literals[int(mark[1])], text)
 
 

@@ -32,7 +32,7 @@ Setting = str | int | float | bool | list[str]
 """Type of the value of one setting in a chat file."""
 
 VERSION = 1
-# Maximum length, in characters, of a title made from the first message.
+# Maximum length, in characters, of a title taken from the first message.
 _MAX_TITLE = 60
 # Maximum time to wait while another program is saving.
 _LOCK_SECONDS = 5.0
@@ -41,14 +41,14 @@ _MAX_FILE_BYTES = 64 * 1024 * 1024
 _ID = re.compile(r"[0-9A-Za-z][0-9A-Za-z_-]{0,63}")
 _TEXTS = ("id", "created", "updated", "title", "target")
 _KINDS: dict[type, str] = {
-    dict: "an object", list: "a list", str: "text", int: "a whole number", bool: "true or false",
+    dict: "an object", list: "a list", str: "text", int: "an integer", bool: "true or false",
     type(None): "missing",
 }  # fmt: skip
 _T = TypeVar("_T")
 
 
 def title_of(messages: Sequence[Message]) -> str:
-    """Return a short title made from the first user message."""
+    """Return a short title taken from the first user message."""
     first = next((m.content for m in messages if m.role == "user"), "")
     line = " ".join(first.split())
     if len(line) <= _MAX_TITLE:
@@ -59,14 +59,14 @@ def title_of(messages: Sequence[Message]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class SavedChat:
-    """A chat as it is saved to a file.
+    """A chat as saved to a file.
 
     Attributes:
         id: Identifier of the chat, which is also its file name.
         messages: The conversation.
         created: Time of creation, in UTC.
         updated: Time of the last change, in UTC.
-        title: The title. Made from the first message if empty.
+        title: The title. If empty, it is taken from the first message.
         target: Name of the model.
         system: The system prompt.
         sampling: Settings that differ from their defaults.
@@ -98,7 +98,7 @@ class SavedChat:
 
 @dataclass(frozen=True, slots=True)
 class StoredChat:
-    """An entry of the list of saved chats.
+    """An entry in the list of saved chats.
 
     Attributes:
         id: Identifier of the chat.
@@ -106,7 +106,7 @@ class StoredChat:
         title: The title, or the file name if the file cannot be read.
         updated: Time of the last change.
         message_count: Number of messages.
-        problem: Why the file cannot be read; empty if it can.
+        problem: Why the file cannot be read. Empty if it can.
     """
 
     id: str
@@ -124,16 +124,16 @@ class ChatStore:
         self.folder = folder if folder is not None else data_folder() / "chats"
 
     def new_id(self) -> str:
-        """Return a new, unused id made of the current time and random digits."""
+        """Return a new, unused ID made of the current time and random digits."""
         while True:
             chat_id = f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{secrets.token_hex(4)}"
             if not self._path(chat_id).exists():
                 return chat_id
 
     def save(self, chat: SavedChat) -> Path:
-        """Save a chat atomically, replacing the older version. Raises ChatFileError."""
+        """Save a chat atomically, replacing any older version. Raises ChatFileError."""
         path = self._path(chat.id)
-        # Pasted text can contain lone surrogates, which cannot be encoded as UTF-8.
+        # Pasted text can contain lone surrogates, which UTF-8 cannot encode.
         text = json.dumps(chat.to_json(), ensure_ascii=False, indent=1) + "\n"
         if not path.exists():
             delete_stale_temporaries(self.folder)
@@ -147,14 +147,14 @@ class ChatStore:
         return path
 
     def save_after(self, chat: SavedChat, known: datetime | None) -> SavedChat:
-        """Save a chat, under a new id if another program has changed its file.
+        """Save a chat. If another program has changed its file, save it under a new ID.
 
         Args:
             chat: The chat to save.
-            known: The time `updated` of the saved version that this chat is based on, if there is one.
+            known: `updated` of the saved version that this chat is based on, if there is one.
 
         Returns:
-            The chat with the id that it was saved under.
+            The chat, with the ID under which it was saved.
 
         Raises:
             ChatFileError: The chat could not be saved.
@@ -169,13 +169,12 @@ class ChatStore:
         try:
             return self.load(chat_id).updated != known
         except ChatFileError:
-            # Recreate a deleted file. Keep a file that cannot be read, because a newer version may have
-            # written it.
+            # Recreate a deleted file, but keep an unreadable one: a newer edgespec may have written it.
             return self._path(chat_id).exists()
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        """Lock the folder against other programs while the block runs, if the file system supports locks."""
+        """Lock out other programs during the `with` block, if the file system supports locks."""
         from filelock import FileLock, Timeout
 
         lock = FileLock(self.folder / ".lock", timeout=_LOCK_SECONDS, mode=0o600)
@@ -188,11 +187,11 @@ class ChatStore:
             lock.release()
 
     def load(self, chat_id: str) -> SavedChat:
-        """Read a chat by its id. Raises ChatFileError."""
+        """Read the chat with this ID. Raises ChatFileError."""
         return read_chat(self._path(chat_id))
 
     def delete(self, chat_id: str) -> None:
-        """Delete a chat by its id. Does nothing if it does not exist. Raises ChatFileError."""
+        """Delete the chat with this ID, if it exists. Raises ChatFileError."""
         path = self._path(chat_id)
         try:
             path.unlink(missing_ok=True)
@@ -202,7 +201,7 @@ class ChatStore:
             ) from error
 
     def list(self) -> list[StoredChat]:
-        """Return all chats, newest first. Unreadable files are included, with the problem."""
+        """Return all chats, newest first, including unreadable files and why they cannot be read."""
         try:
             paths = [p for p in self.folder.iterdir() if p.suffix == ".json" and not p.name.startswith(".")]
         except FileNotFoundError:
@@ -215,9 +214,9 @@ class ChatStore:
         return sorted(map(_entry, paths), key=lambda chat: (chat.updated, chat.id), reverse=True)
 
     def _path(self, chat_id: str) -> Path:
-        # The id becomes a file name. Other ids could lead to another folder.
+        # The ID becomes a file name, so an invalid one could point to another folder.
         if not _ID.fullmatch(chat_id):
-            raise ChatFileError(f"{chat_id!r} is not a chat id", "use an id from the list of saved chats")
+            raise ChatFileError(f"{chat_id!r} is not a chat id", "choose one from the list of saved chats")
         return self.folder / f"{chat_id}.json"
 
 
@@ -237,10 +236,10 @@ def read_chat(path: Path) -> SavedChat:
     try:
         size_bytes = regular_file_bytes(path)
         if size_bytes > _MAX_FILE_BYTES:
-            raise ValueError(f"it has {size_bytes:,} bytes, more than a chat can have")
+            raise ValueError(f"it has {size_bytes:,} bytes, which is too large for a chat")
         return _checked(path, json.loads(path.read_bytes().decode("utf-8")))
     except FileNotFoundError:
-        raise ChatFileError(f"there is no saved chat at {path}", "pick one from the list of chats") from None
+        raise ChatFileError(f"there is no saved chat at {path}", "choose from the list of chats") from None
     except OSError as error:
         raise ChatFileError(
             f"cannot read {path.name}: {error_reason(error)}", f"check the permissions of {path}"
@@ -256,23 +255,23 @@ def read_chat(path: Path) -> SavedChat:
     except ValueError as error:
         reason = str(error)
     raise ChatFileError(
-        f"{path.name} is not a readable chat: {reason}",
+        f"{path.name} is not a valid chat file: {reason}",
         f"repair or move {path}; other chats are not affected",
     )
 
 
 def _checked(path: Path, json_value: object) -> SavedChat:
-    """Convert a file's JSON to a `SavedChat`. Raises ValueError with the reason if it is invalid."""
+    """Convert a file's JSON to a `SavedChat`. Raises ValueError if it is invalid."""
     data = _typed(json_value, dict, "the file")
     version = _typed(data.get("version"), int, "`version`")
     if version != VERSION:
         raise ChatFileError(
-            f"{path.name} has format version {version}, and this edgespec reads version {VERSION}",
+            f"{path.name} has format version {version}, but this edgespec reads only version {VERSION}",
             "open it with the edgespec that wrote it, or upgrade edgespec",
         )
     texts = {name: _typed(data.get(name), str, f"`{name}`") for name in _TEXTS}
     if texts["id"] != path.stem:
-        raise ValueError(f"its id {texts['id'][:80]!r} is not its file name")
+        raise ValueError(f"its id {texts['id'][:80]!r} does not match its file name")
     items = _typed(data.get("messages"), list, "`messages`")
     messages = tuple(as_message(number, item) for number, item in enumerate(items, 1))
     system = data.get("system")

@@ -1,4 +1,4 @@
-"""The model's own chat template, rendered in a sandbox."""
+"""Rendering of a model's chat template in a sandbox."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ _RENDER_ERRORS = (JinjaError, TypeError, ValueError, LookupError, AttributeError
 
 
 class ChatTemplate:
-    """Renders messages with the Jinja template of a model.
+    """Renders messages with a model's Jinja template.
 
     Args:
-        source: Source text of the template.
-        bos_text: Text of the start token, called `bos_token` in templates.
-        eos_text: Text of the end token, called `eos_token` in templates.
+        source: Source code of the template.
+        bos_text: Text of the start token, which templates call `bos_token`.
+        eos_text: Text of the end token, which templates call `eos_token`.
 
     Raises:
         TemplateError: The template does not compile.

@@ -1,4 +1,4 @@
-"""Decodes a stream of tokens to text. Emits only whole characters and watches for stop strings."""
+"""Streaming token-to-text decoding, which emits only whole characters and detects stop strings."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ __all__ = ["ReplyText"]
 class ReplyText:
     """Collects the text of one reply token by token.
 
-    A character that spans several tokens is emitted with its last byte. Text that may be the start of a stop
-    string is withheld until later tokens show whether it is.
+    A character that spans several tokens is emitted with its last byte. Text that could be the start of a
+    stop string is withheld until later tokens decide.
     """
 
     def __init__(
@@ -28,7 +28,7 @@ class ReplyText:
 
     @property
     def text(self) -> str:
-        """The text so far, without any withheld text."""
+        """The text so far, excluding withheld text."""
         return "".join(self._released)
 
     def feed(self, token: int) -> bool:
@@ -47,7 +47,7 @@ class ReplyText:
         return False
 
     def _undecided(self) -> int:
-        """Return the length of the longest suffix of the withheld text that could begin a stop string."""
+        """Return the length of the longest suffix of the withheld text that could start a stop string."""
         longest = max((len(stop) for stop in self._stop), default=1) - 1
         for length in range(min(longest, len(self._held)), 0, -1):
             if any(stop.startswith(self._held[-length:]) for stop in self._stop):

@@ -1,4 +1,4 @@
-"""Implement the command line, with one file per command. It uses only edgespec's public API."""
+"""The command line, with one module per command. Uses only edgespec's public API."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ __all__ = ["main"]
 
 
 def main() -> None:
-    """Parse this process's arguments, run the command and exit."""
+    """Run the command given in `sys.argv` and exit."""
     try:
         from edgespec.cli.program import program
     except KeyboardInterrupt:

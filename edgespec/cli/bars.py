@@ -1,4 +1,4 @@
-"""Draw the memory plan in the terminal: one bar for each kind of memory, and a table of its contents."""
+"""Draw the memory plan in the terminal, as one bar per memory pool and a table of its contents."""
 
 from __future__ import annotations
 
@@ -70,12 +70,12 @@ def _about_context(preview: Preview) -> str:
 
 
 def _line(words: str, style: str = "") -> Text:
-    """Return one line of text, without the control characters that names may contain."""
+    """Return one line of text, without any control characters from model names."""
     return Text(line_of(words), style)
 
 
 def bar(plan: MemoryPlan, pool: Pool) -> Text:
-    """Return one bar that shows a memory pool's items side by side, then the free or missing memory."""
+    """Return a bar that shows a memory pool's items, followed by its free or missing memory."""
     planned, budget = plan.planned_bytes(pool), plan.budget_bytes(pool)
     scale = _BAR_COLUMNS / max(planned, budget, 1)
     text = Text()
@@ -106,5 +106,5 @@ def _items(plan: MemoryPlan) -> Table:
 
 
 def _label(name: str) -> str:
-    """Return the name of an item in the words of the user."""
+    """Return a user-facing name for an item."""
     return name.replace("target ", "model ").replace("draft ", "draft model ")

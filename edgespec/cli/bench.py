@@ -1,4 +1,4 @@
-"""`edgespec bench`: measure how much faster each method makes replies."""
+"""`edgespec bench`: measure how much each method speeds up replies."""
 
 from __future__ import annotations
 
@@ -159,15 +159,15 @@ def _texts(file: Path | None, categories: tuple[str, ...] | None) -> list[Prompt
 
 
 def _check_outputs(save: Path | None, plots: Path | None) -> None:
-    """Raise OptionError if the output files cannot be written, before anything is measured."""
+    """Raise OptionError if the output files cannot be written. Called before anything is measured."""
     if save is not None and (save.is_dir() or not save.absolute().parent.is_dir()):
-        raise OptionError(f"cannot write to {save}", "use a file in an existing folder")
+        raise OptionError(f"cannot write to {save}", "specify a file in an existing folder")
     if plots is not None:
         from edgespec.bench.plots import check_plots
 
         check_plots()
         if plots.exists() and not plots.is_dir():
-            raise OptionError(f"--plots {plots} is a file", "use a folder")
+            raise OptionError(f"--plots {plots} is a file", "specify a folder")
 
 
 def _bench(stop: Stop, texts: Sequence[Prompt], options: dict[str, Any]) -> Report:
@@ -178,7 +178,7 @@ def _bench(stop: Stop, texts: Sequence[Prompt], options: dict[str, Any]) -> Repo
     configs = partial(method_configs, draft_lengths=lengths, control=options["control"])
     # Check the options before loading the models.
     BenchPlan(tuple(texts), configs(methods or ()), **settings)
-    # Reserve the full context, because enlarging it during a reply would slow down only that reply.
+    # Reserve the full context, because enlarging it mid-reply would slow down only that reply.
     wanted = {**pick(options, MODEL_NAMES), "reserve_full_context": True}
     with loaded(stop, **wanted, methods=methods or ()) as runtime, _Progress(stop) as progress:
         plan = BenchPlan(tuple(texts), configs(methods or _all_methods(runtime.drafters)), **settings)
@@ -187,14 +187,14 @@ def _bench(stop: Stop, texts: Sequence[Prompt], options: dict[str, Any]) -> Repo
 
 
 def _all_methods(drafters: Sequence[str]) -> tuple[str, ...]:
-    """Return the default methods: `auto` and all methods that it can choose."""
+    """Return the default methods: `auto` and all methods that it can choose from."""
     return ("auto", *drafters, *(("model+suffix",) if "model" in drafters else ()))
 
 
 class _Progress(ProgressLine):
     """A progress bar that shows the current measurement and the remaining time."""
 
-    # Fraction and time at which the first reply finished. The estimate of the remaining time starts there, so
+    # Fraction and time at which the first reply finished. The remaining time is estimated from there on, so
     # that it excludes loading and warm-up.
     _first = (0.0, 0.0)
 

@@ -18,7 +18,7 @@ __all__ = ["print_report"]
 
 _Item = TypeVar("_Item")
 _PIPE_COLUMNS = 100  # Width of charts if stdout is not a terminal.
-_MIN_SPEED_UP = 1.03  # A smaller speed-up could be measurement noise.
+_MIN_SPEED_UP = 1.03  # A smaller one could be measurement noise.
 _LEGEND = """\
 SPEED-UP      speed compared with no drafting on the same prompt, not counting the time to read the prompt
 95% CI        95% confidence interval of SPEED-UP
@@ -147,7 +147,7 @@ def _print_notes(report: Report) -> None:
 
 
 def _verdict(report: Report) -> str:
-    """Return the conclusion of the report in one sentence."""
+    """Return the report's conclusion in one sentence."""
     of_all = [
         each
         for each in report.figures

@@ -63,7 +63,7 @@ def command(
 
         return edgespec.load(**pick(options, LOAD_NAMES), progress=progress)
 
-    # The chat shows and saves only what the user set.
+    # The chat shows and saves only settings that the user changed.
     settings = {
         name: options[name]
         for name in (*SAMPLING_NAMES, "max_tokens", "seed")

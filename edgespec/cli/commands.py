@@ -1,4 +1,4 @@
-"""Define the names of all commands. A command's module in this folder is imported when it is first used."""
+"""The names of all commands. A command's module is imported when the command is first used."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import click
 
 __all__ = ["COMMANDS", "load_command"]
 
-# Listed in the order of the help text.
+# In the order of the help text.
 COMMANDS = (
     "chat",
     "generate",

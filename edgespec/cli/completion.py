@@ -1,4 +1,4 @@
-"""`edgespec completion`: print the script that completes commands, options and model names in a shell."""
+"""`edgespec completion`: print a shell completion script for commands, options and model names."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ class _Row:
         value: The value, for JSON output.
         shown: The value as text, or a description of the default if the setting is not set.
         source: `environment`, `file` or `default`.
-        where: The name of the variable or the path of the file. Empty for a default.
+        where: The name of the variable or the path of the file. Empty for defaults.
     """
 
     value: Any
@@ -101,7 +101,7 @@ def command(ctx: click.Context, as_json: bool) -> int:
 
 
 def _print_problems(settings: Settings) -> int:
-    """Print an error for each invalid setting, and return the exit status."""
+    """Print an error for each invalid setting and return the exit status."""
     for problem in settings.problems:
         click.echo(printable(describe(problem)), err=True)
     return FAILED if settings.problems else DONE
@@ -147,7 +147,7 @@ def _json_rows(rows: dict[str, _Row]) -> dict[str, object]:
 
 
 def _variables() -> dict[str, _Row]:
-    """Return a row for each environment variable that has no corresponding setting."""
+    """Return a row for each environment variable without a corresponding setting."""
     folders = {
         "EDGESPEC_CONFIG_DIR": config_folder,
         "EDGESPEC_DATA_DIR": data_folder,
@@ -215,7 +215,7 @@ def get_value(ctx: click.Context, key: str, as_json: bool) -> int:
 
 @command.command(
     "set",
-    # A value may begin with a dash, such as -0.5.
+    # A value can begin with a dash, such as -0.5.
     context_settings={"ignore_unknown_options": True},
     short_help="Change a setting for all runs.",
     examples=(
@@ -268,7 +268,7 @@ def set_value(ctx: click.Context, key: str, values: tuple[str, ...], as_json: bo
 def unset_value(ctx: click.Context, key: str, as_json: bool) -> int:
     """Remove a setting from the file so that its default applies again. Unknown names can be removed too."""
     path = _key_path(key)
-    # Try the key exactly as typed first, so that a misspelt line can be removed.
+    # First try the key exactly as typed, so that a misspelt line can be removed.
     file = settings_path()
     removed = write_value(file, tuple(key.split(".")), None) or write_value(file, path, None)
     if not removed:
@@ -293,7 +293,7 @@ def _option_at(path: KeyPath, ctx: click.Context) -> SettingOption:
             step = suggestion(path[0], [name for name in COMMANDS if settings_of(name)])
             raise click.UsageError(f"there is no command {path[0]!r} with settings; {step}", ctx)
     elif len(path) > 2:
-        raise click.UsageError(f"{'.'.join(path)!r} is not a key; write one such as chat.temperature", ctx)
+        raise click.UsageError(f"{'.'.join(path)!r} is not a key; use one such as chat.temperature", ctx)
     if path[-1] not in options:
         raise click.UsageError(f"there is no setting {path[-1]!r}; {suggestion(path[-1], options)}", ctx)
     return options[path[-1]]

@@ -1,4 +1,4 @@
-"""`edgespec delete-data`: delete saved replies, learned data and the cache of earlier chats."""
+"""`edgespec delete-data`: delete saved replies, learned data and the prefix cache."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`edgespec doctor`: check the machine, the libraries, the folders and the demo model."""
+"""`edgespec doctor`: check the machine, libraries, folders and the demo model."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 __all__ = ["Check", "command"]
 
 _DEMO_TOKENS = 16
-_SLOW_TOKENS_PER_SECOND = 50  # An idle machine is several times faster.
+_SLOW_TOKENS_PER_SECOND = 50  # An idle machine is several times as fast.
 _LOW_MEMORY_BYTES = 2_000_000_000
 _BUILD_FLAG = {"metal": "-DGGML_METAL=on", "cuda": "-DGGML_CUDA=on"}
 
@@ -35,7 +35,7 @@ class Check:
     Attributes:
         ok: False if there is a problem.
         finding: The result in words.
-        next_step: What the user can do about the problem. May be empty.
+        next_step: What the user can do about a problem. May be empty.
     """
 
     name: str

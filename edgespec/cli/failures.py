@@ -16,7 +16,7 @@ _DEBUG = "EDGESPEC_DEBUG"
 
 
 def exit_status(error: Exception) -> int:
-    """Return the exit status for an error: 1 for failure, 2 for wrong usage, 130 for an interrupt."""
+    """Return the exit status for an error: 1 for failures, 2 for usage errors, 130 for interrupts."""
     if isinstance(error, click.ClickException):
         return error.exit_code
     if isinstance(error, CancelledError):
@@ -25,7 +25,7 @@ def exit_status(error: Exception) -> int:
 
 
 def describe(error: Exception) -> str:
-    """Return the error message to print. If the command line was wrong, append the usage."""
+    """Return the error message to print. For usage errors, append the usage."""
     if isinstance(error, click.UsageError):
         return _wrong_usage(error)
     trace = "".join(traceback.format_exception(error)) if os.environ.get(_DEBUG) else ""
@@ -63,6 +63,6 @@ def _wrong_usage(error: click.UsageError) -> str:
 
 
 def _plain(message: str) -> str:
-    """Convert a message from click to edgespec's style: one line in lower case without a full stop."""
+    """Convert a click message to edgespec's style: one line, lower-case, without a full stop."""
     line = " ".join(message.split()).rstrip(".")
     return line[:1].lower() + line[1:]

@@ -45,7 +45,7 @@ def command(words: tuple[str, ...], as_json: bool, raw: bool, **options: Any) ->
     """
     if len(words) > 1:
         raise click.UsageError(
-            "the prompt must be a single argument; put it in quotes", click.get_current_context()
+            "the prompt must be a single argument; enclose it in quotes", click.get_current_context()
         )
     text = _prompt_text(words[0] if words else None)
     reply = interruptible(lambda stop: _answer(stop, text, raw, as_json, options))
@@ -88,7 +88,7 @@ def _answer(stop: Stop, prompt: str, raw: bool, as_json: bool, options: dict[str
 
 
 def _write(stream: ReplyStream, progress: ProgressLine, silent: bool) -> None:
-    """Write the reply as it arrives. Print a final newline even if an error occurs."""
+    """Print the reply as it arrives. End with a newline even if an error occurs."""
     last = ""
     try:
         with progress:

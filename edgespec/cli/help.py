@@ -1,4 +1,4 @@
-"""Show examples and titled groups of options in the help, and suggest names for misspelt commands."""
+"""Add examples and titled option groups to the help, and suggest names for misspelt commands."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ __all__ = ["HelpfulCommand", "HelpfulGroup", "SectionOption"]
 
 
 class SectionOption(click.Option):
-    """An option that the help lists in a titled group."""
+    """An option that belongs to a titled group in the help."""
 
     def __init__(self, *args: Any, section: str = "Options", **settings: Any) -> None:
         self.section = section
         super().__init__(*args, **settings)
 
     def get_help_record(self, ctx: click.Context) -> tuple[str, str] | None:
-        """Return the columns of the help. A switch is shown as `--[no-]name`."""
+        """Return the option's columns in the help. Switches are shown as `--[no-]name`."""
         record = super().get_help_record(ctx)
         return (f"--[no-]{self.opts[0][2:]}", record[1]) if record and self.secondary_opts else record
 
@@ -38,7 +38,7 @@ class _Helpful(click.Command):
         if self.examples:
             with formatter.section("Examples"):
                 for example in self.examples:
-                    # Do not wrap the example, so that it can be copied.
+                    # Do not wrap examples, so that they can be copied.
                     formatter.write(f"{'':{formatter.current_indent}}{example}\n")
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -57,7 +57,7 @@ class HelpfulCommand(_Helpful):
     """A command with examples and titled groups of options in its help."""
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run the command without the settings that its method does not use."""
+        """Run the command, ignoring settings that its method does not use."""
         # Commands without settings leave `ctx.meta` empty.
         if ctx.meta:
             from edgespec.cli.settings import ignore_unread_settings
@@ -88,7 +88,7 @@ class HelpfulGroup(_Helpful, click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Return the subcommand. If the name is unknown, raise an error that suggests the nearest name."""
+        """Return the subcommand. For an unknown name, raise an error that suggests the nearest one."""
         name, known = args[0], self.list_commands(ctx)
         if name not in known and not name.startswith("-") and not ctx.resilient_parsing:
             near = difflib.get_close_matches(name, known, 1)

@@ -1,7 +1,7 @@
-"""Ctrl-C handling. Commands run in a worker thread, so that signals are handled during long native calls.
+"""Ctrl-C handling. Commands run in a worker thread, so that long native calls do not delay signals.
 
 Python runs signal handlers only in the main thread, between bytecode instructions. If models ran in that
-thread, Ctrl-C would take effect only after the current native call returns.
+thread, Ctrl-C would take effect only after the current native call had returned.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Stop:
         return self._event.is_set()
 
     def on_request(self, action: Callable[[], None]) -> None:
-        """Call `action` when a stop is requested, or now if one already was. `action` may be called twice."""
+        """Call `action` when a stop is requested, or now if it already was. `action` can be called twice."""
         self._action = action
         if self.requested:
             action()
@@ -49,15 +49,15 @@ class Stop:
 
 
 def interruptible(work: Callable[[Stop], _Result]) -> _Result:
-    """Run `work` in a thread, and turn Ctrl-C and SIGTERM into stop requests.
+    """Run `work` in a thread and turn Ctrl-C and SIGTERM into stop requests.
 
     A second signal ends the process immediately with exit status 130.
 
     Args:
-        work: Called with a `Stop`. It must return soon after a stop is requested.
+        work: Called with a `Stop`. Must return soon after a stop is requested.
 
     Returns:
-        The result of `work`. An exception in `work` is raised in the caller's thread.
+        The result of `work`. Exceptions in `work` are raised in the caller's thread.
     """
     from edgespec.heap import limit_malloc_arenas
 
@@ -78,7 +78,7 @@ def interruptible(work: Callable[[Stop], _Result]) -> _Result:
             os._exit(INTERRUPTED)
         stop.request()
 
-    # Keep ignoring signals that the parent process disabled, as nohup does.
+    # Keep ignoring signals that the parent process, such as nohup, has disabled.
     handled = [s for s in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(s) is not signal.SIG_IGN]
     before = {number: signal.signal(number, on_signal) for number in handled}
     limit_malloc_arenas()

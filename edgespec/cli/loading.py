@@ -1,4 +1,4 @@
-"""Load models for a command, and show progress and notes on stderr. Ctrl-C cancels loading."""
+"""Load models for a command, showing progress and notes on stderr. Ctrl-C cancels loading."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["loaded"]
 
 @contextmanager
 def loaded(stop: Stop, **options: Any) -> Iterator[Runtime]:
-    """Load a runtime, print its model files, and close the runtime at the end of the `with` block.
+    """Load a runtime, print its model files, and close it at the end of the `with` block.
 
     A stop request cancels loading, and later the current reply.
     """

@@ -1,4 +1,4 @@
-"""Options that `bench`, `verify` and `tune` share."""
+"""Options shared by `bench`, `verify` and `tune`."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ draft_lengths_option = partial(
     _shown, "--draft-lengths", type=KindType(ListOf(Integer(1, MAX_DRAFT_LENGTH))), metavar="K,K"
 )
 max_tokens_option = partial(_shown, "-n", "--max-tokens", type=KindType(Integer(1)), metavar="N")
-# The default is fixed, so that measurements are reproducible.
+# The default seed is fixed, so that measurements are reproducible.
 seed_option = partial(_shown, "--seed", type=KindType(Integer(0, _MAX_SEED)), metavar="N", default=1)
 
 
 def reject_remember(options: dict[str, Any]) -> None:
-    """Raise OptionError if `--remember` is on the command line."""
+    """Raise OptionError if `--remember` is given on the command line."""
     if options["remember"]:
         raise OptionError(
             "--remember cannot be used here, because prompts repeat and method suffix would find its own"

@@ -123,7 +123,7 @@ def list_models(as_json: bool) -> None:
 
 
 def _print_list(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print a table unless it is empty, followed by an empty line on a terminal."""
+    """Print a table unless it is empty. On a terminal, add a blank line."""
     if rows:
         print_table(heads, rows)
         if is_terminal(sys.stdout):
@@ -304,7 +304,7 @@ def _print_change(what: str, remark: str, value: dict[str, Any], as_json: bool) 
 
 
 def _files(entry: ModelEntry) -> dict[str, str]:
-    """Return the files of a catalogue model on this machine, keyed by quantisation."""
+    """Return a catalogue model's files on this machine, keyed by quantisation."""
     from edgespec.catalog import resolve
 
     files = {}
@@ -319,7 +319,7 @@ def _files(entry: ModelEntry) -> dict[str, str]:
 
 
 def _catalogued(reference: str) -> ModelEntry | None:
-    """Return the catalogue entry for a name, alias or repository, whether or not it is downloaded."""
+    """Return the catalogue entry for a name, alias or repository, whether or not the model is downloaded."""
     from edgespec.catalog import load_catalogue
     from edgespec.catalog.catalogue import user_aliases
 

@@ -39,7 +39,7 @@ class Shown:
         info: Metadata read from the model files.
         facts: Properties of the loaded model. None without `--probe`.
         options: Models that can draft for this one, best first.
-        choice: The draft model that `--draft auto` uses.
+        choice: The draft model that `--draft auto` would use.
         problem: The error if the model could not be read or loaded.
     """
 
@@ -55,7 +55,7 @@ class Shown:
 
     @property
     def format(self) -> ModelFormat | None:
-        """Return the format of the model's files, or of its catalogue entry if there are no files."""
+        """Return the file format of the model, or of its catalogue entry if there are no files."""
         known = self.found or self.entry
         return known.format if known else None
 
@@ -147,7 +147,7 @@ def prepared_json(prepared: PreparedModel) -> dict[str, Any]:
 
 
 def _info_json(info: ModelInfo) -> dict[str, Any]:
-    """Return the metadata that was read from the model files as a JSON object."""
+    """Return metadata read from the model files as a JSON object."""
     return {
         "family": info.family,
         "architecture": info.architecture,
@@ -168,7 +168,7 @@ def _info_json(info: ModelInfo) -> dict[str, Any]:
 
 
 def _loaded_json(facts: ModelFacts) -> dict[str, Any]:
-    """Return the model properties that are known only after loading, as a JSON object."""
+    """Return the properties known only after loading, as a JSON object."""
     return {
         "description": facts.description,
         "weight_bytes": facts.weight_bytes,
@@ -227,7 +227,7 @@ def _info_lines(info: ModelInfo) -> list[tuple[str, str]]:
 
 
 def _capability_lines(facts: ModelFacts) -> list[tuple[str, str]]:
-    """Return the lines that are known only after loading."""
+    """Return the lines for properties known only after loading."""
     capabilities = facts.capabilities
     trees = "including token trees" if capabilities.tree else f"without token trees: {capabilities.reason}"
     speculation = f"yes, {trees}" if capabilities.rollback else f"no: {capabilities.reason}"
@@ -235,7 +235,7 @@ def _capability_lines(facts: ModelFacts) -> list[tuple[str, str]]:
 
 
 def _draft_lines(options: Sequence[DraftOption], choice: DraftChoice) -> list[tuple[str, str]]:
-    """Return the lines about possible draft models, and which one `--draft auto` uses."""
+    """Return the lines about possible draft models and the one that `--draft auto` would use."""
     lines = []
     for option in options[:_MAX_DRAFTS]:
         here = "" if option.path else ", not on this machine"

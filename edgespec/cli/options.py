@@ -82,7 +82,7 @@ class KindType(click.ParamType):  # type: ignore[type-arg]  # generic since clic
 
 
 def _check(kind: Kind, param: click.Parameter, value: Any) -> Any:
-    """Check and normalise a value. An error mentions the option as it is written on the command line."""
+    """Check and normalise a value. Errors name the option as written on the command line."""
     name = str(param.name)
     try:
         return kind.check(name, value)
@@ -91,7 +91,7 @@ def _check(kind: Kind, param: click.Parameter, value: Any) -> Any:
 
 
 def _complete_model(_ctx: click.Context, _param: click.Parameter, typed: str) -> list[CompletionItem]:
-    """Complete aliases and names of models. If none matches, complete file names."""
+    """Complete model names and aliases. If none match, complete file names."""
     from edgespec.catalog import load_catalogue
     from edgespec.catalog.catalogue import user_aliases
     from edgespec.catalog.other_programs import installed_names
@@ -111,12 +111,12 @@ def _complete_method(_ctx: click.Context, _param: click.Parameter, typed: str) -
 
 
 def model_reference(name: str) -> Decorator:
-    """Return the argument REF, with shell completion."""
+    """Return the REF argument, with shell completion."""
     return click.argument(name, metavar="REF", shell_complete=_complete_model)
 
 
 def _option(name: str, option: Option, default: Any, *, per_run: bool) -> click.Option:
-    """Return the click option for a declaration. If `per_run` is true, the settings file does not apply."""
+    """Return the click option for a declaration. `per_run` options ignore the settings file."""
     dashed = f"--{name.replace('_', '-')}"
     kind = option.kind
     words = option.default_text
@@ -153,7 +153,7 @@ def declared_options(
 
     Args:
         names: Names of declared options.
-        per_run: Options to which the settings file and the environment do not apply.
+        per_run: Names of options that ignore the settings file and the environment.
         defaults: Defaults that differ from the declared ones.
     """
     defaults = defaults or {}

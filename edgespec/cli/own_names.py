@@ -1,4 +1,4 @@
-"""Change the user's aliases and draft pairs, which are saved in one file."""
+"""Edit the file of the user's aliases and draft pairs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["write_name"]
 
 
 def write_name(table: Literal["aliases", "pairs"], name: str, reference: str | None) -> None:
-    """Set the reference for a name, or remove the name if `reference` is None. Case is ignored.
+    """Set the reference for a name, or remove the name if `reference` is None. Ignores case.
 
     Raises:
         ModelNotFoundError: The name to remove does not exist.

@@ -1,4 +1,4 @@
-"""`edgespec prepare`: make the extra files that some drafting methods need, once per model."""
+"""`edgespec prepare`: create the extra files that some drafting methods need, once per model."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def _exit(text: str) -> int | None:
 def _resolve_and_prepare(
     reference: str, kind: str, make: Callable[[Path, ProgressLine], PreparedModel]
 ) -> PreparedModel:
-    """Resolve the model, download it if needed, and call `make` with its path. Ctrl-C stops either step."""
+    """Resolve the model, downloading it if needed, and call `make` with its path. Ctrl-C stops both."""
     from edgespec.catalog import resolve
 
     def work(stop: Stop) -> PreparedModel:
@@ -144,7 +144,7 @@ def _resolve_and_prepare(
                 )
             if kind not in found.file_format.preparations:
                 raise OptionError(
-                    f"{found.path} is already prepared", "use the GGUF file that it was made from"
+                    f"{found.path} is already prepared", "use the GGUF file from which it was made"
                 )
             return make(found.path, progress)
 

@@ -1,4 +1,4 @@
-"""Find and run the commands of the `edgespec` program, and set the exit status."""
+"""The `edgespec` program, which finds and runs commands and sets the exit status."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["Program", "program"]
 
 
 class Program(HelpfulGroup):
-    """The group of all commands. Each is imported only when it is used, so that edgespec starts quickly."""
+    """The group of all commands. Commands are imported on use, so that edgespec starts quickly."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002
         return list(COMMANDS)
@@ -29,14 +29,14 @@ class Program(HelpfulGroup):
         return load_command(name)
 
     def make_context(self, *args: Any, **extra: Any) -> click.Context:
-        """Parse the command line. `--help` and `--version` print their output and exit."""
+        """Parse the command line. For `--help` and `--version`, print the output and exit."""
         try:
             return super().make_context(*args, **extra)
         except BrokenPipeError:
             raise click.exceptions.Exit(_reader_left()) from None
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run the command. Do not fail if a reader such as `head -1` closes the pipe early."""
+        """Run the command. A reader that closes the pipe early, such as `head -1`, is not an error."""
         try:
             return super().invoke(ctx)
         except BrokenPipeError:
@@ -49,13 +49,13 @@ class Program(HelpfulGroup):
             raise with_setting_source(error, ctx) from error
 
     def main(self, *args: Any, **extra: Any) -> NoReturn:
-        """Run one command and exit with 0 (success), 1 (failure), 2 (wrong usage) or 130 (interrupted)."""
+        """Run a command and exit with 0 (success), 1 (failure), 2 (usage error) or 130 (interrupted)."""
         if sys.stdout is None:
-            # Standard output was already closed when the program started, so discard all output.
+            # stdout was already closed when the program started, so discard all output.
             sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
         with suppress(AttributeError):
-            # Replace characters that the terminal cannot show. Otherwise, they would raise an error during a
-            # reply.
+            # Replace characters that the terminal cannot show, which would otherwise raise an error
+            # mid-reply.
             sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]
             sys.stderr.reconfigure(errors="replace")  # type: ignore[union-attr]
         extra |= {"prog_name": "edgespec", "standalone_mode": False}

@@ -1,4 +1,4 @@
-"""Print results on stdout and everything else on stderr. Use colours only on terminals."""
+"""Print results to stdout and everything else to stderr. Use colours only on terminals."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ __all__ = [
     "write_text",
 ]
 
-# Control characters, including those that change the text direction, which can disguise a file name.
+# Control characters, including text direction marks, which could disguise a file name.
 _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
 _CLEAR_LINE = "\r\x1b[K"
 _TERMINAL_DELAY_SECONDS = 0.3  # Shorter operations show no progress line.
-_PIPE_DELAY_SECONDS = 5.0  # In a pipe, a step that takes longer prints one line.
+_PIPE_DELAY_SECONDS = 5.0  # In a pipe, steps that take longer print one line.
 
 
 def is_terminal(stream: TextIO | None) -> bool:
@@ -42,7 +42,7 @@ def terminal_width() -> int | None:
 
 
 def printable(text: str) -> str:
-    """Remove control characters, so that text from a model or a file cannot control the terminal."""
+    """Remove control characters, so that text from a model or file cannot control the terminal."""
     return _CONTROLS.sub("", text)
 
 
@@ -52,19 +52,19 @@ def line_of(text: str) -> str:
 
 
 def write_text(text: str) -> None:
-    """Write to stdout and flush. Control characters are removed on a terminal but not in a pipe."""
+    """Write to stdout and flush. Control characters are removed only on a terminal."""
     sys.stdout.write(printable(text) if is_terminal(sys.stdout) else text)
     sys.stdout.flush()
 
 
 def print_json(value: Mapping[str, object]) -> None:
-    """Print the JSON result of a command on one line."""
+    """Print a command's JSON result on one line."""
     sys.stdout.write(json.dumps(value) + "\n")
     sys.stdout.flush()
 
 
 def note(text: str) -> None:
-    """Print a dim line on stderr if stderr is a terminal. Otherwise, print nothing."""
+    """Print a dim line to stderr if stderr is a terminal."""
     if text and is_terminal(sys.stderr):
         plain = bool(os.environ.get("NO_COLOR")) or os.environ.get("TERM") == "dumb"
         line = printable(text)
@@ -73,7 +73,7 @@ def note(text: str) -> None:
 
 
 def print_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print a table. Wrap it to the width of the terminal, but not in a pipe."""
+    """Print a table, wrapped to the terminal width. In a pipe, it is not wrapped."""
     from rich.box import SIMPLE_HEAD
     from rich.console import Console
     from rich.table import Table
@@ -81,7 +81,7 @@ def print_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
 
     on_terminal = is_terminal(sys.stdout)
     table = Table(box=SIMPLE_HEAD if on_terminal else None, pad_edge=False, header_style="bold")
-    # Users copy the first column to the command line. Wrap it only if it is wider than half of the terminal.
+    # Users copy the first column to the command line, so wrap it only if it exceeds half the terminal.
     longest = max((len(row[0]) for row in rows), default=0)
     first_folds = 2 * longest > shutil.get_terminal_size().columns
     for column, head in enumerate(heads):
@@ -100,8 +100,8 @@ def print_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
 class ProgressLine:
     """A progress callback that prints to stderr and forwards stop requests.
 
-    On a terminal, one line is updated in place, and erased at the end of the `with` block. In a pipe, each
-    slow step prints one line.
+    On a terminal, updates one line in place and erases it at the end of the `with` block. In a pipe, prints
+    one line per slow step.
     """
 
     def __init__(self, stop: Stop) -> None:
@@ -113,7 +113,7 @@ class ProgressLine:
         self._is_terminal = is_terminal(sys.stderr)
 
     def __call__(self, description: str, fraction: float) -> bool:
-        """Show progress. Returns False if a stop was requested."""
+        """Show progress. Return False if a stop was requested."""
         now = time.monotonic()
         if self._began is None:
             self._began = now

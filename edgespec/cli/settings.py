@@ -63,7 +63,7 @@ class SettingValue:
     """The value of one setting.
 
     Attributes:
-        value: The value, converted if it is a string.
+        value: The value. Strings are already converted.
         source: ENVIRONMENT for an environment variable, or DEFAULT_MAP for the settings file.
         where: The path of the file, or the name of the variable.
     """
@@ -85,7 +85,7 @@ class SettingOption(SectionOption):
         super().__init__(*args, **settings)
 
     def consume_value(self, ctx: click.Context, opts: Mapping[str, Any]) -> tuple[Any, ParameterSource]:
-        """Return the value from the command line, otherwise from the settings, otherwise the default.
+        """Return the value from the command line, or else from the settings, or else the default.
 
         Raises:
             ConfigurationError: A setting is invalid.
@@ -112,7 +112,7 @@ class Settings:
     Attributes:
         path: Path of the settings file, which may not exist.
         environment: Values from environment variables, keyed by setting.
-        file: Values from the file, keyed by command (ALL_COMMANDS for every command), then by setting.
+        file: Values from the file, keyed by command (or ALL_COMMANDS), then by setting.
         problems: One error for each invalid setting. Invalid settings are not in `environment` or `file`.
     """
 
@@ -136,7 +136,7 @@ class Settings:
         return cls(path, environment, file, tuple(problems))
 
     def find(self, command: str, name: str) -> SettingValue | None:
-        """Look up a setting in the environment, then the command's section, then the common section."""
+        """Look up a setting in the environment, then in the command's section, then in the common section."""
         places = (self.environment, self.file.get(command, {}), self.file.get(ALL_COMMANDS, {}))
         return next((place[name] for place in places if name in place), None)
 
@@ -159,14 +159,14 @@ def settings_of(command: str) -> dict[str, SettingOption]:
 
 
 def suggestion(name: str, known: Iterable[str], prefix: str = "") -> str:
-    """Return a hint that suggests the nearest known name without its `prefix`."""
+    """Return a hint that suggests the nearest known name, without `prefix`."""
     stems = [each.removeprefix(prefix) for each in known]
     near = difflib.get_close_matches(name.removeprefix(prefix), stems, 1)
     return f"did you mean {prefix}{near[0]}?" if near else "`edgespec config` shows all settings"
 
 
 def setting_value(name: str, given: Any) -> Any:
-    """Return the value of a setting, given as a TOML value or as text. Strings are converted.
+    """Convert and check the value of a setting, given as a TOML value or a string.
 
     Raises:
         OptionError: The value is invalid.
@@ -246,9 +246,9 @@ def _from_file(
 
 
 def ignore_unread_settings(ctx: click.Context) -> None:
-    """Ignore settings that no drafter in this run's method uses, and print a note for each.
+    """Ignore settings that no drafter in this run's method uses, printing a note for each.
 
-    On the command line, such an option is an error. A setting, however, applies to all runs, whatever their
+    On the command line, such an option is an error. Settings, however, apply to all runs, whatever the
     method.
     """
     from edgespec.cli.screen import note
@@ -257,12 +257,12 @@ def ignore_unread_settings(ctx: click.Context) -> None:
     params = ctx.params
     for name in unread_options((params.get("method") or "auto", *(params.get("methods") or ()))):
         if name in used:
-            del params[name]  # `load` then uses its default value
+            del params[name]  # `load` then uses the default value.
             note(f"{name} ({used.pop(name).where}) is ignored: this method does not use it")
 
 
 def with_setting_source(error: EdgespecError, ctx: click.Context) -> EdgespecError:
-    """Mention in an error where its setting was set, unless it was set on the command line."""
+    """Add to an error where the setting was set, unless it was set on the command line."""
     used: dict[str, SettingValue] = ctx.meta.get(_USED_KEY, {})
     about_a_model = isinstance(error, ModelNotFoundError | ModelFileError | DownloadError)
     for name, found in used.items():

@@ -1,7 +1,7 @@
-"""Read TOML files of settings, and edit individual values without changing the rest of the text.
+"""Read TOML settings files, and edit individual values without changing the rest of the text.
 
-Comments and layout are preserved. The new text is parsed and compared with the intended result. If they
-differ, the edit is rejected, so that an edit never damages the file.
+Comments and layout are preserved. The new text is parsed and compared with the intended result, and rejected
+if they differ, so that edits never damage the file.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _PLACE = re.compile(r" \(at (?:line (\d+), column (\d+)|end of document)\)$")
 
 
 class NotEditableError(Exception):
-    """The setting is written in a form that edgespec cannot edit."""
+    """Raised if a setting is written in a form that edgespec cannot edit."""
 
 
 class _Statement(NamedTuple):
@@ -63,8 +63,8 @@ def read_text(path: Path) -> str | None:
         ) from error
     except OSError as error:
         raise ConfigurationError(
-            f"the settings in {path} cannot be read: {error_reason(error)}",
-            "make it a readable file, or move it away",
+            f"the settings file {path} cannot be read: {error_reason(error)}",
+            "make it a readable file, or move it",
         ) from error
     except (ValueError, RecursionError) as error:
         reason = str(error) if isinstance(error, ValueError) else "it is nested too deeply"
@@ -75,7 +75,7 @@ def read_text(path: Path) -> str | None:
             where += f", column {place[2]}" if place[2] else ""
         raise ConfigurationError(
             f"{where}: {reason[:1].lower()}{reason[1:]}",
-            'write lines such as target = "8b-q4", or move the file away',
+            'write lines such as target = "8b-q4", or move the file',
         ) from error
     return text
 
@@ -84,7 +84,7 @@ def write_value(file: Path, path: KeyPath, literal: str | None) -> bool:
     """Set a value in a TOML file to a TOML literal, or remove the value if `literal` is None.
 
     Returns:
-        False if there was nothing to remove.
+        False if there is nothing to remove.
 
     Raises:
         ConfigurationError: The file cannot be read or written.
@@ -100,8 +100,7 @@ def write_value(file: Path, path: KeyPath, literal: str | None) -> bool:
             after = changed(before, path, literal)
             if after == before:
                 return literal is not None
-            # If the file is a symbolic link, write to its target, because some users keep settings in another
-            # folder.
+            # If the file is a symbolic link, write to its target: some users keep settings in another folder.
             write_private_file(file.resolve(), after.encode())
     except NotEditableError:
         raise ConfigurationError(
@@ -136,7 +135,7 @@ def line_number(text: str, path: KeyPath) -> int | None:
 
 
 def changed(text: str, path: KeyPath, literal: str | None) -> str:
-    """Return the text of a valid file with `path` set to a TOML literal, or removed if it is None.
+    """Return the text of a valid file with `path` set to a TOML literal, or removed if `literal` is None.
 
     Raises:
         NotEditableError: The edit would change more than this value.
@@ -151,7 +150,7 @@ def changed(text: str, path: KeyPath, literal: str | None) -> str:
     result = "\n".join(lines)
     found = _read(result)
     if found is not None and len(path) > 1:
-        found.setdefault(path[0], {})  # Removing the only key of a dotted table also removes the table.
+        found.setdefault(path[0], {})  # Removing the only key in a dotted table also removes the table.
     if found != _wanted(tomllib.loads(text), path, literal):
         raise NotEditableError
     return result.replace("\n", "\r\n") if "\r\n" in text else result
@@ -182,7 +181,7 @@ def _read(text: str) -> dict[str, Any] | None:
 
 
 def _path(table: Any) -> KeyPath:
-    """Return the keys of nested tables that have one entry each, from the outside in."""
+    """Return the keys of nested single-entry tables, outermost first."""
     names = []
     while isinstance(table, dict) and len(table) == 1:
         ((name, table),) = table.items()
@@ -191,7 +190,7 @@ def _path(table: Any) -> KeyPath:
 
 
 def _replaced(lines: list[str], here: _Statement, literal: str) -> str:
-    """Return a statement with a new value. Preserve a comment after the old value."""
+    """Return a statement with a new value, preserving any comment after the old one."""
     old = "\n".join(lines[here.first : here.after])
     name, _, _ = old.partition("=")
     value = _read(old)
@@ -204,7 +203,7 @@ def _replaced(lines: list[str], here: _Statement, literal: str) -> str:
 
 
 def _insert(lines: list[str], statements: list[_Statement], path: KeyPath, literal: str) -> None:
-    """Append a line to its table. Add the table if it does not exist."""
+    """Append a line to its table, adding the table if it does not exist."""
     *table, name = path
     new = f"{_spelled(name)} = {literal}"
     of_table = [each for each in statements if each.path[:-1] == tuple(table) and not each.opens]

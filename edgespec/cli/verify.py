@@ -1,4 +1,4 @@
-"""`edgespec verify`: check on the user's own models that drafting does not change replies."""
+"""`edgespec verify`: check that drafting does not change replies, using the user's own models."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ if TYPE_CHECKING:
 
 __all__ = ["SMALLEST_P_VALUE", "command"]
 
-# A lower corrected p-value means that a method changes the probabilities of replies.
+# A corrected p-value below this means that a method changes the probabilities of replies.
 SMALLEST_P_VALUE = 0.001
 _MAX_SHOWN_DIVERGENCES = 5  # Maximum number of differing replies to list per method.
 
-# The column heading of each count, by its JSON key.
+# Column headings of the counts, keyed by JSON key.
 _COUNTS = {
     "prompts": "PROMPTS",
     "identical": "IDENTICAL",
@@ -136,13 +136,13 @@ def _verify(
         )
         if stop.requested:
             raise CancelledError(
-                "verify was cancelled", "run it again; the replies compared so far do not prove anything"
+                "verify was cancelled", "run it again, because a partial comparison proves nothing"
             )
         return report
 
 
 def _few_of_each_category(prompts: Sequence[Prompt]) -> list[Prompt]:
-    """Return two prompts from each category, because all prompts would take hours on a large model."""
+    """Return two prompts from each category. All prompts would take hours on a large model."""
     by_category: dict[str, list[Prompt]] = {}
     for prompt in prompts:
         by_category.setdefault(prompt.category, []).append(prompt)
@@ -150,7 +150,7 @@ def _few_of_each_category(prompts: Sequence[Prompt]) -> list[Prompt]:
 
 
 def _all_methods(drafters: Sequence[str]) -> tuple[str, ...]:
-    """Return the default methods: all available drafters, and the combination that `auto` uses."""
+    """Return the default methods: all available drafters and the combination that `auto` uses."""
     return (*drafters, "model+suffix") if "model" in drafters else tuple(drafters)
 
 

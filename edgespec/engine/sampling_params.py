@@ -11,18 +11,18 @@ from edgespec.errors import OptionError
 
 __all__ = ["SamplingParams"]
 
-# The smallest and largest allowed value of each number, and a hint for the error message. Integer limits mark
+# The smallest and largest value of each setting, and a hint for the error message. Limits of type int mark
 # settings that must be integers.
 _RANGES = {
-    "temperature": (0.0, 100.0, "0 is greedy, higher is more random"),
-    "top_k": (0, 1_000_000, "0 disables it"),
-    "top_p": (0.0, 1.0, "1 disables it"),
-    "min_p": (0.0, 1.0, "0 disables it"),
-    "typical_p": (0.0, 1.0, "1 disables it"),
-    "repetition_penalty": (0.01, 100.0, "1 disables it"),
-    "presence_penalty": (-100.0, 100.0, "0 disables it"),
-    "frequency_penalty": (-100.0, 100.0, "0 disables it"),
-    "penalty_window": (-1, 1_000_000, "-1 is the whole context"),
+    "temperature": (0.0, 100.0, "use 0 for greedy decoding, or about 0.8 for varied replies"),
+    "top_k": (0, 1_000_000, "use 0 to disable it"),
+    "top_p": (0.0, 1.0, "use 1 to disable it"),
+    "min_p": (0.0, 1.0, "use 0 to disable it"),
+    "typical_p": (0.0, 1.0, "use 1 to disable it"),
+    "repetition_penalty": (0.01, 100.0, "use 1 to disable it"),
+    "presence_penalty": (-100.0, 100.0, "use 0 to disable it"),
+    "frequency_penalty": (-100.0, 100.0, "use 0 to disable it"),
+    "penalty_window": (-1, 1_000_000, "use -1 for the whole context"),
 }
 
 
@@ -65,11 +65,11 @@ class SamplingParams:
             types = int if is_whole else (int, float)
             if isinstance(value, bool) or not isinstance(value, types) or not lowest <= value <= highest:
                 span = f"{lowest} to {highest}" if is_whole else f"{lowest:g} to {highest:g}"
-                kind = "whole number" if is_whole else "number"
-                raise OptionError(f"{name} is {value!r}", f"use a {kind} from {span} ({hint})")
+                kind = "an integer" if is_whole else "a number"
+                raise OptionError(f"{name} must be {kind} from {span}, not {value!r}", hint)
         biases: Any = self.logit_bias
         if not isinstance(biases, Mapping):
-            raise OptionError(f"logit_bias is not a dict: {biases!r}", "map token ids to numbers")
+            raise OptionError(f"logit_bias must be a dict, not {biases!r}", "map token ids to numbers")
         for token, bias in biases.items():
             if isinstance(token, bool) or not isinstance(token, int) or token < 0:
                 raise OptionError(
@@ -77,7 +77,7 @@ class SamplingParams:
                 )
             if isinstance(bias, bool) or not isinstance(bias, (int, float)) or not bias < math.inf:
                 raise OptionError(
-                    f"invalid logit_bias for token {token}: {bias!r}", "use a finite number or -inf"
+                    f"logit_bias for token {token} must be a finite number or -inf, not {bias!r}"
                 )
 
     @classmethod

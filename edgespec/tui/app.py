@@ -1,4 +1,4 @@
-"""The Textual app of the terminal chat. It loads the model, shows the chat and always quits promptly."""
+"""The Textual app of the terminal chat, which loads the model, shows the chat and always quits promptly."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ __all__ = ["ChatApp", "run_chat"]
 _TICK_SECONDS = 1 / 25
 # Maximum time to wait for the reply and the model thread when the user quits.
 _QUIT_SECONDS = 5.0
-# Python's thread switch interval during the chat. A small model computes a token in less than the default of
-# 5 ms.
+# Python's thread switch interval during the chat. Small models compute a token faster than the default of 5
+# ms.
 _SWITCH_SECONDS = 5e-5
 _NO_CONTROLS = NoControls()
 
@@ -38,16 +38,16 @@ class ChatApp(App[None]):
     """The Textual app of the terminal chat.
 
     Args:
-        load: Loads the model. Called in the model thread.
+        load: Function that loads the model. Called in the model thread.
         model_name: Model name shown on the loading screen.
-        system: System prompt of new chats.
-        settings: Settings of new chats.
-        resume: Saved chat to open: its id, part of its title, or `last` for the newest.
-        store: The saved chats. Defaults to those in the user's data folder if None.
-        light: Whether to use the light theme. Defaults to the last choice if None.
+        system: System prompt for new chats.
+        settings: Settings for new chats.
+        resume: Saved chat to open: its ID, part of its title, or `last` for the newest.
+        store: The saved chats. Defaults to those in the user's data folder.
+        light: Whether to use the light theme. Defaults to the theme used last.
 
     Attributes:
-        load_error: The error that made loading fail, or None.
+        load_error: The error if loading failed, or None.
     """
 
     TITLE = "edgespec"
@@ -89,7 +89,7 @@ class ChatApp(App[None]):
         return [*super().get_line_filters(), _NO_CONTROLS]
 
     def get_theme_variable_defaults(self) -> dict[str, str]:
-        """Return our colours, which the stylesheet needs before a theme is active."""
+        """Return edgespec's colours, which the stylesheet needs before a theme is active."""
         return DARK.variables
 
     @property
@@ -175,8 +175,8 @@ def run_chat(load: Load, **options: Any) -> None:
         EdgespecError: Loading failed.
     """
     app = ChatApp(load, **options)
-    # The model thread needs the interpreter lock (GIL) after every pass. Without a short switch interval,
-    # drawing the screen would block it for too long.
+    # The model thread needs the global interpreter lock (GIL) after every pass. With the default interval,
+    # drawing the screen would hold it for too long.
     before = sys.getswitchinterval()
     sys.setswitchinterval(_SWITCH_SECONDS)
     try:
@@ -186,7 +186,7 @@ def run_chat(load: Load, **options: Any) -> None:
         app.model_thread.close()
     if not app.model_thread.join(_QUIT_SECONDS):
         # The model thread is stuck in a native call. Everything is saved, so exit without finalising the
-        # interpreter, which could crash during that call.
+        # interpreter, which could crash while that call runs.
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(130)

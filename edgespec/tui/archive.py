@@ -1,4 +1,4 @@
-"""Access to the saved chats that does not block the screen."""
+"""Non-blocking access to the saved chats."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ __all__ = ["Archive"]
 
 
 class Archive:
-    """Asynchronous access to a `ChatStore`, one call at a time. All methods raise ChatFileError."""
+    """Asynchronous wrapper for a `ChatStore`. Runs one call at a time. All methods raise ChatFileError."""
 
     def __init__(self, store: ChatStore) -> None:
         self._store = store
         self._lock = asyncio.Lock()
 
     async def save(self, chat: OpenChat, target: str) -> bool:
-        """Save the chat unless it is empty. Assign an id if it has none.
+        """Save the chat unless it is empty, assigning an ID if it has none.
 
         If another program has changed the file in the meantime, that version is kept and this chat is saved
-        under a new id.
+        under a new ID.
 
         Returns:
-            Whether the chat was saved under a new id for this reason.
+            Whether the chat was saved under a new ID for this reason.
         """
         if not chat.entries:
             return False
@@ -42,9 +42,9 @@ class Archive:
             return await asyncio.to_thread(self._store.list)
 
     async def find(self, wanted: str) -> StoredChat | None:
-        """Return the chat with this id, or the newest with this text in its title. `last` means the newest.
+        """Return the chat with this ID, or the newest one whose title contains this text.
 
-        Returns None if there is no such chat.
+        `last` means the newest chat. Returns None if there is no such chat.
         """
         chats = await self.list()
         if wanted == "last":
@@ -58,9 +58,9 @@ class Archive:
             return await asyncio.to_thread(self._store.load, chat_id)
 
     async def delete(self, chat_id: str) -> None:
-        """Delete a chat, together with all saved replies and the prefix cache.
+        """Delete a chat, all saved replies and the prefix cache.
 
-        Saved replies and cached prefixes do not record which chat they come from, so all of them are deleted.
+        Saved replies and cached prefixes do not record which chat they belong to, so all of them are deleted.
         """
         async with self._lock:
             await asyncio.to_thread(self._store.delete, chat_id)
@@ -74,4 +74,4 @@ def _delete_chat_data() -> None:
         edgespec.delete_data("replies")
         edgespec.delete_data("prefix-cache")
     except EdgespecError as error:
-        raise ChatFileError(f"the chat is deleted, but {error.what}", error.next_step) from error
+        raise ChatFileError(f"the chat was deleted, but {error.what}", error.next_step) from error

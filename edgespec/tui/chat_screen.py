@@ -1,4 +1,4 @@
-"""The chat screen with its key bindings and the actions that keys and slash commands trigger."""
+"""The chat screen: its key bindings, and the actions that keys and slash commands trigger."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from edgespec.tui.worker import Act
 
 __all__ = ["ChatScreen"]
 
-# Pressing Ctrl+C twice within this time quits.
+# Pressing Ctrl+C twice within this time quits the chat.
 _TWICE_SECONDS = 2.0
 _REPLIES, _CHATS, _VIEW = (Binding.Group(name) for name in ("Replies", "Chats", "View"))
 
 
 def _key(keys: str, action: str, help_text: str, group: Binding.Group) -> Binding:
-    # Priority is needed because the text input would otherwise handle some of these keys itself.
+    # Without priority, the text input would handle some of these keys itself.
     return Binding(keys, action, help_text, show=False, priority=True, group=group)
 
 
@@ -40,12 +40,12 @@ class ChatScreen(ChatView):
     """The chat view with key bindings and actions. The help page lists the bindings by group."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
-        _key("escape", "back", "stop the reply, or stop editing", _REPLIES),
-        _key("ctrl+r", "regenerate", "write the last reply again", _REPLIES),
+        _key("escape", "back", "stop the reply or cancel editing", _REPLIES),
+        _key("ctrl+r", "regenerate", "regenerate the last reply", _REPLIES),
         _key("ctrl+p", "edit_last", "edit your last message", _REPLIES),
         _key("ctrl+y", "copy_reply", "copy the last reply", _REPLIES),
         _key("ctrl+o", "copy_code", "copy its last code block", _REPLIES),
-        _key("ctrl+home", "earlier", "go to the top, then show older messages", _REPLIES),
+        _key("ctrl+home", "earlier", "go to the top; again for older messages", _REPLIES),
         _key("ctrl+end", "to_end", "go to the end", _REPLIES),
         _key("ctrl+n", "new_chat", "new chat", _CHATS),
         _key("ctrl+l", "clear", "new chat with the same settings", _CHATS),
@@ -55,8 +55,8 @@ class ChatScreen(ChatView):
         _key("f3", "details", "speed, time and memory of the last reply", _VIEW),
         _key("f4,ctrl+t", "origin", "colour the words that were guessed correctly", _VIEW),
         _key("f8", "theme", "switch between light and dark", _VIEW),
-        _key("f1", "help", "this page", _VIEW),
-        _key("ctrl+c", "interrupt", "copy the selection or stop; twice quits", _VIEW),
+        _key("f1", "help", "show this page", _VIEW),
+        _key("ctrl+c", "interrupt", "copy the selection or stop; press twice to quit", _VIEW),
         _key("ctrl+q", "app.quit", "quit; the chat is saved", _VIEW),
         Binding("question_mark", "help", show=False),
     ]
@@ -86,7 +86,7 @@ class ChatScreen(ChatView):
             await commands.run(self, typed)
         except OptionError as error:
             await self.transcript.note(sentences(error.what, error.next_step))
-            # The command stays in the input. With its text selected, typing replaces it.
+            # Leave the command in the input, selected, so that typing replaces it.
             if typed.command is None:
                 self.prompt.select_all()
             return
@@ -95,7 +95,7 @@ class ChatScreen(ChatView):
             self.prompt.clear()
 
     async def action_back(self) -> None:
-        """Stop the reply. If there is none, stop editing or else close a side column."""
+        """Stop the running reply. Otherwise, cancel editing or close a side column."""
         if self.writing:
             self.stop_reply()
         elif self.editing:
@@ -106,7 +106,7 @@ class ChatScreen(ChatView):
         self.prompt.focus()
 
     async def action_interrupt(self) -> None:
-        """Copy the selection, stop the reply or clear the input. If none applies, a second press quits."""
+        """Copy the selection, stop the reply or clear the input. Otherwise, quit on the second press."""
         if selected := self.get_selected_text() or self.prompt.selected_text:
             await self.copy(selected, "selection")
             self.clear_selection()
@@ -124,9 +124,9 @@ class ChatScreen(ChatView):
             self.say("Press Ctrl+C again to quit. The chat is saved.")
 
     async def action_regenerate(self) -> None:
-        """Generate the last reply again."""
+        """Regenerate the last reply."""
         if not self.current_chat.entries and not self.writing:
-            self.say("There is no reply to write again yet.")
+            self.say("There is no reply to regenerate yet.")
             return
 
         async def again() -> None:
@@ -150,7 +150,7 @@ class ChatScreen(ChatView):
         await self.copy(blocks[-1].rstrip("\n") if blocks else "", "code block")
 
     async def copy(self, text: str, name: str) -> None:
-        """Copy `text` to the clipboard and confirm it with a message that calls it `name`."""
+        """Copy `text` to the clipboard and show a confirmation that calls it `name`."""
         if not text:
             self.say(f"There is no {name} to copy yet.")
             return
@@ -159,7 +159,7 @@ class ChatScreen(ChatView):
         self.say(f"Copied the {name}.")
 
     async def action_new_chat(self) -> None:
-        """Start a new chat with the system prompt and settings that edgespec was started with."""
+        """Start a new chat with the system prompt and settings given on the command line."""
 
         async def new_chat() -> None:
             await self.show_chat(OpenChat(self.first_system, dict(self.first_settings)))
@@ -175,9 +175,9 @@ class ChatScreen(ChatView):
         await self.when_free(clear)
 
     async def save_as(self, title: str) -> None:
-        """Save the chat, and rename it if `title` is not empty."""
+        """Save the chat. Rename it if `title` is not empty."""
         if not self.current_chat.entries:
-            self.say("There is nothing to save yet: the chat is empty.")
+            self.say("There is nothing to save: the chat is empty.")
             return
         self.current_chat.title = " ".join(title.split())[:80] or self.current_chat.title
         if await self.save():
@@ -190,7 +190,7 @@ class ChatScreen(ChatView):
             raise OptionError(f"No saved chat has {title!r} in its title", "Press F2 for the list of chats")
 
     async def resume(self, wanted: str) -> None:
-        """Open the last chat, or the chat with the given id or title. Show a note if there is none."""
+        """Open the last chat, or the chat with the given ID or title. Show a note if there is none."""
         if not await self._open_found(wanted):
             missing = "no saved chat yet" if wanted == "last" else f"no saved chat {wanted!r}"
             await self.transcript.note(
@@ -226,21 +226,24 @@ class ChatScreen(ChatView):
             settings, problems = accepted(saved.sampling)
             await self.show_chat(OpenChat.opened(saved, settings))
             for problem in problems:
-                await self.transcript.note(sentences("One setting of this chat was ignored", problem))
+                await self.transcript.note(sentences("One setting in this chat was ignored", problem))
             if (other := saved.target) and other != self.runtime.target.name:
                 await self.transcript.note(
-                    f"This chat was written with {other}. Start with --target {other} to use that model."
+                    f"This chat used {other}. To use that model again, start edgespec with --target {other}."
                 )
 
         await self.when_free(opened)
 
     @work
     async def action_delete_chat(self) -> None:
-        """Delete the chat that is highlighted in the list, after a confirmation."""
+        """Ask for confirmation, then delete the chat highlighted in the list."""
         option = self.sidebar.highlighted_option
         if not isinstance(option, ChatOption):
             return
-        question = f"Delete “{option.chat.title}”? This cannot be undone."
+        question = (
+            f"Delete “{option.chat.title}”? This also deletes the saved replies and the prefix cache of all"
+            " chats, which may contain text from this one. Your other chats are kept. This cannot be undone."
+        )
         if not await self.app.push_screen_wait(ConfirmScreen(question, "Delete")):
             return
         try:
@@ -275,8 +278,8 @@ class ChatScreen(ChatView):
         if text == self.current_chat.system:
             return
         self.current_chat.system = text
-        what = "The new system prompt applies" if text else "The system prompt is removed"
-        await self.transcript.note(f"{what} from your next message on.")
+        what = "The new system prompt takes effect" if text else "The system prompt will be removed"
+        await self.transcript.note(f"{what} with your next message.")
         await self.save()
 
     @work
@@ -284,14 +287,14 @@ class ChatScreen(ChatView):
         settings = await self.app.push_screen_wait(SettingsScreen(self.current_chat.settings))
         if settings is not None and settings != self.current_chat.settings:
             try:
-                await self.set_settings(settings, "The new settings apply from your next message on.")
+                await self.set_settings(settings, "The new settings take effect with your next message.")
             except OptionError as error:
                 await self.transcript.note(
                     sentences("The settings were not changed", error.what, error.next_step)
                 )
 
     async def set_settings(self, settings: dict[str, Setting], note: str) -> None:
-        """Apply the settings from the next message on and show `note`. Raises OptionError."""
+        """Apply settings, starting with the next message, and show `note`. Raises OptionError."""
         if "method" in settings:
             self.runtime.method_for(str(settings["method"]))
         self.current_chat.settings = settings
@@ -312,7 +315,7 @@ class ChatScreen(ChatView):
         self.preferences.origin = not self.preferences.origin
         self.transcript.set_origin(self.preferences.origin)
         if self.preferences.origin and not any(entry.chunks for entry in self.current_chat.entries):
-            self.say("In the next replies, colours show which words were guessed correctly.")
+            self.say("From the next reply on, colours show which words were guessed correctly.")
         self.post_message(self.PreferencesChanged())
 
     def action_theme(self) -> None:
@@ -337,7 +340,7 @@ class ChatScreen(ChatView):
         scroll(animate=False)
 
     def on_key(self, event: events.Key) -> None:
-        """Insert a character that was typed outside the text input into the input."""
+        """Redirect a character typed outside the text input to the input."""
         if event.is_printable and event.character is not None and not self.prompt.has_focus:
             event.stop()
             self.prompt.focus()

@@ -1,4 +1,4 @@
-"""The chat's widgets and turns. Keeps the screen, the model thread and the saved chat in sync."""
+"""The chat view, which keeps the screen, the model thread and the saved chat in sync."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ __all__ = ["ChatView"]
 
 # Interval between screen updates.
 _TICK_SECONDS = 1 / 25
-# Screen updates per update of the details panel. Numbers that change with every token are hard to read.
+# The details panel is updated once per this many screen updates, so that its numbers stay readable.
 _TICKS_PER_DETAILS = 5
 # Interval between memory measurements.
 _MEMORY_SECONDS = 3.0
-# Maximum share of CPU time spent on drawing, and the longest pause between two screen updates.
+# Maximum share of CPU time spent drawing, and the longest pause between two screen updates.
 _MAX_DRAWING_SHARE = 0.25
 _MAX_PAUSE_SECONDS = 0.2
 
@@ -119,7 +119,7 @@ class ChatView(Screen[None]):
         self.prompt.focus()
 
     async def show_chat(self, chat: OpenChat) -> None:
-        """Show `chat` in place of the open chat."""
+        """Show `chat` instead of the current chat."""
         self.current_chat = chat
         self._last_stats = None
         self.leave_edit()
@@ -142,7 +142,7 @@ class ChatView(Screen[None]):
             return False
         if got_new_id:
             await self.transcript.note(
-                "Another program changed this chat. Your version is saved as a new chat."
+                "Another program changed this chat. Your version was saved as a new chat."
             )
         await self.refresh_sidebar()
         return True
@@ -167,7 +167,7 @@ class ChatView(Screen[None]):
 
     @property
     def idle(self) -> bool:
-        """True if the model thread has nothing to do."""
+        """True if the model thread is idle."""
         return self._job is None
 
     def stop_reply(self) -> None:
@@ -175,7 +175,7 @@ class ChatView(Screen[None]):
         self._thread.cancel()
 
     async def when_free(self, action: Callable[[], Awaitable[None]]) -> None:
-        """Run `action` now, or once the running reply has been stopped."""
+        """Run `action` now, or stop the running reply first and then run it."""
         if self.writing:
             self._after_reply = action
             self.stop_reply()
@@ -183,7 +183,7 @@ class ChatView(Screen[None]):
             await action()
 
     async def finish(self, timeout_seconds: float) -> None:
-        """Stop the reply before quitting, and wait until the chat has been saved or the timeout expires."""
+        """Stop the reply and wait until the chat is saved or the timeout expires. Called before quitting."""
         self._after_reply = None
         self.stop_reply()
         deadline = monotonic() + timeout_seconds
@@ -210,13 +210,13 @@ class ChatView(Screen[None]):
             self._tick_timer.resume()
 
     async def _tick(self) -> None:
-        # If drawing is slow, draw less often, because the model needs the CPU cores.
+        # If drawing is slow, draw less often to leave the CPU to the model.
         now, spent = monotonic(), thread_time()
         pause = min((spent - self._spent_at) / _MAX_DRAWING_SHARE, _MAX_PAUSE_SECONDS)
         if now - self._drawn_at < pause:
             return
         self._drawn_at, self._spent_at = now, spent
-        # Check for the end before reading chunks, so that no chunk of a reply is missed.
+        # Check whether the reply has ended before reading its chunks, so that no chunk is missed.
         job, reply = self._job, self._reply
         ended = job is not None and job.done()
         if reply is not None:
@@ -254,7 +254,7 @@ class ChatView(Screen[None]):
                 entry.chunks, entry.reply = tuple(reply.chunks), state.reply
                 await self.transcript.prune()
             else:
-                # There is no reply, so show the conversation as it was before.
+                # The turn failed without a reply, so restore the conversation.
                 await reply.finish(reply.text, state.reply)
                 self._give_back_text()
                 await self.transcript.show_chat(chat.entries, welcome=self._welcome())
@@ -265,7 +265,7 @@ class ChatView(Screen[None]):
             await self.save()
 
     def _give_back_text(self) -> None:
-        """Return a message that got no reply to the input, so that the user can resend it."""
+        """Put a message that got no reply back into the input, so that the user can resend it."""
         ask, last = self._asked, self.current_chat.last_user_text
         if ask is None or ask.act == "regenerate" or self.prompt.text or last == ask.text:
             return
@@ -274,7 +274,7 @@ class ChatView(Screen[None]):
         self.prompt.replace_text(ask.text)
 
     def leave_edit(self) -> None:
-        """Stop editing the last message and restore the text that was in the input before."""
+        """Stop editing the last message and restore the previous input text."""
         if self.editing:
             self.editing = False
             self.prompt.replace_text(self._unsent)
@@ -298,7 +298,7 @@ class ChatView(Screen[None]):
 
     @property
     def stats(self) -> Stats | None:
-        """Stats of the current or last reply."""
+        """Statistics of the current or last reply."""
         stream = self._thread.stream if self.writing else None
         return self._last_stats if stream is None else stream.stats
 
@@ -341,7 +341,7 @@ class ChatView(Screen[None]):
         narrow = self._width_class == "-narrow"
         prompt.border_title = "Editing your last message" if self.editing else ""
         if self.editing:
-            hint = "Esc cancels" if narrow else "Enter sends it again · Esc cancels"
+            hint = "Esc cancels" if narrow else "Enter resends · Esc cancels"
         elif self.writing:
             hint = "Esc stops the reply"
         else:
@@ -366,7 +366,7 @@ class ChatView(Screen[None]):
         self.call_later(self.show_panels, set() if now == "-narrow" else wanted)
 
     async def show_panels(self, panels: set[str]) -> None:
-        """Show the columns `panels` beside the conversation, or instead of it if the terminal is narrow."""
+        """Show `panels` beside the conversation, or instead of it if the terminal is narrow."""
         self._panels = panels
         self.sidebar.display = "sidebar" in panels
         self._details.display = "details" in panels

@@ -1,4 +1,4 @@
-"""Copies text with the desktop's clipboard tool, because not every terminal can copy to the clipboard."""
+"""Copy text with the desktop's clipboard tool, because not every terminal supports copying."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _TOOLS = (("wl-copy",), ("xclip", "-selection", "clipboard"), ("xsel", "--clipbo
 
 
 def copy_with_desktop_tool(text: str) -> None:
-    """Copy `text` with pbcopy, wl-copy, xclip or xsel if one of them works."""
+    """Copy `text` with pbcopy, wl-copy, xclip or xsel, whichever works first."""
     for command in (("pbcopy",),) if sys.platform == "darwin" else _TOOLS:
         with suppress(OSError, subprocess.SubprocessError):
             subprocess.run(

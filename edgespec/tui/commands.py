@@ -32,8 +32,8 @@ async def _copy(screen: ChatScreen, argument: str) -> None:
         await screen.action_copy_reply()
     else:
         raise OptionError(
-            f"/copy cannot copy {argument!r}",
-            "Type /copy for the last reply, /copy code for its last code block, or /copy chat for all",
+            f"Unknown argument {argument!r} for /copy",
+            "Type /copy for the last reply, /copy code for its last code block, or /copy chat for everything",
         )
 
 
@@ -56,12 +56,12 @@ async def _set(screen: ChatScreen, argument: str) -> None:
         return
     name, settings = setting_named(words[0]), dict(screen.current_chat.settings)
     if not text:
-        value = shown(settings[name]) if name in settings else f"{default_text(name)} (not changed)"
+        value = shown(settings[name]) if name in settings else f"{default_text(name)} (default)"
         await screen.transcript.note(sentences(f"{name}: {value}", SETTINGS[name].hint))
         return
     if text.lower() in ("default", "none", "off") and not (name == "method" and text == "none"):
         settings.pop(name, None)
-        note = f"{name} has its default value again: {default_text(name)}."
+        note = f"{name} is back to its default: {default_text(name)}."
     else:
         settings[name] = parse(name, _unquoted(text))
         note = f"{name} is now {shown(settings[name])}."
@@ -92,7 +92,7 @@ async def _load(screen: ChatScreen, argument: str) -> None:
 async def _theme(screen: ChatScreen, argument: str) -> None:
     theme = argument.lower()
     if theme not in ("", "light", "dark"):
-        raise OptionError(f"There is no theme {argument!r}", "The themes are light and dark")
+        raise OptionError(f"Unknown theme {argument!r}", "Choose light or dark")
     if not theme or (theme == "light") != screen.preferences.light:
         screen.action_theme()
 
@@ -110,9 +110,9 @@ class Command:
 
     Attributes:
         name: The name without the slash.
-        arguments: The arguments as shown in the help.
+        arguments: The arguments, as shown in the help.
         help: What the command does.
-        run: A function, or the name of an action of the chat screen.
+        run: A function, or the name of a chat screen action.
         aliases: Other names for the command.
     """
 
@@ -124,19 +124,19 @@ class Command:
 
 
 COMMANDS = (
-    Command("help", "", "show the keys and commands", "help", ("?", "h")),
+    Command("help", "", "show all keys and commands", "help", ("?", "h")),
     Command("new", "", "start a new chat; this one stays saved", "new_chat"),
     Command("clear", "", "start a new chat with the same system prompt and settings", "clear", ("reset",)),
-    Command("regen", "", "write the last reply again", "regenerate", ("regenerate", "retry", "again")),
-    Command("edit", "", "change your last message and send it again", "edit_last"),
+    Command("regen", "", "regenerate the last reply", "regenerate", ("regenerate", "retry", "again")),
+    Command("edit", "", "edit and resend your last message", "edit_last"),
     Command("copy", "[code|chat]", "copy the last reply, its last code block, or the whole chat", _copy),
     Command("system", "[text|none]", "show or change the system prompt", _system),
     Command("set", "[name value]", "show all settings, or change one of them", _set),
     Command("show", "", "show the models, the speed-up and the settings", _show, ("info",)),
-    Command("memory", "", "show how much memory is in use", _memory),
-    Command("save", "[title]", "save the chat now; a title renames it", _save),
+    Command("memory", "", "show memory use", _memory),
+    Command("save", "[title]", "save the chat now, optionally under a new title", _save),
     Command("load", "[title]", "open a saved chat", _load, ("open", "chats", "list")),
-    Command("details", "", "show or hide speed, time and memory of the last reply", "details", ("stats",)),
+    Command("details", "", "show or hide details of the last reply", "details", ("stats",)),
     Command("colours", "", "colour the words that were guessed correctly", "origin", ("colors", "origin")),
     Command("theme", "[light|dark]", "switch between light and dark", _theme),
     Command("quit", "", "quit; the chat is saved", "app.quit", ("exit", "bye", "q")),
@@ -169,8 +169,8 @@ async def run(screen: ChatScreen, typed: Typed) -> None:
     """Run a typed slash command. Raises OptionError if the command or its argument is invalid."""
     if typed.command is None:
         raise OptionError(
-            f"There is no command /{typed.name}",
-            f"Did you mean /{nearest(typed.name)}? To send it as a message, type a space first",
+            f"Unknown command /{typed.name}",
+            f"Did you mean /{nearest(typed.name)}? To send this as a message, type a space first",
         )
     if isinstance(typed.command.run, str):
         await screen.run_action(typed.command.run)
@@ -186,7 +186,7 @@ def nearest(name: str) -> str:
 
 
 def completion(text: str) -> str:
-    """Return the missing rest of a partly typed command name, or an empty string if there is none."""
+    """Return the rest of a partially typed command name, or an empty string if nothing matches."""
     if not text.startswith("/") or len(text) < 2:
         return ""
     names = (command.name for command in COMMANDS if command.name.startswith(text[1:]))

@@ -10,7 +10,7 @@ from textual.filter import LineFilter
 
 __all__ = ["NoControls"]
 
-# This includes characters that change the text direction, which can disguise one name as another.
+# Includes characters that change the text direction, which could make one name look like another.
 _CONTROLS = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
 
 

@@ -11,7 +11,7 @@ _MAX_MESSAGES = 500
 
 
 class History:
-    """Sent messages and the position of the one that is shown. Unsent text follows the newest message."""
+    """Sent messages and the position of the one shown. Unsent text comes after the newest message."""
 
     def __init__(self) -> None:
         self._sent: list[str] = []

@@ -20,7 +20,7 @@ __all__ = ["ChatEntry", "OpenChat", "code_blocks"]
 
 @dataclass(slots=True)
 class ChatEntry:
-    """A message of the open chat. `chunks` and `reply` belong to replies generated since it was opened."""
+    """A message in the open chat. Only replies generated since it was opened have `chunks` and `reply`."""
 
     role: Role
     content: str
@@ -34,7 +34,7 @@ class OpenChat:
 
     Attributes:
         id: Empty until the chat is first saved.
-        saved_at: Time of the last save that this program has written or read, or None.
+        saved_at: Time of the last save that this program wrote or read, or None.
     """
 
     system: str | None = None
@@ -58,7 +58,7 @@ class OpenChat:
 
     @property
     def shown_title(self) -> str:
-        """The title, by default made from the first message. Empty if the chat is empty."""
+        """The title, by default taken from the first message. Empty if the chat is empty."""
         return self.title or (title_of(self.messages) if self.entries else "")
 
     @property
@@ -68,7 +68,7 @@ class OpenChat:
 
     @property
     def last_user_text(self) -> str | None:
-        """The last message of the user, or None."""
+        """The last user message, or None."""
         return next((entry.content for entry in reversed(self.entries) if entry.role == "user"), None)
 
     def follow(self, messages: Sequence[Message]) -> None:

@@ -1,4 +1,4 @@
-"""Display preferences that are saved between runs. Errors in reading or writing them are ignored."""
+"""Display preferences, which are saved between runs. Errors reading or writing them are ignored."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ __all__ = ["Preferences"]
 
 @dataclass(slots=True)
 class Preferences:
-    """The user's choice of theme and of the visible parts of the screen.
+    """The user's choice of theme and visible panels.
 
     Attributes:
         light: Whether to use the light theme.
         details: Whether to show the details column.
-        origin: Whether to colour tokens by their origin: draft or target.
+        origin: Whether to colour tokens by their origin (draft or target).
         sidebar: Whether to show the list of chats.
     """
 
@@ -42,6 +42,6 @@ class Preferences:
         return cls(**known)
 
     def write(self, path: Path) -> None:
-        """Write the preferences. Errors are ignored, so that a full disk does not disturb the chat."""
+        """Write the preferences. Errors are ignored, because a full disk should not interrupt the chat."""
         with suppress(OSError):
             write_private_file(path, json.dumps(asdict(self)).encode())

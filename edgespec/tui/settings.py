@@ -1,4 +1,4 @@
-"""The settings of a chat: their names, the texts that describe them, and how values are read and shown."""
+"""Chat settings: their names and descriptions, and how values are parsed and formatted."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["SETTINGS", "Description", "accepted", "default_text", "parse", "sett
 
 
 class Description(NamedTuple):
-    """Label of a setting in the settings form, and a short explanation."""
+    """A setting's label and hint in the settings form."""
 
     label: str
     hint: str
@@ -23,19 +23,19 @@ class Description(NamedTuple):
 
 SETTINGS = {
     "temperature": Description("Temperature", "randomness of replies; 0 = none"),
-    "top_k": Description("Top k", "choose among the k likeliest; 0 = off"),
-    "top_p": Description("Top p", "choose among the likeliest; 1 = off"),
-    "min_p": Description("Min p", "leave out unlikely words; 0 = off"),
-    "typical_p": Description("Typical p", "leave out untypical words; 1 = off"),
-    "repetition_penalty": Description("Repetition penalty", "above 1 repeats less; 1 = off"),
-    "presence_penalty": Description("Presence penalty", "avoid words used before; 0 = off"),
-    "frequency_penalty": Description("Frequency penalty", "avoid words used often; 0 = off"),
-    "penalty_window": Description("Penalty window", "tokens to look back; -1 = whole chat"),
-    "max_tokens": Description("Maximum length", "tokens in a reply"),
+    "top_k": Description("Top k", "keep the k likeliest; 0 = off"),
+    "top_p": Description("Top p", "keep the likeliest; 1 = off"),
+    "min_p": Description("Min p", "drop unlikely tokens; 0 = off"),
+    "typical_p": Description("Typical p", "drop atypical tokens; 1 = off"),
+    "repetition_penalty": Description("Repetition penalty", "above 1: less repetition; 1 = off"),
+    "presence_penalty": Description("Presence penalty", "avoid tokens already used; 0 = off"),
+    "frequency_penalty": Description("Frequency penalty", "avoid tokens used often; 0 = off"),
+    "penalty_window": Description("Penalty window", "tokens to look back; -1 = all"),
+    "max_tokens": Description("Maximum length", "tokens per reply"),
     "seed": Description("Seed", "the same seed gives the same reply"),
-    "stop": Description("Stop texts", "end the reply here; separate by commas"),
+    "stop": Description("Stop strings", "end the reply here; comma-separated"),
     "method": Description("Speed-up method", "auto, none, or e.g. model+suffix"),
-    "draft_length": Description("Draft length", "tokens to guess at a time, 1 to 64"),
+    "draft_length": Description("Draft length", "tokens to guess at once, 1 to 64"),
     "acceptance": Description("Acceptance", "invariant (repeatable) or rejection"),
 }
 _DEFAULTS = {"max_tokens": "8,192", "seed": "random", "stop": "none"}
@@ -73,18 +73,18 @@ def accepted(settings: Mapping[str, Setting]) -> tuple[dict[str, Setting], list[
 
 
 def setting_named(name: str) -> str:
-    """Return the name of a setting. Accepts the names that Ollama and llama.cpp use. Raises OptionError."""
+    """Return the canonical name of a setting. Accepts Ollama's and llama.cpp's names. Raises OptionError."""
     wanted = name.strip().lower().replace("-", "_")
     if wanted in ("context", "num_ctx", "ctx", "n_ctx"):
         raise OptionError(
-            "The context size cannot change while a model is loaded", "Quit and start again with --context N"
+            "The context size cannot change while a model is loaded", "Quit and restart with --context N"
         )
     wanted = _OTHER_NAMES.get(wanted, wanted)
     if wanted in SETTINGS:
         return wanted
     close = difflib.get_close_matches(wanted, SETTINGS, n=1, cutoff=0.5)
     raise OptionError(
-        f"There is no setting {name!r}",
+        f"Unknown setting {name!r}",
         f"Did you mean {close[0]}?" if close else "Type /show to see all settings",
     )
 
@@ -110,8 +110,8 @@ def _stops(text: str) -> list[str]:
     stops = [_unescaped(item.strip()) for item in text.split(",")]
     if not all(stops):
         raise OptionError(
-            "A stop text is empty",
-            "Separate stop texts with commas. Write \\n for a new line and \\c for a comma",
+            "Stop strings must not be empty",
+            "Separate stop strings with commas. Write \\n for a newline and \\c for a comma",
         )
     return stops
 
@@ -120,7 +120,7 @@ def _escaped(text: str) -> str:
     for meant, written in (("\\", "\\\\"), *_ESCAPES.items()):
         if meant != " ":
             text = text.replace(meant, written)
-    # Spaces at the ends of a stop text are escaped, because spaces around commas are stripped.
+    # Escape leading and trailing spaces, because spaces around commas are stripped.
     inner = text.strip(" ")
     if not inner:
         return "\\s" * len(text)

@@ -1,4 +1,4 @@
-"""Longer texts of the chat screen, such as the welcome, the output of /show and /memory, and errors."""
+"""Text for the chat screen: the welcome box, /show, /memory and error messages."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ __all__ = [
     "welcome_rows",
 ]
 
-# The source of each drafter's guesses, in words for the screen.
+# Where each drafter's guesses come from, as shown on screen.
 _SOURCES = {
     "layerskip": "first layers of the model",
     "lookahead": "parallel guesses",
@@ -38,7 +38,7 @@ _SOURCES = {
 
 
 def facts_line(facts: ModelFacts) -> str:
-    """Describe a model in one line: name, parameters, quantisation and file size."""
+    """Return a one-line summary of a model: name, parameters, quantisation and file size."""
     file_size = format_bytes(facts.file_bytes)
     return " · ".join(
         filter(None, (facts.name, parameters_text(facts.parameters), facts.quantisation, file_size))
@@ -46,7 +46,7 @@ def facts_line(facts: ModelFacts) -> str:
 
 
 def speed_up_text(method: MethodReport) -> str:
-    """Describe whether the speed-up is on, where its guesses come from, and how much faster replies are."""
+    """Return whether the speed-up is on, where its guesses come from, and how much faster replies are."""
     if method.effective == "none":
         slower = f"; trying it made this reply {method.loss_text} slower" if method.loss_text else ""
         return "off" if method.requested == "none" else f"off for now: {method.reason}{slower}"
@@ -57,7 +57,7 @@ def speed_up_text(method: MethodReport) -> str:
 
 
 def speed_up_short(method: MethodReport) -> str:
-    """Describe the speed-up in two words, for the status line."""
+    """Return a two-word summary of the speed-up for the status line."""
     if method.effective == "none":
         return "speed-up off"
     return "speed-up on" if method.gain is None else f"speed-up {1 + method.gain:.1f}×"
@@ -76,21 +76,21 @@ def welcome_rows(runtime: Runtime) -> list[tuple[str, str]]:
         return rows
     guesser = "The small draft model" if "model" in method.effective.split("+") else "edgespec"
     explanation = (
-        f"{guesser} guesses the next words, and {target.name} checks several of them at once. Guesses that"
-        f" {target.name} would have written too are accepted, which makes replies faster. All other guesses"
-        " are thrown away, so the speed-up never changes a reply. The line at the bottom shows how much"
-        " faster the last reply was, and how many guesses were accepted."
+        f"{guesser} guesses the next words, and {target.name} checks several guesses at once. Guesses that"
+        f" match what {target.name} would have written are accepted, which makes replies faster. The rest"
+        " are discarded, so the speed-up never changes a reply. The status line at the bottom shows how"
+        " much faster the last reply was and how many guesses were accepted."
     )
     if target.name == "demo":
         explanation += (
-            " The demo is so small that guessing often takes longer than it saves. The speed-up then turns"
-            " itself off; F3 shows why."
+            " The demo model is so small that guessing often takes longer than it saves. The speed-up then"
+            " turns itself off; press F3 to see why."
         )
     return [*rows, ("", ""), ("", explanation)]
 
 
 def notices(runtime: Runtime) -> list[str]:
-    """Return notices about the models, such as that one is a demo."""
+    """Return notices about the models, for example that one of them is a demo."""
     texts = [facts.notice for facts in (runtime.target, runtime.draft) if facts is not None and facts.notice]
     return list(dict.fromkeys(texts))
 
@@ -129,7 +129,7 @@ def show_rows(
 
 
 def _context(max_tokens: int, current_tokens: int) -> str:
-    allocated = f", memory for {count(current_tokens)} so far" if current_tokens < max_tokens else ""
+    allocated = f", {count(current_tokens)} allocated so far" if current_tokens < max_tokens else ""
     return f"{count(max_tokens)} tokens{allocated}"
 
 
@@ -138,7 +138,7 @@ def memory_rows(use: MemoryUse) -> list[tuple[str, str]]:
     cache = use.prefix_cache
     rows = [
         ("model files", format_bytes(use.weight_bytes)),
-        ("context cache", f"{format_bytes(use.kv_bytes)} (also called KV cache)"),
+        ("context cache", f"{format_bytes(use.kv_bytes)} (KV cache)"),
         ("whole program", format_bytes(use.resident_bytes)),
     ]
     if use.context_tokens:
@@ -150,23 +150,23 @@ def memory_rows(use: MemoryUse) -> list[tuple[str, str]]:
         rows.append(("freed", f"{freed} for other programs so far; last: {use.last_reclaim}"))
     rows += _plan_rows(use.plan)
     used, limit = format_bytes(cache.memory_bytes), format_bytes(cache.memory_limit_bytes)
-    rows.append(("earlier chats", f"{count(cache.sequences, 'prompt')} cached in {used}, at most {limit}"))
+    rows.append(("earlier chats", f"{count(cache.sequences, 'prompt')} cached, {used} of at most {limit}"))
     if cache.disk_limit_bytes:
         used, limit = format_bytes(cache.disk_bytes), format_bytes(cache.disk_limit_bytes)
         rows.append(("on disk", f"{used} for this model, at most {limit} for all models"))
-    hits, tokens = count(cache.hits, "time"), count(cache.reused_tokens, "token")
-    rows.append(("cache used", f"{hits}, which saved reading {tokens} again" if cache.hits else "not yet"))
+    hits, tokens = count(cache.hits), count(cache.reused_tokens, "token")
+    rows.append(("cache hits", f"{hits} ({tokens} reused)" if cache.hits else "none yet"))
     return [*rows, ("problem", cache.notice)] if cache.notice else rows
 
 
 def _plan_rows(plan: MemoryPlan | None) -> list[tuple[str, str]]:
-    """Return the planned memory of each pool, without the prefix cache, and what the planner left out."""
+    """Return the planned memory of each pool, excluding the prefix cache, and what the planner left out."""
     if plan is None:
         return []
     rows = [
         (
             "planned" if pool == "memory" else "on the GPU",
-            f"{format_bytes(plan.planned_bytes(pool))}, at most {format_bytes(plan.budget_bytes(pool))}",
+            f"{format_bytes(plan.planned_bytes(pool))} of at most {format_bytes(plan.budget_bytes(pool))}",
         )
         for pool in plan.pools
     ]
@@ -175,7 +175,7 @@ def _plan_rows(plan: MemoryPlan | None) -> list[tuple[str, str]]:
 
 
 def sentences(*texts: str) -> str:
-    """Join texts, such as the parts of an error message, as sentences. Setting names stay lower-case."""
+    """Join texts, such as the parts of an error message, into sentences. Setting names stay lower-case."""
     starts = [text if text.split()[0] in SETTINGS else text[:1].upper() + text[1:] for text in texts if text]
     return " ".join(text if text[-1] in ".?!" else f"{text}." for text in starts)
 
@@ -187,5 +187,5 @@ def error_text(error: Exception) -> tuple[str, str]:
     message = " ".join(str(error).split())
     return (
         f"Unexpected error: {type(error).__name__}",
-        f"{message}\nYour chat is saved. Try again. If that does not help, please report this error.",
+        f"{message}\nYour chat is saved. Try again. If the error persists, please report it.",
     )

@@ -30,7 +30,7 @@ class Ask:
         act: Whether to send a message, edit the last one, or regenerate the last reply.
         text: The message. Empty for `regenerate`.
         system: The system prompt.
-        options: Options of `Chat.stream`.
+        options: Options for `Chat.stream`.
     """
 
     act: Act
@@ -40,7 +40,7 @@ class Ask:
 
 
 class ChatState(NamedTuple):
-    """A conversation after it was opened or after a turn, and the error if that failed."""
+    """The state of a conversation after opening it or after a turn, and the error if that failed."""
 
     messages: tuple[Message, ...] = ()
     context_used_tokens: int = 0
@@ -57,8 +57,8 @@ class ModelThread:
     Attributes:
         chunks: Text of the running reply.
         stream: The running reply, or None.
-        loading: Description and completed fraction of the loading.
-        read_fraction: The fraction of the prompt that has been processed.
+        loading: Description of the current loading step, and the completed fraction.
+        read_fraction: Fraction of the prompt that has been processed.
     """
 
     def __init__(self, load: Load) -> None:
@@ -89,7 +89,7 @@ class ModelThread:
         return opened
 
     def ask(self, ask: Ask) -> Future[ChatState]:
-        """Generate a reply. Its text is put into `chunks`."""
+        """Generate a reply and put its text into `chunks`."""
         self._cancelled.clear()
         ended: Future[ChatState] = Future()
         self._jobs.put(lambda: ended.set_result(self._turn(ask)))

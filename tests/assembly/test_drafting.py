@@ -82,7 +82,8 @@ class TestAsked:
 
     def test_two_self_drafts_are_rejected(self) -> None:
         with pytest.raises(
-            OptionError, match="2 drafters that need the target's own cache; name one of layerskip, lowbit"
+            OptionError,
+            match="2 drafters that need the target's own cache; use only one of layerskip",
         ):
             edgespec.load("demo", method="layerskip+lowbit")
 

@@ -183,7 +183,7 @@ def test_damaged_files_are_deleted(hub: StandInHub, cache: Path) -> None:
 
 
 def test_an_unknown_quantisation_lists_the_available_ones(hub: StandInHub) -> None:
-    with pytest.raises(ModelNotFoundError, match=r"has no Q5_K_M; it has Q4_K_M, Q8_0; choose one of these"):
+    with pytest.raises(ModelNotFoundError, match=r"has no Q5_K_M; it has Q4_K_M, Q8_0; choose one of them"):
         fetch(REPOSITORY, "Q5_K_M")
 
 
@@ -243,7 +243,9 @@ def test_disk_space_is_checked_before_the_download(hub: StandInHub, monkeypatch:
         free: int
 
     monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(1000, 0, 1000))
-    with pytest.raises(DownloadError, match=r"needs 1\.0 MiB and .* has 1\.0 KiB free; free some space"):
+    with pytest.raises(
+        DownloadError, match=r"needs 1\.0 MiB, but .* has only 1\.0 KiB free; free some space"
+    ):
         fetch(REPOSITORY, None)
     assert not any("resolve" in request for request in hub.requests)
 
@@ -276,5 +278,5 @@ def test_another_program_downloading_the_same_file(hub: StandInHub, cache: Path)
 
 def test_a_server_that_is_not_a_hub(hub: StandInHub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tests.catalog.stand_in_hub.COMMIT", "")
-    with pytest.raises(DownloadError, match="did not answer like Hugging Face"):
+    with pytest.raises(DownloadError, match="did not respond like a Hugging Face server"):
         fetch(REPOSITORY, None)

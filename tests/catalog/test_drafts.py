@@ -106,7 +106,7 @@ def test_a_draft_beyond_the_memory_limit_is_not_taken(lmstudio: Path) -> None:
     assert chosen("maker/Large-GGUF", both).draft is not None
     choice = chosen("maker/Large-GGUF", both - 1)
     assert choice.draft is None
-    assert choice.reason.startswith("the draft model maker/Small-GGUF needs 3.4 MiB, which do not fit")
+    assert choice.reason.startswith("the draft model maker/Small-GGUF needs 3.4 MiB, which does not fit")
 
 
 def test_drafts_of_another_backend_are_offered_but_not_taken(lmstudio: Path) -> None:

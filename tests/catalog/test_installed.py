@@ -91,16 +91,14 @@ class TestOllama:
             '{"layers": [{"mediaType": "application/vnd.ollama.image.model", "digest": "../../x"}]}'
         )
         why = why_skipped()
-        assert why["odd:latest"] == "it has no GGUF model"
+        assert why["odd:latest"] == "it contains no GGUF model"
         assert why["bad:magic"] == "its file is not a GGUF file"
-        assert why["tuned:latest"] == "it is a model with an adapter, which edgespec cannot load"
+        assert why["tuned:latest"] == "it uses an adapter, which edgespec cannot load"
         assert "not a complete GGUF file" in why["cut:latest"]
         assert "cannot be read: no such file" in why["gone:latest"]
         assert why["eyes:latest"] == "it is an image projector, not a language model"
         assert references() == []
-        with pytest.raises(
-            ModelFileError, match="Ollama's tuned:latest cannot be used: it is a model with an"
-        ):
+        with pytest.raises(ModelFileError, match="Ollama's tuned:latest cannot be used: it uses an adapter"):
             resolve("tuned", allow_download=False)
 
     def test_an_unknown_name_suggests_similar_ones(self, ollama: OllamaStore) -> None:
@@ -143,7 +141,7 @@ class TestLmStudio:
         for name in ("a-Q8_0", "b-Q8_0"):
             add_to_lmstudio(lmstudio, f"maker/Twins/{name}.gguf", DRAFT)
         with pytest.raises(
-            ModelNotFoundError, match=r"has 2 models of maker/Twins: a-Q8_0.gguf, b-Q8_0.gguf"
+            ModelNotFoundError, match=r"has 2 models in maker/Twins: a-Q8_0.gguf, b-Q8_0.gguf"
         ):
             resolve("maker/Twins", allow_download=False)
 
@@ -161,7 +159,7 @@ class TestLmStudio:
         assert len({names[-1] for names in (model.names for model in lmstudio_models())}) == 30
         assert looks == [30]
         with pytest.raises(
-            ModelNotFoundError, match=r"30 models of maker/Many: m00.*m19-Q8_0.gguf and 10 more"
+            ModelNotFoundError, match=r"30 models in maker/Many: m00.*m19-Q8_0.gguf and 10 more"
         ):
             resolve("maker/Many", allow_download=False)
 
@@ -260,7 +258,7 @@ class TestHubCache:
         (cache / "models--someone--strange").write_text("a file")
         (cache / "models--someone--empty").mkdir()
         assert references() == []
-        assert why_skipped() == {"someone/embedder": "it is an embedding model, which writes no text"}
+        assert why_skipped() == {"someone/embedder": "it is an embedding model, which does not generate text"}
 
 
 def test_an_ambiguous_name_lists_both_models(

@@ -120,7 +120,7 @@ class TestFolders:
             resolve(str(folder))
 
     def test_a_file_of_a_model_is_not_the_model(self) -> None:
-        with pytest.raises(ModelFileError, match="is only one file of a model; use its folder: .*demo-mlx"):
+        with pytest.raises(ModelFileError, match="is only part of a model; use its folder: .*demo-mlx"):
             resolve(str(models_folder() / "demo-mlx" / "model.safetensors"))
 
     def test_a_gguf_file_beside_a_config_is_still_gguf(self, tmp_path: Path) -> None:
@@ -229,9 +229,7 @@ class TestDownload:
 
     def test_a_deleted_file(self, mlx_hub: StandInHub) -> None:
         mlx_hub.gone = {SECOND}
-        with pytest.raises(
-            DownloadError, match=r"a file of someone/tiny-GGUF does not exist any more .status 404"
-        ):
+        with pytest.raises(DownloadError, match=r"a file in someone/tiny-GGUF no longer exists .status 404"):
             fetch(REPOSITORY, None)
 
     @pytest.mark.parametrize("name", [FIRST, "config.json"])

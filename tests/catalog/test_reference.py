@@ -74,7 +74,7 @@ def test_the_home_folder_is_expanded(own_home: Path) -> None:
             "hf:user/repo@v1:Q8_0",
             "names revision v1, but .* only the newest revision; write hf:user/repo:Q8_0",
         ),
-        ("https://example.com/a.gguf", "is not an address of Hugging Face; download the file"),
+        ("https://example.com/a.gguf", "is not a Hugging Face URL; download the file"),
         ("https://huggingface.co/u/r/blob/dev/a.gguf", "is not a Hugging Face repository; write it as"),
         ("ollama:", "ollama: has no model name; write it as ollama:NAME"),
         ("LMStudio: ", "LMStudio: has no model name; write it as lmstudio:NAME"),
@@ -162,7 +162,7 @@ class TestFiles:
             raise PermissionError
 
         monkeypatch.setattr(Path, "open", refuse)  # chmod has no effect on root.
-        with pytest.raises(ModelFileError, match="you have no permission to read .*; change its permissions"):
+        with pytest.raises(ModelFileError, match="no permission to read .*; change its permissions"):
             resolve(str(model))
 
     @pytest.mark.parametrize("text", ["\0.gguf", "x" * 5000 + ".gguf", "/dev/null", "~no-such-user/x.gguf"])

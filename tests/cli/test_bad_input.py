@@ -17,36 +17,36 @@ DRAFT = ROOT / "models" / "demo-draft-q8_0.gguf"
 @pytest.mark.parametrize(
     ("args", "says"),
     [
-        (["--temperature", "-1"], "--temperature is -1.0; "),
-        (["--temperature", "nan"], "--temperature is nan"),
-        (["--temperature", "warm"], "--temperature is 'warm'; "),
-        (["--top-k", "-4"], "--top-k is -4; "),
-        (["--top-p", "7"], "--top-p is 7.0; "),
-        (["--repetition-penalty", "0"], "--repetition-penalty is 0.0; "),
-        (["--logit-bias", "5=nan"], "--logit-bias of token 5 is nan; "),
+        (["--temperature", "-1"], "--temperature must be a number from 0 to 100, not -1.0; "),
+        (["--temperature", "nan"], "--temperature must be a number from 0 to 100, not nan"),
+        (["--temperature", "warm"], "--temperature must be a number from 0 to 100, not 'warm'; "),
+        (["--top-k", "-4"], "--top-k must be an integer from 0 to 1000000, not -4; "),
+        (["--top-p", "7"], "--top-p must be a number from 0 to 1, not 7.0; "),
+        (["--repetition-penalty", "0"], "--repetition-penalty must be a number from 0.01 to 100, not 0.0; "),
+        (["--logit-bias", "5=nan"], "--logit-bias for token 5 must be a finite number or -inf, not nan"),
         (
             ["--logit-bias", "five"],
-            "--logit-bias must have the form ID=VALUE, but is 'five'; use",
+            "--logit-bias must have the form ID=VALUE, not 'five'; for example, use",
         ),
-        (["--memory", "lots"], "--memory must be a size, but is 'lots'; use a size such as 8GiB"),
+        (["--memory", "lots"], "--memory must be a size, not 'lots'; use a size such as 8GiB"),
         (["--method", "modl"], "did you mean 'model'?"),
         (["--method", "model", "--draft", "none"], "needs a draft model"),
         (
             ["--draft-length", "99"],
-            "--draft-length must be a whole number from 1 to 64, but is 99; choose another",
+            "--draft-length must be an integer from 1 to 64, not 99; choose another",
         ),
         (
             ["--draft-branches", "3,x"],
-            "--draft-branches must be auto or whole numbers, but is '3,x'; use numbers such as 3,2",
+            "--draft-branches must be auto or positive integers, not '3,x'; for example, use 3,2",
         ),
-        (["--draft-branches", "3,,2"], "--draft-branches must be auto or whole numbers, but is '3,,2'"),
-        (["--draft-confidence", "2"], "--draft-confidence must be a number from 0 to below 1, but is 2.0"),
+        (["--draft-branches", "3,,2"], "--draft-branches must be auto or positive integers, not '3,,2'"),
+        (["--draft-confidence", "2"], "--draft-confidence must be a number from 0 to below 1, not 2.0"),
         (["--kv-type", "q9"], "kv_type 'q9' is invalid"),
         (["--acceptance", "maybe"], "'maybe' is not one of"),
-        (["--seed", "-1"], "--seed must be a whole number of at least 0, but is -1"),
-        (["-n", "0"], "--max-tokens must be a whole number of at least 1, but is 0"),
-        (["--context", "0"], "--context must be a whole number from 1 to 2147483647, but is 0"),
-        (["--stop", ""], "--stop must contain only strings of at least one character, but is ('',)"),
+        (["--seed", "-1"], "--seed must be a non-negative integer, not -1"),
+        (["-n", "0"], "--max-tokens must be a positive integer, not 0"),
+        (["--context", "0"], "--context must be an integer from 1 to 2147483647, not 0"),
+        (["--stop", ""], "--stop must be one or more non-empty strings, not ('',)"),
         (["--light"], "no such option --light"),
     ],
 )
@@ -68,7 +68,7 @@ def test_a_context_larger_than_memory(run: Run) -> None:
 
 def test_a_prompt_longer_than_the_context(run: Run) -> None:
     error = one_line_error(run("generate", "-", input="word " * 5000), 1)
-    assert "the context has only 1024" in error
+    assert "the context holds only 1024" in error
     assert "use --context" in error
 
 

@@ -257,9 +257,9 @@ def test_nonsense_is_refused_before_anything_is_loaded(
         (["--save", str(tmp_path)], "cannot write to"),
         (["--save", str(tmp_path / "nowhere" / "x.json")], "cannot write to"),
         (["--plots", prompts], "is a file"),
-        (["--max-seconds", "0"], "--max-seconds must be a whole number"),
-        (["--repeats", "0"], "--repeats must be a whole number"),
-        (["-n", "0"], "--max-tokens must be a whole number"),
+        (["--max-seconds", "0"], "--max-seconds must be an integer from 1 to"),
+        (["--repeats", "0"], "--repeats must be "),
+        (["-n", "0"], "--max-tokens must be a positive integer"),
     ):
         assert says in one_line_error(run("bench", "--prompts", prompts, *args), 2), args
 

@@ -80,7 +80,9 @@ def test_only_the_settings_that_were_written_are_set(run: Run, opened: Opened) -
 
 
 def test_absurd_settings_are_refused_before_the_chat_opens(run: Run, opened: Opened) -> None:
-    assert "temperature is -3.0" in one_line_error(run("chat", "--temperature", "-3"), 2)
+    assert "temperature must be a number from 0 to 100, not -3.0" in one_line_error(
+        run("chat", "--temperature", "-3"), 2
+    )
     assert opened.load is None
 
 

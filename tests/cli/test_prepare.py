@@ -86,7 +86,7 @@ def test_what_was_prepared_for_early_exit_gets_a_copy(run: Run, model: Path, tmp
     (Path(first["folder"]) / "copy.gguf").rename(tmp_path / "copy.gguf")
     result = run("prepare", "lowbit", str(first["folder"]))
     assert result.exit_code == 1
-    assert f"use the model it was made from: {halves}" in result.stderr
+    assert f"use the model that they were made from: {halves}" in result.stderr
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="there are no such limits")

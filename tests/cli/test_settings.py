@@ -117,7 +117,7 @@ def test_settings_that_the_method_does_not_read_are_left_out(run: Run, file: Pat
     file.write_text("draft_window = 100\ndraft_confidence = 0.3\n")
     assert reply(run, "--method", "suffix", "-n", "2")["method"]["requested"] == "suffix"
     error = one_line_error(run("generate", "--method", "suffix", "--draft-window", "100", "hi"), 2)
-    assert error.startswith("draft_window applies to model")
+    assert error.startswith("draft_window applies only to model")
 
 
 # What is wrong
@@ -135,25 +135,25 @@ def test_settings_that_the_method_does_not_read_are_left_out(run: Run, file: Pat
         ("[doctor]\n", "line 1: doctor has no settings; remove this section"),
         ("[aliases]\nbig = 'demo'", "line 1: aliases are not settings; write them in "),
         ("[pairs]\nbig = 'demo'", "line 1: pairs are not settings; write them in "),
-        ("context = 'much'", "line 1: context must be a whole number from 1 to 2147483647, but is 'much'"),
-        ("context = 4096.5", "line 1: context must be a whole number from 1 to 2147483647, but is 4096.5"),
-        ("context = true", "line 1: context must be a whole number from 1 to 2147483647, but is True"),
-        ("context = [1]", "line 1: context must be a whole number from 1 to 2147483647, but is (1,)"),
-        ("target = 8", "line 1: target must be a string, but is 8; use a path, "),
-        ("target = 2020-01-01", "line 1: target must be a string, but is datetime.date(2020, 1, 1)"),
-        ("[target]\n", "line 1: target must be a string, but is {}"),
-        ("mmap = 'perhaps'", "line 1: mmap must be True or False, but is 'perhaps'"),
-        ("stop = 3", "line 1: stop must contain only strings of at least one character, but is (3,)"),
-        ("stop = ['']", "line 1: stop must contain only strings of at least one character, but is ('',)"),
-        ("logit_bias = ['5']", "line 1: logit_bias must have the form ID=VALUE, but is '5'"),
-        ("logit_bias = [5]", "line 1: logit_bias must have the form ID=VALUE, but is 5"),
-        ("prefix_cache_disk = -1", "line 1: prefix_cache_disk must be a size, but is -1; use a size"),
-        ("prefix_cache_memory = '-4'", "line 1: prefix_cache_memory must be a size, but is '-4'; use"),
-        ("memory = 'much'", "line 1: memory must be a size, but is 'much'; use a size such as 8GiB"),
-        ("memory = true", "line 1: memory must be a size, but is True"),
-        ("temperature = -1", "line 1: temperature is -1; "),
+        ("context = 'much'", "line 1: context must be an integer from 1 to 2147483647, not 'much'"),
+        ("context = 4096.5", "line 1: context must be an integer from 1 to 2147483647, not 4096.5"),
+        ("context = true", "line 1: context must be an integer from 1 to 2147483647, not True"),
+        ("context = [1]", "line 1: context must be an integer from 1 to 2147483647, not (1,)"),
+        ("target = 8", "line 1: target must be a string, not 8; use a path, "),
+        ("target = 2020-01-01", "line 1: target must be a string, not datetime.date(2020, 1, 1)"),
+        ("[target]\n", "line 1: target must be a string, not {}"),
+        ("mmap = 'perhaps'", "line 1: mmap must be True or False, not 'perhaps'"),
+        ("stop = 3", "line 1: stop must be one or more non-empty strings, not (3,)"),
+        ("stop = ['']", "line 1: stop must be one or more non-empty strings, not ('',)"),
+        ("logit_bias = ['5']", "line 1: logit_bias must have the form ID=VALUE, not '5'"),
+        ("logit_bias = [5]", "line 1: logit_bias must have the form ID=VALUE, not 5"),
+        ("prefix_cache_disk = -1", "line 1: prefix_cache_disk must be a size, not -1; use a size"),
+        ("prefix_cache_memory = '-4'", "line 1: prefix_cache_memory must be a size, not '-4'; use"),
+        ("memory = 'much'", "line 1: memory must be a size, not 'much'; use a size such as 8GiB"),
+        ("memory = true", "line 1: memory must be a size, not True"),
+        ("temperature = -1", "line 1: temperature must be a number from 0 to 100, not -1; "),
         ("method = 'modle'", "line 1: method 'modle' is unknown; did you mean 'model'?"),
-        ("flash_attention = 'of'", "line 1: flash_attention must be one of auto, on, off, but is 'of'"),
+        ("flash_attention = 'of'", "line 1: flash_attention must be one of auto, on, off, not 'of'"),
         ("chat = 3", "line 1: there is no setting 'chat'"),
         ("seed = 1\ntarget = demo\n", "line 2, column 10: invalid value; write lines such as target"),
         ("seed = 1\nseed = 2\n", "line 2, column 9: cannot overwrite a value"),
@@ -203,7 +203,7 @@ def test_a_folder_or_a_pipe_in_place_of_the_file(run: Run, file: Path) -> None:
     file.mkdir()
     for command in (["generate", "hi"], ["config", "set", "seed", "1"]):
         error = one_line_error(run(*command), 1)
-        assert re.search(f"{file} cannot be read: .*; make it a readable file, or move it away", error)
+        assert re.search(f"{file} cannot be read: .*; make it a readable file, or move it", error)
     file.rmdir()
     os.mkfifo(file)
     assert "it is not a regular file" in one_line_error(run("generate", "hi"), 1)
@@ -218,14 +218,18 @@ def test_a_folder_or_a_pipe_in_place_of_the_file(run: Run, file: Path) -> None:
         (
             "EDGESPEC_CONTEXT",
             "much",
-            "EDGESPEC_CONTEXT: context must be a whole number from 1 to 2147483647, but is 'much'",
+            "EDGESPEC_CONTEXT: context must be an integer from 1 to 2147483647, not 'much'",
         ),
         (
             "EDGESPEC_MMAP",
             "maybe",
-            "EDGESPEC_MMAP: mmap must be True or False, but is 'maybe'",
+            "EDGESPEC_MMAP: mmap must be True or False, not 'maybe'",
         ),
-        ("EDGESPEC_MIN_P", "3", "EDGESPEC_MIN_P: min_p is 3.0; use a number from 0 to 1"),
+        (
+            "EDGESPEC_MIN_P",
+            "3",
+            "EDGESPEC_MIN_P: min_p must be a number from 0 to 1, not 3.0; use 0",
+        ),
     ],
 )
 def test_a_variable_that_is_wrong(

@@ -148,10 +148,10 @@ def test_what_is_asked_by_default(run: Run, monkeypatch: pytest.MonkeyPatch) -> 
     ("args", "says"),
     [
         (["--methods", "modl"], "did you mean 'model'?"),
-        (["--temperatures", "0,-1"], "--temperatures must be a number from 0 to 100, but is -1.0"),
-        (["--temperatures", "warm"], "--temperatures must be a number from 0 to 100, but is 'warm'"),
-        (["--draft-lengths", "0"], "--draft-lengths must be a whole number from 1 to 64, but is 0"),
-        (["--idle-time", "-1"], "--idle-time must be a number from 0 to 86400, but is -1.0"),
+        (["--temperatures", "0,-1"], "--temperatures must be a number from 0 to 100, not -1.0"),
+        (["--temperatures", "warm"], "--temperatures must be a number from 0 to 100, not 'warm'"),
+        (["--draft-lengths", "0"], "--draft-lengths must be an integer from 1 to 64, not 0"),
+        (["--idle-time", "-1"], "--idle-time must be a number from 0 to 86400, not -1.0"),
     ],
 )
 def test_wrong_usage(run: Run, args: list[str], says: str) -> None:

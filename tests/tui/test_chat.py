@@ -26,7 +26,7 @@ async def test_a_question_gets_a_streamed_markdown_reply(demo: Load, tmp_path: P
         welcome = d.transcript()
         assert "demo-draft" in welcome
         assert "--target 8b-q4" in welcome
-        assert "The demo is so small" in " ".join(welcome.split())
+        assert "The demo model is so small" in " ".join(welcome.split())
         await d.say(ASK)
         reply = d.chat.transcript.query_one(ReplyMessage)
         assert reply.text == d.chat.current_chat.entries[-1].content
@@ -99,16 +99,16 @@ async def test_the_last_message_can_be_edited(demo: Load, tmp_path: Path) -> Non
 async def test_details_show_acceptance_and_phases(demo: Load, tmp_path: Path) -> None:
     async with driving(demo, tmp_path, size=(120, 40), settings=STEADY) as d:
         await d.press("f3")
-        await d.sees("Numbers appear")
+        await d.sees("Statistics appear")
         await d.say(ASK)
         text = "\n".join(d.screen_text())
         for word in (
             "Speed",
             "Guesses accepted",
-            "Tokens at a time",
+            "Tokens per pass",
             "read prompt",
             "guess ",
-            "model ",
+            "check ",
             "undo",
             "other",
         ):
@@ -198,7 +198,7 @@ async def test_settings_are_checked_where_they_are_typed(demo: Load, tmp_path: P
         reply = d.chat.current_chat.entries[-1].reply
         assert reply is not None
         assert reply.finish_reason == "length"
-        assert "stopped at the maximum length" in d.transcript()
+        assert "stopped at the maximum reply length" in d.transcript()
 
 
 async def test_invalid_option_is_shown_as_an_error_panel(demo: Load, tmp_path: Path) -> None:

@@ -48,7 +48,7 @@ async def test_resume_without_a_match_starts_a_new_chat(wanted: str, says: str, 
 async def test_memory_command_shows_the_reused_tokens(tmp_path: Path) -> None:
     async with driving(loading(ScriptedRuntime()), tmp_path) as d:
         await d.send("/memory")
-        await d.said("which saved reading 12,345 tokens")
+        await d.said("(12,345 tokens reused)")
         assert "3 prompts" in d.transcript()
 
 

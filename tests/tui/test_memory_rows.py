@@ -16,21 +16,21 @@ def _rows(budget: Budget, *decisions: Decision) -> dict[str, str]:
 
 def test_plan_of_one_memory_pool() -> None:
     rows = _rows(Budget(3 * 10**9, "--memory"), Decision("no draft model", "it is short", 5))
-    assert rows["planned"] == "1.9 GiB, at most 2.8 GiB"
+    assert rows["planned"] == "1.9 GiB of at most 2.8 GiB"
     assert rows["limit set by"] == "--memory"
     assert rows["left out"] == "no draft model: it is short"
 
 
 def test_plan_with_gpu_memory() -> None:
     rows = _rows(Budget(3 * 10**9, "here", gpu_bytes=8 * 10**9))
-    assert rows["on the GPU"] == "0 B, at most 7.5 GiB"
+    assert rows["on the GPU"] == "0 B of at most 7.5 GiB"
     assert "left out" not in rows
 
 
 def test_memory_rows_without_a_plan() -> None:
     rows = dict(memory_rows(MemoryUse(1, 2, 3, PrefixCacheUsage())))
     assert "planned" not in rows
-    assert rows["cache used"] == "not yet"
+    assert rows["cache hits"] == "none yet"
 
 
 def test_free_and_reclaimed_memory_are_shown() -> None:
@@ -46,8 +46,8 @@ def test_free_and_reclaimed_memory_are_shown() -> None:
         last_reclaim="little memory was free: gave back 96.0 MiB of kept texts",
     )
     rows = dict(memory_rows(use))
-    assert rows["context"] == "8,192 tokens, memory for 2,048 so far"
-    assert rows["earlier chats"] == "0 prompts cached in 0 B, at most 0 B"
+    assert rows["context"] == "8,192 tokens, 2,048 allocated so far"
+    assert rows["earlier chats"] == "0 prompts cached, 0 B of at most 0 B"
     assert rows["free"] == "400 MiB on this machine"
     assert rows["freed"].startswith("96.0 MiB for other programs so far; last: little")
     assert not {"context", "free", "freed"} & set(dict(memory_rows(MemoryUse(1, 2, 3, PrefixCacheUsage()))))

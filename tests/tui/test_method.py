@@ -60,7 +60,7 @@ def test_details_of_a_plain_reply_contain_the_reason_and_no_speed_up(width: int)
     text = details_content(made_up_stats(9), width, method=SMALL, reply=None, memory_bytes=1).plain
     assert f"Off for now: {SMALL.reason}" in text
     assert text.index("Speed-up") < text.index("This reply")
-    assert text[text.index("Slower at worst by") :].split()[4] == "9%"
+    assert text[text.index("Worst-case slowdown") :].split()[2] == "9%"
     assert "Speed-up" not in text[text.index("This reply") :]
     assert speed_up_short(SMALL) == "speed-up off"
 

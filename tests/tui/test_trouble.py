@@ -238,8 +238,8 @@ async def test_chat_with_invalid_settings_still_opens(tmp_path: Path) -> None:
         await d.say("/load odd")
         assert d.chat.current_chat.id == chat.id
         assert d.chat.current_chat.settings == {"top_k": 20}
-        assert "temperature is 'hot'" in d.transcript()
-        assert "This chat was written with 8b-q4. Start with --target 8b-q4" in d.transcript()
+        assert "temperature must be a number from 0 to 100, not 'hot'" in d.transcript()
+        assert "This chat used 8b-q4. To use that model again, start edgespec with" in d.transcript()
 
 
 def _odd_chat(store: ChatStore) -> SavedChat:

@@ -245,4 +245,4 @@ def test_context_that_can_still_grow_shows_both_sizes() -> None:
         ]
         for most in (1024, 8192)
     }
-    assert said == {1024: "1,024 tokens", 8192: "8,192 tokens, memory for 1,024 so far"}
+    assert said == {1024: "1,024 tokens", 8192: "8,192 tokens, 1,024 allocated so far"}

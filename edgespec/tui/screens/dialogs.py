@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 class ConfirmScreen(ModalScreen[bool]):
-    """Dialog that asks for confirmation before something is deleted. Esc means no."""
+    """Dialog that asks for confirmation before deleting something. Esc means no."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("escape,n", "dismiss(False)", "No", show=False),
@@ -40,7 +40,7 @@ class ConfirmScreen(ModalScreen[bool]):
 
 
 class FormScreen(ModalScreen[T | None]):
-    """A dialog with fields and the buttons Save and Cancel. Its result is None after Cancel.
+    """A dialog with fields, a Save button and a Cancel button. Its result is None after Cancel.
 
     Attributes:
         heading: The title of the dialog.
@@ -67,7 +67,7 @@ class FormScreen(ModalScreen[T | None]):
 
     @abstractmethod
     def action_save(self) -> None:
-        """Close the dialog and return the contents of the fields."""
+        """Close the dialog and return the field values."""
 
 
 class SystemScreen(FormScreen[str]):
@@ -81,7 +81,7 @@ class SystemScreen(FormScreen[str]):
 
     def compose_fields(self) -> ComposeResult:
         yield Static(
-            "Tell the model how to answer, for example: Be brief. This applies from your next message on.",
+            "Tell the model how to answer, for example: Be brief. Takes effect with your next message.",
             classes="hint",
         )
         yield self._area

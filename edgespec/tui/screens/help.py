@@ -18,11 +18,11 @@ from edgespec.tui.widgets.pairs import Pairs
 __all__ = ["HelpScreen"]
 
 _LABEL_WIDTH = 21
-# Keys of the text input, which are not bindings of the chat screen.
+# Keys handled by the text input, which are not bindings of the chat screen.
 _WRITING = (
     ("Enter", "send"),
     ("Ctrl+J, Shift+Enter", "new line"),
-    ("Up, Down", "messages you sent before"),
+    ("Up, Down", "browse sent messages"),
     ("Tab", "complete a command"),
     ("Page Up, Page Down", "scroll the chat"),
 )
@@ -66,6 +66,6 @@ class HelpScreen(ModalScreen[None]):
 
 def _section(heading: str, pairs: Sequence[tuple[str, str]]) -> ComposeResult:
     yield Static(heading, classes="help-heading")
-    # All sections use the same label width, so that their columns line up.
+    # All sections use the same label width, so that the columns line up.
     padded = [(label.ljust(_LABEL_WIDTH), text) for label, text in pairs]
     yield Pairs(padded, label_style="$primary", stack_below=26)

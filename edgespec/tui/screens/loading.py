@@ -40,7 +40,7 @@ class LoadingScreen(Screen[None]):
         self._what.update(Content(description))
 
     def on_key(self, event: events.Key) -> None:
-        """Collect text typed during loading. It is later copied to the chat's input."""
+        """Collect text typed while the model loads, for the chat's input."""
         if event.is_printable and event.character is not None:
             self.typed += event.character
         elif event.key == "backspace":
@@ -48,4 +48,4 @@ class LoadingScreen(Screen[None]):
 
     def show_stopping(self) -> None:
         """Tell the user that loading will stop soon."""
-        self._hint.update(Content("Stopping. Press Esc again to quit at once."))
+        self._hint.update(Content("Stopping. Press Esc again to quit immediately."))

@@ -1,4 +1,4 @@
-"""The form for the settings of a chat. Errors appear below a field while the user types."""
+"""The chat settings form. Errors appear below a field while the user types."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ __all__ = ["SettingsScreen"]
 
 
 class SettingsScreen(FormScreen[dict[str, Setting]]):
-    """Form for the settings. The result contains all non-default settings, or is None after Cancel."""
+    """Chat settings form. Its result contains all non-default settings, or is None after Cancel."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("up", "app.focus_previous", "Previous", show=False),
         Binding("down", "app.focus_next", "Next", show=False),
     ]
-    heading = "Settings of this chat (empty = default)"
+    heading = "Settings for this chat (empty = default)"
 
     def __init__(self, settings: Mapping[str, Setting]) -> None:
         super().__init__()

@@ -25,10 +25,10 @@ _MAX_POSITIONS = 16
 def details_content(
     stats: Stats | None, width: int, *, method: MethodReport, reply: Reply | None, memory_bytes: int
 ) -> Content:
-    """Return the contents of the details panel, laid out for a width of `width` cells."""
+    """Return the contents of the details panel, laid out for `width` cells."""
     parts = [_speed_up(method)]
     if stats is None or not (stats.generated_tokens or stats.prompt_tokens):
-        parts.append(Content("Numbers appear with the first reply.\n").stylize("$muted"))
+        parts.append(Content("Statistics appear with the first reply.\n").stylize("$muted"))
     else:
         parts += [_speed(stats, method, reply, width), _positions(stats, width), _phases(stats, width)]
     parts.append(_memory(stats, memory_bytes, width))
@@ -45,7 +45,7 @@ def _heading(text: str) -> Content:
 
 
 def _row(label: str, value: str, width: int) -> Content:
-    # If a value does not fit beside its label, it goes on the next line.
+    # Put the value on the next line if it does not fit beside its label.
     fits = len(label) + len(value) < width
     gap = " " * (width - len(label) - len(value)) if fits else "\n" + " " * max(0, width - len(value))
     return Content.assemble((label, "$muted"), gap, value, "\n")
@@ -56,22 +56,22 @@ def _speed(stats: Stats, method: MethodReport, reply: Reply | None, width: int) 
     read = f"{count(stats.prompt_tokens - cached)} of {count(stats.prompt_tokens)}"
     rows = [
         ("Speed", rate(stats.tokens_per_second)),
-        ("First token after", seconds_text(stats.ttft_seconds)),
+        ("Time to first token", seconds_text(stats.ttft_seconds)),
         ("Time per token", seconds_text(stats.tpot_seconds)),
-        ("Tokens written", count(stats.generated_tokens)),
+        ("Tokens generated", count(stats.generated_tokens)),
         ("Prompt read", f"{read} ({count(cached)} cached)" if cached else read),
     ]
     if stats.drafted_tokens:
         share = f"{count(stats.accepted_tokens)} of {count(stats.drafted_tokens)}"
         rows.append(("Guesses accepted", f"{share} ({percent(stats.acceptance_rate)})"))
     if stats.tokens_per_target_pass is not None:
-        rows.append(("Tokens at a time", f"{stats.tokens_per_target_pass:.2f}"))
+        rows.append(("Tokens per pass", f"{stats.tokens_per_target_pass:.2f}"))
     if method.speed_up_text and method.effective != "none":
         rows.append(("Speed-up", method.speed_up_text))
     elif method.gain is None and stats.drafted_tokens and stats.speedup_estimate is not None:
         rows.append(("Speed-up", f"{stats.speedup_estimate:.2f}x"))
     if stats.worst_case_loss is not None:
-        rows.append(("Slower at worst by", percent(stats.worst_case_loss)))
+        rows.append(("Worst-case slowdown", percent(stats.worst_case_loss)))
     if reply is not None:
         rows.append(("Seed", str(reply.seed)))
     return Content.assemble(_heading("This reply"), *(_row(label, value, width) for label, value in rows))
@@ -83,7 +83,7 @@ def _positions(stats: Stats, width: int) -> Content:
     pairs = [(a, d) for a, d in zip(accepted, drafted, strict=False) if d]
     if not pairs:
         return Content("")
-    rows = [_heading("Accepted: 1st, 2nd, ... guess")]
+    rows = [_heading("Accepted guesses by position")]
     for place, (right, guessed) in enumerate(pairs[:_MAX_POSITIONS], 1):
         share = right / guessed
         rows.append(_bar_row(f"{place:>2}", share, percent(share), "$success", width))
@@ -96,7 +96,7 @@ def _phases(stats: Stats, width: int) -> Content:
     phases = (
         ("read prompt", stats.prefill_seconds),
         ("guess", stats.draft_seconds),
-        ("model", stats.verify_seconds),
+        ("check", stats.verify_seconds),
         ("undo", stats.rollback_seconds),
         ("other", stats.sampling_seconds + stats.overhead_seconds),
     )
@@ -120,12 +120,12 @@ def _bar_row(label: str, share: float, value: str, style: str, width: int) -> Co
 def _memory(stats: Stats | None, memory_bytes: int, width: int) -> Content:
     rows = [_heading("Memory"), _row("Now", format_bytes(memory_bytes), width)]
     if stats is not None:
-        # The peak is measured at the end of a reply, and memory may have grown since.
+        # The peak is measured at the end of a reply, so memory may have grown since.
         peak_bytes = max(stats.peak_memory_bytes, memory_bytes) if stats.peak_memory_bytes else 0
         named = (
             ("Peak", peak_bytes),
             ("Draft model", stats.draft_weight_bytes),
-            ("Draft model's cache", stats.draft_kv_bytes),
+            ("Draft model cache", stats.draft_kv_bytes),
             ("Lookup tables", stats.draft_other_bytes),
         )
         rows += [_row(label, format_bytes(size), width) for label, size in named if size]
@@ -133,7 +133,7 @@ def _memory(stats: Stats | None, memory_bytes: int, width: int) -> Content:
 
 
 class Details(VerticalScroll):
-    """The details panel to the right of the chat. Every update redraws all of it."""
+    """The details panel to the right of the chat. Every update redraws the whole panel."""
 
     def __init__(self, *, id: str) -> None:  # noqa: A002 - textual's own name
         self._text = Static()
@@ -141,7 +141,7 @@ class Details(VerticalScroll):
         self._draw: Callable[[int], Content] | None = None
 
     def show(self, draw: Callable[[int], Content]) -> None:
-        """Show the result of `draw(width)`, now and again after every resize."""
+        """Show the result of `draw(width)` now, and redraw it after every resize."""
         self._draw = draw
         self.on_resize()
 

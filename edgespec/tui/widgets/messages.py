@@ -1,4 +1,4 @@
-"""The widgets of the transcript: messages, replies and panels."""
+"""The transcript's widgets: messages, replies and panels."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ __all__ = ["Panel", "ReplyMessage", "UserMessage", "Welcome"]
 
 _ENDINGS = {
     "cancelled": "stopped",
-    "length": "stopped at the maximum length of a reply, or because the context is full",
+    "length": "stopped at the maximum reply length, or because the context is full",
 }
 
 
@@ -117,7 +117,7 @@ class ReplyMessage(Widget):
         self._end.display = True
 
     def show_reading(self, fraction: float) -> None:
-        """Show what fraction of the prompt has been read. Does nothing once text has appeared."""
+        """Show what fraction of the prompt has been processed. Does nothing once text has appeared."""
         if not self.text and 0 < fraction < 1:
             self._end.update(Content(f"reading the prompt, {percent(fraction)}"))
 
@@ -133,12 +133,12 @@ class ReplyMessage(Widget):
         await self._stream.write(fragment)
 
     async def finish(self, text: str, reply: Reply | None) -> None:
-        """Mark the reply as finished and show its final text `text`."""
+        """Mark the reply as finished and show its final text."""
         self.reply = reply
         if self._stream is not None:
             await self._stream.stop()
             self._stream = None
-        # Render it again, because a Markdown table that grew row by row can show outdated cells.
+        # Render it again, because a Markdown table rendered row by row can show outdated cells.
         if text != self.text or self._markdown.query("MarkdownTable"):
             self.text = text
             await self._markdown.update(text)
@@ -180,6 +180,6 @@ class ReplyMessage(Widget):
             ("■ ", "$success"),
             f"{count(drafted)} guessed correctly   ",
             ("■ ", "$warning"),
-            f"{count(own)} by the model itself",
+            f"{count(own)} from the model itself",
             f"   {ending}" if ending else "",
         )

@@ -1,4 +1,4 @@
-"""A table of labels and values. In narrow terminals, values are placed below their labels."""
+"""A table of labels and values. In a narrow terminal, each value goes below its label."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ __all__ = ["Pairs", "pairs_content"]
 def pairs_content(
     rows: Sequence[tuple[str, str]], width: int, *, label_style: str, stack_below: int = 0
 ) -> Content:
-    """Return the rows, laid out for a width of `width` cells.
+    """Return the rows, laid out for `width` cells.
 
-    A value without a label starts at the left edge. Values are placed below their labels if less than
-    `stack_below` cells are left for them.
+    A value without a label starts at the left edge. Values go below their labels if fewer than `stack_below`
+    cells are left for them.
     """
     label_width = max((len(label) for label, _ in rows), default=0) + 2
     stacked = width - label_width < stack_below

@@ -21,7 +21,7 @@ class PromptInput(TextArea):
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("shift+enter,ctrl+j,alt+enter", "new_line", show=False),
-        # These keys scroll the conversation, because the input itself is too short to scroll.
+        # These keys scroll the conversation, because the input is too short to need them.
         Binding("pageup", "screen.page(-1)", show=False),
         Binding("pagedown", "screen.page(1)", show=False),
     ]

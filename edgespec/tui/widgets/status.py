@@ -16,7 +16,7 @@ from edgespec.tui.numbers import count, percent, rate
 __all__ = ["StatusFacts", "StatusLine", "wrapped"]
 
 _GAP = " · "
-# The context is shown as nearly full from this fraction. One or two more turns may still fit.
+# From this fraction on, the context is shown as nearly full. One or two more turns may still fit.
 _NEARLY_FULL = 0.85
 
 
@@ -25,7 +25,7 @@ class StatusFacts:
     """Values shown in the status line.
 
     Attributes:
-        speed_up: The speed-up in two words.
+        speed_up: Two-word summary of the speed-up.
         writing: Whether a reply is being generated.
         tokens_per_second: Speed of the current or last reply. None before the first token.
         acceptance_rate: Fraction of drafted tokens that were accepted. None if nothing was drafted.
@@ -52,7 +52,7 @@ class StatusFacts:
     def segments(self) -> list[tuple[str, str]]:
         """Return the text and style of each part, from left to right."""
         used, total = _thousands(self.context_used_tokens), _thousands(self.context_tokens)
-        dropped = f"{count(self.dropped_messages, 'old message')} left out" if self.dropped_messages else ""
+        dropped = f"{count(self.dropped_messages, 'old message')} dropped" if self.dropped_messages else ""
         parts = [
             (self.speed_up or "starting", "$primary" if self.writing else ""),
             ("" if self.tokens_per_second is None else rate(self.tokens_per_second), ""),
@@ -65,7 +65,7 @@ class StatusFacts:
 
 
 def wrapped(segments: Sequence[tuple[str, str]], width: int) -> Content:
-    """Return the parts of the status line, on as many lines as needed so that nothing is cut off."""
+    """Return the parts of the status line, wrapped to as many lines as they need."""
     lines: list[Content] = []
     for segment in segments:
         part = Content.assemble(segment)
@@ -81,12 +81,12 @@ def _thousands(tokens: int) -> str:
 
 
 class StatusLine(Widget):
-    """Live status line. In a narrow terminal it wraps to two or three lines."""
+    """Live status line, which wraps to two or three lines in a narrow terminal."""
 
     facts: reactive[StatusFacts] = reactive(StatusFacts, layout=False)
 
     def watch_facts(self, before: StatusFacts, now: StatusFacts) -> None:
-        """Update the layout only if the number of lines changes, because doing so per token would flicker."""
+        """Update the layout only if the number of lines changes. Updating it per token would flicker."""
         width = self.content_size.width
         if width and _line_count(before, width) != _line_count(now, width):
             self.refresh(layout=True)

@@ -16,7 +16,7 @@ from edgespec.tui.widgets.messages import Panel, ReplyMessage, UserMessage
 
 __all__ = ["Transcript"]
 
-# Number of messages shown at first, and added each time the user asks for older ones.
+# Number of messages shown initially, and added each time the user asks for older ones.
 _PAGE_MESSAGES = 40
 # Maximum number of messages shown as widgets. Hundreds of Markdown widgets slow the screen down.
 _MAX_MESSAGES = 120
@@ -75,7 +75,7 @@ class Transcript(VerticalScroll):
         return reply
 
     async def note(self, text: str) -> None:
-        """Append a line of text from edgespec, such as the result of a command."""
+        """Append a note from edgespec, such as the result of a command."""
         await self.add(Static(Content(text), classes="note"))
 
     async def remove_notes(self) -> None:
@@ -88,7 +88,7 @@ class Transcript(VerticalScroll):
         await self._column.remove_children(messages[len(messages) - number :])
 
     async def prune(self) -> None:
-        """Remove the widgets of the oldest messages if there are too many."""
+        """Remove the oldest message widgets if there are too many."""
         messages = self._messages
         surplus = len(messages) - _PAGE_MESSAGES if len(messages) > _MAX_MESSAGES else 0
         await self._column.remove_children(messages[:surplus])
@@ -130,7 +130,7 @@ class Transcript(VerticalScroll):
 
 
 def _earlier() -> Static:
-    """Return the line that stands for older messages that are not shown."""
+    """Return the line shown in place of hidden older messages."""
     earlier = Static(classes="earlier")
     earlier.display = False
     return earlier
