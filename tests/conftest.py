@@ -6,11 +6,16 @@ import gc
 import os
 from pathlib import Path
 
+import hypothesis
 import platformdirs
 import pytest
 
 from edgespec.backends.llamacpp.quantise import quantise
 from edgespec.catalog.catalogue import models_folder
+
+# A deadline per example fails on a busy machine without anything being wrong.
+hypothesis.settings.register_profile("edgespec", deadline=None)
+hypothesis.settings.load_profile("edgespec")
 
 
 @pytest.fixture(scope="module", autouse=True)

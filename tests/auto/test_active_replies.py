@@ -177,7 +177,7 @@ def test_counting_replies_makes_replies_faster(rate: float) -> None:
     assert known[-1].moment < unknown[-1].moment
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.lists(st.tuples(st.floats(1.0, 400.0), st.integers(1, 6)), max_size=5).map(sorted),
     st.sampled_from([0.05, 0.5, 0.85]),

@@ -83,7 +83,7 @@ STEADY: Any = st.lists(st.just(1.0), min_size=1, max_size=1)
 WILD: Any = st.lists(st.floats(0.1, 8.0), min_size=1, max_size=7)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(CURVES, st.floats(0.0, 0.3), st.floats(0.0, 0.03), st.lists(texts(), min_size=1, max_size=3), LIMITS)
 def test_loss_limit_holds_after_every_token_with_true_costs(
     curve: CostCurve, draft_cost: float, reading_cost: float, said: list[Text], limits: LossLimits
@@ -95,7 +95,7 @@ def test_loss_limit_holds_after_every_token_with_true_costs(
         assert beyond(world, limits) <= 1e-6
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(CURVES, CURVES, WILD, WILD, WILD, st.lists(texts(), min_size=1, max_size=3), LIMITS)
 def test_loss_limit_is_missed_by_one_round_at_most_with_adversarial_costs(
     curve: CostCurve,

@@ -52,7 +52,7 @@ def test_a_header_longer_than_the_first_read(tmp_path: Path) -> None:
     assert read_header(path).metadata["tokenizer.ggml.tokens"][-1] == words[-1].encode()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.data())
 def test_every_truncated_header_raises(data: st.DataObject) -> None:
     whole = DEMO.read_bytes()[: read_header(DEMO).size_bytes]
@@ -60,7 +60,7 @@ def test_every_truncated_header_raises(data: st.DataObject) -> None:
         parse_header(whole[: data.draw(st.integers(0, len(whole) - 64))])
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.binary(max_size=200), st.integers(0, 2000))
 def test_damaged_headers_raise_only_expected_errors(tail: bytes, kept: int) -> None:
     with pytest.raises(ValueError, match="."):

@@ -29,7 +29,7 @@ def test_at_first_everything_is_new(count: int) -> None:
     assert new(NoveltyFilter(), words(1, count)) == [words(1, count).tolist()]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.integers(1, 90), min_size=1, max_size=6))
 def test_only_added_text_of_a_continued_chat_is_new(sizes: list[int]) -> None:
     seen = NoveltyFilter()

@@ -201,7 +201,7 @@ def test_a_file_of_another_kind_is_reported_and_rewritten(folder: Path, breaking
     assert healthy.notice == ""
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.data())
 def test_damage_loses_only_the_damaged_replies(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject

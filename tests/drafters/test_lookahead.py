@@ -248,7 +248,7 @@ def test_rows_leaves_and_depth() -> None:
     assert LookaheadWindow(4, 3, 4).expected_tokens == pytest.approx((1 - 0.6**4 + 1 - (1 - 0.16) ** 4) / 3)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.lists(st.floats(0.2, 4), min_size=4, max_size=4),
     st.booleans(),

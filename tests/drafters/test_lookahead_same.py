@@ -94,7 +94,7 @@ class TestTableModels:
                     same(got, expected)
         assert accepted
 
-    @settings(max_examples=60, deadline=None)
+    @settings(max_examples=60)
     @given(st.data())
     def test_replies_are_identical_with_random_windows_and_limits(self, data: st.DataObject) -> None:
         window = LookaheadWindow(
@@ -114,7 +114,7 @@ class TestTableModels:
             )
         same(got, expected)
 
-    @settings(max_examples=40, deadline=None)
+    @settings(max_examples=40)
     @given(st.sampled_from(SHAPES), st.integers(1, 12), st.integers(1, 5), st.integers(0, 4))
     def test_trees_may_be_cut_to_any_width(
         self, window: LookaheadWindow, width: int, branches: int, seed: int

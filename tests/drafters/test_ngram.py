@@ -39,13 +39,13 @@ def expected_draft(
 texts = st.lists(st.integers(0, 2), min_size=1, max_size=40)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(texts, st.integers(1, 9))
 def test_drafts_match_an_exhaustive_search(tokens: list[int], draft_length: int) -> None:
     assert guess(tokens, draft_length) == expected_draft(tokens, draft_length)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(texts, st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=4), max_size=6))
 def test_committing_in_steps_equals_one_prompt(start: list[int], rounds: list[list[int]]) -> None:
     drafter = NgramDrafter()
@@ -58,7 +58,7 @@ def test_committing_in_steps_equals_one_prompt(start: list[int], rounds: list[li
     assert list(tree.tokens[1:]) == guess(tokens, 5)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(texts, texts)
 def test_a_new_prompt_replaces_the_old_one(first: list[int], second: list[int]) -> None:
     drafter = NgramDrafter()

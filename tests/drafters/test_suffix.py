@@ -68,7 +68,7 @@ def by_definition(text: Text, depth: int, rule: SuffixConfig) -> ScoredDraft:
 class TestTrees:
     """Scores come from counts, the best score wins, and the limits of the config hold."""
 
-    @settings(max_examples=100, deadline=None)
+    @settings(max_examples=100)
     @given(texts, rules, st.integers(1, 8))
     def test_probabilities_are_shares_of_counts(self, text: Text, rule: SuffixConfig, depth: int) -> None:
         chat = automaton_of(text)
@@ -83,14 +83,14 @@ class TestTrees:
             assert len(guess.tokens) - 1 <= nodes
             assert rule.can_branch or guess.parents == list(range(-1, len(guess.parents) - 1))
 
-    @settings(max_examples=100, deadline=None)
+    @settings(max_examples=100)
     @given(texts, rules, st.integers(1, 8))
     def test_no_match_length_scores_higher(self, text: Text, rule: SuffixConfig, depth: int) -> None:
         guess = guess_of(text, depth, rule)
         if rule.can_branch:
             assert guess.score == pytest.approx(best_score([text], text, depth, rule))
 
-    @settings(max_examples=100, deadline=None)
+    @settings(max_examples=100)
     @given(st.lists(texts, max_size=4), texts, rules, st.integers(1, 8))
     def test_no_match_length_scores_higher_in_other_sources(
         self, documents: list[Text], text: Text, rule: SuffixConfig, depth: int
@@ -101,7 +101,7 @@ class TestTrees:
             if rule.can_branch:
                 assert guess.score == pytest.approx(best_score(documents, text, depth, rule))
 
-    @settings(max_examples=150, deadline=None)
+    @settings(max_examples=150)
     @given(texts, rules, st.integers(1, 8))
     def test_drafts_match_an_exhaustive_search(self, text: Text, rule: SuffixConfig, depth: int) -> None:
         assert guess_of(text, depth, rule) == by_definition(text, depth, rule)
@@ -171,7 +171,7 @@ class TestMerging:
         first, other = self.guess({(1,): 0.6}), self.guess({(3,): 0.5})
         assert paths_of(merge_drafts([first, other], SuffixConfig(can_branch=False))) == {(1,): 0.6}
 
-    @settings(max_examples=100, deadline=None)
+    @settings(max_examples=100)
     @given(st.lists(texts, max_size=3), st.lists(texts, max_size=3), texts, rules, st.integers(1, 8))
     def test_merged_trees_hold_only_paths_that_occurred(
         self, some: list[Text], more: list[Text], text: Text, rule: SuffixConfig, depth: int

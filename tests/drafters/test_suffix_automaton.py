@@ -52,7 +52,7 @@ def check_matches(automaton: SuffixAutomaton, recent: Text, state: int, length: 
 
 
 class TestOwnSequence:
-    @settings(max_examples=150, deadline=None)
+    @settings(max_examples=150)
     @given(texts)
     def test_finds_all_repeated_suffixes(self, text: Text) -> None:
         automaton = automaton_of(text)
@@ -60,7 +60,7 @@ class TestOwnSequence:
         found = [length for length, _ in automaton.suffixes(*automaton.longest_repeated_suffix())]
         assert sorted(found) == sorted(expected_matches([text], text))
 
-    @settings(max_examples=100, deadline=None)
+    @settings(max_examples=100)
     @given(texts, st.lists(st.lists(letters, min_size=1, max_size=9), max_size=8), st.integers(1, 20))
     def test_appending_in_steps_keeps_the_end_of_a_long_sequence(
         self, start: Text, rounds: list[Text], most: int
@@ -76,7 +76,7 @@ class TestOwnSequence:
         assert min(most, len(everything)) <= len(kept) <= 2 * most
         check_matches(automaton, kept, *automaton.longest_repeated_suffix())
 
-    @settings(max_examples=100, deadline=None)
+    @settings(max_examples=100)
     @given(texts, texts, st.booleans(), st.integers(5, 100))
     def test_a_continued_sequence_is_not_indexed_again(
         self, first: Text, more: Text, goes_on: bool, most: int
@@ -123,7 +123,7 @@ class TestOwnSequence:
             assert total == sum(count for count, _, _ in expected)
             pattern, state = [*pattern, branches[0][2]], branches[0][3]
 
-    @settings(max_examples=30, deadline=None)
+    @settings(max_examples=30)
     @given(st.integers(0, 1000), st.sampled_from([0.05, 0.1, 0.3]))
     def test_no_frequent_continuation_is_missed_among_many(self, seed: int, rarest: float) -> None:
         # Many tokens follow 0, and the frequent ones change over time.
@@ -149,7 +149,7 @@ class TestOwnSequence:
 
 
 class TestMatcher:
-    @settings(max_examples=150, deadline=None)
+    @settings(max_examples=150)
     @given(st.lists(texts, max_size=4), texts, st.lists(texts, max_size=4))
     def test_follows_the_suffixes_of_another_sequence(
         self, documents: list[Text], start: Text, rounds: list[Text]

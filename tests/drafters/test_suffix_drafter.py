@@ -39,7 +39,7 @@ class Kept:
 
 
 class TestSeveralChats:
-    @settings(max_examples=100, deadline=None)
+    @settings(max_examples=100)
     @given(st.lists(st.tuples(st.integers(0, 2), st.lists(letters, min_size=1, max_size=6)), max_size=8))
     def test_alternating_chats_draft_like_single_chats(self, turns: list[tuple[int, Text]]) -> None:
         chats: list[Text] = [[0, 1], [1, 2, 1], [2]]

@@ -92,7 +92,7 @@ class TestSearch:
         drawn = [quality(search._random_set()) for _ in range(100)]
         assert quality(search.best.layers) > max(drawn)
 
-    @settings(max_examples=100, deadline=None)
+    @settings(max_examples=100)
     @given(st.integers(3, 80), st.integers(0, 1000))
     def test_sets_keep_the_first_and_last_layer_and_the_ratio(self, count: int, seed: int) -> None:
         search = SwiftSearch(count, free_pass, seed)
@@ -112,7 +112,7 @@ class TestSearch:
         assert search.best is not None
         assert search.best.layers == (1, 2, 3)
 
-    @settings(max_examples=50, deadline=None)
+    @settings(max_examples=50)
     @given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 64)), max_size=40))
     def test_only_the_recorded_set_is_scored_again(self, counted: list[tuple[int, int]]) -> None:
         weighed: list[int] = []

@@ -110,7 +110,7 @@ class TestShape:
         assert tree.block_verifiable
         assert tree.drafted > 1
 
-    @settings(max_examples=100, deadline=None)
+    @settings(max_examples=100)
     @given(
         st.integers(1, 20),
         st.integers(1, 9),
@@ -183,7 +183,7 @@ class TestSameTokens:
                 assert reply.tokens == plain.tokens
                 assert reply.stats.accepted_tokens > 0
 
-    @settings(max_examples=60, deadline=None)
+    @settings(max_examples=60)
     @given(
         st.lists(st.integers(0, VOCAB - 2), min_size=1, max_size=8),
         st.lists(st.tuples(st.integers(0, 5), st.integers(0, 6), st.booleans()), max_size=8),

@@ -83,7 +83,7 @@ ROUNDS = st.lists(
 
 
 @pytest.mark.parametrize("make", MODELS.values(), ids=list(MODELS))
-@settings(max_examples=70, deadline=None)
+@settings(max_examples=70)
 @given(rounds=ROUNDS)
 def test_the_cache_holds_the_first_and_last_tokens(make: Callable[[], Any], rounds: list[Any]) -> None:
     inner = make()

@@ -138,7 +138,7 @@ def test_a_hostile_drafter_changes_nothing(
         assert got.finish_reason == expected.finish_reason
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.data())
 def test_any_drafter_changes_nothing(data: st.DataObject) -> None:
     """Hypothesis chooses the drafts."""
@@ -228,7 +228,7 @@ class TestEndsInsideADraft:
 class TestManyReplies:
     """Several replies of one runtime in any order: only the KV cache carries over."""
 
-    @settings(max_examples=60, deadline=None)
+    @settings(max_examples=60)
     @given(
         st.lists(
             st.tuples(

@@ -51,7 +51,7 @@ def best(
 
 
 class TestBest:
-    @settings(max_examples=150, deadline=None)
+    @settings(max_examples=150)
     @given(several, chains, st.integers(0, 2**64 - 1), st.sampled_from([1, 2, 7]))
     def test_device_and_host_choose_the_same_tokens(
         self, rows: NDArray[np.float32], params: SamplingParams, seed: int, count: int
@@ -120,7 +120,7 @@ def close(
 
 
 class TestCandidates:
-    @settings(max_examples=100, deadline=None)
+    @settings(max_examples=100)
     @given(several, st.sampled_from([0, 1, 3, 40, 480, 490, 600]))
     def test_top_returns_the_largest_logits_and_all_ties(self, rows: NDArray[np.float32], count: int) -> None:
         device = DeviceLogits(mx.array(rows), [0, 1, 2])
@@ -131,7 +131,7 @@ class TestCandidates:
             floor = np.sort(rows[row])[-min(count or VOCAB, VOCAB)]
             assert set(np.flatnonzero(rows[row] >= floor)) <= set(tokens.tolist())
 
-    @settings(max_examples=100, deadline=None)
+    @settings(max_examples=100)
     @given(several, st.floats(0, 50))
     def test_above_includes_logits_at_the_margin(self, rows: NDArray[np.float32], margin: float) -> None:
         device = DeviceLogits(mx.array(rows), [0, 1, 2])

@@ -80,7 +80,7 @@ def _spells(parts: list[list[int]]) -> bool:
 class TestInput:
     TEXTS = st.lists(st.lists(st.integers(0, TARGET.size - 1), max_size=40), max_size=12).filter(_spells)
 
-    @settings(max_examples=200, deadline=None)
+    @settings(max_examples=200)
     @given(TEXTS)
     def test_tokens_have_the_bytes_of_the_text(self, parts: list[list[int]]) -> None:
         """The draft's tokens have the bytes of the text, without an incomplete last character."""
@@ -98,7 +98,7 @@ class TestInput:
             if all(_is_text(part) for part in whole.split(b"<end>")):
                 assert read == whole.replace(b"<end>", b"<stop>")
 
-    @settings(max_examples=100, deadline=None)
+    @settings(max_examples=100)
     @given(st.lists(st.integers(0, 7), min_size=1, max_size=700), st.integers(1, 40))
     def test_incremental_tokens_equal_those_of_the_whole_text(self, tokens: list[int], step: int) -> None:
         reading = IncrementalRetokeniser(TARGET, TRANSLATION)
@@ -107,7 +107,7 @@ class TestInput:
         whole = DRAFT.tokenize(text_of(tokens).decode(), special=False, start=False)
         assert reading.tokens == whole
 
-    @settings(max_examples=200, deadline=None)
+    @settings(max_examples=200)
     @given(TEXTS, st.integers(1, 3))
     def test_final_tokens_do_not_change(self, parts: list[list[int]], every: int) -> None:
         reading = IncrementalRetokeniser(TARGET, TRANSLATION)
@@ -181,7 +181,7 @@ class TestDrafts:
             drafter_of(model)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     st.lists(st.integers(0, 7), min_size=1, max_size=12),
     st.lists(st.tuples(st.integers(0, 5), st.integers(0, 6), st.booleans()), max_size=8),

@@ -107,7 +107,7 @@ def path_to(parents: tuple[int, ...], node: int) -> list[int]:
     return path
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(STEPS)
 def test_the_inner_cache_holds_the_translated_sequence(steps: list[Any]) -> None:
     inner = speaking(DRAFT, 3)
@@ -189,7 +189,7 @@ class TestLogits:
         assert limited.top(0, 1)[0].tolist() == [0, 1]
         assert limited.above(0, 0.5)[0].tolist() == [0]
 
-    @settings(max_examples=60, deadline=None)
+    @settings(max_examples=60)
     @given(
         st.integers(0, 2**32),
         st.integers(1, 60),

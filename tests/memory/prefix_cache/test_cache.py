@@ -58,7 +58,7 @@ OVER_PIECES += [Act(0, "quiet", 1), Act(0, "another run", 1), *OVER_PIECES]
 
 
 @pytest.mark.parametrize("make", ["cuts", "replays", "rounds"])
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     history=acts,
     max_bytes=st.sampled_from([0, 1200, 1 << 20]),
