@@ -50,7 +50,9 @@ class WrappedModel(BaseModel):
             self._model.truncate(self._model.length)
 
     def remove_range(self, start: int, end: int) -> None:
-        raise CapabilityError(f"tokens {start} to {end} cannot be removed from the cache of {self.facts.name}")
+        raise CapabilityError(
+            f"tokens {start} to {end} cannot be removed from the cache of {self.facts.name}"
+        )
 
     def snapshot(self, start: int = 0, end: int | None = None) -> Snapshot:
         self._check(0)
