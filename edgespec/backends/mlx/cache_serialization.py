@@ -96,9 +96,7 @@ def deserialize_caches(
         caches.length = header["length"]
     except (ValueError, KeyError, TypeError, IndexError) as error:
         caches.clear()
-        raise BackendError(
-            f"the snapshot cannot be restored: {error}", "process the prompt again"
-        ) from error
+        raise BackendError(f"the snapshot cannot be restored: {error}", "process the prompt again") from error
 
 
 def _read_array(header: dict[str, Any] | None, data: bytes, offset: int) -> tuple[mx.array | None, int]:
