@@ -1,4 +1,4 @@
-"""Choose context sizes, and check that weights, KV cache and tokens fit."""
+"""Choose context sizes, and check that weights and KV caches fit in memory and tokens in the context."""
 
 from __future__ import annotations
 
