@@ -309,7 +309,7 @@ class LowBitView(SelfDraftView["GgufModel"]):
             stop = min(begin + _COPY_CHUNK_TOKENS, end)
             if not self._context.import_cells(self._target.export_cells(begin, stop), begin, stop):
                 raise BackendError(
-                    f"{stop - begin} KV cells of {self._target.facts.name} cannot be copied to the draft model",
+                    f"{stop - begin} KV cells of {self._target.facts.name} cannot be copied to its draft",
                     "use another method",
                 )
             self._cells.length = stop
