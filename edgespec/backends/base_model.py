@@ -25,7 +25,7 @@ MAX_CACHED_PIECES = 8192
 def in_batches(
     tokens: Sequence[int], batch_tokens: int, progress: Progress | None
 ) -> Iterator[Sequence[int]]:
-    """Yield prefill batches and report progress after each one. Raises CancelledError."""
+    """Yield prefill batches and report progress after each one. Raises CancelledError if cancelled."""
     for start in range(0, len(tokens), batch_tokens):
         batch = tokens[start : start + batch_tokens]
         yield batch

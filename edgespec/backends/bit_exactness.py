@@ -40,7 +40,7 @@ class BitExactPasses:
     """The passes whose logits and resulting cache are bit-identical to those of single-token passes.
 
     Attributes:
-        max_width: Number of tokens in the longest bit-identical chain. 1 if no longer chain is bit-identical.
+        max_width: Number of tokens in the longest bit-identical chain. 1 means single-token passes only.
         trees: Whether token trees of up to `max_width` tokens are bit-identical.
         prefill: Whether the cache is independent of how the tokens were split into batches and passes.
     """
@@ -74,8 +74,8 @@ def find_bit_exact_passes(model: LanguageModel, progress: Progress | None = None
             _report(progress, i / len(_CONTEXT_LENGTHS))
             trial = _Trial(model, length, steps)
             prefill = prefill and trial.prefill_is_exact()
-            # If all batch sizes give the same cache, the layers are exact, so only the output head is left to
-            # test.
+            # If all batch sizes give the same cache, the layers are exact, so a short test of the output head
+            # suffices.
             width = trial.max_width(width, thorough=not prefill)
             trees = trees and width > 3 and trial.trees_are_exact()
             steps = min(steps, _STEPS)

@@ -1,4 +1,4 @@
-"""Choose context sizes, and check that weights and KV caches fit in memory and tokens in the context."""
+"""Choose context sizes, and check that a model fits in memory and its tokens fit in the context."""
 
 from __future__ import annotations
 

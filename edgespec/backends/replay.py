@@ -141,7 +141,7 @@ class ReplayModel(BaseModel):
     def _check_shape(self, tree: TokenTree) -> None:
         limits = self.facts.capabilities
         if not tree.is_chain:
-            raise CapabilityError(f"{self.facts.name} cannot verify branches", limits.reason)
+            raise CapabilityError(f"{self.facts.name} cannot verify draft trees with branches", limits.reason)
         if tree.width > limits.max_width:
             raise CapabilityError(
                 f"a verify pass of {tree.width} tokens exceeds the limit of {limits.max_width}",

@@ -16,7 +16,7 @@ __all__ = ["EXIT_WIDTHS", "Exit", "ExitTable", "exit_table"]
 _MAX_DRAFT_LENGTH = 12
 # Numbers of tokens per verify pass, including the root, for which `exit_table` needs the cost.
 EXIT_WIDTHS = range(1, _MAX_DRAFT_LENGTH + 2)
-# Minimum agreement with the full model that suggests a model trained for early exit (a heuristic).
+# Minimum agreement with the full model that suggests training for early exit (a heuristic).
 _MIN_TRAINED_AGREEMENT = 0.6
 
 
