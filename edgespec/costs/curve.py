@@ -56,9 +56,9 @@ class CostCurve:
 
     def __post_init__(self) -> None:
         if len(self.widths) != len(self.seconds) or self.widths[:1] != (1,):
-            raise ValueError(f"Widths {self.widths} must begin with 1 and match durations {self.seconds}.")
+            raise ValueError(f"Widths {self.widths} must start at 1 and match durations {self.seconds}.")
         if any(a >= b for a, b in pairwise(self.widths)) or not all(s > 0 for s in self.seconds):
-            raise ValueError(f"Widths {self.widths} must ascend and durations {self.seconds} be positive.")
+            raise ValueError(f"Widths {self.widths} must ascend, and durations {self.seconds} be positive.")
 
     @property
     def target_step_seconds(self) -> float:
@@ -90,18 +90,19 @@ def measure_costs(
 ) -> CostCurve:
     """Measure the durations of verify passes over token chains, and return the cost curve.
 
-    The passes follow the tokens in the model's cache, and leave the cache unchanged. Width 1 is always
-    measured, as are 2, 4 and 8 if `widths` contains them. The others follow in ascending order until half of
-    the time budget is spent. The first pass at each width is often slower, because its data is not cached
-    yet, so it counts only if there is no other. Each repeat measures all widths in turn, so that changes in
-    the machine's speed affect all of them equally.
+    The passes run after the tokens in the model's cache, and leave the cache unchanged.
+
+    Widths 1, 2, 4 and 8 are measured first. The others follow in ascending order until half of the time
+    budget is spent. The first pass at each width is often slower, so it counts only if there is no other.
+    Each repeat measures all widths in turn, so that changes in the machine's speed affect all equally.
 
     Args:
         model: The target model.
-        widths: The widths to measure. Those that exceed the limits of the model or its context are skipped.
+        widths: The widths to measure in addition to 1. Widths that exceed the limits of the model or its
+            context are skipped.
         repeats: The number of additional passes per width.
-        budget_seconds: Time budget, after which only the required widths are still measured. Raised to
-            the duration of 12 target steps if shorter.
+        budget_seconds: Time budget, at least the duration of 12 target steps. Once it is spent, only widths
+            1, 2, 4 and 8 are still measured.
 
     Raises:
         CancelledError: `model.interrupt` was called.
@@ -110,7 +111,7 @@ def measure_costs(
     able = model.facts.capabilities
     max_width = min(able.max_width, model.free_tokens) if able.rollback else 1
     chosen = [width for width in sorted(set(widths)) if 1 < width <= max_width]
-    # The very first pass can load weights from disk, so it does not count towards the time budget.
+    # The very first pass can be slow because it loads weights from disk, so the time budget excludes it.
     cold = _pass_seconds(model, 1)
     started = now()
     seconds: dict[int, list[float]] = {1: [cold, _pass_seconds(model, 1)]}

@@ -26,7 +26,7 @@ _MAX_STEP_RATIO = 2.0
 
 
 class FreeCosts:
-    """Cost model in which a pass of any width costs one target step, so that every round drafts."""
+    """Cost model in which a pass of any width costs one target step, so that drafting always pays off."""
 
     settings_key = "free"
     has_loss_limit = False
@@ -98,7 +98,7 @@ class TargetCosts:
         Args:
             progress: Called before the measurement. Returns False to cancel it.
             repeats: The number of additional passes per width.
-            budget_seconds: The time budget. See `measure_costs`.
+            budget_seconds: The time budget for the measurement. See `measure_costs`.
 
         Raises:
             CancelledError: `progress` returned False.

@@ -20,7 +20,7 @@ _ROLES = ("system", "user", "assistant")
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A prompt for `verify` and `bench`. The category is a kind of text, such as `code`."""
+    """A prompt for `verify` and `bench`. `category` names the kind of text, such as `code`."""
 
     name: str
     messages: tuple[Message, ...]

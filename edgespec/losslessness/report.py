@@ -1,4 +1,4 @@
-"""The result of `verify`."""
+"""The report that `verify` returns."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ Verdict = Literal["near_tie", "violation"]
 
 @dataclass(frozen=True, slots=True)
 class Divergence:
-    """The first difference between a reply and the reply of plain decoding.
+    """The first difference between a method's reply and the reply from plain decoding.
 
     Attributes:
         prompt: Name of the prompt.
         temperature: Temperature of both replies.
         draft_length: Draft length of the method.
         position: Index of the first token that differs.
-        gap: Difference between the two tokens' scores in logits, with temperature and noise. None if one of
-            the replies ended here.
+        gap: Difference between the scores of the two tokens that differ, in logits. Scores include penalties
+            and noise. None if one of the replies ended here.
         cross_width_error: Largest difference between the logits of single-token passes and of passes as wide
             as the method's, over the same tokens. None if one of the replies ended here.
         plain_token: Token from plain decoding. None if that reply had ended.
         other_token: Token from the method. None if that reply had ended.
-        verdict: `near_tie` if the error explains the difference, otherwise `violation`.
+        verdict: `near_tie` if the rounding error explains the difference, otherwise `violation`.
     """
 
     prompt: str
@@ -47,12 +47,12 @@ class MethodResult:
 
     Attributes:
         replies: Number of replies that were compared, or sampled in rejection mode.
-        identical: Prompts whose replies are identical to plain decoding.
-        near_tie: Prompts with differences that rounding can explain.
-        violations: Prompts with differences that rounding cannot explain.
+        identical: Number of prompts whose replies are all identical to plain decoding.
+        near_tie: Number of prompts whose replies differ, but only by differences that rounding can explain.
+        violations: Number of prompts with a difference that rounding cannot explain, or a failed test.
         divergences: The first difference of each reply that differs.
         smallest_corrected_p_value: Smallest p-value of the method's statistical tests after Holm's
-            correction. None without tests.
+            correction. None if there were no tests.
         note: The drafters' note on the last reply, or the reason why there was no drafter.
     """
 
@@ -70,7 +70,7 @@ class MethodResult:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """The results for one model pair, by method. `target` and `draft` are the names of the models."""
+    """The results for one model pair, keyed by method. `target` and `draft` are the names of the models."""
 
     target: str
     draft: str | None

@@ -35,8 +35,8 @@ class Rescored(NamedTuple):
 
     Attributes:
         plain: Logits of a single-token pass, float32 [vocab].
-        wide: Logits of the other passes, each float32 [vocab].
-        error: Largest difference between single-token and other passes over the last rows of the reply.
+        wide: Logits of each variant to compare, such as a wider pass, float32 [vocab].
+        error: Largest difference between `plain` and the variants over the last tokens of the reply.
     """
 
     plain: NDArray[np.float32]
@@ -52,9 +52,9 @@ def rescore(
     *,
     batch_sizes: Sequence[int] = (),
 ) -> Rescored:
-    """Compute the logits after a prompt and a reply by single-token passes and by wider passes.
+    """Compute the logits after a prompt and a reply with single-token passes and with wider passes.
 
-    The model's cache is overwritten. As in decoding, the prompt is prefilled without its last token.
+    Overwrites the model's cache. As in decoding, the prompt is prefilled without its last token.
 
     Args:
         model: The model.
@@ -65,10 +65,10 @@ def rescore(
             followed by single-token passes.
 
     Returns:
-        The logits after the last token, and the largest difference over the last 64 rows of the reply.
+        The logits after the last token, and the largest difference over the last 64 tokens of the reply.
     """
     plain = _rows(model, prompt, reply, 1)
-    # A wider pass would not fit into the context after the last token.
+    # Limit the width, because a wider pass would not fit in the context after the last token.
     widest = max(1, model.facts.context_tokens - len(prompt) - len(reply) + 1)
     wide = [_rows(model, prompt, reply, min(width, widest)) for width in widths]
     wide += [_rows(model, prompt, reply, 1, batch) for batch in batch_sizes]

@@ -17,7 +17,7 @@ Sample = tuple[Counter[int], Distribution]
 
 # Number of simulated trials: the first batch, the maximum in total, and each further batch.
 _FIRST_TRIALS, _MAX_TRIALS, _BATCH_TRIALS = 2_000, 100_000, 10_000
-# P-values below this are refined with further trials, so that Holm's correction can decide.
+# Simulate more trials for p-values below this, so that they stay precise after Holm's correction.
 _SUSPICIOUS_P_VALUE = 0.02
 
 

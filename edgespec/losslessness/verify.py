@@ -25,7 +25,7 @@ from edgespec.runtime import Runtime
 
 __all__ = ["verify"]
 
-# Statistical tests cover this many tokens at the start of a reply.
+# Number of tokens at the start of a reply that statistical tests cover.
 _TESTED_POSITIONS = 3
 # A token is only tested if the tokens before it were drawn at least this often.
 _MIN_SAMPLES = 5
@@ -55,12 +55,12 @@ def verify(
     """Compare every method with plain decoding, for every prompt, temperature and draft length.
 
     In invariant mode, and in any mode at temperature 0, the tokens must be equal. The first difference is
-    scored again at both widths (see `rescore`). It is a violation if the rounding error does not explain it,
-    or if the target was loaded with `exact`.
+    scored again with single-token passes and with wider passes (see `rescore`). It is a violation if the
+    rounding error does not explain it, or if the target was loaded with `exact`.
 
     In rejection mode above temperature 0, the first three tokens of many replies must follow the distribution
-    of plain decoding. They are tested by a G-test per position, conditional on the tokens before. P-values
-    below 0.001 after Holm's correction over all tests of a method are violations.
+    of plain decoding. A G-test checks each position, given the tokens before it. P-values below 0.001, after
+    Holm's correction over all tests of a method, are violations.
 
     The report contains the number of drafted tokens. If it is 0, nothing was verified. Load the runtime with
     `always_draft` to draft even where drafting is slower.
@@ -74,10 +74,12 @@ def verify(
         max_tokens: Maximum number of tokens per reply.
         seed: Seed of the replies, and of the first sample in rejection mode.
         acceptance: The acceptance rule: `invariant` or `rejection`.
-        samples: Replies per case in rejection mode, each with its own seed.
-        idle_seconds: Maximum time for online training after each reply (in rejection mode, after all samples
-            of a case).
-        progress: Called with the current case and the fraction completed. Returning False cancels.
+        samples: Number of replies per prompt, method, temperature and draft length in rejection mode, each
+            with its own seed.
+        idle_seconds: Maximum time for online training after each reply. In rejection mode, drafters train
+            only once per `samples` replies.
+        progress: Called with a description of the current reply and the fraction completed. Returns False to
+            cancel.
         **sampling: Sampling settings, as for `Runtime.generate`.
 
     Raises:
@@ -85,7 +87,9 @@ def verify(
         CancelledError: `progress` returned False.
     """
     if not prompts or not methods or not temperatures or not draft_lengths:
-        raise OptionError("nothing to verify", "pass prompts, methods, temperatures and draft lengths")
+        raise OptionError(
+            "there is nothing to verify", "pass at least one prompt, method, temperature and draft length"
+        )
     check_integer("samples", samples, 1, 1 << 31)
     if not check_number("idle_seconds", idle_seconds, "from 0 up") >= 0:
         raise OptionError(f"invalid idle_seconds: {idle_seconds}", "use 0 or more")
@@ -171,7 +175,7 @@ class _Verification:
             self._check_tokens(case, findings)
 
     def _run_idle_work(self) -> None:
-        """Let drafters train on the last reply until they are done or the time is up."""
+        """Let drafters train on the last reply until they finish or `idle_seconds` have passed."""
         end = monotonic() + self.idle_seconds
         self.runtime.run_idle_work(lambda: monotonic() < end and self.should_continue())
 
@@ -240,7 +244,7 @@ class _Verification:
         )
 
     def _check_distribution(self, case: _Case, findings: _MethodFindings) -> None:
-        """Sample the first tokens many times and test each position against the exact distribution."""
+        """Sample the start of the reply many times, and test each position against the exact distribution."""
         options = {"method": case.method, "draft_length": case.draft_length, "acceptance": "rejection"}
         options |= {"max_tokens": max(_TESTED_POSITIONS, case.draft_length + 1), **_NO_FILTERS}
         after: dict[tuple[int, ...], Counter[int]] = defaultdict(Counter)
@@ -264,7 +268,7 @@ class _Verification:
     def _distributions(
         self, case: _Case, prefixes: Sequence[tuple[int, ...]]
     ) -> dict[tuple[int, ...], Distribution]:
-        """Return the exact distribution after each prefix, computed by single-token passes."""
+        """Return the next token's exact distribution after each prefix, computed by single-token passes."""
         start = self._prompt_tokens(case.prompt)
         params = SamplingParams(temperature=case.temperature, **(self.sampling | _NO_FILTERS))
         with self.runtime.borrowed_target() as target:
@@ -275,7 +279,7 @@ class _Verification:
 def _distribution(
     target: LanguageModel, params: SamplingParams, start: Sequence[int], prefix: Sequence[int]
 ) -> Distribution:
-    """Return the distribution after `start` and `prefix`. The cache contains `start[:-1]`."""
+    """Return the next token's distribution after `start + prefix`. The cache contains `start[:-1]`."""
     *before, last = [start[-1], *prefix]
     for token in before:
         target.verify(TokenTree.chain(token))

@@ -14,7 +14,8 @@ from edgespec.files import format_bytes
 from edgespec.memory.limits import Limit, process_limits
 
 if sys.platform != "win32":
-    import resource  # Import early, because a reply can end during interpreter shutdown.
+    # Import at the top, because imports fail during interpreter shutdown, when a reply can still end.
+    import resource
 
 __all__ = [
     "DEFAULT_RESERVE_BYTES",
@@ -38,10 +39,10 @@ class Budget:
     """Limits on this process's memory use.
 
     Attributes:
-        bytes: system memory that this process can use, in bytes.
-        source: user-facing description of what determines `bytes`.
-        gpu_bytes: usable memory on all graphics cards with their own memory, in bytes. None without one.
-        reserve_bytes: memory to keep free for other programs, in bytes. If less is free, cached prefixes are
+        bytes: System memory that this process can use, in bytes.
+        source: User-facing description of what determines `bytes`.
+        gpu_bytes: Usable memory on all graphics cards with their own memory, in bytes. None without one.
+        reserve_bytes: Memory to keep free for other programs, in bytes. If less is free, cached prefixes are
             dropped.
     """
 
@@ -66,9 +67,9 @@ def find_budget(
     Hard limits also cap the user's budget, because the system enforces them.
 
     Args:
-        memory_bytes: the value of `--memory`, which limits system memory. Defaults to the available memory.
-        cards: name and free bytes of each graphics card with its own memory.
-        reserve_bytes: memory to leave for other programs. Defaults to 5 % of the free memory, up to 512 MiB.
+        memory_bytes: The value of `--memory`, which limits system memory. Defaults to the available memory.
+        cards: Name and free bytes of each graphics card with its own memory.
+        reserve_bytes: Memory to leave for other programs. Defaults to 5 % of the free memory, up to 512 MiB.
     """
 
     def reserve(free_bytes: int) -> int:
@@ -77,7 +78,7 @@ def find_budget(
 
     def usable(limit: Limit) -> tuple[int, str]:
         kept_free = reserve(limit.free_bytes)
-        # The plan counts Python and its libraries, so add back what this process already uses.
+        # Add back what this process already uses, because the plan counts Python and its libraries.
         source = f"{limit.what}, less {format_bytes(kept_free)} for other programs"
         return max(0, limit.free_bytes - kept_free + process_bytes()), source
 
@@ -100,7 +101,7 @@ def check_room_to_plan() -> None:
     """Check that there is enough memory to read a model's metadata. With less, llama.cpp would abort.
 
     Raises:
-        MemoryBudgetError: there is not enough memory.
+        MemoryBudgetError: There is not enough memory.
     """
     least = min(process_limits(), key=lambda limit: limit.free_bytes)
     if least.free_bytes < _PLANNING_BYTES:

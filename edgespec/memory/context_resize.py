@@ -17,7 +17,7 @@ __all__ = ["INITIAL_CONTEXT_TOKENS", "MIN_ROOM_TOKENS", "ResizableContext", "has
 INITIAL_CONTEXT_TOKENS = 2048
 # Grow the context when fewer free tokens than this remain. Enough for the widest verify pass.
 MIN_ROOM_TOKENS = 256
-# Size of the draft model's context after its memory was freed for the target.
+# Context size of the draft model after its memory has been freed for the target.
 _MIN_DRAFT_TOKENS = 256
 
 
@@ -40,8 +40,8 @@ class ResizableContext:
     the caches. Contexts at least double when they grow, so at most half of the new cache is copied.
 
     Attributes:
-        limit_tokens: maximum context size. Reduced if there is not enough memory to grow.
-        notice: user-facing message about a failed resize, or an empty string.
+        limit_tokens: Maximum context size. Reduced if there is not enough memory to grow.
+        notice: User-facing message about a failed resize, or an empty string.
     """
 
     def __init__(self, target: LanguageModel, draft: LanguageModel | None = None) -> None:

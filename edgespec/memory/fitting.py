@@ -29,7 +29,7 @@ PlanOption = Literal[
     "copy",
     "gpu_layers",
 ]
-"""The fields of `PlanChoice` that the planner may lower; `context` stands for `context_tokens`."""
+"""Fields of `PlanChoice` that the planner can reduce. `context` stands for `context_tokens`."""
 
 # Context sizes that the planner tries early and as a last resort. Heuristics: the first fits a chat of a few
 # turns, the second a short question and its answer.
@@ -44,7 +44,7 @@ _RESTORABLE: tuple[PlanOption, ...] = (
     "draft_kv_type",
     "context",
 )
-# Measured against an f32 cache (scripts/bench_kv_types.py).
+# Effect of each KV cache format on quality compared with f32, measured by scripts/bench_kv_types.py.
 _QUALITY = {
     "q8_0": "the demo's likeliest token is then the same 99.8 % of the time",
     "q4_0": "the demo's likeliest token is then the same 97.8 % of the time",
@@ -56,15 +56,15 @@ class PlanChoice:
     """Load options that the planner can change.
 
     Attributes:
-        context_tokens: size of the target's context.
-        kv_type: number format of the target's KV cache.
-        draft: whether to load the draft model.
-        draft_window: size of the draft model's attention window in tokens. None means the default.
-        gpu_layers: number of layers on graphics cards. None means all layers.
-        float32: whether MLX converts 16-bit weights to float32 where that is faster.
-        copy: whether to load a low-bit copy of the target for drafting, if one exists.
-        draft_kv_type: number format of the draft model's KV cache. Empty means the target's format.
-        draft_form: name of a smaller, lower-bit file of the draft model. Empty means the originally chosen
+        context_tokens: Size of the target's context.
+        kv_type: Number format of the target's KV cache.
+        draft: Whether to load the draft model.
+        draft_window: Size of the draft model's attention window in tokens. None means the default.
+        gpu_layers: Number of layers on graphics cards. None means all layers.
+        float32: Whether MLX converts 16-bit weights to float32 where that is faster.
+        copy: Whether to load a low-bit copy of the target for drafting, if one exists.
+        draft_kv_type: Number format of the draft model's KV cache. Empty means the target's format.
+        draft_form: Name of a smaller, lower-bit file of the draft model. Empty means the originally chosen
             file.
     """
 
@@ -95,19 +95,19 @@ def fit_to_budget(
     """Return the choice closest to `start` that fits the budget, with its plan.
 
     Args:
-        start: the preferred choice, with nothing reduced.
-        plan: returns the memory plan for a choice.
-        fixed: options set by the user, which must not change.
-        prefer: whether to keep a long context or the draft model if only one of them fits.
-        gpu_layers: number of layers that can be moved off the graphics cards.
-        draft_forms: possible values of `PlanChoice.draft_form`, largest file first.
+        start: The preferred choice, with nothing reduced.
+        plan: Returns the memory plan for a choice.
+        fixed: Options set by the user, which must not change.
+        prefer: Whether to keep a long context or the draft model if only one of them fits.
+        gpu_layers: Number of layers that can be moved off the graphics cards.
+        draft_forms: Possible values of `PlanChoice.draft_form`, largest file first.
 
     Returns:
         The choice and its plan. If nothing fits, the smallest choice, with a plan whose `fits` is False.
 
     Raises:
-        OptionError: the model cannot be loaded with the options of `start`.
-        MemoryBudgetError: there is not even enough memory to make an estimate.
+        OptionError: The model cannot be loaded with the options of `start`.
+        MemoryBudgetError: There is not even enough memory to make an estimate.
     """
     choice = start
     passed = [start]
@@ -153,7 +153,7 @@ def _values(name: PlanOption, choice: PlanChoice) -> dict[str, Any]:
 
 
 def _steps(start: PlanChoice, prefer: Preference, layers: int, draft_forms: Sequence[str]) -> list[_Step]:
-    """Return the options to reduce and their reduced values, in the order to try them."""
+    """Return the options to reduce with their reduced values, in the order in which to try them."""
     short = replace(start, context_tokens=min(start.context_tokens, _SHORT_CONTEXT_TOKENS))
     shortest = replace(start, context_tokens=min(start.context_tokens, _MIN_CONTEXT_TOKENS))
     no_drafter: list[_Step] = [("draft", replace(start, draft=False)), ("copy", replace(start, copy=False))]

@@ -22,14 +22,14 @@ __all__ = ["Limit", "address_limit", "apple_limit", "cgroup_limits", "process_li
 
 # Limits above this count as unlimited, because cgroup v1 reports "no limit" as a number near 2^63.
 _UNLIMITED_BYTES = 1 << 60
-# Keyed by whether a cgroup is version 1: the files with its limit and usage, and the key of the inactive page
-# cache in memory.stat.
+# Names of the files with a cgroup's limit and usage, and of the inactive page cache in its memory.stat file.
+# Keyed by whether the cgroup is version 1.
 _NAMES = {
     False: ("memory.max", "memory.current", "inactive_file"),
     True: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
 }
-# Round the free address space down to a multiple of this size. How much libraries use varies slightly between
-# runs, and rounding gives a plan and the subsequent load the same budget.
+# Round the free address space down to a multiple of this size, so that a plan and the subsequent load get the
+# same budget even though the libraries' memory use varies slightly.
 _ADDRESS_STEP_BYTES = 4 * 2**20
 
 
@@ -38,9 +38,9 @@ class Limit:
     """A limit on this process's memory.
 
     Attributes:
-        free_bytes: memory that this process can still use in addition to its current usage, in bytes.
-        what: user-facing description of what imposes the limit.
-        hard: whether the system enforces the limit by refusing memory or killing the process.
+        free_bytes: Memory that this process can still use in addition to its current usage, in bytes.
+        what: User-facing description of what imposes the limit.
+        hard: Whether the system enforces the limit by refusing memory or killing the process.
     """
 
     free_bytes: int
@@ -95,8 +95,8 @@ def address_limit() -> Limit | None:
 def apple_limit() -> Limit:
     """Return the limit on memory that a Mac's GPU can keep resident.
 
-    Weights beyond this limit would be paged out between passes. It is `iogpu.wired_limit_mb` if set, and
-    defaults to two thirds of memory on machines with up to 36 GiB, and to three quarters on larger ones.
+    Weights beyond this limit would be paged out between passes. The limit is `iogpu.wired_limit_mb` if set.
+    Otherwise, it is two thirds of the memory on Macs with up to 36 GiB, and three quarters on larger ones.
     """
     total = int(psutil.virtual_memory().total)
     limit, what = _wired_bytes(), "the wired limit of the GPU (iogpu.wired_limit_mb)"

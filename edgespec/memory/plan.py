@@ -50,12 +50,12 @@ class MemoryPlan:
     """Planned memory use of the target, its drafters and this process, compared with a budget.
 
     Attributes:
-        budget: limits on memory use.
-        context_tokens: size of the target's context.
-        kv_type: user-facing name of the number format of the target's KV cache.
-        items: all planned memory except the prefix cache, which is dropped on demand.
-        decisions: reductions that the planner made to fit the items.
-        prefix_cache_bytes: size limit of the prefix cache, which uses memory left over by the items.
+        budget: Limits on memory use.
+        context_tokens: Size of the target's context.
+        kv_type: User-facing name of the number format of the target's KV cache.
+        items: All planned memory except the prefix cache, which is dropped on demand.
+        decisions: Reductions that the planner made to fit the items.
+        prefix_cache_bytes: Size limit of the prefix cache, which uses memory left over by the items.
     """
 
     budget: Budget
@@ -116,7 +116,7 @@ class MemoryPlan:
 
 
 def create_items(role: str, estimate: MemoryEstimate) -> tuple[Item, ...]:
-    """Return one model's items in a plan."""
+    """Return the memory plan items for one model."""
     return tuple(
         Item(role, f"{role} {_NAMES[part.kind]}", part.kind, part.bytes, part.pool)
         for part in estimate.parts

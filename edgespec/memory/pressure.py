@@ -27,10 +27,10 @@ class MemoryPressure:
     Use only on the thread that runs the model.
 
     Attributes:
-        available: returns the bytes currently free.
-        notice: user-facing summary of the memory freed during this reply and since the last one.
-        last_reclaim: user-facing description of the memory freed most recently.
-        reclaimed_bytes: total number of bytes freed so far.
+        available: Returns the bytes currently free.
+        notice: User-facing summary of the memory freed during the current reply and since the previous one.
+        last_reclaim: User-facing description of the memory freed most recently.
+        reclaimed_bytes: Total number of bytes freed so far.
     """
 
     def __init__(

@@ -18,8 +18,8 @@ __all__ = ["TargetCache"]
 class TargetCache:
     """Tracks which tokens are in the target's KV cache. Use only on the thread that runs the model.
 
-    A reply can be interrupted at any step, so the cache and the recorded tokens can differ in length. One is
-    always a prefix of the other.
+    A reply can be interrupted at any step, so the recorded tokens and the cache can differ in length, but one
+    is always a prefix of the other.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class TargetCache:
 
     @property
     def saves_to_disk(self) -> bool:
-        """Whether `save` stores the tokens on disk."""
+        """Whether `save` writes the target's cached tokens to disk."""
         return self._prefix_cache is not None and self._prefix_cache.saves_to_disk
 
     def sync_length(self) -> None:
@@ -52,7 +52,7 @@ class TargetCache:
         self._tokens = []
 
     def save(self) -> None:
-        """Add the tokens to the prefix cache if it is stored on disk."""
+        """Add the target's cached tokens to the prefix cache, if that is stored on disk."""
         if self._prefix_cache and self._prefix_cache.saves_to_disk:
             self.sync_length()
             self._truncate_to_reusable()
@@ -68,16 +68,16 @@ class TargetCache:
         """Load all prompt tokens except the last into the target's cache.
 
         Args:
-            tokens: the prompt. The caller appends the reply's tokens to this list.
-            extra_tokens: number of reply tokens to reserve space for.
-            stats: records the time spent on resizing.
-            progress: called with the fraction of the prompt processed so far. Returns False to cancel.
+            tokens: The prompt. The caller appends the reply's tokens to this list.
+            extra_tokens: Number of reply tokens to reserve space for.
+            stats: Records the time spent on resizing.
+            progress: Called with the fraction of the prompt processed so far. Returns False to cancel.
 
         Returns:
             The number of tokens that were already in the KV cache or came from the prefix cache.
 
         Raises:
-            ContextFullError: there is not enough memory for a context of this length.
+            ContextFullError: There is not enough memory for a context of this length.
         """
         target, cache = self._target, self._prefix_cache
         self._truncate_to_reusable()
@@ -120,7 +120,8 @@ class TargetCache:
         length = self._target.length
         if (whole := self._reusable(length)) < length:
             self._target.truncate(whole)
-            if self._target.length < whole:  # Some models' caches cannot be truncated, only cleared.
+            # Some models can only clear their cache, not truncate it.
+            if self._target.length < whole:
                 self._target.truncate(0)
         return self._target.length
 

@@ -259,7 +259,7 @@ def test_nonsense_is_refused_before_anything_is_loaded(
         (["--plots", prompts], "is a file"),
         (["--max-seconds", "0"], "--max-seconds must be an integer from 1 to"),
         (["--repeats", "0"], "--repeats must be "),
-        (["-n", "0"], "--max-tokens must be a positive integer"),
+        (["-n", "0"], "--max-tokens must be an integer from 1 to"),
     ):
         assert says in one_line_error(run("bench", "--prompts", prompts, *args), 2), args
 

@@ -212,7 +212,7 @@ class TestNoMemory:
             assert whole.tokens[:57] == cut.tokens
             assert "stays at 256 tokens: no memory for 512" in cut.method.note
             assert runtime.context_tokens == 256
-            with pytest.raises(ContextFullError, match="the context has only 256"):
+            with pytest.raises(ContextFullError, match="holds only 256"):
                 ended(runtime, PROMPT + PROMPT)
             assert ended(runtime, PROMPT[:200], max_tokens=50).tokens == whole.tokens[:50]
 

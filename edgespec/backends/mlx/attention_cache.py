@@ -169,7 +169,7 @@ class AttentionCache:
         return [(max(self.start, oldest), end)]
 
     def _make_room(self, added: int, keys: Rows, values: Rows) -> None:
-        """Make room for `added` rows, and drop rows that neither the window nor a rollback needs."""
+        """Make room for `added` rows, and drop rows needed by neither the sliding window nor a rollback."""
         used = self.offset - self.start
         if self._keys and used + added <= self._keys[0].shape[2]:
             return
@@ -179,10 +179,11 @@ class AttentionCache:
             drop = max(0, oldest // _BLOCK_ROWS * _BLOCK_ROWS - self.start)
         rows = -(-(used - drop + added) // _GROWTH_ROWS) * _GROWTH_ROWS
         if drop:
-            rows += _GROWTH_ROWS  # Spare rows, so that the window is not copied again soon.
+            # Allocate spare rows, so that the next few passes need not copy the window again.
+            rows += _GROWTH_ROWS
 
         def moved(cached: Rows, like: Rows) -> Rows:
-            """Copy rows `drop` to `used` of `cached` into new arrays of `rows` rows."""
+            """Return new arrays of `rows` rows that begin with rows `drop` to `used` of `cached`."""
             kept = used - drop if cached else 0
             result = []
             for i, new in enumerate(like):

@@ -14,7 +14,7 @@ from edgespec.errors import BackendMissingError
 
 __all__ = ["MlxBuildInfo", "build_info", "mlx_core", "mlx_lm_utils", "runs_on_cpu"]
 
-# Minimum limit on open files. Enough for a model split into hundreds of files.
+# Raise the limit on open files to at least this, which is enough for a model split into hundreds of files.
 _MIN_OPEN_FILES = 2048
 
 
@@ -57,7 +57,7 @@ def mlx_lm_utils() -> Any:
     """Import and return `mlx_lm.utils`. Raises BackendMissingError if that fails."""
     mx = mlx_core()
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    # Silence warnings by transformers (if torch is missing) and tokenizers (if the process forks).
+    # Silence the warnings that transformers prints without torch and tokenizers prints after a fork.
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     try:
@@ -66,7 +66,7 @@ def mlx_lm_utils() -> Any:
     except (ImportError, OSError, RuntimeError) as error:
         raise _missing("mlx-lm", error) from error
     if mx.metal.is_available():
-        # Without this limit, macOS can swap out the weights between passes.
+        # Wire the weights in memory, because macOS could otherwise swap them out between passes.
         mlx_lm.utils.maybe_set_recommended_wired_limit()
     return mlx_lm.utils
 
@@ -82,7 +82,8 @@ def _missing(library: str, error: Exception) -> BackendMissingError:
 def _preserve_open_file_limit() -> Iterator[None]:
     """Ignore changes to the open-file limit inside the block, then raise it to `_MIN_OPEN_FILES`.
 
-    mlx_lm sets this limit on import, which would lower a higher limit and fail if the hard limit is lower.
+    On import, mlx_lm sets a fixed limit. This can lower the current limit, or fail if it exceeds the hard
+    limit.
     """
     if sys.platform == "win32":
         yield

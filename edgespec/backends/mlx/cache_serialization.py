@@ -76,7 +76,9 @@ def deserialize_caches(
                 f"the snapshot starts after {header['start']} tokens, but {caches.length} are cached"
             )
         if not start <= header["length"] <= context_tokens:
-            raise ValueError(f"{header['length']} tokens exceed the context of {context_tokens} tokens")
+            raise ValueError(
+                f"the snapshot has {header['length']} tokens, but the context only fits {context_tokens}"
+            )
         offset = 0
         for cache, part in zip([*caches.attention, *caches.recurrent], header["parts"], strict=True):
             arrays = []
@@ -89,14 +91,12 @@ def deserialize_caches(
             else:
                 cache.cache = arrays
         if offset != len(rest):
-            raise ValueError(f"the arrays take {offset} bytes, but the snapshot has {len(rest)}")
+            raise ValueError(f"the snapshot has {len(rest)} bytes of data instead of {offset}")
         mx.eval(*caches.arrays)
         caches.length = header["length"]
     except (ValueError, KeyError, TypeError, IndexError) as error:
         caches.clear()
-        raise BackendError(
-            f"the saved state does not fit this model and context: {error}", "process the prompt again"
-        ) from error
+        raise BackendError(f"the snapshot cannot be restored: {error}", "process the prompt again") from error
 
 
 def _read_array(header: dict[str, Any] | None, data: bytes, offset: int) -> tuple[mx.array | None, int]:

@@ -56,7 +56,7 @@ class LayerCaches:
         unsupported: list[Any] = []
 
         def replace(cache: Any) -> Any:
-            """Return the cache to use in place of one of mlx-lm's.
+            """Return the replacement for one of mlx-lm's caches.
 
             Subclasses of known types count as unsupported, because they could behave differently.
             """
@@ -99,7 +99,7 @@ class LayerCaches:
 
     @property
     def states(self) -> list[list[mx.array]]:
-        """State arrays of each recurrent layer. Evaluating a pass's logits does not evaluate them."""
+        """State arrays of each recurrent layer. They are not evaluated along with a pass's logits."""
         return [[array for array in cache.cache if array is not None] for cache in self.recurrent]
 
     @property

@@ -120,7 +120,7 @@ class _HookedLayer(_LayerProxy):
 
 
 def _find_layers(model: Any) -> tuple[Any, str]:
-    """Return the module that holds the list of layers, and the name of that attribute."""
+    """Return the module that holds the model's list of layers, and the name of the list attribute."""
     layers = model.layers
     for _, module in model.named_modules():
         for name, value in module.items():

@@ -79,7 +79,7 @@ def load(path: str, name: str, options: LoadOptions, progress: Progress | None =
         path: Path of the model folder.
         name: Model name for error messages.
         options: Load options. Those that MLX does not support must have their default values.
-        progress: Callback that reports progress. Return False from it to cancel loading.
+        progress: Called with the progress of loading. Returns False to cancel.
 
     Raises:
         ModelFileError: The folder does not contain a model, or the model is damaged or unsupported.
@@ -89,11 +89,13 @@ def load(path: str, name: str, options: LoadOptions, progress: Progress | None =
         CancelledError: `progress` returned False.
     """
     check_options(options)
-    mx = mlx_core()  # Raises BackendMissingError if mlx is missing, unlike the imports below.
+    # Call this before the imports below, which would not raise BackendMissingError without mlx.
+    mx = mlx_core()
     from edgespec.backends.mlx.evaluation import freed_buffers_bytes, release_thread_state
 
     unmap_freed_buffers()
-    mx.set_cache_limit(freed_buffers_bytes())  # By default, MLX keeps gigabytes of freed buffers.
+    # Limit MLX's cache of freed buffers, which can otherwise grow to gigabytes.
+    mx.set_cache_limit(freed_buffers_bytes())
     try:
         return _load(path, name, options, progress)
     except BaseException:
@@ -267,7 +269,7 @@ def _evaluate_weights(model: Any, widen: bool, report: Callable[[float], None]) 
 
 
 def _compute_dtype(model: Any) -> Any:
-    """Return the most common floating-point data type among the weights, or the scales if quantised."""
+    """Return the most common floating-point data type of the weights, or of their scales if quantised."""
     mx = mlx_core()
     floating: Counter[Any] = Counter()
     for _, weight in named_arrays(model.parameters()):

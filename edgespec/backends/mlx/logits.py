@@ -138,7 +138,8 @@ class DeviceLogits:
     def top(self, row: int, count: int) -> Candidates:
         if 0 < count < self.vocab_size - _SPARE_CANDIDATES:
             tokens, values = self._largest(row, count + _SPARE_CANDIDATES)
-            if values[count - 1] != values[-1]:  # Otherwise, there could be more ties in the row.
+            # If the values are equal, the row could contain more ties than were fetched.
+            if values[count - 1] != values[-1]:
                 return _ascending(tokens, values, values >= values[count - 1])
         return self._host_row(row).top(0, count)
 
@@ -243,7 +244,7 @@ def _drawn(
 
 
 def _words(values: Iterable[int]) -> mx.array:
-    """Return a uint64 array [n]. Uses NumPy, because MLX rejects Python integers above 2^63 - 1."""
+    """Return integers as a uint64 array. Uses NumPy, because MLX rejects Python integers above 2^63 - 1."""
     return mx.array(np.fromiter(values, np.uint64))
 
 

@@ -26,7 +26,7 @@ from edgespec.errors import BackendError, CapabilityError
 
 __all__ = ["MlxTrainer"]
 
-# LoRA hyperparameters: common values for small models.
+# LoRA hyperparameters, set to common values for small models.
 RANK = 8
 _SCALE = 2.0
 _LEARNING_RATE = 3e-4
@@ -46,7 +46,7 @@ class _AdaptedLayer(NamedTuple):
 
 
 class MlxTrainer:
-    """`Trainer` that adds rank-8 LoRA layers to the linear layers in a model's blocks.
+    """`Trainer` that adds rank-8 LoRA layers to the linear layers in a model's transformer blocks.
 
     While the adapter is disabled, the model uses its original layers, so its output is unchanged.
     """
@@ -70,13 +70,13 @@ class MlxTrainer:
         self._model_name, self._end_round = model_name, end_round
         self._layers = list(_adapted_layers(net))
         if not self._layers:
-            raise CapabilityError(f"{model_name} has no linear layers that can be adapted")
+            raise CapabilityError(f"{model_name} has no linear layers to which LoRA layers can be added")
         self._optimiser = optimizers.Adam(learning_rate=_LEARNING_RATE)
         evaluate(*self._weights().values(), *self._optimiser_state())
 
     @property
     def state_bytes(self) -> int:
-        # The adapter, plus Adam's two moments, which the first step allocates.
+        # Count the adapter and Adam's two moments, which the first training step allocates.
         return 3 * sum(array.nbytes for array in self._weights().values())
 
     def set_adapted(self, enabled: bool) -> None:
@@ -185,7 +185,7 @@ class MlxTrainer:
 
 
 def _adapted_layers(net: Any) -> Iterator[_AdaptedLayer]:
-    """Yield every linear layer in the blocks with a new LoRA layer, whose output is initially the same."""
+    """Yield every linear layer in the transformer blocks, with a LoRA layer that initially adds nothing."""
     random = np.random.default_rng(0)
     for index, block in enumerate(net.layers):
         for parent_name, parent in sorted(block.named_modules()):

@@ -22,7 +22,7 @@ __all__ = ["LowBitWeights", "SplitEmbedding", "SplitLinear", "install_low_bit_we
 
 # Bits in each half of a split weight.
 _HALF_BITS = 4
-# Mean of the values 0 to 15, which stands in for the low half when only the high half is read.
+# Mean of the values 0 to 15. Stands in for the low half of a weight when only the high half is read.
 _MEAN_LOW = 7.5
 
 
@@ -186,7 +186,7 @@ _COPY_BITS = ((8, 4), (4, 3), (3, 2))
 def install_low_bit_weights(model: Any, trace_pass: Callable[[], object]) -> LowBitWeights:
     """Replace a model's linear layers and output head with modules that support reduced precision.
 
-    Does not evaluate any arrays, and does not replace experts or weights that DoRA adapters read directly.
+    Evaluates no arrays. Leaves out mixture-of-experts layers, and weights that DoRA adapters read directly.
 
     Args:
         model: An mlx `nn.Module`.
@@ -206,7 +206,7 @@ def install_low_bit_weights(model: Any, trace_pass: Callable[[], object]) -> Low
     lookups = {name for name in replaced if isinstance(before[name], _TABLES) and not replaced[name].is_head}
     model.update_modules(tree_unflatten([(name, before[name]) for name in lookups]))
     low_bits.weights = [new for name, new in replaced.items() if name not in lookups]
-    low_bits.zeros.clear()  # Drop arrays created by the traced pass, which is never evaluated.
+    low_bits.zeros.clear()  # Drop the arrays that the traced pass created, because it is never evaluated.
     return low_bits
 
 

@@ -32,10 +32,10 @@ __all__ = ["MlxMemoryEstimator"]
 
 # Tokenizer memory per token (text, ID and merge rule), in bytes. Determined experimentally.
 _TOKEN_BYTES = 500
-# Factor by which MLX over-allocates GPU memory for a recurrent layer, relative to the memory in use at once.
+# Ratio of the GPU memory that MLX allocates for a recurrent layer to the memory that the layer needs.
 # Determined experimentally.
 _ALLOCATED_AHEAD = 2
-# Copies of the state in memory for recurrent layers that mlx-lm computes token by token. Determined
+# Number of copies of the state in memory while mlx-lm computes a recurrent layer token by token. Determined
 # experimentally.
 _LOOPED_COPIES = 3
 _KV_NAMES = {8: "q8_0", 4: "q4_0"}
@@ -58,8 +58,8 @@ class _ModelShape(NamedTuple):
         sizes: Sizes used to decide whether to widen weights to float32.
         weight_bytes: Bytes of the weights in memory, as stored and after widening to float32.
         intermediate_size: Size of the feed-forward network.
-        scans: For each recurrent layer, a function that maps the tokens in a pass to array elements in
-            memory.
+        scans: For each recurrent layer, a function that maps the number of tokens in a pass to the number
+            of array elements in memory.
         caches: Functions that map a context length in tokens to cache sizes, keyed by bits per element and
             whether the weights are widened. Unsupported combinations are absent.
     """
@@ -177,7 +177,7 @@ def _shape_of(skeleton: ModelSkeleton) -> _ModelShape:
 
 
 def _scans(model: Any) -> Iterator[Callable[[int], int]]:
-    """Yield a function for each recurrent layer that maps the tokens in a pass to array elements in memory.
+    """Yield `_ModelShape.scans`: one function per recurrent layer.
 
     Infers each layer's dimensions from the shapes of its states. Some layers have only a convolution. The
     factors were determined experimentally.
@@ -191,7 +191,8 @@ def _scans(model: Any) -> Iterator[Callable[[int], int]]:
             if array.ndim == 4:
                 heads, head_size, state_size = array.shape[1:]
                 is_mamba2 = any("A_log" in module and "D" in module for module in model.modules())
-                copies = 0 if is_mamba2 else 1  # Mamba 2 computes all tokens at once.
+                # Mamba 2 layers compute all tokens at once, so they store no state per token.
+                copies = 0 if is_mamba2 else 1
             elif array.ndim == 3 and array.shape not in convolved:
                 heads, head_size, state_size, copies = array.shape[1], 1, array.shape[2], _LOOPED_COPIES
         row = 2 * heads * head_size + (kernel_tokens + 6) * sum(shape[2] for shape in convolved)

@@ -65,9 +65,10 @@ class MlxModel(BaseModel):
         self._runner = PassRunner(self._net, facts.context_tokens, facts.capabilities.max_width, kv_bits)
         self.caches = self._runner.caches
         self._fingerprint = f"{facts.architecture} {facts.quantisation} {kv_bits} {_weights_crc(self._net)}"
-        self.kv_bytes_for: Callable[[int], int] = lambda _: 0  # Set by `loading` after the probe.
+        # Replaced by `loading` after the model has been probed.
+        self.kv_bytes_for: Callable[[int], int] = lambda _: 0
         self.partial_models = PartialModelFactory(self._net, self._runner.layout, loaded.skeleton.low_bits)
-        # Checkpoint, tokens and result of the last pass of the full model that was scored.
+        # The last pass of the full model in `top1_agreement`: checkpoint, input tokens and best next tokens.
         self._scored: tuple[CacheCheckpoint, tuple[int, ...], NDArray[np.uint32]] | None = None
         self._batch_tokens = prefill_batch_tokens(options)
 
@@ -306,6 +307,6 @@ class MlxSelfDraftView(SelfDraftView[MlxModel]):
 
 
 def _weights_crc(net: Any) -> int:
-    """Return a checksum of the first elements of each weight, to tell models apart."""
+    """Return a checksum of the first elements of every weight, which tells models apart."""
     few = [weight.reshape(-1)[:8].astype(mx.float32) for _, weight in named_arrays(net.parameters())]
     return zlib.crc32(np.array(mx.concatenate(few)).tobytes())

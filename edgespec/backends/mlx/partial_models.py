@@ -33,7 +33,7 @@ class PartialModel:
     """A draft model that consists of a subset of the target's weights and shares its caches.
 
     Attributes:
-        description: User-facing description of how it differs from the target.
+        description: User-facing description of how the model differs from the target.
         extra_bytes: Size of the weights loaded only for this model, in bytes.
         run_ahead: Whether to launch the next draft step early. See `LanguageModel.run_ahead`.
     """
@@ -164,7 +164,8 @@ class PartialModelFactory:
         if isinstance(method, LowBit):
             if method.copy is not None:
                 raise CapabilityError(
-                    f"{name} already stores both precisions, so it cannot use a copy", "omit the copy"
+                    f"{name} already stores low-bit weights, so it cannot use a separate copy",
+                    "omit the copy",
                 )
             assert self.low_bits is not None
             activate = partial(_low_precision, self.low_bits, self._layout, method)

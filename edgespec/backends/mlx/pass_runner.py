@@ -165,7 +165,8 @@ class PassRunner:
                 self._partial_model = partial_model
             self._round.extend(tree, first)
             return prelaunched.logits if prelaunched else self._logits(self._run(tree.tokens, first), first)
-        except BaseException:  # The stored hidden states could be incomplete.
+        except BaseException:
+            # Discard the hidden states stored for early exit, because they could be incomplete.
             self.end_round()
             raise
 
@@ -198,8 +199,9 @@ class PassRunner:
             self.clear()
 
     def commit(self, path: tuple[int, ...]) -> None:
-        """See `LanguageModel.commit`. Raise CapabilityError if that would truncate a recurrent state."""
-        if self._partial_model:  # The draft was not verified, so keep no tokens.
+        """See `LanguageModel.commit`. Raises CapabilityError if that would truncate a recurrent state."""
+        if self._partial_model:
+            # Commit no tokens, because the draft has not been verified.
             self.end_round()
             return
         kept, prelaunched = [0, *path], self._prelaunched

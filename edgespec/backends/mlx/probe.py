@@ -26,10 +26,9 @@ __all__ = ["PROBE_TOKENS", "ProbeResult", "probe"]
 
 # Number of tokens in a capability test.
 PROBE_TOKENS = 8
-# Differences between logits count as rounding errors up to the larger of two limits, both relative to the
-# largest logit: this many machine epsilons of the data type, and a fixed share. Heuristics. Rounding differs
-# because the order of additions depends on the number of tokens in a pass. In float32, the fixed share
-# applies, because recurrent layers and quantised products are less precise than the data type.
+# Maximum difference between logits that counts as a rounding error, relative to the largest logit: this many
+# machine epsilons of the data type or this share, whichever is larger. The share applies in float32, where
+# recurrent layers and quantised products are less precise than the data type. Heuristics.
 _MAX_EPSILONS, _MAX_LOGIT_SHARE = 32, 1e-3
 
 

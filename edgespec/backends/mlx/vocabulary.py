@@ -162,7 +162,8 @@ def _other_family_ends(vocab: dict[str, int]) -> set[int]:
     """Return the tokens that end a reply in other model families, but not in this model's."""
     texts = ""
     if {"<|return|>", "<|call|>"} <= vocab.keys() or {"<|calls|>", "<|flush|>"} <= vocab.keys():
-        texts += "<|end|> "  # In the Harmony format, this token ends a message, but not the reply.
+        # In the Harmony format, this token ends a message, but not the reply.
+        texts += "<|end|> "
     if "<|tool_response>" in vocab or "<|plamo:eos|>" in vocab:
         texts += "</s>"
     return _ids(texts, vocab)
@@ -183,7 +184,7 @@ def _sentencepiece_bytes(text: str) -> bytes:
 
 
 def _byte_level_bytes(text: str) -> bytes:
-    """Decode a token from GPT-2's byte alphabet. Other characters are handled as in llama.cpp."""
+    """Decode a token from GPT-2's byte alphabet. Characters outside it are handled as in llama.cpp."""
     alphabet = _byte_alphabet()
     return b"".join(
         alphabet.get(character, f"[UNK_BYTE_0x{character.encode().hex()}{text}]".encode())

@@ -24,8 +24,8 @@ _MIN_SEGMENT_TOKENS = 64
 # Merge a final segment of up to this many tokens into the segment that continues it, so that a chat of many
 # short turns does not turn into many segments. A heuristic.
 _MAX_MERGED_TOKENS = 256
-# Maximum fraction of the size limits for one sequence. Below 1, because copies can exceed their estimated
-# size.
+# Maximum size of one sequence as a fraction of the size limits. Below 1, because copies can exceed their
+# estimated size.
 _MAX_SEQUENCE_SHARE = 0.95
 
 
@@ -34,14 +34,14 @@ class PrefixCacheUsage:
     """Statistics on the prefix cache's size and use.
 
     Attributes:
-        sequences: number of token sequences that can be resumed from the cache.
-        memory_bytes: memory currently used by segments.
-        memory_limit_bytes: size limit in memory.
-        disk_bytes: disk space currently used by this model's segments, including those also held in memory.
-        disk_limit_bytes: size limit on disk, shared by all models.
-        hits: number of prompts that reused a cached prefix.
-        reused_tokens: total number of prompt tokens reused instead of prefilled again.
-        notice: user-facing reason why something is not cached, or an empty string.
+        sequences: Number of token sequences that can be resumed from the cache.
+        memory_bytes: Memory currently used by segments.
+        memory_limit_bytes: Size limit in memory.
+        disk_bytes: Disk space currently used by this model's segments, including those also held in memory.
+        disk_limit_bytes: Size limit on disk, shared by all models.
+        hits: Number of prompts that reused a cached prefix.
+        reused_tokens: Total number of prompt tokens reused instead of prefilled again.
+        notice: User-facing reason why something is not cached, or an empty string.
     """
 
     sequences: int = 0
@@ -57,18 +57,18 @@ class PrefixCacheUsage:
 class PrefixCache:
     """The prefix cache of one model, which copies KV states out of the model's cache and back into it.
 
-    Use only on the thread that runs the model; other threads can use `store`. Failing to store or restore
-    raises no error, because the model can always prefill the tokens again.
+    Use only on the thread that runs the model; other threads can use `store`. Failures to store or
+    restore raise no error, because the model can always prefill the tokens again.
 
     Args:
-        model: the target.
-        max_bytes: size limit in memory.
-        disk: storage for segments on disk. If None, segments are kept only in memory.
-        reuse_costs: determines whether a copy saves time.
-        max_copied_bytes: maximum size of one copy, or None for no limit. Larger KV states are split into
+        model: The target.
+        max_bytes: Size limit in memory.
+        disk: Storage for segments on disk. If None, segments are kept only in memory.
+        reuse_costs: Determines whether a copy saves time.
+        max_copied_bytes: Maximum size of one copy, or None for no limit. Larger KV states are split into
             several segments, or not stored if the model can only copy them whole.
-        available, reserve_bytes: see `SegmentStore`.
-        notice: user-facing reason why the cache differs from what was requested, or an empty string.
+        available, reserve_bytes: See `SegmentStore`.
+        notice: User-facing reason why the cache differs from what was requested, or an empty string.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class PrefixCache:
         self.store = SegmentStore(max_bytes, disk, available, reuse_costs, reserve_bytes)
         self._notice = notice
         self._is_off = False
-        # The sequence in the model's cache when the user deleted all cached prefixes.
+        # The sequence that was in the model's cache when the user deleted all cached prefixes.
         self._deleted: Tokens | None = None
 
     @property
@@ -104,8 +104,8 @@ class PrefixCache:
         """Store the model's KV state before it is truncated, if that is likely to save time later.
 
         Args:
-            tokens: all tokens in the model's cache.
-            shared: number of leading tokens that stay in the model's cache.
+            tokens: All tokens in the model's cache.
+            shared: Number of leading tokens that stay in the model's cache.
         """
         sequence = np.array(tokens, np.int32)
         with self.store.lock:
@@ -225,8 +225,8 @@ class PrefixCache:
         Models that can truncate their cache need no such copy, because they can truncate a longer segment.
 
         Args:
-            prompt: the tokens about to be prefilled.
-            cached: number of prompt tokens that are already in the model's cache.
+            prompt: The tokens about to be prefilled.
+            cached: Number of prompt tokens that are already in the model's cache.
 
         Returns:
             The number of prompt tokens before that position, or 0 if no copy is needed.
@@ -251,8 +251,8 @@ class PrefixCache:
         """Return the segment that saves the most prefill, or None if no segment saves time.
 
         Args:
-            prompt: the tokens to prefill. The last one is always processed again to compute its logits.
-            cached: number of prompt tokens that are already in the model's cache.
+            prompt: The tokens to prefill. The last one is always processed again to compute its logits.
+            cached: Number of prompt tokens that are already in the model's cache.
         """
         sequence = np.array(prompt[:-1], np.int32)
         with self.store.lock:
@@ -273,9 +273,9 @@ class PrefixCache:
         """Load the part of a stored sequence that a prompt shares into the model's cache.
 
         Args:
-            segment: the result of `find`.
-            prompt: the tokens to prefill.
-            cached: number of prompt tokens that are already in the model's cache.
+            segment: The result of `find`.
+            prompt: The tokens to prefill.
+            cached: Number of prompt tokens that are already in the model's cache.
 
         Returns:
             The number of prompt tokens now in the model's cache.

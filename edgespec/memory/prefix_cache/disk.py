@@ -43,7 +43,7 @@ _LOCK_SECONDS, _CLEAR_LOCK_SECONDS = 1.0, 10.0
 _CLEARED_MARK = "forgotten"
 # The default quota is a tenth of the free disk space, up to 4 GiB. A heuristic.
 _DEFAULT_MAX_BYTES, _DEFAULT_SHARE = 4 * 2**30, 0.1
-# Added to each file's age, so that age hardly matters for files used in the last 10 minutes.
+# Added to each file's age in seconds, so that age hardly matters for files used in the last 10 minutes.
 _FRESH_SECONDS = 600.0
 
 
@@ -82,10 +82,10 @@ class PrefixCacheDisk:
     """Manages the files of one model with specific settings. Reports errors in `notice` instead of raising.
 
     Args:
-        identity: digest of everything besides the tokens that affects the KV state, such as the weights, the
+        identity: Digest of everything besides the tokens that affects the KV state, such as the weights, the
             backend and its version, number formats and kernels.
-        quota_bytes: size limit shared by all models. Defaults to `default_disk_bytes`.
-        folder: folder for all models' files. Defaults to `kept_folder`.
+        quota_bytes: Size limit shared by all models. Defaults to `default_disk_bytes`.
+        folder: Folder for all models' files. Defaults to `kept_folder`.
     """
 
     def __init__(self, identity: str, quota_bytes: int | None = None, folder: Path | None = None) -> None:
@@ -140,11 +140,11 @@ class PrefixCacheDisk:
         """Write a segment, deleting less valuable ones to make room.
 
         Args:
-            name: see `name_of`.
-            after: digest of the sequence before the segment.
-            tokens: the segment's tokens.
-            snapshot: its KV state.
-            seconds: time the model took to prefill the tokens.
+            name: See `name_of`.
+            after: Digest of the sequence before the segment.
+            tokens: The segment's tokens.
+            snapshot: The segment's KV state.
+            seconds: Time the model took to prefill the tokens.
 
         Returns:
             Whether the segment is now on disk.
@@ -170,13 +170,15 @@ class PrefixCacheDisk:
             with _lock(self._root, _LOCK_SECONDS):
                 if self.was_cleared:
                     return False
-                for path in self._root.glob("*/.*.tmp"):  # Incomplete files left behind by a killed process.
+                # Delete incomplete files left behind by a killed process.
+                for path in self._root.glob("*/.*.tmp"):
                     _delete(path)
                 if not self._make_room(size_bytes, self._chain(after)):
                     return False
                 make_private_folder(self.folder)
                 write_private_file(self._path(name), *parts)
-        except (Timeout, NotImplementedError):  # The latter if the file system does not support locks.
+        except (Timeout, NotImplementedError):
+            # FileLock raises NotImplementedError if the file system does not support locks.
             return False
         except (OSError, MemoryError) as error:
             self.notice = f"prefixes are not cached in {self._root}: {error_reason(error)}"
@@ -199,7 +201,7 @@ class PrefixCacheDisk:
 
     @property
     def was_cleared(self) -> bool:
-        """Whether all files have been deleted since creation or the last `acknowledge_clear`."""
+        """Whether all files have been deleted since this object was created or last acknowledged it."""
         return self._last_cleared_ns() != self._cleared_ns
 
     def acknowledge_clear(self) -> None:
@@ -273,11 +275,11 @@ def delete_cached_prefixes(folder: Path | None = None) -> int:
         The number of bytes freed.
 
     Raises:
-        OSError: a file cannot be deleted.
+        OSError: A file cannot be deleted.
     """
     folder = folder or kept_folder()
     touch_private(folder / _CLEARED_MARK)
-    # Wait for any process that is currently writing, which might not have noticed the mark yet.
+    # Wait for any process that is writing a file, because it might not have noticed the mark yet.
     lock = _lock(folder, _CLEAR_LOCK_SECONDS)
     with suppress(Timeout, NotImplementedError):
         lock.acquire()

@@ -13,7 +13,8 @@ __all__ = ["block_checksums", "encode_header", "read_header"]
 
 VERSION = 1
 _MAGIC = b"edgespec kept %d\n" % VERSION
-_SIZES = struct.Struct("<II")  # Header size in bytes, CRC-32 of the header.
+# Size of the header in bytes, and its CRC-32 checksum.
+_SIZES = struct.Struct("<II")
 _BLOCK_BYTES = 1 << 20
 # Limits on untrusted headers, far above what edgespec writes.
 _MAX_HEADER_BYTES = 1 << 24
@@ -33,8 +34,8 @@ def read_header(file: BinaryIO) -> dict[str, Any]:
     """Read and validate a segment file's header, leaving the file positioned at the tokens.
 
     Raises:
-        OSError: the file cannot be read.
-        ValueError: the header is damaged, has an unsupported version or contains invalid values.
+        OSError: The file cannot be read.
+        ValueError: The header is damaged, has an unsupported version or contains invalid values.
     """
     if file.read(len(_MAGIC)) != _MAGIC:
         raise ValueError("the segment file has an unsupported version")

@@ -20,10 +20,10 @@ _NEW_WEIGHT = 0.3
 
 
 def reusable_tokens(capabilities: Capabilities, length: int) -> int:
-    """Return how many of the first `length` cached tokens have the same KV state as a new prefill.
+    """Return how many of the first `length` cached tokens have the same KV state as after a new prefill.
 
-    If reuse is exact, that is all tokens. Otherwise, it is those in whole blocks, or none if the model cannot
-    truncate its cache without rerunning tokens.
+    Return all of them if reuse is exact. Otherwise, return the tokens in whole blocks, or none if the model
+    cannot truncate its cache without rerunning tokens.
     """
     if capabilities.prefix_reuse_exact:
         return length
@@ -34,7 +34,7 @@ class ReuseCosts:
     """Tracks moving averages of the prefill time per token and the copy time per byte of KV state.
 
     Args:
-        prefill_seconds: assumed time per prefill token until a prefill has been timed.
+        prefill_seconds: Assumed time per prefill token until a prefill has been timed.
     """
 
     def __init__(self, prefill_seconds: float) -> None:

@@ -32,7 +32,7 @@ def tokens_digest(tokens: Tokens) -> str:
 
 
 def name_of(tokens: Tokens, start: int) -> str:
-    """Return the name of the segment `tokens[start:]`: the digest of `tokens`, and `start`."""
+    """Return the name of the segment `tokens[start:]`, which combines the digest of `tokens` with `start`."""
     return f"{tokens_digest(tokens)}-{start}"
 
 
@@ -41,15 +41,15 @@ class Segment:
     """A run of consecutive tokens in a sequence, with their KV state.
 
     Attributes:
-        name: see `name_of`.
-        parent: the preceding segment; None at the start of a sequence.
+        name: See `name_of`.
+        parent: The preceding segment; None at the start of a sequence.
         tokens: int32 [n], the tokens that follow the parent's.
-        size_bytes: size of the KV state in bytes.
-        snapshot: the KV state; None if it is only on disk.
-        on_disk: whether the KV state is on disk.
-        is_branch_point: whether sequences are known to diverge after this segment.
-        last_used: time of last use, in seconds since the epoch.
-        children: the segments that directly follow this one.
+        size_bytes: Size of the KV state in bytes.
+        snapshot: The KV state; None if it is only on disk.
+        on_disk: Whether the KV state is on disk.
+        is_branch_point: Whether sequences are known to diverge after this segment.
+        last_used: Time of last use, in seconds since the epoch.
+        children: The segments that directly follow this one.
     """
 
     name: str
@@ -93,7 +93,7 @@ class Segment:
         return found
 
     def value(self, own_value: Callable[[Segment], float]) -> float:
-        """Return the highest value in the subtree, all of which needs this segment."""
+        """Return the highest value of any segment in the subtree, because all of them need this one."""
         return max(map(own_value, self.subtree()))
 
 
@@ -132,8 +132,8 @@ class SegmentTree:
         """Return the segment whose sequence shares the longest prefix with `tokens`, and the length shared.
 
         Args:
-            tokens: the sequence to look up.
-            whole: consider only segments that match completely.
+            tokens: The sequence to look up.
+            whole: Consider only segments that match completely.
 
         Returns:
             The segment or None, and the length of the shared prefix. On a tie, the segment that ends first.

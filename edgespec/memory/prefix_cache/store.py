@@ -37,11 +37,11 @@ class SegmentStore:
     """Stores one model's segments. Can be used on any thread; `lock` guards the tree.
 
     Args:
-        max_bytes: size limit in memory. Segments beyond it are moved to disk, or dropped if `disk` is None.
-        disk: storage for segments on disk. If None, segments are kept only in memory.
-        available: returns the bytes of system memory that are currently free.
-        reuse_costs: estimates the prefill time that a segment saves, which determines what stays on disk.
-        reserve_bytes: memory to leave for other programs, regardless of `max_bytes`.
+        max_bytes: Size limit in memory. Segments beyond it are moved to disk, or dropped if `disk` is None.
+        disk: Storage for segments on disk. If None, segments are kept only in memory.
+        available: Returns the bytes of system memory that are currently free.
+        reuse_costs: Estimates the prefill time that a segment saves, which determines what stays on disk.
+        reserve_bytes: Memory to leave for other programs, regardless of `max_bytes`.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class SegmentStore:
             return sum(segment.size_bytes for segment in self.tree if segment.snapshot)
 
     def has_room_for(self, size_bytes: float) -> bool:
-        """Return whether the system has this much free memory in addition to the reserve."""
+        """Return whether `size_bytes` of system memory are free in addition to the reserve."""
         return size_bytes < self.available() - self._reserve_bytes
 
     def read(self, segment: Segment) -> Snapshot | None:
@@ -80,12 +80,12 @@ class SegmentStore:
         return segment.snapshot or (self.disk.read(segment.name) if self.disk else None)
 
     def keep_in_memory(self, segment: Segment, snapshot: Snapshot) -> None:
-        """Also keep a KV state that was read from disk in memory, if the size limit allows it."""
+        """Keep a KV state in memory after reading it from disk, if the size limit allows it."""
         if self.max_bytes >= segment.size_bytes:
             segment.snapshot = snapshot
 
     def touch(self, segment: Segment) -> None:
-        """Update the time of last use of a segment and its ancestors."""
+        """Set the time of last use of a segment and its ancestors to now."""
         clock = time.time()
         for part in segment.chain():
             part.last_used = clock
@@ -102,7 +102,7 @@ class SegmentStore:
             self.tree = SegmentTree()
 
     def write(self, should_continue: Callable[[], bool] = lambda: True) -> None:
-        """Write segments that are not on disk yet, for as long as `should_continue` returns True."""
+        """Write segments that are not on disk yet, while `should_continue` returns True."""
         with self.lock:
             waiting = [segment for segment in self.tree if segment.snapshot and not segment.on_disk]
         for segment in waiting:
@@ -141,7 +141,7 @@ class SegmentStore:
         """Drop segments from memory until the reserve is free again.
 
         Args:
-            write: write segments to disk before dropping them. If False, segments that are already on disk
+            write: Write segments to disk before dropping them. If False, segments that are already on disk
                 are dropped first.
 
         Returns:
