@@ -23,7 +23,7 @@ def usable_cores(root: Path = Path("/")) -> int:
         root: The folder that contains `proc` and `sys`.
     """
     cores = psutil.cpu_count(logical=False) or 1
-    with suppress(AttributeError, psutil.Error):  # psutil has no cpu_affinity on macOS
+    with suppress(AttributeError, psutil.Error):  # psutil does not support cpu_affinity on macOS.
         cores = min(cores, len(psutil.Process().cpu_affinity()))
     quotas = [ceil(quota) for group in control_groups("cpu", root) if (quota := _cpu_quota(group))]
     return max(1, min([cores, *quotas]))

@@ -71,7 +71,7 @@ class CapabilityError(BackendError):
 
 
 class VocabularyMismatchError(EdgespecError):
-    """Raised when target and draft model use different tokens. Choose a draft from the same model family."""
+    """Raised when the models use different tokens. Choose a draft model from the target's family."""
 
 
 class MemoryBudgetError(EdgespecError):

@@ -32,8 +32,7 @@ __all__ = [
     "write_private_file",
 ]
 
-# What `sampled_sha256` reads: the start of the file, then blocks spread evenly over the rest. Hashing them
-# takes only milliseconds.
+# Amounts read by `sampled_sha256`: the start of the file, then blocks spread evenly over the rest.
 _HEAD_BYTES = 1 << 20
 _BLOCK_BYTES = 1 << 16
 _BLOCKS = 16
@@ -83,7 +82,7 @@ def regular_file_bytes(path: Path) -> int:
     """Return the size of a regular file in bytes. Raises OSError for anything else, such as a pipe."""
     status = path.stat()
     if not stat.S_ISREG(status.st_mode):
-        raise OSError(EINVAL, "it is not a regular file")
+        raise OSError(EINVAL, "the path is not a regular file")
     return status.st_size
 
 

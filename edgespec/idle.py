@@ -13,11 +13,12 @@ from edgespec.errors import CancelledError, EdgespecError
 
 __all__ = ["IdleWorker", "drafters_with_idle_work"]
 
-# Both take a function `should_continue`. A watch function returns True if it should be called again.
+# Idle work, called with a function `should_continue`.
 _IdleWork: TypeAlias = Callable[[Callable[[], bool]], None]
+# A watch function, called with `should_continue`. Returns True if it should be called again.
 _Watch: TypeAlias = Callable[[Callable[[], bool]], bool]
 
-# Idle time before background work begins. Scripts start their next reply and commands exit sooner.
+# Idle time before background work begins. Scripts usually start their next reply sooner.
 QUIET_SECONDS = 0.3
 # Interval between calls to the watch function.
 WATCH_SECONDS = 2.0

@@ -101,7 +101,10 @@ class DrafterSet:
 
     @property
     def loss_limits(self) -> tuple[float, float] | None:
-        """The loss limit, if any: a fraction of plain decoding time, and a number of target steps."""
+        """The time that drafting may lose compared with plain decoding. None if unlimited.
+
+        The tuple contains a fraction of the plain decoding time, and a number of target steps.
+        """
         return self._auto_config.limits if self._auto_config else None
 
     def choose(self, method: str) -> tuple[Drafter | None, MethodReport]:
@@ -186,7 +189,7 @@ class DrafterSet:
         return self._combinations[names]
 
     def chain_model(self, method: str) -> LanguageModel | None:
-        """Return the draft model if the method proposes its token chains as they are, otherwise None."""
+        """Return the draft model if the method uses its token chains unchanged, otherwise None."""
         is_controlled = self._auto_config is not None and self._auto_config.controls_named
         return self._chain_model if method == "model" and not is_controlled else None
 

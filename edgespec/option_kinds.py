@@ -33,7 +33,8 @@ __all__ = [
 ]
 
 _NO_LIMIT = (1 << 31) - 1
-_MAX_BRANCHES = 64  # Maximum number of leaves of a draft tree.
+# Maximum number of leaves of a draft tree.
+_MAX_BRANCHES = 64
 _TRUE, _FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
 
 

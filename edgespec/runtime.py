@@ -140,7 +140,10 @@ class Runtime:
 
     @property
     def loss_limits(self) -> tuple[float, float] | None:
-        """The loss limit, if any: a fraction of plain decoding time, and a number of target steps."""
+        """The time that drafting may lose compared with plain decoding. None if unlimited.
+
+        The tuple contains a fraction of the plain decoding time, and a number of target steps.
+        """
         return self._session.drafters.loss_limits
 
     def method_for(self, method: str) -> MethodReport:
@@ -306,7 +309,8 @@ class Runtime:
             TemplateError: The model has no chat template.
         """
         check_context_full(context_full)
-        self._prompt_builder()  # Raises TemplateError if the model has no usable chat template.
+        # Raises TemplateError if the model has no usable chat template.
+        self._prompt_builder()
         return Chat(self, system, messages, context_full)
 
     def _prompt_builder(self) -> PromptBuilder:

@@ -114,8 +114,9 @@ class Session:
                 while True:
                     with self._compute_lock:
                         if self._closing:
-                            problem = "the runtime was closed during the reply"
-                            raise ClosedError(problem, "load the model again")
+                            raise ClosedError(
+                                "the runtime was closed during the reply", "load the model again"
+                            )
                         step = next(steps, None)
                     if step is None:
                         return
@@ -133,7 +134,8 @@ class Session:
     ) -> Iterator[Step]:
         """Prepare the caches for the prompt and decode, updating statistics and resizing the context."""
         drafter, _ = self.drafters.choose(request.method)
-        tokens = list(request.tokens)  # The target cache shares this list, which grows during the reply.
+        # The target cache shares this list, which grows during the reply.
+        tokens = list(request.tokens)
         self._idle_drafters = ()
         started = now()
         stats.prompt_tokens = len(tokens)
@@ -341,7 +343,8 @@ class Session:
         """Return the duration of a target step, after an untimed warm-up step."""
         rows = np.array([0])
         self.target.verify(TokenTree.chain(0)).at(0, rows)
-        self.target.truncate(0)  # The context can be as small as one token.
+        # The context can be as small as one token.
+        self.target.truncate(0)
         started = now()
         self.target.verify(TokenTree.chain(0)).at(0, rows)
         seconds = now() - started

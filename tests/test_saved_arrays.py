@@ -98,6 +98,6 @@ def test_a_pipe_does_not_block(tmp_path: Path) -> None:
     file = SavedArrays("online", "one", tmp_path)
     os.mkfifo(file.path)
     assert file.load() == {}
-    assert file.notice == f"saved data cannot be read from {file.path}: it is not a regular file"
+    assert file.notice == f"saved data cannot be read from {file.path}: the path is not a regular file"
     file.save(VALUES)
     assert set(file.load()) == set(VALUES)

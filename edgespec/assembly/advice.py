@@ -39,8 +39,8 @@ def find_advice(
 ) -> str:
     """Suggest that the user change one of the options they set, or choose a smaller model.
 
-    `fixed` contains the options set by the user. `fit` returns the best choice, and its plan, for a set of
-    fixed options.
+    `fixed` contains the options set by the user. `fit` returns the best choice for a set of fixed options,
+    and the plan for that choice.
     """
     for name, text in _ADVICE.items():
         if name in fixed:
@@ -58,7 +58,8 @@ def find_advice(
         for entry in load_catalogue().entries
         if entry.approximate_file_bytes + backend_of(entry.format).process_bytes < room * _MAX_WEIGHTS_SHARE
         and same_backend(entry.format, pair.target.format)
-        and not entry.embedded_file  # Never suggest the demo models, which are too small to be useful.
+        # Never suggest the demo models, which are too small to be useful.
+        and not entry.embedded_file
     ]
     if not fitting:
         return f"choose a smaller model or quantisation, or {more}"

@@ -21,8 +21,8 @@ class DraftingOptions:
 
     Attributes:
         arguments: The checked arguments of `load`.
-        window_tokens: Number of most recent tokens that the draft model sees. 0 means all tokens. None means
-            a window only for sequences longer than its trained context. The planner can reduce it.
+        window_tokens: Number of most recent tokens that the draft model sees. 0 means all tokens. None uses
+            a window only for sequences longer than its trained context. The planner can shrink the window.
         has_room_for_copy: Whether `auto` can draft with a prepared low-bit copy. False if the plan leaves no
             memory for one.
         draft_kv_type: Number format of the draft model's KV cache. Empty means the target's format.

@@ -23,8 +23,8 @@ def restrict_to_exact(model: LanguageModel, computation: str, progress: Progress
     """
     facts = model.facts
     capabilities = facts.capabilities
-    # The default thread count and the tested widths depend on the number of cores. MLX sums weights that are
-    # split for low-bit drafting in a different order.
+    # The number of cores determines the default thread count and the tested pass widths. For low-bit
+    # drafting, MLX splits the weights, which changes the order of summation.
     methods = sorted(capabilities.self_draft_methods)
     limits = f"{usable_cores()} {facts.context_tokens} {capabilities.tree} {methods}"
     model_identity = f"{models_fingerprint(facts)} {facts.cache_variant} {facts.weight_bytes}"

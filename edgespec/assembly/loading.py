@@ -57,8 +57,7 @@ def load(
     Args:
         target: The model to run: a path, `user/repo:quant`, or a name such as `demo`.
         draft: The draft model. `auto` chooses the best one on this machine; `none` or None disables it.
-        progress: Called with a description and the completed fraction. Return False from it to cancel
-            loading.
+        progress: Called with a description and the completed fraction. Returning False cancels loading.
         **options: See `edgespec.LoadArguments`. `docs/options.md` lists them with their defaults.
 
     Returns:
@@ -98,7 +97,8 @@ def _load_planned(planned: LoadPlan, progress: Progress | None) -> Runtime:
         drafters, notices = make_drafters(pair, model, draft, drafting, assumed_costs, progress)
         undo.callback(drafters.close)
         for method in drafting.methods:
-            drafters.choose(method)  # Report a missing drafter now, instead of at the first reply.
+            # Report a missing drafter now, instead of at the first reply.
+            drafters.choose(method)
         entry = pair.target.entry
         notices = (
             entry.notice if entry else "",

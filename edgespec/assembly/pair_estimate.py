@@ -24,10 +24,11 @@ _UNLIMITED_BYTES = 1 << 62
 class PairEstimator:
     """Estimates the memory needed by a target and all its drafters.
 
-    `undo` closes all opened metadata. `headroom_bytes` is each plan's headroom, or None for the default.
+    Metadata is opened on the exit stack `undo`. `headroom_bytes` is each plan's headroom, or None for the
+    default.
 
     Attributes:
-        target: the target's estimator.
+        target: The target's estimator.
     """
 
     def __init__(
@@ -137,7 +138,7 @@ class PairEstimator:
         )
 
     def _draft_tokens(self, choice: PlanChoice, target_tokens: int, trained_tokens: int) -> int:
-        """Return the draft model's context size: its window's, if it has one, or else the target's."""
+        """Return the draft model's context size: its attention window's, if any, or else the target's."""
         window = self._window(choice, target_tokens, trained_tokens)
         return window.context_tokens if window else target_tokens
 
@@ -178,7 +179,7 @@ def _find_low_bit_copy(pair: ModelPair, drafting: DraftingOptions) -> Resolved |
     """Return the low-bit copy that will draft for the target, if a method names it or `auto` will use it.
 
     Raises:
-        ModelFileError: a method names the copy, but it is damaged or outdated.
+        ModelFileError: A method names the copy, but it is damaged or outdated.
     """
     asked = "lowbit" in drafting.named_drafters
     form = pair.target.file_format

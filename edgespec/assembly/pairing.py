@@ -87,8 +87,8 @@ def find_pair(
 ) -> ModelPair:
     """Find the files of a target and its draft model, downloading missing ones.
 
-    Uses the form of a GGUF target that was prepared for early exit if a method names `layerskip`, or if
-    `auto` has nothing else to draft with.
+    Uses the files that `edgespec prepare layerskip` created for a GGUF target if a method names `layerskip`,
+    or if `auto` has nothing else to draft with.
 
     Args:
         target: Reference to the target.
@@ -100,8 +100,8 @@ def find_pair(
 
     Raises:
         OptionError: A method needs a draft model and there is none, or the target does not support adapters.
-        ModelFileError: The prepared form is damaged or outdated.
-        EdgespecError: Any error of `catalog.resolve`.
+        ModelFileError: The prepared files are damaged or outdated.
+        EdgespecError: Any error raised by `catalog.resolve`.
     """
     find_model = find_model or partial(resolve, progress=progress)
     options = options or LoadOptions()
@@ -122,7 +122,7 @@ def find_pair(
 
 
 def _prepared_for_early_exit(found: Resolved, drafting: DraftingOptions, has_draft: bool) -> Resolved:
-    """Return the form prepared for early exit if there is one to use, or else the original model."""
+    """Return the model prepared for early exit if there is one to use, or else the original model."""
     if "layerskip" not in found.file_format.preparations:
         return found
     named = "layerskip" in drafting.named_drafters
@@ -135,7 +135,8 @@ def _prepared_for_early_exit(found: Resolved, drafting: DraftingOptions, has_dra
     except ModelFileError:
         if named:
             raise
-        return found  # `auto` ignores a damaged form.
+        # `auto` ignores a damaged prepared model.
+        return found
     return replace(found, path=prepared.folder, note=str(prepared.folder), format=prepared.kind)
 
 
@@ -154,7 +155,7 @@ def _find_draft(
 
 
 def load_target(pair: ModelPair, options: LoadOptions, progress: Progress | None) -> LanguageModel:
-    """Load the target. Raise any error of its backend's `load`."""
+    """Load the target. Raises the same errors as its backend's `load`."""
     return _load_model(pair.target, options_in_pair(pair.target, pair.draft, options), progress)
 
 
@@ -170,7 +171,7 @@ def load_draft(
     Raises:
         VocabularyMismatchError: The vocabularies have no token in common.
         OptionError: An option is not supported for this draft model.
-        EdgespecError: Any error of its backend's `load`.
+        EdgespecError: Any error raised by the backend's `load`.
     """
     found = pair.draft
     if found is None:
@@ -214,7 +215,8 @@ def _adapted_to_target(
     name = pair.draft.name
     window = window_for(model.facts.trained_context_tokens)
     initial_tokens, max_tokens = model.facts.context_tokens, model.facts.max_context_tokens
-    if window:  # The context of a model with a window never grows.
+    if window:
+        # The context of a model with a window never grows.
         model.resize(max_tokens)
     elif compared.translation is not None:
         model.resize(max(initial_tokens, min(max_tokens, _FOREIGN_CONTEXT_TOKENS)))

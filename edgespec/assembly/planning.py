@@ -35,10 +35,10 @@ class PlanRequest:
     """User settings for the planner.
 
     Attributes:
-        fixed: options set by the user, which the planner must not change.
-        prefer: whether to keep a long context or the draft model if only one of them fits.
-        prefix_cache_bytes: size limit of the prefix cache in memory. Defaults to `default_memory_bytes`.
-        headroom_bytes: extra memory for everything the plan does not model, or None for the default.
+        fixed: Options set by the user, which the planner must not change.
+        prefer: Whether to keep a long context or the draft model if only one of them fits.
+        prefix_cache_bytes: Size limit of the prefix cache in memory. Defaults to `default_memory_bytes`.
+        headroom_bytes: Extra memory for everything the plan does not model, or None for the default.
     """
 
     fixed: frozenset[PlanOption] = frozenset()
@@ -71,13 +71,13 @@ class LoadPlan:
     """All decisions about a load, made before anything is loaded.
 
     Attributes:
-        drafting: drafting options, including the planner's changes.
-        options: load options for both models together.
-        float32: see `PlanChoice`.
-        advice: advice for the user if the plan does not fit; otherwise empty.
-        trained_tokens: context length that the target was trained for; 0 if unknown.
-        longrope_switch_tokens: see `initial_context`.
-        draft_window: the draft model's attention window, or None if it sees the whole context.
+        drafting: Drafting options, including the planner's changes.
+        options: Load options for both models together.
+        float32: See `PlanChoice`.
+        advice: Advice for the user if the plan does not fit. Otherwise empty.
+        trained_tokens: Context length that the target was trained for. 0 if unknown.
+        longrope_switch_tokens: See `initial_context`.
+        draft_window: The draft model's attention window, or None if it sees the whole context.
     """
 
     pair: ModelPair
@@ -104,7 +104,7 @@ class LoadPlan:
 
     @property
     def initial_context_tokens(self) -> int:
-        """Initial context size, which grows on demand; 0 if caches grow token by token."""
+        """Initial context size, which grows on demand. 0 if caches grow token by token."""
         if self.pair.target.backend.cache_follows_text:
             return 0
         tokens, first = self.plan.context_tokens, self.options.initial_context_tokens
@@ -112,7 +112,7 @@ class LoadPlan:
 
     @property
     def notice(self) -> str:
-        """User-facing description of the planner's reductions; empty if there are none."""
+        """User-facing description of the planner's reductions. Empty if there are none."""
         given_up = ", ".join(decision.what for decision in self.plan.decisions)
         return f"to fit {format_bytes(self.plan.budget.bytes)}: {given_up}" if given_up else ""
 
@@ -140,8 +140,8 @@ def plan_pair(
     reductions.
 
     Raises:
-        ModelFileError, BackendMissingError: a model cannot be opened.
-        OptionError: the models cannot be loaded with these options.
+        ModelFileError, BackendMissingError: A model cannot be opened.
+        OptionError: The models cannot be loaded with these options.
     """
     request = request or PlanRequest()
     fixed = _fixed_options(request, drafting)

@@ -26,14 +26,14 @@ class Preview:
     """The outcome of a planned load, computed without loading anything.
 
     Attributes:
-        target, draft: names of the models; `draft` is None if there is no draft model.
-        notes: user-facing notes on how the references were resolved.
-        why_no_draft: reason why there is no draft model; empty if there is one.
-        plan: the memory plan.
-        advice: advice for the user if the plan does not fit; otherwise empty.
-        trained_context_tokens: context length that the target was trained for; 0 if unknown.
-        first_context_tokens: initial context size, which grows on demand.
-        draft_window: the draft model's attention window, or None if it sees the whole context.
+        target, draft: Names of the models; `draft` is None if there is no draft model.
+        notes: User-facing notes on how the references were resolved.
+        why_no_draft: Reason why there is no draft model. Empty if there is one.
+        plan: The memory plan.
+        advice: Advice for the user if the plan does not fit. Otherwise empty.
+        trained_context_tokens: Context length that the target was trained for. 0 if unknown.
+        first_context_tokens: Initial context size, which grows on demand.
+        draft_window: The draft model's attention window, or None if it sees the whole context.
     """
 
     def __init__(self, planned: LoadPlan) -> None:
@@ -63,13 +63,12 @@ def plan(
     Args:
         target: The model to run, as for `load`.
         draft: The draft model, as for `load`.
-        progress: Called with a description and the completed fraction. Return False from it to cancel
-            planning.
+        progress: Called with a description and the completed fraction. Returning False cancels planning.
         **options: See `edgespec.LoadArguments`.
 
     Raises:
-        EdgespecError: Any error of `load`, except that a plan that does not fit in memory raises no error
-            unless there is not even enough memory to read a model's metadata.
+        EdgespecError: Any error raised by `load`. However, a plan that does not fit in memory raises no
+            error, unless there is not even enough memory to read a model's metadata.
     """
     request = LoadRequest.read(target, draft, options)
     check_room_to_plan()
@@ -80,6 +79,7 @@ def plan(
 
         pair = find_pair(request.target, request.draft, request.drafting, progress, request.options, find)
         if address_space_is_limited():
-            import_module("edgespec.assembly.loading")  # Count its addresses, as `load` does.
+            # `load` needs this module, so the budget must exclude its address space.
+            import_module("edgespec.assembly.loading")
         budget = budget_for(pair, request.memory_bytes, request.reserve_bytes)
         return Preview(plan_pair(pair, request.drafting, request.options, budget, request.plan))

@@ -35,13 +35,15 @@ class AcceptanceStats:
 
     # Boundaries of the streak buckets, in consecutive accepted tokens: 0, 1-3, 4-15, 16+.
     _STREAKS = (1, 4, 16)
-    # Assumed acceptance probability of a node's first, second and later children; for lookups one row per
-    # streak bucket. With these round numbers, a combination is nearly as fast as its better drafter alone
-    # (tests/auto/test_combined_drafter.py). Models start with a high value to make sure that they are tried.
+    # Assumed acceptance probability of a node's first, second and later children for lookup drafters, one row
+    # per streak bucket.
     _LOOKUP_PRIOR = np.array([[0.4, 0.1, 0.05], [0.6, 0.1, 0.05], [0.75, 0.1, 0.05], [0.9, 0.05, 0.02]])
+    # Assumed acceptance probability of a node's first, second and later children for drafters that run a
+    # model. The first value is high to make sure that such drafters are tried.
     _MODEL_PRIOR = np.array([[0.85, 0.1, 0.05]])
-    # Weight, in drafted tokens, of the assumed values, and of the statistics after a long pause.
+    # Weight of the assumed probabilities, as a number of drafted tokens.
     _PRIOR_WEIGHT = 4.0
+    # Maximum weight of the statistics after a long pause, as a number of drafted tokens.
     _WEIGHT_AFTER_PAUSE = 2.0
 
     def __init__(self, is_lookup: bool) -> None:

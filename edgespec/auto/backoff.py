@@ -16,12 +16,14 @@ __all__ = ["Backoff"]
 _MIN_GAIN = -0.01
 # If a round without a draft costs less than this, in target steps, drafting never pauses.
 _NEGLIGIBLE_COST = 0.005
-# Number of rounds to draft before the first decision to pause, and for each retry after a pause.
+# Number of rounds to draft before the first decision whether to pause.
 _TRIAL_ROUNDS = 8
+# Number of rounds to draft in each retry after a pause.
 _RETRY_ROUNDS = 4
 # Initial and maximum number of rounds between retries. The interval doubles after each retry.
 _MIN_PAUSE_ROUNDS, _MAX_PAUSE_ROUNDS = 32, 512
-# Drafting pauses when the target is too fast for it. This rarely changes, so retry less often by this factor.
+# Factor by which the cost of a retry is overestimated, because drafting that has paused rarely becomes
+# worthwhile.
 _RETRY_COST_FACTOR = 3
 
 
@@ -56,12 +58,12 @@ class Backoff:
             return True
         if not self._retries.is_due(_RETRY_COST_FACTOR * _RETRY_ROUNDS * self._empty_cost.value):
             return False
-        # Judge the retry by its own gain alone.
+        # Judge the retry only by the gain of its own rounds.
         self._trial_rounds, self._gain = _RETRY_ROUNDS, RunningMean()
         return True
 
     def skip_rounds(self, rounds: int) -> None:
-        """Count rounds during a pause in which `may_draft` was not called."""
+        """Advance a pause by `rounds` rounds in which `may_draft` was not called."""
         self._retries.skip_rounds(rounds)
 
     def record_empty_draft(self, cost: float) -> None:

@@ -25,9 +25,9 @@ from edgespec.engine.tree import TokenTree
 
 __all__ = ["CombinedDrafter"]
 
-# Share of the allowance that a round can spend on prefill. The rest is reserved for the draft.
+# Share of a round's time allowance that can be spent on prefill. The rest is reserved for the draft.
 _PREFILL_SHARE = 0.5
-# With fewer tokens in its KV cache, a draft model rarely predicts correctly.
+# Minimum number of tokens to prefill. A draft model that sees fewer tokens rarely predicts correctly.
 _MIN_PREFILL_TOKENS = 32
 # Draft lengths to compare for drafters that choose their own length.
 _DRAFT_LENGTHS = (1, 2, 3, 4, 5, 6, 8, 12, 16)
@@ -40,11 +40,12 @@ class _Proposal:
     """One drafter's draft for the current round."""
 
     tree: TokenTree
-    node_probs: list[float]  # The probability that a node is accepted, given that its parent is accepted.
+    # For each node, the probability that it is accepted, given that its parent is accepted.
+    node_probs: list[float]
 
     @cached_property
     def levels(self) -> tuple[list[float], list[int]]:
-        """The probability that a token of the level is accepted, and the number of tokens, for each level."""
+        """For each level, the probability that one of its tokens is accepted, and the number of tokens."""
         reach_probs, rows = [0.0] * max(self.tree.depths), [0] * max(self.tree.depths)
         path_probs = [1.0]
         for node in range(1, self.tree.width):
@@ -191,7 +192,7 @@ class CombinedDrafter(Drafter):
             return False
         chooses_length = stats.drafter.chooses_length
         levels, rows = (1, 1) if chooses_length else (None, round(stats.acceptance.rows.value))
-        # Retrying a drafter that nearly breaks even costs next to nothing.
+        # Retrying a drafter that nearly breaks even costs almost nothing.
         cost = max(1.0 - gain, 0.0) * (self._draft_cost(stats, levels) + self._v(1 + rows))
         cost += self._first_prefill_cost(stats)
         seconds = cost * self._target_step_seconds.value

@@ -40,7 +40,7 @@ class AutoConfig:
 
     Attributes:
         open_store: Returns the statistics store for the named drafters, such as "model+suffix".
-        controls_named: Whether to control methods that name drafters, as well as `auto`.
+        controls_named: Whether the controller also runs for methods that name drafters, not only for `auto`.
         adapts_length: Whether draft models choose their draft length in each round.
     """
 
@@ -53,12 +53,21 @@ class AutoConfig:
 
 @dataclass(slots=True)
 class _Round:
-    """Timing of the current round. `pass_seconds` and `width` describe the target's pass."""
+    """Timing of the current round.
+
+    Attributes:
+        started: Time at which the round began.
+        was_considered: Whether the loss limit and the backoff permitted a draft.
+        was_asked: Whether the drafters were asked for a draft.
+        draft_done: Time at which the draft was complete.
+        pass_seconds: Duration of the target's pass.
+        width: Number of tokens in the target's pass.
+    """
 
     started: float
-    was_considered: bool = False  # Whether the loss limit and the backoff permitted a draft.
-    was_asked: bool = False  # Whether the drafters were asked for a draft.
-    draft_done: float = 0.0  # The time at which the draft was complete.
+    was_considered: bool = False
+    was_asked: bool = False
+    draft_done: float = 0.0
     pass_seconds: float = 0.0
     width: int = 1
 
@@ -118,7 +127,8 @@ class AutoController(Drafter):
         self._is_drafting = False
         # None in rounds without a call to `propose`, and in rounds skipped during a pause.
         self._round: _Round | None = None
-        self._overhead_seconds = RunningMean()  # Duration of a target step minus that of its pass.
+        # Mean duration of a target step, excluding the target's pass.
+        self._overhead_seconds = RunningMean()
         self._worst_case = WorstCaseCosts(costs)
         self._backoff = Backoff()
         self._backoffs = {1: self._backoff}
@@ -194,7 +204,7 @@ class AutoController(Drafter):
         )
         if not self._drafter.has_lookup:
             return model_length, model_length
-        # A lookup costs only the rows of its draft.
+        # A lookup costs only the additional rows in the verify pass.
         return self._worst_case.affordable_length(draft_length, allowance, 0.0), model_length
 
     def _cut(self, tree: TokenTree, allowance_seconds: float) -> TokenTree:

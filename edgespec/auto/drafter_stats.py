@@ -15,7 +15,7 @@ from edgespec.engine.tree import TokenTree
 
 __all__ = ["MEASURED_ROUNDS", "DrafterStats"]
 
-# Rounds before a duration counts as measured. The first rounds are slow because caches are cold.
+# Number of rounds before a duration counts as measured. The first rounds are slow because caches are cold.
 MEASURED_ROUNDS = 2
 # Assumed cost of prefilling one token, in target steps, until prefill is measured.
 _ASSUMED_PREFILL_COST = 0.03
@@ -83,7 +83,7 @@ class DrafterStats:
         self.has_prefilled = True
 
     def select_text_kind(self, kind: str) -> None:
-        """Switch to the statistics for a kind of text. A new kind starts with the previous kind's."""
+        """Switch to the statistics for a kind of text. A new kind starts with those of the previous kind."""
         if kind not in self._acceptance_by_kind:
             acceptance = AcceptanceStats(self.is_lookup)
             acceptance.restore_statistics(self.acceptance.saved_statistics())

@@ -15,7 +15,7 @@ __all__ = ["RoundEstimate"]
 class RoundEstimate:
     """The combined draft of all drafters selected so far in a round.
 
-    Speed is the expected number of tokens per target step of cost, E(k) / (c + v(rows)).
+    Speed is the expected number of emitted tokens divided by the cost of drafting and verifying.
 
     Attributes:
         reach_probs: Per level, the probability that a drafted token of this level is accepted.
@@ -47,7 +47,7 @@ class RoundEstimate:
         max_width: int,
         can_branch: bool,
     ) -> float:
-        """Return the expected tokens per target step with another draft added, which is never cut.
+        """Return the expected tokens per target step with another draft added. That draft is never cut.
 
         Args:
             reach_probs: Per level of the other draft, the probability that one of its tokens is accepted.

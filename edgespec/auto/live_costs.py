@@ -18,7 +18,7 @@ __all__ = ["LiveCosts"]
 # Context lengths, in tokens, that separate the buckets. Costs are tracked per bucket because attention makes
 # passes slower as the context grows, some widths more than others.
 _CONTEXT_BUCKETS = (2048, 8192, 32768)
-# Higher numbers of concurrent replies than this share one set of costs.
+# Maximum number of concurrent replies with costs of their own. Higher numbers share one set of costs.
 _MAX_REPLIES = 8
 # Number of target steps to measure before trusting the costs for a new number of concurrent replies.
 _MIN_TARGET_STEPS = 3
@@ -52,25 +52,28 @@ class _Bucket:
 class LiveCosts:
     """A cost curve v(m) that adapts to the machine's load, the context length and the number of replies.
 
-    Target steps update the duration of a target step. Wider passes update their own cost relative to it, and
-    the cost of widths not measured yet. If wide passes become slower, either the whole machine or only the
-    wide passes have changed. `needs_target_step` then requests a target step, which tells the two apart.
+    Target steps update the duration of a target step. Wider passes update their own cost relative to a target
+    step, and the cost of widths not measured yet. If wide passes become slower, either the whole machine or
+    only the wide passes have changed. `needs_target_step` then requests a target step, which tells the two
+    apart.
     """
 
-    # Fraction of a pass's deviation from its expected duration by which it corrects the estimate.
+    # Fraction of a target step's deviation from the estimate by which the estimate is corrected.
     _TARGET_STEP_RATE = 0.25
+    # Fraction of a wider pass's deviation from the estimate by which the estimate is corrected.
     _WIDE_PASS_RATE = 0.15
     # Logarithm of the largest factor by which a single pass can change an estimate.
     _MAX_LOG_CHANGE = math.log(4.0)
-    # Mean deviation of wide passes, as a logarithm, that triggers a target step, and the weight of the newest
-    # pass in that mean.
+    # Mean deviation of wide passes, as a logarithm, that triggers a target step.
     _MAX_LOG_DEVIATION = math.log(1.25)
+    # Weight of the newest pass in the mean deviation.
     _DEVIATION_RATE = 0.3
 
     def __init__(self, curve: CostCurve) -> None:
         self.curve = curve
         self._bucket = _Bucket(curve.target_step_seconds)
-        self._key = (0, 1)  # Context bucket and number of concurrent replies.
+        # Index of the context bucket, and number of concurrent replies.
+        self._key = (0, 1)
         self._buckets = {self._key: self._bucket}
         self._deviation = 0.0
         self._steps, self._spread = 0, 0.0

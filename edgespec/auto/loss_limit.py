@@ -1,8 +1,9 @@
 """The loss limit: a bound on how much speculation can slow down a reply.
 
 A reply of N tokens takes at most (1 + rate) * N + steps target steps, no matter how few draft tokens are
-accepted. The bound holds as long as a target step takes its measured time and no round costs more than its
-estimated worst case. If a round exceeds its worst case, drafting stops until the excess has been recovered.
+accepted. See `LossLimits` for `rate` and `steps`. The bound holds as long as a target step takes its measured
+time and no round costs more than its estimated worst case. If a round exceeds its worst case, drafting stops
+until the excess has been recovered.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from typing import NamedTuple
 
 __all__ = ["LossLimit", "LossLimits"]
 
-# Share of a reply's plain decoding time that exploratory drafts can cost, in addition to the rate.
+# Share of a reply's plain decoding time that exploratory drafts can cost, in addition to `LossLimits.rate`.
 _EXPLORATION_RATE = 0.01
 
 

@@ -96,9 +96,9 @@ def prune_optional(
 def _path_probs(tree: TokenTree, probs: Sequence[float], is_required: Sequence[bool]) -> list[float]:
     """Return each node's probability that its whole path is accepted.
 
-    At most one sibling can be accepted. If an optional node has probability c, its required siblings have a
-    total probability of r, and the drafters are independent, then the node's probability, given that they are
-    not both right, is c (1 - r) / (1 - c r) by Bayes' rule.
+    At most one of several siblings can be accepted. Let c be the probability of an optional node, and r the
+    total probability of its required siblings. If the drafters are independent, Bayes' rule gives
+    c (1 - r) / (1 - c r) for the optional node, given that at most one of the drafters is right.
     """
     required_sums = [0.0] * tree.width
     for node in range(1, tree.width):

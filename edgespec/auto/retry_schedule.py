@@ -9,7 +9,7 @@ __all__ = ["RetrySchedule"]
 
 # Share of total decoding time that retries can take up in the long run.
 _RETRY_SHARE = 0.0075
-# An interval this many times the initial one means that several retries in a row have failed.
+# Retries are rare if the interval is at least this many times the initial one: several in a row have failed.
 _RARE_FACTOR = 8
 
 
@@ -46,11 +46,11 @@ class RetrySchedule:
         return True
 
     def skip_rounds(self, rounds: int) -> None:
-        """Count rounds in which `is_due` was not called."""
+        """Advance the schedule by `rounds` rounds in which `is_due` was not called."""
         self._waited += rounds
 
     def retry_next_round(self) -> None:
-        """Make the next round due, after a retry whose whole draft was accepted."""
+        """Schedule a retry for the next round, because the whole draft of this retry was accepted."""
         self._waited = self._interval
 
     def shorten(self) -> None:

@@ -13,8 +13,9 @@ _INSPECTED_CHARACTERS = 2000
 _MIN_DOCUMENT_CHARACTERS = 1200
 _CODE_BEGIN = re.compile(r"\s*(?:```|def |class |import |from \w+ import|#include|return\b|\}|@\w+)|\s{4,}\S")
 _CODE_END = re.compile(r"[{};]\s*$")
-# Shares of code lines and of digits above which a prompt counts as code or numbers.
+# Share of code lines above which a prompt counts as code.
 _CODE_SHARE = 0.25
+# Share of digits above which a prompt counts as numbers.
 _DIGIT_SHARE = 0.06
 
 

@@ -11,13 +11,14 @@ __all__ = ["WorstCaseCosts"]
 _ASSUMED_LEVEL_COST = 0.3
 # Assumed worst case of a pass with a new number of concurrent replies, as a multiple of its expected cost.
 _ASSUMED_PASS_RATIO = 2.0
-# Decay of worst cases, per round with a draft and per target step.
+# Factor by which worst cases decay in each round with a draft.
 _DRAFT_ROUND_DECAY = 0.97
+# Factor by which worst cases decay in each target step.
 _TARGET_STEP_DECAY = 0.995
-# The first rounds with a draft can spend only this share of the allowance, which leaves enough for another
-# draft if the first one is rejected.
+# Number of first rounds with a draft, and the share of the allowance that each can spend. The rest leaves
+# enough for another draft if the first one is rejected.
 _FIRST_ROUNDS, _FIRST_ROUNDS_SHARE = 2, 0.5
-# A draft is shortened for this reason only if its cost per level grows by at most this factor.
+# A draft is shortened to save allowance only if its cost per level grows by at most this factor.
 _MAX_LEVEL_COST_RATIO = 1.25
 
 
@@ -32,12 +33,12 @@ class WorstCaseCosts:
         self.level_seconds = _ASSUMED_LEVEL_COST * costs.target_step_seconds
         self._costs = costs
         self._mean_level_seconds = RunningMean()
-        # Worst ratio of the actual to the expected duration of a verify pass.
+        # Highest recent ratio of the actual to the expected duration of a verify pass.
         self._pass_ratio = 1.0
         self._pass_ratio_by_replies: dict[int, float] = {}
 
     def change_replies(self, previous_replies: int, previous_step_seconds: float) -> None:
-        """Adapt to a new number of concurrent replies, after `costs` has done so."""
+        """Adapt to a new number of concurrent replies. Call `LiveCosts.set_active_replies` first."""
         self._pass_ratio_by_replies[previous_replies] = self._pass_ratio
         self._pass_ratio = self._pass_ratio_by_replies.get(self._costs.replies, _ASSUMED_PASS_RATIO)
         self.level_seconds *= self._costs.target_step_seconds / previous_step_seconds
@@ -87,7 +88,7 @@ class WorstCaseCosts:
         self._set_level_seconds(max(self.level_seconds * _DRAFT_ROUND_DECAY, level_seconds))
 
     def _set_level_seconds(self, worst_seconds: float) -> None:
-        """Set the worst case, but not below the mean."""
+        """Set the worst-case time per level to `worst_seconds`, or to the mean time if that is higher."""
         mean = self._mean_level_seconds
         usual = mean.value if mean.count else _ASSUMED_LEVEL_COST * self._costs.target_step_seconds
         self.level_seconds = max(worst_seconds, usual)

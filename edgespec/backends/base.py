@@ -24,11 +24,11 @@ __all__ = [
     "Vocabulary",
 ]
 
-# Compatible vocabularies can differ by up to this many tokens, because embedding tables are padded at the
-# end.
+# Compatible vocabularies can differ in size by up to this many padding tokens.
 MAX_VOCAB_PADDING = 1024
 
-# Called with the name of the current phase and the fraction done (0 to 1). Return False to cancel.
+# Progress callback. It receives the name of the current phase and the fraction done (0 to 1), and returns
+# False to cancel.
 Progress = Callable[[str, float], bool]
 
 
@@ -78,8 +78,8 @@ class LoadOptions:
         context_tokens: Size of the KV cache in tokens.
         choose_context_tokens: Function that maps the trained context length (0 if unknown) to the size of the
             KV cache. Takes precedence over `context_tokens`.
-        initial_context_tokens: Initial size of the KV cache, if `resize` will enlarge it later. None
-            allocates the full size immediately.
+        initial_context_tokens: Initial size of the KV cache, if `resize` enlarges it later. None allocates
+            the full size immediately.
         gpu_layers: Number of layers to offload to the GPU. None offloads as many as possible.
         kv_type: Data type of the KV cache, such as `f16` or `q8_0`, or `q8_0/f16` for keys and values
             separately. `auto` uses the backend's choice.
@@ -87,12 +87,12 @@ class LoadOptions:
         batch_tokens: Tokens per prefill batch.
         max_branches: Maximum number of leaves in a token tree.
         memory_bytes: Combined limit for weights and KV cache. None means no limit.
-        max_logit_rows: Maximum number of rows per pass that need logits. None allows the widest pass.
+        max_logit_rows: Maximum number of rows per pass that need logits. None uses the backend's limit.
         is_draft: Whether the model is used for drafting. If so, `auto` settings can prefer speed over
             bit-exactness.
         adapter: Folder with a LoRA or DoRA adapter to apply to the weights.
-        exact: Whether `auto` settings choose kernels whose logits are bit-identical at all widths, even if
-            they are slower.
+        exact: Whether `auto` settings choose kernels whose logits do not depend on the number of tokens per
+            pass, even if they are slower.
         low_bits: Whether to split the weights for `LowBit` self-drafting without a separate copy. Plain
             decoding then uses the same split weights as verification.
     """
@@ -124,7 +124,7 @@ class Capabilities:
         rollback: Whether cached tokens can be removed exactly, as speculative decoding requires.
         tree: Whether a verify pass can contain branches.
         reason: One-line explanation of a missing feature. Empty if nothing is missing.
-        max_width: Maximum number of rows in a verify pass.
+        max_width: Maximum number of tokens in a verify pass.
         max_branches: Maximum number of leaves in a token tree.
         self_draft_methods: Methods that `self_draft` supports exactly: `layerskip` (EarlyExit), `lowbit`
             (LowBit) and `swift` (SkippedLayers, for a `Skippable` model).
@@ -133,9 +133,9 @@ class Capabilities:
             fewer tokens than requested.
         exact: Whether all passes that the model accepts produce logits bit-identical to those of single-token
             passes. See `bit_exactness`.
-        prefix_reuse_exact: Whether the logits after a cached prefix are independent of how the prefix was
-            computed, apart from rounding; with `exact` they are bit-identical. If False, bit-identical logits
-            require a prefill from the start in the same batches, including generated tokens.
+        prefix_reuse_exact: Whether the logits after a cached prefix do not depend on how the prefix was
+            computed, apart from rounding. With `exact`, they are bit-identical. If False, bit-identical
+            logits require computing all tokens again from the start, in the same batches.
     """
 
     rollback: bool
@@ -161,8 +161,8 @@ class ModelFacts:
         description: Human-readable summary: architecture, size and quantisation.
         parameters: Number of weights.
         file_bytes: Size of the model on disk.
-        weight_bytes: Memory of the loaded weights.
-        kv_bytes: Memory of all cached state at the current context size: keys, values, recurrent states
+        weight_bytes: Memory used by the loaded weights.
+        kv_bytes: Memory used by all cached state at the current context size: keys, values, recurrent states
             and their checkpoints.
         quantisation: Quantisation name, such as `Q4_K_M`.
         trained_context_tokens: Context length that the model was trained for. 0 if unknown.
@@ -172,9 +172,9 @@ class ModelFacts:
         rollback: Description of how rejected tokens are removed from the cache.
         requested_context_tokens: Context size that `resize` can reach if the model was loaded with a smaller
             context, else 0.
-        requested_kv_bytes: `kv_bytes` at that size, else 0.
-        cache_variant: Properties of the KV cache that the model and its options do not determine. Saved
-            caches are only valid for the same variant.
+        requested_kv_bytes: `kv_bytes` at `requested_context_tokens`, else 0.
+        cache_variant: Identifies properties of the KV cache that do not follow from the model and its
+            options. A saved cache is only valid for the same variant.
     """
 
     name: str
@@ -213,8 +213,8 @@ class Snapshot:
     """A copy of a model's cache that can be restored into the same model.
 
     Attributes:
-        length: End of the copied range: the number of tokens in the cache when it was copied.
-        data: The copied tokens in the backend's own format.
+        length: Position after the last copied token.
+        data: The copied cache contents in the backend's own format.
         start: Position of the first copied token. Earlier tokens are not part of the copy.
     """
 
@@ -258,7 +258,7 @@ class LanguageModel(Protocol):
     - The cache holds `length` tokens. `verify` opens a round and appends a token tree temporarily;
       `commit` keeps one path of the tree and ends the round.
     - All methods except `interrupt` must be called from one thread.
-    - After `close`, all other methods raise ClosedError. `close` can be called again.
+    - After `close`, all other methods raise ClosedError. Calling `close` again has no effect.
     """
 
     facts: ModelFacts
@@ -281,8 +281,8 @@ class LanguageModel(Protocol):
 
         Raises:
             ContextFullError: The tokens do not fit. The cache is unchanged.
-            CancelledError: `interrupt` or `progress` stopped the prefill. The cache keeps the `length`
-                tokens that were processed.
+            CancelledError: `interrupt` or `progress` stopped the prefill. The cache keeps the tokens
+                processed so far. Check `length` afterwards.
         """
 
     def verify(self, tree: TokenTree, first: int = 0) -> Logits:

@@ -25,7 +25,7 @@ MAX_CACHED_PIECES = 8192
 def in_batches(
     tokens: Sequence[int], batch_tokens: int, progress: Progress | None
 ) -> Iterator[Sequence[int]]:
-    """Yield prefill batches and report progress after each one. Raises CancelledError."""
+    """Yield prefill batches and report progress after each one. Raises CancelledError if cancelled."""
     for start in range(0, len(tokens), batch_tokens):
         batch = tokens[start : start + batch_tokens]
         yield batch
@@ -76,11 +76,11 @@ class BaseModel(ABC):
         return min(start, end), end
 
     def _check_size(self, context_tokens: int) -> None:
-        """Raise ClosedError, or ContextFullError if the cached tokens exceed the new context size."""
+        """Raise ClosedError if the model is closed, or ContextFullError if `context_tokens` is too small."""
         self._check(0)
         if context_tokens < max(1, self.length):
             raise ContextFullError(
-                f"{self.length} cached tokens do not fit in a context of {context_tokens}",
+                f"{self.length} cached tokens do not fit in a context of {context_tokens} tokens",
                 "truncate the cache first",
             )
 
@@ -96,7 +96,7 @@ class BaseModel(ABC):
         self._check(0)
 
     def _check(self, more: int) -> None:
-        """Raise ClosedError, or ContextFullError if `more` tokens do not fit."""
+        """Raise ClosedError if the model is closed, or ContextFullError if `more` tokens do not fit."""
         if self._closed:
             raise ClosedError(f"{self.facts.name} is closed")
         check_tokens_fit(self, more)

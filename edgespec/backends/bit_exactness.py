@@ -1,7 +1,8 @@
-"""Test which passes of a loaded model give bit-identical logits, for `--exact`.
+"""Find which passes of a loaded model produce bit-identical logits, for `--exact`.
 
-Kernels may sum in a different order in wider passes or longer contexts. The logits then differ in the last
-bits, which can swap two tokens with nearly equal logits. `--exact` allows only bit-identical passes.
+In passes with more tokens or longer contexts, kernels may add numbers in a different order. The logits then
+differ in the last bits, which can swap two tokens with nearly equal logits. `--exact` allows only
+bit-identical passes.
 """
 
 from __future__ import annotations
@@ -18,19 +19,19 @@ from edgespec.errors import CancelledError
 
 __all__ = ["BitExactPasses", "find_bit_exact_passes", "restricted_to"]
 
-# Maximum width to test: the longest draft of `--method auto` plus the root token.
+# Maximum number of tokens per pass to test: the longest draft of `--method auto` plus the root token.
 _MAX_WIDTH = 17
 # Context lengths to test. Beyond 256 tokens, llama.cpp uses a different attention kernel for single tokens.
 _CONTEXT_LENGTHS = (290, 40)
-# Number of single-token passes to compare at each context length. Small models need more: a rare rounding
-# difference affects every second token in a large model, but only one in 50 in a small one.
+# Number of single-token passes to compare at each context length. Small models need more, because a rounding
+# difference shows up in fewer of their tokens.
 _STEPS = 3 * _MAX_WIDTH // 2 + 1
 _STEPS_OF_SMALL_MODELS, _SMALL_MODEL_BYTES = 136, 256 * 2**20
 # Batch sizes for repeating the prefill, both smaller and larger than a kernel tile.
 _BATCHES = (5, 37, 1, 3, 100, 64, 16, 1, 2, 8, 9, 4, 11, 7, 13, 6, 33, 130)
 # Number of token trees to test.
 _TREES = 3
-# Number of single-token passes after each test. They check that the cache is bit-identical too.
+# Number of single-token passes to run after each test, to check that the cache is bit-identical too.
 _STEPS_AFTER = 3
 
 
@@ -39,8 +40,8 @@ class BitExactPasses:
     """The passes whose logits and resulting cache are bit-identical to those of single-token passes.
 
     Attributes:
-        max_width: Width of the widest chain. 1 if no wider pass is bit-identical.
-        trees: Whether token trees up to this width are bit-identical.
+        max_width: Number of tokens in the longest bit-identical chain. 1 means single-token passes only.
+        trees: Whether token trees of up to `max_width` tokens are bit-identical.
         prefill: Whether the cache is independent of how the tokens were split into batches and passes.
     """
 
@@ -53,7 +54,7 @@ def find_bit_exact_passes(model: LanguageModel, progress: Progress | None = None
     """Test which passes of a model are bit-identical to single-token passes.
 
     This runs two or three prefills of a few hundred tokens, about 100 single-token passes (200 for small
-    models) and 80 wider passes. The result is valid for the current context size. The cache is empty
+    models) and 80 multi-token passes. The result is valid for the current context size. The cache is empty
     afterwards.
 
     Raises:
@@ -73,14 +74,14 @@ def find_bit_exact_passes(model: LanguageModel, progress: Progress | None = None
             _report(progress, i / len(_CONTEXT_LENGTHS))
             trial = _Trial(model, length, steps)
             prefill = prefill and trial.prefill_is_exact()
-            # If all batch sizes give the same cache, the layers are exact, so a few rows suffice to test the
-            # head.
+            # If all batch sizes give the same cache, the layers are exact, so a short test of the output head
+            # suffices.
             width = trial.max_width(width, thorough=not prefill)
             trees = trees and width > 3 and trial.trees_are_exact()
             steps = min(steps, _STEPS)
     finally:
         model.truncate(0)
-    # If every wider pass rounds differently, prefill does too, even if a low-precision cache hides it.
+    # If all multi-token passes round differently, so does prefill, even if a low-precision cache hides it.
     return BitExactPasses(width, trees, prefill and (width > 1 or not capabilities.rollback))
 
 
@@ -90,7 +91,7 @@ def _report(progress: Progress | None, fraction: float) -> None:
 
 
 class _Trial:
-    """Random tokens with reference logits: a prefill of `length` tokens, then `steps` single-token passes."""
+    """Random tokens with reference logits from one prefill and `steps` single-token passes."""
 
     def __init__(self, model: LanguageModel, length: int, steps: int) -> None:
         self._model, self._length, self._steps = model, length, steps
@@ -131,7 +132,7 @@ class _Trial:
         return next((width - 1 for width in widths if not self._width_is_exact(width, thorough)), limit)
 
     def _width_is_exact(self, width: int, thorough: bool) -> bool:
-        """Return whether chains of this width are exact. The second half of the first chain is rejected.
+        """Return whether chains of `width` tokens are exact, even after half of a chain is rejected.
 
         Runs about two passes, or enough to cover all steps if `thorough` is set.
         """
@@ -179,10 +180,10 @@ class _Trial:
 
 
 def restricted_to(capabilities: Capabilities, exact: BitExactPasses) -> Capabilities:
-    """Return a model's capabilities when it is limited to bit-identical passes.
+    """Return a model's capabilities if it may only run bit-identical passes.
 
-    Replay and self-drafting run passes of any width, so they need a bit-exact prefill. If no wider pass is
-    exact, the model loses rollback.
+    Replay and self-drafting run passes with varying numbers of tokens, so they require a bit-exact prefill.
+    If no multi-token pass is bit-identical, the model loses its rollback capability.
     """
     width = exact.max_width if exact.prefill or capabilities.partial_truncate else 1
     restricted = replace(capabilities, exact=True, prefix_reuse_exact=exact.prefill)

@@ -17,12 +17,12 @@ from edgespec.errors import ModelFileError
 
 __all__ = ["GgufHeader", "GgufTensor", "StringArray", "TruncatedHeader", "parse_header", "read_header"]
 
-# Number of bytes to read initially, and the maximum. Headers contain the vocabulary, so most take a few MiB,
-# and few exceed 32 MiB.
+# Number of header bytes to read at first, and at most. Headers contain the vocabulary, so most take a few
+# MiB.
 _FIRST_READ_BYTES, _MAX_READ_BYTES = 1 << 20, 1 << 29
-# Files with tensors of more dimensions are treated as damaged. ggml supports 4.
+# Treat files with tensors of more dimensions than this as damaged. ggml supports 4.
 _MAX_DIMENSIONS = 8
-# Value types of the GGUF specification.
+# Numbers of the string and array value types in the GGUF specification.
 _STRING, _ARRAY = 8, 9
 _SCALARS = {
     kind: struct.Struct(f"<{code}")
@@ -48,7 +48,7 @@ class StringArray:
     """
 
     def __init__(self, data: bytes, begins: array[int]) -> None:
-        # Offset of each string in `data`. The last entry is where one more string would begin.
+        # `begins` contains the offset of each string in `data`, and of a hypothetical next string.
         self._data, self._begins = data, begins
 
     def __len__(self) -> int:
@@ -139,7 +139,7 @@ def parse_header(data: bytes) -> GgufHeader:
     """
     reader = _Reader(data)
     if data[:4] != b"GGUF"[: len(data)]:
-        raise ValueError(f"the first bytes are {data[:4]!r} instead of b'GGUF'")
+        raise ValueError(f"the header begins with {data[:4]!r} instead of b'GGUF'")
     reader.at = 4
     version = reader.scalar(4)
     if version not in (2, 3):
@@ -206,7 +206,7 @@ class _Reader:
         for _ in range(count):
             length = length_at(data, begin - 8)[0] if begin <= end else end
             if begin + length > end:
-                raise TruncatedHeader("the data ends within an array of strings")
+                raise TruncatedHeader("the header is truncated within an array of strings")
             begin += length + 8
             begins.append(begin)
         self.at = begin - 8
@@ -216,5 +216,5 @@ class _Reader:
         begin = self.at
         self.at += count
         if self.at > len(self._data):
-            raise TruncatedHeader(f"the data ends within the header, after {len(self._data):,} bytes")
+            raise TruncatedHeader(f"the header is truncated after {len(self._data):,} bytes")
         return self._data[begin : self.at]

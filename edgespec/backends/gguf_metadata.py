@@ -22,7 +22,7 @@ _EMBEDDING = (
     "bert", "nomic-bert", "nomic-bert-moe", "jina-bert-v2", "jina-bert-v3", "neo-bert", "modern-bert",
     "t5encoder", "gemma-embedding", "eurobert",
 )  # fmt: skip
-# Architectures of heads that draft from the hidden states of another model.
+# Architectures of draft heads, which take the hidden states of another model as input.
 _HEADS = {"eagle": "EAGLE", "eagle2": "EAGLE-2", "eagle3": "EAGLE-3", "dflash": "DFlash", "medusa": "Medusa"}
 _F16_BYTES = 2
 
@@ -47,7 +47,7 @@ def read_split_info(folder: Path) -> ModelInfo:
 
 
 def split_metadata_file(folder: Path) -> Path:
-    """Return the file in a prepared model's folder that contains the metadata and the tokens."""
+    """Return the file in a prepared model's folder that contains the metadata and the vocabulary."""
     from edgespec.backends.llamacpp.layerskip_files import LOWER_FIRST
 
     return folder / LOWER_FIRST
@@ -102,7 +102,7 @@ def _heads(header: GgufHeader, tensors: Sequence[GgufTensor]) -> list[str]:
     if header.architecture in _HEADS:
         return [_HEADS[header.architecture]]
     layers = _number(header.architecture_value("nextn_predict_layers"))
-    # Some converters drop these layers but keep their count in the metadata.
+    # Some converters drop the MTP layers but keep their count in the metadata.
     present = any(".nextn." in tensor.name for tensor in tensors)
     return [f"MTP, {layers} layer{'s' if layers > 1 else ''}"] if layers and present else []
 
@@ -149,8 +149,8 @@ def _kv_bytes(header: GgufHeader) -> int:
 
 
 def _quantisation(metadata: Mapping[str, Any], tensors: list[GgufTensor]) -> str:
-    """Return the quantisation named in the metadata, or else the type of most weights."""
-    import gguf  # Imported lazily because it takes 0.2 seconds.
+    """Return the quantisation named in the metadata, or the type of most weights if there is none."""
+    import gguf  # Imported lazily because importing gguf takes 0.2 seconds.
 
     try:
         return (

@@ -28,7 +28,7 @@ GPU: Pool = "gpu"
 
 @dataclass(frozen=True, slots=True)
 class MemoryPart:
-    """The amount of one kind of memory that a model uses in one pool."""
+    """The memory that a model uses for one purpose (`kind`) in system or GPU memory (`pool`)."""
 
     kind: ModelMemoryKind
     bytes: int

@@ -81,7 +81,7 @@ def _kind(config: Mapping[str, Any]) -> Kind:
     if not isinstance(config.get("model_type"), str):
         return "other"
     if not named:
-        return "model"  # mlx-lm reads only `model_type`.
+        return "model"  # mlx-lm needs only `model_type`, not `architectures`.
     if any(head in name.lower() for name in named for head in _HEAD_NAMES):
         return "head"
     return "model" if any(name.endswith(_TEXT_SUFFIXES) for name in named) else "embedding"
@@ -157,7 +157,7 @@ def _kv_bytes(config: Mapping[str, Any]) -> int:
 
 
 def _first(config: Mapping[str, Any], names: tuple[str, ...]) -> int:
-    """Return the first of these settings that is a positive integer below 2**40, or 0 if there is none."""
+    """Return the first setting in `names` that is a positive integer below 2**40, or 0 if there is none."""
     values = (config.get(name) for name in names)
     plausible = (v for v in values if isinstance(v, int) and not isinstance(v, bool) and 0 < v < 1 << 40)
     return next(plausible, 0)
@@ -165,7 +165,7 @@ def _first(config: Mapping[str, Any], names: tuple[str, ...]) -> int:
 
 def _name(config: Mapping[str, Any], folder: Path) -> str:
     stated = config.get("_name_or_path")
-    # In the Hugging Face cache, the folder is named after a commit.
+    # In the Hugging Face cache, the folder is named after a commit, so use the repository's name.
     named = folder.parent.parent.name.split("--")[-1] if folder.parent.name == "snapshots" else folder.name
     return stated.rstrip("/").rpartition("/")[2] if isinstance(stated, str) and stated.strip("/ ") else named
 
@@ -181,7 +181,7 @@ def _has_template(folder: Path) -> bool:
 
 
 def _licence(folder: Path) -> str:
-    """Return the licence stated at the top of README.md, or an empty string."""
+    """Return the licence stated in the front matter of README.md, or an empty string."""
     try:
         with (folder / "README.md").open(encoding="utf-8", errors="replace") as file:
             head = file.read(8192)

@@ -30,7 +30,7 @@ class ModelInfo:
         chat_template: Whether the model has a chat template.
         experts: Number of experts of a mixture-of-experts model.
         experts_used: Number of experts that process each token.
-        heads: Names of built-in heads that can draft from the hidden states, such as MTP.
+        heads: Names of built-in heads that can draft from the model's hidden states, such as MTP.
     """
 
     kind: Kind

@@ -15,16 +15,16 @@ __all__ = ["Skippable", "Trainable", "Trainer", "TrainingExample"]
 
 
 class Skippable(LanguageModel, Protocol):
-    """A model that can draft with some of its layers skipped. `self_draft(SkippedLayers(...))` is cheap."""
+    """A model that can draft with some layers skipped. Calling `self_draft(SkippedLayers(...))` is cheap."""
 
     @property
     def layer_count(self) -> int:
         """Number of layers. The first and last layers cannot be skipped."""
 
     def top1_agreement(self, layers: Sequence[int], tokens: Sequence[int]) -> float:
-        """Return the fraction of tokens whose most likely next token is the same without `layers`.
+        """Return the fraction of `tokens` after which the most likely token is the same without `layers`.
 
-        The results with all layers are reused by the next call if the cache and `tokens` are the same. The
+        The results with all layers are reused if the next call has the same cache contents and `tokens`. The
         call ends the round and leaves the cache unchanged.
 
         Args:

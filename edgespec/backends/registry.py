@@ -1,6 +1,6 @@
 """The registry of backends and their file formats.
 
-Code outside this package never compares format names. It reads the fields of a format's record instead.
+Code outside this package never compares format names. It reads the fields of `FileFormat` instead.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ def _all_files(path: Path) -> list[Path]:
 
 def _no_info(path: Path) -> ModelInfo:
     raise ModelFileError(
-        f"{path} is in a format without readable metadata", "select a draft model with --draft"
+        f"edgespec cannot read the metadata of {path}, which it needs to choose a draft model",
+        "select a draft model yourself with --draft",
     )
 
 
@@ -60,7 +61,7 @@ class FileFormat:
         label: The format and the library that runs it, for messages.
         recognise: Returns whether the file or folder at a path is in this format.
         load: Loads the model at a path, given its name for messages.
-        open_estimator: Opens the metadata of the model at a path to estimate its memory.
+        open_estimator: Opens a memory estimator for the model at a path.
         read_info: Returns the metadata of the model at a path. Raises ModelFileError.
         read_tokens: Returns the model's tokens, or None if its files do not list them.
         files: Returns all files of the model at a path. Raises OSError or ModelFileError.
@@ -113,7 +114,8 @@ class Backend:
         modules: Python modules that are imported when the backend is in use.
         packages: Packages whose versions affect its speed and rounding.
         graphics_cards: Returns the name and free bytes of each graphics card with dedicated memory.
-        preload: Imports the modules needed for loading a model, because a plan must include their memory.
+        preload: Imports the modules needed for loading a model, because a memory plan must include their
+            size.
         cache_follows_text: Whether the KV cache grows with the text automatically, without `resize`.
         ignored_options: LoadOptions fields that the library does not support. Loading rejects them, unless
             the other model of the pair uses a backend that supports them.
@@ -178,7 +180,7 @@ def backend_of(format_name: str) -> Backend:
 
 
 def format_of(format_name: str) -> FileFormat:
-    """Return the record of a format. Raises KeyError if the format is not registered."""
+    """Return the `FileFormat` with a given name. Raises KeyError if the format is not registered."""
     return _records()[format_name][1]
 
 
@@ -192,7 +194,7 @@ def is_registered(format_name: str) -> bool:
 
 
 def format_at(path: Path) -> FileFormat:
-    """Return the format of the file or folder at `path`. Files in an unknown format count as GGUF."""
+    """Return the format of the file or folder at `path`, or GGUF if the format is unknown."""
     return next(form for _, form in reversed(_records().values()) if form.recognise(path))
 
 
@@ -202,6 +204,6 @@ def same_backend(format_name: str, other_name: str) -> bool:
 
 
 def process_bytes() -> int:
-    """Return the memory used by Python and the largest backend in use, or of llama.cpp if none is in use."""
+    """Return the memory used by Python and the largest backend in use, or by llama.cpp if none is in use."""
     in_use = [each for each in backends() if any(module in sys.modules for module in each.modules)]
     return max((each.process_bytes for each in in_use), default=backends()[0].process_bytes)

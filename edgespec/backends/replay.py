@@ -24,8 +24,8 @@ __all__ = ["MAX_CHECKPOINTS", "ReplayModel", "Rewindable"]
 
 # Maximum number of checkpoints. Each one takes as much memory as the recurrent state.
 MAX_CHECKPOINTS = 4
-# Maximum number of pending tokens that a verify pass runs before the draft. If there are more, they are
-# prefilled instead, because each one makes the pass wider.
+# Maximum number of pending tokens that a verify pass replays before the draft. If there are more, they are
+# prefilled in a separate pass.
 _MAX_PENDING_TOKENS = 8
 # Tokens between checkpoints in plain decoding. An interrupted step replays at most this many tokens.
 _PLAIN_STRIDE = 128
@@ -141,10 +141,10 @@ class ReplayModel(BaseModel):
     def _check_shape(self, tree: TokenTree) -> None:
         limits = self.facts.capabilities
         if not tree.is_chain:
-            raise CapabilityError(f"{self.facts.name} cannot verify branches", limits.reason)
+            raise CapabilityError(f"{self.facts.name} cannot verify draft trees with branches", limits.reason)
         if tree.width > limits.max_width:
             raise CapabilityError(
-                f"a verify pass of {tree.width} rows exceeds the limit of {limits.max_width}",
+                f"a verify pass of {tree.width} tokens exceeds the limit of {limits.max_width}",
                 "use a shorter --draft-length",
             )
 
@@ -160,7 +160,10 @@ class ReplayModel(BaseModel):
         return pending
 
     def _grow_round(self) -> None:
-        """Commit the inner round to let the tree grow. Save a checkpoint unless a later one exists."""
+        """Commit the inner model's round to let the tree grow.
+
+        Also save a checkpoint, unless there is one from the start of the round or later.
+        """
         begun_at = self._inner.length
         self._commit_inner(self._open)
         if not self._checkpoints or self._checkpoints[-1].length < begun_at:
@@ -258,14 +261,17 @@ class ReplayModel(BaseModel):
             try:
                 self._inner.rewind(self._checkpoints[-1].handle)
                 return
-            except CapabilityError:  # Older checkpoints need even older cells.
+            except CapabilityError:  # Older checkpoints need even older cells, which are gone too.
                 self._checkpoints = []
         self._inner.truncate(0)
         if self._first_known:
             self._first_known, self._known = 0, []
 
     def _take_checkpoint(self) -> None:
-        """Save a checkpoint. At the limit, first delete the one whose neighbours are closest together."""
+        """Save a checkpoint.
+
+        If there are already `MAX_CHECKPOINTS`, delete the one whose neighbours are closest together first.
+        """
         checkpoints, length = self._checkpoints, self._inner.length
         if length == 0 or (checkpoints and checkpoints[-1].length == length):
             return

@@ -1,4 +1,4 @@
-"""The base class for self-drafts, which share the KV cache of their target."""
+"""The base class for self-draft models, which share the KV cache of their target."""
 
 from __future__ import annotations
 
@@ -87,7 +87,10 @@ class SelfDraftView(ABC, Generic[M]):
         pass
 
     def self_draft(self, method: SelfDraft) -> LanguageModel:  # noqa: ARG002
-        raise CapabilityError(f"{self.facts.name} is already a self-draft", "call the target's `self_draft`")
+        raise CapabilityError(
+            f"{self.facts.name} is itself a self-draft model and cannot create another one",
+            "call `self_draft` on the target model",
+        )
 
     @abstractmethod
     def interrupt(self, enabled: bool) -> None:

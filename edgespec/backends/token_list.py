@@ -18,7 +18,8 @@ from edgespec.errors import ModelFileError
 
 __all__ = ["TokenList", "tokens_of_folder", "tokens_of_header"]
 
-# Tokenizer kinds that encode bytes as other characters. `_KINDS` maps their names in GGUF files to these.
+# Tokenizer kinds that encode bytes as other characters. `_KINDS` maps the tokenizer names in GGUF files to
+# these kinds.
 _BYTE_LEVEL, _SENTENCEPIECE = "byte-level", "sentencepiece"
 _KINDS = {"gpt2": _BYTE_LEVEL, "llama": _SENTENCEPIECE, "t5": _SENTENCEPIECE}
 # Padding tokens that converters add at the end of an embedding table.
@@ -71,7 +72,7 @@ class TokenList:
 
 
 def _byte_level_table() -> dict[int, int]:
-    """Return a map from the character codes that GPT-2's tokenizer uses for bytes to those bytes."""
+    """Return a map from each character code in GPT-2's byte-level encoding to the byte it represents."""
     printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), 256)}
     others = [byte for byte in range(256) if byte not in printable]
     return {byte: byte for byte in printable} | {256 + i: byte for i, byte in enumerate(others)}

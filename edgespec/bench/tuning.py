@@ -18,7 +18,7 @@ __all__ = ["DrafterResult", "PassCost", "Tuning", "break_even", "tune"]
 
 # Minimum speed-up for recommending a method. A smaller one could be measurement noise.
 _MIN_SPEED_UP = 1.05
-_DRAFT_LENGTH = 4  # Every drafter is tried with this draft length.
+_DRAFT_LENGTH = 4  # Draft length with which every drafter is tried.
 _MAX_DRAFT_LENGTH = 16  # Longest draft length to recommend.
 
 
@@ -200,8 +200,8 @@ def _drafter_result(
     # Seconds per verify pass for sampling, rollback and the engine's own overhead.
     other = sum(_sum(replies, f"{phase}_seconds") for phase in ("sampling", "rollback", "overhead")) / rounds
     acceptance = _acceptance(replies)
-    # Number of passes with a draft, at most the number of passes, because a tree can have several tokens at
-    # depth 1.
+    # Number of passes with a draft. Limited to the number of passes, because a tree can have several tokens
+    # at depth 1.
     share = sum(
         min(*each.stats.drafted_per_position[:1], each.stats.target_passes)
         for each in replies

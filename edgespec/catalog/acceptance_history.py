@@ -46,11 +46,12 @@ class AcceptanceHistory:
         self._path = path or data_folder() / "learnt" / "acceptances.json"
 
     def rate(self, target: Model, draft: Model) -> float | None:
-        """Return a pair's acceptance rate from 0 to 1, or None if too few tokens were drafted."""
+        """Return a model pair's acceptance rate from 0 to 1, or None if too few tokens were drafted."""
         try:
             drafted, accepted = self._read().get(_key(target, draft), (0, 0))
         except ModelFileError:
-            return None  # One of the models was deleted.
+            # One of the models was deleted.
+            return None
         return accepted / drafted if drafted >= _MIN_DRAFTED else None
 
     def add(self, target: Model, draft: Model, drafted: int, accepted: int) -> None:
@@ -84,7 +85,7 @@ class AcceptanceHistory:
 
 
 class AcceptanceRecorder:
-    """Counts a loaded pair's drafted and accepted tokens and saves the counts. Never raises.
+    """Counts a loaded model pair's drafted and accepted tokens and saves the counts. Never raises.
 
     Counts only the first token of each draft, because the acceptance of later tokens depends on the draft
     length.

@@ -41,7 +41,9 @@ def check_alias(name: str, reference: str) -> str:
     seen, text = [name.lower()], reference
     while text.lower() in aliases:
         if text.lower() in seen:
-            raise OptionError(f"the alias {name} would refer to itself via {reference}", "choose a model")
+            raise OptionError(
+                f"the alias {name} would refer to itself via {reference}", "use another reference"
+            )
         seen.append(text.lower())
         text = aliases[text.lower()].strip()
     return _not_installed_notice(text)

@@ -33,11 +33,11 @@ _MAX_STEP_COST = 0.5
 # Minimum fraction of the target's tokens that a draft model must have. Below this, most proposals would have
 # to be retokenised.
 _MIN_SHARED_FRACTION = 0.5
-# Minimum fraction of shared tokens for `auto`. Loading a pair below this fraction shows a warning.
+# Minimum fraction of shared tokens for `--draft auto`. If a pair shares fewer, loading it shows a warning.
 _AUTO_MIN_SHARED_FRACTION = 0.9
 # Speed-up estimates count as equal if their ratio is at least this. The catalogue's order then decides.
 _EQUAL_SPEEDUP_RATIO = 0.97
-# Context length for estimating the size of KV caches, as in `memory_check`.
+# Context length for estimating the size of KV caches, as in backends/memory_check.py.
 _DEFAULT_CONTEXT_TOKENS = 8192
 
 
@@ -207,7 +207,7 @@ def _no_draft_known(target: Resolved) -> str:
 
 
 def _why_none(target: Resolved, usable: Sequence[DraftOption], fitting: Sequence[DraftOption]) -> str:
-    """Explain why `auto` uses no draft model."""
+    """Explain why `--draft auto` uses no draft model."""
     if fitting:
         return (
             f"the best draft model on this machine, {fitting[0].reference}, has an expected speed-up of"
@@ -224,7 +224,7 @@ def _why_none(target: Resolved, usable: Sequence[DraftOption], fitting: Sequence
 
 
 def _is_for_auto(option: DraftOption, target: Resolved, info: ModelInfo | None) -> bool:
-    """Return whether `auto` can use a model, which must be installed and match the target."""
+    """Return whether `--draft auto` can use a model, which must be installed and match the target."""
     if option.path is None or not same_backend(option.format, target.format):
         return False
     if option.shared_token_fraction is None:

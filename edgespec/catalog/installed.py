@@ -155,7 +155,7 @@ def _shortest_reference(stored: StoredModel) -> tuple[str, ModelEntry | None]:
 def _smaller(resolved: Resolved, installed: InstalledModels) -> list[tuple[InstalledModel, bool]]:
     """Return smaller models that run on the same backend, largest first.
 
-    Each comes with a flag: whether it is the same model with another quantisation.
+    Each comes with a flag, which is True for another quantisation of the same model.
     """
     info = model_info_or_none(resolved, installed.metadata)
     smaller = [
@@ -169,7 +169,7 @@ def _smaller(resolved: Resolved, installed: InstalledModels) -> list[tuple[Insta
 
 
 def _is_same_model(one: ModelInfo, other: ModelInfo) -> bool:
-    """Return whether both are the same model, apart from the quantisation."""
+    """Return whether two models are the same, apart from their quantisation."""
     first, second = (
         (info.architecture, info.family, info.parameters, info.vocabulary) for info in (one, other)
     )

@@ -61,7 +61,7 @@ class MetadataCache:
         return target_tokens is None or draft_tokens is None or target_tokens.same_ids(draft_tokens)
 
     def shared_token_fraction(self, target: Model, draft: Model) -> float | None:
-        """Return the fraction of the target's tokens that the draft also has, or None if unknown."""
+        """Return the fraction of the target's tokens that the draft model also has, or None if unknown."""
         if not target[2] or not draft[2]:
             return None
         if target[2] == draft[2]:

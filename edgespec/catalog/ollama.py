@@ -87,21 +87,21 @@ def _gguf_file(folder: Path, manifest: Path) -> Path:
         layers = json.loads(manifest.read_text(encoding="utf-8"))["layers"]
         kinds = {str(layer["mediaType"]): str(layer["digest"]) for layer in layers}
     except OSError as error:
-        raise ModelFileError(f"its manifest cannot be read: {error_reason(error)}") from error
+        raise ModelFileError(f"the model's manifest cannot be read: {error_reason(error)}") from error
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         # The manifest belongs to Ollama, which may change its format at any time.
-        raise ModelFileError("edgespec cannot parse its manifest") from error
+        raise ModelFileError("edgespec cannot parse the model's manifest") from error
     digest = _DIGEST.fullmatch(kinds.get(_MODEL, ""))
     if digest is None:
-        raise ModelFileError("it contains no GGUF model")
+        raise ModelFileError("the model has no GGUF file")
     if _ADAPTER in kinds:
-        raise ModelFileError("it uses an adapter, which edgespec cannot load")
+        raise ModelFileError("the model uses an adapter, which edgespec cannot load")
     blob = folder / "blobs" / f"sha256-{digest[1]}"
     try:
         regular_file_bytes(blob)
         with blob.open("rb") as file:
             if file.read(4) != b"GGUF":
-                raise ModelFileError("its file is not a GGUF file")
+                raise ModelFileError("the model's file is not a GGUF file")
     except OSError as error:
-        raise ModelFileError(f"its file {blob} cannot be read: {error_reason(error)}") from error
+        raise ModelFileError(f"the model's file {blob} cannot be read: {error_reason(error)}") from error
     return blob

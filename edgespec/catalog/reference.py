@@ -149,7 +149,8 @@ def _resolve_name(typed: str, reference: NameReference, download: Download) -> R
     if os.path.exists(full_name):
         return _resolve_path(Path(full_name))
     if stored:
-        return _resolve_stored(typed, stored)  # Raises an error, because the model is unusable.
+        # The model is unusable, so this raises an error.
+        return _resolve_stored(typed, stored)
     nearest = catalogue.nearest(full_name, [*user_aliases(), *ollama_names()])
     raise ModelNotFoundError(
         f"there is no model named {full_name}",
@@ -244,12 +245,13 @@ def _resolve_path(path: Path) -> Resolved:
         ) from error
     except (OSError, ValueError) as error:
         raise ModelFileError(f"{path} cannot be opened: {error}", "check the path") from error
-    name = path.name or path.resolve().name  # The name of Path(".") is empty.
+    # The name of Path(".") is empty.
+    name = path.name or path.resolve().name
     return Resolved(name, path, "path", load_catalogue().embedded_at(path), str(path), format_at(path).name)
 
 
 def _resolve_prepared(prepared: PreparedModel, given: Path) -> Resolved:
-    """Return a model prepared for early exit, given its folder or the path of its deleted source."""
+    """Return a model prepared for early exit, given its folder or the path of its deleted original."""
     if not is_registered(prepared.kind):
         raise ModelFileError(
             f"{given} contains files prepared for drafting, not a model",

@@ -7,8 +7,7 @@ import math
 __all__ = ["estimate_acceptance_rate", "estimate_speedup"]
 
 # Assumed acceptance rates: 0.70, 0.78 and 0.86 for draft models with 1, 10 and 100 % of the target's size.
-# For the embedded pair (21 %), this estimate gives 0.80, and the measured rate is 0.75. `AcceptanceHistory`
-# stores measured rates of pairs in use.
+# For the demo models (21 %), the estimate is 0.80 and the measured rate 0.75.
 _RATE_AT_EQUAL_SIZE, _RATE_PER_DECADE = 0.86, 0.08
 _MIN_RATE, _MAX_RATE = 0.3, 0.95
 # Cost of each additional token in a verify pass, relative to one target step (measured with F16 weights on a

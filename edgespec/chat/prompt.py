@@ -165,7 +165,7 @@ class PromptBuilder:
         return longest if longest and longest.text else None
 
     def _spelled_prefix(self, tokens: Sequence[int], text: str) -> RenderedPrompt:
-        """Return the longest prefix of `text` that `tokens` decode to and that a control token follows."""
+        """Return the longest prefix of `text` that `tokens` decode to and that precedes a control token."""
         encoded, at = text.encode("utf-8", "replace"), 0
         spelled_bytes = spelled_tokens = 0
         for i, token in enumerate(tokens):
@@ -173,7 +173,8 @@ class PromptBuilder:
             piece = self._vocabulary.raw_piece(token) if control else self._vocabulary.piece(token)
             if not encoded.startswith(piece, at):
                 if i == 0 and control:
-                    continue  # The tokenizer adds a start token that the template does not write.
+                    # Skip the start token, which the tokenizer adds but the template does not write.
+                    continue
                 break
             if control:
                 spelled_bytes, spelled_tokens = at, i
@@ -197,7 +198,8 @@ class PromptBuilder:
         for token in control_tokens:
             literal = _literal(vocabulary, token)
             begin = text.find(literal, at)
-            if begin < 0:  # The tokenizer adds a start token that the template does not write.
+            if begin < 0:
+                # This is the start token, which the tokenizer adds but the template does not write.
                 tokens.append(token)
                 continue
             if begin > at:

@@ -216,7 +216,7 @@ class ChatStore:
     def _path(self, chat_id: str) -> Path:
         # The ID becomes a file name, so an invalid one could point to another folder.
         if not _ID.fullmatch(chat_id):
-            raise ChatFileError(f"{chat_id!r} is not a chat id", "choose one from the list of saved chats")
+            raise ChatFileError(f"{chat_id!r} is not a chat ID", "choose one from the list of saved chats")
         return self.folder / f"{chat_id}.json"
 
 
@@ -236,7 +236,7 @@ def read_chat(path: Path) -> SavedChat:
     try:
         size_bytes = regular_file_bytes(path)
         if size_bytes > _MAX_FILE_BYTES:
-            raise ValueError(f"it has {size_bytes:,} bytes, which is too large for a chat")
+            raise ValueError(f"the file has {size_bytes:,} bytes, which is too large for a chat")
         return _checked(path, json.loads(path.read_bytes().decode("utf-8")))
     except FileNotFoundError:
         raise ChatFileError(f"there is no saved chat at {path}", "choose from the list of chats") from None
@@ -245,9 +245,9 @@ def read_chat(path: Path) -> SavedChat:
             f"cannot read {path.name}: {error_reason(error)}", f"check the permissions of {path}"
         ) from error
     except UnicodeDecodeError as error:
-        reason = f"it is not UTF-8 text (byte {error.start})"
+        reason = f"the file is not UTF-8 text (byte {error.start})"
     except json.JSONDecodeError as error:
-        reason = f"it is not complete JSON ({error.msg} at line {error.lineno}, column {error.colno})"
+        reason = f"the file is not complete JSON ({error.msg} at line {error.lineno}, column {error.colno})"
     except RecursionError:
         reason = "its JSON is nested too deeply"
     except OptionError as error:
@@ -271,7 +271,7 @@ def _checked(path: Path, json_value: object) -> SavedChat:
         )
     texts = {name: _typed(data.get(name), str, f"`{name}`") for name in _TEXTS}
     if texts["id"] != path.stem:
-        raise ValueError(f"its id {texts['id'][:80]!r} does not match its file name")
+        raise ValueError(f"the chat ID {texts['id'][:80]!r} does not match the file name")
     items = _typed(data.get("messages"), list, "`messages`")
     messages = tuple(as_message(number, item) for number, item in enumerate(items, 1))
     system = data.get("system")

@@ -11,8 +11,8 @@ __all__ = ["ReplyText"]
 class ReplyText:
     """Collects the text of one reply token by token.
 
-    A character that spans several tokens is emitted with its last byte. Text that could be the start of a
-    stop string is withheld until later tokens decide.
+    A character that spans several tokens is emitted when it is complete. Text that could be the start of a
+    stop string is withheld until later tokens show whether it is.
     """
 
     def __init__(

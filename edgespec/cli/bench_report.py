@@ -17,8 +17,10 @@ if TYPE_CHECKING:
 __all__ = ["print_report"]
 
 _Item = TypeVar("_Item")
-_PIPE_COLUMNS = 100  # Width of charts if stdout is not a terminal.
-_MIN_SPEED_UP = 1.03  # A smaller one could be measurement noise.
+# Width of charts if stdout is not a terminal.
+_PIPE_COLUMNS = 100
+# Smaller speed-ups could be measurement noise.
+_MIN_SPEED_UP = 1.03
 _LEGEND = """\
 SPEED-UP      speed compared with no drafting on the same prompt, not counting the time to read the prompt
 95% CI        95% confidence interval of SPEED-UP

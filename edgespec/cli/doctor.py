@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 __all__ = ["Check", "command"]
 
 _DEMO_TOKENS = 16
-_SLOW_TOKENS_PER_SECOND = 50  # An idle machine is several times as fast.
+# Report the demo model as slow below this speed. An idle machine is several times as fast.
+_SLOW_TOKENS_PER_SECOND = 50
 _LOW_MEMORY_BYTES = 2_000_000_000
 _BUILD_FLAG = {"metal": "-DGGML_METAL=on", "cuda": "-DGGML_CUDA=on"}
 

@@ -36,7 +36,7 @@ class Stop:
         return self._event.is_set()
 
     def on_request(self, action: Callable[[], None]) -> None:
-        """Call `action` when a stop is requested, or now if it already was. `action` can be called twice."""
+        """Call `action` when a stop is requested, or now if one already was. `action` can be called twice."""
         self._action = action
         if self.requested:
             action()

@@ -99,7 +99,7 @@ def layerskip(reference: str, exit_layer: str, to: Path | None, as_json: bool) -
 @_to_option
 @json_option
 def lowbit(reference: str, type_name: str | None, to: Path | None, as_json: bool) -> None:
-    """Make a lower-precision copy of REF that drafts on the model's own cache, for `--method lowbit`.
+    """Make a lower-precision copy of REF that drafts with the model's own cache, for `--method lowbit`.
 
     REF may also be a folder made by `edgespec prepare layerskip`.
     """
@@ -125,7 +125,7 @@ def _exit(text: str) -> int | None:
     try:
         return int(text)
     except ValueError:
-        raise OptionError(f"--exit is {text!r}", "use a layer number or auto") from None
+        raise OptionError(f"--exit cannot be {text!r}", "use a layer number or auto") from None
 
 
 def _resolve_and_prepare(

@@ -27,8 +27,10 @@ __all__ = [
 # Control characters, including text direction marks, which could disguise a file name.
 _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
 _CLEAR_LINE = "\r\x1b[K"
-_TERMINAL_DELAY_SECONDS = 0.3  # Shorter operations show no progress line.
-_PIPE_DELAY_SECONDS = 5.0  # In a pipe, steps that take longer print one line.
+# On a terminal, operations shorter than this show no progress line.
+_TERMINAL_DELAY_SECONDS = 0.3
+# In a pipe, steps that take longer than this print one line.
+_PIPE_DELAY_SECONDS = 5.0
 
 
 def is_terminal(stream: TextIO | None) -> bool:

@@ -257,12 +257,13 @@ def ignore_unread_settings(ctx: click.Context) -> None:
     params = ctx.params
     for name in unread_options((params.get("method") or "auto", *(params.get("methods") or ()))):
         if name in used:
-            del params[name]  # `load` then uses the default value.
+            # Without the setting, `load` uses the default value.
+            del params[name]
             note(f"{name} ({used.pop(name).where}) is ignored: this method does not use it")
 
 
 def with_setting_source(error: EdgespecError, ctx: click.Context) -> EdgespecError:
-    """Add to an error where the setting was set, unless it was set on the command line."""
+    """Add to an error where the invalid option was set, unless it was set on the command line."""
     used: dict[str, SettingValue] = ctx.meta.get(_USED_KEY, {})
     about_a_model = isinstance(error, ModelNotFoundError | ModelFileError | DownloadError)
     for name, found in used.items():

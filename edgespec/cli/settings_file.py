@@ -59,7 +59,7 @@ def read_text(path: Path) -> str | None:
     except UnicodeDecodeError as error:
         line = error.object[: error.start].count(b"\n") + 1
         raise ConfigurationError(
-            f"{path}, line {line}: this is not UTF-8 text", "save it as UTF-8"
+            f"{path}, line {line}: the text is not UTF-8", "save the file as UTF-8"
         ) from error
     except OSError as error:
         raise ConfigurationError(
@@ -150,7 +150,8 @@ def changed(text: str, path: KeyPath, literal: str | None) -> str:
     result = "\n".join(lines)
     found = _read(result)
     if found is not None and len(path) > 1:
-        found.setdefault(path[0], {})  # Removing the only key in a dotted table also removes the table.
+        # Removing the only key in a dotted table also removes the table.
+        found.setdefault(path[0], {})
     if found != _wanted(tomllib.loads(text), path, literal):
         raise NotEditableError
     return result.replace("\n", "\r\n") if "\r\n" in text else result

@@ -32,7 +32,8 @@ __all__ = ["SMALLEST_P_VALUE", "command"]
 
 # A corrected p-value below this means that a method changes the probabilities of replies.
 SMALLEST_P_VALUE = 0.001
-_MAX_SHOWN_DIVERGENCES = 5  # Maximum number of differing replies to list per method.
+# Maximum number of differing replies to list per method.
+_MAX_SHOWN_DIVERGENCES = 5
 
 # Column headings of the counts, keyed by JSON key.
 _COUNTS = {
@@ -84,7 +85,7 @@ def command(
 ) -> int:
     """Check on your own models that drafting does not change any token of a reply.
 
-    Every prompt is answered without drafting and with each method, and the tokens are compared.
+    The model answers every prompt without drafting and with each method, and the tokens are compared.
 
     \b
     identical   exactly the same tokens

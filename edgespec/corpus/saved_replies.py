@@ -38,7 +38,8 @@ __all__ = ["SavedReplies", "delete_saved_replies"]
 
 VERSION = 1
 _MAGIC = b"\xe5RPL"
-_RECORD_HEADER = struct.Struct("<4sII")  # magic, number of tokens, CRC-32 of the tokens
+# Magic number, number of tokens, and CRC-32 of the tokens.
+_RECORD_HEADER = struct.Struct("<4sII")
 _LOCK_SECONDS = 1.0
 _SUFFIX = ".replies"
 # Name of an empty file whose modification time records when saved replies were last deleted.
@@ -148,7 +149,8 @@ class SavedReplies:
             self._unwritten = []
         except Timeout:
             self._unwritten = self._newest(self._unwritten)
-        except (OSError, NotImplementedError) as error:  # NotImplementedError: locks are not supported
+        except (OSError, NotImplementedError) as error:
+            # NotImplementedError means that the file system does not support locks.
             self._disabled = True
             self._unwritten = []
             self.notice = f"replies cannot be saved in {self.path}: {error_reason(error)}"

@@ -32,7 +32,7 @@ VERSION = 1
 # Skip larger files, because people rarely edit such large text files by hand.
 _MAX_FILE_BYTES = 2 * 1024 * 1024
 _MAX_FILES = 20_000
-# Maximum number of token caches on disk. Each combination of corpus and vocabulary has one. The oldest caches
+# Maximum number of token caches on disk, one for each combination of corpus and vocabulary. The oldest caches
 # are deleted first.
 _MAX_CACHES = 16
 _SUFFIX = ".corpus"
@@ -131,7 +131,8 @@ def _list_files(root: Path) -> tuple[list[tuple[Path, str]], Counter[str]]:
         raise OptionError(
             f"--corpus {root} does not exist", "specify a text file or a folder of text files"
         ) from None
-    except (OSError, ValueError) as error:  # ValueError: the path is invalid
+    except (OSError, ValueError) as error:
+        # ValueError means that the path is invalid.
         raise OptionError(
             f"--corpus {root} cannot be read: {error_reason(error)}", "check its permissions"
         ) from error

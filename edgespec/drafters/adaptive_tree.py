@@ -22,12 +22,12 @@ from edgespec.drafters.tree_growth import Children, DraftProbs, TreeGrowth
 
 __all__ = ["AdaptiveTreeGrowth"]
 
-# Maximum number of further tree levels to estimate. Estimates for deeper levels are too uncertain.
+# Maximum number of levels to estimate below the current one. Estimates for deeper levels are too uncertain.
 _MAX_LOOKAHEAD_LEVELS = 4
 # Maximum number of tokens in a draft tree, including the root.
 _MAX_WIDTH = 64
-# A forced draft normally has one level. It has two if verifying two tokens costs at least this many target
-# steps, because verifying a third token then costs little extra.
+# If verifying two tokens costs at least this many target steps, a third token costs little extra. A forced
+# draft then has two levels instead of one.
 _STEEP_COST = 1.9
 # Assumed cost of a draft model pass before the first measurement, in target steps.
 _ASSUMED_DRAFT_PASS_COST = 0.2
@@ -100,13 +100,14 @@ class AdaptiveTreeGrowth(TreeGrowth):
     def record_verify_pass(self, width: int) -> None:
         if self._round.passes:
             self._target_step_seconds.add((self._clock() - self._round.started) / self._v(width))
-            self._round.passes = 0  # Another drafter might propose the next draft.
+            # Ignore the next verify pass if another drafter proposes its draft.
+            self._round.passes = 0
 
     def grow_level(self, path_probs: Sequence[float], draft_probs: DraftProbs) -> list[Children]:
         this_round = self._round
         this_round.passes += 1
         if this_round.is_forced:
-            # Draft a chain. Expand its first token if verifying another one would cost little extra.
+            # Draft one token, or a chain of two if verifying the second one would cost little extra.
             this_round.width += 1
             path_prob = path_probs[0] * self._acceptance.prob(0, draft_probs(0)[0])
             return [Children((path_prob,), this_round.passes < (2 if self._v(2) >= _STEEP_COST else 1))]
@@ -136,7 +137,7 @@ class AdaptiveTreeGrowth(TreeGrowth):
         return children
 
     def _add_children(self, drafted: int, rank: int) -> int:
-        """Return how many of a node's children to add so that `rank` is included, or 0 if they do not fit."""
+        """Return how many children to add so that the child at `rank` is included; 0 if they do not fit."""
         this_round = self._round
         added = max(rank + 1 - drafted, 0)
         width = this_round.width + added
@@ -222,23 +223,24 @@ class _Round:
     expected_tokens: float = 1.0
 
     def pass_costs(self, width: int, count: int) -> NDArray[np.float64]:
-        """Return the costs of the `count` pass widths from `width` up. Width 0 costs one target step."""
+        """Return the verify costs of `count` widths from `width` up. Width 0 costs one target step."""
         return self.costs[np.maximum(np.arange(width, width + count) - 1, 0)]
 
 
 class _ChildAcceptance:
-    """Estimates how likely a child is to be accepted, given its rank and its draft probability.
+    """Estimates how likely a drafted node is to be accepted, given its rank and its draft probability.
 
     The estimate ignores the token ids, because the tree shape must not depend on which tokens were drawn.
     Initially, the draft model's probabilities are assumed to be correct.
     """
 
-    # Boundaries of the draft probability buckets, and the initial acceptance probability of each bucket.
+    # Boundaries of the draft probability buckets.
     _EDGES = (0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.9, 0.97)
+    # Initial acceptance probability of each bucket.
     _PRIOR = np.array([0.01, 0.035, 0.07, 0.15, 0.27, 0.42, 0.57, 0.72, 0.85, 0.93, 0.98])
-    # Weight of the initial probabilities, and maximum weight of the counts after a pause in drafting. Both
-    # are expressed as a number of drafted tokens.
+    # Weight of the initial probabilities, as a number of drafted tokens.
     _PRIOR_WEIGHT = 4.0
+    # Maximum weight of the counts after a pause in drafting, as a number of drafted tokens.
     _WEIGHT_AFTER_PAUSE = 2.0
     # Initial acceptance probability of a node's most likely child, used if its draft probability is unknown.
     _TYPICAL_PRIOR = 0.7

@@ -68,7 +68,7 @@ class Drafter(ABC):
 
     @abstractmethod
     def propose(self, sampler: Sampler, acceptance: Acceptance, draft_length: int) -> TokenTree:
-        """Return a draft tree whose root is the last token. If nothing is drafted, it has no other nodes.
+        """Return a draft tree whose root is the last token. If nothing is drafted, it has only the root.
 
         Args:
             sampler: The target's sampler after the last token. The call leaves its state unchanged.
@@ -78,7 +78,7 @@ class Drafter(ABC):
         """
 
     def observe(self, tree: TokenTree, logits: Logits, sampler: Sampler) -> None:  # noqa: B027
-        """Read the target's logits for the verified tree before its next pass overwrites them.
+        """Read the target's logits for the verified tree before the target's next pass overwrites them.
 
         Row i of the logits belongs to node i. The call leaves the sampler's state unchanged.
         """

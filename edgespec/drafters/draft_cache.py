@@ -23,8 +23,8 @@ _TOP_TOKENS = 64
 class DraftCache:
     """Keeps a draft model's KV cache in step with the token sequence. Prefills only on request.
 
-    If the sequence is too long to prefill now, only its first and last tokens are prefilled. This lowers the
-    acceptance rate but does not change the reply.
+    If there is no time to prefill the whole sequence, only its first and last tokens are prefilled. This
+    lowers the acceptance rate but does not change the reply.
 
     Attributes:
         model: The draft model.
@@ -43,7 +43,7 @@ class DraftCache:
 
     @property
     def pending_tokens(self) -> int:
-        """Number of tokens to prefill before drafting, excluding the two that the first draft pass runs."""
+        """Number of tokens to prefill before drafting, except two tokens run by the first draft pass."""
         return max(self.lag_tokens - 2, 0)
 
     @property
@@ -52,7 +52,7 @@ class DraftCache:
         return self.pending_tokens if len(self.visible_tokens) == len(self._tokens) else len(self._tokens)
 
     def begin(self, tokens: Sequence[int]) -> None:
-        """Switch to another sequence. Cached tokens that both sequences begin with are kept."""
+        """Switch to another sequence, keeping the cached tokens of the common prefix."""
         self._tokens = list(tokens)
         self._set_visible(self._tokens)
 

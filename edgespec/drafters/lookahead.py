@@ -27,7 +27,7 @@ from edgespec.errors import OptionError
 
 __all__ = ["LookaheadDrafter", "LookaheadWindow", "NgramPool", "choose_window"]
 
-# Depth limit of the first window, which is chosen before the draft length is known.
+# Draft length assumed for the first window, which is chosen before the actual draft length is known.
 _INITIAL_DRAFT_LENGTH = 16
 # New columns are filled with tokens drawn at random from this many recent tokens.
 _RECENT_TOKENS = 512
@@ -56,7 +56,7 @@ class LookaheadWindow(NamedTuple):
 
     @property
     def levels(self) -> int:
-        """Number of tokens in a column. A candidate has one more token."""
+        """Number of tokens in a column. A candidate n-gram has one more token."""
         return self.ngram_tokens - 1
 
     @property
@@ -87,19 +87,20 @@ class LookaheadWindow(NamedTuple):
         return right / _PASSES_PER_HIT
 
     def fits(self, capabilities: Capabilities) -> bool:
-        """Return whether a target with these capabilities can verify a tree of this shape."""
+        """Return whether a target with these capabilities can verify the trees of this window."""
         max_leaves = capabilities.max_branches if capabilities.tree else 1
         return self.rows <= capabilities.max_width and self.leaves <= max_leaves
 
 
-# Candidate windows for targets that can and cannot verify trees. The largest ones are similar to those in the
-# lookahead decoding paper (arXiv 2402.02057).
+# Candidate windows for targets that can verify trees. The largest are similar to those in the lookahead
+# decoding paper (arXiv 2402.02057).
 _TREE_WINDOWS = [LookaheadWindow(w, n, g) for w in range(2, 17) for n in range(3, 7) for g in range(1, w + 1)]
+# Candidate windows for targets that can verify only chains.
 _CHAIN_WINDOWS = [LookaheadWindow(0, n, 1) for n in range(3, 7)]
 
 
 def choose_window(curve: CostCurve, capabilities: Capabilities, draft_length: int) -> LookaheadWindow | None:
-    """Return the window with the highest expected speed-up, or None if decoding without it is faster."""
+    """Return the window with the highest expected speed-up, or None if plain decoding is faster."""
 
     def speed_up(window: LookaheadWindow) -> float:
         return (1 + window.expected_tokens) / curve.v(window.rows)
@@ -116,7 +117,7 @@ class NgramPool:
     MAX_PER_TOKEN = 16
 
     def __init__(self) -> None:
-        # The n-grams without their first token, oldest first.
+        # For each first token, the rest of its n-grams, oldest first.
         self._continuations: dict[int, dict[tuple[int, ...], None]] = {}
 
     def add(self, ngram: tuple[int, ...]) -> None:
@@ -182,7 +183,7 @@ class LookaheadDrafter(Drafter):
                 f"the lookahead window {window} needs passes of {window.rows} tokens and {window.leaves}"
                 f" branches, but the target supports only {capabilities.max_width} tokens and"
                 f" {capabilities.max_branches if capabilities.tree else 1} branches",
-                "choose a smaller window",
+                "choose a window with fewer columns, fewer candidates or shorter n-grams",
             )
         self._forced = window is not None
         self._smallest = (_TREE_WINDOWS if capabilities.tree else _CHAIN_WINDOWS)[0]
@@ -264,7 +265,8 @@ class LookaheadDrafter(Drafter):
         columns: list[_Column] = []
         for column in self._columns:
             if column.next is None:
-                break  # the pass did not include the columns after this one either
+                # The last verify pass did not include this column or any later one.
+                break
             predicted = column.predicted + 1
             if predicted >= len(column.tokens):
                 self._pool.add((*column.tokens, column.next))

@@ -179,7 +179,8 @@ class ModelDrafter(BudgetedDrafter):
         return expandable
 
     def observe(self, tree: TokenTree, logits: Logits, sampler: Sampler) -> None:
-        if self._tree:  # otherwise another drafter proposed the tree
+        # If there is no draft of this drafter, another drafter proposed the tree.
+        if self._tree:
             self._growth.record_verify_pass(tree.width)
 
     def commit(self, tokens: tuple[int, ...]) -> None:

@@ -38,12 +38,13 @@ TARGET_TOKENS = 16
 EXAMPLE_TOKENS = 96
 _CONTEXT_TOKENS = 32
 _MAX_EXAMPLES = 128
-# Number of training steps per new example, and maximum number of steps per idle period.
+# Number of training steps per new example.
 _STEPS_PER_EXAMPLE = 4
+# Maximum number of training steps per idle period.
 _MAX_STEPS = 64
-# Approximate number of recent tokens on which the original and the trained weights are compared, and minimum
-# number of evaluated tokens for a comparison.
+# Approximate number of recent tokens on which the original and the trained weights are compared.
 _EVALUATION_TOKENS = 1024
+# Minimum number of recent tokens for comparing the original and the trained weights.
 _MIN_EVALUATION_TOKENS = 64
 _EMPTY = np.zeros(0)
 
@@ -139,7 +140,7 @@ class OnlineTrainer:
 
     @property
     def size_bytes(self) -> int:
-        """Memory used for training, in bytes. Peak memory during a step is unknown before the first step."""
+        """Memory used for training, in bytes. Excludes the memory of a step until one has been measured."""
         return self._trainer.state_bytes + self._trainer.peak_step_bytes
 
     def begin(self, tokens: Sequence[int]) -> None:
@@ -158,7 +159,7 @@ class OnlineTrainer:
 
         Args:
             proposed: The draft.
-            verified: The tree that the target verified. It can be just part of the draft.
+            verified: The tree that the target verified, which may be only part of the draft.
             logits: The target's logits, one row per node of `verified`.
             tokens: The tokens emitted after verification.
         """
@@ -203,7 +204,7 @@ class OnlineTrainer:
             if self._trainer.adapted != was_adapted or (has_trained and was_adapted):
                 self._draft.truncate(0)
                 self.cache.begin(self._tokens)
-                with suppress(CancelledError):  # `propose` prefills the remaining tokens later
+                with suppress(CancelledError):  # `propose` will prefill the remaining tokens.
                     self.cache.prefill(progress=lambda *_: should_continue())
         finally:
             self._trainer.release_thread_state()

@@ -7,8 +7,7 @@ from numpy.typing import NDArray
 
 __all__ = ["AcceptanceCounts", "RunningMean"]
 
-# Number of values after which each new value has a weight of 1/10, so that the mean follows changes within
-# about ten values.
+# Every new value has a weight of at least 1/10, so that the mean adapts within about ten values.
 _MEAN_VALUES = 10
 # Maximum weight of a mean restored from an earlier run, as a number of values. New values soon outweigh it.
 _MAX_RESTORED_COUNT = 5
@@ -38,7 +37,7 @@ class RunningMean:
     def restore(self, saved: NDArray[np.float64]) -> None:
         """Restore the array returned by `saved`. Raises ValueError if it is invalid."""
         if saved.shape != (2,) or not np.isfinite(saved).all() or saved[1] < 0.0:
-            raise ValueError(f"saved mean must consist of a finite mean and a count, not {saved}")
+            raise ValueError(f"the saved array must consist of a finite mean and a count, not {saved}")
         value, count = map(float, saved)
         self.value, self.count = value, min(int(count), _MAX_RESTORED_COUNT)
 
@@ -58,9 +57,10 @@ class AcceptanceCounts:
         drafted: Decayed count of drafted tokens per category.
     """
 
-    # Factors by which old counts decrease with each new token in the category. With 0.98, a token loses half
+    # Factor by which old counts decrease with each new token in the category. With 0.98, a token loses half
     # of its weight after 34 further tokens.
     DECAY = 0.98
+    # Factor by which the counts for long-term rates decrease with each new token in the category.
     _LONG_DECAY = 0.998
 
     def __init__(self, accepted: NDArray[np.float64], drafted: NDArray[np.float64]) -> None:

@@ -27,17 +27,19 @@ __all__ = ["LayerSet", "ScoredLayerSet", "SwiftDrafter", "SwiftSearch"]
 LayerSet: TypeAlias = tuple[int, ...]
 
 # Number of recent tokens on which a set of skipped layers is evaluated in one pass: enough to compare sets,
-# but too few to delay a new reply noticeably. Shorter sequences are used if they reach the minimum.
+# but too few to delay a new reply noticeably.
 EVALUATION_TOKENS = 64
+# Minimum number of recent tokens needed to evaluate a set of skipped layers.
 _MIN_EVALUATION_TOKENS = 16
-# Maximum number of sets to evaluate in one idle period (a heuristic) and for one model (from the SWIFT paper,
-# arXiv 2410.06916).
+# Maximum number of layer sets to evaluate in one idle period. This value is a heuristic.
 MAX_SETS_PER_IDLE_PERIOD = 48
+# Maximum number of layer sets to evaluate for one model, from the SWIFT paper (arXiv 2410.06916).
 MAX_SETS = 1000
-# Fraction of layers to skip in random sets, from the SWIFT paper.
+# Fraction of layers to skip in random sets, from the SWIFT paper (arXiv 2410.06916).
 _SKIP_RATIO = 0.45
-# Maximum draft length to consider, and maximum number of layer sets to keep. Both are heuristics.
+# Maximum draft length to consider. This value is a heuristic.
 _MAX_DRAFT_LENGTH = 8
+# Maximum number of layer sets to keep. This value is a heuristic.
 _MAX_SAVED_SETS = 256
 # When the counts of a set exceed this many tokens, they are halved, so that old observations lose weight.
 _MAX_COUNTED_TOKENS = 2048
@@ -75,8 +77,8 @@ class SwiftDrafter(Drafter):
         if "swift" not in capabilities.self_draft_methods:
             raise CapabilityError(
                 f"{target.facts.name} cannot draft by skipping layers:"
-                f" {capabilities.reason or 'its layers cannot be skipped'}",
-                "choose another --method",
+                f" {capabilities.reason or 'its backend does not support it'}",
+                "choose another method with --method",
             )
         self._target = target
         self._store = store
@@ -85,8 +87,9 @@ class SwiftDrafter(Drafter):
         if store:
             self._search.restore(store.load())
         self._tokens: list[int] = []
-        # The set of layers skipped in the current reply, and the drafter that skips them.
+        # The set of layers skipped in the current reply.
         self._layer_set: ScoredLayerSet | None = None
+        # The drafter that skips this set of layers.
         self._drafter: ModelDrafter | None = None
         self._proposed: TokenTree | None = None
 
@@ -134,8 +137,8 @@ class SwiftDrafter(Drafter):
     def run_idle_work(self, should_continue: Callable[[], bool]) -> None:
         """Evaluate how well the target predicts the end of the chat when some layers are skipped.
 
-        The best set so far is evaluated first, even if the limit has been reached, because it may be worse
-        for the current text.
+        The best set so far is evaluated first, even if `MAX_SETS` sets have been evaluated, because it may be
+        worse for the current text.
         """
         tokens = self._tokens[: self._target.length][-EVALUATION_TOKENS:]
         if len(tokens) < _MIN_EVALUATION_TOKENS:

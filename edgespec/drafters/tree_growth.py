@@ -33,11 +33,11 @@ class Children(NamedTuple):
 
 
 class TreeGrowth(ABC):
-    """A rule that decides, level by level, how a draft tree grows. Each drafter has its own rule.
+    """A rule that decides, level by level, how a draft tree grows. Each drafter has its own instance.
 
     Each draft-and-verify round calls `begin_round`, `grow_level` after each draft model pass, `finish_draft`,
     `record_verify_pass`, and `record_outcome` for each node whose next token is known. If `begin_round`
-    returns False, drafting is skipped and none of the others is called.
+    returns False, drafting is skipped and none of the other methods is called.
 
     Attributes:
         drafts_chains: Whether all trees are chains.

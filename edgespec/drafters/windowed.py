@@ -143,13 +143,13 @@ class WindowedModel(WrappedModel):
             raise
 
     def _update_inner_cache(self, progress: Progress | None = None) -> None:
-        """Prefill the missing tokens. If the window would become too large, evict old tokens first."""
+        """Prefill tokens missing from the inner KV cache. If the window would grow too large, evict first."""
         sinks, length = self._window.sink_tokens, len(self._tokens)
         cached = self._model.length
         if cached < sinks:
             self._start = sinks
         needed = cached + length - self._end
-        # After the sequence has been truncated, the window can contain too few tokens. Recompute it then.
+        # Truncating the sequence can leave too few tokens in the window. If so, recompute the window.
         too_small = self._start > sinks and needed < sinks + self._window.slack_tokens
         if needed > self._max_cached_tokens or too_small:
             self._evict()

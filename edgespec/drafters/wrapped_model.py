@@ -15,7 +15,7 @@ __all__ = ["WrappedModel", "wrapped_capabilities"]
 
 
 def wrapped_capabilities(inner: Capabilities, max_width: int) -> Capabilities:
-    """Return the capabilities of a wrapped model."""
+    """Return the inner model's capabilities, limited to those that a wrapped model supports."""
     return replace(inner, max_width=max_width, partial_truncate=False, trainable=False)
 
 
@@ -50,7 +50,9 @@ class WrappedModel(BaseModel):
             self._model.truncate(self._model.length)
 
     def remove_range(self, start: int, end: int) -> None:
-        raise CapabilityError(f"tokens {start} to {end} of {self.facts.name} cannot be removed")
+        raise CapabilityError(
+            f"tokens {start} to {end} cannot be removed from the cache of {self.facts.name}"
+        )
 
     def snapshot(self, start: int = 0, end: int | None = None) -> Snapshot:
         self._check(0)

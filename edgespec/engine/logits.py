@@ -36,7 +36,7 @@ class Logits(Protocol):
 
     @property
     def overlapped_seconds(self) -> float:
-        """Seconds that the pass ran before `verify` was called, while the draft was still being computed."""
+        """Seconds that the pass had run before `verify` was called, while the draft was being computed."""
 
     def __len__(self) -> int:
         """Return the number of rows."""
@@ -87,7 +87,8 @@ def best_on_host(
     if count == 1:
         return [int(tokens[scores.argmax()])], peak
     best = np.argsort(-scores, kind="stable")[:count]
-    return tokens[best[scores[best] > -np.inf]].tolist(), peak  # Tokens at -inf are forbidden.
+    # Tokens with a score of -inf are forbidden.
+    return tokens[best[scores[best] > -np.inf]].tolist(), peak
 
 
 def candidates(

@@ -87,8 +87,8 @@ def decode(
         acceptance: The acceptance rule.
         sampler: The sampler, whose history ends with `last_token`.
         last_token: The last token of the prompt.
-        vocab_size: Drafted token ids must be smaller than this. Drafts are pruned to this limit and the next
-            three.
+        vocab_size: Drafted token ids must be smaller than this. Drafts that exceed this or one of the next
+            three limits are pruned.
         max_width: Maximum number of rows of a verify pass.
         max_branches: Maximum number of leaves of a draft.
         draft_length: Maximum depth of a draft.

@@ -82,7 +82,7 @@ class LogitsProcessor(ABC):
 
 
 class Penalties(LogitsProcessor):
-    """Repetition, presence and frequency penalties for the last `window` tokens; all tokens if negative.
+    """Repetition, presence and frequency penalties for the last `window` tokens (all if negative).
 
     The repetition penalty is that of CTRL (Keskar et al. 2019, arXiv 1909.05858), except that it
     multiplies negative logits. The state starts after `history`, the tokens of the prompt.
@@ -265,7 +265,7 @@ def build_processors(
 
 
 def apply_chain(processors: Sequence[LogitsProcessor], candidates: Candidates) -> Candidates:
-    """Return the candidates that remain after all processors. None do if every token is forbidden."""
+    """Return the candidates that remain after all processors; no candidates if every token is forbidden."""
     for processor in processors:
         if not len(candidates[0]):
             break
@@ -282,7 +282,7 @@ def max_logit(logits: NDArray[np.float64]) -> float:
     peak = float(logits.max(initial=-np.inf))
     if not peak < np.inf:
         what = f"a logits processor returned a logit of {peak}"
-        raise BackendError(what, "return finite logits, or -inf to forbid a token")
+        raise BackendError(what, "change the processor to return finite logits, or -inf to forbid a token")
     return peak
 
 

@@ -34,7 +34,8 @@ class SamplingParams:
         temperature: Divides the logits. 0 selects the largest logit, and the lowest token id on ties.
         top_k: Keep this many of the most likely tokens. 0 disables the filter.
         top_p: Keep the most likely tokens whose probabilities add up to this. 1 disables the filter.
-        min_p: Discard tokens less likely than this share of the most likely one. 0 disables the filter.
+        min_p: Discard tokens whose probability is less than this share of the highest one. 0 disables the
+            filter.
         typical_p: Keep the tokens with the most typical information content whose probabilities add up to
             this. 1 disables the filter.
         repetition_penalty: Divides positive and multiplies negative logits of tokens in the penalty window.

@@ -111,7 +111,7 @@ class TokenTree:
     ) -> TokenTree:
         """Return this tree without the nodes that exceed the limits, and without their descendants.
 
-        To keep rejection mode unbiased, which nodes are kept does not depend on the drawn tokens, except for
+        To keep rejection mode unbiased, the choice of nodes does not depend on the drawn tokens, except for
         tokens outside the vocabulary.
 
         Args:
@@ -129,7 +129,8 @@ class TokenTree:
             and (self.is_chain or self.leaf_count <= max_branches)
         ):
             return self
-        kept = {-1: None}  # The root's parent, then the kept nodes in order.
+        # The root's parent (-1), followed by the kept nodes in order.
+        kept = {-1: None}
         parents: set[int] = set()
         branches = 1
         for i, (token, parent) in enumerate(zip(self.tokens, self.parents, strict=True)):

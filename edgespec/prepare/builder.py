@@ -280,7 +280,8 @@ def _existing(
         foreign = [path for path in folder.iterdir() if path.name not in own or path.is_dir()]
         if foreign and not _in_store(folder):
             raise OptionError(
-                f"{folder} is damaged or outdated, and edgespec did not create {foreign[0].name} in it",
+                f"{folder} is damaged or outdated, but contains {foreign[0].name},"
+                " which edgespec did not create",
                 f"move that file, or {_USE_NEW_FOLDER}",
             )
         _delete(folder)

@@ -38,7 +38,7 @@ def measure_exits(
 
     Args:
         path: The GGUF file.
-        source: The same model, for reading its tensors.
+        source: The model in that file, for reading its tensors.
         exit_layer: Measure only this exit layer. If None, measure up to 16 exit layers.
         progress: Reports progress while loading the model.
 
@@ -61,7 +61,8 @@ def measure_exits(
         hidden = hidden_states(str(path), path.name, tokens, options, progress)[:, len(prompt) - 1 :]
     except BackendError as error:
         raise CapabilityError(
-            f"the exit layers of {path.name} cannot be measured: {error.what}", "choose one with --exit"
+            f"the exit layers of {path.name} cannot be measured: {error.what}",
+            "set the exit layer yourself with --exit N",
         ) from error
     chosen = _candidates(source.layer_count) if exit_layer is None else [exit_layer]
     layers = [*(layer - 1 for layer in chosen), source.layer_count - 1]
@@ -70,7 +71,7 @@ def measure_exits(
         raise CapabilityError(
             f"the exit layers of {path.name} cannot be measured: predictions from its last layer"
             f" are correct for only {last:.0%} of the tokens",
-            "choose one with --exit",
+            "set the exit layer yourself with --exit N",
         )
     return exit_table(dict(zip(chosen, agreements, strict=True)), *_layer_bytes(source), curve.v)
 
@@ -89,13 +90,16 @@ def _layer_bytes(source: GgufModel) -> tuple[list[int], int]:
 
 
 def _agreement(source: GgufModel, hidden: NDArray[np.float32], expected: NDArray[np.int64]) -> list[float]:
-    """Return, for each layer, the fraction of tokens for which its most probable token is the expected one.
+    """Return, for each layer, the fraction of positions at which its most likely token is the expected one.
 
     The shape of `hidden` is (layers, tokens, embedding).
     """
     head, norm = source.output_head(), source.tensors.get("output_norm.weight")
     if head is None or norm is None:
-        raise CapabilityError("this model has no output head or final norm", "choose a layer with --exit")
+        raise CapabilityError(
+            "the best exit layer cannot be measured, because the model has no output head or final norm",
+            "set the exit layer yourself with --exit N",
+        )
     states = _normed(source, hidden, norm, source.tensors.get("output_norm.bias"))
     flat = states.reshape(-1, states.shape[-1])
     count = len(flat)

@@ -14,9 +14,9 @@ from edgespec.engine.draft_length import best_draft_length
 __all__ = ["EXIT_WIDTHS", "Exit", "ExitTable", "exit_table"]
 
 _MAX_DRAFT_LENGTH = 12
-# Verify pass widths, including the root token, for which the table needs costs.
+# Numbers of tokens per verify pass, including the root, for which `exit_table` needs the cost.
 EXIT_WIDTHS = range(1, _MAX_DRAFT_LENGTH + 2)
-# Minimum agreement that suggests that a model was trained for early exit (a heuristic).
+# Minimum agreement with the full model that suggests training for early exit (a heuristic).
 _MIN_TRAINED_AGREEMENT = 0.6
 
 

@@ -26,7 +26,7 @@ from edgespec.prepare.store import PreparedModel, check_prepared, find_prepared
 
 __all__ = ["measured_exit", "prepare_layerskip"]
 
-# Used to test that the split model computes the same logits as the original.
+# Load options for testing that the split model computes the same logits as the original.
 _TEST_OPTIONS = LoadOptions(context_tokens=256, gpu_layers=0)
 _TEST_PREFILL_TOKENS, _TEST_PASS_TOKENS, _TEST_STEPS = 40, 8, 8
 # Maximum difference between the logits of the split model and of the original, in standard deviations of a
@@ -201,7 +201,7 @@ def _test_split_model(
             f"{path.name} computes different logits when it is split (difference"
             f" {float(difference.max()):.2g} standard deviations), so its layers probably depend"
             " on their position",
-            "try another --exit",
+            "choose another exit layer with --exit",
         )
 
 

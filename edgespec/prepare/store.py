@@ -106,7 +106,7 @@ def _prepared(kind: PreparedKind) -> Iterator[tuple[PreparedModel, int]]:
     """Yield the prepared models of a kind and the modification times of their entries in the store."""
     for entry in sorted((store_folder() / kind).glob("*")):
         with suppress(ModelFileError, OSError):
-            if entry.suffix == ".elsewhere":  # The file contains the path of a folder outside the store.
+            if entry.suffix == ".elsewhere":  # The entry contains the path of a folder outside the store.
                 yield read_prepared(Path(os.fsdecode(entry.read_bytes()))), entry.stat().st_mtime_ns
             elif not entry.suffix:
                 yield read_prepared(entry), entry.stat().st_mtime_ns
@@ -128,7 +128,7 @@ def read_prepared(folder: Path) -> PreparedModel:
                 _rebuild_hint(folder),
             )
         if value["kind"] not in _KINDS:
-            raise ValueError(f"unknown kind {value['kind']!r}")
+            raise ValueError(f"the manifest has the unknown kind {value['kind']!r}")
         return PreparedModel(
             value["kind"],
             folder,

@@ -1,4 +1,4 @@
-"""The Textual app of the terminal chat, which loads the model, shows the chat and always quits promptly."""
+"""The terminal chat's Textual app, which loads the model and shows the chat."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ __all__ = ["ChatApp", "run_chat"]
 _TICK_SECONDS = 1 / 25
 # Maximum time to wait for the reply and the model thread when the user quits.
 _QUIT_SECONDS = 5.0
-# Python's thread switch interval during the chat. Small models compute a token faster than the default of 5
-# ms.
+# Python's thread switch interval during the chat. The default, 5 ms, is longer than a small model needs for a
+# token.
 _SWITCH_SECONDS = 5e-5
 _NO_CONTROLS = NoControls()
 

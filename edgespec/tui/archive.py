@@ -12,7 +12,7 @@ __all__ = ["Archive"]
 
 
 class Archive:
-    """Asynchronous wrapper for a `ChatStore`. Runs one call at a time. All methods raise ChatFileError."""
+    """Asynchronous wrapper around a `ChatStore`. Runs one call at a time. Methods can raise ChatFileError."""
 
     def __init__(self, store: ChatStore) -> None:
         self._store = store
@@ -25,7 +25,7 @@ class Archive:
         under a new ID.
 
         Returns:
-            Whether the chat was saved under a new ID for this reason.
+            True if the chat was saved under a new ID because another program had changed the file.
         """
         if not chat.entries:
             return False

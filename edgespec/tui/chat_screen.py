@@ -95,7 +95,7 @@ class ChatScreen(ChatView):
             self.prompt.clear()
 
     async def action_back(self) -> None:
-        """Stop the running reply. Otherwise, cancel editing or close a side column."""
+        """Stop the running reply. If there is none, cancel editing or close a side column."""
         if self.writing:
             self.stop_reply()
         elif self.editing:

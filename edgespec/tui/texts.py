@@ -25,7 +25,7 @@ __all__ = [
     "welcome_rows",
 ]
 
-# Where each drafter's guesses come from, as shown on screen.
+# Where each drafter's tokens come from, as shown on screen.
 _SOURCES = {
     "layerskip": "first layers of the model",
     "lookahead": "parallel guesses",
@@ -46,7 +46,7 @@ def facts_line(facts: ModelFacts) -> str:
 
 
 def speed_up_text(method: MethodReport) -> str:
-    """Return whether the speed-up is on, where its guesses come from, and how much faster replies are."""
+    """Describe the speed-up: whether it is on, where draft tokens come from, and how large it is."""
     if method.effective == "none":
         slower = f"; trying it made this reply {method.loss_text} slower" if method.loss_text else ""
         return "off" if method.requested == "none" else f"off for now: {method.reason}{slower}"
@@ -160,7 +160,7 @@ def memory_rows(use: MemoryUse) -> list[tuple[str, str]]:
 
 
 def _plan_rows(plan: MemoryPlan | None) -> list[tuple[str, str]]:
-    """Return the planned memory of each pool, excluding the prefix cache, and what the planner left out."""
+    """Return the planned memory of each pool, except the prefix cache, and what was left out."""
     if plan is None:
         return []
     rows = [

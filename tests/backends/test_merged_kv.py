@@ -131,15 +131,15 @@ class TestInvalidBytes:
     @pytest.mark.parametrize(
         ("at", "value", "says"),
         [
-            (0, 1, "the headers of the two splits differ"),
-            (8, 2, "the data has more than one stream"),
-            (12, 2, "the cells have an unknown layout"),
-            (16, 9, "the two splits contain different cells"),
-            (20, 2, "a cell belongs to several sequences"),
-            (52, 2, "the cells have an unknown layout"),
-            (52, 1, "the data is truncated"),
-            (56, 7, "the data is truncated"),
-            (64, 1, "the data is truncated"),
+            (0, 1, "the lower and the upper split have different headers"),
+            (8, 2, "the exported KV data has more than one stream"),
+            (12, 2, "the exported KV data has an unknown layout"),
+            (16, 9, "the lower and the upper split contain different cells"),
+            (20, 2, "a KV cell belongs to several sequences"),
+            (52, 2, "the exported KV data has an unknown layout"),
+            (52, 1, "the exported KV data is truncated"),
+            (56, 7, "the exported KV data is truncated"),
+            (64, 1, "the exported KV data is truncated"),
         ],
     )
     def test_an_unknown_layout_is_refused(

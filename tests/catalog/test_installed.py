@@ -86,19 +86,21 @@ class TestOllama:
         odd = ollama.folder / "manifests/registry.ollama.ai/library/odd/latest"
         for content in ("", "[]", '{"layers": 3}', '{"layers": [{"mediaType": 1}]}', "\0", "[" * 100_000):
             odd.write_text(content)
-            assert "cannot parse its manifest" in why_skipped()["odd:latest"]
+            assert "cannot parse the model's manifest" in why_skipped()["odd:latest"]
         odd.write_text(
             '{"layers": [{"mediaType": "application/vnd.ollama.image.model", "digest": "../../x"}]}'
         )
         why = why_skipped()
-        assert why["odd:latest"] == "it contains no GGUF model"
-        assert why["bad:magic"] == "its file is not a GGUF file"
-        assert why["tuned:latest"] == "it uses an adapter, which edgespec cannot load"
+        assert why["odd:latest"] == "the model has no GGUF file"
+        assert why["bad:magic"] == "the model's file is not a GGUF file"
+        assert why["tuned:latest"] == "the model uses an adapter, which edgespec cannot load"
         assert "not a complete GGUF file" in why["cut:latest"]
         assert "cannot be read: no such file" in why["gone:latest"]
         assert why["eyes:latest"] == "it is an image projector, not a language model"
         assert references() == []
-        with pytest.raises(ModelFileError, match="Ollama's tuned:latest cannot be used: it uses an adapter"):
+        with pytest.raises(
+            ModelFileError, match="Ollama's tuned:latest cannot be used: the model uses an adapter"
+        ):
             resolve("tuned", allow_download=False)
 
     def test_an_unknown_name_suggests_similar_ones(self, ollama: OllamaStore) -> None:
@@ -356,7 +358,7 @@ def test_a_pipe_instead_of_a_model_does_not_block(ollama: OllamaStore) -> None:
     blob = ollama.add("tiny", "latest", DRAFT.read_bytes())
     blob.unlink()
     os.mkfifo(blob)
-    assert "it is not a regular file" in why_skipped()["tiny:latest"]
+    assert "the path is not a regular file" in why_skipped()["tiny:latest"]
 
 
 def test_empty_or_unreadable_homes_are_no_error(own_home: Path) -> None:

@@ -83,7 +83,7 @@ def test_ids_are_unique(store: ChatStore) -> None:
 
 @pytest.mark.parametrize("chat_id", ["", "../other", "a/b", ".hidden", "a" * 65, "a.b", "a\n"])
 def test_an_id_cannot_name_another_folder(store: ChatStore, chat_id: str) -> None:
-    with pytest.raises(ChatFileError, match="not a chat id"):
+    with pytest.raises(ChatFileError, match="not a chat ID"):
         store.load(chat_id)
 
 
@@ -110,7 +110,7 @@ BROKEN = {
     "a title as a list": (_with(title=[]), "`title` must be text, not a list"),
     "no time": (_with(updated="yesterday"), "`updated` must be a time, not 'yesterday'"),
     "an impossible time": (_with(updated="0001-01-01T00:00:00+23:00"), "must be a time"),
-    "another id": (_with(id="other"), "does not match its file name"),
+    "another id": (_with(id="other"), "does not match the file name"),
     "sampling as a list": (_with(sampling=[]), "`sampling` must be an object, not a list"),
     "a setting as an object": (_with(sampling={"top_k": {}}), "'top_k' must not be an object"),
     "a setting that is not a number": (_with().replace("0.5", "NaN"), "'temperature' must not be nan"),
@@ -154,7 +154,9 @@ def test_a_folder_in_the_place_of_a_chat_is_listed_as_broken(store: ChatStore) -
 def test_named_pipe_is_listed_as_broken_without_blocking(store: ChatStore) -> None:
     store.folder.mkdir(parents=True)
     os.mkfifo(store.folder / "pipe.json")
-    assert [chat.problem for chat in store.list()] == ["cannot read pipe.json: it is not a regular file"]
+    assert [chat.problem for chat in store.list()] == [
+        "cannot read pipe.json: the path is not a regular file"
+    ]
 
 
 def test_a_failed_save_keeps_the_older_version(store: ChatStore, monkeypatch: pytest.MonkeyPatch) -> None:

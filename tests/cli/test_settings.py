@@ -186,7 +186,7 @@ def test_a_size_may_be_a_number_of_bytes(run: Run, file: Path) -> None:
 
 def test_a_file_that_is_not_utf8(run: Run, file: Path) -> None:
     file.write_bytes(b"seed = 1\nsystem = 'caf\xe9'\n")
-    assert f"{file}, line 2: this is not UTF-8 text; save it" in one_line_error(run("generate", "hi"), 1)
+    assert f"{file}, line 2: the text is not UTF-8; save the file" in one_line_error(run("generate", "hi"), 1)
     file.write_bytes("seed = 1\n".encode("utf-8-sig"))
     assert not Settings.read().problems
 
@@ -206,7 +206,7 @@ def test_a_folder_or_a_pipe_in_place_of_the_file(run: Run, file: Path) -> None:
         assert re.search(f"{file} cannot be read: .*; make it a readable file, or move it", error)
     file.rmdir()
     os.mkfifo(file)
-    assert "it is not a regular file" in one_line_error(run("generate", "hi"), 1)
+    assert "the path is not a regular file" in one_line_error(run("generate", "hi"), 1)
 
 
 @pytest.mark.parametrize(

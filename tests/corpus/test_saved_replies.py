@@ -401,7 +401,7 @@ def test_only_regular_files_are_read(folder: Path, tmp_path: Path, kind: str) ->
         if pipe != first.path:
             first.path.symlink_to(pipe)
     assert first.load() == []
-    assert first.notice == f"saved replies cannot be read from {first.path}: it is not a regular file"
+    assert first.notice == f"saved replies cannot be read from {first.path}: the path is not a regular file"
     first.add([1, 2])
-    assert first.notice == f"replies cannot be saved in {first.path}: it is not a regular file"
+    assert first.notice == f"replies cannot be saved in {first.path}: the path is not a regular file"
     assert not stat.S_ISREG(first.path.stat().st_mode)

@@ -39,7 +39,7 @@ class Batch:
     def put(
         self, inputs: Inputs, positions: Sequence[int], sequences: Sequence[Sequence[int]], logits: bool
     ) -> None:
-        """Replace the contents of the batch. `logits` requests logits for all rows rather than none."""
+        """Replace the contents of the batch. If `logits` is True, request logits for all rows."""
         count = self.native.n_tokens = len(inputs)
         self._inputs[:count] = inputs
         self._position[:count] = positions

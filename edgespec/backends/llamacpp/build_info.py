@@ -20,8 +20,7 @@ class LlamaCppInfo:
         gpu_offload: Whether llama.cpp was built with GPU support.
         default_threads: The default number of CPU threads for large models.
         features: The CPU features and build options that llama.cpp reports.
-        problem: Why the library cannot be loaded, in which case the other attributes are empty. Empty if it
-            can.
+        problem: Why the library cannot be loaded; the other attributes are then empty. Empty if it can.
     """
 
     version: str = ""

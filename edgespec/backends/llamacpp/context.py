@@ -301,9 +301,8 @@ class LlamaContext:
     def compact_branch(self, source: int, start: int, end: int) -> None:
         """Move positions [start, end) of `source` to sequence 0, and remove all other sequences.
 
-        Cells of sequence 0 at `start` and later are replaced. The moved cells are contiguous. Attention sums
-        over cells in memory order, so if a later token filled a gap between them, the order of the sum and
-        therefore the rounding would change.
+        Cells of sequence 0 from `start` onwards are replaced. The moved cells become contiguous, because
+        attention sums over cells in memory order, and a later token in a gap would change the rounding.
         """
         parts = self.export_cells(source, start, end)
         for sequence in range(self._scratch + 1):

@@ -105,7 +105,7 @@ def choose_context(weights: Any, options: LoadOptions, states: States | None) ->
 
 
 def _with_rows(plan: ContextPlan, rows: int | None) -> ContextPlan:
-    """Return the plan with `rows` rows with logits per pass, but at least one row per sequence."""
+    """Return the plan with at most `rows` rows of logits per pass, but at least one row per sequence."""
     return plan if rows is None else replace(plan, rows=max(rows, plan.sequences))
 
 

@@ -42,7 +42,7 @@ _SIZE = struct.Struct("<Q")
 
 
 class GgufModel(BaseModel):
-    """A model in one context, or in two contexts that run its lower and its upper layers.
+    """A GGUF model that runs in one context, or in two contexts for its lower and upper layers.
 
     All contexts hold the same committed tokens. The last one computes the target's logits. Subclasses set
     `facts`.
@@ -138,7 +138,8 @@ class GgufModel(BaseModel):
             )
         if self.cells.is_tracked:
             raise CapabilityError(
-                f"the KV cache of {self.facts.name} is in use by a low-bit draft", "close the draft first"
+                f"the KV cache of {self.facts.name} is in use by a low-bit draft model",
+                "close the draft model first",
             )
         self._end_round()
         end = min(end, self.length)
@@ -175,7 +176,7 @@ class GgufModel(BaseModel):
             cells.length = length
 
     def _imported(self, context: LlamaContext, data: memoryview, start: int, length: int) -> bool:
-        """Append exported KV cells to a context, and return whether they match it."""
+        """Append exported KV cells to a context, and return whether they are compatible with it."""
         parts = []
         while data:
             part, data = _first_part(data)

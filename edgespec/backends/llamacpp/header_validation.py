@@ -24,7 +24,7 @@ __all__ = ["check_header"]
 _MAX_LAYERS = 512
 _MAX_EXPERTS = 1024
 # The largest accepted value of each key. llama.cpp divides by these values or allocates memory for them
-# without a check. The limits are far above those of any real model.
+# without a check. The limits are far above the values of any real model.
 _MAX_COUNTS = {
     "embedding_length": 1 << 20,
     "attention.head_count": 1 << 14,

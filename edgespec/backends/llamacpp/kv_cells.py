@@ -52,7 +52,7 @@ class KvCells:
             prefix.tokens = min(prefix.tokens, length)
 
     def track_prefix(self) -> UnchangedPrefix:
-        """Start tracking a prefix, which rollbacks shorten until it is passed to `untrack_prefix`."""
+        """Return a prefix that every rollback shortens until it is passed to `untrack_prefix`."""
         prefix = UnchangedPrefix()
         self._tracked.append(prefix)
         return prefix

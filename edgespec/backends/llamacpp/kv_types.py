@@ -81,12 +81,11 @@ class KvTypes:
 def choose_kv_types(options: LoadOptions, f16_bytes: int, *, same_type: bool = False) -> KvTypes:
     """Return the data types for `options.kv_type`.
 
-    For f16 values, llama.cpp's CPU attention has three kernels: one for a single token and a long context,
-    one for a few tokens, and one for many tokens. They sum in half precision and in different orders, so the
-    logits of a verify pass differ slightly from those of single-token passes. bf16 values take as much memory
-    as f16, but a single kernel handles any number of tokens. It sums in single precision, and its prefill is
-    slower. `auto` uses bf16 values if `options.exact` is set, and for caches so small that the slower prefill
-    does not matter.
+    For f16 values, llama.cpp's CPU attention uses different kernels for single tokens, small batches and
+    large batches. They sum in half precision and in different orders, so the logits of a verify pass differ
+    slightly from those of single-token passes. For bf16 values, one kernel handles any number of tokens and
+    sums in single precision, but prefill is slower. `auto` therefore uses bf16 values only if `options.exact`
+    is set or the cache is small.
 
     Raises:
         OptionError: `options.kv_type` is unknown, or specifies two types although `same_type` is set.

@@ -69,7 +69,7 @@ def load_weights(path: str, name: str, options: LoadOptions, progress: Progress 
 
 
 def load_files(paths: Paths, name: str, options: LoadOptions, progress: Progress | None) -> Any:
-    """Load a model without checking its size. See `load_weights` for the other arguments and errors."""
+    """Load a model without checking its size. See `load_weights` for the arguments and errors."""
     params = _params(options.gpu_layers)
     lib = library()
     params.load_mode = {
@@ -168,7 +168,7 @@ def _load_error(path: str, size: int, lines: list[str]) -> ModelFileError | Memo
 def describe(
     weights: Any, path: str, name: str, plan: ContextPlan, vocabulary: Vocabulary, probe_result: ProbeResult
 ) -> ModelFacts:
-    """Return the facts about a loaded model."""
+    """Return the `ModelFacts` of a loaded model."""
     lib = library()
     buffer = ctypes.create_string_buffer(256)
     lib.llama_model_desc(weights, buffer, len(buffer))

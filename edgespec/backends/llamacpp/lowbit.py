@@ -93,8 +93,8 @@ def load_low_bit_view(target: GgufModel, method: LowBit) -> LowBitView:
         raise target.low_bit_error
     if "lowbit" not in target.facts.capabilities.self_draft_methods:
         raise CapabilityError(
-            f"{target.facts.name} does not support lowbit: "
-            + (target.facts.capabilities.reason or "its KV cells cannot be copied"),
+            f"{target.facts.name} does not support lowbit:"
+            f" {target.facts.capabilities.reason or 'its KV cells cannot be copied'}",
             "choose another method",
         )
     options = target.options
@@ -309,7 +309,7 @@ class LowBitView(SelfDraftView["GgufModel"]):
             stop = min(begin + _COPY_CHUNK_TOKENS, end)
             if not self._context.import_cells(self._target.export_cells(begin, stop), begin, stop):
                 raise BackendError(
-                    f"{stop - begin} KV cells of {self._target.facts.name} cannot be copied to the draft",
+                    f"{stop - begin} KV cells of {self._target.facts.name} cannot be copied to its draft",
                     "use another method",
                 )
             self._cells.length = stop

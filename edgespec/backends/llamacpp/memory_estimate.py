@@ -167,7 +167,7 @@ class GgufMemoryEstimator:
         return [choose_context(weights, options, self._states)], [options]
 
     def _buffers(self, part: int, plan: ContextPlan, options: LoadOptions) -> ContextBuffers:
-        """Simulate the context. If it is too long, scale the buffers of the longest simulated one."""
+        """Return the buffer sizes of a simulated context. Extrapolate those of a very long context."""
         weights, takes_hidden = self._weights[part], part > 0
         if plan.tokens <= _MAX_SIMULATED_TOKENS:
             return simulate(weights, plan, options, takes_hidden=takes_hidden)

@@ -86,14 +86,14 @@ def merge_kv(
 
 def _join(lower: memoryview, upper: memoryview) -> bytes:
     if lower[:_HEADER_BYTES] != upper[:_HEADER_BYTES]:
-        raise ValueError("the headers of the two splits differ")
+        raise ValueError("the lower and the upper split have different headers")
     pieces: list[bytes | memoryview] = [lower[:_HEADER_BYTES]]
     for below, above in zip(_memories(lower), _memories(upper), strict=True):
         if not np.array_equal(below.cells, above.cells):
             # The two contexts may have stored the same tokens in a different order.
             below, above = below.sorted_by_position(), above.sorted_by_position()
         if not np.array_equal(below.cells, above.cells) or below.transposed != above.transposed:
-            raise ValueError("the two splits contain different cells")
+            raise ValueError("the lower and the upper split contain different cells")
         pieces += [_COUNT.pack(1), _COUNT.pack(len(below.cells)), below.cells.tobytes()]
         pieces += [_COUNT.pack(below.transposed), _COUNT.pack(len(below.keys) + len(above.keys))]
         for layer in (*below.keys, *above.keys, *below.values, *above.values):
@@ -122,14 +122,14 @@ class _Reader:
 
     def memory(self) -> _Memory:
         if self._count() != 1:
-            raise ValueError("the data has more than one stream")
+            raise ValueError("the exported KV data has more than one stream")
         count = self._count()
         cells = self._bytes(count, 4 * _CELL_FIELDS).view(np.int32).reshape(count, _CELL_FIELDS)
         if not count or (cells[:, 1:] != (1, cells[0, 2])).any():
-            raise ValueError("a cell belongs to several sequences")
+            raise ValueError("a KV cell belongs to several sequences")
         transposed, layers = self._count(), self._count()
         if transposed > 1:
-            raise ValueError("the cells have an unknown layout")
+            raise ValueError("the exported KV data has an unknown layout")
         keys = [self._layer(count) for _ in range(layers)]
         read = self._transposed if transposed else self._layer
         return _Memory(cells, transposed, keys, [read(count) for _ in range(layers)])
@@ -151,6 +151,6 @@ class _Reader:
 
     def _take(self, size: int) -> memoryview:
         if size > len(self._data) - self._at:
-            raise ValueError("the data is truncated")
+            raise ValueError("the exported KV data is truncated")
         self._at += size
         return self._data[self._at - size : self._at]

@@ -71,8 +71,8 @@ def _probe_cells(context: LlamaContext, options: LoadOptions) -> ProbeResult:
     tree = options.max_branches > 1
     reason = "" if tree else "it was loaded with --draft-branches 1"
     prefix_reuse_exact = not prefill_kernel_differs(context.plan.kv_types, options, context.threads)
-    # A wider verify pass would use the prefill kernel, which rounds differently. This does not matter in a
-    # draft model.
+    # A verify pass with more tokens would use the prefill kernel, which rounds differently. This does not
+    # matter in a draft model.
     max_width = context.max_width
     if not prefix_reuse_exact and not options.is_draft:
         max_width = min(max_width, SMALL_KERNEL_MAX_ROWS)

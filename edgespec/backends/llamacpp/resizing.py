@@ -61,8 +61,8 @@ def check_resize_fits(
     if options.memory_bytes is not None:
         check_contexts_fit(after, weight_bytes, options)
     elif in_main_memory(options):
-        # A failed GPU allocation is handled safely. The weights are already loaded. The exported cells need
-        # no more memory than the freed context.
+        # Only main memory is checked, because failed GPU allocations are handled safely. The weights are
+        # already loaded, and the exported cells need no more memory than the freed contexts.
         check_contexts_fit(after, 0, options)
 
 

@@ -10,11 +10,11 @@ from edgespec.drafters.suffix.tokens import MAX_CONTINUATION_TOKENS, MAX_MATCH_T
 
 __all__ = ["StateContinuation", "SuffixAutomaton"]
 
-# (number of occurrences, position of the last occurrence, token, state after the token). In descending order,
-# frequent continuations come first, and recent ones before old ones.
+# A continuation of a match: (number of occurrences, position of the last occurrence, token, state after the
+# token). In descending order, frequent continuations come first, and recent ones precede old ones.
 StateContinuation = tuple[int, int, int, int]
 
-# Occurrences are counted only for substrings up to this length, which is a match and its continuation.
+# Maximum length of the substrings whose occurrences are counted: a match and its continuation.
 _MAX_COUNTED_TOKENS = MAX_MATCH_TOKENS + MAX_CONTINUATION_TOKENS
 # Approximate memory used by one integer in a dict.
 _INTEGER_BYTES = 32
@@ -200,7 +200,7 @@ class SuffixAutomaton:
         return others.get(token, 0) if others is not None else 0
 
     def follow(self, match: tuple[int, int], tokens: Sequence[int]) -> tuple[int, int]:
-        """Update the longest match for the end of another sequence after appending `tokens` to it.
+        """Update the longest match with the end of another sequence after `tokens` are appended to it.
 
         A match consists of a state and a length of at most MAX_MATCH_TOKENS; (0, 0) if nothing matches. It
         becomes invalid when this automaton grows.

@@ -14,8 +14,8 @@ __all__ = ["Continuation", "ScoredDraft", "SuffixConfig", "best_draft", "grow_dr
 
 # The position in an index where a match ends. Its type depends on the kind of index.
 Place = TypeVar("Place")
-# (number of occurrences, tie-breaker, token, place after the token). Among equally frequent tokens, the one
-# with the largest tie-breaker comes first.
+# A continuation of a match: (number of occurrences, tie-breaker, token, place after the token). Among equally
+# frequent tokens, the one with the largest tie-breaker comes first.
 Continuation: TypeAlias = tuple[int, int, int, Place]
 # Returns the total number of continuations at a place, and a list of them, most frequent first.
 ContinuationLookup: TypeAlias = Callable[[Place], tuple[int, list[Continuation[Place]]]]
@@ -138,8 +138,8 @@ def merge_drafts(drafts: Sequence[ScoredDraft], config: SuffixConfig) -> ScoredD
     """Return the draft with the highest score, extended by branches from the other drafts.
 
     If the probabilities of a node's children sum to less than 1, the rest is distributed among children from
-    another draft. These are added only if they are still probable enough. If two drafts have the same score,
-    the first one wins.
+    another draft. Such a child is added only if it is still probable enough. If two drafts have the same
+    score, the first one wins.
     """
     first, *others = sorted(drafts, key=lambda draft: -draft.score)
     others = [other for other in others if len(other.tokens) > 1]

@@ -13,6 +13,7 @@ TokenArray: TypeAlias = NDArray[np.int32]
 
 # Separates texts in an index. No token has this id, so matches and continuations never cross a separator.
 SEPARATOR = -1
-# Maximum length of a match and of a drafted continuation, in tokens.
+# Maximum length of a match, in tokens.
 MAX_MATCH_TOKENS = 32
+# Maximum length of the continuation to draft after a match, in tokens.
 MAX_CONTINUATION_TOKENS = 32

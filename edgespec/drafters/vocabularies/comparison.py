@@ -14,8 +14,8 @@ __all__ = ["MappingKind", "VocabularyComparison", "compare_vocabularies"]
 # Minimum fraction of the target's tokens that must be shared for token ids to be translated. Otherwise, the
 # drafted text is retokenized. This value is a heuristic.
 _MIN_TRANSLATED_FRACTION = 0.5
-# If a smaller fraction is shared, the user is warned that fewer drafted tokens will be accepted. This value
-# is a heuristic.
+# If the draft model has a smaller fraction of the target's tokens, the user is warned that fewer drafted
+# tokens will be accepted. This value is a heuristic.
 _MIN_GOOD_FRACTION = 0.9
 
 MappingKind = Literal["same", "translated", "retokenised"]
@@ -46,7 +46,7 @@ class VocabularyComparison:
 
     @property
     def explanation(self) -> str:
-        """One-line explanation for the user of how this affects drafting. Empty if all token ids match."""
+        """User-facing explanation of how the vocabularies affect drafting; empty if all token ids match."""
         if self.translation is None:
             return ""
         shared, total = len(self.translation.target_ids), self.translation.target_token_count
@@ -74,7 +74,7 @@ def compare_vocabularies(
     translation = TokenTranslation(target, draft)
     if not len(translation.target_ids):
         raise VocabularyMismatchError(
-            f"{draft_name} cannot draft for {target_name}: they have no token in common, {difference}",
+            f"{draft_name} cannot draft for {target_name}: they have no token in common ({difference})",
             "choose a draft model from the same family, or use --draft none",
         )
     fraction = len(translation.target_ids) / translation.target_token_count

@@ -59,15 +59,16 @@ class RetokenisedDrafter(BudgetedDrafter):
         self._translation = translation
         self._min_confidence = min_confidence
         self._tokens: list[int] = []
-        # The sequence converted to draft model tokens. If only its end was converted, `_is_complete` is
-        # False.
         self._new_input()
-        self._cached: list[int] = []  # the tokens in the draft model's KV cache
+        # Tokens in the draft model's KV cache.
+        self._cached: list[int] = []
         # Number of input tokens that are not in the KV cache, excluding the last token.
         self._lag = 0
 
     def _new_input(self) -> None:
+        # The sequence converted to draft model tokens.
         self._input = IncrementalRetokeniser(self._vocabulary, self._translation)
+        # Whether `_input` contains the whole sequence, not only its end.
         self._is_complete = True
         # Number of tokens in the KV cache that are known to match the input, whatever is appended to it.
         self._matching = 0
@@ -228,8 +229,8 @@ class IncrementalRetokeniser:
             self.tokens[self.final_tokens :] = self._translation.draft_tokenizer.tokenize(self._open_text)
             self._open_text = b""
             translated = self._translation.translate(token, first=False)
-            # Do not add the translated start token if the sequence already begins with the draft's start
-            # tokens.
+            # Do not add the translated start token if the sequence already begins with the draft model's
+            # start tokens.
             only_start = self.tokens == list(self._translation.draft_start_tokens)
             if not only_start or list(translated) != self.tokens:
                 self.tokens += translated

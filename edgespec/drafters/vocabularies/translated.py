@@ -43,8 +43,8 @@ class TranslatedModel(WrappedModel):
         self._translation = translation
         capabilities = model.facts.capabilities
         self._max_spelling_tokens = max(1, min(MAX_SPELLING_TOKENS, capabilities.max_width // 4))
-        # Space to keep free: a pass begins with the root and at most one earlier token, and each of them may
-        # be spelled with several draft tokens.
+        # Number of tokens to keep free in the draft model's context. A pass begins with the root and at most
+        # one earlier token, and each of them may be spelled with several draft tokens.
         self._margin = 2 * (self._max_spelling_tokens - 1)
         self.facts = replace(
             model.facts,
@@ -54,17 +54,18 @@ class TranslatedModel(WrappedModel):
             chat_template=vocabulary.chat_template is not None,
             capabilities=wrapped_capabilities(capabilities, capabilities.max_width - self._margin),
         )
-        # The sequence in draft tokens. The first `_ends[i]` of them represent the first i target tokens.
+        # The sequence, translated to draft tokens.
         self._translated: list[int] = []
+        # The first `_ends[i]` tokens of `_translated` represent the first i target tokens.
         self._ends: list[int] = [0]
-        # The verified tree, translated to draft tokens. `_inner_nodes[i]` is the last node that spells target
-        # node i.
+        # The verified tree, translated to draft tokens.
         self._inner_tree = TreeBuilder()
+        # For each target node, the last node of `_inner_tree` that spells it.
         self._inner_nodes: list[int] = []
 
     @property
     def free_tokens(self) -> int:
-        """See `LanguageModel.free_tokens`. Assumes that all tokens after the next two are shared."""
+        """See `LanguageModel.free_tokens`. Assumes that the draft model has all tokens after the next two."""
         lag = len(self._translated) - self._model.length
         left = self._model.free_tokens - lag - self._margin
         return max(0, min(self.facts.context_tokens - len(self._tokens), left))
@@ -79,7 +80,7 @@ class TranslatedModel(WrappedModel):
                 self._update_inner_cache(progress)
         except BaseException:
             if not self._closed:
-                # Keep only tokens whose draft tokens are all in the inner KV cache.
+                # Keep only tokens whose draft tokens are all in the draft model's KV cache.
                 self.truncate(max(before, bisect_right(self._ends, self._model.length) - 1))
             raise
 

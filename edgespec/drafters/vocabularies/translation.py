@@ -186,7 +186,7 @@ class TokenTranslation:
 
 
 def _produced_id(vocabulary: Vocabulary, raw: bytes, table: _TokenTable) -> int:
-    """Return the id that the tokenizer produces for these bytes, or the first id if unknown."""
+    """Return the id that the tokenizer produces for `raw`, or the first id with these bytes if unknown."""
     ids = table.duplicates.get(raw, ())
     with suppress(UnicodeDecodeError):
         for prefix in ("", "a", "\n") if ids else ():

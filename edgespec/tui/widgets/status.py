@@ -16,7 +16,7 @@ from edgespec.tui.numbers import count, percent, rate
 __all__ = ["StatusFacts", "StatusLine", "wrapped"]
 
 _GAP = " · "
-# From this fraction on, the context is shown as nearly full. One or two more turns may still fit.
+# The context is shown as nearly full from this fraction on. One or two more turns may still fit.
 _NEARLY_FULL = 0.85
 
 
@@ -46,7 +46,7 @@ class StatusFacts:
 
     @property
     def context_nearly_full(self) -> bool:
-        """True if the next turns may not fit in the context."""
+        """True if the next turn may not fit in the context."""
         return self.context_tokens > 0 and self.context_used_tokens >= _NEARLY_FULL * self.context_tokens
 
     def segments(self) -> list[tuple[str, str]]:
