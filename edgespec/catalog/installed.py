@@ -32,11 +32,11 @@ __all__ = [
 ]
 
 _NOT_MODELS: dict[Kind, str] = {
-    "projector": "it is an image projector, not a language model",
-    "adapter": "it is an adapter, not a model",
-    "embedding": "it is an embedding model, which does not generate text",
-    "head": "it is a draft head, which works only with its target model",
-    "other": "it is not a language model",
+    "projector": "the file is an image projector, not a language model",
+    "adapter": "the file is an adapter, not a model",
+    "embedding": "the file is an embedding model, which does not generate text",
+    "head": "the file is a draft head, which works only with its target model",
+    "other": "the file is not a language model",
 }
 
 

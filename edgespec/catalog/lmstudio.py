@@ -109,7 +109,7 @@ def _stored(repository: _Repository) -> dict[str, StoredModel]:
 def _mlx_model(folder: Path, name: str) -> StoredModel:
     try:
         missing = missing_files(folder)
-        problem = f"it lacks {', '.join(missing[:3])}" if missing else ""
+        problem = f"the model lacks {', '.join(missing[:3])}" if missing else ""
     except (ModelFileError, OSError) as error:
         problem = str(error)
     names = (name, f"lmstudio:{name}")

@@ -91,7 +91,7 @@ def find_budget(
         size, source = memory_bytes, f"--memory{more}"
         least, enforced_by = min((usable(limit) for limit in limits if limit.hard), default=(size, ""))
         if least < size:
-            size, source = least, f"{enforced_by}: that is less than {source}"
+            size, source = least, f"{enforced_by}, which is below {source}"
     source += "".join(f"; {format_bytes(free)} free on {name}" for name, free in cards)
     gpu_bytes = sum(max(0, free - reserve(free)) for _, free in cards) if cards else None
     return Budget(size, source, gpu_bytes, reserve(min(limit.free_bytes for limit in limits)))

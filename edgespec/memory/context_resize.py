@@ -89,7 +89,7 @@ class ResizableContext:
             # retries.
             size = self._target.facts.context_tokens
             self.limit_tokens = size or self.limit_tokens
-            self.notice = f"the context stays at {size} tokens: {self._failure}"
+            self.notice = f"the context cannot grow beyond {size} tokens: {self._failure}"
         self._grow_draft()
         return now() - started
 
@@ -142,7 +142,7 @@ class ResizableContext:
         if tokens > size:
             raise ContextFullError(
                 f"the prompt has {tokens} tokens, but there is only enough memory for a context of {size}",
-                "shorten it, close other programs, or choose a smaller model",
+                "shorten the prompt, close other programs, or choose a smaller model",
             )
 
     def _grow_target(self, generous: int, least: int) -> bool:
@@ -169,7 +169,9 @@ class ResizableContext:
         with suppress(MemoryBudgetError):
             draft.resize(_MIN_DRAFT_TOKENS)
         if freed := draft.facts.kv_bytes < before:
-            self.notice = f"the draft model {draft.facts.name} is off: the context needs its memory"
+            self.notice = (
+                f"the draft model {draft.facts.name} is disabled, because the context needs its memory"
+            )
         return freed
 
     def _grow_draft(self) -> None:
@@ -185,6 +187,6 @@ class ResizableContext:
         except MemoryBudgetError as error:
             self._draft_follows = False
             self.notice = (
-                f"the draft model {draft.facts.name} works up to {draft.facts.context_tokens} tokens of"
-                f" context: {error.what}"
+                f"the draft model {draft.facts.name} cannot draft beyond {draft.facts.context_tokens} tokens:"
+                f" {error.what}"
             )

@@ -46,8 +46,8 @@ _RESTORABLE: tuple[PlanOption, ...] = (
 )
 # Effect of each KV cache format on quality compared with f32, measured by scripts/bench_kv_types.py.
 _QUALITY = {
-    "q8_0": "the demo's likeliest token is then the same 99.8 % of the time",
-    "q4_0": "the demo's likeliest token is then the same 97.8 % of the time",
+    "q8_0": "the demo model then predicts the same token as with f32 in 99.8 % of cases",
+    "q4_0": "the demo model then predicts the same token as with f32 in 97.8 % of cases",
 }
 
 
@@ -223,29 +223,29 @@ def _descriptions(start: PlanChoice, choice: PlanChoice) -> dict[PlanOption, tup
     return {
         "context": (
             f"a context of {choice.context_tokens:,} tokens, not {start.context_tokens:,}",
-            "a shorter context takes less cache",
+            "a shorter context needs a smaller KV cache",
         ),
-        "kv_type": (f"a cache of type {choice.kv_type}", _QUALITY.get(choice.kv_type, "")),
+        "kv_type": (f"a KV cache of type {choice.kv_type}", _QUALITY.get(choice.kv_type, "")),
         "draft_kv_type": (
-            f"a draft cache of type {choice.draft_kv_type}",
-            "drafts are verified: replies stay the same",
+            f"a draft KV cache of type {choice.draft_kv_type}",
+            "drafts are verified, so replies stay the same",
         ),
         "draft_window": (
-            f"the draft model sees the last {choice.draft_window or 0:,} tokens",
-            "its cache then stops growing with the context",
+            f"the draft model sees only the last {choice.draft_window or 0:,} tokens",
+            "its KV cache then stops growing with the context",
         ),
         "float32": (
-            "16-bit weights as they are",
-            "float32 computes faster on a CPU, and takes twice the memory",
+            "16-bit weights, not converted to float32",
+            "float32 is faster on a CPU, but takes twice the memory",
         ),
         "draft_form": (
             f"{choice.draft_form} as the draft model",
-            "it is the same model with fewer bits; a few more of its tokens are rejected",
+            "it is the same model at a lower bit width, of which slightly more tokens are rejected",
         ),
         "draft": ("no draft model", no_drafter),
         "copy": ("no low-bit copy", no_drafter),
         "gpu_layers": (
-            f"{choice.gpu_layers} layers on graphics cards",
-            "the CPU computes the others, more slowly",
+            f"only {choice.gpu_layers} layers on graphics cards",
+            "the CPU computes the other layers, but more slowly",
         ),
     }

@@ -181,7 +181,7 @@ class TestMlx:
         checkpoints = pytest.importorskip("tests.backends.mlx.tiny_checkpoints")
         model = str(checkpoints.write_checkpoint(tmp_path / "model", "lfm2"))
         with pytest.raises(
-            OptionError, match="cannot draft for itself: its recurrent state supports only chains"
+            OptionError, match="cannot draft for itself: the model's recurrent state supports only chains"
         ):
             edgespec.load(model, "none", context=256, method=name)
 

@@ -126,8 +126,8 @@ def test_the_draft_kv_cache_is_quantised_first() -> None:
             last = runtime.plan
     assert replies[0] == replies[1]
     (decision,) = last.decisions
-    assert decision.what == "a draft cache of type q8_0"
-    assert decision.why == "drafts are verified: replies stay the same"
+    assert decision.what == "a draft KV cache of type q8_0"
+    assert decision.why == "drafts are verified, so replies stay the same"
     assert decision.bytes >= 2**18
     assert last.fits
     assert bytes_[1][0] == 2 * bytes_[0][0]  # made whole at once, for want of room to grow
@@ -156,7 +156,7 @@ class TestInstalledModels:
         assert planned.pair.draft.path.name == "Small-Q4_0.gguf"
         (decision,) = planned.plan.decisions
         assert decision.what == "maker/Small-GGUF as the draft model"
-        assert "same model with fewer bits" in decision.why
+        assert "same model at a lower bit width" in decision.why
         assert decision.bytes > 2**18
         named = _planned(total - 1, fixed=PlanRequest(fixed.fixed | {"draft"}))
         assert not named.plan.fits
@@ -198,7 +198,7 @@ def test_loading_follows_the_plan() -> None:
         total = runtime.plan.total_bytes
     with edgespec.load("demo", "none", context=4096, memory=total - 1, threads=1) as runtime:
         assert runtime.plan is not None
-        assert "a cache of type q4_0" in runtime.target.notice
+        assert "a KV cache of type q4_0" in runtime.target.notice
         assert runtime.memory().plan is runtime.plan
         assert runtime.memory().prefix_cache.memory_limit_bytes == runtime.plan.prefix_cache_bytes
         assert runtime.plan.total_bytes <= total - 1
@@ -245,5 +245,5 @@ def test_weights_are_not_widened_without_room_in_the_plan(tmp_path: Path) -> Non
         widened = runtime.target.weight_bytes
     with edgespec.load(str(path), **options, memory=needed - 1) as runtime:
         assert runtime.plan is not None
-        assert [each.what for each in runtime.plan.decisions] == ["16-bit weights as they are"]
+        assert [each.what for each in runtime.plan.decisions] == ["16-bit weights, not converted to float32"]
         assert runtime.target.weight_bytes < 0.6 * widened

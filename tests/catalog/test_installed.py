@@ -96,7 +96,7 @@ class TestOllama:
         assert why["tuned:latest"] == "the model uses an adapter, which edgespec cannot load"
         assert "not a complete GGUF file" in why["cut:latest"]
         assert "cannot be read: no such file" in why["gone:latest"]
-        assert why["eyes:latest"] == "it is an image projector, not a language model"
+        assert why["eyes:latest"] == "the file is an image projector, not a language model"
         assert references() == []
         with pytest.raises(
             ModelFileError, match="Ollama's tuned:latest cannot be used: the model uses an adapter"
@@ -191,7 +191,7 @@ class TestLmStudio:
     def test_an_incomplete_folder_has_a_reason(self, lmstudio: Path) -> None:
         folder = add_to_lmstudio(lmstudio, "maker/Half", MLX)
         (folder / "model.safetensors").unlink()
-        assert why_skipped() == {"maker/Half": "it lacks model.safetensors"}
+        assert why_skipped() == {"maker/Half": "the model lacks model.safetensors"}
         (folder / "model.safetensors").write_bytes((MLX / "model.safetensors").read_bytes()[:5000])
         assert "not a safetensors file" in why_skipped()["maker/Half"]
         (folder / "config.json").write_text("[]")
@@ -260,7 +260,9 @@ class TestHubCache:
         (cache / "models--someone--strange").write_text("a file")
         (cache / "models--someone--empty").mkdir()
         assert references() == []
-        assert why_skipped() == {"someone/embedder": "it is an embedding model, which does not generate text"}
+        assert why_skipped() == {
+            "someone/embedder": "the file is an embedding model, which does not generate text"
+        }
 
 
 def test_an_ambiguous_name_lists_both_models(

@@ -93,10 +93,10 @@ def test_what_is_given_up_is_told(run: Run) -> None:
     )
     said = json.loads(done.stdout)
     assert said["fits"]
-    assert [each["what"] for each in said["decisions"]] == ["a cache of type q8_0"]
+    assert [each["what"] for each in said["decisions"]] == ["a KV cache of type q8_0"]
     assert said["kv_type"] == "q8_0"
     done = run("plan", "--memory", "124MiB", "--headroom", "8MiB", "--draft", "none")
-    assert "a cache of type q8_0 (frees 2.6 MiB)" in done.stdout
+    assert "a KV cache of type q8_0 (frees 2.6 MiB)" in done.stdout
 
 
 def test_a_cache_that_is_read_to_the_last_bit(run: Run) -> None:

@@ -231,7 +231,7 @@ class TestHardLimit:
         plan, generated, context = _limited(65_536)
         assert "address space" in plan["budget_from"]
         assert plan["fits"]
-        assert [each["what"] for each in plan["decisions"]] == ["a cache of type q8_0"]
+        assert [each["what"] for each in plan["decisions"]] == ["a KV cache of type q8_0"]
         assert generated == 4
         assert context == plan["context"] == 65_536
 

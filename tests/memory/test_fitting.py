@@ -75,7 +75,7 @@ def test_prefer_context_quantises_the_cache_first() -> None:
     choice, plan = _fit(_total(replace(START, float32=False)) - 1, prefer="context")
     assert choice == replace(START, kv_type="q8_0")
     (decision,) = plan.decisions
-    assert (decision.what, decision.bytes) == ("a cache of type q8_0", 8192 * (16 - 9))
+    assert (decision.what, decision.bytes) == ("a KV cache of type q8_0", 8192 * (16 - 9))
 
 
 def test_a_larger_step_undoes_earlier_ones_that_are_no_longer_needed() -> None:

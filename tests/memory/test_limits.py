@@ -164,7 +164,7 @@ class TestBudget:
         assert find_budget(100 << 20).source == "--memory"
         bounded = find_budget(8 * GIB)
         assert bounded.bytes == (1900 << 20) + HELD
-        assert bounded.source.endswith(": that is less than --memory")
+        assert bounded.source.endswith(", which is below --memory")
 
     def test_a_given_reserve_replaces_the_default(self, monkeypatch: pytest.MonkeyPatch) -> None:
         found = (Limit(8000, "the machine"), Limit(2000, "the group /a", hard=True))

@@ -210,7 +210,7 @@ class TestNoMemory:
             assert cut.finish_reason == "length"
             assert len(cut.tokens) == 57
             assert whole.tokens[:57] == cut.tokens
-            assert "stays at 256 tokens: no memory for 512" in cut.method.note
+            assert "cannot grow beyond 256 tokens: no memory for 512" in cut.method.note
             assert runtime.context_tokens == 256
             with pytest.raises(ContextFullError, match="holds only 256"):
                 ended(runtime, PROMPT + PROMPT)
@@ -253,7 +253,7 @@ class TestNoMemory:
             assert runtime.draft is not None
             assert runtime.draft.context_tokens == 256
             assert reply.stats.drafted_tokens > 0
-            assert "is off: the context needs its memory" in reply.method.note
+            assert "is disabled, because the context needs its memory" in reply.method.note
 
     def test_draft_without_memory_stops_drafting(self, monkeypatch: pytest.MonkeyPatch) -> None:
         memory = Memory(monkeypatch, 1 << 20)
@@ -262,7 +262,7 @@ class TestNoMemory:
             assert ended(runtime, PROMPT[:100], max_tokens=30).tokens == plain
             memory.tokens = 1024 + 512
             reply = ended(runtime, PROMPT + PROMPT)
-            assert "works up to 512 tokens of context" in reply.method.note
+            assert "cannot draft beyond 512 tokens" in reply.method.note
             assert ended(runtime, PROMPT + PROMPT, method="none").tokens == reply.tokens
             again = ended(runtime, PROMPT[:100], max_tokens=30)
             assert again.tokens == plain

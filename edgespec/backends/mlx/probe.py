@@ -66,13 +66,13 @@ def probe(model: MlxModel) -> ProbeResult:
     caches = model.caches
     kv_bytes_for, recurrent = caches.bytes_by_context(), bool(caches.recurrent)
     checks = _Checks(model, tokens, steps)
-    problem = f"its {caches.unsupported_kinds} cannot roll back exactly" if caches.unsupported else ""
+    problem = f"the model's {caches.unsupported_kinds} cannot roll back exactly" if caches.unsupported else ""
     for check in (checks.wide_pass, checks.replay if recurrent else checks.rollback):
         problem = problem or checks.find_problem(check)
     hooks_work = not checks.find_problem(checks.hooks)
     if problem or recurrent:
-        tree_problem = problem or "its recurrent state supports only chains"
-        reason = problem or "a recurrent state cannot be shared with a draft"
+        tree_problem = problem or "the model's recurrent state supports only chains"
+        reason = problem or "a recurrent state cannot be shared with a draft model"
         unavailable = dict.fromkeys(SELF_DRAFT_NAMES.values(), reason)
         rollback = "not possible" if problem else "checkpoints of the recurrent state, and replay"
     else:
@@ -166,7 +166,7 @@ class _Checks:
         with hooks.on(range(hooks.count)):
             logits = self._chain(0)
         if sorted(hooks.outputs) != list(range(hooks.count)):
-            return f"{hooks.count - len(hooks.outputs)} of its layers did not run"
+            return f"{hooks.count - len(hooks.outputs)} of the model's layers did not run"
         for layer in range(hooks.count - 1):
             if not mx.array_equal(hooks.outputs[layer], hooks.inputs[layer + 1]).item():
                 return f"the input of layer {layer + 1} is not the output of layer {layer}"
@@ -175,21 +175,21 @@ class _Checks:
     def early_exit(self) -> str:
         layers = self._model.layer_count
         if layers < 2:
-            return "it has only one layer"
+            return "the model has only one layer"
         return self._self_draft(EarlyExit(1)) or self._self_draft(EarlyExit(layers - 1))
 
     def skipped_layers(self) -> str:
         layers = self._model.layer_count
         if layers < 3:
-            return "it has no layers between the first and the last"
+            return "the model has no layers between the first and the last"
         return self._self_draft(SkippedLayers(tuple(range(1, layers - 1))))
 
     def low_bits(self) -> str:
         low_bits = self._model.partial_models.low_bits
         if low_bits is None:
-            return "it was loaded without low_bits"
+            return "the model was loaded without low_bits"
         if not low_bits.weights:
-            return "none of its weights can be read at fewer bits"
+            return "none of the model's weights can be read at lower precision"
         return self._self_draft(LowBit())
 
     def _self_draft(self, method: SelfDraft) -> str:
