@@ -417,7 +417,7 @@ class Runtime:
         self._session.run_idle_work(should_continue)
 
     def cancel(self) -> None:
-        """End the running reply after the current target pass."""
+        """Stop the reply in progress after the current target pass."""
         self._session.cancel()
 
     def close(self) -> None:

@@ -306,7 +306,7 @@ class Session:
         return self.memory_pressure.can_reclaim
 
     def cancel(self, request: Request | None = None) -> None:
-        """End the running reply after the current target pass.
+        """Stop the reply in progress after the current target pass.
 
         Args:
             request: The request to cancel if it is running. If None, cancel any running request.

@@ -18,7 +18,7 @@ _TARGET_STEP_DECAY = 0.995
 # Number of first rounds with a draft, and the share of the allowance that each can spend. The rest leaves
 # enough for another draft if the first one is rejected.
 _FIRST_ROUNDS, _FIRST_ROUNDS_SHARE = 2, 0.5
-# A draft is shortened to save allowance only if its cost per level grows by at most this factor.
+# Shorten a draft to save loss allowance only if that raises its cost per level by at most this factor.
 _MAX_LEVEL_COST_RATIO = 1.25
 
 

@@ -163,7 +163,7 @@ class _Trial:
         return self._steps_after_are_exact()
 
     def prefill_is_exact(self) -> bool:
-        """Return whether a prefill split into other batches and single-token passes gives the same cache."""
+        """Return whether the prefill's cache is the same for any batch size, down to single-token passes."""
         self._model.truncate(0)
         batches = cycle(_BATCHES)
         while (start := self._model.length) < self._length:

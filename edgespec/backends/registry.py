@@ -204,6 +204,6 @@ def same_backend(format_name: str, other_name: str) -> bool:
 
 
 def process_bytes() -> int:
-    """Return the memory used by Python and the largest backend in use, or by llama.cpp if none is in use."""
+    """Return the expected memory of Python and the imported backend (the largest one if several are imported)."""
     in_use = [each for each in backends() if any(module in sys.modules for module in each.modules)]
     return max((each.process_bytes for each in in_use), default=backends()[0].process_bytes)

@@ -1,4 +1,4 @@
-"""Cache model metadata on disk. An entry is valid until a file of its model changes."""
+"""Cache model metadata on disk. An entry is valid until one of the model's files changes."""
 
 from __future__ import annotations
 

@@ -77,7 +77,7 @@ class Sampler:
         return tokens, log_probs + gumbel(self.seed, Stream.TOKEN, self.position, tokens)
 
     def distribution(self, logits: Logits, row: int) -> Distribution:
-        """Return the target distribution after the whole chain."""
+        """Return the target distribution after all logits processors."""
         if self.greedy:
             return Distribution.point_mass(self.token(logits, row))
         tokens, log_probs = self._survivors(logits, row)

@@ -207,7 +207,7 @@ def test_loading_follows_the_plan() -> None:
 
 
 def test_an_unknown_preference_is_rejected() -> None:
-    with pytest.raises(OptionError, match="prefer must be one of speed, context, but is 'beauty'"):
+    with pytest.raises(OptionError, match="prefer must be one of speed, context, not 'beauty'"):
         edgespec.load("demo", prefer="beauty")
 
 
