@@ -47,7 +47,7 @@ def find_advice(
             choice, plan = fit(fixed - {name})
             if plan.fits:
                 return text.format(context=choice.context_tokens)
-    room = budget.bytes + budget.gpu_bytes
+    room = budget.total_bytes
     more = "raise --memory"
     for smaller in smaller_models(pair.target, find_installed()):
         if weight_bytes := _weight_bytes_if_it_fits(smaller, options, room, headroom_bytes):

@@ -190,7 +190,7 @@ def plan_pair(
     # Backends check weights and caches against this limit. It includes the headroom, because backends count
     # some memory that the plan ignores, such as file headers.
     others = ("process", "compute", "output", "vocabulary")
-    left = budget.bytes + budget.gpu_bytes - sum(item.bytes for item in plan.items if item.kind in others)
+    left = budget.total_bytes - sum(item.bytes for item in plan.items if item.kind in others)
     chosen = replace(
         chosen,
         memory_bytes=max(0, left),

@@ -40,15 +40,20 @@ class Budget:
     Attributes:
         bytes: system memory that this process can use, in bytes.
         source: user-facing description of what determines `bytes`.
-        gpu_bytes: usable memory on all graphics cards with their own memory, in bytes; 0 if there are none.
+        gpu_bytes: usable memory on all graphics cards with their own memory, in bytes. None if there are none.
         reserve_bytes: memory to keep free for other programs, in bytes. If less is free, cached prefixes are
             dropped.
     """
 
     bytes: int
     source: str
-    gpu_bytes: int = 0
+    gpu_bytes: int | None = None
     reserve_bytes: int = DEFAULT_RESERVE_BYTES
+
+    @property
+    def total_bytes(self) -> int:
+        """Usable system memory and graphics memory, in bytes."""
+        return self.bytes + (self.gpu_bytes or 0)
 
 
 def find_budget(
@@ -87,7 +92,7 @@ def find_budget(
         if least < size:
             size, source = least, f"{enforced_by}: that is less than {source}"
     source += "".join(f"; {format_bytes(free)} free on {name}" for name, free in cards)
-    gpu_bytes = sum(max(0, free - reserve(free)) for _, free in cards)
+    gpu_bytes = sum(max(0, free - reserve(free)) for _, free in cards) if cards else None
     return Budget(size, source, gpu_bytes, reserve(min(limit.free_bytes for limit in limits)))
 
 

@@ -73,11 +73,11 @@ class MemoryPlan:
     @property
     def pools(self) -> tuple[Pool, ...]:
         """This machine's memory pools: system memory and, if separate, graphics memory."""
-        return ("memory", "gpu") if self.budget.gpu_bytes else ("memory",)
+        return ("memory",) if self.budget.gpu_bytes is None else ("memory", "gpu")
 
     def budget_bytes(self, pool: Pool) -> int:
         """Return the usable bytes in a pool."""
-        return self.budget.gpu_bytes if pool == "gpu" else self.budget.bytes
+        return (self.budget.gpu_bytes or 0) if pool == "gpu" else self.budget.bytes
 
     def planned_bytes(self, pool: Pool) -> int:
         """Return the bytes that the items need in a pool."""

@@ -137,7 +137,7 @@ class TestCards:
         )
         return MemoryPlan(budget, choice.context_tokens, "f16", items)
 
-    @pytest.mark.parametrize("card_bytes", [_WEIGHTS, _WEIGHTS // 2, 4000])
+    @pytest.mark.parametrize("card_bytes", [_WEIGHTS, _WEIGHTS // 2, 4000, 0])
     def test_the_card_gets_as_many_layers_as_fit(self, card_bytes: int) -> None:
         budget = Budget(_WEIGHTS, "here", gpu_bytes=card_bytes)
         start = PlanChoice(512, draft=False)

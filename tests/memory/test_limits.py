@@ -141,7 +141,7 @@ class TestBudget:
 
     def test_a_given_budget_has_no_reserve(self) -> None:
         budget = find_budget(8 * GIB)
-        assert (budget.bytes, budget.gpu_bytes, budget.source) == (8 * GIB, 0, "--memory")
+        assert (budget.bytes, budget.gpu_bytes, budget.source) == (8 * GIB, None, "--memory")
 
     def test_a_budget_beyond_the_memory_says_so_in_its_source(self) -> None:
         there = psutil.virtual_memory().total
@@ -179,6 +179,10 @@ class TestBudget:
         assert budget.bytes == 8 * GIB
         assert budget.gpu_bytes == 49 * GIB
         assert "free on CUDA1" in budget.source
+
+    def test_a_full_card_is_still_a_pool(self) -> None:
+        budget = find_budget(8 * GIB, [("CUDA0", 0)])
+        assert (budget.gpu_bytes, budget.total_bytes) == (0, 8 * GIB)
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="there is no such limit")
