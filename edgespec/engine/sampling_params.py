@@ -5,24 +5,40 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, NamedTuple
 
 from edgespec.errors import OptionError
 
-__all__ = ["SamplingParams"]
+__all__ = ["SETTING_RANGES", "SamplingParams", "SettingRange"]
 
-# The smallest and largest value of each setting, and a hint for the error message. Limits of type int mark
-# settings that must be integers.
-_RANGES = {
-    "temperature": (0.0, 100.0, "use 0 for greedy decoding, or about 0.8 for varied replies"),
-    "top_k": (0, 1_000_000, "use 0 to disable it"),
-    "top_p": (0.0, 1.0, "use 1 to disable it"),
-    "min_p": (0.0, 1.0, "use 0 to disable it"),
-    "typical_p": (0.0, 1.0, "use 1 to disable it"),
-    "repetition_penalty": (0.01, 100.0, "use 1 to disable it"),
-    "presence_penalty": (-100.0, 100.0, "use 0 to disable it"),
-    "frequency_penalty": (-100.0, 100.0, "use 0 to disable it"),
-    "penalty_window": (-1, 1_000_000, "use -1 for the whole context"),
+
+class SettingRange(NamedTuple):
+    """The allowed values of a numeric setting. If `low` is an int, the setting must be an integer.
+
+    Attributes:
+        low: Smallest value.
+        high: Largest value.
+        off: Value that disables the filter. None if the setting is not a filter.
+        hint: Hint for the error message.
+    """
+
+    low: float
+    high: float
+    off: float | None
+    hint: str
+
+
+# All settings except `logit_bias`.
+SETTING_RANGES = {
+    "temperature": SettingRange(0.0, 100.0, None, "use 0 for greedy decoding, or about 0.8 for varied replies"),
+    "top_k": SettingRange(0, 1_000_000, 0, "use 0 to disable it"),
+    "top_p": SettingRange(0.0, 1.0, 1.0, "use 1 to disable it"),
+    "min_p": SettingRange(0.0, 1.0, 0.0, "use 0 to disable it"),
+    "typical_p": SettingRange(0.0, 1.0, 1.0, "use 1 to disable it"),
+    "repetition_penalty": SettingRange(0.01, 100.0, None, "use 1 to disable it"),
+    "presence_penalty": SettingRange(-100.0, 100.0, None, "use 0 to disable it"),
+    "frequency_penalty": SettingRange(-100.0, 100.0, None, "use 0 to disable it"),
+    "penalty_window": SettingRange(-1, 1_000_000, None, "use -1 for the whole context"),
 }
 
 
@@ -60,7 +76,7 @@ class SamplingParams:
     logit_bias: Mapping[int, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for name, (lowest, highest, hint) in _RANGES.items():
+        for name, (lowest, highest, _, hint) in SETTING_RANGES.items():
             value, is_whole = getattr(self, name), isinstance(lowest, int)
             types = int if is_whole else (int, float)
             if isinstance(value, bool) or not isinstance(value, types) or not lowest <= value <= highest:
@@ -88,7 +104,7 @@ class SamplingParams:
     @classmethod
     def disabled_filters(cls) -> dict[str, Any]:
         """Return the settings that disable every filter."""
-        return {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "typical_p": 1.0}
+        return {name: each.off for name, each in SETTING_RANGES.items() if each.off is not None}
 
     @property
     def has_penalties(self) -> bool:

@@ -23,7 +23,7 @@ from edgespec.engine.processors import (
     build_processors,
 )
 from edgespec.engine.sampling import Sampler
-from edgespec.engine.sampling_params import SamplingParams
+from edgespec.engine.sampling_params import SETTING_RANGES, SamplingParams
 from edgespec.errors import BackendError
 from tests.engine import single_function_chain
 from tests.engine.test_sampling import VOCAB, histories, rows, settings_of
@@ -93,9 +93,18 @@ class TestOrder:
 
     def test_disabled_steps_are_left_out(self) -> None:
         off: dict[str, Any] = SamplingParams.disabled_filters()
-        assert off == {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "typical_p": 1.0}
         assert build_processors(SamplingParams(temperature=0.7, **off), []) == (Temperature(0.7),)
         assert build_processors(SamplingParams(temperature=0.0), []) == ()
+
+    def test_every_filter_is_enabled_by_its_own_setting(self) -> None:
+        off: dict[str, Any] = SamplingParams.disabled_filters()
+        for name, value in off.items():
+            low, high, _, _ = SETTING_RANGES[name]
+            strict = SamplingParams(temperature=0.7, **{**off, name: high if value == low else low})
+            assert len(build_processors(strict, [])) == 2, name
+
+    def test_every_setting_has_a_range(self) -> None:
+        assert {*SETTING_RANGES, "logit_bias"} == set(SamplingParams.names())
 
     def test_filters_of_equal_settings_are_equal(self) -> None:
         chains = [build_processors(SamplingParams(), []) for _ in range(2)]
