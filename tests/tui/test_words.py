@@ -180,7 +180,15 @@ def test_ages_read_well() -> None:
 
 @pytest.mark.parametrize("width", [20, 32, 40, 60, 78, 120])
 def test_the_status_is_never_cut(width: int) -> None:
-    facts = StatusFacts("speed-up 1.6×", True, 312.5, 0.71, 31_234, 32_768, 64 * 1024**3)
+    facts = StatusFacts(
+        speed_up="speed-up 1.6×",
+        writing=True,
+        tokens_per_second=312.5,
+        acceptance_rate=0.71,
+        context_used_tokens=31_234,
+        context_tokens=32_768,
+        memory_bytes=64 * 1024**3,
+    )
     lines = wrapped(facts.segments(), width).plain.splitlines()
     assert " · ".join(lines) == " · ".join(text for text, _ in facts.segments())
     assert all(len(line) <= width for line in lines)

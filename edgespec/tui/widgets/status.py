@@ -20,7 +20,7 @@ _GAP = " · "
 _NEARLY_FULL = 0.85
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StatusFacts:
     """Values shown in the status line.
 
