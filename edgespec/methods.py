@@ -110,11 +110,24 @@ class DrafterSet:
         Raises:
             OptionError: The method is unknown, or one of its drafters is unavailable.
         """
+        names, report = self._resolve(method)
+        if not names:
+            return None, report
+        if self._auto_config and (method == "auto" or self._auto_config.controls_named):
+            return self._controlled(self._auto_config, names), report
+        return self._drafters[names[0]] if len(names) == 1 else self._combined(names), report
+
+    def check(self, method: str) -> None:
+        """Raise OptionError if the method is unknown or one of its drafters is unavailable."""
+        self._resolve(method)
+
+    def _resolve(self, method: str) -> tuple[tuple[str, ...], MethodReport]:
+        """Return the names of a method's drafters in merge order, and the report. Raises OptionError."""
         names = parse_method(method)
         capabilities = self._target.capabilities
         if names and not capabilities.rollback:
             reason = f"{self._target.name} cannot verify drafts: {capabilities.reason}"
-            return None, MethodReport(method, "none", reason)
+            return (), MethodReport(method, "none", reason)
         if method == "auto":
             names = self._auto_names()
             has_model = any(not self._drafters[name].is_lookup for name in names)
@@ -126,12 +139,7 @@ class DrafterSet:
                 missing = self._missing.get(name, _UNKNOWN_DRAFTER)
                 raise OptionError(f"method {method!r} cannot be used: {missing.reason}", missing.hint)
         report = MethodReport(method, "+".join(names) or "none", reason)
-        names = tuple(sorted(names, key=DRAFTER_NAMES.index))
-        if not names:
-            return None, report
-        if self._auto_config and (method == "auto" or self._auto_config.controls_named):
-            return self._controlled(self._auto_config, names), report
-        return self._drafters[names[0]] if len(names) == 1 else self._combined(names), report
+        return tuple(sorted(names, key=DRAFTER_NAMES.index)), report
 
     def _auto_names(self) -> tuple[str, ...]:
         models = [name for name in _AUTO_MODELS if name in self._drafters]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,7 @@ from edgespec.engine.sampling_params import SamplingParams
 from edgespec.errors import ContextFullError, OptionError
 from edgespec.options import REPLY_OPTIONS, ReplyArguments, check_names
 
-__all__ = ["DEFAULT_MAX_TOKENS", "Request", "StreamArguments", "build_request"]
+__all__ = ["DEFAULT_MAX_TOKENS", "Request", "StreamArguments", "build_request", "check_options"]
 
 # Default maximum reply length in tokens. Without it, a reply stuck in a loop would fill the whole context.
 DEFAULT_MAX_TOKENS = 8192
@@ -80,6 +80,20 @@ def build_request(
             f"the prompt has {len(tokens)} tokens, but the context holds only {context_tokens}",
             f"shorten it or use --context {len(tokens) // 256 * 256 + 512}",
         )
+    params, values = check_options(facts, options)
+    _check_vocabulary("prompt", tokens, facts)
+    if values["seed"] is None:
+        values["seed"] = secrets.randbits(32)
+    values["max_tokens"] = values["max_tokens"] or min(context_tokens, DEFAULT_MAX_TOKENS)
+    return Request(tuple(tokens), params, processors=tuple(processors), **values)
+
+
+def check_options(facts: ModelFacts, options: Mapping[str, Any]) -> tuple[SamplingParams, dict[str, Any]]:
+    """Check the options of a reply. Return its sampling settings, and the values of the other options.
+
+    Raises:
+        OptionError: An option is unknown or its value is invalid.
+    """
     check_names(options, REPLY_OPTIONS)
     sampling = SamplingParams.names()
     params = SamplingParams(**{name: value for name, value in options.items() if name in sampling})
@@ -88,14 +102,14 @@ def build_request(
         for name, option in REPLY_OPTIONS.items()
         if name not in sampling
     }
-    for option, ids in (("prompt", tokens), ("logit_bias", params.logit_bias)):
-        unknown = next((token for token in ids if not 0 <= token < facts.vocab_size), None)
-        if unknown is not None:
-            raise OptionError(
-                f"token {unknown} in the {option} is not in the vocabulary of {facts.name}",
-                f"use token ids from 0 to {facts.vocab_size - 1}",
-            )
-    if values["seed"] is None:
-        values["seed"] = secrets.randbits(32)
-    values["max_tokens"] = values["max_tokens"] or min(context_tokens, DEFAULT_MAX_TOKENS)
-    return Request(tuple(tokens), params, processors=tuple(processors), **values)
+    _check_vocabulary("logit_bias", params.logit_bias, facts)
+    return params, values
+
+
+def _check_vocabulary(source: str, tokens: Iterable[int], facts: ModelFacts) -> None:
+    unknown = next((token for token in tokens if not 0 <= token < facts.vocab_size), None)
+    if unknown is not None:
+        raise OptionError(
+            f"token {unknown} in the {source} is not in the vocabulary of {facts.name}",
+            f"use token ids from 0 to {facts.vocab_size - 1}",
+        )

@@ -6,12 +6,14 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, Unpack
 
 from edgespec.chat.message import Message, as_messages
+from edgespec.chat.prompt import ContextFull, check_context_full
 from edgespec.checks import check_integer
 from edgespec.errors import BusyError, CancelledError, ClosedError, EdgespecError
 from edgespec.reply import Reply, TextChunk
+from edgespec.request import StreamArguments
 from edgespec.runtime import Runtime
 from edgespec.stream import ReplyStream
 
@@ -46,23 +48,48 @@ class RequestQueue:
         """Number of requests that have not started yet."""
         return len(self._waiting)
 
-    def stream(self, prompt: str, **options: Any) -> QueuedReply:
+    def stream(
+        self,
+        prompt: str,
+        *,
+        system: str | None = None,
+        raw: bool = False,
+        on_end: Callable[[Reply | None], None] | None = None,
+        **options: Unpack[StreamArguments],
+    ) -> QueuedReply:
         """Queue a request for a reply to a prompt. See `Runtime.stream` for the arguments.
 
         Raises:
             BusyError: Too many requests are waiting.
             ClosedError: The queue was closed.
+            OptionError: An option is unknown, or its value is invalid.
         """
-        return self._submit(lambda: self._runtime.stream(prompt, **options))
+        self._runtime.check_options(**options)
+        return self._submit(
+            lambda: self._runtime.stream(prompt, system=system, raw=raw, on_end=on_end, **options)
+        )
 
-    def stream_messages(self, messages: Sequence[Message | Mapping[str, Any]], **options: Any) -> QueuedReply:
+    def stream_messages(
+        self,
+        messages: Sequence[Message | Mapping[str, Any]],
+        *,
+        context_full: ContextFull = "slide",
+        on_end: Callable[[Reply | None], None] | None = None,
+        **options: Unpack[StreamArguments],
+    ) -> QueuedReply:
         """Queue a request for a reply to messages. See `Runtime.stream_messages` for the arguments.
 
         Invalid messages raise OptionError immediately. Other errors are the same as for `stream`.
         """
+        self._runtime.check_options(**options)
+        check_context_full(context_full)
         # Copy the list, because the caller may change it before the request starts.
         checked = as_messages(messages)
-        return self._submit(lambda: self._runtime.stream_messages(checked, **options))
+        return self._submit(
+            lambda: self._runtime.stream_messages(
+                checked, context_full=context_full, on_end=on_end, **options
+            )
+        )
 
     def _submit(self, start: Callable[[], ReplyStream]) -> QueuedReply:
         with self._changed:

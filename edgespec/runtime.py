@@ -25,7 +25,7 @@ from edgespec.memory.prefix_cache import PrefixCache, PrefixCacheUsage
 from edgespec.methods import DrafterSet
 from edgespec.options import ReplyArguments
 from edgespec.reply import MethodReport, Reply
-from edgespec.request import StreamArguments, build_request
+from edgespec.request import StreamArguments, build_request, check_options
 from edgespec.session import Session
 from edgespec.stream import ReplyStream
 
@@ -142,6 +142,25 @@ class Runtime:
     def loss_limits(self) -> tuple[float, float] | None:
         """The loss limit, if any: a fraction of plain decoding time, and a number of target steps."""
         return self._session.drafters.loss_limits
+
+    def check_options(
+        self,
+        *,
+        progress: Progress | None = None,  # noqa: ARG002
+        processors: Sequence[LogitsProcessor] = (),  # noqa: ARG002
+        **options: Unpack[ReplyArguments],
+    ) -> None:
+        """Check the options of a reply without starting it. See `stream_tokens` for the arguments.
+
+        Raises:
+            OptionError: An option is unknown, or its value is invalid.
+        """
+        _, values = check_options(self.target, self._with_defaults(options))
+        self._session.drafters.check(values["method"])
+
+    def _with_defaults(self, options: Mapping[str, Any]) -> dict[str, Any]:
+        given = {name: v for name, v in options.items() if v is not None or name not in self._defaults}
+        return {**self._defaults, **given}
 
     def method_for(self, method: str) -> MethodReport:
         """Report which drafters a method uses with this target. Raises OptionError if one is unavailable."""
@@ -347,9 +366,8 @@ class Runtime:
             raise ClosedError("the runtime is closed", "load the model again")
         if self._mapped:
             self._mapped.check()
-        given = {name: v for name, v in options.items() if v is not None or name not in self._defaults}
-        options_with_defaults = {**self._defaults, **given}
-        request = build_request(tokens, self.target, self.context_tokens, options_with_defaults, processors)
+        values = self._with_defaults(options)
+        request = build_request(tokens, self.target, self.context_tokens, values, processors)
 
         def record(reply: Reply | None) -> None:
             # Record for this model pair how many of the tokens drafted at depth 1 were accepted.

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from edgespec import QueuedReply, RequestQueue, Runtime
-from edgespec.errors import BusyError, CancelledError, ClosedError, EdgespecError, OptionError
+from edgespec.errors import BusyError, CancelledError, ClosedError, EdgespecError, OptionError, TemplateError
 from tests.runtime.questions import HOWTO, REPEATS
 
 OPTIONS: dict[str, Any] = {"seed": 1, "max_tokens": 24}
@@ -107,11 +107,36 @@ def test_the_running_request_can_be_cancelled(queue: RequestQueue) -> None:
 
 
 def test_a_failing_request_does_not_stop_the_next(queue: RequestQueue) -> None:
-    failing = queue.stream(HOWTO, temprature=1)
+    failing = queue.stream(HOWTO, system="Be brief.", raw=True)
     following = queue.stream(HOWTO, **OPTIONS)
-    with pytest.raises(OptionError, match="temperature"):
+    with pytest.raises(TemplateError):
         failing.wait()
     assert following.wait().tokens
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"temprature": 1}, "temprature"),
+        ({"temperature": -1}, "temperature"),
+        ({"stop": 3}, "stop"),
+        ({"method": "modle"}, "modle"),
+        ({"method": "layerskip"}, "layerskip"),
+        ({"logit_bias": {1 << 30: 1.0}}, "vocabulary"),
+    ],
+)
+def test_wrong_options_are_refused_at_once(
+    demo: Runtime, queue: RequestQueue, options: dict[str, Any], match: str
+) -> None:
+    messages = [{"role": "user", "content": HOWTO}]
+    for ask in (
+        lambda: queue.stream(HOWTO, **options),
+        lambda: queue.stream_messages(messages, **options),
+        lambda: demo.stream(HOWTO, **options),
+    ):
+        with pytest.raises(OptionError, match=match):
+            ask()
+    assert queue.waiting == 0
 
 
 def test_a_direct_reply_makes_a_queued_one_fail(demo: Runtime, queue: RequestQueue) -> None:
@@ -205,6 +230,11 @@ def test_later_changes_of_the_list_do_not_reach_a_queued_request(
 def test_messages_that_are_no_list_are_refused(queue: RequestQueue, messages: Any) -> None:
     with pytest.raises(OptionError):
         queue.stream_messages(messages)
+
+
+def test_a_wrong_context_full_is_refused(queue: RequestQueue) -> None:
+    with pytest.raises(OptionError, match="context_full"):
+        queue.stream_messages([{"role": "user", "content": HOWTO}], context_full="drop")
 
 
 @pytest.mark.parametrize("max_waiting", [-1, None, 1.5])
