@@ -30,7 +30,9 @@ class SettingRange(NamedTuple):
 
 # All settings except `logit_bias`.
 SETTING_RANGES = {
-    "temperature": SettingRange(0.0, 100.0, None, "use 0 for greedy decoding, or about 0.8 for varied replies"),
+    "temperature": SettingRange(
+        0.0, 100.0, None, "use 0 for greedy decoding, or about 0.8 for varied replies"
+    ),
     "top_k": SettingRange(0, 1_000_000, 0, "use 0 to disable it"),
     "top_p": SettingRange(0.0, 1.0, 1.0, "use 1 to disable it"),
     "min_p": SettingRange(0.0, 1.0, 0.0, "use 0 to disable it"),

@@ -40,7 +40,7 @@ class Budget:
     Attributes:
         bytes: system memory that this process can use, in bytes.
         source: user-facing description of what determines `bytes`.
-        gpu_bytes: usable memory on all graphics cards with their own memory, in bytes. None if there are none.
+        gpu_bytes: usable memory on all graphics cards with their own memory, in bytes. None without one.
         reserve_bytes: memory to keep free for other programs, in bytes. If less is free, cached prefixes are
             dropped.
     """
