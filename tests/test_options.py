@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -115,8 +116,10 @@ def test_options_that_no_drafter_reads() -> None:
 
 
 def test_the_documentation_is_up_to_date() -> None:
-    """Write it with `python -c "import edgespec.options as o; print(o.documentation(), end='')"`."""
+    """To write the page, run this test with WRITE_DOCS=1."""
     page = Path(edgespec.__file__).parent.parent / "docs" / "options.md"
+    if os.environ.get("WRITE_DOCS"):
+        page.write_text(documentation(), encoding="utf-8", newline="\n")
     assert page.read_text(encoding="utf-8") == documentation()
 
 
