@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -55,7 +56,11 @@ def test_replies_equal_those_of_the_runtime(demo: Runtime, queue: RequestQueue) 
 def test_requests_run_in_the_order_of_submission(queue: RequestQueue, hold: threading.Event) -> None:
     order: list[int] = []
     first = blocked(queue, hold)
-    others = [queue.stream(HOWTO, on_end=lambda _reply, i=i: order.append(i), **OPTIONS) for i in range(2)]
+
+    def note(i: int, _reply: object) -> None:
+        order.append(i)
+
+    others = [queue.stream(HOWTO, on_end=partial(note, i), **OPTIONS) for i in range(2)]
     assert queue.waiting == 2
     with pytest.raises(EdgespecError, match="not started"):
         _ = others[0].reply
