@@ -15,7 +15,6 @@ from edgespec.costs.curve import CostFunction, assumed_cost
 from edgespec.costs.pass_limits import PassLimits
 from edgespec.drafters.adaptive_tree import AdaptiveTreeGrowth
 from edgespec.drafters.base import BudgetedDrafter, Drafter
-from edgespec.drafters.model import ModelDrafter
 from edgespec.drafters.ngram import NgramDrafter
 from edgespec.drafters.tree_growth import TreeGrowth
 from edgespec.errors import OptionError
@@ -48,12 +47,9 @@ class DrafterSet:
     rates.
 
     Args:
-        branches: Number of branches at each depth of the draft model's tree, or a tree-growing rule, which
-            must not be shared with other drafters.
-        min_confidence: Probability below which the draft model stops drafting.
+        drafters: Drafters by name, or the reasons why they are missing. `ngram` is always available.
+        chain_model: The draft model, if the `model` drafter proposes its token chains as they are.
         why_no_draft: Why there is no draft model, for reports and error messages.
-        others: Other drafters by name, or the reasons why they are missing. A `model` entry replaces the
-            default drafter for the draft model.
         v: Cost of a verify pass by width, in target steps.
         auto_config: Settings for the controller that decides when to draft. If None, `auto` drafts in every
             round.
@@ -62,12 +58,10 @@ class DrafterSet:
     def __init__(
         self,
         target: LanguageModel,
-        draft: LanguageModel | None,
+        drafters: Mapping[str, Drafter | MissingDrafter] = MappingProxyType({}),
         *,
-        branches: tuple[int, ...] | TreeGrowth = (),
-        min_confidence: float = 0.0,
+        chain_model: LanguageModel | None = None,
         why_no_draft: str = "",
-        others: Mapping[str, Drafter | MissingDrafter] = MappingProxyType({}),
         v: CostFunction = assumed_cost,
         auto_config: AutoConfig | None = None,
     ) -> None:
@@ -84,12 +78,8 @@ class DrafterSet:
         }
         self._combinations: dict[tuple[str, ...], CombinedDrafter] = {}
         self._controllers: dict[tuple[str, ...], AutoController] = {}
-        self._chain_model = draft if not branches and "model" not in others else None
-        if draft is not None and "model" not in others:
-            self._drafters["model"] = ModelDrafter(
-                draft, self._target.vocab_size, branches=branches, min_confidence=min_confidence
-            )
-        for name, drafter in others.items():
+        self._chain_model = chain_model
+        for name, drafter in drafters.items():
             if isinstance(drafter, MissingDrafter):
                 self._missing[name] = drafter
             else:

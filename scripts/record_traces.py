@@ -49,7 +49,7 @@ def main() -> None:
     drafter = SilentDrafter(draft, target.facts.vocab_size, branches=recorder)
     lines = args.prompts.read_text(encoding="utf-8").splitlines()
     recorded: list[dict[str, Any]] = []
-    with Runtime(target, None, DrafterSet(target, None, others={"model": drafter})) as runtime:
+    with Runtime(target, None, DrafterSet(target, {"model": drafter})) as runtime:
         for temperature in map(float, args.temperatures.split(",")):
             for prompt in map(json.loads, lines):
                 recorder.predictions.clear()

@@ -9,6 +9,7 @@ import numpy as np
 
 from edgespec.backends.base import LanguageModel
 from edgespec.drafters.base import Drafter
+from edgespec.drafters.model import ModelDrafter
 from edgespec.engine.acceptance import Acceptance
 from edgespec.engine.sampling import Sampler
 from edgespec.engine.tree import TokenTree
@@ -47,15 +48,20 @@ def runtime(
     **options: Any,
 ) -> Runtime:
     """Return a runtime for a target and an optional draft model."""
-    why = "no draft was wanted"
-    return Runtime(target, draft, DrafterSet(target, draft, branches=branches, why_no_draft=why), **options)
+    drafters = DrafterSet(
+        target,
+        {"model": ModelDrafter(draft, target.facts.vocab_size, branches=branches)} if draft else {},
+        chain_model=None if branches else draft,
+        why_no_draft="no draft was wanted",
+    )
+    return Runtime(target, draft, drafters, **options)
 
 
 class Chosen(DrafterSet):
     """A drafter set that uses one drafter for every method except `none`."""
 
     def __init__(self, target: LanguageModel, drafter: Drafter) -> None:
-        super().__init__(target, None)
+        super().__init__(target)
         self._drafter = drafter
 
     def choose(self, method: str) -> tuple[Drafter | None, MethodReport]:

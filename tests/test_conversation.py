@@ -168,7 +168,7 @@ class TestTrouble:
     @pytest.fixture
     def unreliable(self, demo_target: Path) -> Iterator[tuple[Runtime, Unreliable]]:
         model: Any = Unreliable(llamacpp.load(str(demo_target), "demo", LoadOptions(context_tokens=512)))
-        with Runtime(model, None, DrafterSet(model, None)) as runtime:
+        with Runtime(model, None, DrafterSet(model)) as runtime:
             yield runtime, model
 
     @pytest.mark.parametrize("countdown", [1, 4])

@@ -106,22 +106,19 @@ class _DrafterFactory:
             ("swift", self._make_swift),
         ):
             self.made[name] = make() if name in needed else _not_loaded(name)
-        if draft and draft.drafter:
-            self.made["model"] = draft.drafter
-        elif draft and self._arguments["learn"]:
-            self.made["model"] = self._make_online(draft.model)
+        if draft:
+            self.made["model"] = self._make_model(draft)
         elif self._arguments["learn"]:
             raise OptionError(
                 "learn needs a draft model, but none is loaded", "pass an MLX draft model with --draft REF"
             )
+        changes_chains = self._arguments["learn"] or self._arguments["draft_branches"]
         config = self._auto_config(draft)
         drafters = DrafterSet(
             self._model,
-            draft.model if draft else None,
-            branches=self._growth(draft.model) if draft else (),
-            min_confidence=self._arguments["draft_confidence"],
+            self.made,
+            chain_model=draft.model if draft and not draft.drafter and not changes_chains else None,
             why_no_draft=self._pair.why_no_draft,
-            others=self.made,
             v=self._curve.v if self._options.combines_drafters else assumed_cost,
             auto_config=config,
         )
@@ -189,6 +186,13 @@ class _DrafterFactory:
             min_confidence=self._arguments["draft_confidence"],
             name=name,
         )
+
+    def _make_model(self, draft: LoadedDraft) -> Drafter:
+        if draft.drafter:
+            return draft.drafter
+        if self._arguments["learn"]:
+            return self._make_online(draft.model)
+        return self._model_drafter(draft.model, "model")
 
     def _make_lookahead(self) -> Drafter:
         return LookaheadDrafter(self._model.facts.capabilities, self._curve)

@@ -143,7 +143,6 @@ class Capabilities:
     reason: str = ""
     max_width: int = 1 << 20
     max_branches: int = 1 << 20
-    hidden_states: bool = False
     self_draft_methods: frozenset[str] = frozenset()
     trainable: bool = False
     partial_truncate: bool = True

@@ -346,7 +346,7 @@ class TestReusedDrafts:
 @pytest.fixture(scope="module")
 def plain(demo_target: Path) -> Iterator[Runtime]:
     model = llamacpp.load(str(demo_target), "demo", _options())
-    with Runtime(model, None, DrafterSet(model, None)) as runtime:
+    with Runtime(model, None, DrafterSet(model)) as runtime:
         yield runtime
 
 
@@ -356,7 +356,7 @@ def _drafting(folder: Path, branches: tuple[int, ...] = (), **options: Any) -> R
     view = model.self_draft(EarlyExit(model.exit_layer))
     drafter = ModelDrafter(view, model.facts.vocab_size, branches=branches, name="layerskip")
     assert drafter.memory_use == MemoryUse()
-    return Runtime(model, None, DrafterSet(model, None, others={"layerskip": drafter}))
+    return Runtime(model, None, DrafterSet(model, {"layerskip": drafter}))
 
 
 class TestSameReplies:

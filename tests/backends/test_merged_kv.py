@@ -243,7 +243,7 @@ def _runtime(model: LanguageModel, copy: Path, how: LowBit) -> Runtime:
     for name, way in (("layerskip", EarlyExit(4)), ("lowbit", how)):
         if name in model.facts.capabilities.self_draft_methods:
             others[name] = ModelDrafter(model.self_draft(way), model.facts.vocab_size, name=name)
-    return Runtime(model, None, DrafterSet(model, None, others=others))
+    return Runtime(model, None, DrafterSet(model, others))
 
 
 class TestSameReplies:

@@ -106,7 +106,7 @@ def test_a_model_that_cannot_roll_back_says_why() -> None:
     target.facts = replace(
         target.facts, capabilities=replace(target.facts.capabilities, reason="its memory cannot be cut back")
     )
-    with Runtime(target, None, DrafterSet(target, None, why_no_draft="none")) as runtime:
+    with Runtime(target, None, DrafterSet(target, why_no_draft="none")) as runtime:
         told = tune(runtime, read_prompts()[:1], max_tokens=4)
     assert told.verdict == "Drafting cannot be used with this model: its memory cannot be cut back."
     assert [each.width for each in told.passes] == [1]

@@ -184,7 +184,7 @@ class TestIdleThread:
     def test_prefixes_move_to_disk_and_are_restored(self, tmp_path: Path) -> None:
         model = table(1)
         kept = keeper(model, tmp_path)
-        with Runtime(model, None, DrafterSet(model, None), prefix_cache=kept) as runtime:
+        with Runtime(model, None, DrafterSet(model), prefix_cache=kept) as runtime:
             free(runtime, PLENTY)
             chats = [np.random.default_rng(seed).integers(0, 7, 150).tolist() for seed in range(3)]
             for chat in chats:
@@ -199,7 +199,7 @@ class TestIdleThread:
     def test_the_thread_ends_when_nothing_is_left_to_reclaim(self) -> None:
         model = table(1)
         kept = keeper(model)
-        with Runtime(model, None, DrafterSet(model, None), prefix_cache=kept) as runtime:
+        with Runtime(model, None, DrafterSet(model), prefix_cache=kept) as runtime:
             free(runtime, PLENTY)
             for seed in range(2):
                 ask(runtime, np.random.default_rng(seed).integers(0, 7, 150).tolist(), max_tokens=5)
@@ -211,7 +211,7 @@ class TestIdleThread:
 
     def test_the_thread_does_not_keep_the_session_alive(self) -> None:
         model = table(1)
-        runtime = Runtime(model, None, DrafterSet(model, None), prefix_cache=keeper(model))
+        runtime = Runtime(model, None, DrafterSet(model), prefix_cache=keeper(model))
         free(runtime, PLENTY)
         for seed in range(2):
             ask(runtime, np.random.default_rng(seed).integers(0, 7, 150).tolist(), max_tokens=5)
@@ -266,10 +266,8 @@ class TestDuringAReply:
         model = table(1)
         kept = keeper(model, tmp_path)
         chats = [np.random.default_rng(seed).integers(0, 7, 150).tolist() for seed in range(5)]
-        expected = ask(
-            Runtime(other := table(1), None, DrafterSet(other, None)), chats[4], max_tokens=60, seed=2
-        )
-        with Runtime(model, None, DrafterSet(model, None), prefix_cache=kept) as runtime:
+        expected = ask(Runtime(other := table(1), None, DrafterSet(other)), chats[4], max_tokens=60, seed=2)
+        with Runtime(model, None, DrafterSet(model), prefix_cache=kept) as runtime:
             free(runtime, PLENTY)
             for chat in chats[:3]:
                 ask(runtime, chat, max_tokens=5)
@@ -324,7 +322,7 @@ class TestDuringAReply:
     def test_the_system_is_asked_once_a_second(self, monkeypatch: pytest.MonkeyPatch) -> None:
         model = table(1)
         kept = keeper(model)
-        with Runtime(model, None, DrafterSet(model, None), prefix_cache=kept) as runtime:
+        with Runtime(model, None, DrafterSet(model), prefix_cache=kept) as runtime:
             for seed in range(2):
                 ask(runtime, np.random.default_rng(seed).integers(0, 7, 150).tolist(), max_tokens=5)
             clock, checks = 100.0, []

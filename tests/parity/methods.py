@@ -270,6 +270,6 @@ def check_plain(tiny: Tiny) -> None:
             assert Sampler(params, ask.seed, before).token(logits, 0) == tokens[at]
         model.truncate(0)
     greedy = tiny.plain(ASKED[0])
-    runtime = Runtime(model, None, DrafterSet(model, None))
+    runtime = Runtime(model, None, DrafterSet(model))
     assert reply_to(runtime, ASKED[0], "none", acceptance="rejection").tokens == greedy
     assert reply_to(runtime, ASKED[-1], "none", acceptance="rejection").tokens

@@ -132,7 +132,7 @@ class Tiny:
     def plain(self, ask: Ask) -> tuple[int, ...]:
         """The tokens of plain decoding."""
         if ask not in self._plain:
-            runtime = Runtime(self.target, None, DrafterSet(self.target, None))
+            runtime = Runtime(self.target, None, DrafterSet(self.target))
             self._plain[ask] = reply_to(runtime, ask, "none").tokens
         return self._plain[ask]
 

@@ -11,6 +11,7 @@ import pytest
 from edgespec import Runtime
 from edgespec.backends import llamacpp
 from edgespec.backends.base import LanguageModel, LoadOptions
+from edgespec.drafters.model import ModelDrafter
 from edgespec.errors import BackendError, BusyError
 from edgespec.methods import DrafterSet
 from tests.runtime.questions import HOWTO, REPEATS
@@ -38,7 +39,9 @@ class TestCacheReuse:
         options = LoadOptions(context_tokens=1024)
         target: Any = Recording(llamacpp.load(str(demo_target), "target", options))
         draft: Any = Recording(llamacpp.load(str(demo_draft), "draft", options))
-        with Runtime(target, draft, DrafterSet(target, draft)) as runtime:
+        drafter = ModelDrafter(draft, target.facts.vocab_size)
+        drafters = DrafterSet(target, {"model": drafter}, chain_model=draft)
+        with Runtime(target, draft, drafters) as runtime:
             yield runtime, target, draft
 
     @pytest.mark.parametrize("method", ["model", "model+ngram"])

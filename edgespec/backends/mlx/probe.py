@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
@@ -65,11 +64,11 @@ def probe(model: MlxModel) -> ProbeResult:
         raise ModelFileError(f"{model.facts.name} produced non-finite logits", "download the model again")
     caches = model.caches
     kv_bytes_for, recurrent = caches.bytes_by_context(), bool(caches.recurrent)
+    model.truncate(0)
     checks = _Checks(model, tokens, steps)
     problem = f"the model's {caches.unsupported_kinds} cannot roll back exactly" if caches.unsupported else ""
     for check in (checks.wide_pass, checks.replay if recurrent else checks.rollback):
         problem = problem or checks.find_problem(check)
-    hooks_work = not checks.find_problem(checks.hooks)
     if problem or recurrent:
         tree_problem = problem or "the model's recurrent state supports only chains"
         reason = problem or "a recurrent state cannot be shared with a draft model"
@@ -91,7 +90,6 @@ def probe(model: MlxModel) -> ProbeResult:
         tree=not tree_problem,
         reason=tree_problem,
         max_width=model.facts.capabilities.max_width,
-        hidden_states=hooks_work,
         self_draft_methods=frozenset(SELF_DRAFT_NAMES.values()) - unavailable.keys(),
         trainable=not (problem or recurrent),
         partial_truncate=caches.truncatable,
@@ -159,18 +157,6 @@ class _Checks:
         problem = problem or self._differs("a token tree", logits, [4], rows=[1])
         model.commit((2, 4))
         return problem or self._differs("keeping one path of a tree", self._chain(5), [5])
-
-    def hooks(self) -> str:
-        """Check that each layer's output is the next one's input, and that hooks do not affect the logits."""
-        hooks = self._model.hidden_state_hooks()
-        with hooks.on(range(hooks.count)):
-            logits = self._chain(0)
-        if sorted(hooks.outputs) != list(range(hooks.count)):
-            return f"{hooks.count - len(hooks.outputs)} of the model's layers did not run"
-        for layer in range(hooks.count - 1):
-            if not mx.array_equal(hooks.outputs[layer], hooks.inputs[layer + 1]).item():
-                return f"the input of layer {layer + 1} is not the output of layer {layer}"
-        return self._differs("reading hidden states", logits, [0])
 
     def early_exit(self) -> str:
         layers = self._model.layer_count

@@ -362,7 +362,7 @@ def test_it_replaces_the_draft_model_drafter() -> None:
     from edgespec.runtime import Runtime
 
     target, draft = speaking(TARGET, 1), speaking(DRAFT, 2)
-    drafters = DrafterSet(target, None, others={"model": drafter_of(draft)})
+    drafters = DrafterSet(target, {"model": drafter_of(draft)})
     with Runtime(target, draft, drafters) as pair:
         got = pair.generate("abcd", method="model", seed=1, max_tokens=20)
         assert got.method.effective == "model"

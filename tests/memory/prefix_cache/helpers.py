@@ -49,7 +49,7 @@ def keeper(
 def keeping(model: LanguageModel, folder: Path | None = None, others: Any = None, **options: Any) -> Runtime:
     """Create a runtime with a prefix cache."""
     kept = keeper(model, folder, **options)
-    return Runtime(model, None, DrafterSet(model, None, others=others or {}), prefix_cache=kept)
+    return Runtime(model, None, DrafterSet(model, others or {}), prefix_cache=kept)
 
 
 def ask(runtime: Runtime, tokens: Sequence[int], **options: Any) -> Reply:

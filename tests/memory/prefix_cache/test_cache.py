@@ -71,7 +71,7 @@ def test_every_reply_equals_that_of_a_fresh_run(
     make: str, history: list[Act], max_bytes: int, quota_bytes: int | None, max_copied_bytes: int | None
 ) -> None:
     """The KV cache is compared too, because most of these models predict from their last tokens alone."""
-    plain = Runtime(inner := MADE[make](), None, DrafterSet(inner, None))
+    plain = Runtime(inner := MADE[make](), None, DrafterSet(inner))
     texts = [[0], SYSTEM[:60], SYSTEM, SYSTEM + words(1, 90), words(2, 5), words(3, 200)]
     if make == "rounds":
         texts = [4 * text for text in texts]
@@ -251,7 +251,7 @@ def test_a_new_run_reuses_prefixes_from_disk(tmp_path: Path) -> None:
 def test_low_memory_moves_prefixes_to_disk(tmp_path: Path) -> None:
     model = table(1)
     kept = keeper(model, tmp_path, available=1 << 40)
-    with Runtime(model, None, DrafterSet(model, None), prefix_cache=kept) as runtime:
+    with Runtime(model, None, DrafterSet(model), prefix_cache=kept) as runtime:
         for chat in CHATS:
             ask(runtime, chat, max_tokens=5)
         assert kept.usage().memory_bytes > 0

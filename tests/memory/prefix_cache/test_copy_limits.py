@@ -117,7 +117,7 @@ def test_usage_excludes_files_deleted_for_the_quota(max_bytes: int, tmp_path: Pa
 def test_without_room_for_a_copy_nothing_is_cached() -> None:
     model = table(1)
     kept = PrefixCache(model, 1 << 20, reuse_costs=Always(), max_copied_bytes=0)
-    with Runtime(model, None, DrafterSet(model, None), prefix_cache=kept) as runtime:
+    with Runtime(model, None, DrafterSet(model), prefix_cache=kept) as runtime:
         ask(runtime, CHATS[0], max_tokens=5)
         # A table's memory takes nothing, so that tokens have no size before there is one of another.
         kept.store.tree.add(Segment("any", None, np.zeros(10, np.int32), 10, None))
