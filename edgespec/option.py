@@ -67,10 +67,9 @@ DRAFT_LENGTH = Option(Integer(1, MAX_DRAFT_LENGTH, metavar="K", hint=", or metho
     f"Number of tokens to draft at a time, from 1 to {MAX_DRAFT_LENGTH}. With `auto`, this is the maximum.",
     default_text="4; up to 16 with auto, depending on speed")
 ACCEPTANCE = Option(Choice(ACCEPTANCES), "method",
-    "How drafted tokens are accepted. `invariant`: a seed gives the same reply with every method."
-    " `rejection`: replies follow the same probability distribution, but a seed can give a different reply"
-    " with another method. With `auto`, even repeating a command can then give a different reply, because"
-    " auto depends on timing.",
+    "How drafted tokens are accepted. `invariant`: a given seed gives the same reply with every method."
+    " `rejection`: replies follow the same probability distribution, but a given seed can give a different"
+    " reply with another method, and, with `auto` or several drafters, each time you run the command.",
     default="invariant")
 # fmt: on
 

@@ -210,6 +210,8 @@ class Branches(Kind):
     def check(self, name: str, value: Any) -> Any:
         if value == "auto":
             return value
+        if type(value) is int:
+            value = (value,)
         if not isinstance(value, tuple | list):
             raise OptionError(
                 f"{name} must be auto or positive integers, not {value!r}", "for example, use 3,2"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any
 
 from edgespec.backends.base import ModelFacts, Progress
@@ -106,10 +107,10 @@ def check_options(facts: ModelFacts, options: Mapping[str, Any]) -> tuple[Sampli
     return params, values
 
 
-def _check_vocabulary(source: str, tokens: Iterable[int], facts: ModelFacts) -> None:
-    unknown = next((token for token in tokens if not 0 <= token < facts.vocab_size), None)
-    if unknown is not None:
+def _check_vocabulary(source: str, tokens: Iterable[Any], facts: ModelFacts) -> None:
+    unknown = [token for token in tokens if not (isinstance(token, Integral) and 0 <= token < facts.vocab_size)]
+    if unknown:
         raise OptionError(
-            f"token {unknown} in the {source} is not in the vocabulary of {facts.name}",
+            f"token {unknown[0]!r} in the {source} is not in the vocabulary of {facts.name}",
             f"use token ids from 0 to {facts.vocab_size - 1}",
         )

@@ -82,6 +82,10 @@ def test_switches_lists_and_texts(run: Run, file: Path, monkeypatch: pytest.Monk
     run("generate", "--no-learn", "hi")
     assert (got["mmap"], got["learn"], got["stop"]) == (True, False, ("one text, with blanks",))
     assert (got["draft_branches"], got["max_loss"]) == ("auto", 0.05)
+    monkeypatch.delenv("EDGESPEC_DRAFT_BRANCHES")
+    file.write_text("draft_branches = 3\n")
+    run("generate", "hi")
+    assert got["draft_branches"] == (3,)
 
 
 def test_a_section_is_for_its_command(file: Path) -> None:

@@ -84,9 +84,9 @@ class TestOptions:
             demo.stream_tokens([])
         with pytest.raises(OptionError, match="prompt"):
             demo.generate(None)  # type: ignore[arg-type]
-        for token in (-1, demo.target.vocab_size):
-            with pytest.raises(OptionError, match=f"token {token} "):
-                demo.stream_tokens([3, token])
+        for token in (-1, demo.target.vocab_size, 1.5, "5", None):
+            with pytest.raises(OptionError, match=f"token {token!r} "):
+                demo.stream_tokens([3, token])  # type: ignore[list-item]
 
     def test_a_prompt_larger_than_the_context(self, demo: Runtime) -> None:
         with pytest.raises(ContextFullError, match="1024"):
