@@ -108,7 +108,9 @@ def check_options(facts: ModelFacts, options: Mapping[str, Any]) -> tuple[Sampli
 
 
 def _check_vocabulary(source: str, tokens: Iterable[Any], facts: ModelFacts) -> None:
-    unknown = [token for token in tokens if not (isinstance(token, Integral) and 0 <= token < facts.vocab_size)]
+    unknown = [
+        token for token in tokens if not (isinstance(token, Integral) and 0 <= token < facts.vocab_size)
+    ]
     if unknown:
         raise OptionError(
             f"token {unknown[0]!r} in the {source} is not in the vocabulary of {facts.name}",
