@@ -85,7 +85,7 @@ def test_switches_lists_and_texts(run: Run, file: Path, monkeypatch: pytest.Monk
     monkeypatch.delenv("EDGESPEC_DRAFT_BRANCHES")
     file.write_text("draft_branches = 3\n")
     run("generate", "hi")
-    assert got["draft_branches"] == (3,)
+    assert got["draft_branches"] == 3
 
 
 def test_a_section_is_for_its_command(file: Path) -> None:
