@@ -108,9 +108,10 @@ def check_options(facts: ModelFacts, options: Mapping[str, Any]) -> tuple[Sampli
 
 
 def _check_vocabulary(source: str, tokens: Iterable[Any], facts: ModelFacts) -> None:
-    unknown = [
-        token for token in tokens if not (isinstance(token, Integral) and 0 <= token < facts.vocab_size)
-    ]
+    def is_token(value: Any) -> bool:
+        return isinstance(value, Integral) and 0 <= int(value) < facts.vocab_size
+
+    unknown = [value for value in tokens if not is_token(value)]
     if unknown:
         raise OptionError(
             f"token {unknown[0]!r} in the {source} is not in the vocabulary of {facts.name}",

@@ -83,6 +83,10 @@ def test_an_unknown_option_names_the_nearest(function: Any) -> None:
         function(contxt=512)
 
 
+def test_one_number_of_branches_is_a_tree_of_depth_one() -> None:
+    assert check_load_arguments({"draft_branches": 3})["draft_branches"] == (3,)
+
+
 @pytest.mark.parametrize(
     ("options", "error"),
     [
