@@ -58,7 +58,7 @@ def print_report(report: Report, machine: Mapping[str, object], *, plot: bool) -
         _print_details([each for each in figures if each.category is None])
         _print_oracle([each for each in report.oracle_comparisons if each.temperature == temperature])
     if not report.figures:
-        click.echo("No reply without drafting was measured, so there is nothing to compare with.")
+        click.echo("The plain run is missing, so there is nothing to compare with.")
     if plot:
         click.echo("")
         for line in charts(report, terminal_width() or _PIPE_COLUMNS):

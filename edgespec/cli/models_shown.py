@@ -224,7 +224,7 @@ def _info_lines(info: ModelInfo) -> list[tuple[str, str]]:
     ]
     if info.heads:
         lines.append(("drafting heads", ", ".join(info.heads)))
-    return [*lines, ("licence in its files", info.licence)] if info.licence else lines
+    return [*lines, ("licence (from its files)", info.licence)] if info.licence else lines
 
 
 def _capability_lines(facts: ModelFacts) -> list[tuple[str, str]]:

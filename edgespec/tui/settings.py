@@ -24,7 +24,7 @@ class Description(NamedTuple):
 SETTINGS = {
     "temperature": Description("Temperature", "randomness of replies; 0 = none"),
     "top_k": Description("Top k", "keep the k likeliest; 0 = off"),
-    "top_p": Description("Top p", "keep the likeliest; 1 = off"),
+    "top_p": Description("Top p", "only the most likely tokens; 1 = off"),
     "min_p": Description("Min p", "drop unlikely tokens; 0 = off"),
     "typical_p": Description("Typical p", "drop atypical tokens; 1 = off"),
     "repetition_penalty": Description("Repetition penalty", "above 1: less repetition; 1 = off"),

@@ -83,7 +83,7 @@ def welcome_rows(runtime: Runtime) -> list[tuple[str, str]]:
     )
     if target.name == "demo":
         explanation += (
-            " The demo model is so small that guessing often takes longer than it saves. The speed-up then"
+            " The demo model is so small that guessing often costs more time than it saves. The speed-up then"
             " turns itself off; press F3 to see why."
         )
     return [*rows, ("", ""), ("", explanation)]
