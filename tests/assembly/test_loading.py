@@ -107,7 +107,7 @@ def test_a_missing_adapter_is_rejected(loaded: list[tuple[str, Any]], tmp_path: 
         ({"methods": "suffix"}, "methods must be a list, not 'suffix'"),
         ({"methods": None}, "methods must be a list, not None"),
         ({"methods": [None]}, "method must be a string, not None"),
-        ({"draft_branches": 3}, "draft_branches must be .*, not 3"),
+        ({"draft_branches": 2.5}, "draft_branches must be .*, not 2.5"),
         ({"draft_branches": None}, "draft_branches must be .*, not None"),
     ],
 )

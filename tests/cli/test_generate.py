@@ -78,7 +78,7 @@ def test_no_prompt_on_a_terminal_is_wrong_usage(run: Run, monkeypatch: pytest.Mo
 
 
 def test_an_unquoted_prompt_says_so(run: Run) -> None:
-    assert "put it in quotes" in one_line_error(run("generate", "list", "files"), 2)
+    assert "enclose it in quotes" in one_line_error(run("generate", "list", "files"), 2)
 
 
 def test_stdin_that_is_no_text(run: Run) -> None:

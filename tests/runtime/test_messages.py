@@ -97,13 +97,13 @@ class TestFullContext:
     ("messages", "problem"),
     [
         ([], "is empty"),
-        ([{"role": "system", "content": "x"}], "ends with a message of the system"),
-        ([user("x"), {"role": "assistant", "content": "y"}], "ends with a message of the assistant"),
-        ([{"role": "tool", "content": "x"}], "role 'tool'"),
-        ([{"content": "x"}], "role None"),
+        ([{"role": "system", "content": "x"}], "ends with the role system"),
+        ([user("x"), {"role": "assistant", "content": "y"}], "ends with the role assistant"),
+        ([{"role": "tool", "content": "x"}], "unknown role: 'tool'"),
+        ([{"content": "x"}], "unknown role: None"),
         (
             [user("x"), {"role": "user", "content": None}],
-            "content of message 2 must be a string, not a NoneType",
+            "content of message 2 must be a string, not NoneType",
         ),
         ([{"role": "user"}], "content of message 1"),
     ],
