@@ -89,6 +89,40 @@ class PromptBuilder:
         start = not (self._vocabulary.bos_text and text.startswith(self._vocabulary.bos_text))
         return RenderedPrompt(text, self._tokenize(text, escaping, start=start))
 
+    def build_continued(
+        self, messages: Sequence[Message], context_tokens: int, context_full: ContextFull, reply_start: str
+    ) -> RenderedPrompt:
+        """Return the prompt followed by the start of the reply, which the model is to continue.
+
+        The reply keeps the tokens that the model generated if the builder remembers them. Takes the arguments
+        of `build_fitting` and raises the same exceptions.
+        """
+        start_tokens = self._reply_tokens(reply_start)
+        try:
+            prompt = self.build_fitting(messages, context_tokens - len(start_tokens), context_full)
+        except ContextFullError as error:
+            raise ContextFullError(
+                f"the reply cannot be continued: it has {len(start_tokens)} tokens, and the context holds only"
+                f" {context_tokens}, including the messages before it",
+                "start a new chat, or load the model with a larger --context",
+            ) from error
+        text = prompt.text + reply_start
+        remembered = next((each.tokens for each in self._remembered if each.text == text), None)
+        tokens = list(remembered or prompt.tokens + start_tokens)
+        return RenderedPrompt(text, tokens, prompt.dropped_messages)
+
+    def _reply_tokens(self, text: str) -> list[int]:
+        """Return tokens that spell exactly `text`, as a model would write it in a reply."""
+        vocabulary, spelled = self._vocabulary, text.encode("utf-8", "replace")
+        # Some tokenizers add a space before the first word. If the tokens spell more than the text, try again
+        # without the text's own first space, then after a line break, and remove the surplus first tokens.
+        for anchored in (text, text.removeprefix(" "), f"\n{text}"):
+            tokens = vocabulary.tokenize(anchored, special=False, start=False)
+            for first in range(3):
+                if b"".join(map(vocabulary.piece, tokens[first:])) == spelled:
+                    return tokens[first:]
+        return vocabulary.tokenize(text, special=False, start=False)
+
     def build_fitting(
         self, messages: Sequence[Message], context_tokens: int, context_full: ContextFull
     ) -> RenderedPrompt:
