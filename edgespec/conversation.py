@@ -132,7 +132,7 @@ class Chat:
                 self.messages, self.dropped_messages, self._used_tokens = before
             else:
                 self.messages = [*messages, Message("assistant", reply_start + reply.text)]
-                self._used_tokens = stream.prompt_tokens + len(reply.tokens)
+                self._used_tokens = prompt_tokens + len(reply.tokens)
 
         stream = self._runtime.stream_messages(
             self._with_system(messages),
@@ -141,8 +141,10 @@ class Chat:
             on_end=on_end,
             **options,
         )
+        # `on_end` must not refer to the stream: a reference cycle would delay its finalizer.
+        prompt_tokens = stream.prompt_tokens
         self.messages, self.dropped_messages = messages, stream.dropped_messages
-        self._used_tokens = stream.prompt_tokens
+        self._used_tokens = prompt_tokens
         return stream
 
     def _with_system(self, messages: Sequence[Message]) -> list[Message]:
