@@ -110,13 +110,15 @@ class Chat:
                 self.messages, self.dropped_messages, self._used_tokens = before
             else:
                 self.messages = [*messages, Message("assistant", reply.text)]
-                self._used_tokens = stream.prompt_tokens + len(reply.tokens)
+                self._used_tokens = prompt_tokens + len(reply.tokens)
 
         stream = self._runtime.stream_messages(
             self._with_system(messages), context_full=self._context_full, on_end=on_end, **options
         )
+        # `on_end` must not refer to the stream: a reference cycle would delay its finalizer.
+        prompt_tokens = stream.prompt_tokens
         self.messages, self.dropped_messages = messages, stream.dropped_messages
-        self._used_tokens = stream.prompt_tokens
+        self._used_tokens = prompt_tokens
         return stream
 
     def _with_system(self, messages: Sequence[Message]) -> list[Message]:
