@@ -65,7 +65,7 @@ MAGISTRAL = """
 GPT_OSS = """
 {%- for m in messages %}
     {%- if m.role == 'assistant' %}
-        {%- if '<|channel|>' in m.content %}{{ raise_exception('<|channel|> tags in the content') }}{% endif %}
+        {%- if '<|channel|>' in m.content %}{{ raise_exception('<|channel|> in the content') }}{% endif %}
         {{- '<|start|>assistant<|channel|>final<|message|>' + m.content + '<|end|>' }}
     {%- else %}
         {{- '<|start|>' + m.role + '<|message|>' + m.content + '<|end|>' }}
