@@ -6,7 +6,7 @@ import re
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from edgespec.backends.base import Vocabulary
@@ -183,7 +183,10 @@ class PromptBuilder:
         tokens = list(reply_tokens)
         if tokens and self._vocabulary.is_end(tokens[-1]):
             tokens.pop()
-        text = b"".join(self._vocabulary.piece(token) for token in tokens).decode("utf-8", "replace")
+        # Control tokens are spelled out, as templates write them. Otherwise, a prompt without the reply's
+        # reasoning markers could match a reply whose tokens include them.
+        pieces = (self._vocabulary.piece(token) or self._vocabulary.raw_piece(token) for token in tokens)
+        text = b"".join(pieces).decode("utf-8", "replace")
         self._remembered.append(RenderedPrompt(prompt.text, prompt.tokens))
         self._remembered.append(RenderedPrompt(prompt.text + text, prompt.tokens + tokens))
 
@@ -256,20 +259,23 @@ class _ControlTokenEscaping:
     def __init__(self, vocabulary: Vocabulary, messages: Sequence[Message]) -> None:
         self._vocabulary = vocabulary
         self.literals: dict[int, str] = {}
-        used_characters = set().union(*(message.content for message in messages))
+        used_characters = set().union(*(message.content + message.reasoning for message in messages))
         # The placeholders are Unicode private-use characters that occur in no message.
         unused = (chr(code) for code in range(0xE000, 0xF900) if chr(code) not in used_characters)
         self._left, self._right = next(unused), next(unused)
 
     def escape(self, message: Message) -> Message:
         """Return the message with its control tokens replaced by placeholders."""
-        content = message.content
-        for token in self._vocabulary.tokenize(content, special=True, start=False):
+        content, reasoning = self._escape(message.content), self._escape(message.reasoning)
+        return replace(message, content=content, reasoning=reasoning)
+
+    def _escape(self, text: str) -> str:
+        for token in self._vocabulary.tokenize(text, special=True, start=False):
             literal = _literal(self._vocabulary, token)
-            if literal and literal in content and _is_control(self._vocabulary, token):
-                content = content.replace(literal, f"{self._left}{token}{self._right}")
+            if literal and literal in text and _is_control(self._vocabulary, token):
+                text = text.replace(literal, f"{self._left}{token}{self._right}")
                 self.literals[token] = literal
-        return message if content is message.content else Message(message.role, content)
+        return text
 
     def unescape(self, text: str) -> str:
         """Return the text with placeholders replaced by the user's original text."""
