@@ -122,9 +122,7 @@ class Chat:
                 return i
         raise OptionError("there is no user message to answer", "send a message first")
 
-    def _answer(
-        self, messages: list[Message], options: dict[str, Any], reply_start: str = ""
-    ) -> ReplyStream:
+    def _answer(self, messages: list[Message], options: dict[str, Any], reply_start: str = "") -> ReplyStream:
         before = self.messages, self.dropped_messages, self._used_tokens
 
         def on_end(reply: Reply | None) -> None:

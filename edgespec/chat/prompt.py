@@ -102,8 +102,8 @@ class PromptBuilder:
             prompt = self.build_fitting(messages, context_tokens - len(start_tokens), context_full)
         except ContextFullError as error:
             raise ContextFullError(
-                f"the reply cannot be continued: it has {len(start_tokens)} tokens, and the context holds only"
-                f" {context_tokens}, including the messages before it",
+                f"the reply cannot be continued: it has {len(start_tokens)} tokens, and the context holds"
+                f" only {context_tokens}, including the messages before it",
                 "start a new chat, or load the model with a larger --context",
             ) from error
         text = prompt.text + reply_start

@@ -156,7 +156,7 @@ class TestWhatWasSaid:
 class SpacingVocabulary:
     """Puts a space before the first word, as SentencePiece does. Each token is one byte."""
 
-    def tokenize(self, text: str, *, special: bool, start: bool) -> list[int]:  # noqa: ARG002
+    def tokenize(self, text: str, *, special: bool, start: bool) -> list[int]:
         return list(f" {text}".encode())
 
     def piece(self, token: int) -> bytes:
