@@ -231,7 +231,7 @@ def sampled_sha256(path: Path) -> str:
     The digest changes if the file is truncated or replaced. Sampling is much faster than reading a whole
     model file.
     """
-    size_bytes = path.stat().st_size
+    size_bytes = regular_file_bytes(path)
     digest = hashlib.sha256(b"%d\0" % size_bytes)
     with path.open("rb") as file:
         digest.update(file.read(_HEAD_BYTES))
@@ -267,18 +267,21 @@ def write_advice(error: OSError, folder: Path, setting: str = "") -> str:
     Args:
         error: The error.
         folder: The folder to write to.
-        setting: The option or environment variable that chooses another folder, such as `HF_HOME`. Empty if
-            there is none.
+        setting: The option or environment variable that chooses another folder, such as `--to` or `HF_HOME`.
+            Empty if there is none.
     """
+    choose = f"use {setting} with" if setting.startswith("-") else f"set {setting} to"
     if error.errno in _DISK_FULL_REASONS:
-        step = f"free some space on the disk of {folder}"
+        step = (
+            f"free some space on the disk of {folder}, for example with `edgespec delete-data prefix-cache`"
+        )
     elif error.errno == EROFS and setting:
-        return f"set {setting} to a folder that you can write to"
+        return f"{choose} a folder that you can write to"
     elif error.errno in (EACCES, EPERM, EROFS):
         step = f"make {folder} writable for your user"
     else:
-        step = f"check {folder} and its disk"
-    return f"{step}, or set {setting} to a folder on another disk" if setting else step
+        step = f"check {folder} and the free space on its disk"
+    return f"{step}, or {choose} a folder on another disk" if setting else step
 
 
 def write_error(folder: Path) -> OSError | None:

@@ -78,8 +78,8 @@ def read_piped_text() -> str:
     if _has_data(number):
         return read_stdin()
     click.echo(
-        f"stdin is an open pipe that delivered nothing for {_WAIT_SECONDS:.0f} seconds, so the reply uses only"
-        " the prompt; to wait for the pipe, add - after the prompt; to ignore it, add </dev/null",
+        f"stdin is an open pipe that delivered nothing for {_WAIT_SECONDS:.0f} seconds, so only the prompt"
+        " is used; to wait for the pipe, add - after the prompt; to ignore it, add </dev/null",
         err=True,
     )
     return ""

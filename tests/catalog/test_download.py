@@ -259,7 +259,9 @@ def test_a_full_disk_keeps_the_partial_file(
     resource.setrlimit(resource.RLIMIT_FSIZE, (600_000, before[1]))
     monkeypatch.setattr(errno, "ENOSPC", errno.EFBIG)
     try:
-        with pytest.raises(DownloadError, match="is full; free some space"):
+        with pytest.raises(
+            DownloadError, match="the disk is full; free some space on the disk of .* or set HF_HOME"
+        ):
             fetch(REPOSITORY, None)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)

@@ -84,7 +84,7 @@ class _PrivateLog(RotatingFileHandler):
         touch_private(Path(self.baseFilename))
         return super()._open()
 
-    def handleError(self, record: logging.LogRecord) -> None:  # noqa: ARG002, N802
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
         """Ignore errors such as a full disk, which `logging` would print over the chat's screen."""
 
 
