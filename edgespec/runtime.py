@@ -274,6 +274,7 @@ class Runtime:
         self,
         messages: Sequence[Message | Mapping[str, Any]],
         *,
+        reply_start: str = "",
         context_full: ContextFull = "slide",
         on_end: Callable[[Reply | None], None] | None = None,
         **options: Unpack[StreamArguments],
@@ -285,6 +286,8 @@ class Runtime:
         Args:
             messages: `Message` objects, or dictionaries with `role` (`system`, `user` or `assistant`) and
                 `content`. The last message must be from the user.
+            reply_start: Text with which the reply begins, such as the start of an interrupted reply. The
+                stream yields only what the model writes after it.
             context_full: What to do if the conversation does not fit the context. `slide` drops its oldest
                 turns, `refuse` raises ContextFullError.
             on_end: Called once with the reply, or with None if it failed.
@@ -296,7 +299,10 @@ class Runtime:
             TemplateError: The model has no chat template, or the template rejects the messages.
         """
         builder = self._prompt_builder()
-        prompt = builder.build_fitting(as_messages(messages), self.context_tokens, context_full)
+        fitting = as_messages(messages), self.context_tokens, context_full
+        prompt = (
+            builder.build_continued(*fitting, reply_start) if reply_start else builder.build_fitting(*fitting)
+        )
 
         def remember(reply: Reply | None) -> None:
             if reply:

@@ -92,7 +92,7 @@ class SavedChat:
             "updated": self.updated.isoformat(),
             "target": self.target,
             "system": self.system,
-            "messages": [{"role": m.role, "content": m.content} for m in self.messages],
+            "messages": [_message_json(message) for message in self.messages],
             "sampling": dict(self.sampling),
         }
 
@@ -219,6 +219,11 @@ class ChatStore:
         if not _ID.fullmatch(chat_id):
             raise ChatFileError(f"{chat_id!r} is not a chat ID", "choose one from the list of saved chats")
         return self.folder / f"{chat_id}.json"
+
+
+def _message_json(message: Message) -> dict[str, str]:
+    reasoning = {"reasoning": message.reasoning} if message.reasoning else {}
+    return {"role": message.role, "content": message.content, **reasoning}
 
 
 def _entry(path: Path) -> StoredChat:

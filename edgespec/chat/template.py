@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import replace
 from datetime import datetime
 from typing import Any, NoReturn
 
@@ -51,7 +51,7 @@ class ChatTemplate:
         """Return the prompt for the assistant's next reply. Raises TemplateError."""
         try:
             return self._template.render(
-                messages=[asdict(message) for message in messages],
+                messages=[message.for_template() for message in messages],
                 add_generation_prompt=True,
                 tools=None,
                 **self._tokens,
@@ -72,7 +72,7 @@ def _without_system(messages: Sequence[Message]) -> list[Message] | None:
     if len(messages) < 2 or messages[0].role != "system":
         return None
     first = messages[1]
-    return [Message(first.role, f"{messages[0].content}\n\n{first.content}"), *messages[2:]]
+    return [replace(first, content=f"{messages[0].content}\n\n{first.content}"), *messages[2:]]
 
 
 def _refuse(message: str) -> NoReturn:
