@@ -49,6 +49,7 @@ def test_a_full_disk_prints_nothing(log: Path, capfd: pytest.CaptureFixture[str]
     native._open_log()
     (handler,) = native._LOG.handlers
     assert isinstance(handler, logging.FileHandler)
+    assert handler.stream
     handler.stream.close()
     handler.stream = open("/dev/full", "w", encoding="utf-8")  # noqa: SIM115
     native._LOG.info("lost")
