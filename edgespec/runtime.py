@@ -299,7 +299,8 @@ class Runtime:
         )
 
         def remember(reply: Reply | None) -> None:
-            if reply:
+            # After the runtime was closed, there is no next prompt.
+            if reply and not self._session.closed:
                 builder.remember(prompt, reply.tokens)
             if on_end:
                 on_end(reply)
