@@ -102,7 +102,10 @@ class TestTrouble:
 
 
 ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
-DOUBLING = "{% set n = namespace(s='xxxxxxxx') %}{% for i in range(60) %}{% set n.s = n.s ~ n.s %}{% endfor %}{{ n.s }}"
+DOUBLING = (
+    "{% set n = namespace(s='xxxxxxxx') %}"
+    "{% for i in range(60) %}{% set n.s = n.s ~ n.s %}{% endfor %}{{ n.s }}"
+)
 # Some of these templates exceed one of two limits, depending on the machine.
 HOSTILE = {
     "a long number": "{{ (10**5000)|string }}",
@@ -198,9 +201,7 @@ class TestProcess:
         random.seed(1)
         characters = range(32, 0xD000)
         chat = [
-            Message(
-                "user" if i % 2 == 0 else "assistant", "".join(map(chr, random.sample(range(32, 0xD000), 9)))
-            )
+            Message("user" if i % 2 == 0 else "assistant", "".join(map(chr, random.sample(characters, 9))))
             for i in range(21)
         ]
         chat.append(Message("user", "\ud800 \x00 \r\n\u2028 {{ x }} \U0001f600"))
