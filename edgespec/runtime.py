@@ -93,13 +93,9 @@ class Runtime:
     ) -> None:
         self._target, self._draft, self._notice = target, draft, notice
         self.vocabulary: Vocabulary = target.vocabulary
-        self._template: ChatTemplate | TemplateError | None = None
+        self._template: ChatTemplate | None = None
         if template := self.vocabulary.chat_template:
-            try:
-                self._template = ChatTemplate(template, self.vocabulary.bos_text, self.vocabulary.eos_text)
-            except TemplateError as error:
-                # The model is usable without a chat template. The `template` property raises the error.
-                self._template = error
+            self._template = ChatTemplate(template, self.vocabulary.bos_text, self.vocabulary.eos_text)
         self.method: MethodReport = drafters.choose(defaults["method"])[1]
         self.plan: MemoryPlan | None = plan
         self._record = record
@@ -123,9 +119,7 @@ class Runtime:
 
     @property
     def template(self) -> ChatTemplate | None:
-        """The model's chat template, or None if it has none. Raises TemplateError if it is broken."""
-        if isinstance(self._template, TemplateError):
-            raise self._template
+        """The model's chat template, or None if it has none."""
         return self._template
 
     @property
@@ -232,7 +226,7 @@ class Runtime:
             BusyError: Another reply is running.
             ContextFullError: The prompt is longer than the context.
             OptionError: An option is unknown or its value is invalid.
-            TemplateError: There is a system prompt but no chat template.
+            TemplateError: The chat template is broken, or there is a system prompt but no chat template.
         """
         return self.stream(prompt, system=system, raw=raw, **options).wait()
 
@@ -274,6 +268,7 @@ class Runtime:
         self,
         messages: Sequence[Message | Mapping[str, Any]],
         *,
+        reply_start: str = "",
         context_full: ContextFull = "slide",
         on_end: Callable[[Reply | None], None] | None = None,
         **options: Unpack[StreamArguments],
@@ -285,6 +280,8 @@ class Runtime:
         Args:
             messages: `Message` objects, or dictionaries with `role` (`system`, `user` or `assistant`) and
                 `content`. The last message must be from the user.
+            reply_start: Text with which the reply begins, such as the start of an interrupted reply. The
+                stream yields only what the model writes after it.
             context_full: What to do if the conversation does not fit the context. `slide` drops its oldest
                 turns, `refuse` raises ContextFullError.
             on_end: Called once with the reply, or with None if it failed.
@@ -296,10 +293,14 @@ class Runtime:
             TemplateError: The model has no chat template, or the template rejects the messages.
         """
         builder = self._prompt_builder()
-        prompt = builder.build_fitting(as_messages(messages), self.context_tokens, context_full)
+        fitting = as_messages(messages), self.context_tokens, context_full
+        prompt = (
+            builder.build_continued(*fitting, reply_start) if reply_start else builder.build_fitting(*fitting)
+        )
 
         def remember(reply: Reply | None) -> None:
-            if reply:
+            # After the runtime was closed, there is no next prompt.
+            if reply and not self._session.closed:
                 builder.remember(prompt, reply.tokens)
             if on_end:
                 on_end(reply)
@@ -325,11 +326,10 @@ class Runtime:
 
         Raises:
             OptionError: `context_full` has another value.
-            TemplateError: The model has no chat template.
+            TemplateError: The model has no chat template, or a broken one.
         """
         check_context_full(context_full)
-        # Raises TemplateError if the model has no usable chat template.
-        self._prompt_builder()
+        self._prompt_builder().template.compile()
         return Chat(self, system, messages, context_full)
 
     def _prompt_builder(self) -> PromptBuilder:
@@ -422,6 +422,8 @@ class Runtime:
 
     def close(self) -> None:
         """Stop the running reply and free the models. Further calls have no effect."""
+        if self._template:
+            self._template.close()
         self._session.close()
         if self._record:
             self._record.save()

@@ -5,7 +5,8 @@ from __future__ import annotations
 import atexit
 import threading
 import weakref
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from time import perf_counter as now
@@ -44,7 +45,7 @@ _STEP_WEIGHT = 0.2
 class Session:
     """Owns a target, its drafters and their caches, and runs one reply at a time.
 
-    The models run in the thread that iterates over `run`. `cancel` and `close` can be called from any thread.
+    The models run in the thread that calls `next_step`. `cancel` and `close` can be called from any thread.
 
     Attributes:
         prefix_cache: KV segments of earlier prompts, or None.
@@ -65,10 +66,12 @@ class Session:
         self.prefix_cache = prefix_cache
         self.context = ResizableContext(target, draft)
         self.drafters = drafters
-        # Held while a model computes, but not while the caller of `run` handles a step.
+        # Held while a model computes, but not while the caller handles a step.
         self._compute_lock = threading.Lock()
         self._state_lock = threading.Lock()
         self._active_request: object | None = None
+        # Functions that end replies whose streams were garbage collected while the session was locked.
+        self._abandoned: deque[Callable[[], None]] = deque()
         self._stopping = False
         self._closing = self._closed = False
         self._idle_worker = IdleWorker()
@@ -84,7 +87,7 @@ class Session:
     def closed(self) -> bool:
         return self._closing
 
-    def run(
+    def start(
         self,
         request: Request,
         *,
@@ -92,8 +95,8 @@ class Session:
         is_cancelled: Callable[[], bool],
         stats: Stats,
         progress: Progress | None = None,
-    ) -> Generator[Step]:
-        """Yield the steps of a reply. The last one contains the finish reason.
+    ) -> Iterator[Step]:
+        """Start a reply and return its steps. Read them with `next_step`, then call `end`.
 
         Args:
             request: The request. Its prompt must fit in the context.
@@ -103,26 +106,52 @@ class Session:
             progress: Called during prefill.
 
         Raises:
-            BackendError: The model failed.
             BusyError: Another reply is running.
             ClosedError: The session was closed.
         """
         self._start(request)
-        steps = self._steps(request, is_stop, lambda: self._stopping or is_cancelled(), stats, progress)
+        ACTIVE_REPLIES.add(request)
+        return self._steps(request, is_stop, lambda: self._stopping or is_cancelled(), stats, progress)
+
+    def next_step(self, steps: Iterator[Step]) -> Step | None:
+        """Return the next step, or None after the last one, which contains the finish reason.
+
+        Raises:
+            BackendError: The model failed.
+            ClosedError: The session was closed.
+        """
+        with self._compute_lock:
+            if self._closing:
+                raise ClosedError("the runtime was closed during the reply", "load the model again")
+            return next(steps, None)
+
+    def end(self, request: object, *, wait: bool = True) -> bool:
+        """End a reply, so that another one can start. Has no effect if the reply is not running.
+
+        Args:
+            request: The request that was passed to `start`.
+            wait: Whether to wait if the session is locked.
+
+        Returns:
+            False if `wait` is False and the session is locked. The reply is then still running.
+        """
+        if not self._state_lock.acquire(blocking=wait):
+            return False
         try:
-            with ACTIVE_REPLIES.track():
-                while True:
-                    with self._compute_lock:
-                        if self._closing:
-                            raise ClosedError(
-                                "the runtime was closed during the reply", "load the model again"
-                            )
-                        step = next(steps, None)
-                    if step is None:
-                        return
-                    yield step
+            ACTIVE_REPLIES.discard(request)
+            if self._active_request is request:
+                self._end()
         finally:
-            self._end()
+            self._state_lock.release()
+        return True
+
+    def end_later(self, close: Callable[[], None]) -> None:
+        """Call `close` before the next reply starts. Never waits, so a finalizer can call it at any time."""
+        self._abandoned.append(close)
+
+    def _end_abandoned(self) -> None:
+        while self._abandoned:
+            self._abandoned.popleft()()
 
     def _steps(
         self,
@@ -196,6 +225,7 @@ class Session:
             self.memory_pressure.check_during_reply()
 
     def _start(self, request: object) -> None:
+        self._end_abandoned()
         with self._state_lock:
             if self._closing:
                 raise ClosedError("the runtime is closed", "load the model again")
@@ -207,15 +237,15 @@ class Session:
             self._active_request, self._stopping = request, False
 
     def _end(self) -> None:
-        with self._state_lock:
-            if not self._closed:
-                self._target_cache.sync_length()
-                self._interrupt(False)
-            self._active_request = None
-            if not self._closing and (
-                self._idle_drafters or self._target_cache.saves_to_disk or self.memory_pressure.can_reclaim
-            ):
-                self._idle_worker.start(self._use_idle_time, self._reclaim_memory)
+        """Release the models. Call with the state lock held."""
+        if not self._closed:
+            self._target_cache.sync_length()
+            self._interrupt(False)
+        self._active_request = None
+        if not self._closing and (
+            self._idle_drafters or self._target_cache.saves_to_disk or self.memory_pressure.can_reclaim
+        ):
+            self._idle_worker.start(self._use_idle_time, self._reclaim_memory)
 
     def report(self, method: str) -> MethodReport:
         """Return the report on the current or last reply that used this method.
@@ -247,7 +277,8 @@ class Session:
             BusyError: A reply is running.
             ClosedError: The session was closed.
         """
-        self._start(object())
+        borrower = object()
+        self._start(borrower)
         try:
             with self._compute_lock:
                 self._idle_drafters = ()
@@ -255,7 +286,7 @@ class Session:
                 self.target.truncate(0)
                 yield self.target
         finally:
-            self._end()
+            self.end(borrower)
 
     def clear_cache(self) -> None:
         """Clear the prefix cache and the target's and drafters' caches. Raises BusyError and ClosedError."""
@@ -332,6 +363,7 @@ class Session:
                 self.drafters.close()
                 self.target.close()
         self._idle_worker.join()
+        self._end_abandoned()
         if self.prefix_cache:
             self.prefix_cache.store.write()
 

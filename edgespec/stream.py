@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
 
 from edgespec.backends.base import Progress
 from edgespec.chat.text import ReplyText
-from edgespec.engine.loop import FinishReason
+from edgespec.engine.loop import FinishReason, Step
 from edgespec.engine.stats import Stats
-from edgespec.errors import EdgespecError
+from edgespec.errors import BusyError, EdgespecError
 from edgespec.memory import peak_bytes
 from edgespec.reply import MethodReport, Reply, TextChunk
 from edgespec.request import Request
@@ -21,13 +23,16 @@ class ReplyStream:
     """Iterator over the text chunks of a reply.
 
     Generation starts with iteration and runs in the iterating thread. Iterate in one thread only. `cancel`
-    can be called from any thread.
+    and `close` can be called from any thread. A stream that is no longer referenced closes itself.
 
     Attributes:
         stats: Statistics of the reply, updated after every target pass.
         prompt_tokens: Number of tokens in the prompt.
         dropped_messages: Number of oldest messages left out of the prompt because the context is full.
     """
+
+    # True until the constructor has succeeded, so that `__del__` ignores incomplete objects.
+    _ended = True
 
     def __init__(
         self,
@@ -49,16 +54,22 @@ class ReplyStream:
         self._text = ReplyText(vocabulary.piece, vocabulary.is_end, request.stop)
         self._tokens: list[int] = []
         self._finish_reason: FinishReason = "cancelled"
-        self._started = False
-        self._cancelled = False
-        self._chunks = self._generate()
+        self._cancelled = threading.Event()
+        self._steps: Iterator[Step] | None = None
+        self._chunks: deque[TextChunk] = deque()
+        # Held while a thread reads or closes the stream.
+        self._reading = threading.Lock()
+        self._ended = False
 
     def __iter__(self) -> Iterator[TextChunk]:
         return self
 
     def __next__(self) -> TextChunk:
-        self._started = True
-        return next(self._chunks)
+        while not self._chunks:
+            if self._ended:
+                raise StopIteration
+            self._advance()
+        return self._chunks.popleft()
 
     @property
     def method(self) -> MethodReport:
@@ -82,46 +93,73 @@ class ReplyStream:
 
     def cancel(self) -> None:
         """End the reply after the current target pass. The text generated so far is kept."""
-        self._cancelled = True
+        self._cancelled.set()
         self._session.cancel(self._request)
 
     def close(self) -> None:
-        """Stop generating. The tokens generated so far stay in the KV cache."""
-        self._chunks.close()
-        if not self._started:
-            self._started = True
-            self._finish(failed=False)
+        """Stop generating. The tokens generated so far stay in the KV cache.
 
-    def _generate(self) -> Generator[TextChunk]:
-        text = self._text
-        failed = False
-        steps = self._session.run(
-            self._request,
-            is_stop=text.feed,
-            is_cancelled=lambda: self._cancelled,
-            stats=self.stats,
-            progress=self._progress,
-        )
+        If another thread is reading the stream, this only cancels the reply.
+        """
+        if not self._reading.acquire(blocking=False):
+            self.cancel()
+            return
         try:
-            for step in steps:
-                self._tokens.extend(step.tokens)
-                self._finish_reason = step.finish_reason or self._finish_reason
-                texts, accepted = text.drain(), step.accepted
-                if texts[:accepted]:
-                    yield TextChunk("".join(texts[:accepted]), len(texts[:accepted]), True)
-                if texts[accepted:]:
-                    yield TextChunk("".join(texts[accepted:]), len(texts[accepted:]), False)
-            if rest := text.finish():
-                yield TextChunk(rest, 0, False)
-        except Exception:
-            failed = True
+            self._chunks.clear()
+            self._finish(failed=False)
+        finally:
+            self._reading.release()
+
+    def __del__(self) -> None:
+        # Garbage collection can run in any thread, even in one that has locked the session. Waiting for the
+        # lock here could therefore deadlock.
+        if not self._ended and not self._finish(failed=False, wait=False):
+            self._session.end_later(self.close)
+
+    def _advance(self) -> None:
+        """Run one step and add its text to the chunks, or finish the reply after the last step."""
+        if not self._reading.acquire(blocking=False):
+            raise BusyError("another thread is reading this reply", "read each reply in a single thread")
+        try:
+            if self._steps is None:
+                self._steps = self._session.start(
+                    self._request,
+                    is_stop=self._text.feed,
+                    is_cancelled=self._cancelled.is_set,
+                    stats=self.stats,
+                    progress=self._progress,
+                )
+            step = self._session.next_step(self._steps)
+            if step is None:
+                if rest := self._text.finish():
+                    self._chunks.append(TextChunk(rest, 0, False))
+                self._finish(failed=False)
+            else:
+                self._add(step)
+        except BaseException as error:
+            # A reply that Ctrl-C ends is cancelled, not failed, and keeps its text.
+            self._finish(failed=isinstance(error, Exception))
             raise
         finally:
-            text.finish()
-            steps.close()
-            self._finish(failed)
+            self._reading.release()
 
-    def _finish(self, failed: bool) -> None:
+    def _add(self, step: Step) -> None:
+        """Add the text of a step to the chunks, separating accepted tokens from the target's own."""
+        self._tokens.extend(step.tokens)
+        self._finish_reason = step.finish_reason or self._finish_reason
+        texts, accepted = self._text.drain(), step.accepted
+        for part, is_draft in ((texts[:accepted], True), (texts[accepted:], False)):
+            if part:
+                self._chunks.append(TextChunk("".join(part), len(part), is_draft))
+
+    def _finish(self, failed: bool, *, wait: bool = True) -> bool:
+        """Release the session and create the reply. Return False if `wait` is False and it is locked."""
+        if self._ended:
+            return True
+        if not self._session.end(self._request, wait=wait):
+            return False
+        self._ended = True
+        self._text.finish()
         self.stats.peak_memory_bytes = peak_bytes()
         if not failed:
             self._method = self.method
@@ -136,3 +174,4 @@ class ReplyStream:
                 stats=self.stats,
             )
         self._on_end(self._reply)
+        return True

@@ -6,31 +6,31 @@ each count.
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 __all__ = ["ACTIVE_REPLIES", "ActiveReplies"]
 
 
 class ActiveReplies:
-    """Thread-safe counter of running replies, including those whose caller has stopped reading."""
+    """Thread-safe set of running replies, including those whose caller has stopped reading.
+
+    Uses no lock, because replies can also end during garbage collection, which may interrupt any method.
+    """
 
     def __init__(self) -> None:
-        self.count = 0
-        self._lock = threading.Lock()
+        self._ids: set[int] = set()
 
-    @contextmanager
-    def track(self) -> Iterator[None]:
-        """Count a reply for the duration of the `with` block."""
-        with self._lock:
-            self.count += 1
-        try:
-            yield
-        finally:
-            with self._lock:
-                self.count -= 1
+    @property
+    def count(self) -> int:
+        """Number of running replies."""
+        return len(self._ids)
+
+    def add(self, reply: object) -> None:
+        """Add a reply, which must exist until it is discarded."""
+        self._ids.add(id(reply))
+
+    def discard(self, reply: object) -> None:
+        """Remove a reply, if it is in the set."""
+        self._ids.discard(id(reply))
 
 
-# Process-wide counter, shared by all runtimes.
+# Process-wide, shared by all runtimes.
 ACTIVE_REPLIES = ActiveReplies()

@@ -16,20 +16,35 @@ _ROLES: dict[str, Role] = {"system": "system", "user": "user", "assistant": "ass
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """A chat message with its author's role and its text."""
+    """A chat message.
+
+    Attributes:
+        role: The author of the message.
+        content: The text. For a reply of the model, the answer without its reasoning.
+        reasoning: What the model wrote before its answer. Empty if it did not reason.
+    """
 
     role: Role
     content: str
+    reasoning: str = ""
+
+    def for_template(self) -> dict[str, str]:
+        """Return the message as chat templates read it, with `reasoning_content` if there is reasoning.
+
+        Each template decides whether the next prompt contains the reasoning of earlier replies.
+        """
+        reasoning = {"reasoning_content": self.reasoning} if self.reasoning else {}
+        return {"role": self.role, "content": self.content, **reasoning}
 
 
 def as_messages(items: Sequence[Message | Mapping[str, Any]]) -> list[Message]:
     """Convert `items` to a list of `Message` and check that it ends with a message to reply to.
 
     Args:
-        items: `Message` objects, or dictionaries with the keys `role` and `content`.
+        items: `Message` objects, or dictionaries with the keys `role`, `content` and optionally `reasoning`.
 
     Raises:
-        OptionError: A role is unknown, a `content` is not a string, or the last message is not from the user.
+        OptionError: A role is unknown, a text is not a string, or the last message is not from the user.
     """
     if isinstance(items, str | Mapping) or not isinstance(items, Iterable):
         raise OptionError(f"messages must be a list, not {type(items).__name__}", "pass a list of messages")
@@ -60,4 +75,10 @@ def as_message(number: int, item: Message | Mapping[str, Any]) -> Message:
             f"the content of message {number} must be a string, not {type(content).__name__}",
             "pass the content as a string",
         )
-    return Message(role, content)
+    reasoning = item.get("reasoning") or ""
+    if not isinstance(reasoning, str):
+        raise OptionError(
+            f"the reasoning of message {number} must be a string, not {type(reasoning).__name__}",
+            "pass the reasoning as a string, or leave it out",
+        )
+    return Message(role, content, reasoning)

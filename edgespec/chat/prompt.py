@@ -6,7 +6,7 @@ import re
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from edgespec.backends.base import Vocabulary
@@ -89,6 +89,40 @@ class PromptBuilder:
         start = not (self._vocabulary.bos_text and text.startswith(self._vocabulary.bos_text))
         return RenderedPrompt(text, self._tokenize(text, escaping, start=start))
 
+    def build_continued(
+        self, messages: Sequence[Message], context_tokens: int, context_full: ContextFull, reply_start: str
+    ) -> RenderedPrompt:
+        """Return the prompt followed by the start of the reply, which the model is to continue.
+
+        The reply keeps the tokens that the model generated if the builder remembers them. Takes the arguments
+        of `build_fitting` and raises the same exceptions.
+        """
+        start_tokens = self._reply_tokens(reply_start)
+        try:
+            prompt = self.build_fitting(messages, context_tokens - len(start_tokens), context_full)
+        except ContextFullError as error:
+            raise ContextFullError(
+                f"the reply cannot be continued: it has {len(start_tokens)} tokens, and the context holds"
+                f" only {context_tokens}, including the messages before it",
+                "start a new chat, or load the model with a larger --context",
+            ) from error
+        text = prompt.text + reply_start
+        remembered = next((each.tokens for each in self._remembered if each.text == text), None)
+        tokens = list(remembered or prompt.tokens + start_tokens)
+        return RenderedPrompt(text, tokens, prompt.dropped_messages)
+
+    def _reply_tokens(self, text: str) -> list[int]:
+        """Return tokens that spell exactly `text`, as a model would write it in a reply."""
+        vocabulary, spelled = self._vocabulary, text.encode("utf-8", "replace")
+        # Some tokenizers add a space before the first word. If the tokens spell more than the text, try again
+        # without the text's own first space, then after a line break, and remove the surplus first tokens.
+        for anchored in (text, text.removeprefix(" "), f"\n{text}"):
+            tokens = vocabulary.tokenize(anchored, special=False, start=False)
+            for first in range(3):
+                if b"".join(map(vocabulary.piece, tokens[first:])) == spelled:
+                    return tokens[first:]
+        return vocabulary.tokenize(text, special=False, start=False)
+
     def build_fitting(
         self, messages: Sequence[Message], context_tokens: int, context_full: ContextFull
     ) -> RenderedPrompt:
@@ -149,7 +183,10 @@ class PromptBuilder:
         tokens = list(reply_tokens)
         if tokens and self._vocabulary.is_end(tokens[-1]):
             tokens.pop()
-        text = b"".join(self._vocabulary.piece(token) for token in tokens).decode("utf-8", "replace")
+        # Control tokens are spelled out, as templates write them. Otherwise, a prompt without the reply's
+        # reasoning markers could match a reply whose tokens include them.
+        pieces = (self._vocabulary.piece(token) or self._vocabulary.raw_piece(token) for token in tokens)
+        text = b"".join(pieces).decode("utf-8", "replace")
         self._remembered.append(RenderedPrompt(prompt.text, prompt.tokens))
         self._remembered.append(RenderedPrompt(prompt.text + text, prompt.tokens + tokens))
 
@@ -222,20 +259,23 @@ class _ControlTokenEscaping:
     def __init__(self, vocabulary: Vocabulary, messages: Sequence[Message]) -> None:
         self._vocabulary = vocabulary
         self.literals: dict[int, str] = {}
-        used_characters = set().union(*(message.content for message in messages))
+        used_characters = set().union(*(message.content + message.reasoning for message in messages))
         # The placeholders are Unicode private-use characters that occur in no message.
         unused = (chr(code) for code in range(0xE000, 0xF900) if chr(code) not in used_characters)
         self._left, self._right = next(unused), next(unused)
 
     def escape(self, message: Message) -> Message:
         """Return the message with its control tokens replaced by placeholders."""
-        content = message.content
-        for token in self._vocabulary.tokenize(content, special=True, start=False):
+        content, reasoning = self._escape(message.content), self._escape(message.reasoning)
+        return replace(message, content=content, reasoning=reasoning)
+
+    def _escape(self, text: str) -> str:
+        for token in self._vocabulary.tokenize(text, special=True, start=False):
             literal = _literal(self._vocabulary, token)
-            if literal and literal in content and _is_control(self._vocabulary, token):
-                content = content.replace(literal, f"{self._left}{token}{self._right}")
+            if literal and literal in text and _is_control(self._vocabulary, token):
+                text = text.replace(literal, f"{self._left}{token}{self._right}")
                 self.literals[token] = literal
-        return message if content is message.content else Message(message.role, content)
+        return text
 
     def unescape(self, text: str) -> str:
         """Return the text with placeholders replaced by the user's original text."""

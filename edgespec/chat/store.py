@@ -23,6 +23,7 @@ from edgespec.files import (
     delete_stale_temporaries,
     error_reason,
     regular_file_bytes,
+    write_advice,
     write_private_file,
 )
 
@@ -91,7 +92,7 @@ class SavedChat:
             "updated": self.updated.isoformat(),
             "target": self.target,
             "system": self.system,
-            "messages": [{"role": m.role, "content": m.content} for m in self.messages],
+            "messages": [_message_json(message) for message in self.messages],
             "sampling": dict(self.sampling),
         }
 
@@ -142,7 +143,7 @@ class ChatStore:
         except OSError as error:
             raise ChatFileError(
                 f"cannot save the chat to {path}: {error_reason(error)}",
-                "free some space or set EDGESPEC_DATA_DIR to a folder you can write to",
+                write_advice(error, self.folder, "EDGESPEC_DATA_DIR"),
             ) from error
         return path
 
@@ -197,7 +198,7 @@ class ChatStore:
             path.unlink(missing_ok=True)
         except OSError as error:
             raise ChatFileError(
-                f"cannot delete {path}: {error_reason(error)}", "check the permissions of its folder"
+                f"cannot delete {path}: {error_reason(error)}", write_advice(error, self.folder)
             ) from error
 
     def list(self) -> list[StoredChat]:
@@ -218,6 +219,11 @@ class ChatStore:
         if not _ID.fullmatch(chat_id):
             raise ChatFileError(f"{chat_id!r} is not a chat ID", "choose one from the list of saved chats")
         return self.folder / f"{chat_id}.json"
+
+
+def _message_json(message: Message) -> dict[str, str]:
+    reasoning = {"reasoning": message.reasoning} if message.reasoning else {}
+    return {"role": message.role, "content": message.content, **reasoning}
 
 
 def _entry(path: Path) -> StoredChat:

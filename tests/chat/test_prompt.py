@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import cast
 
 import pytest
 
@@ -73,6 +74,12 @@ class TestControlTokens:
         text = b"".join(vocabulary.piece(token) for token in tokens).decode()
         assert text.count(typed) == 3
 
+    def test_control_tokens_in_reasoning_are_plain_text(self, vocabulary: Vocabulary) -> None:
+        source = CHATML.replace("{{ message.content }}", "{{ message.reasoning_content }}")
+        builder = PromptBuilder(ChatTemplate(source, "<s>", "</s>"), vocabulary)
+        tokens = builder.build([*user("a"), Message("assistant", "b", "c<|im_end|>"), *user("d")]).tokens
+        assert tokens.count(STOP) == 3
+
     def test_the_start_token_is_not_doubled(self, vocabulary: Vocabulary) -> None:
         builder = PromptBuilder(ChatTemplate("<s>" + CHATML, "<s>", "</s>"), vocabulary)
         tokens = builder.build(user("the file")).tokens
@@ -99,6 +106,15 @@ class TestWhatWasSaid:
         builder.remember(prompt, [3 + ord("a"), *end])
         tokens = builder.build([*user("the file"), Message("assistant", "a"), *user("more")]).tokens
         assert tokens[: len(prompt.tokens) + 2] == [*prompt.tokens, 3 + ord("a"), STOP]
+
+    def test_a_reply_with_more_control_tokens_than_its_text_is_tokenized_again(
+        self, builder: PromptBuilder, vocabulary: Vocabulary
+    ) -> None:
+        """Otherwise, a marker before an answer would stay in prompts whose template leaves it out."""
+        builder.remember(builder.build(user("the file")), [START, 3 + ord("a"), STOP])
+        messages = [*user("the file"), Message("assistant", "a"), *user("more")]
+        fresh = PromptBuilder(ChatTemplate(CHATML, "<s>", "</s>"), vocabulary)
+        assert builder.build(messages) == fresh.build(messages)
 
     def test_changed_history_is_tokenized_again(self, builder: PromptBuilder, vocabulary: Vocabulary) -> None:
         prompt = builder.build(user("the file"))
@@ -135,3 +151,19 @@ class TestWhatWasSaid:
         messages = [*user("the file"), Message("assistant", "li"), *user("st")]
         fresh = PromptBuilder(ChatTemplate(plain, "<s>", "</s>"), vocabulary)
         assert builder.build(messages) == fresh.build(messages)
+
+
+class SpacingVocabulary:
+    """Puts a space before the first word, as SentencePiece does. Each token is one byte."""
+
+    def tokenize(self, text: str, *, special: bool, start: bool) -> list[int]:
+        return list(f" {text}".encode())
+
+    def piece(self, token: int) -> bytes:
+        return bytes([token])
+
+
+@pytest.mark.parametrize("text", ["", "Use", " Use", "  Use", "\nUse", "\n\nUse"])
+def test_tokens_of_a_reply_spell_exactly_its_text(text: str) -> None:
+    builder = PromptBuilder(cast("ChatTemplate", None), cast("Vocabulary", SpacingVocabulary()))
+    assert bytes(builder._reply_tokens(text)) == text.encode()

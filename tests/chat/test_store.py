@@ -57,6 +57,25 @@ def test_the_file_is_versioned_json_for_its_owner_only(store: ChatStore) -> None
     ]  # fmt: skip
 
 
+def test_reasoning_is_an_optional_key_of_a_message(store: ChatStore) -> None:
+    messages = (*TALK, Message("user", "More?"), Message("assistant", "Yes.", "They want more."))
+    path = store.save(chat(messages=messages))
+    assert store.load("one").messages == messages
+    data = json.loads(path.read_text("utf-8"))
+    assert data["version"] == 1
+    assert data["messages"][1] == {"role": "assistant", "content": TALK[1].content}
+    assert data["messages"][3] == {"role": "assistant", "content": "Yes.", "reasoning": "They want more."}
+
+
+def test_reasoning_that_is_no_text_is_reported(store: ChatStore) -> None:
+    path = store.save(chat())
+    data = json.loads(path.read_text("utf-8"))
+    data["messages"][1]["reasoning"] = ["a"]
+    path.write_text(json.dumps(data), "utf-8")
+    with pytest.raises(ChatFileError, match="the reasoning of message 2 must be a string, not list"):
+        store.load("one")
+
+
 @pytest.mark.parametrize(
     "text", ["日本語 और हिन्दी", "👩‍👩‍👧 é\u0301", "\u202e right to left", "nul \x00 tab \t", "\ud83d"]
 )
@@ -166,7 +185,7 @@ def test_a_failed_save_keeps_the_older_version(store: ChatStore, monkeypatch: py
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full_disk)
-    with pytest.raises(ChatFileError, match="no space left"):
+    with pytest.raises(ChatFileError, match="the disk is full; free some space on"):
         store.save(chat(messages=(*TALK, Message("user", "more"))))
     assert store.load("one").messages == TALK
     assert [path.name for path in store.folder.iterdir()] == ["one.json"]
