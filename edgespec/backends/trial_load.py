@@ -39,7 +39,7 @@ _MAX_REASON = 200
 # The time limit of a trial. The second term allows for a slow disk, in bytes per second.
 _MAX_SECONDS, _SLOW_DISK = 60, 10 * 2**20
 # The limit of processor time, which does not include waiting for a disk, per trial and per GiB of the files.
-_MAX_CPU_SECONDS, _MAX_CPU_SECONDS_PER_GIB = 30, 2
+_MAX_CPU_SECONDS, _MAX_CPU_SECONDS_PER_GIB = 10, 2
 # How often `progress` is called while the child process reports nothing.
 _PROGRESS_SECONDS = 0.1
 # The child process imports this package from where this process found it, and nothing from the current
@@ -49,6 +49,10 @@ _CODE = (
     " from edgespec.backends.trial_load import main; main(request)"
 )
 _PASSED, _REFUSED = "passed", "refused"
+# How C++ names a failed allocation. The file or other programs can be the cause.
+_OUT_OF_MEMORY = "std::bad_alloc"
+# The memory limit of the child process, without mapped files. No good model comes near it.
+_MAX_MEMORY_BYTES = 4 * 2**30
 
 
 class TrialModel(NamedTuple):
@@ -238,7 +242,10 @@ class _Child:
         name = _signal_name(status)
         if status < 0 and name not in _CRASHES:
             raise _stopped(model, f"the system ended it with {name}")
-        return self._last_words() or name
+        last_words = self._last_words()
+        if _OUT_OF_MEMORY in last_words:
+            raise _stopped(model, "it ran out of memory")
+        return last_words or name
 
     def _last_words(self) -> str:
         """Return the last line that the process printed, without the folder of the source file in it."""
@@ -318,11 +325,16 @@ def main(request: dict[str, Any]) -> None:
 
 
 def _limit_process(cpu_seconds: int) -> None:
-    """Limit the process's CPU time, and keep a crash from writing the model's memory to a core file."""
+    """Limit the process's CPU time, its memory except for mapped files, and the size of a core file."""
     if sys.platform != "win32":
         import resource
 
-        for limit, value in ((resource.RLIMIT_CPU, cpu_seconds), (resource.RLIMIT_CORE, 0)):
+        limits = (
+            (resource.RLIMIT_CPU, cpu_seconds),
+            (resource.RLIMIT_DATA, _MAX_MEMORY_BYTES),
+            (resource.RLIMIT_CORE, 0),
+        )
+        for limit, value in limits:
             with suppress(OSError, ValueError):
                 resource.setrlimit(limit, (value, resource.getrlimit(limit)[1]))
 

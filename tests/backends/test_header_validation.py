@@ -72,6 +72,12 @@ def test_invalid_layer_counts_are_refused(layers: int, tmp_path: Path) -> None:
     refuse(altered(tmp_path, "block_count", layers), f"its layer count is {layers:,}")
 
 
+def test_a_hybrid_without_an_embedding_length_is_refused(tmp_path: Path) -> None:
+    path = write_jamba(tmp_path / "model.gguf")
+    path.write_bytes(path.read_bytes().replace(b"jamba.embedding_length", b"jamba.embedding_lengtX"))
+    refuse(path, "embedding_length")
+
+
 def test_huge_sizes_are_refused(tmp_path: Path) -> None:
     refuse(altered(tmp_path, "embedding_length", 2**31), "its embedding_length is 2,147,483,648")
 

@@ -192,6 +192,17 @@ def test_a_slow_trial_is_given_up(
     assert not results()
 
 
+def test_a_trial_that_takes_all_memory_is_not_remembered(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Other programs can be the cause, so the file may be good."""
+    code = "import sys; sys.stderr.write('  what():  std::bad_alloc'); import os; os.abort()"
+    monkeypatch.setattr(trial_load, "_CODE", code)
+    with pytest.raises(BackendError, match="did not finish: it ran out of memory"):
+        load(write_llama(tmp_path / "model.gguf"))
+    assert not results()
+
+
 def test_a_cancelled_trial_leaves_no_process(children: list[Any], tmp_path: Path) -> None:
     path = write_llama(tmp_path / "model.gguf")
     with pytest.raises(CancelledError, match="was cancelled"):

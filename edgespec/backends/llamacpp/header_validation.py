@@ -97,7 +97,8 @@ def _count_problem(header: GgufHeader) -> str:
     if isinstance(scaling, str) and scaling not in _ROPE_SCALINGS:
         return f"its rope.scaling.type is {scaling[:40]!r}, which llama.cpp does not support"
     inner, size = header.architecture_value("ssm.inner_size"), header.architecture_value("embedding_length")
-    if header.architecture in _DOUBLE_WIDTH_SSM and isinstance(inner, int) and inner != 2 * size:
+    has_sizes = isinstance(inner, int) and isinstance(size, int)
+    if header.architecture in _DOUBLE_WIDTH_SSM and has_sizes and inner != 2 * size:
         return f"its ssm.inner_size is {inner:,}, not twice its embedding_length"
     return ""
 

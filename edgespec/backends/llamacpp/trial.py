@@ -23,7 +23,7 @@ __all__ = ["try_model", "try_split_model"]
 
 # The trial runs on the CPU, with mapped weights and a small context, so that it adds little to the memory and
 # the time of the load that follows.
-_OPTIONS = LoadOptions(context_tokens=256, gpu_layers=0)
+_OPTIONS = LoadOptions(context_tokens=256, gpu_layers=0, batch_tokens=64)
 # Numbers of tokens per pass. llama.cpp uses other kernels for a single token, a few and many.
 _WIDTHS = (3, 1, 40)
 # The limit of processor time for all passes. Passes of a large model are cut short, but its layers resemble
