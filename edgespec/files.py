@@ -10,10 +10,11 @@ import tempfile
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
-from errno import EINVAL
+from errno import EDQUOT, EINVAL, ENOSPC
 from pathlib import Path
 
 __all__ = [
+    "DISK_FULL",
     "cache_folder",
     "config_folder",
     "data_folder",
@@ -32,6 +33,8 @@ __all__ = [
     "write_private_file",
 ]
 
+# Error numbers of a full disk and of a user's used-up share of it.
+DISK_FULL = (ENOSPC, EDQUOT)
 # Amounts read by `sampled_sha256`: the start of the file, then blocks spread evenly over the rest.
 _HEAD_BYTES = 1 << 20
 _BLOCK_BYTES = 1 << 16
@@ -197,7 +200,9 @@ def format_bytes(size_bytes: int) -> str:
 
 
 def error_reason(error: Exception) -> str:
-    """Return the reason for an error in lower case, such as `no space left on device`."""
+    """Return the reason for an error in lower case, such as `permission denied`."""
+    if isinstance(error, OSError) and error.errno in DISK_FULL:
+        return "the disk is full"
     reason = error.strerror if isinstance(error, OSError) else str(error)
     return (reason or type(error).__name__).lower()
 

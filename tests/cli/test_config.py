@@ -172,7 +172,7 @@ def test_a_write_that_fails_leaves_the_file(run: Run, file: Path, monkeypatch: p
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
-    assert "cannot be written: no space left" in one_line_error(run("config", "set", "seed", "2"), 1)
+    assert "cannot be written: the disk is full" in one_line_error(run("config", "set", "seed", "2"), 1)
     assert file.read_text() == "seed = 1\n"
 
 
