@@ -20,11 +20,11 @@ from typing import TypeVar
 from edgespec.chat.message import Message, as_message
 from edgespec.errors import ChatFileError, OptionError
 from edgespec.files import (
-    DISK_FULL,
     data_folder,
     delete_stale_temporaries,
     error_reason,
     regular_file_bytes,
+    write_advice,
     write_private_file,
 )
 
@@ -152,9 +152,7 @@ class ChatStore:
         except OSError as error:
             raise ChatFileError(
                 f"cannot save the chat to {path}: {error_reason(error)}",
-                "free some space, or set EDGESPEC_DATA_DIR to a folder on another disk"
-                if error.errno in DISK_FULL
-                else "set EDGESPEC_DATA_DIR to a folder you can write to",
+                write_advice(error, self.folder, "EDGESPEC_DATA_DIR"),
             ) from error
         return path
 
@@ -209,7 +207,7 @@ class ChatStore:
             path.unlink(missing_ok=True)
         except OSError as error:
             raise ChatFileError(
-                f"cannot delete {path}: {error_reason(error)}", "check the permissions of its folder"
+                f"cannot delete {path}: {error_reason(error)}", write_advice(error, self.folder)
             ) from error
 
     def list(self) -> list[StoredChat]:

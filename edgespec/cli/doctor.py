@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
@@ -15,9 +16,11 @@ from edgespec.cli.interrupt import Stop, interruptible
 from edgespec.cli.options import json_option
 from edgespec.cli.screen import ProgressLine, print_json, printable
 from edgespec.errors import CancelledError, EdgespecError
-from edgespec.files import format_bytes
+from edgespec.files import error_reason, format_bytes, free_bytes, write_advice, write_error
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from edgespec.machine import MachineInfo
 
 __all__ = ["Check", "command"]
@@ -55,7 +58,8 @@ class Check:
 def command(as_json: bool) -> int:
     """Check the machine, the installed libraries, the folders and the settings, then run the demo model.
 
-    Each warning is followed by what to do next. The exit status is 1 if the demo model does not run.
+    To find full and read-only disks, it writes a small file to each folder and deletes it. Each warning is
+    followed by what to do next. The exit status is 1 if the demo model does not run.
     """
     from edgespec.machine import inspect_machine
 
@@ -124,13 +128,35 @@ def _mlx(machine: MachineInfo) -> Check:
 
 def _folders(machine: MachineInfo) -> list[Check]:
     folders = machine.folders
-    missing = "" if folders.aliases.exists() else " (not created yet)"
+    logs = "" if sys.platform == "darwin" else "XDG_STATE_HOME"
     return [
-        Check("models", True, str(folders.models)),
-        Check("chats", True, str(folders.chats)),
-        Check("logs", True, str(folders.logs)),
-        Check("aliases", True, f"{folders.aliases}{missing}"),
+        _folder("models", folders.models, "HF_HOME"),
+        _folder("chats", folders.chats, "EDGESPEC_DATA_DIR"),
+        _folder("cache", folders.cache, "EDGESPEC_CACHE_DIR"),
+        _folder("logs", folders.logs, logs),
+        _folder("aliases", folders.aliases, "EDGESPEC_CONFIG_DIR"),
     ]
+
+
+def _folder(name: str, path: Path, variable: str) -> Check:
+    """Check that files can be written to a folder, or next to a file.
+
+    Args:
+        name: What is stored there.
+        path: The folder, or the file. Neither has to exist.
+        variable: The environment variable that chooses another folder.
+    """
+    folder = path.parent if path.suffix else path
+    missing = "" if path.exists() else " (not created yet)"
+    try:
+        free = f"; {format_bytes(free_bytes(folder))} free"
+    except OSError:
+        free = ""
+    error = write_error(folder)
+    if error is None:
+        return Check(name, True, f"{path}{missing}{free}")
+    finding = f"{path} cannot be written: {error_reason(error)}{free}"
+    return Check(name, False, finding, write_advice(error, folder, variable))
 
 
 def _settings() -> Check:

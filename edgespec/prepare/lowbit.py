@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from tempfile import TemporaryDirectory, gettempdir
 from typing import TYPE_CHECKING, Any
 
 from edgespec.backends.base import Progress
 from edgespec.errors import ModelFileError, OptionError
-from edgespec.files import error_reason
+from edgespec.files import error_reason, write_advice
 from edgespec.prepare.builder import BuildFolder, build
 from edgespec.prepare.store import (
     PreparedModel,
@@ -113,7 +113,8 @@ def _size(path: Path, type_name: str) -> QuantisedSize:
             size = quantised_size(header, type_name)
     except OSError as error:
         raise ModelFileError(
-            f"a temporary file for {path} cannot be written: {error_reason(error)}", "free disk space"
+            f"a temporary file for {path} cannot be written: {error_reason(error)}",
+            write_advice(error, Path(gettempdir()), "TMPDIR"),
         ) from error
     if size.needs_importance_matrix:
         raise importance_matrix_error(type_name)

@@ -295,7 +295,7 @@ class TestDownload:
             raise OSError(errno.ENOSPC, "No space left on device")
 
         monkeypatch.setattr(download, "_stream", full)
-        with pytest.raises(DownloadError, match="is full; free some space"):
+        with pytest.raises(DownloadError, match="the disk is full; free some space"):
             fetch(REPOSITORY, None)
 
     def test_offline_mode(self, mlx_hub: StandInHub, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import re
 import sys
+import tempfile
 from dataclasses import replace
 from importlib import metadata
+from pathlib import Path
 
 import pytest
 
 import edgespec
 from edgespec.backends.llamacpp.build_info import LlamaCppInfo
 from edgespec.catalog import mlx_installed
-from edgespec.cli.doctor import _hardware, _libraries
+from edgespec.cli.doctor import _folder, _hardware, _libraries
 from edgespec.errors import BackendError
 from edgespec.machine import MlxInfo, inspect_machine
 from tests.cli.conftest import Run, json_of
@@ -24,7 +28,7 @@ def test_json_names_the_facts_and_the_checks(run: Run) -> None:
     assert machine["memory_total_bytes"] > machine["memory_available_bytes"] > 0
     assert machine["llama_cpp"]["version"]
     assert machine["llama_cpp"]["default_threads"] <= machine["logical_cores"]
-    assert machine["folders"].keys() == {"models", "chats", "logs", "aliases"}
+    assert machine["folders"].keys() == {"models", "chats", "cache", "logs", "aliases"}
     demo = next(check for check in report["checks"] if check["name"] == "demo")
     assert demo["ok"]
     assert "generated 16 tokens" in demo["finding"]
@@ -74,8 +78,8 @@ def test_each_check_is_a_line(run: Run) -> None:
     assert result.exit_code == 0
     names = [line.split()[1] for line in result.stdout.splitlines() if not line.startswith(" ")]
     assert names == [
-        "edgespec", "system", "processor", "memory", "llama.cpp", "gpu", "mlx", "models", "chats", "logs",
-        "aliases", "settings", "demo",
+        "edgespec", "system", "processor", "memory", "llama.cpp", "gpu", "mlx", "models", "chats", "cache",
+        "logs", "aliases", "settings", "demo",
     ]  # fmt: skip
     assert "\x1b" not in result.stdout
 
@@ -101,3 +105,46 @@ def test_what_is_amiss_has_a_next_step() -> None:
     memory = next(c for c in _hardware(replace(machine, memory_available_bytes=10**9)) if c.name == "memory")
     assert not memory.ok
     assert memory.next_step
+
+
+@pytest.mark.parametrize(
+    ("number", "finding", "next_step"),
+    [
+        (errno.ENOSPC, "the disk is full; ", "free some space on the disk of {}, for example with `edgespec"),
+        (
+            errno.EDQUOT,
+            "your disk quota is used up; ",
+            "free some space on the disk of {}, for example with `edgespec",
+        ),
+        (errno.EROFS, "read-only file system; ", "set HF_HOME to a folder that you can write to"),
+        (errno.EACCES, "permission denied; ", "make {} writable for your user, or set HF_HOME to"),
+    ],
+)
+def test_a_folder_that_cannot_be_written(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, number: int, finding: str, next_step: str
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(tempfile, "TemporaryFile", fail)
+    check = _folder("models", tmp_path / "new", "HF_HOME")
+    assert not check.ok
+    assert check.finding.startswith(f"{tmp_path / 'new'} cannot be written: {finding}")
+    assert check.finding.endswith(" free")
+    assert check.next_step.startswith(next_step.format(tmp_path / "new"))
+
+
+def test_a_folder_that_can_be_written_is_left_as_it_was(tmp_path: Path) -> None:
+    check = _folder("models", tmp_path / "new" / "folder", "HF_HOME")
+    assert check.ok
+    assert "(not created yet); " in check.finding
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_file_in_place_of_a_folder(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("EDGESPEC_DATA_DIR", str(tmp_path / "file"))
+    result = run("doctor")
+    assert (
+        f"warn  chats      {tmp_path / 'file' / 'chats'} cannot be written: not a directory" in result.stdout
+    )
