@@ -73,6 +73,10 @@ class LoadArguments(TypedDict, total=False):
     mlock: Annotated[bool, Option(Flag(), "model",
         "Lock the model in RAM so the system never swaps it out.",
         default=False)]
+    trust: Annotated[bool, Option(Flag(), "model",
+        "Load new model files without first trying them in a separate process. A damaged file could then make"
+        " edgespec crash.",
+        default=False)]
     exact: Annotated[bool, Option(Flag(), "model",
         "Use only operations whose results are bit-for-bit identical to plain decoding. edgespec determines"
         " these when it first loads a model. The speed-up may be smaller.",
