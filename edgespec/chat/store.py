@@ -137,7 +137,7 @@ class ChatStore:
         while True:
             chat_id = f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{secrets.token_hex(4)}"
             # Unlike Path.exists, this raises no error if the folder cannot be read.
-            if not os.path.exists(self._path(chat_id)):  # noqa: PTH110
+            if not os.path.exists(self._path(chat_id)):
                 return chat_id
 
     def save(self, chat: SavedChat) -> Path:

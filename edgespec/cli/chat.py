@@ -58,7 +58,7 @@ def command(
         raise click.UsageError("the chat needs a terminal; in scripts and pipes use `edgespec generate`", ctx)
     if os.name == "posix" and (terminal := os.environ.get("TERM", "")) in ("", "dumb"):
         raise click.UsageError(
-            f"the chat cannot be drawn on this terminal (TERM is {terminal or 'not set'}); use another terminal, or"
+            f"this terminal cannot show the chat (TERM is {terminal or 'not set'}); use another terminal, or"
             " `edgespec generate`"
         )
 

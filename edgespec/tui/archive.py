@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from contextlib import suppress
-from threading import Event, Lock, Thread
+from threading import Lock, Thread
 from time import monotonic
 
 from edgespec.chat.store import ChatStore, SavedChat, StoredChat, title_of

@@ -78,9 +78,7 @@ class EndWatch:
                 self._arrived.set()
             if self._arrived.is_set() and not self._ended:
                 self.signalled = True
-                deadline = min(
-                    deadline, monotonic() + (_FORCE_CLOSED_SECONDS if closed else _FORCE_SECONDS)
-                )
+                deadline = min(deadline, monotonic() + (_FORCE_CLOSED_SECONDS if closed else _FORCE_SECONDS))
                 self._save()
                 if self._leave():
                     self._arrived.clear()

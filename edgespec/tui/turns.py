@@ -1,4 +1,4 @@
-"""The turns of the open chat: messages go to the model thread, replies to the screen and to the saved chat."""
+"""The turns of the open chat: send messages to the model thread, then show and save the replies."""
 
 from __future__ import annotations
 

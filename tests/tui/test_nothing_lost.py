@@ -1,4 +1,4 @@
-"""Chats that end during a reply, cannot be saved, or run a job that fails: no message is lost, nothing hangs."""
+"""Chats that end during a reply, cannot be saved, or run a job that fails: nothing is lost or hangs."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class TestSavedAsYouGo:
             await d.send("a question")
             await d.said("word word")
             # The terminal does not read what the chat writes, so the event loop waits.
-            time.sleep(2.5)  # noqa: ASYNC251
+            time.sleep(2.5)
             chat = saved(d)
             written = d.chat.current_chat.turn
             assert written is not None
@@ -136,7 +136,9 @@ class TestContinuing:
         await unfinished_chat(tmp_path, SLOW)
         runtime = ScriptedRuntime(scripts=[Script(text="the end.")])
         async with driving(loading(runtime), tmp_path) as d:
-            await d.said("Your last chat, “a question”, has an unfinished reply. Type /continue to finish it.")
+            await d.said(
+                "Your last chat, “a question”, has an unfinished reply. Type /continue to finish it."
+            )
             (start,) = [each.content for each in saved(d).messages if each.role == "assistant"]
             await d.say("/continue")
             assert contents(saved(d)) == ["a question", f"{start}the end."]

@@ -224,7 +224,9 @@ async def test_failed_save_is_shown_and_the_chat_continues(
     async with driving(loading(ScriptedRuntime()), tmp_path) as d:
         monkeypatch.setattr(ChatStore, "save", full)
         await d.say("a question")
-        assert "The chat 'a question' was not saved: cannot write chat.json: the disk is full" in d.transcript()
+        assert (
+            "The chat 'a question' was not saved: cannot write chat.json: the disk is full" in d.transcript()
+        )
         monkeypatch.undo()
         await d.say("another")
         assert len(d.chat.current_chat.entries) == 4
