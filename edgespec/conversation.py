@@ -106,10 +106,12 @@ class Chat:
         before = self.messages, self.dropped_messages, self._used_tokens
 
         def on_end(reply: Reply | None) -> None:
-            if reply is None or (reply.finish_reason == "cancelled" and not reply.text):
+            if reply is None or (
+                reply.finish_reason == "cancelled" and not (reply.answer or reply.reasoning)
+            ):
                 self.messages, self.dropped_messages, self._used_tokens = before
             else:
-                self.messages = [*messages, Message("assistant", reply.text)]
+                self.messages = [*messages, Message("assistant", reply.answer, reply.reasoning)]
                 self._used_tokens = prompt_tokens + len(reply.tokens)
 
         stream = self._runtime.stream_messages(

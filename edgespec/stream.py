@@ -4,9 +4,17 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 from edgespec.backends.base import Progress
+from edgespec.chat.reasoning import (
+    ReasoningSplitter,
+    SplitText,
+    closing_marker,
+    piece_with_markers,
+    split_reasoning,
+)
 from edgespec.chat.text import ReplyText
 from edgespec.engine.loop import FinishReason, Step
 from edgespec.engine.stats import Stats
@@ -51,7 +59,9 @@ class ReplyStream:
         self._progress = progress
         self._reply: Reply | None = None
         vocabulary = session.target.vocabulary
-        self._text = ReplyText(vocabulary.piece, vocabulary.is_end, request.stop)
+        self._text = ReplyText(partial(piece_with_markers, vocabulary), vocabulary.is_end, request.stop)
+        self._closing_marker = closing_marker(vocabulary, request.tokens)
+        self._splitter = ReasoningSplitter(self._closing_marker)
         self._tokens: list[int] = []
         self._finish_reason: FinishReason = "cancelled"
         self._cancelled = threading.Event()
@@ -131,8 +141,10 @@ class ReplyStream:
                 )
             step = self._session.next_step(self._steps)
             if step is None:
-                if rest := self._text.finish():
-                    self._chunks.append(TextChunk(rest, 0, False))
+                rest = self._splitter.finish(self._text.finish())
+                for text, is_reasoning in ((rest.reasoning, True), (rest.answer, False)):
+                    if text:
+                        self._chunks.append(TextChunk(text, 0, False, is_reasoning))
                 self._finish(failed=False)
             else:
                 self._add(step)
@@ -144,13 +156,12 @@ class ReplyStream:
             self._reading.release()
 
     def _add(self, step: Step) -> None:
-        """Add the text of a step to the chunks, separating accepted tokens from the target's own."""
+        """Add the text of a step to the chunks, separated by reasoning and by who proposed the tokens."""
         self._tokens.extend(step.tokens)
         self._finish_reason = step.finish_reason or self._finish_reason
         texts, accepted = self._text.drain(), step.accepted
         for part, is_draft in ((texts[:accepted], True), (texts[accepted:], False)):
-            if part:
-                self._chunks.append(TextChunk("".join(part), len(part), is_draft))
+            self._chunks.extend(_text_chunks([self._splitter.feed(text) for text in part], is_draft))
 
     def _finish(self, failed: bool, *, wait: bool = True) -> bool:
         """Release the session and create the reply. Return False if `wait` is False and it is locked."""
@@ -163,8 +174,10 @@ class ReplyStream:
         self.stats.peak_memory_bytes = peak_bytes()
         if not failed:
             self._method = self.method
+            text = self._text.text
+            reasoning, answer = split_reasoning(text, self._closing_marker)
             self._reply = Reply(
-                text=self._text.text,
+                text=text,
                 tokens=tuple(self._tokens),
                 finish_reason=self._finish_reason,
                 seed=self._request.seed,
@@ -172,6 +185,17 @@ class ReplyStream:
                 draft=self._session.draft.facts.name if self._session.draft else None,
                 method=self._method,
                 stats=self.stats,
+                reasoning=reasoning,
+                answer_start=len(text) - len(answer),
             )
         self._on_end(self._reply)
         return True
+
+
+def _text_chunks(parts: Sequence[SplitText], accepted: bool) -> Iterator[TextChunk]:
+    """Yield a chunk for the tokens of the reasoning and one for those of the answer."""
+    for reasoning in (True, False):
+        text = "".join(part.reasoning if reasoning else part.answer for part in parts)
+        token_count = sum(part.in_reasoning == reasoning for part in parts)
+        if text or token_count:
+            yield TextChunk(text, token_count, accepted, reasoning)
