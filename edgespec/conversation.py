@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from edgespec.chat.message import Message
 from edgespec.chat.prompt import ContextFull
+from edgespec.chat.reasoning import reply_message
 from edgespec.errors import OptionError, TemplateError
 from edgespec.reply import Reply
 from edgespec.stream import ReplyStream
@@ -91,6 +92,26 @@ class Chat:
         """Replace the last user message and answer it. Raises OptionError if there is none."""
         return self._answer([*self.messages[: self._last_user_index()], Message("user", text)], options)
 
+    def continue_reply(self, **options: Any) -> ReplyStream:
+        """Continue the last reply where it ended, or answer the last message if it has no reply yet.
+
+        The stream yields only the new text, which is appended to the last message when it ends. Use this for
+        a reply that was interrupted or reached its maximum length. With the same settings and seed, the
+        continued reply is the same as an uninterrupted one if its text converts back to the same tokens.
+
+        Args:
+            **options: See `stream`.
+
+        Raises:
+            ContextFullError: The reply fills the context.
+            OptionError: There is no message, or an option is unknown or has an invalid value.
+            TemplateError: The chat template rejects the conversation.
+        """
+        last = self._last_user_index()
+        # A reply that was cancelled within a character ends with U+FFFD. The model writes it again.
+        reply_start = "".join(message.text for message in self.messages[last + 1 :]).rstrip("\ufffd")
+        return self._answer(self.messages[: last + 1], options, reply_start)
+
     def clear(self) -> None:
         """Remove all messages except the system prompt."""
         self.messages = []
@@ -102,7 +123,7 @@ class Chat:
                 return i
         raise OptionError("there is no user message to answer", "send a message first")
 
-    def _answer(self, messages: list[Message], options: dict[str, Any]) -> ReplyStream:
+    def _answer(self, messages: list[Message], options: dict[str, Any], reply_start: str = "") -> ReplyStream:
         before = self.messages, self.dropped_messages, self._used_tokens
 
         def on_end(reply: Reply | None) -> None:
@@ -111,14 +132,18 @@ class Chat:
             ):
                 self.messages, self.dropped_messages, self._used_tokens = before
             else:
-                self.messages = [*messages, Message("assistant", reply.answer, reply.reasoning)]
+                self.messages = [*messages, reply_message(written_before + reply.text)]
                 self._used_tokens = prompt_tokens + len(reply.tokens)
 
         stream = self._runtime.stream_messages(
-            self._with_system(messages), context_full=self._context_full, on_end=on_end, **options
+            self._with_system(messages),
+            reply_start=reply_start,
+            context_full=self._context_full,
+            on_end=on_end,
+            **options,
         )
         # `on_end` must not refer to the stream: a reference cycle would delay its finalizer.
-        prompt_tokens = stream.prompt_tokens
+        prompt_tokens, written_before = stream.prompt_tokens, stream.reply_start
         self.messages, self.dropped_messages = messages, stream.dropped_messages
         self._used_tokens = prompt_tokens
         return stream

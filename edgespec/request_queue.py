@@ -73,6 +73,7 @@ class RequestQueue:
         self,
         messages: Sequence[Message | Mapping[str, Any]],
         *,
+        reply_start: str = "",
         context_full: ContextFull = "slide",
         on_end: Callable[[Reply | None], None] | None = None,
         **options: Unpack[StreamArguments],
@@ -87,7 +88,7 @@ class RequestQueue:
         checked = as_messages(messages)
         return self._submit(
             lambda: self._runtime.stream_messages(
-                checked, context_full=context_full, on_end=on_end, **options
+                checked, reply_start=reply_start, context_full=context_full, on_end=on_end, **options
             )
         )
 

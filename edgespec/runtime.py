@@ -13,6 +13,7 @@ from edgespec.backends.mapped_files import MappedFiles
 from edgespec.catalog.acceptance_history import AcceptanceRecorder
 from edgespec.chat.message import Message, as_messages
 from edgespec.chat.prompt import ContextFull, PromptBuilder, check_context_full
+from edgespec.chat.reasoning import opening_marker
 from edgespec.chat.template import ChatTemplate
 from edgespec.conversation import Chat
 from edgespec.costs.curve import CostCurve
@@ -254,11 +255,13 @@ class Runtime:
                     "a system prompt requires the model's chat template",
                     "omit --system or --raw, or use an instruct model",
                 )
+            text = prompt
             tokens = self.vocabulary.tokenize(prompt, special=True, start=True)
         else:
             messages = [*([Message("system", system)] if system else []), Message("user", prompt)]
-            tokens = PromptBuilder(self.template, self.vocabulary).build(messages).tokens
-        return self.stream_tokens(tokens, on_end=on_end, **options)
+            built = PromptBuilder(self.template, self.vocabulary).build(messages)
+            text, tokens = built.text, built.tokens
+        return self.stream_tokens(tokens, reply_start=opening_marker(text), on_end=on_end, **options)
 
     def reply(
         self,
@@ -274,6 +277,7 @@ class Runtime:
         self,
         messages: Sequence[Message | Mapping[str, Any]],
         *,
+        reply_start: str = "",
         context_full: ContextFull = "slide",
         on_end: Callable[[Reply | None], None] | None = None,
         **options: Unpack[StreamArguments],
@@ -285,6 +289,8 @@ class Runtime:
         Args:
             messages: `Message` objects, or dictionaries with `role` (`system`, `user` or `assistant`) and
                 `content`. The last message must be from the user.
+            reply_start: Text with which the reply begins, such as the start of an interrupted reply. The
+                stream yields only what the model writes after it.
             context_full: What to do if the conversation does not fit the context. `slide` drops its oldest
                 turns, `refuse` raises ContextFullError.
             on_end: Called once with the reply, or with None if it failed.
@@ -296,7 +302,10 @@ class Runtime:
             TemplateError: The model has no chat template, or the template rejects the messages.
         """
         builder = self._prompt_builder()
-        prompt = builder.build_fitting(as_messages(messages), self.context_tokens, context_full)
+        fitting = as_messages(messages), self.context_tokens, context_full
+        prompt = (
+            builder.build_continued(*fitting, reply_start) if reply_start else builder.build_fitting(*fitting)
+        )
 
         def remember(reply: Reply | None) -> None:
             if reply:
@@ -304,7 +313,8 @@ class Runtime:
             if on_end:
                 on_end(reply)
 
-        stream = self.stream_tokens(prompt.tokens, on_end=remember, **options)
+        written = prompt.reply_start or opening_marker(prompt.text)
+        stream = self.stream_tokens(prompt.tokens, reply_start=written, on_end=remember, **options)
         stream.dropped_messages = prompt.dropped_messages
         return stream
 
@@ -346,6 +356,7 @@ class Runtime:
         self,
         tokens: Sequence[int],
         *,
+        reply_start: str = "",
         on_end: Callable[[Reply | None], None] | None = None,
         progress: Progress | None = None,
         processors: Sequence[LogitsProcessor] = (),
@@ -355,6 +366,8 @@ class Runtime:
 
         Args:
             tokens: The prompt.
+            reply_start: Text at the end of the prompt that belongs to the reply, such as `<think>`. It
+                determines whether the reply starts with reasoning.
             on_end: Called once with the reply, or with None if it failed.
             progress: Called during prefill. Returning False cancels the reply.
             processors: Custom logits processors (see `edgespec.engine.processors.LogitsProcessor`), which are
@@ -381,7 +394,7 @@ class Runtime:
             if on_end:
                 on_end(reply)
 
-        return ReplyStream(self._session, request, record, progress)
+        return ReplyStream(self._session, request, record, progress, reply_start)
 
     def borrowed_target(self) -> AbstractContextManager[LanguageModel]:
         """Lend the target model, with an empty cache, for measurements. Meanwhile, replies raise BusyError.

@@ -11,6 +11,7 @@ from typing import Literal
 
 from edgespec.backends.base import Vocabulary
 from edgespec.chat.message import Message
+from edgespec.chat.reasoning import opening_marker
 from edgespec.chat.template import ChatTemplate
 from edgespec.errors import ContextFullError, OptionError
 
@@ -39,11 +40,13 @@ class RenderedPrompt:
         tokens: The token ids of that text.
         dropped_messages: Number of oldest messages left out because the context is full. The system prompt is
             never dropped and does not count.
+        reply_start: Text at the end of the prompt that belongs to the reply, if a reply is continued.
     """
 
     text: str
     tokens: list[int]
     dropped_messages: int = 0
+    reply_start: str = ""
 
 
 class PromptBuilder:
@@ -88,6 +91,45 @@ class PromptBuilder:
                 return RenderedPrompt(text, prefix.tokens + rest)
         start = not (self._vocabulary.bos_text and text.startswith(self._vocabulary.bos_text))
         return RenderedPrompt(text, self._tokenize(text, escaping, start=start))
+
+    def build_continued(
+        self, messages: Sequence[Message], context_tokens: int, context_full: ContextFull, reply_start: str
+    ) -> RenderedPrompt:
+        """Return the prompt followed by the start of the reply, which the model is to continue.
+
+        The reply keeps the tokens that the model generated if the builder remembers them. Takes the arguments
+        of `build_fitting` and raises the same exceptions.
+        """
+        start_tokens = self._reply_tokens(reply_start)
+        try:
+            prompt = self.build_fitting(messages, context_tokens - len(start_tokens), context_full)
+        except ContextFullError as error:
+            raise ContextFullError(
+                f"the reply cannot be continued: it has {len(start_tokens)} tokens, and the context holds"
+                f" only {context_tokens}, including the messages before it",
+                "start a new chat, or load the model with a larger --context",
+            ) from error
+        opening = opening_marker(prompt.text)
+        if opening and reply_start.startswith(opening):
+            # The template writes the opening marker itself.
+            reply_start = reply_start.removeprefix(opening)
+            start_tokens = self._reply_tokens(reply_start)
+        text = prompt.text + reply_start
+        remembered = next((each.tokens for each in self._remembered if each.text == text), None)
+        tokens = list(remembered or prompt.tokens + start_tokens)
+        return RenderedPrompt(text, tokens, prompt.dropped_messages, opening + reply_start)
+
+    def _reply_tokens(self, text: str) -> list[int]:
+        """Return tokens that spell exactly `text`, as a model would write it in a reply."""
+        vocabulary, spelled = self._vocabulary, text.encode("utf-8", "replace")
+        # Some tokenizers add a space before the first word. If the tokens spell more than the text, try again
+        # without the text's own first space, then after a line break, and remove the surplus first tokens.
+        for anchored in (text, text.removeprefix(" "), f"\n{text}"):
+            tokens = vocabulary.tokenize(anchored, special=False, start=False)
+            for first in range(3):
+                if b"".join(map(vocabulary.piece, tokens[first:])) == spelled:
+                    return tokens[first:]
+        return vocabulary.tokenize(text, special=False, start=False)
 
     def build_fitting(
         self, messages: Sequence[Message], context_tokens: int, context_full: ContextFull

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Literal, NamedTuple
 
 from edgespec.backends.base import Vocabulary
+from edgespec.chat.message import Message
 
 __all__ = [
     "ReasoningSplitter",
     "SplitText",
-    "closing_marker",
+    "opening_marker",
     "piece_with_markers",
+    "reply_message",
     "split_reasoning",
 ]
 
@@ -44,8 +46,10 @@ _MARKER_TOKENS = frozenset(
     for marker in pair
     for part in re.findall(r"<[^<>]+>|\[[^\[\]]+\]", marker)
 )
-# Number of tokens at the end of a prompt in which to look for an opening marker, which has at most 30 bytes.
-_MAX_MARKER_TOKENS = 40
+_OPENING = re.compile(rf"\s*(?:{'|'.join(map(re.escape, _MARKERS))})\s*")
+_OPENED = re.compile(rf"(?:{'|'.join(re.escape(start) for start, end in _MARKERS.items() if end)})\s*\Z")
+# Number of characters at the end of a prompt in which to look for an opening marker.
+_PROMPT_END = 200
 
 
 def piece_with_markers(vocabulary: Vocabulary, token: int) -> bytes:
@@ -57,16 +61,14 @@ def piece_with_markers(vocabulary: Vocabulary, token: int) -> bytes:
     return raw if raw in _MARKER_TOKENS else b""
 
 
-def closing_marker(vocabulary: Vocabulary, prompt: Sequence[int]) -> str | None:
-    """Return the marker that ends the reasoning opened by the end of a prompt, or None if none is open.
+def opening_marker(prompt: str) -> str:
+    """Return the opening marker and the white space at the end of a prompt, or an empty string.
 
     The templates of DeepSeek R1, QwQ and others write the opening marker themselves, so that the model must
     reason. The reply then starts inside the reasoning.
     """
-    tokens = prompt[-_MAX_MARKER_TOKENS:]
-    pieces = (vocabulary.piece(token) or vocabulary.raw_piece(token) for token in tokens)
-    end = b"".join(pieces).decode("utf-8", "replace").rstrip()
-    return next((close for start, close in _MARKERS.items() if close and end.endswith(start)), None)
+    opened = _OPENED.search(prompt[-_PROMPT_END:])
+    return opened[0] if opened else ""
 
 
 class SplitText(NamedTuple):
@@ -89,15 +91,19 @@ class ReasoningSplitter:
     does. White space around the reasoning is dropped. A reply without reasoning is not changed.
 
     Args:
-        close: The closing marker if the prompt has already opened the reasoning, or None.
+        reply_start: Text before the first token that already belongs to the reply.
     """
 
-    def __init__(self, close: str | None = None) -> None:
-        self._close = close
+    def __init__(self, reply_start: str = "") -> None:
+        self._close = ""
         self._phase: Literal["start", "reasoning", "answer"] = "start"
         self._held = ""
         # True while the next text is the first one of the reasoning, or of the answer after it.
         self._drops_space = False
+        # Number of withheld characters that are not part of the result.
+        self._skipped = 0
+        self.feed(reply_start)
+        self._skipped = len(self._held)
 
     def feed(self, text: str) -> SplitText:
         """Add the text of a token, and return the text that this token completes."""
@@ -108,20 +114,17 @@ class ReasoningSplitter:
         in_reasoning = "reasoning" in (before, self._phase)
         reasoning = self._read_reasoning() if self._phase == "reasoning" else ""
         answer = self._read(len(self._held)) if self._phase == "answer" else ""
-        return SplitText(reasoning, answer, in_reasoning)
+        # The white space between the reasoning and the answer belongs to the reasoning.
+        return SplitText(reasoning, answer, in_reasoning or self._drops_space)
 
     def finish(self, text: str = "") -> SplitText:
         """Add the last text of the reply, and return it with all withheld text."""
         reasoning, answer, _ = self.feed(text)
         if self._phase == "start":
-            self._leave_start()
-        in_reasoning = self._phase == "reasoning"
-        rest = self._read(len(self._held.rstrip() if in_reasoning else self._held))
-        return (
-            SplitText(reasoning + rest, answer, True)
-            if in_reasoning
-            else SplitText(reasoning, answer + rest, False)
-        )
+            self._begin_answer()
+        if self._phase == "reasoning":
+            return SplitText(reasoning + self._read(len(self._held.rstrip())), "", True)
+        return SplitText(reasoning, answer + self._read(len(self._held)), False)
 
     def _read_start(self) -> None:
         """Read the opening marker, or find that there is none. Does nothing while it could still come."""
@@ -130,23 +133,22 @@ class ReasoningSplitter:
         if opening is not None:
             self._close = _MARKERS[opening]
             self._held = text[len(opening) :]
-        elif any(marker.startswith(text) for marker in _MARKERS):
-            return
-        self._leave_start()
+            self._phase, self._drops_space = "reasoning", True
+        elif not any(marker.startswith(text) for marker in _MARKERS):
+            self._begin_answer()
 
-    def _leave_start(self) -> None:
-        self._phase = "answer" if self._close is None else "reasoning"
-        self._drops_space = self._close is not None
+    def _begin_answer(self) -> None:
+        self._phase = "answer"
+        self._held = self._held[self._skipped :]
 
     def _read_reasoning(self) -> str:
         """Return the reasoning that is not withheld, and enter the answer after the closing marker."""
-        close = self._close or ""
-        end = self._held.find(close)
+        end = self._held.find(self._close)
         if end < 0:
-            undecided = _shared_length(self._held, close)
+            undecided = _shared_length(self._held, self._close)
             return self._read(len(self._held[: len(self._held) - undecided].rstrip()))
         reasoning = self._read(len(self._held[:end].rstrip()))
-        self._held = self._held[self._held.index(close) + len(close) :]
+        self._held = self._held[self._held.index(self._close) + len(self._close) :]
         self._phase, self._drops_space = "answer", True
         return reasoning
 
@@ -165,12 +167,23 @@ def _shared_length(text: str, marker: str) -> int:
     return next((size for size in range(longest, 0, -1) if marker.startswith(text[-size:])), 0)
 
 
-def split_reasoning(text: str, close: str | None = None) -> tuple[str, str]:
+def split_reasoning(text: str, reply_start: str = "") -> tuple[str, str]:
     """Return the reasoning and the answer of a reply.
 
     Args:
-        text: The whole reply.
-        close: See `ReasoningSplitter`.
+        text: The text of the reply.
+        reply_start: See `ReasoningSplitter`. It is not part of the result.
     """
-    reasoning, answer, _ = ReasoningSplitter(close).finish(text)
+    reasoning, answer, _ = ReasoningSplitter(reply_start).finish(text)
     return reasoning, answer
+
+
+def reply_message(text: str) -> Message:
+    """Return the message for a reply, whose `text` is exactly the given one."""
+    opened = _OPENING.match(text)
+    if opened is None:
+        return Message("assistant", text)
+    reasoning, answer = split_reasoning(text)
+    reasoning_end = opened.end() + len(reasoning)
+    markers = (text[: opened.end()], text[reasoning_end : len(text) - len(answer)])
+    return Message("assistant", answer, reasoning, markers)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import cast
 
 import pytest
 
@@ -150,3 +151,19 @@ class TestWhatWasSaid:
         messages = [*user("the file"), Message("assistant", "li"), *user("st")]
         fresh = PromptBuilder(ChatTemplate(plain, "<s>", "</s>"), vocabulary)
         assert builder.build(messages) == fresh.build(messages)
+
+
+class SpacingVocabulary:
+    """Puts a space before the first word, as SentencePiece does. Each token is one byte."""
+
+    def tokenize(self, text: str, *, special: bool, start: bool) -> list[int]:
+        return list(f" {text}".encode())
+
+    def piece(self, token: int) -> bytes:
+        return bytes([token])
+
+
+@pytest.mark.parametrize("text", ["", "Use", " Use", "  Use", "\nUse", "\n\nUse"])
+def test_tokens_of_a_reply_spell_exactly_its_text(text: str) -> None:
+    builder = PromptBuilder(cast("ChatTemplate", None), cast("Vocabulary", SpacingVocabulary()))
+    assert bytes(builder._reply_tokens(text)) == text.encode()

@@ -10,17 +10,18 @@ from hypothesis import strategies as st
 
 from edgespec.chat.reasoning import (
     ReasoningSplitter,
-    closing_marker,
+    opening_marker,
     piece_with_markers,
+    reply_message,
     split_reasoning,
 )
 
 HARMONY = "<|channel|>analysis<|message|>Hm.<|start|>assistant<|channel|>final<|message|>Yes."
 
 
-def streamed(pieces: Sequence[str], close: str | None = None) -> tuple[str, str]:
+def streamed(pieces: Sequence[str], reply_start: str = "") -> tuple[str, str]:
     """Feed a reply piece by piece and return its reasoning and its answer."""
-    splitter = ReasoningSplitter(close)
+    splitter = ReasoningSplitter(reply_start)
     parts = [splitter.feed(piece) for piece in pieces]
     parts.append(splitter.finish())
     assert splitter.finish()[:2] == ("", "")
@@ -92,20 +93,33 @@ class TestMarkers:
         st.lists(
             st.sampled_from(["<think>", "</think>", "<", "/", "think", ">", " ", "\n", "a"]), max_size=12
         ),
-        st.sampled_from([None, "</think>"]),
+        st.sampled_from(["", "<think>\n", "<think>a</think>"]),
         st.data(),
     )
     def test_the_split_does_not_depend_on_the_pieces(
-        self, parts: list[str], close: str | None, data: st.DataObject
+        self, parts: list[str], reply_start: str, data: st.DataObject
     ) -> None:
         reply = "".join(parts)
         cuts = sorted(data.draw(st.lists(st.integers(0, len(reply)), max_size=8)))
         pieces = [reply[a:b] for a, b in zip([0, *cuts], [*cuts, len(reply)], strict=True)]
-        reasoning, answer = split_reasoning(reply, close)
-        assert streamed(pieces, close) == (reasoning, answer)
+        reasoning, answer = split_reasoning(reply, reply_start)
+        assert streamed(pieces, reply_start) == (reasoning, answer)
         assert reply.endswith(answer)
         assert reasoning == reasoning.strip()
         assert reasoning in reply
+        message = reply_message(reply_start + reply)
+        assert message.text == reply_start + reply
+        assert (message.reasoning, message.content) == split_reasoning(reply_start + reply)
+
+    @given(
+        st.lists(st.sampled_from(["<think>", "</think>", " ", "\n", "a", "think"]), max_size=8),
+        st.integers(0, 40),
+    )
+    def test_a_continued_reply_is_split_like_a_whole_one(self, parts: list[str], cut: int) -> None:
+        reply = "".join(["<think>", *parts])
+        cut = max(len("<think>"), min(cut, len(reply)))
+        answer = split_reasoning(reply)[1]
+        assert answer.endswith(split_reasoning(reply[cut:], reply[:cut])[1])
 
 
 class TestPromptsThatOpenTheReasoning:
@@ -115,46 +129,52 @@ class TestPromptsThatOpenTheReasoning:
             ("Hm.\n</think>\n\nYes.", "Hm.", "Yes."),
             ("\nHm, and", "Hm, and", ""),
             ("</think>Yes.", "", "Yes."),
-            ("<think>\nHm.</think>Yes.", "Hm.", "Yes."),
             ("<thin", "<thin", ""),
             (" ", "", ""),
         ],
     )
     def test_the_reply_starts_inside_the_reasoning(self, reply: str, reasoning: str, answer: str) -> None:
-        assert split_reasoning(reply, "</think>") == streamed(list(reply), "</think>") == (reasoning, answer)
+        assert (
+            split_reasoning(reply, "<think>\n") == streamed(list(reply), "<think>\n") == (reasoning, answer)
+        )
 
     @pytest.mark.parametrize(
-        ("prompt", "close"),
+        ("prompt", "opening"),
         [
-            ("<|im_start|>assistant\n<think>\n", "</think>"),
-            ("<|im_start|>assistant\n", None),
-            ("<|assistant|><think></think>", None),
-            ("<|im_start|>assistant\n<think>\n\n</think>\n\n", None),
-            ("<|im_start|>user\n<think><|im_end|>\n<|im_start|>assistant\n", None),
-            # A message that ends with the marker, in a template that ends with a control token.
-            ("<think><|im_start|>", None),
-            ("<|START_THINKING|>", "<|END_THINKING|>"),
-            ("<|channel|>final<|message|>", None),
-            ("", None),
+            ("<|im_start|>assistant\n<think>\n", "<think>\n"),
+            ("<|im_start|>assistant\n", ""),
+            ("<|assistant|><think></think>", ""),
+            ("<|im_start|>assistant\n<think>\n\n</think>\n\n", ""),
+            ("<|im_start|>user\n<think><|im_end|>\n<|im_start|>assistant\n", ""),
+            ("<think><|assistant|>", ""),
+            ("<|CHATBOT_TOKEN|><|START_THINKING|>", "<|START_THINKING|>"),
+            ("<|start|>assistant<|channel|>final<|message|>", ""),
+            ("", ""),
         ],
     )
-    def test_the_end_of_the_prompt_decides(self, prompt: str, close: str | None) -> None:
-        vocabulary = MarkedVocabulary()
-        assert closing_marker(vocabulary, vocabulary.tokenize(prompt, special=True, start=False)) == close
+    def test_the_end_of_the_prompt_decides(self, prompt: str, opening: str) -> None:
+        assert opening_marker(prompt) == opening
+
+
+@pytest.mark.parametrize(
+    ("start", "rest"), [("<", "table>"), (" ", "Yes"), ("<thin", "g>"), ("Yes", " <think>")]
+)
+def test_the_start_of_a_continued_answer_is_not_repeated(start: str, rest: str) -> None:
+    assert split_reasoning(rest, start) == streamed(list(rest), start) == ("", rest)
 
 
 class MarkedVocabulary:
     """A vocabulary of characters, with control tokens."""
 
-    size = 0x110000 + 4
+    size = 0x110000 + 3
     chat_template: str | None = None
     bos_text = eos_text = ""
-    control = ("<|im_start|>", "<|START_THINKING|>", "[THINK]", "<|other|>")
+    control = ("<|im_start|>", "[THINK]", "<|other|>")
 
     def tokenize(self, text: str, *, special: bool, start: bool) -> list[int]:
         for i, marker in enumerate(self.control):
             text = text.replace(marker, chr(0xE000 + i))
-        return [0x110000 + ord(c) - 0xE000 if 0xE000 <= ord(c) < 0xE004 else ord(c) for c in text]
+        return [0x110000 + ord(c) - 0xE000 if 0xE000 <= ord(c) < 0xE003 else ord(c) for c in text]
 
     def piece(self, token: int) -> bytes:
         return b"" if token >= 0x110000 else chr(token).encode()

@@ -15,6 +15,7 @@ from edgespec import Message, Runtime
 from edgespec.backends import llamacpp
 from edgespec.backends.base import LoadOptions
 from edgespec.chat.prompt import PromptBuilder
+from edgespec.chat.reasoning import reply_message
 from edgespec.engine.processors import Candidates, LogitsProcessor
 from edgespec.methods import DrafterSet
 from tests.reasoning_templates import KEEPS_ALL, OPENS_REASONING, QWEN_3
@@ -81,6 +82,7 @@ class TestReplies:
         assert "".join(chunk.text for chunk in chunks if chunk.reasoning) == reply.reasoning
         assert "".join(chunk.text for chunk in chunks if not chunk.reasoning) == reply.answer
         assert sum(chunk.token_count for chunk in chunks) == len(reply.tokens)
+        assert "".join(chunk.raw_text for chunk in chunks) == reply.text
         thought_tokens = len(demo.vocabulary.tokenize(THOUGHT, special=False, start=False))
         reasoning_tokens = sum(chunk.token_count for chunk in chunks if chunk.reasoning)
         # The demo model spells the markers with several tokens each.
@@ -153,7 +155,34 @@ class TestConversations:
         with with_template(template) as newborn:
             expected = newborn.stream_tokens(fresh.tokens, method="none", **begin(newborn, thought)).wait()
             assert second.tokens == expected.tokens
-            assert second.reasoning == expected.reasoning == "The user wants `ls`."
+            assert second.reasoning == "The user wants `ls`."
+
+    @pytest.mark.parametrize("template", [QWEN_3, KEEPS_ALL, OPENS_REASONING])
+    def test_a_reply_cut_while_reasoning_or_answering_can_be_continued(
+        self, with_template: Callable[[str], Any], template: str
+    ) -> None:
+        thought = THOUGHT.removeprefix("<think>\n") if template is OPENS_REASONING else THOUGHT
+        with with_template(template) as runtime:
+            chat = runtime.chat()
+            uncut = chat.ask(FIRST, **begin(runtime, thought))
+            whole = chat.messages[1]
+            forced = runtime.vocabulary.tokenize(thought, special=False, start=False)
+            for cut in (2, 6, len(forced) - 5, len(forced) - 1, len(forced) + 4):
+                start = b"".join(map(runtime.vocabulary.piece, uncut.tokens[:cut])).decode()
+                opening = "<think>\n" if template is OPENS_REASONING else ""
+                # The chat is saved while the reply is written, and opened by another program.
+                saved = [Message("user", FIRST), reply_message(opening + start)]
+                runtime.clear_cache()
+                runtime._prompts = None
+                chat = runtime.chat(messages=saved)
+                left = OPTIONS | {"max_tokens": 60 - cut, "processors": [Begin(forced[cut:])]}
+                stream = chat.continue_reply(**left)
+                shown = "".join(chunk.text for chunk in stream if not chunk.reasoning)
+                assert stream.reply.tokens == uncut.tokens[cut:]
+                assert chat.messages[1] == whole
+                assert chat.messages[1].text == whole.text
+                assert whole.content.endswith(shown)
+                assert stream.reply.answer == shown
 
     def test_a_template_that_keeps_reasoning_reuses_its_tokens(
         self, with_template: Callable[[str], Any]
