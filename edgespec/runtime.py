@@ -94,13 +94,9 @@ class Runtime:
     ) -> None:
         self._target, self._draft, self._notice = target, draft, notice
         self.vocabulary: Vocabulary = target.vocabulary
-        self._template: ChatTemplate | TemplateError | None = None
+        self._template: ChatTemplate | None = None
         if template := self.vocabulary.chat_template:
-            try:
-                self._template = ChatTemplate(template, self.vocabulary.bos_text, self.vocabulary.eos_text)
-            except TemplateError as error:
-                # The model is usable without a chat template. The `template` property raises the error.
-                self._template = error
+            self._template = ChatTemplate(template, self.vocabulary.bos_text, self.vocabulary.eos_text)
         self.method: MethodReport = drafters.choose(defaults["method"])[1]
         self.plan: MemoryPlan | None = plan
         self._record = record
@@ -124,9 +120,7 @@ class Runtime:
 
     @property
     def template(self) -> ChatTemplate | None:
-        """The model's chat template, or None if it has none. Raises TemplateError if it is broken."""
-        if isinstance(self._template, TemplateError):
-            raise self._template
+        """The model's chat template, or None if it has none."""
         return self._template
 
     @property
@@ -233,7 +227,7 @@ class Runtime:
             BusyError: Another reply is running.
             ContextFullError: The prompt is longer than the context.
             OptionError: An option is unknown or its value is invalid.
-            TemplateError: There is a system prompt but no chat template.
+            TemplateError: The chat template is broken, or there is a system prompt but no chat template.
         """
         return self.stream(prompt, system=system, raw=raw, **options).wait()
 
@@ -308,7 +302,8 @@ class Runtime:
         )
 
         def remember(reply: Reply | None) -> None:
-            if reply:
+            # After the runtime was closed, there is no next prompt.
+            if reply and not self._session.closed:
                 builder.remember(prompt, reply.tokens)
             if on_end:
                 on_end(reply)
@@ -335,11 +330,10 @@ class Runtime:
 
         Raises:
             OptionError: `context_full` has another value.
-            TemplateError: The model has no chat template.
+            TemplateError: The model has no chat template, or a broken one.
         """
         check_context_full(context_full)
-        # Raises TemplateError if the model has no usable chat template.
-        self._prompt_builder()
+        self._prompt_builder().template.compile()
         return Chat(self, system, messages, context_full)
 
     def _prompt_builder(self) -> PromptBuilder:
@@ -435,6 +429,8 @@ class Runtime:
 
     def close(self) -> None:
         """Stop the running reply and free the models. Further calls have no effect."""
+        if self._template:
+            self._template.close()
         self._session.close()
         if self._record:
             self._record.save()

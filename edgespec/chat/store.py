@@ -23,6 +23,7 @@ from edgespec.files import (
     delete_stale_temporaries,
     error_reason,
     regular_file_bytes,
+    write_advice,
     write_private_file,
 )
 
@@ -142,7 +143,7 @@ class ChatStore:
         except OSError as error:
             raise ChatFileError(
                 f"cannot save the chat to {path}: {error_reason(error)}",
-                "free some space or set EDGESPEC_DATA_DIR to a folder you can write to",
+                write_advice(error, self.folder, "EDGESPEC_DATA_DIR"),
             ) from error
         return path
 
@@ -197,7 +198,7 @@ class ChatStore:
             path.unlink(missing_ok=True)
         except OSError as error:
             raise ChatFileError(
-                f"cannot delete {path}: {error_reason(error)}", "check the permissions of its folder"
+                f"cannot delete {path}: {error_reason(error)}", write_advice(error, self.folder)
             ) from error
 
     def list(self) -> list[StoredChat]:

@@ -199,7 +199,7 @@ def test_a_failed_save_keeps_the_older_version(store: ChatStore, monkeypatch: py
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full_disk)
-    with pytest.raises(ChatFileError, match="no space left"):
+    with pytest.raises(ChatFileError, match="the disk is full; free some space on"):
         store.save(chat(messages=(*TALK, Message("user", "more"))))
     assert store.load("one").messages == TALK
     assert [path.name for path in store.folder.iterdir()] == ["one.json"]
