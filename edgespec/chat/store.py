@@ -230,9 +230,13 @@ class ChatStore:
         return self.folder / f"{chat_id}.json"
 
 
-def _message_json(message: Message) -> dict[str, str]:
-    reasoning = {"reasoning": message.reasoning} if message.reasoning else {}
-    return {"role": message.role, "content": message.content, **reasoning}
+def _message_json(message: Message) -> dict[str, object]:
+    data: dict[str, object] = {"role": message.role, "content": message.content}
+    if message.reasoning:
+        data["reasoning"] = message.reasoning
+    if any(message.markers):
+        data["markers"] = list(message.markers)
+    return data
 
 
 def _entry(path: Path) -> StoredChat:
