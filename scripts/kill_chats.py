@@ -10,8 +10,8 @@ Then another process checks that
 - a reply that continues a chat is the same as the reply of a runtime without a prefix cache,
 - no lock is held any more, and the next writer deletes incomplete files.
 
-`kill_terminal_chats.py` kills the chat in a terminal during a reply. With `--processes 2`, two programs share the chats and the prefix cache, and one is killed while the other
-runs. Needs a system with fork.
+With `--processes 2`, two programs share the chats and the prefix cache, and one is killed while the other
+runs. `kill_terminal_chats.py` kills the chat in a terminal instead. Needs a system with fork.
 """
 
 from __future__ import annotations
