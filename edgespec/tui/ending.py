@@ -17,7 +17,7 @@ __all__ = ["EndWatch"]
 _SIGNALS = [each for each in signal.Signals if each.name in ("SIGHUP", "SIGINT", "SIGTERM")]
 # Interval between checks that the terminal is still there.
 _CHECK_SECONDS = 1.0
-# Time after a signal until the process is ended by force. Stopping the reply and closing the model come first.
+# Time after a signal until the process is ended by force, if the reply or the model does not stop.
 _FORCE_SECONDS = 20.0
 # Interval between attempts to quit while the app is still starting.
 _RETRY_SECONDS = 0.05
