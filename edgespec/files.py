@@ -5,13 +5,16 @@ from __future__ import annotations
 import glob
 import hashlib
 import os
+import shutil
 import stat
 import tempfile
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
-from errno import EINVAL
+from errno import EACCES, EDQUOT, EFBIG, EINVAL, ENOSPC, EPERM, EROFS
 from pathlib import Path
+
+from edgespec.errors import ConfigurationError
 
 __all__ = [
     "cache_folder",
@@ -20,7 +23,10 @@ __all__ = [
     "delete_files",
     "delete_stale_temporaries",
     "error_reason",
+    "file_state",
     "format_bytes",
+    "free_bytes",
+    "home_folder",
     "log_folder",
     "make_private_folder",
     "read_regular_file",
@@ -29,6 +35,8 @@ __all__ = [
     "sampled_sha256",
     "sync_to_disk",
     "touch_private",
+    "write_advice",
+    "write_error",
     "write_private_file",
 ]
 
@@ -37,38 +45,78 @@ _HEAD_BYTES = 1 << 20
 _BLOCK_BYTES = 1 << 16
 _BLOCKS = 16
 _SIZE_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+_DISK_FULL_REASONS = {ENOSPC: "the disk is full", EDQUOT: "your disk quota is used up"}
+# Bytes that `write_error` writes. Some file systems store tiny files even when no block is free.
+_TRIAL_BYTES = 1 << 16
 
 
 def _folder(variable: str, default: str) -> Path:
     """Return the folder given by an environment variable, or the platform's default."""
     # A value read from a file may end with a newline.
     if text := os.environ.get(variable, "").rstrip("\r\n"):
-        return Path(text).expanduser()
+        path = Path(os.path.expanduser(text))
+        if not path.is_absolute():
+            raise ConfigurationError(
+                f"{variable} is {text!r}, which is not an absolute path",
+                f"set it to an absolute path, such as {Path.cwd() / text}, or unset it",
+            )
+        return path
+    return _platform_folder(default, f"HOME or {variable}")
+
+
+def _platform_folder(default: str, variables: str) -> Path:
+    """Return one of the platform's folders for edgespec. Raises ConfigurationError if there is no home."""
     import platformdirs
 
-    return Path(getattr(platformdirs, default)("edgespec", appauthor=False))
+    path = Path(getattr(platformdirs, default)("edgespec", appauthor=False))
+    if not path.is_absolute():
+        raise ConfigurationError(
+            "your home folder is unknown, so there is no folder for edgespec's files",
+            f"set {variables} to an absolute path",
+        )
+    return path
+
+
+def home_folder() -> Path | None:
+    """Return the user's home folder, or None if it is unknown, as for a container's unnamed user."""
+    path = Path(os.path.expanduser("~"))
+    return path if path.is_absolute() else None
 
 
 def data_folder() -> Path:
-    """Return the folder for user data: `$EDGESPEC_DATA_DIR`, or the platform's user data folder."""
+    """Return the folder for user data: `$EDGESPEC_DATA_DIR`, or the platform's user data folder.
+
+    Raises:
+        ConfigurationError: The path is relative, or the home folder is unknown.
+    """
     return _folder("EDGESPEC_DATA_DIR", "user_data_path")
 
 
 def cache_folder() -> Path:
-    """Return the cache folder: `$EDGESPEC_CACHE_DIR`, or the platform's user cache folder."""
+    """Return the cache folder: `$EDGESPEC_CACHE_DIR`, or the platform's user cache folder.
+
+    Raises:
+        ConfigurationError: The path is relative, or the home folder is unknown.
+    """
     return _folder("EDGESPEC_CACHE_DIR", "user_cache_path")
 
 
 def config_folder() -> Path:
-    """Return the settings folder: `$EDGESPEC_CONFIG_DIR`, or the platform's user configuration folder."""
+    """Return the settings folder: `$EDGESPEC_CONFIG_DIR`, or the platform's user configuration folder.
+
+    Raises:
+        ConfigurationError: The path is relative, or the home folder is unknown.
+    """
     return _folder("EDGESPEC_CONFIG_DIR", "user_config_path")
 
 
 def log_folder() -> Path:
-    """Return the folder for llama.cpp's log file."""
-    from platformdirs import user_log_path
+    """Return the folder for llama.cpp's log file.
 
-    return user_log_path("edgespec", appauthor=False)
+    Raises:
+        ConfigurationError: The home folder is unknown.
+    """
+    return _platform_folder("user_log_path", "HOME or XDG_STATE_HOME")
 
 
 def make_private_folder(path: Path) -> None:
@@ -86,9 +134,19 @@ def regular_file_bytes(path: Path) -> int:
     return status.st_size
 
 
-def read_regular_file(path: Path) -> bytes:
-    """Read a regular file. Raises OSError for pipes and devices, which could block forever."""
-    regular_file_bytes(path)
+def read_regular_file(path: Path, max_bytes: int | None = None) -> bytes:
+    """Read a regular file. Pipes and devices are rejected, because reading them could block forever.
+
+    Args:
+        path: The file.
+        max_bytes: Maximum size of the file. No limit if None.
+
+    Raises:
+        OSError: The path is not a regular file, the file is too large, or it cannot be read.
+    """
+    size_bytes = regular_file_bytes(path)
+    if max_bytes is not None and size_bytes > max_bytes:
+        raise OSError(EFBIG, f"the file has {size_bytes:,} bytes, but at most {max_bytes:,} are expected")
     return path.read_bytes()
 
 
@@ -168,13 +226,24 @@ def sync_to_disk(path: Path) -> None:
         os.close(handle)
 
 
+def file_state(path: Path) -> str:
+    """Return a file's name, device, inode, size, modification time and change time. Raises OSError.
+
+    Writing to a file changes both times, and only the modification time can be reset, so there is no need to
+    read the contents.
+    """
+    status = path.stat()
+    numbers = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
+    return f"{path.name} {' '.join(map(str, numbers))}"
+
+
 def sampled_sha256(path: Path) -> str:
     """Return the SHA-256 of a file's size, its first MiB and 16 blocks spread over the file. Raises OSError.
 
     The digest changes if the file is truncated or replaced. Sampling is much faster than reading a whole
     model file.
     """
-    size_bytes = path.stat().st_size
+    size_bytes = regular_file_bytes(path)
     digest = hashlib.sha256(b"%d\0" % size_bytes)
     with path.open("rb") as file:
         digest.update(file.read(_HEAD_BYTES))
@@ -197,9 +266,63 @@ def format_bytes(size_bytes: int) -> str:
 
 
 def error_reason(error: Exception) -> str:
-    """Return the reason for an error in lower case, such as `no space left on device`."""
+    """Return the reason for an error in lower case, such as `the disk is full` or `permission denied`."""
+    if isinstance(error, OSError) and error.errno in _DISK_FULL_REASONS:
+        return _DISK_FULL_REASONS[error.errno]
     reason = error.strerror if isinstance(error, OSError) else str(error)
     return (reason or type(error).__name__).lower()
+
+
+def write_advice(error: OSError, folder: Path, setting: str = "") -> str:
+    """Return what the user can do about an error that occurred while writing to a folder.
+
+    Args:
+        error: The error.
+        folder: The folder to write to.
+        setting: The option or environment variable that chooses another folder, such as `--to` or `HF_HOME`.
+            Empty if there is none.
+    """
+    choose = f"use {setting} with" if setting.startswith("-") else f"set {setting} to"
+    if error.errno in _DISK_FULL_REASONS:
+        step = (
+            f"free some space on the disk of {folder}, for example with `edgespec delete-data prefix-cache`"
+        )
+    elif error.errno == EROFS and setting:
+        return f"{choose} a folder that you can write to"
+    elif error.errno in (EACCES, EPERM, EROFS):
+        step = f"make {folder} writable for your user"
+    else:
+        step = f"check {folder} and the free space on its disk"
+    return f"{step}, or {choose} a folder on another disk" if setting else step
+
+
+def write_error(folder: Path) -> OSError | None:
+    """Write, flush and delete a small private file to find out whether files can be stored in a folder.
+
+    If the folder does not exist, the file is written to its nearest existing parent.
+
+    Returns:
+        The error, or None if the file was written.
+    """
+    try:
+        with tempfile.TemporaryFile(dir=_existing(folder), prefix=".edgespec-", buffering=0) as file:
+            # Random bytes, because some file systems store zeros without using space.
+            if file.write(os.urandom(_TRIAL_BYTES)) != _TRIAL_BYTES:
+                return OSError(ENOSPC, os.strerror(ENOSPC))
+            os.fsync(file.fileno())
+    except OSError as error:
+        return error
+    return None
+
+
+def free_bytes(folder: Path) -> int:
+    """Return the free disk space for a folder, which may not exist yet. Raises OSError."""
+    return shutil.disk_usage(_existing(folder)).free
+
+
+def _existing(folder: Path) -> Path:
+    """Return a folder, or its nearest existing parent."""
+    return next((path for path in (folder, *folder.parents) if os.path.lexists(path)), folder)
 
 
 def delete_files(paths: Iterable[Path]) -> int:

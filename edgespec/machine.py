@@ -17,7 +17,7 @@ from edgespec.catalog import mlx_installed
 from edgespec.catalog.catalogue import user_aliases_path
 from edgespec.chat.store import ChatStore
 from edgespec.errors import BackendMissingError
-from edgespec.files import log_folder
+from edgespec.files import cache_folder, log_folder
 from edgespec.memory import available_bytes
 
 __all__ = ["Folders", "MachineInfo", "MlxInfo", "inspect_machine"]
@@ -53,6 +53,7 @@ class Folders:
 
     models: Path
     chats: Path
+    cache: Path
     logs: Path
     aliases: Path
 
@@ -105,6 +106,7 @@ def inspect_machine() -> MachineInfo:
         folders=Folders(
             models=Path(constants.HF_HUB_CACHE),
             chats=ChatStore().folder,
+            cache=cache_folder(),
             logs=log_folder(),
             aliases=user_aliases_path(),
         ),

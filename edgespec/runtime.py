@@ -13,6 +13,7 @@ from edgespec.backends.mapped_files import MappedFiles
 from edgespec.catalog.acceptance_history import AcceptanceRecorder
 from edgespec.chat.message import Message, as_messages
 from edgespec.chat.prompt import ContextFull, PromptBuilder, check_context_full
+from edgespec.chat.reasoning import opening_marker
 from edgespec.chat.template import ChatTemplate
 from edgespec.conversation import Chat
 from edgespec.costs.curve import CostCurve
@@ -93,13 +94,9 @@ class Runtime:
     ) -> None:
         self._target, self._draft, self._notice = target, draft, notice
         self.vocabulary: Vocabulary = target.vocabulary
-        self._template: ChatTemplate | TemplateError | None = None
+        self._template: ChatTemplate | None = None
         if template := self.vocabulary.chat_template:
-            try:
-                self._template = ChatTemplate(template, self.vocabulary.bos_text, self.vocabulary.eos_text)
-            except TemplateError as error:
-                # The model is usable without a chat template. The `template` property raises the error.
-                self._template = error
+            self._template = ChatTemplate(template, self.vocabulary.bos_text, self.vocabulary.eos_text)
         self.method: MethodReport = drafters.choose(defaults["method"])[1]
         self.plan: MemoryPlan | None = plan
         self._record = record
@@ -123,9 +120,7 @@ class Runtime:
 
     @property
     def template(self) -> ChatTemplate | None:
-        """The model's chat template, or None if it has none. Raises TemplateError if it is broken."""
-        if isinstance(self._template, TemplateError):
-            raise self._template
+        """The model's chat template, or None if it has none."""
         return self._template
 
     @property
@@ -232,7 +227,7 @@ class Runtime:
             BusyError: Another reply is running.
             ContextFullError: The prompt is longer than the context.
             OptionError: An option is unknown or its value is invalid.
-            TemplateError: There is a system prompt but no chat template.
+            TemplateError: The chat template is broken, or there is a system prompt but no chat template.
         """
         return self.stream(prompt, system=system, raw=raw, **options).wait()
 
@@ -254,11 +249,13 @@ class Runtime:
                     "a system prompt requires the model's chat template",
                     "omit --system or --raw, or use an instruct model",
                 )
+            text = prompt
             tokens = self.vocabulary.tokenize(prompt, special=True, start=True)
         else:
             messages = [*([Message("system", system)] if system else []), Message("user", prompt)]
-            tokens = PromptBuilder(self.template, self.vocabulary).build(messages).tokens
-        return self.stream_tokens(tokens, on_end=on_end, **options)
+            built = PromptBuilder(self.template, self.vocabulary).build(messages)
+            text, tokens = built.text, built.tokens
+        return self.stream_tokens(tokens, reply_start=opening_marker(text), on_end=on_end, **options)
 
     def reply(
         self,
@@ -305,12 +302,14 @@ class Runtime:
         )
 
         def remember(reply: Reply | None) -> None:
-            if reply:
+            # After the runtime was closed, there is no next prompt.
+            if reply and not self._session.closed:
                 builder.remember(prompt, reply.tokens)
             if on_end:
                 on_end(reply)
 
-        stream = self.stream_tokens(prompt.tokens, on_end=remember, **options)
+        written = prompt.reply_start or opening_marker(prompt.text)
+        stream = self.stream_tokens(prompt.tokens, reply_start=written, on_end=remember, **options)
         stream.dropped_messages = prompt.dropped_messages
         return stream
 
@@ -331,11 +330,10 @@ class Runtime:
 
         Raises:
             OptionError: `context_full` has another value.
-            TemplateError: The model has no chat template.
+            TemplateError: The model has no chat template, or a broken one.
         """
         check_context_full(context_full)
-        # Raises TemplateError if the model has no usable chat template.
-        self._prompt_builder()
+        self._prompt_builder().template.compile()
         return Chat(self, system, messages, context_full)
 
     def _prompt_builder(self) -> PromptBuilder:
@@ -352,6 +350,7 @@ class Runtime:
         self,
         tokens: Sequence[int],
         *,
+        reply_start: str = "",
         on_end: Callable[[Reply | None], None] | None = None,
         progress: Progress | None = None,
         processors: Sequence[LogitsProcessor] = (),
@@ -361,6 +360,8 @@ class Runtime:
 
         Args:
             tokens: The prompt.
+            reply_start: Text at the end of the prompt that belongs to the reply, such as `<think>`. It
+                determines whether the reply starts with reasoning.
             on_end: Called once with the reply, or with None if it failed.
             progress: Called during prefill. Returning False cancels the reply.
             processors: Custom logits processors (see `edgespec.engine.processors.LogitsProcessor`), which are
@@ -387,7 +388,7 @@ class Runtime:
             if on_end:
                 on_end(reply)
 
-        return ReplyStream(self._session, request, record, progress)
+        return ReplyStream(self._session, request, record, progress, reply_start)
 
     def borrowed_target(self) -> AbstractContextManager[LanguageModel]:
         """Lend the target model, with an empty cache, for measurements. Meanwhile, replies raise BusyError.
@@ -428,6 +429,8 @@ class Runtime:
 
     def close(self) -> None:
         """Stop the running reply and free the models. Further calls have no effect."""
+        if self._template:
+            self._template.close()
         self._session.close()
         if self._record:
             self._record.save()

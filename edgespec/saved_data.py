@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Literal
 
 from edgespec.corpus import delete_saved_replies
 from edgespec.errors import EdgespecError
-from edgespec.files import error_reason
+from edgespec.files import data_folder, error_reason, write_advice
 from edgespec.memory.prefix_cache import delete_cached_prefixes
 from edgespec.saved_arrays import delete_saved_arrays
 
@@ -44,6 +45,6 @@ def delete_data(kind: Literal["all", "replies", "learned", "prefix-cache"] = "al
         except OSError as error:
             raise EdgespecError(
                 f"the saved {each} data could not be deleted: {error_reason(error)}",
-                "check the permissions of edgespec's data folder, which `edgespec doctor` shows",
+                write_advice(error, Path(error.filename).parent if error.filename else data_folder()),
             ) from error
     return freed_bytes

@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import re
 import stat
 from collections.abc import Callable
 from pathlib import Path
 
+import platformdirs
 import pytest
 
+from edgespec.errors import ConfigurationError
 from edgespec.files import (
     cache_folder,
     config_folder,
     data_folder,
+    error_reason,
     format_bytes,
+    free_bytes,
+    home_folder,
     make_private_folder,
+    read_regular_file,
     replace_when_written,
+    write_advice,
+    write_error,
     write_private_file,
 )
 
@@ -44,6 +54,73 @@ def test_environment_variables_set_the_folders(
     assert folder() == tmp_path
     monkeypatch.delenv(variable)
     assert "edgespec" in str(folder())
+
+
+@pytest.mark.parametrize(
+    ("variable", "folder"),
+    [
+        ("EDGESPEC_DATA_DIR", data_folder),
+        ("EDGESPEC_CACHE_DIR", cache_folder),
+        ("EDGESPEC_CONFIG_DIR", config_folder),
+    ],
+)
+@pytest.mark.parametrize("value", ["relative", "./here", ".", "~nobody-by-this-name/x", " "])
+def test_relative_folders_are_refused(
+    variable: str, folder: Callable[[], Path], value: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(variable, value)
+    with pytest.raises(ConfigurationError, match=f"^{variable} is {re.escape(repr(value))}, which is"):
+        folder()
+
+
+def test_relative_xdg_folders_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("DATA", "CACHE", "CONFIG"):
+        monkeypatch.delenv(f"EDGESPEC_{name}_DIR")
+        monkeypatch.setenv(f"XDG_{name}_HOME", "relative")
+    monkeypatch.setenv("HOME", "/home/me")
+    for folder in (data_folder(), cache_folder(), config_folder()):
+        assert folder.is_relative_to("/home/me")
+
+
+def test_an_unknown_home_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("EDGESPEC_DATA_DIR")
+    monkeypatch.setenv("HOME", "~")
+    assert home_folder() is None
+    # platformdirs returns a relative path for a user id that has no entry in the user database.
+    monkeypatch.setattr(platformdirs, "user_data_path", lambda *_, **__: Path("~/.local/share/edgespec"))
+    with pytest.raises(ConfigurationError, match="set HOME or EDGESPEC_DATA_DIR to an absolute path"):
+        data_folder()
+
+
+def test_what_to_do_about_a_full_disk_and_a_read_only_folder(tmp_path: Path) -> None:
+    full, denied = (OSError(number, os.strerror(number)) for number in (errno.ENOSPC, errno.EACCES))
+    assert error_reason(full) == "the disk is full"
+    assert write_advice(full, tmp_path) == (
+        f"free some space on the disk of {tmp_path}, for example with `edgespec delete-data prefix-cache`"
+    )
+    assert write_advice(denied, tmp_path, "--to") == (
+        f"make {tmp_path} writable for your user, or use --to with a folder on another disk"
+    )
+
+
+def test_a_write_that_is_tried(tmp_path: Path) -> None:
+    assert write_error(tmp_path / "a" / "b") is None
+    assert free_bytes(tmp_path / "a" / "b") > 0
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "file").touch()
+    error = write_error(tmp_path / "file" / "b")
+    assert error is not None
+    assert error_reason(error) == "not a directory"
+
+
+def test_special_and_large_files_are_not_read(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(OSError, match="not a regular file"):
+        read_regular_file(tmp_path / "pipe")
+    (tmp_path / "file").write_bytes(b"12345")
+    assert read_regular_file(tmp_path / "file", 5) == b"12345"
+    with pytest.raises(OSError, match="at most 4 are expected"):
+        read_regular_file(tmp_path / "file", 4)
 
 
 def test_a_private_file_is_readable_by_its_owner_only(tmp_path: Path) -> None:

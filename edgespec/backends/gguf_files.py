@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 from edgespec.errors import ModelFileError
+from edgespec.files import regular_file_bytes
 
 __all__ = ["gguf_files"]
 
@@ -22,6 +23,7 @@ def gguf_files(path: Path) -> list[Path]:
         ModelFileError: The file is not a GGUF file, or a part is missing.
     """
     try:
+        regular_file_bytes(path)
         with path.open("rb") as stream:
             magic = stream.read(4)
     except OSError as error:

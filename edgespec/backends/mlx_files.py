@@ -11,8 +11,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from edgespec.errors import BackendMissingError, ModelFileError
+from edgespec.files import read_regular_file
+from edgespec.installation import setup_command
 
 __all__ = [
+    "MAX_JSON_BYTES",
     "TOKENIZERS",
     "WEIGHTS",
     "WEIGHTS_INDEX",
@@ -28,6 +31,8 @@ __all__ = [
 
 # Maximum size of a safetensors header in bytes, as in the safetensors library.
 _MAX_HEADER_BYTES = 100 * 2**20
+# Maximum size of a JSON file. The largest tokenizers have about 35 MB.
+MAX_JSON_BYTES = 1 << 28
 # The weight files that mlx-lm loads. A folder can also contain the same weights in other formats.
 WEIGHTS = "model*.safetensors"
 WEIGHTS_INDEX = "model.safetensors.index.json"
@@ -53,7 +58,7 @@ def require_mlx(model: str) -> None:
     if not mlx_installed():
         raise BackendMissingError(
             f"{model} is an MLX model, but mlx and mlx-lm are not installed",
-            'install them with `pip install "edgespec[mlx]"`, or choose a GGUF model',
+            f"install them with `{setup_command('mlx')}`, or choose a GGUF model",
         )
 
 
@@ -96,7 +101,9 @@ def missing_among(names: Iterable[str]) -> list[str]:
 def _listed_weights(index: Path) -> set[str]:
     """Return the names of the weight files listed in an index."""
     try:
-        return {str(name) for name in json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()}
+        return {
+            str(name) for name in json.loads(read_regular_file(index, MAX_JSON_BYTES))["weight_map"].values()
+        }
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ModelFileError(
             f"{index} is not a valid index of weight files: {type(error).__name__}",
@@ -115,7 +122,7 @@ class StoredTensor(NamedTuple):
 def read_json_object(path: Path) -> dict[str, Any]:
     """Read a JSON object from a file. Raises ModelFileError."""
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(read_regular_file(path, MAX_JSON_BYTES).decode("utf-8"))
     except OSError as error:
         raise ModelFileError(
             f"{path} cannot be read: {error.strerror}", "download the model again"

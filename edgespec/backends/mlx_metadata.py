@@ -8,10 +8,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from edgespec.backends.mlx_files import WEIGHTS, StoredTensor, read_json_object, read_tensors
+from edgespec.backends.mlx_files import MAX_JSON_BYTES, WEIGHTS, StoredTensor, read_json_object, read_tensors
 from edgespec.backends.model_info import Kind, ModelInfo
 from edgespec.backends.token_list import tokens_of_folder
 from edgespec.errors import ModelFileError
+from edgespec.files import read_regular_file, regular_file_bytes
 
 __all__ = ["language_config", "read_mlx_info", "trained_context"]
 
@@ -174,7 +175,7 @@ def _has_template(folder: Path) -> bool:
     if any((folder / name).is_file() for name in ("chat_template.jinja", "chat_template.json")):
         return True
     try:
-        settings = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+        settings = json.loads(read_regular_file(folder / "tokenizer_config.json", MAX_JSON_BYTES))
     except (OSError, ValueError, RecursionError):
         return False
     return isinstance(settings, dict) and bool(settings.get("chat_template"))
@@ -183,7 +184,9 @@ def _has_template(folder: Path) -> bool:
 def _licence(folder: Path) -> str:
     """Return the licence stated in the front matter of README.md, or an empty string."""
     try:
-        with (folder / "README.md").open(encoding="utf-8", errors="replace") as file:
+        readme = folder / "README.md"
+        regular_file_bytes(readme)
+        with readme.open(encoding="utf-8", errors="replace") as file:
             head = file.read(8192)
     except OSError:
         return ""

@@ -14,7 +14,9 @@ import numpy as np
 
 from edgespec.backends.base import MAX_VOCAB_PADDING
 from edgespec.backends.gguf_header import GgufHeader, StringArray
+from edgespec.backends.mlx_files import MAX_JSON_BYTES
 from edgespec.errors import ModelFileError
+from edgespec.files import read_regular_file
 
 __all__ = ["TokenList", "tokens_of_folder", "tokens_of_header"]
 
@@ -107,7 +109,7 @@ def tokens_of_folder(folder: Path) -> TokenList | None:
     """Return the tokens of an MLX model, or None if it has no tokenizer.json. Raises ModelFileError."""
     path = folder / "tokenizer.json"
     try:
-        tokenizer = json.loads(path.read_text(encoding="utf-8"))
+        tokenizer = json.loads(read_regular_file(path, MAX_JSON_BYTES))
         ids = dict(_ids(tokenizer))
         count = max(ids, default=-1) + 1
         if not 0 < count <= _MAX_TOKENS or min(ids) < 0:

@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 
 from edgespec.backends.registry import FileFormat, format_of
 from edgespec.errors import ModelNotFoundError
-from edgespec.files import config_folder
+from edgespec.files import config_folder, error_reason, read_regular_file
 
 __all__ = [
     "Catalogue",
@@ -31,6 +31,8 @@ ModelFormat: TypeAlias = str
 """The name of a file format in the registry of backends (`backends/registry.py`)."""
 
 _MLX_SUFFIX = "-mlx"
+# Maximum size of the user's alias file, which is enough for thousands of aliases.
+_MAX_ALIASES_BYTES = 1 << 20
 # catalogue.toml keys whose `ModelEntry` attribute has a different name.
 _ATTRIBUTES = {"gguf": "gguf_repository", "mlx": "mlx_repository", "file": "embedded_file"}
 
@@ -208,12 +210,13 @@ def user_pairs() -> dict[str, str]:
 def _user_table(name: str, example: str) -> dict[str, str]:
     path = user_aliases_path()
     try:
-        table = tomllib.loads(path.read_text(encoding="utf-8")).get(name, {})
-    except FileNotFoundError:
+        table = tomllib.loads(read_regular_file(path, _MAX_ALIASES_BYTES).decode("utf-8")).get(name, {})
+    except (FileNotFoundError, NotADirectoryError):
         return {}
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
+        reason = error_reason(error) if isinstance(error, OSError) else error
         raise ModelNotFoundError(
-            f"the alias file {path} cannot be read: {error}", "correct, move or delete the file"
+            f"the alias file {path} cannot be read: {reason}", "correct, move or delete the file"
         ) from error
     if not isinstance(table, dict) or not all(isinstance(reference, str) for reference in table.values()):
         raise ModelNotFoundError(

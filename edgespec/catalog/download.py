@@ -6,7 +6,6 @@ the partial file of an interrupted download, and a model can take hours to downl
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import os
 import re
@@ -23,7 +22,7 @@ from edgespec.backends.mlx_files import missing_files, require_mlx
 from edgespec.catalog.hub_cache import cached_model, hub_cache_folder, repository_folder
 from edgespec.catalog.hub_files import HubFile, choose_files, choose_mlx_files, hub_name, is_gguf_model
 from edgespec.errors import CancelledError, DownloadError, EdgespecError, ModelNotFoundError
-from edgespec.files import format_bytes, replace_when_written
+from edgespec.files import error_reason, format_bytes, replace_when_written, write_advice
 
 __all__ = ["Progress", "choose", "fetch", "list_repository", "stream_chunks", "translate_errors"]
 
@@ -285,7 +284,7 @@ def _translated(repository: str, error: Exception) -> EdgespecError:
     from filelock import Timeout
     from huggingface_hub import constants, errors
 
-    cache = constants.HF_HUB_CACHE
+    cache = hub_cache_folder()
     match error:
         case errors.OfflineModeIsEnabled():
             return DownloadError(
@@ -321,14 +320,12 @@ def _translated(repository: str, error: Exception) -> EdgespecError:
             return DownloadError(
                 f"the file system of {cache} cannot lock files", "set HF_HOME to a folder on a local disk"
             )
-        case OSError(errno=errno.ENOSPC | errno.EDQUOT):
+        case OSError():
             return DownloadError(
-                f"the disk of {cache} is full", "free some space and try again to resume the download"
+                f"{repository} cannot be stored in {cache}: {error_reason(error)}",
+                f"{write_advice(error, cache, 'HF_HOME')}; then try again to resume the download",
             )
-    return DownloadError(
-        f"{repository} cannot be stored in {cache}: {getattr(error, 'strerror', None) or error}",
-        "make the folder writable, or set HF_HOME to another folder",
-    )
+    return DownloadError(f"{repository} cannot be downloaded: {error_reason(error)}", "try again later")
 
 
 def _http_error(repository: str, status: int) -> DownloadError:

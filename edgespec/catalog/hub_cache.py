@@ -8,7 +8,7 @@ from pathlib import Path
 
 from edgespec.backends.mlx_files import missing_files
 from edgespec.catalog.hub_files import HubFile, choose_files, group_gguf_files, is_complete
-from edgespec.catalog.stored_models import StoredModel, files_below
+from edgespec.catalog.stored_models import EntryBudget, StoredModel, files_below, folders_in, is_inside
 from edgespec.errors import ModelFileError, ModelNotFoundError
 from edgespec.files import read_regular_file
 
@@ -17,6 +17,8 @@ __all__ = ["cached_model", "hub_cache_folder", "hub_models", "repository_folder"
 # Maximum depth of subfolders to search for GGUF files in a snapshot.
 _MAX_DEPTH = 3
 _PREFIX = "models--"
+# Maximum size of a file that names a commit, which has 40 characters.
+_MAX_REF_BYTES = 1000
 
 
 def hub_cache_folder() -> Path:
@@ -42,11 +44,10 @@ def cached_model(repository: str, quantisation: str | None) -> Path | None:
     Returns:
         The first file of a GGUF model, or the folder of an MLX model.
     """
-    snapshots = list(_snapshots(repository_folder(repository)))
+    folder, budget = repository_folder(repository), EntryBudget()
+    snapshots = list(_snapshots(folder, budget))
     for snapshot in snapshots:
-        # `exists` is False for a link to a missing blob, so this skips unfinished downloads.
-        present = [path for path in snapshot.rglob("*.gguf") if path.exists()]
-        files = [HubFile(path.relative_to(snapshot).as_posix()) for path in present]
+        files = _gguf_files(folder, snapshot, budget)
         with suppress(ModelNotFoundError):
             return snapshot / choose_files(repository, files, quantisation)[0].name
     complete = filter(_is_mlx_model, snapshots) if quantisation is None else iter(())
@@ -55,32 +56,43 @@ def cached_model(repository: str, quantisation: str | None) -> Path | None:
 
 def hub_models() -> Iterator[StoredModel]:
     """Yield every complete GGUF and MLX model in the Hugging Face cache."""
-    try:
-        folders = sorted(path for path in hub_cache_folder().iterdir() if path.name.startswith(_PREFIX))
-    except OSError:
-        return
-    for folder in folders:
+    budget = EntryBudget()
+    for folder in folders_in(hub_cache_folder(), budget):
+        if not folder.name.startswith(_PREFIX):
+            continue
         repository = folder.name.removeprefix(_PREFIX).replace("--", "/")
         seen: set[str] = set()
         with suppress(OSError, ValueError):
-            for snapshot in _snapshots(folder):
-                yield from _snapshot_models(snapshot, repository, seen)
+            for snapshot in _snapshots(folder, budget):
+                yield from _snapshot_models(folder, snapshot, repository, budget, seen)
+    yield from budget.notice("hub")
 
 
-def _snapshots(folder: Path) -> Iterator[Path]:
+def _snapshots(folder: Path, budget: EntryBudget) -> Iterator[Path]:
     """Yield the snapshots of a cached repository: `main` first, then the others from newest to oldest."""
     main = ""
     with suppress(OSError):
-        main = read_regular_file(folder / "refs" / "main").decode("utf-8", "replace").strip()
+        ref = read_regular_file(folder / "refs" / "main", _MAX_REF_BYTES)
+        main = ref.decode("utf-8", "replace").strip()
     with suppress(OSError):
-        folders = [path for path in (folder / "snapshots").iterdir() if path.is_dir()]
-        yield from sorted(folders, key=lambda path: (path.name == main, path.stat().st_mtime), reverse=True)
+        # A link out of the repository may lead to a whole disk.
+        snapshots = [path for path in folders_in(folder / "snapshots", budget) if is_inside(path, folder)]
+        yield from sorted(snapshots, key=lambda path: (path.name == main, path.stat().st_mtime), reverse=True)
 
 
-def _snapshot_models(snapshot: Path, repository: str, seen: set[str]) -> Iterator[StoredModel]:
+def _gguf_files(folder: Path, snapshot: Path, budget: EntryBudget) -> list[HubFile]:
+    """Return the GGUF files in a snapshot, which may be links to blobs. Unfinished downloads are left out."""
+    files = files_below(snapshot, _MAX_DEPTH, budget, inside=folder)
+    return [
+        HubFile(file.relative_to(snapshot).as_posix()) for file in files if file.suffix.lower() == ".gguf"
+    ]
+
+
+def _snapshot_models(
+    folder: Path, snapshot: Path, repository: str, budget: EntryBudget, seen: set[str]
+) -> Iterator[StoredModel]:
     """Yield the models in a snapshot that are not in `seen`, and add them to it."""
-    paths = [path for path in files_below(snapshot, _MAX_DEPTH) if path.suffix.lower() == ".gguf"]
-    files = [HubFile(path.relative_to(snapshot).as_posix()) for path in paths]
+    files = _gguf_files(folder, snapshot, budget)
     models = list(filter(is_complete, group_gguf_files(files)))
     for first, *_ in models:
         if first.stem in seen:

@@ -11,15 +11,16 @@ from typing import NamedTuple
 
 from edgespec.backends.mlx_files import missing_files
 from edgespec.catalog.hub_files import HubFile, choose_files, group_gguf_files, join_names
-from edgespec.catalog.stored_models import StoredModel, files_below, find_child, is_parent
+from edgespec.catalog.stored_models import EntryBudget, StoredModel, files_below, find_child, is_parent
 from edgespec.errors import ModelFileError, ModelNotFoundError
+from edgespec.files import home_folder, read_regular_file
 
 __all__ = ["lmstudio_file", "lmstudio_model", "lmstudio_models"]
 
 # Maximum depth of subfolders to search for model files in a repository.
 _MAX_DEPTH = 3
 _CONFIG = "config.json"
-# Maximum size of settings.json. LM Studio writes only a few kilobytes.
+# Maximum size of a settings file. LM Studio writes only a few kilobytes.
 _MAX_SETTINGS_BYTES = 1 << 22
 
 
@@ -74,12 +75,14 @@ def lmstudio_file(reference: str) -> StoredModel | None:
 def lmstudio_models() -> Iterator[StoredModel]:
     """Yield all models in LM Studio, including those that edgespec cannot run."""
     seen: set[Path] = set()
-    for repository in _repositories():
+    budget = EntryBudget()
+    for repository in _repositories(budget):
         for name, model in _stored(repository).items():
             # Several symbolic links can lead to the same file.
             if (file := (repository.folder / name).resolve()) not in seen:
                 seen.add(file)
                 yield model
+    yield from budget.notice("lmstudio")
 
 
 def _stored(repository: _Repository) -> dict[str, StoredModel]:
@@ -127,16 +130,21 @@ def _repository(name: str) -> Iterator[_Repository]:
         publisher_folder = find_child(root, publisher)
         folder = find_child(publisher_folder, repository) if publisher_folder else None
         if publisher_folder and folder and folder.is_dir() and not is_parent(folder, root):
-            files = [path.relative_to(folder).as_posix() for path in files_below(folder, _MAX_DEPTH)]
+            found = files_below(folder, _MAX_DEPTH, EntryBudget())
+            files = [path.relative_to(folder).as_posix() for path in found]
             yield _read(folder, f"{publisher_folder.name}/{folder.name}", files)
 
 
-def _repositories() -> Iterator[_Repository]:
-    """Yield all repository folders in LM Studio's models folders."""
+def _repositories(budget: EntryBudget) -> Iterator[_Repository]:
+    """Yield all repository folders in LM Studio's models folders.
+
+    Symbolic links are followed, because users link models on other disks and in other programs' stores into
+    these folders.
+    """
     for root in _folders():
         files_by_name: dict[str, list[str]] = {}
         # Search the folder in one pass, so that the limit on entries applies to the whole folder.
-        for path in files_below(root, _MAX_DEPTH + 2):
+        for path in files_below(root, _MAX_DEPTH + 2, budget):
             parts = path.relative_to(root).parts
             if len(parts) > 2 and (path.name == _CONFIG or path.name.lower().endswith(".gguf")):
                 files_by_name.setdefault("/".join(parts[:2]), []).append("/".join(parts[2:]))
@@ -151,20 +159,25 @@ def _read(folder: Path, name: str, files: Sequence[str]) -> _Repository:
 
 def _folders() -> list[Path]:
     """Return LM Studio's models folders: those in its settings and the defaults of all versions."""
-    home = Path.home()
+    home = home_folder()
+    if home is None:
+        return []
     homes = [home / ".lmstudio", home / ".cache" / "lm-studio"]
     with suppress(OSError, ValueError):
-        pointer = (home / ".lmstudio-home-pointer").read_text(encoding="utf-8").strip()
+        pointer = _read_text(home / ".lmstudio-home-pointer").strip()
         homes[:0] = [Path(pointer)] if pointer else []
     folders = []
     for one in homes:
         with suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
-            settings = one / "settings.json"
-            if settings.stat().st_size < _MAX_SETTINGS_BYTES:
-                folders.append(Path(json.loads(settings.read_text(encoding="utf-8"))["downloadsFolder"]))
+            folders.append(Path(json.loads(_read_text(one / "settings.json"))["downloadsFolder"]))
         folders.append(one / "models")
     distinct: dict[Path, Path] = {}
     for folder in folders:
         with suppress(OSError, RuntimeError):  # `resolve` fails if symbolic links form a loop.
             distinct.setdefault(folder.resolve(), folder)
     return list(distinct.values())
+
+
+def _read_text(path: Path) -> str:
+    """Read one of LM Studio's settings files. Raises OSError or ValueError."""
+    return read_regular_file(path, _MAX_SETTINGS_BYTES).decode("utf-8")

@@ -8,9 +8,9 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from edgespec.catalog.stored_models import StoredModel, files_below, find_child
+from edgespec.catalog.stored_models import EntryBudget, StoredModel, files_below, find_child
 from edgespec.errors import ModelFileError
-from edgespec.files import error_reason, regular_file_bytes
+from edgespec.files import error_reason, home_folder, read_regular_file, regular_file_bytes
 
 __all__ = ["ollama_model", "ollama_models"]
 
@@ -47,17 +47,19 @@ def ollama_model(name: str, tag: str | None = None) -> StoredModel | None:
 def ollama_models() -> Iterator[StoredModel]:
     """Yield all models in Ollama, including those that edgespec cannot run."""
     for folder in _folders():
-        root = folder / "manifests"
-        for path in files_below(root, 5):
+        root, budget = folder / "manifests", EntryBudget()
+        for path in files_below(root, 5, budget, inside=root):
             place = path.relative_to(root).as_posix()
             if place.count("/") >= 3:  # Manifests are at registry/owner/name/tag.
                 yield _stored(folder, path, place)
+        yield from budget.notice("ollama")
 
 
 def _folders() -> list[Path]:
     if chosen := os.environ.get("OLLAMA_MODELS"):
         return [Path(chosen).expanduser()]
-    return [Path.home() / ".ollama" / "models", _SERVICE_STORE]
+    home = home_folder()
+    return [*([home / ".ollama" / "models"] if home else []), _SERVICE_STORE]
 
 
 def _manifest_path(name: str) -> tuple[str, ...]:
@@ -82,9 +84,7 @@ def _stored(folder: Path, manifest: Path, place: str) -> StoredModel:
 def _gguf_file(folder: Path, manifest: Path) -> Path:
     """Return the GGUF file of a model. Raises ModelFileError if edgespec cannot run the model."""
     try:
-        if manifest.stat().st_size > _MAX_MANIFEST_BYTES:
-            raise ValueError("the manifest is too large")
-        layers = json.loads(manifest.read_text(encoding="utf-8"))["layers"]
+        layers = json.loads(read_regular_file(manifest, _MAX_MANIFEST_BYTES))["layers"]
         kinds = {str(layer["mediaType"]): str(layer["digest"]) for layer in layers}
     except OSError as error:
         raise ModelFileError(f"the model's manifest cannot be read: {error_reason(error)}") from error

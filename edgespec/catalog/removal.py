@@ -10,7 +10,7 @@ from edgespec.backends.gguf_files import gguf_files
 from edgespec.catalog.hub_cache import hub_cache_folder
 from edgespec.catalog.reference import Resolved
 from edgespec.errors import ModelFileError, OptionError
-from edgespec.files import delete_files, error_reason
+from edgespec.files import delete_files, error_reason, write_advice
 
 __all__ = ["RemovalPlan", "plan_removal"]
 
@@ -49,7 +49,8 @@ class RemovalPlan:
                     link.parent.rmdir()
         except OSError as error:
             raise ModelFileError(
-                f"{self.links[0]} cannot be deleted: {error_reason(error)}", "make its folder writable"
+                f"{self.links[0]} cannot be deleted: {error_reason(error)}",
+                write_advice(error, self.links[0].parent),
             ) from error
         return freed_bytes
 

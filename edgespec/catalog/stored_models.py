@@ -6,15 +6,26 @@ import os
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Literal
 
 from edgespec.catalog.catalogue import ModelFormat
 
-__all__ = ["Store", "StoredModel", "files_below", "find_child", "is_parent"]
+__all__ = [
+    "EntryBudget",
+    "Store",
+    "StoredModel",
+    "files_below",
+    "find_child",
+    "folders_in",
+    "is_inside",
+    "is_parent",
+]
 
 Store = Literal["embedded", "ollama", "lmstudio", "hub"]
-# Maximum number of folder entries that a search reads. A larger folder is probably a whole disk.
+# Maximum number of folder entries that the search of one store reads, which takes about a second. A larger
+# folder is probably a whole disk.
 _MAX_ENTRIES = 100_000
 # Maximum number of entries to read below one symbolic link. A larger folder probably contains no models.
 _MAX_LINKED_ENTRIES = 10_000
@@ -53,49 +64,101 @@ def find_child(folder: Path, name: str) -> Path | None:
     return folder / near[0] if near else None
 
 
-def files_below(folder: Path, depth: int) -> Iterator[Path]:
-    """Yield all files in a folder and its subfolders, sorted by name.
+class EntryBudget:
+    """The number of folder entries that the search of a store may still read.
 
-    The search follows symbolic links, because models may be on another disk. It visits each
-    folder once, never visits a parent of `folder`, and skips hidden and unreadable entries.
+    Attributes:
+        left: Entries that may still be read. 0 or less once the limit is exceeded.
+        skipped: The first folder that was not searched because of a limit. None if there is none.
+    """
+
+    def __init__(self, left: int | None = None) -> None:
+        self.left = _MAX_ENTRIES if left is None else left
+        self.skipped: Path | None = None
+
+    def notice(self, store: Store) -> Iterator[StoredModel]:
+        """Yield an unusable model that reports the limit, if the search of the store has met it."""
+        if self.skipped is not None:
+            problem = (
+                f"the folder has too many files to search (at most {_MAX_ENTRIES:,} in all folders,"
+                f" {_MAX_LINKED_ENTRIES:,} below a symbolic link), so some models may be missing here"
+            )
+            yield StoredModel(store, (str(self.skipped),), None, problem=problem)
+
+
+def folders_in(folder: Path, budget: EntryBudget) -> list[Path]:
+    """Return the subfolders of a folder, sorted by name. Symbolic links to folders are included."""
+    return [Path(entry) for entry in _entries(folder, budget, budget) if _is_kind(entry, "folder")]
+
+
+def files_below(
+    folder: Path, depth: int, budget: EntryBudget, *, inside: Path | None = None
+) -> Iterator[Path]:
+    """Yield all regular files in a folder and its subfolders, sorted by name.
+
+    The search visits each folder once, never visits a parent of `folder`, and skips hidden and unreadable
+    entries. It skips folders that would exceed a limit on entries, and records the first one in `budget`.
 
     Args:
         folder: The folder to search.
         depth: Maximum depth of subfolders to search.
+        budget: The limit on entries, which all searches of a store share.
+        inside: Ignore symbolic links to files and folders outside this folder. None follows all links.
     """
     seen = set(_parents(folder))
-    total = _EntryBudget(_MAX_ENTRIES)
-    waiting = [(folder, depth, total)]
+    waiting = [(folder, depth, budget)]
     while waiting:
-        here, levels, budget = waiting.pop()
-        if min(total.left, budget.left) < 0:
-            continue
-        try:
+        here, levels, own_budget = waiting.pop()
+        with suppress(OSError):
             if (identity := _identity(here.stat())) in seen:
                 continue
             seen.add(identity)
-            with os.scandir(here) as iterator:
-                entries = sorted(iterator, key=lambda entry: entry.name)
-        except OSError:
-            continue
-        for one in {total, budget}:
-            one.left -= len(entries)
-        if min(total.left, budget.left) < 0:
-            continue
         inner = []
-        for entry in entries:
+        for entry in _entries(here, budget, own_budget):
             if entry.name.startswith("."):
                 continue
             path = here / entry.name
-            try:
-                if entry.is_dir():
-                    inner.append((path, _EntryBudget(_MAX_LINKED_ENTRIES) if entry.is_symlink() else budget))
-                elif entry.is_file():
-                    yield path
-            except OSError:
+            is_link = entry.is_symlink()
+            if is_link and inside is not None and not is_inside(path, inside):
                 continue
+            if _is_kind(entry, "folder"):
+                inner.append((path, EntryBudget(_MAX_LINKED_ENTRIES) if is_link else own_budget))
+            elif _is_kind(entry, "file"):
+                yield path
         if levels:
             waiting += [(path, levels - 1, inner_budget) for path, inner_budget in reversed(inner)]
+
+
+def _entries(folder: Path, budget: EntryBudget, own_budget: EntryBudget) -> list[os.DirEntry[str]]:
+    """Return the entries of a folder, sorted by name. Empty if unreadable, or larger than a budget."""
+    limit = max(0, min(budget.left, own_budget.left))
+    try:
+        with os.scandir(folder) as iterator:
+            entries = list(islice(iterator, limit + 1))
+    except OSError:
+        return []
+    for one in {budget, own_budget}:
+        one.left -= len(entries)
+    if len(entries) > limit:
+        budget.skipped = budget.skipped or folder
+        return []
+    return sorted(entries, key=lambda entry: entry.name)
+
+
+def _is_kind(entry: os.DirEntry[str], kind: Literal["file", "folder"]) -> bool:
+    """Return whether an entry is a folder, or a regular file. False if the system cannot tell."""
+    try:
+        return entry.is_dir() if kind == "folder" else entry.is_file()
+    except OSError:
+        return False
+
+
+def is_inside(path: Path, folder: Path) -> bool:
+    """Return whether `path` is in `folder`, after resolving symbolic links in both."""
+    try:
+        return Path(os.path.realpath(path)).is_relative_to(os.path.realpath(folder))
+    except (OSError, ValueError):
+        return False
 
 
 def is_parent(folder: Path, inner: Path) -> bool:
@@ -104,13 +167,6 @@ def is_parent(folder: Path, inner: Path) -> bool:
         return _identity(folder.stat()) in set(_parents(inner))
     except OSError:
         return False
-
-
-class _EntryBudget:
-    """Number of folder entries that a search may still read. Negative once the limit is exceeded."""
-
-    def __init__(self, left: int) -> None:
-        self.left = left
 
 
 def _parents(folder: Path) -> Iterator[tuple[int, int]]:

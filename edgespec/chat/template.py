@@ -1,70 +1,115 @@
-"""Rendering of a model's chat template in a sandbox."""
+"""Rendering of a model's chat template, in a sandbox and within limits of time and memory."""
 
 from __future__ import annotations
 
-import json
+import threading
 from collections.abc import Sequence
 from dataclasses import replace
-from datetime import datetime
-from typing import Any, NoReturn
 
-from jinja2 import TemplateError as JinjaError
-from jinja2.sandbox import ImmutableSandboxedEnvironment
-
+from edgespec.backends.base import Progress
 from edgespec.chat.message import Message
-from edgespec.errors import TemplateError
+from edgespec.chat.template_process import TemplateProcess
+from edgespec.errors import ClosedError, TemplateError
 
 __all__ = ["ChatTemplate"]
 
-_RENDER_ERRORS = (JinjaError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError)
-
 
 class ChatTemplate:
-    """Renders messages with a model's Jinja template.
+    """Renders messages with a model's Jinja template. Can be used from any thread.
+
+    Templates come with the model and can contain any code. They are therefore rendered by a child process in
+    a sandbox. It starts with the first use, which takes about 0.1 seconds, and ends with `close` or when this
+    object is garbage-collected. A template that exceeds a limit ends its process; the next use starts another
+    one.
 
     Args:
         source: Source code of the template.
         bos_text: Text of the start token, which templates call `bos_token`.
         eos_text: Text of the end token, which templates call `eos_token`.
-
-    Raises:
-        TemplateError: The template does not compile.
     """
 
     def __init__(self, source: str, bos_text: str, eos_text: str) -> None:
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-        )
-        environment.filters["tojson"] = _to_json
-        environment.globals["raise_exception"] = _refuse
-        environment.globals["strftime_now"] = _now
+        self._source = source
         self._tokens = {"bos_token": bos_text, "eos_token": eos_text}
-        try:
-            self._template = environment.from_string(source)
-        except JinjaError as error:
-            raise TemplateError(
-                f"the model's chat template is broken: {error}",
-                "use `edgespec generate --raw` or another model",
-            ) from error
+        self._lock = threading.Lock()
+        self._process: TemplateProcess | None = None
+        self._closed = False
 
-    def render(self, messages: Sequence[Message]) -> str:
-        """Return the prompt for the assistant's next reply. Raises TemplateError."""
-        try:
-            return self._template.render(
-                messages=[message.for_template() for message in messages],
-                add_generation_prompt=True,
-                tools=None,
-                **self._tokens,
+    def compile(self, progress: Progress | None = None) -> None:
+        """Start the process and compile the template, unless that is already done.
+
+        Raises:
+            CancelledError: `progress` returned False.
+            ClosedError: The template was closed.
+            TemplateError: The template is broken or exceeds a limit.
+        """
+        with self._lock:
+            self._started(progress)
+
+    def render(self, messages: Sequence[Message], progress: Progress | None = None) -> str:
+        """Return the prompt for the assistant's next reply.
+
+        Args:
+            messages: The conversation.
+            progress: Called every 50 ms. Returning False cancels the call.
+
+        Raises:
+            CancelledError: `progress` returned False.
+            ClosedError: The template was closed.
+            TemplateError: The template is broken, rejects the messages, or exceeds a limit.
+        """
+        request: dict[str, object] = {
+            "messages": [message.for_template() for message in messages],
+            "add_generation_prompt": True,
+            "tools": None,
+            **self._tokens,
+        }
+        with self._lock:
+            reply = self._ask(self._started(progress), request, progress)
+        if "error" not in reply:
+            return reply["text"]
+        folded = _without_system(messages)
+        if folded is None:
+            raise TemplateError(
+                f"the model's chat template rejects these messages: {reply['message']}",
+                "change or shorten the chat",
             )
-        except _RENDER_ERRORS as error:
-            folded = _without_system(messages)
-            if folded is None:
-                raise TemplateError(
-                    f"the model's chat template rejects these messages: {error}", "change or shorten the chat"
-                ) from error
         # Some templates, such as Gemma's, have no system role. Prepend the system prompt to the first message
         # instead.
-        return self.render(folded)
+        return self.render(folded, progress)
+
+    def _started(self, progress: Progress | None) -> TemplateProcess:
+        """Return the running process, in which the template is compiled."""
+        process = self._process
+        if process is None or not process.alive:
+            process = self._process = TemplateProcess()
+            if self._closed:
+                process.close()
+                raise ClosedError("the model is closed", "load it again")
+            reply = self._ask(process, {"source": self._source}, progress)
+            if "error" in reply:
+                process.close()
+                raise TemplateError(
+                    f"the model's chat template is broken: {reply['message']}",
+                    "use `edgespec generate --raw` or another model",
+                )
+        return process
+
+    def _ask(
+        self, process: TemplateProcess, request: dict[str, object], progress: Progress | None
+    ) -> dict[str, str]:
+        try:
+            return process.ask(request, progress)
+        except TemplateError:
+            if self._closed:
+                raise ClosedError("the model was closed", "load it again") from None
+            raise
+
+    def close(self) -> None:
+        """End the process, also while another thread is rendering. Further calls have no effect."""
+        self._closed = True
+        if self._process:
+            self._process.close()
 
 
 def _without_system(messages: Sequence[Message]) -> list[Message] | None:
@@ -73,15 +118,3 @@ def _without_system(messages: Sequence[Message]) -> list[Message] | None:
         return None
     first = messages[1]
     return [replace(first, content=f"{messages[0].content}\n\n{first.content}"), *messages[2:]]
-
-
-def _refuse(message: str) -> NoReturn:
-    raise JinjaError(message)
-
-
-def _to_json(value: Any, indent: int | None = None) -> str:
-    return json.dumps(value, ensure_ascii=False, indent=indent)
-
-
-def _now(pattern: str) -> str:
-    return datetime.now().astimezone().strftime(pattern)

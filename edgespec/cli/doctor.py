@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
@@ -15,9 +16,12 @@ from edgespec.cli.interrupt import Stop, interruptible
 from edgespec.cli.options import json_option
 from edgespec.cli.screen import ProgressLine, print_json, printable
 from edgespec.errors import CancelledError, EdgespecError
-from edgespec.files import format_bytes
+from edgespec.files import error_reason, format_bytes, free_bytes, write_advice, write_error
+from edgespec.installation import pip_command, setup_command
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from edgespec.machine import MachineInfo
 
 __all__ = ["Check", "command"]
@@ -55,7 +59,8 @@ class Check:
 def command(as_json: bool) -> int:
     """Check the machine, the installed libraries, the folders and the settings, then run the demo model.
 
-    Each warning is followed by what to do next. The exit status is 1 if the demo model does not run.
+    To find full and read-only disks, it writes a small file to each folder and deletes it. Each warning is
+    followed by what to do next. The exit status is 1 if the demo model does not run.
     """
     from edgespec.machine import inspect_machine
 
@@ -96,7 +101,8 @@ def _libraries(machine: MachineInfo) -> list[Check]:
         gpu = Check("gpu", True, "llama.cpp can use the GPU")
     elif machine.accelerator:
         finding = f"this machine has {machine.accelerator}, but llama.cpp was built without support for it"
-        install = "pip install --force-reinstall --no-cache-dir llama-cpp-python"
+        package = f"llama-cpp-python=={library.version}"
+        install = pip_command("--force-reinstall", "--no-cache-dir", "--no-deps", package)
         flag = _BUILD_FLAG[machine.accelerator]
         gpu = Check("gpu", False, finding, f'run CMAKE_ARGS="{flag}" {install}')
     else:
@@ -107,30 +113,52 @@ def _libraries(machine: MachineInfo) -> list[Check]:
 def _mlx(machine: MachineInfo) -> Check:
     library = machine.mlx
     extra = "mlx-cuda" if machine.accelerator == "cuda" else "mlx"
-    install = f'pip install "edgespec[{extra}]"'
+    install = setup_command(extra)
     if not library.version:
         # Report missing MLX only on Apple Silicon, where it is the faster backend.
         wanted = machine.accelerator == "metal" or library.problem != "not installed"
         finding = library.problem if wanted else f"{library.problem}; needed for MLX models only: {install}"
-        return Check("mlx", not wanted, finding, install if wanted else "")
+        return Check("mlx", not wanted, finding, f"run {install}" if wanted else "")
     finding = f"mlx {library.version}, mlx-lm {library.lm_version}, on {library.device}"
     if library.working_set_bytes:
         finding += f", with up to {format_bytes(library.working_set_bytes)} of GPU memory"
     if machine.accelerator == "cuda" and not library.cuda:
         finding += "; this machine has CUDA, but MLX was installed without it"
-        return Check("mlx", True, finding, install)
+        return Check("mlx", True, finding, f"run {install}")
     return Check("mlx", True, finding)
 
 
 def _folders(machine: MachineInfo) -> list[Check]:
     folders = machine.folders
-    missing = "" if folders.aliases.exists() else " (not created yet)"
+    logs = "" if sys.platform == "darwin" else "XDG_STATE_HOME"
     return [
-        Check("models", True, str(folders.models)),
-        Check("chats", True, str(folders.chats)),
-        Check("logs", True, str(folders.logs)),
-        Check("aliases", True, f"{folders.aliases}{missing}"),
+        _folder("models", folders.models, "HF_HOME"),
+        _folder("chats", folders.chats, "EDGESPEC_DATA_DIR"),
+        _folder("cache", folders.cache, "EDGESPEC_CACHE_DIR"),
+        _folder("logs", folders.logs, logs),
+        _folder("aliases", folders.aliases, "EDGESPEC_CONFIG_DIR"),
     ]
+
+
+def _folder(name: str, path: Path, variable: str) -> Check:
+    """Check that files can be written to a folder, or next to a file.
+
+    Args:
+        name: What is stored there.
+        path: The folder, or the file. Neither has to exist.
+        variable: The environment variable that chooses another folder.
+    """
+    folder = path.parent if path.suffix else path
+    missing = "" if path.exists() else " (not created yet)"
+    try:
+        free = f"; {format_bytes(free_bytes(folder))} free"
+    except OSError:
+        free = ""
+    error = write_error(folder)
+    if error is None:
+        return Check(name, True, f"{path}{missing}{free}")
+    finding = f"{path} cannot be written: {error_reason(error)}{free}"
+    return Check(name, False, finding, write_advice(error, folder, variable))
 
 
 def _settings() -> Check:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import traceback
+from pathlib import Path
 
 import click
 
 from edgespec.errors import CancelledError, EdgespecError, OptionError
+from edgespec.files import error_reason, write_advice
 
 __all__ = ["DONE", "FAILED", "INTERRUPTED", "WRONG_USAGE", "describe", "exit_status"]
 
@@ -42,8 +44,9 @@ def _line(error: Exception) -> str:
     if isinstance(error, MemoryError):
         return "error: out of memory; close other programs, or use a smaller model or a smaller --context"
     if isinstance(error, OSError) and error.strerror:
-        where = f" ({error.filename})" if error.filename else ""
-        return f"error: {error.strerror.lower()}{where}; check disk space and permissions"
+        if not error.filename:
+            return f"error: {error_reason(error)}; check disk space and permissions"
+        return f"error: {error_reason(error)} ({error.filename}); {write_advice(error, Path(error.filename))}"
     what = " ".join(f"{type(error).__name__}: {error}".split())
     return f"error: {what}; this is a bug, so please report it with the traceback that {_DEBUG}=1 prints"
 

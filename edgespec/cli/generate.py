@@ -13,7 +13,8 @@ from edgespec.cli.help import HelpfulCommand
 from edgespec.cli.interrupt import Stop, interruptible
 from edgespec.cli.loading import loaded
 from edgespec.cli.options import LOAD_NAMES, REPLY_NAMES, declared_options, json_option, pick
-from edgespec.cli.screen import ProgressLine, is_terminal, note, print_json, write_text
+from edgespec.cli.screen import ProgressLine, is_terminal, note, print_json, warn, write_text
+from edgespec.cli.stdin import read_piped_text, read_stdin
 from edgespec.errors import EdgespecError, OptionError
 
 if TYPE_CHECKING:
@@ -29,47 +30,46 @@ __all__ = ["command"]
     short_help="Answer one prompt and exit.",
     examples=(
         'edgespec generate "How do I list files by size?"',
+        'cat notes.txt | edgespec generate "Summarise this text"',
         'git diff | edgespec generate --system "Write a commit message" -',
         'edgespec generate --target 8b-q4 --temperature 0 -n 200 "What does tar do?"',
         'edgespec generate --json --seed 1 --method none "Hello"',
     ),
 )
-@click.argument("words", metavar="[PROMPT | -]", nargs=-1)
+@click.argument("words", metavar="[PROMPT] [-]", nargs=-1)
 @click.option("--raw", is_flag=True, help="Send the prompt as is, without the model's chat template.")
 @json_option
 def command(words: tuple[str, ...], as_json: bool, raw: bool, **options: Any) -> int:
     """Answer one prompt.
 
-    The reply is streamed to stdout. If the prompt is -, or omitted when stdin is a pipe, it is read from
-    stdin. Press Ctrl-C to end the reply early.
+    The reply is streamed to stdout. The reasoning of models that think first goes to stderr, and only to a
+    terminal. Press Ctrl-C to end the reply early.
+
+    Text from a pipe or file on stdin is put before the prompt, with a blank line between them. edgespec waits
+    10 seconds for a pipe to deliver text. To wait longer, add - after the prompt. If the prompt is omitted or
+    just -, stdin is the whole prompt. To ignore stdin, add </dev/null.
     """
-    if len(words) > 1:
+    if len([word for word in words if word != "-"]) > 1:
         raise click.UsageError(
             "the prompt must be a single argument; enclose it in quotes", click.get_current_context()
         )
-    text = _prompt_text(words[0] if words else None)
+    text = _prompt_text(words)
     reply = interruptible(lambda stop: _answer(stop, text, raw, as_json, options))
     if as_json:
         print_json(reply.to_json())
     return INTERRUPTED if reply.finish_reason == "cancelled" else DONE
 
 
-def _prompt_text(prompt: str | None) -> str:
-    if prompt is None and (sys.stdin is None or is_terminal(sys.stdin)):
+def _prompt_text(words: tuple[str, ...]) -> str:
+    """Return the prompt: the text from stdin, the prompt argument, or both with a blank line between."""
+    must_read = "-" in words or not words
+    if not words and (sys.stdin is None or is_terminal(sys.stdin)):
         raise click.UsageError(
             "no prompt was given; add one, or use - to read it from stdin", click.get_current_context()
         )
-    if prompt is None or prompt == "-":
-        try:
-            prompt = sys.stdin.buffer.read().decode("utf-8-sig")
-        except UnicodeDecodeError as error:
-            raise OptionError(
-                f"stdin is not valid UTF-8 at byte {error.start + 1}",
-                "convert the text to UTF-8, for example with iconv",
-            ) from error
-        # `echo` appends a newline that is not part of the prompt.
-        prompt = prompt.removesuffix("\n").removesuffix("\r")
-    if not prompt.strip():
+    text = read_stdin() if must_read else read_piped_text()
+    prompt = "\n\n".join(part for part in (text, *words) if part.strip() and part != "-")
+    if not prompt:
         raise OptionError("the prompt is empty", "enter at least one word")
     return prompt
 
@@ -82,21 +82,34 @@ def _answer(stop: Stop, prompt: str, raw: bool, as_json: bool, options: dict[str
         stop.on_request(stream.cancel)
         with closing(stream):
             _write(stream, progress, silent=as_json)
+        if stream.reply.reasoning and not stream.reply.answer:
+            warn(
+                "the reply ended while the model was still reasoning, so there is no answer; use a larger"
+                " --max-tokens or --context"
+            )
         for line in (summary(stream.reply), stream.reply.method.note, stream.reply.method.summary):
             note(line)
         return stream.reply
 
 
 def _write(stream: ReplyStream, progress: ProgressLine, silent: bool) -> None:
-    """Print the reply as it arrives. End with a newline even if an error occurs."""
-    last = ""
+    """Print the answer as it arrives, and the reasoning to stderr. End with a newline even after an error."""
+    last, reasoning = "", False
     try:
         with progress:
-            for piece in stream:
+            for chunk in stream:
                 progress.clear()
-                if piece.text and not silent:
-                    write_text(piece.text)
-                    last = piece.text
+                if not chunk.text or silent:
+                    continue
+                if chunk.reasoning:
+                    note(chunk.text, end="")
+                else:
+                    # An empty line separates the reasoning from the answer.
+                    note("\n\n" if reasoning else "", end="")
+                    write_text(chunk.text)
+                    last = chunk.text
+                reasoning = chunk.reasoning
+            note("\n" if reasoning else "", end="")
     except EdgespecError:
         if last and not last.endswith("\n"):
             write_text("\n")

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 __all__ = ["command"]
 
 _LOOK_CONTEXT_TOKENS = 256
+# Maximum number of unusable models that `models list` explains.
+_MAX_UNUSABLE = 3
 
 
 @click.group(
@@ -116,10 +118,11 @@ def list_models(as_json: bool) -> None:
     _print_list(("YOUR MODEL", "DRAFT MODEL"), sorted(pairs.items()))
     if not own and not pairs:
         note(f"To give models names of your own, see `edgespec models alias --help` ({user_aliases_path()}).")
-    if installed.unusable:
-        names = [each.name for each in installed.unusable]
-        what = ", ".join([*names[:3], *(["..."] if len(names) > 3 else [])])
-        note(f"Not usable: {what}. `edgespec models list --json` shows why.")
+    for each in installed.unusable[:_MAX_UNUSABLE]:
+        note(f"Not usable: {each.name}: {each.reason}.")
+    if len(installed.unusable) > _MAX_UNUSABLE:
+        more = len(installed.unusable) - _MAX_UNUSABLE
+        note(f"{more} more models are not usable. `edgespec models list --json` shows why.")
 
 
 def _print_list(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
 from edgespec.errors import ConfigurationError, OptionError
-from edgespec.files import error_reason, read_regular_file, write_private_file
+from edgespec.files import error_reason, read_regular_file, write_advice, write_private_file
 
 __all__ = ["KeyPath", "NotEditableError", "changed", "line_number", "quoted", "read_text", "write_value"]
 
@@ -112,7 +112,7 @@ def write_value(file: Path, path: KeyPath, literal: str | None) -> bool:
     except OSError as error:
         raise ConfigurationError(
             f"{file} cannot be written: {error_reason(error)}",
-            "free some disk space or check the permissions, then try again",
+            write_advice(error, file.parent, "EDGESPEC_CONFIG_DIR"),
         ) from error
     return True
 

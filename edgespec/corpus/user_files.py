@@ -32,6 +32,8 @@ VERSION = 1
 # Skip larger files, because people rarely edit such large text files by hand.
 _MAX_FILE_BYTES = 2 * 1024 * 1024
 _MAX_FILES = 20_000
+# Maximum number of folder entries to read. A larger folder is probably a whole disk.
+_MAX_ENTRIES = 100_000
 # Maximum number of token caches on disk, one for each combination of corpus and vocabulary. The oldest caches
 # are deleted first.
 _MAX_CACHES = 16
@@ -138,24 +140,26 @@ def _list_files(root: Path) -> tuple[list[tuple[Path, str]], Counter[str]]:
         ) from error
     files: list[tuple[int, Path, str]] = []
     skipped = Counter({"too large": 0})
-    for path in _walk(root) if root.is_dir() else (root,):
-        if len(files) == _MAX_FILES:
-            skipped[f"or more after {_MAX_FILES:,} files"] = 1
+    for number, path in enumerate(_walk(root) if root.is_dir() else (root,)):
+        if len(files) == _MAX_FILES or number == _MAX_ENTRIES:
+            skipped[f"or more after {number:,} files"] = 1
             break
         with suppress(OSError):
             status = path.stat()
             if status.st_size > _MAX_FILE_BYTES:
                 skipped["too large"] += 1
-            elif stat.S_ISREG(status.st_mode):
+            # Skip empty files, which include files in /proc and /sys that can block when they are read.
+            elif status.st_size and stat.S_ISREG(status.st_mode):
                 key = json.dumps([str(path), status.st_mtime_ns, status.st_size])
                 files.append((-status.st_mtime_ns, path, key))
     return [(path, key) for _, path, key in sorted(files)], skipped
 
 
 def _walk(root: Path) -> Iterator[Path]:
+    """Yield the files and folders below `root`, except hidden ones. Links to folders are not followed."""
     for folder, inner, names in os.walk(root):
         inner[:] = sorted(name for name in inner if not name.startswith("."))
-        yield from (Path(folder, name) for name in sorted(names) if not name.startswith("."))
+        yield from (Path(folder, name) for name in (*sorted(names), *inner) if not name.startswith("."))
 
 
 def _tokenize_file(path: Path, vocabulary: Vocabulary) -> TokenArray | None:

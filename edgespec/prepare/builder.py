@@ -14,14 +14,20 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
-from errno import EDQUOT, EFBIG, EIO, ENOSPC
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 from edgespec.backends.base import Progress
 from edgespec.errors import CancelledError, CapabilityError, ModelFileError, OptionError
-from edgespec.files import error_reason, format_bytes, replace_when_written, sync_to_disk
+from edgespec.files import (
+    error_reason,
+    format_bytes,
+    read_regular_file,
+    replace_when_written,
+    sync_to_disk,
+    write_advice,
+)
 from edgespec.prepare.file_records import FileRecord, hash_files, matches_record
 from edgespec.prepare.store import (
     MANIFEST,
@@ -40,7 +46,6 @@ __all__ = ["BuildFolder", "build", "interrupted_settings"]
 
 _JOURNAL = "journal.json"
 _WAIT_SECONDS = 0.2
-_DISK_FULL_ERRORS = (ENOSPC, EDQUOT, EFBIG, EIO)
 _USE_NEW_FOLDER = "choose a folder that does not exist"
 
 
@@ -145,7 +150,7 @@ class BuildFolder:
     def _resume(self, journal: Path) -> bool:
         """Load the state of an interrupted build. Return False if its files cannot be used."""
         try:
-            value = json.loads(journal.read_text(encoding="utf-8"))
+            value = json.loads(read_regular_file(journal).decode("utf-8"))
             if {name: value[name] for name in self._identity} != self._identity:
                 return False
             records = tuple(map(FileRecord.from_json, value["source_files"]))
@@ -224,9 +229,7 @@ def build(
     except OSError as error:
         raise ModelFileError(
             f"{folder} cannot be written: {error_reason(error)}",
-            "free disk space and run it again to resume, or choose another folder with --to"
-            if error.errno in _DISK_FULL_ERRORS
-            else "choose another folder with --to",
+            f"{write_advice(error, folder.parent, '--to')}; then run it again to resume",
         ) from error
 
 
@@ -234,7 +237,7 @@ def interrupted_settings(kind: PreparedKind, source: Path) -> BuildSettings | No
     """Return the settings of an interrupted build in the store, or None if there is none."""
     for journal in sorted((store_folder() / kind).glob(f"*.partial/{_JOURNAL}")):
         with suppress(OSError, ValueError, KeyError, TypeError):
-            value = json.loads(journal.read_text(encoding="utf-8"))
+            value = json.loads(read_regular_file(journal).decode("utf-8"))
             if value["source"] == str(absolute_path(source)):
                 return dict(value["settings"])
     return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import closing
 
 import numpy as np
 
@@ -27,8 +28,9 @@ def calibration_prompt(vocabulary: Vocabulary) -> list[int]:
     """Tokenize the calibration prompt, using the model's chat template if it has one."""
     if vocabulary.chat_template:
         try:
-            template = ChatTemplate(vocabulary.chat_template, vocabulary.bos_text, vocabulary.eos_text)
-            text = template.render([Message("user", _PROMPT)])
+            arguments = vocabulary.chat_template, vocabulary.bos_text, vocabulary.eos_text
+            with closing(ChatTemplate(*arguments)) as template:
+                text = template.render([Message("user", _PROMPT)])
             return vocabulary.tokenize(text, special=True, start=False)[-_MAX_PROMPT_TOKENS:]
         except TemplateError:
             pass  # The prompt works nearly as well without a template.

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from tempfile import TemporaryDirectory, gettempdir
 from typing import TYPE_CHECKING, Any
 
 from edgespec.backends.base import Progress
+from edgespec.backends.registry import format_at
+from edgespec.backends.trial_load import TrialModel, check_loadable
 from edgespec.errors import ModelFileError, OptionError
-from edgespec.files import error_reason
+from edgespec.files import error_reason, write_advice
 from edgespec.prepare.builder import BuildFolder, build
 from edgespec.prepare.store import (
     PreparedModel,
@@ -80,6 +82,7 @@ def prepare_lowbit(
             path = split_model.source
     source_bytes = sum(part.stat().st_size for part in model_files(path))
     if not path.is_dir():
+        check_loadable([TrialModel(path.name, path, format_at(path), runs=False)], progress)
         check_can_share_cache(path)
     size = _size(path, type_name)
     facts: Mapping[str, Any] = {
@@ -113,7 +116,8 @@ def _size(path: Path, type_name: str) -> QuantisedSize:
             size = quantised_size(header, type_name)
     except OSError as error:
         raise ModelFileError(
-            f"a temporary file for {path} cannot be written: {error_reason(error)}", "free disk space"
+            f"a temporary file for {path} cannot be written: {error_reason(error)}",
+            write_advice(error, Path(gettempdir()), "TMPDIR"),
         ) from error
     if size.needs_importance_matrix:
         raise importance_matrix_error(type_name)

@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeAlias
 
 from edgespec.backends.gguf_files import gguf_files
 from edgespec.errors import ModelFileError
-from edgespec.files import cache_folder
+from edgespec.files import cache_folder, read_regular_file
 from edgespec.prepare.file_records import FileRecord, hash_files, matches_record
 
 __all__ = [
@@ -107,7 +107,7 @@ def _prepared(kind: PreparedKind) -> Iterator[tuple[PreparedModel, int]]:
     for entry in sorted((store_folder() / kind).glob("*")):
         with suppress(ModelFileError, OSError):
             if entry.suffix == ".elsewhere":  # The entry contains the path of a folder outside the store.
-                yield read_prepared(Path(os.fsdecode(entry.read_bytes()))), entry.stat().st_mtime_ns
+                yield read_prepared(Path(os.fsdecode(read_regular_file(entry)))), entry.stat().st_mtime_ns
             elif not entry.suffix:
                 yield read_prepared(entry), entry.stat().st_mtime_ns
 
@@ -120,7 +120,7 @@ def read_prepared(folder: Path) -> PreparedModel:
     """
     path = folder / MANIFEST
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(read_regular_file(path).decode("utf-8"))
         if value["version"] != VERSION:
             raise ModelFileError(
                 f"{folder} has format version {value['version']},"

@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
-from edgespec.files import write_private_file
+from edgespec.files import read_regular_file, write_private_file
 
 __all__ = ["Preferences"]
 
@@ -32,7 +32,7 @@ class Preferences:
     def read(cls, path: Path) -> Preferences:
         """Read the preferences. Missing or invalid values are replaced by their defaults."""
         try:
-            data = json.loads(path.read_text("utf-8"))
+            data = json.loads(read_regular_file(path).decode("utf-8"))
         except (OSError, ValueError, RecursionError):
             return cls()
         if not isinstance(data, dict):

@@ -18,6 +18,7 @@ import pytest
 from filelock import FileLock
 from huggingface_hub import constants, try_to_load_from_cache
 
+from edgespec import files
 from edgespec.catalog.download import fetch
 from edgespec.errors import CancelledError, DownloadError, EdgespecError, ModelNotFoundError
 from tests.catalog.stand_in_hub import REPOSITORY, StandInHub
@@ -257,9 +258,9 @@ def test_a_full_disk_keeps_the_partial_file(
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (600_000, before[1]))
-    monkeypatch.setattr(errno, "ENOSPC", errno.EFBIG)
+    monkeypatch.setitem(files._DISK_FULL_REASONS, errno.EFBIG, "the disk is full")
     try:
-        with pytest.raises(DownloadError, match="is full; free some space"):
+        with pytest.raises(DownloadError, match="the disk is full; free some space .* or set HF_HOME"):
             fetch(REPOSITORY, None)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)

@@ -2,11 +2,27 @@
 
 from __future__ import annotations
 
+import gc
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import psutil
 import pytest
 
+import edgespec
+from edgespec.chat import template_process
 from edgespec.chat.message import Message
 from edgespec.chat.template import ChatTemplate
-from edgespec.errors import TemplateError
+from edgespec.chat.template_worker import compile_template
+from edgespec.errors import CancelledError, ClosedError, TemplateError
+from tests.backends.tiny_models import CHATML
 
 USER = Message("user", "Hello")
 SYSTEM = Message("system", "Be brief.")
@@ -83,3 +99,217 @@ class TestTrouble:
     def test_template_cannot_leave_the_sandbox(self, source: str) -> None:
         with pytest.raises(TemplateError):
             render(source, USER)
+
+
+ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+DOUBLING = (
+    "{% set n = namespace(s='xxxxxxxx') %}"
+    "{% for i in range(60) %}{% set n.s = n.s ~ n.s %}{% endfor %}{{ n.s }}"
+)
+# Some of these templates exceed one of two limits, depending on the machine.
+HOSTILE = {
+    "a long number": "{{ (10**5000)|string }}",
+    "a huge power": "{{ 10**(10**10) }}",
+    "a macro without end": "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+    "macros that call each other": (
+        "{% macro f() %}{{ g() }}{% endmacro %}{% macro g() %}{{ f() }}{{ f() }}{% endmacro %}{{ f() }}"
+    ),
+    "nested brackets": "{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}",
+    "nested lists": "{{ " + "[" * 5000 + "]" * 5000 + " }}",
+    "nested ifs": "{% if 1 %}" * 3000 + "{% endif %}" * 3000,
+    "nested loops": ENDLESS,
+    "a long string": "{{ 'a' * 4000000000 }}",
+    "a long string of the message": "{{ messages[0].content * 4000000000 }}",
+    "doubling": DOUBLING,
+    "doubling with join": DOUBLING.replace("n.s ~ n.s", "[n.s, n.s]|join"),
+    "a long prompt": "{% for i in range(9999) %}{{ 'a' * 9999 }}{% endfor %}",
+    "a syntax error": "{{ 'x",
+    "raise_exception": "{{ raise_exception('no') }}",
+    "a long error": "{{ raise_exception('no' * 9999999) }}",
+    "batch": "{{ [1]|batch(10**9, 'x')|list }}",
+    "center": "{{ 'x'|center(10**9) }}",
+    "indent": "{{ ('x\\n' * 10**6)|indent(10**6) }}",
+    "format": "{{ '%2000000000d'|format(1) }}",
+    "wordwrap": "{{ ('x' * 10**8)|wordwrap(1) }}",
+    "many characters": "{{ '{:>2000000000}'.format(1) }}",
+}
+
+
+class TestLimits:
+    @pytest.mark.parametrize("source", HOSTILE.values(), ids=HOSTILE)
+    def test_hostile_templates_raise_soon_and_do_not_end_the_chat(self, source: str) -> None:
+        template = ChatTemplate(source, "<s>", "</s>")
+        for _ in range(2):
+            began = time.monotonic()
+            with pytest.raises(TemplateError, match="the model's chat template") as caught:
+                template.render([USER])
+            assert time.monotonic() - began < 10
+            assert len(str(caught.value)) < 600
+            assert caught.value.next_step
+        template.close()
+
+    @pytest.mark.parametrize(
+        ("source", "reason"),
+        [
+            (ENDLESS, "took longer than 2 seconds"),
+            ("{{ 'a' * 4000000000 }}", "needs more than 512 MiB of memory"),
+            ("{% for i in range(9999) %}{{ 'a' * 9999 }}{% endfor %}", "a prompt of more than 64.0 MiB"),
+            (HOSTILE["nested brackets"], "nested too deeply"),
+            (HOSTILE["nested ifs"], "nested too deeply"),
+            (HOSTILE["a macro without end"], "nested too deeply"),
+            ("{{ (10**5000)|string }}", "broken: Exceeds the limit"),
+        ],
+    )
+    def test_the_error_says_which_limit_and_what_to_do(self, source: str, reason: str) -> None:
+        with pytest.raises(TemplateError, match=reason) as caught:
+            render(source, USER)
+        assert "edgespec generate --raw" in caught.value.next_step
+
+    def test_only_some_messages_may_be_hostile(self) -> None:
+        template = ChatTemplate("{% if messages|length > 1 %}" + ENDLESS + "{% endif %}ok", "", "")
+        assert template.render([USER]) == "ok"
+        with pytest.raises(TemplateError, match="2 seconds"):
+            template.render([USER, USER])
+        assert template.render([USER]) == "ok"
+
+    def test_memory_is_measured_where_the_system_does_not_limit_it(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(template_process, "memory_limit_bytes", lambda _: 1 << 20)
+        with pytest.raises(TemplateError, match="more than 1.0 MiB of memory"):
+            render(ENDLESS, USER)
+
+    def test_time_is_measured_while_the_process_sleeps(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(template_process, "_MAX_POLLS", 4)
+        template = ChatTemplate("x", "", "")
+        template.compile()
+        child = _child(template)
+        child.suspend()
+        with pytest.raises(TemplateError, match="20 seconds"):
+            template.render([USER])
+        assert not child.is_running()
+        assert template.render([USER]) == "x"
+
+
+def _child(template: ChatTemplate) -> psutil.Process:
+    assert template._process
+    return psutil.Process(template._process._process.pid)
+
+
+class TestProcess:
+    def test_it_renders_as_this_process_would(self) -> None:
+        random.seed(1)
+        characters = range(32, 0xD000)
+        chat = [
+            Message("user" if i % 2 == 0 else "assistant", "".join(map(chr, random.sample(characters, 9))))
+            for i in range(21)
+        ]
+        chat.append(Message("user", "\ud800 \x00 \r\n\u2028 {{ x }} \U0001f600"))
+        for source in (CHATML, "{{ bos_token }}{{ messages | tojson(indent=1) }}\r\n{{ '\ud800' }}\n"):
+            variables = {"messages": [each.for_template() for each in chat], "bos_token": "<s>"}
+            expected = compile_template(source).render(add_generation_prompt=True, **variables)
+            assert render(source, *chat) == expected
+
+    def test_a_long_chat_takes_little_time(self) -> None:
+        chat = [Message("user" if i % 2 == 0 else "assistant", "several words " * 15) for i in range(5001)]
+        template = ChatTemplate(CHATML, "", "")
+        template.compile()
+        before = _child(template).cpu_times()
+        assert len(template.render(chat)) > 5001 * 200
+        after = _child(template).cpu_times()
+        assert after.user + after.system - before.user - before.system < 0.5
+
+    def test_a_prompt_of_many_megabytes_stays_within_the_limits(self) -> None:
+        text = "é word" * 2_000_000 + "\U0001f600"
+        assert render("{{ messages[0].content | trim }}", Message("user", text)) == text
+
+    def test_several_threads_share_one_process(self) -> None:
+        template = ChatTemplate("{{ messages[0].content }}", "", "")
+        with ThreadPoolExecutor(4) as pool:
+            texts = list(pool.map(lambda i: template.render([Message("user", str(i))]), range(100)))
+        assert texts == [str(i) for i in range(100)]
+        template.close()
+
+    def test_progress_cancels(self) -> None:
+        template = ChatTemplate("{% if messages|length > 1 %}" + ENDLESS + "{% endif %}ok", "", "")
+        template.compile()
+        began = time.monotonic()
+        with pytest.raises(CancelledError):
+            template.render([USER, USER], progress=lambda _what, _fraction: False)
+        assert time.monotonic() - began < 1
+        assert template.render([USER]) == "ok"
+
+    def test_close_ends_it_also_while_it_renders(self) -> None:
+        template = ChatTemplate("{% if messages|length > 1 %}" + ENDLESS + "{% endif %}ok", "", "")
+        template.compile()
+        child = _child(template)
+        threading.Timer(0.2, template.close).start()
+        with pytest.raises(ClosedError):
+            template.render([USER, USER])
+        assert not child.is_running()
+        with pytest.raises(ClosedError):
+            template.render([USER])
+        template.close()
+
+    def test_garbage_collection_ends_it(self) -> None:
+        template = ChatTemplate("x", "", "")
+        template.compile()
+        child = _child(template)
+        del template
+        gc.collect()
+        assert not child.is_running()
+
+    def test_a_killed_process_is_replaced(self) -> None:
+        template = ChatTemplate("x", "", "")
+        template.compile()
+        _child(template).kill()
+        _child(template).wait()
+        assert template.render([USER]) == "x"
+
+    @pytest.mark.skipif(sys.platform == "win32", reason="POSIX signals")
+    def test_ctrl_c_does_not_reach_it(self) -> None:
+        template = ChatTemplate("x", "", "")
+        template.compile()
+        assert os.getpgid(_child(template).pid) != os.getpgid(0)
+
+    def test_it_runs_in_any_folder_and_environment(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        for name in ("jinja2", "json", "edgespec", "message"):
+            (tmp_path / f"{name}.py").write_text("raise SystemExit('imported from the current folder')")
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+        assert render("ok", USER) == "ok"
+
+    @pytest.mark.parametrize("executable", ["", "/nonexistent/python"])
+    def test_without_an_interpreter_an_error_is_raised(
+        self, executable: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(sys, "executable", executable)
+        with pytest.raises(TemplateError, match="cannot be used"):
+            render("x", USER)
+
+    @pytest.mark.skipif(sys.platform == "win32", reason="POSIX signals")
+    @pytest.mark.parametrize("source", ["x", ENDLESS])
+    def test_it_ends_with_its_parent(self, source: str) -> None:
+        script = (
+            "import sys, threading\n"
+            f"sys.path.insert(0, {str(Path(edgespec.__file__).parents[1])!r})\n"
+            "from edgespec.chat.template import ChatTemplate\n"
+            "from edgespec.chat.message import Message\n"
+            f"template = ChatTemplate({source!r}, '', '')\n"
+            "template.compile()\n"
+            "print(template._process._process.pid, flush=True)\n"
+            "template.render([Message('user', 'x')])\n"
+            "threading.Event().wait()\n"
+        )
+        with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as parent:
+            assert parent.stdout
+            child = psutil.Process(int(parent.stdout.readline()))
+            time.sleep(0.2)
+            parent.send_signal(signal.SIGKILL)
+        for _ in range(50):
+            if not child.is_running() or child.status() == psutil.STATUS_ZOMBIE:
+                return
+            time.sleep(0.1)
+        raise AssertionError("the child process outlives its parent")

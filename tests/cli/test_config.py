@@ -160,7 +160,7 @@ def test_the_file_is_private_and_a_link_stays_a_link(run: Run, file: Path, tmp_p
 def test_an_unwritable_folder(run: Run, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (file.parent / "file").touch()
     monkeypatch.setenv("EDGESPEC_CONFIG_DIR", str(file.parent / "file" / "folder"))
-    assert "cannot be written: not a directory; free some disk space" in one_line_error(
+    assert "cannot be written: not a directory; check " in one_line_error(
         run("config", "set", "seed", "1"), 1
     )
 
@@ -172,7 +172,7 @@ def test_a_write_that_fails_leaves_the_file(run: Run, file: Path, monkeypatch: p
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
-    assert "cannot be written: no space left" in one_line_error(run("config", "set", "seed", "2"), 1)
+    assert "cannot be written: the disk is full" in one_line_error(run("config", "set", "seed", "2"), 1)
     assert file.read_text() == "seed = 1\n"
 
 

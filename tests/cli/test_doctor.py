@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import re
 import sys
+import tempfile
 from dataclasses import replace
 from importlib import metadata
+from pathlib import Path
 
 import pytest
 
 import edgespec
 from edgespec.backends.llamacpp.build_info import LlamaCppInfo
 from edgespec.catalog import mlx_installed
-from edgespec.cli.doctor import _hardware, _libraries
+from edgespec.cli.doctor import _folder, _hardware, _libraries
 from edgespec.errors import BackendError
 from edgespec.machine import MlxInfo, inspect_machine
 from tests.cli.conftest import Run, json_of
@@ -24,7 +28,7 @@ def test_json_names_the_facts_and_the_checks(run: Run) -> None:
     assert machine["memory_total_bytes"] > machine["memory_available_bytes"] > 0
     assert machine["llama_cpp"]["version"]
     assert machine["llama_cpp"]["default_threads"] <= machine["logical_cores"]
-    assert machine["folders"].keys() == {"models", "chats", "logs", "aliases"}
+    assert machine["folders"].keys() == {"models", "chats", "cache", "logs", "aliases"}
     demo = next(check for check in report["checks"] if check["name"] == "demo")
     assert demo["ok"]
     assert "generated 16 tokens" in demo["finding"]
@@ -47,9 +51,9 @@ def test_mlx_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("accelerator", "mlx", "ok", "says", "next_step"),
     [
-        ("", MlxInfo(problem="not installed"), True, 'not installed.*pip install "edgespec.mlx."', ""),
-        ("metal", MlxInfo(problem="not installed"), False, "not installed$", 'pip install "edgespec[mlx]"'),
-        ("", MlxInfo(problem="does not load"), False, "does not load$", 'pip install "edgespec[mlx]"'),
+        ("", MlxInfo(problem="not installed"), True, "not installed.*scripts/setup mlx$", ""),
+        ("metal", MlxInfo(problem="not installed"), False, "not installed$", "run scripts/setup mlx"),
+        ("", MlxInfo(problem="does not load"), False, "does not load$", "run scripts/setup mlx"),
         ("", MlxInfo("0.32", "0.32", "CPU"), True, "mlx 0.32, mlx-lm 0.32, on CPU$", ""),
         (
             "metal",
@@ -58,7 +62,7 @@ def test_mlx_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
             "GPU .M4., .* 7.5 GiB of GPU memory",
             "",
         ),
-        ("cuda", MlxInfo("0.32", "0.32", "CPU"), True, "without it", 'pip install "edgespec[mlx-cuda]"'),
+        ("cuda", MlxInfo("0.32", "0.32", "CPU"), True, "without it", "run scripts/setup mlx-cuda"),
         ("cuda", MlxInfo("0.32", "0.32", "GPU", False, True), True, "on GPU$", ""),
     ],
 )
@@ -74,8 +78,8 @@ def test_each_check_is_a_line(run: Run) -> None:
     assert result.exit_code == 0
     names = [line.split()[1] for line in result.stdout.splitlines() if not line.startswith(" ")]
     assert names == [
-        "edgespec", "system", "processor", "memory", "llama.cpp", "gpu", "mlx", "models", "chats", "logs",
-        "aliases", "settings", "demo",
+        "edgespec", "system", "processor", "memory", "llama.cpp", "gpu", "mlx", "models", "chats", "cache",
+        "logs", "aliases", "settings", "demo",
     ]  # fmt: skip
     assert "\x1b" not in result.stdout
 
@@ -97,7 +101,51 @@ def test_what_is_amiss_has_a_next_step() -> None:
     with_gpu = replace(machine, accelerator="cuda", llama_cpp=replace(machine.llama_cpp, gpu_offload=False))
     gpu = next(check for check in _libraries(with_gpu) if check.name == "gpu")
     assert not gpu.ok
-    assert "-DGGML_CUDA=on" in gpu.next_step
+    assert gpu.next_step.startswith(f'run CMAKE_ARGS="-DGGML_CUDA=on" {sys.executable} -m pip install ')
+    assert gpu.next_step.endswith(f" llama-cpp-python=={machine.llama_cpp.version}")
     memory = next(c for c in _hardware(replace(machine, memory_available_bytes=10**9)) if c.name == "memory")
     assert not memory.ok
     assert memory.next_step
+
+
+@pytest.mark.parametrize(
+    ("number", "finding", "next_step"),
+    [
+        (errno.ENOSPC, "the disk is full; ", "free some space on the disk of {}, for example with `edgespec"),
+        (
+            errno.EDQUOT,
+            "your disk quota is used up; ",
+            "free some space on the disk of {}, for example with `edgespec",
+        ),
+        (errno.EROFS, "read-only file system; ", "set HF_HOME to a folder that you can write to"),
+        (errno.EACCES, "permission denied; ", "make {} writable for your user, or set HF_HOME to"),
+    ],
+)
+def test_a_folder_that_cannot_be_written(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, number: int, finding: str, next_step: str
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(tempfile, "TemporaryFile", fail)
+    check = _folder("models", tmp_path / "new", "HF_HOME")
+    assert not check.ok
+    assert check.finding.startswith(f"{tmp_path / 'new'} cannot be written: {finding}")
+    assert check.finding.endswith(" free")
+    assert check.next_step.startswith(next_step.format(tmp_path / "new"))
+
+
+def test_a_folder_that_can_be_written_is_left_as_it_was(tmp_path: Path) -> None:
+    check = _folder("models", tmp_path / "new" / "folder", "HF_HOME")
+    assert check.ok
+    assert "(not created yet); " in check.finding
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_file_in_place_of_a_folder(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("EDGESPEC_DATA_DIR", str(tmp_path / "file"))
+    result = run("doctor")
+    assert (
+        f"warn  chats      {tmp_path / 'file' / 'chats'} cannot be written: not a directory" in result.stdout
+    )

@@ -49,7 +49,7 @@ def test_the_traceback_can_be_had(run: Run, monkeypatch: pytest.MonkeyPatch) -> 
         ),
         (
             OSError(errno.ENOSPC, "No space left on device"), 1,
-            "error: no space left on device; check disk space and permissions",
+            "error: the disk is full; check disk space and permissions",
         ),
     ],
 )  # fmt: skip

@@ -278,7 +278,7 @@ def test_a_full_disk_loses_only_the_current_reply(folder: Path, monkeypatch: pyt
         full.setattr(os, "write", lambda handle, data: real(handle, data[:7]))
         lost = store(folder)
         lost.add([8, 9])
-        assert "no space left" in lost.notice
+        assert "the disk is full" in lost.notice
     assert kept(folder) == [[1, 2, 3], [4, 5], [6]]
     again = store(folder)
     again.load()

@@ -112,7 +112,7 @@ def test_an_unwritable_folder_fails_at_once(source: Path) -> None:
     def progress(what: str, fraction: float) -> bool:
         return "waiting" not in what
 
-    with pytest.raises(ModelFileError, match=r"^/proc/foo cannot be written: [^;]*; choose another folder"):
+    with pytest.raises(ModelFileError, match=r"^/proc/foo cannot be written: [^;]*; check .* or use --to"):
         _made(source, to=Path("/proc/foo"), progress=progress)
 
 

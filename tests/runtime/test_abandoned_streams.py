@@ -90,6 +90,15 @@ def test_collection_while_the_session_is_locked(
     assert ended[0].finish_reason == "cancelled"
 
 
+def test_chat_stream_closed_after_the_runtime() -> None:
+    with edgespec.load("demo", "none") as runtime:
+        chat = runtime.chat()
+        stream = chat.stream(HOWTO, **OPTIONS)
+        text = next(stream).text
+    stream.close()
+    assert chat.messages[-1].content.startswith(text)
+
+
 def test_close_in_another_thread_cancels_the_reply(demo: Runtime, plain: Callable[..., Reply]) -> None:
     stream = demo.stream("What does `ls` do? " * 20, max_tokens=500, temperature=1.2, seed=1)
     started, errors = threading.Event(), []

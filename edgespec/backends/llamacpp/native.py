@@ -10,14 +10,17 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
+from io import TextIOWrapper
 from logging.handlers import RotatingFileHandler
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from edgespec.errors import BackendMissingError
-from edgespec.files import log_folder
+from edgespec.errors import BackendMissingError, ConfigurationError
+from edgespec.files import log_folder, make_private_folder, regular_file_bytes, touch_private
+from edgespec.installation import setup_command
 
 __all__ = ["Interrupt", "captured_log", "ggml", "library", "recent_errors"]
 
@@ -42,7 +45,7 @@ def library() -> ModuleType:
     except (ImportError, OSError, RuntimeError) as error:
         raise BackendMissingError(
             f"llama-cpp-python, which runs GGUF models, cannot be imported: {error}",
-            "install it with `pip install llama-cpp-python`, which needs a C++ compiler",
+            f"install it with `{setup_command()}`, which needs a C++ compiler",
         ) from error
     _open_log()
     _resend_interrupts_in_callbacks()
@@ -74,17 +77,31 @@ def ggml() -> Any:
     return libggml
 
 
+class _PrivateLog(RotatingFileHandler):
+    """A rotating log file that only its owner can read. Errors writing it are ignored."""
+
+    def _open(self) -> TextIOWrapper:
+        # Rotation creates new files, so each one is made private here.
+        touch_private(Path(self.baseFilename))
+        return super()._open()
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
+        """Ignore errors such as a full disk, which `logging` would print over the chat's screen."""
+
+
 def _open_log() -> None:
     _LOG.propagate = False
     _LOG.setLevel(logging.INFO)
-    try:
-        folder = log_folder()
-        folder.mkdir(parents=True, exist_ok=True)
-        handler: logging.Handler = RotatingFileHandler(
-            folder / "llamacpp.log", maxBytes=1_000_000, backupCount=1, delay=True, encoding="utf-8"
-        )
-    except OSError:
-        handler = logging.NullHandler()
+    handler: logging.Handler = logging.NullHandler()
+    with suppress(ConfigurationError, OSError):
+        log = log_folder() / "llamacpp.log"
+        make_private_folder(log.parent)
+        for file in (log, log.with_name(f"{log.name}.1")):
+            if file.exists():
+                regular_file_bytes(file)  # Raises OSError for a pipe, which would block when it is opened.
+                # Versions before 0.2 created log files that other users could read.
+                file.chmod(0o600)
+        handler = _PrivateLog(log, maxBytes=1_000_000, backupCount=1, encoding="utf-8")
     handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
     _LOG.addHandler(handler)
 

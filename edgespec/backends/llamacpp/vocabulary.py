@@ -28,8 +28,9 @@ class LlamaVocabulary:
     def __init__(self, model: Any) -> None:
         self._lib = library()
         self._closed = False
-        # Prevents the model from being freed while another thread is tokenizing.
-        self._lock = threading.Lock()
+        # Prevents the model from being freed while another thread is tokenizing. Reentrant, because garbage
+        # collection during a call can end an abandoned reply, which looks up its tokens.
+        self._lock = threading.RLock()
         self._vocab = self._lib.llama_model_get_vocab(model)
         self.size: int = self._lib.llama_vocab_n_tokens(self._vocab)
         template = self._lib.llama_model_chat_template(model, None)

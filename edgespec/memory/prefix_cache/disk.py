@@ -326,7 +326,8 @@ def _by_value(root: Path, now: float) -> list[Path]:
 def _files(folder: Path) -> list[Path]:
     """Return the files in a model's folder, or all models' files if `folder` is their parent."""
     try:
-        return [*folder.glob(f"*{_SUFFIX}"), *folder.glob(f"*/*{_SUFFIX}")]
+        inner = (path for path in folder.glob(f"*/*{_SUFFIX}") if not path.parent.is_symlink())
+        return [*folder.glob(f"*{_SUFFIX}"), *inner]
     except OSError:
         return []
 

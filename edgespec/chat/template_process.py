@@ -1,0 +1,156 @@
+"""The child process that renders a chat template within limits of time, memory and output size."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import weakref
+from contextlib import suppress
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from edgespec.backends.base import Progress
+from edgespec.chat.template_worker import (
+    CPU_SECONDS,
+    encode,
+    memory_limit_bytes,
+    output_limit_bytes,
+    read_message,
+    write_message,
+)
+from edgespec.chat.waiting import check_cancelled, wait_for
+from edgespec.errors import TemplateError
+from edgespec.files import format_bytes
+
+__all__ = ["TemplateProcess"]
+
+# Limit on the polls of 50 ms that a request may take, 20 seconds on a busy machine. Polls are counted
+# because no time must pass for a request while edgespec is suspended.
+_MAX_POLLS = 400
+
+
+class TemplateProcess:
+    """A child process that compiles one chat template and renders it.
+
+    Call `ask` from one thread at a time, and `close` from any thread. The process ends when this object is
+    closed or garbage-collected. It also ends with the parent process, which closes its stdin.
+
+    Raises:
+        TemplateError: The process cannot be started.
+    """
+
+    def __init__(self) -> None:
+        # In a program packed into one executable, sys.executable is that program.
+        if not sys.executable or getattr(sys, "frozen", False):
+            raise TemplateError(
+                "the model's chat template cannot be used: no Python interpreter was found to run it in",
+                "set sys.executable to a Python interpreter, or use raw prompts",
+            )
+        script = str(Path(__file__).with_name("template_worker.py"))
+        try:
+            # -I ignores the current folder and PYTHONPATH. The terminal sends Ctrl-C to all processes of the
+            # session, so the child gets its own.
+            self._process = subprocess.Popen(
+                [sys.executable, "-I", script, *_import_folders()],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise TemplateError(
+                f"the model's chat template cannot be used: {sys.executable} cannot be started: {error}",
+                "close other programs, or use `edgespec generate --raw`",
+            ) from error
+        self._end = weakref.finalize(self, _end, self._process)
+
+    @property
+    def alive(self) -> bool:
+        """Whether the process can take requests."""
+        return self._end.alive and self._process.poll() is None
+
+    def ask(self, request: dict[str, Any], progress: Progress | None = None) -> dict[str, str]:
+        """Send a request and return the reply. On any exception, the process ends.
+
+        Raises:
+            CancelledError: `progress` returned False.
+            TemplateError: The template exceeded a limit.
+        """
+        data, process, polls = encode(request), self._process, 0
+
+        def exchange() -> dict[str, str] | None:
+            assert process.stdin
+            assert process.stdout
+            with suppress(OSError):
+                write_message(process.stdin, data)
+            reply = read_message(process.stdout, output_limit_bytes(len(data)))
+            return reply[0] if reply else None
+
+        def poll() -> None:
+            nonlocal polls
+            polls += 1
+            check_cancelled(progress)
+            if polls > _MAX_POLLS:
+                raise _failure("it took longer than 20 seconds")
+            with suppress(psutil.Error):
+                if psutil.Process(process.pid).memory_info().rss > memory_limit_bytes(len(data)):
+                    raise _failure(_too_much_memory(len(data)))
+
+        try:
+            reply = wait_for(exchange, poll)
+            if reply is None:
+                process.kill()
+                raise _failure(_exit_reason(process.wait()))
+            match reply.get("error"):
+                case "memory":
+                    raise _failure(_too_much_memory(len(data)))
+                case "output":
+                    limit = format_bytes(output_limit_bytes(len(data)))
+                    raise _failure(f"it makes a prompt of more than {limit}")
+                case "nesting":
+                    raise _failure("it is nested too deeply")
+            return reply
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """End the process. Further calls have no effect."""
+        self._end()
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.kill()
+    process.wait()
+    for stream in (process.stdin, process.stdout):
+        # Closing stdin raises BrokenPipeError if a part of a request was not sent.
+        with suppress(OSError):
+            if stream:
+                stream.close()
+
+
+def _failure(reason: str) -> TemplateError:
+    return TemplateError(
+        f"the model's chat template cannot be used: {reason}",
+        "use `edgespec generate --raw` or another model",
+    )
+
+
+def _too_much_memory(request_bytes: int) -> str:
+    return f"it needs more than {format_bytes(memory_limit_bytes(request_bytes))} of memory"
+
+
+def _exit_reason(status: int) -> str:
+    if sys.platform != "win32" and status == -signal.SIGPROF:
+        return f"it took longer than {CPU_SECONDS:g} seconds"
+    return f"the process that runs it ended with status {status}"
+
+
+def _import_folders() -> list[str]:
+    """Return the folders that contain Jinja and the package it depends on."""
+    specs = [find_spec(name) for name in ("jinja2", "markupsafe")]
+    return [str(Path(spec.origin).parents[1]) for spec in specs if spec and spec.origin]

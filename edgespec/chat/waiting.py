@@ -1,0 +1,44 @@
+"""Wait for long calls in a way that Ctrl-C and progress callbacks can interrupt."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, wait
+from typing import TypeVar
+
+from edgespec.backends.base import Progress
+from edgespec.errors import CancelledError
+
+__all__ = ["check_cancelled", "wait_for"]
+
+_Result = TypeVar("_Result")
+# Interval between two calls of `poll`. It bounds how long a cancelled call is still waited for.
+_POLL_SECONDS = 0.05
+
+
+def wait_for(work: Callable[[], _Result], poll: Callable[[], None]) -> _Result:
+    """Run `work` in another thread and return its result.
+
+    Args:
+        work: The call to wait for. It continues in its thread if the wait ends early.
+        poll: Called every 50 ms while `work` runs. An exception that it raises ends the wait.
+    """
+    outcome: Future[_Result] = Future()
+
+    def run() -> None:
+        try:
+            outcome.set_result(work())
+        except BaseException as error:
+            outcome.set_exception(error)
+
+    threading.Thread(target=run, name="edgespec-wait", daemon=True).start()
+    while not wait([outcome], _POLL_SECONDS).done:
+        poll()
+    return outcome.result()
+
+
+def check_cancelled(progress: Progress | None) -> None:
+    """Report that a prompt is being prepared. Raises CancelledError if `progress` returns False."""
+    if progress and not progress("preparing the prompt", 0.0):
+        raise CancelledError("preparing the prompt was cancelled")

@@ -1,0 +1,100 @@
+"""Read text from stdin without waiting for a pipe that nobody writes to."""
+
+from __future__ import annotations
+
+import io
+import os
+import select
+import stat
+import sys
+
+import click
+
+from edgespec.errors import OptionError
+from edgespec.files import format_bytes
+
+__all__ = ["read_piped_text", "read_stdin"]
+
+# How long a pipe may take to deliver its first byte. Programs that start edgespec, such as editors and
+# schedulers, often leave an open pipe on its stdin without ever writing to it.
+_WAIT_SECONDS = 10.0
+# After this time, say what edgespec is waiting for.
+_NOTICE_SECONDS = 2.0
+# Far longer than the context of any model. Bounds the memory that endless input, such as `yes |`, takes.
+_MAX_BYTES = 64 << 20
+
+
+def read_stdin() -> str:
+    """Read all text from stdin, without its last line break. Waits until the writer closes the pipe.
+
+    Raises:
+        OptionError: The text is not UTF-8, is larger than 64 MiB, or cannot be read.
+    """
+    if sys.stdin is None:
+        return ""
+    try:
+        data = sys.stdin.buffer.read(_MAX_BYTES + 1)
+    except OSError as error:
+        raise OptionError(
+            f"stdin cannot be read: {(error.strerror or str(error)).lower()}", "use a pipe or a text file"
+        ) from error
+    if len(data) > _MAX_BYTES:
+        raise OptionError(
+            f"stdin has more than {format_bytes(_MAX_BYTES)} of text", "shorten it to fit the model's context"
+        )
+    try:
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise OptionError(
+            f"stdin is not valid UTF-8 at byte {error.start + 1}",
+            "convert the text to UTF-8, for example with iconv",
+        ) from error
+    # `echo` appends a newline that is not part of the text.
+    return text.removesuffix("\n").removesuffix("\r")
+
+
+def read_piped_text() -> str:
+    """Read the text that a pipe or a file supplies on stdin, or return an empty string.
+
+    Returns an empty string at once for terminals, devices such as /dev/null, and a closed stdin. If a pipe
+    delivers nothing for 10 seconds, says so on stderr and returns an empty string.
+
+    Raises:
+        OptionError: As for `read_stdin`.
+    """
+    if sys.stdin is None:
+        return ""
+    try:
+        number = sys.stdin.fileno()
+        mode = os.fstat(number).st_mode
+    except io.UnsupportedOperation:
+        return read_stdin()  # A Python program has replaced stdin with a buffer in memory.
+    except (OSError, ValueError):
+        return ""
+    if stat.S_ISREG(mode):
+        return read_stdin()
+    if not (stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode)):
+        return ""
+    if _has_data(number):
+        return read_stdin()
+    click.echo(
+        f"stdin is an open pipe that delivered nothing for {_WAIT_SECONDS:.0f} seconds, so only the prompt"
+        " is used; to wait for the pipe, add - after the prompt; to ignore it, add </dev/null",
+        err=True,
+    )
+    return ""
+
+
+def _has_data(number: int) -> bool:
+    """Wait until a pipe has data or is closed by its writer. Return False after 10 seconds."""
+    if _is_ready(number, _NOTICE_SECONDS):
+        return True
+    click.echo(f"waiting up to {_WAIT_SECONDS:.0f} seconds for text from the pipe on stdin", err=True)
+    return _is_ready(number, _WAIT_SECONDS - _NOTICE_SECONDS)
+
+
+def _is_ready(number: int, seconds: float) -> bool:
+    try:
+        return bool(select.select([number], [], [], seconds)[0])
+    except (OSError, ValueError):
+        return True  # On Windows, `select` does not support pipes, so read until the writer closes it.

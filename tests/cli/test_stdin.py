@@ -1,0 +1,114 @@
+"""`edgespec generate` with text on stdin: pipes, files, devices, and pipes that nobody writes to."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from edgespec.cli import generate, stdin
+from edgespec.errors import OptionError
+from tests.cli.conftest import Run, Start, json_of, one_line_error
+
+_SHORT_WAIT = """
+from edgespec.cli import stdin
+from edgespec.cli.program import program
+stdin._NOTICE_SECONDS, stdin._WAIT_SECONDS = 0.1, 0.3
+program()
+"""
+
+
+@pytest.fixture
+def prompts(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Collect the prompts that `generate` would answer, instead of answering them."""
+    found: list[str] = []
+
+    def refuse(_stop: object, prompt: str, *_: object) -> None:
+        found.append(prompt)
+        raise OptionError("the test ends here")
+
+    monkeypatch.setattr(generate, "_answer", refuse)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("args", "text", "prompt"),
+    [
+        (["Summarise this"], "a long text\n", "a long text\n\nSummarise this"),
+        (["Summarise this", "-"], "a long text\r\n", "a long text\n\nSummarise this"),
+        (["-", "Summarise this"], "a long text", "a long text\n\nSummarise this"),
+        (["Summarise this"], "", "Summarise this"),
+        (["Summarise this"], " \n\n", "Summarise this"),
+        ([""], "only the pipe\n", "only the pipe"),
+        (["-"], "only the pipe\n", "only the pipe"),
+        ([], "two\nlines\n", "two\nlines"),
+    ],
+)
+def test_the_text_on_stdin_comes_before_the_prompt(
+    run: Run, prompts: list[str], args: list[str], text: str, prompt: str
+) -> None:
+    run("generate", *args, input=text)
+    assert prompts == [prompt]
+
+
+def test_the_reply_is_that_of_the_joined_prompt(run: Run) -> None:
+    options = ("generate", "--json", "--seed", "7", "-n", "8")
+    piped = json_of(run(*options, "What does it do?", input="tar\n"))
+    assert piped["tokens"] == json_of(run(*options, "tar\n\nWhat does it do?"))["tokens"]
+
+
+def test_bytes_that_are_not_text(run: Run) -> None:
+    assert "not valid UTF-8 at byte 3" in one_line_error(run("generate", "hi", input=b"ab\xff"), 2)
+
+
+def test_endless_text_is_refused(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stdin, "_MAX_BYTES", 10_000)
+    assert "more than 9.8 KiB" in one_line_error(run("generate", "hi", input="y\n" * 10_000), 2)
+
+
+def test_a_file(start: Start, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("tar")
+    with (tmp_path / "file").open("rb") as file:
+        output, _ = start("generate", "What does it do?", "-n", "1", "--json", stdin=file).communicate(
+            timeout=30
+        )
+    without, _ = start("generate", "What does it do?", "-n", "1", "--json").communicate(timeout=30)
+    assert b'"prompt_tokens": ' in output
+    assert output.partition(b'"prompt_tokens"')[2][:6] != without.partition(b'"prompt_tokens"')[2][:6]
+
+
+@pytest.mark.parametrize("kind", ["pipe", "socket"])
+def test_an_open_pipe_that_nobody_writes_to_is_ignored(start: Start, kind: str) -> None:
+    if kind == "pipe":
+        reader, writer = os.pipe()
+    else:
+        import socket
+
+        ends = socket.socketpair()
+        reader, writer = (end.detach() for end in ends)
+    process = start("generate", "hi", "-n", "2", code=_SHORT_WAIT, stdin=reader)
+    output, errors = process.communicate(timeout=30)
+    os.close(reader)
+    os.close(writer)
+    assert process.returncode == 0
+    assert output.strip()
+    assert b"waiting up to 0 seconds for text" in errors
+    assert b"to wait for the pipe, add - after the prompt" in errors
+
+
+def test_a_slow_pipe_is_waited_for(start: Start) -> None:
+    process = start("generate", "hi", "-n", "2", stdin=subprocess.PIPE)
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(3)
+    process.communicate(b"there", timeout=30)
+    assert process.returncode == 0
+
+
+@pytest.mark.parametrize("device", ["/dev/null", "/dev/zero"])
+def test_devices_are_not_read(start: Start, device: str) -> None:
+    with Path(device).open("rb") as file:
+        process = start("generate", "hi", "-n", "2", stdin=file)
+        assert process.communicate(timeout=30)[1] == b""
+    assert process.returncode == 0
