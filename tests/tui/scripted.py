@@ -20,8 +20,8 @@ from edgespec import (
     TextChunk,
 )
 from edgespec.catalog import Progress
-from edgespec.chat.message import Message
-from edgespec.chat.reasoning import ReasoningSplitter, reply_message, split_reasoning
+from edgespec.chat.message import Message, reply_message
+from edgespec.chat.reasoning import ReasoningSplitter, split_reasoning
 from edgespec.errors import CancelledError, OptionError
 from edgespec.method_names import parse_method
 from edgespec.tui.worker import Load
