@@ -23,6 +23,7 @@ __all__ = [
     "delete_files",
     "delete_stale_temporaries",
     "error_reason",
+    "file_state",
     "format_bytes",
     "free_bytes",
     "home_folder",
@@ -223,6 +224,17 @@ def sync_to_disk(path: Path) -> None:
             os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def file_state(path: Path) -> str:
+    """Return a file's name, device, inode, size, modification time and change time. Raises OSError.
+
+    Writing to a file changes both times, and only the modification time can be reset, so there is no need to
+    read the contents.
+    """
+    status = path.stat()
+    numbers = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
+    return f"{path.name} {' '.join(map(str, numbers))}"
 
 
 def sampled_sha256(path: Path) -> str:

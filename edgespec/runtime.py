@@ -13,6 +13,7 @@ from edgespec.backends.mapped_files import MappedFiles
 from edgespec.catalog.acceptance_history import AcceptanceRecorder
 from edgespec.chat.message import Message, as_messages
 from edgespec.chat.prompt import ContextFull, PromptBuilder, check_context_full
+from edgespec.chat.reasoning import opening_marker
 from edgespec.chat.template import ChatTemplate
 from edgespec.conversation import Chat
 from edgespec.costs.curve import CostCurve
@@ -248,11 +249,13 @@ class Runtime:
                     "a system prompt requires the model's chat template",
                     "omit --system or --raw, or use an instruct model",
                 )
+            text = prompt
             tokens = self.vocabulary.tokenize(prompt, special=True, start=True)
         else:
             messages = [*([Message("system", system)] if system else []), Message("user", prompt)]
-            tokens = PromptBuilder(self.template, self.vocabulary).build(messages).tokens
-        return self.stream_tokens(tokens, on_end=on_end, **options)
+            built = PromptBuilder(self.template, self.vocabulary).build(messages)
+            text, tokens = built.text, built.tokens
+        return self.stream_tokens(tokens, reply_start=opening_marker(text), on_end=on_end, **options)
 
     def reply(
         self,
@@ -305,7 +308,8 @@ class Runtime:
             if on_end:
                 on_end(reply)
 
-        stream = self.stream_tokens(prompt.tokens, on_end=remember, **options)
+        written = prompt.reply_start or opening_marker(prompt.text)
+        stream = self.stream_tokens(prompt.tokens, reply_start=written, on_end=remember, **options)
         stream.dropped_messages = prompt.dropped_messages
         return stream
 
@@ -346,6 +350,7 @@ class Runtime:
         self,
         tokens: Sequence[int],
         *,
+        reply_start: str = "",
         on_end: Callable[[Reply | None], None] | None = None,
         progress: Progress | None = None,
         processors: Sequence[LogitsProcessor] = (),
@@ -355,6 +360,8 @@ class Runtime:
 
         Args:
             tokens: The prompt.
+            reply_start: Text at the end of the prompt that belongs to the reply, such as `<think>`. It
+                determines whether the reply starts with reasoning.
             on_end: Called once with the reply, or with None if it failed.
             progress: Called during prefill. Returning False cancels the reply.
             processors: Custom logits processors (see `edgespec.engine.processors.LogitsProcessor`), which are
@@ -381,7 +388,7 @@ class Runtime:
             if on_end:
                 on_end(reply)
 
-        return ReplyStream(self._session, request, record, progress)
+        return ReplyStream(self._session, request, record, progress, reply_start)
 
     def borrowed_target(self) -> AbstractContextManager[LanguageModel]:
         """Lend the target model, with an empty cache, for measurements. Meanwhile, replies raise BusyError.

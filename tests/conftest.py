@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import gc
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import hypothesis
 import platformdirs
 import pytest
 
+from edgespec.backends import trial_load
 from edgespec.backends.llamacpp.quantise import quantise
 from edgespec.catalog.catalogue import models_folder
 
@@ -48,6 +50,17 @@ def temporary_config_folder(tmp_path_factory: pytest.TempPathFactory) -> None:
 def temporary_cache_folder(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Use a temporary cache folder per test file, so that `auto` finds no files of other tests."""
     os.environ["EDGESPEC_CACHE_DIR"] = str(tmp_path_factory.mktemp("cache"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def files_count_as_tried() -> Iterator[None]:
+    """Load all files as if they had been tried before, because a trial takes half a second.
+
+    This does not apply to child processes, nor to `backends/test_trial_load.py`.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trial_load._Results, "get", lambda *_: trial_load._Result(True))
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -9,6 +9,7 @@ from edgespec.assembly.pair_estimate import open_estimator
 from edgespec.assembly.pairing import ModelPair
 from edgespec.backends.base import LoadOptions
 from edgespec.backends.registry import backend_of, same_backend
+from edgespec.backends.trial_load import TrialModel, check_loadable
 from edgespec.catalog import Resolved, find_installed, load_catalogue, smaller_models
 from edgespec.errors import EdgespecError
 from edgespec.files import format_bytes
@@ -75,6 +76,7 @@ def _weight_bytes_if_it_fits(
     context_tokens = options.context_tokens or _MIN_CONTEXT_TOKENS
     options = replace(options, context_tokens=context_tokens, memory_bytes=0)
     try:
+        check_loadable([TrialModel(model.name, model.path, model.file_format, runs=False)])
         estimator = open_estimator(model, options)
     except EdgespecError:
         return 0

@@ -32,6 +32,7 @@ class LoadRequest:
     plan: PlanRequest
     memory_bytes: int | None
     reserve_bytes: int | None
+    trust: bool
 
     @classmethod
     def read(cls, target: str, draft: str | None, given: Mapping[str, Any]) -> LoadRequest:
@@ -50,7 +51,8 @@ class LoadRequest:
             0 if arguments["prefix_cache"] == "none" else as_bytes(arguments["prefix_cache_memory"]),
             as_bytes(arguments["headroom"]),
         )
-        return cls(target, draft, drafting, options, plan, memory_bytes, as_bytes(arguments["reserve"]))
+        reserve_bytes = as_bytes(arguments["reserve"])
+        return cls(target, draft, drafting, options, plan, memory_bytes, reserve_bytes, arguments["trust"])
 
 
 def as_bytes(size: str | int | None) -> int | None:

@@ -12,7 +12,7 @@ from edgespec.assembly.drafting import make_drafters
 from edgespec.assembly.drafting_options import DraftingOptions
 from edgespec.assembly.exact import restrict_to_exact
 from edgespec.assembly.load_request import LoadRequest, as_bytes
-from edgespec.assembly.pairing import ModelPair, find_pair, load_draft, load_target
+from edgespec.assembly.pairing import ModelPair, find_pair, load_draft, load_target, try_pair
 from edgespec.assembly.planning import LoadPlan, budget_for, check_fits, plan_pair
 from edgespec.assembly.prefix_cache_options import create_prefix_cache, file_states
 from edgespec.backends.base import LoadOptions, Progress
@@ -74,13 +74,14 @@ def load(
     request = LoadRequest.read(target, draft, options)
     check_room_to_plan()
     pair = find_pair(request.target, request.draft, request.drafting, progress, request.options)
+    trial_notice = "" if request.trust else try_pair(pair, request.options.memory_bytes or 0, progress)
     budget = budget_for(pair, request.memory_bytes, request.reserve_bytes)
     planned = plan_pair(pair, request.drafting, request.options, budget, request.plan)
     check_fits(planned)
-    return _load_planned(planned, progress)
+    return _load_planned(planned, trial_notice, progress)
 
 
-def _load_planned(planned: LoadPlan, progress: Progress | None) -> Runtime:
+def _load_planned(planned: LoadPlan, trial_notice: str, progress: Progress | None) -> Runtime:
     """Load both models and create the runtime. On failure, close everything that was loaded."""
     pair, drafting, options = planned.pair, planned.drafting, planned.options
     arguments = drafting.arguments
@@ -102,6 +103,7 @@ def _load_planned(planned: LoadPlan, progress: Progress | None) -> Runtime:
         entry = pair.target.entry
         notices = (
             entry.notice if entry else "",
+            trial_notice,
             planned.notice,
             model.facts.notice,
             exact_notice,

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 
 from edgespec.assembly.drafting_options import DraftingOptions
 from edgespec.backends.base import LanguageModel, LoadOptions, ModelFacts, Progress
 from edgespec.backends.registry import same_backend
+from edgespec.backends.trial_load import TrialModel, check_loadable
 from edgespec.catalog import Resolved, choose_draft, resolve
 from edgespec.drafters.base import Drafter
 from edgespec.drafters.vocabularies import (
@@ -30,6 +32,7 @@ __all__ = [
     "load_draft",
     "load_target",
     "options_in_pair",
+    "try_pair",
 ]
 
 
@@ -152,6 +155,20 @@ def _find_draft(
     if choice.draft is None:
         return None, choice.reason, ""
     return choice.draft, "", "" if choice.is_expected else f"{choice.draft.name} drafts: {choice.reason}"
+
+
+def try_pair(pair: ModelPair, memory_bytes: int, progress: Progress | None) -> str:
+    """Try new files in a separate process. See `check_loadable`.
+
+    A model whose files are larger than `memory_bytes` is not run, because it is not going to be loaded.
+    """
+    models = []
+    for found in filter(None, (pair.target, pair.draft)):
+        with suppress(OSError, ModelFileError):  # `check_loadable` skips files that cannot be read.
+            size_bytes = sum(file.stat().st_size for file in found.file_format.files(found.path))
+            runs = size_bytes <= memory_bytes
+            models.append(TrialModel(found.name, found.path, found.file_format, runs))
+    return check_loadable(models, progress)
 
 
 def load_target(pair: ModelPair, options: LoadOptions, progress: Progress | None) -> LanguageModel:

@@ -10,7 +10,7 @@ from edgespec.backends.base import LanguageModel, LoadOptions
 from edgespec.backends.registry import format_at
 from edgespec.costs.target_costs import PassCosts
 from edgespec.errors import ModelFileError
-from edgespec.files import sampled_sha256
+from edgespec.files import file_state, sampled_sha256
 from edgespec.memory import MemoryPlan
 from edgespec.memory.prefix_cache import PrefixCache, PrefixCacheDisk, ReuseCosts, max_copy_bytes
 from edgespec.saved_arrays import models_fingerprint
@@ -24,24 +24,16 @@ _ASSUMED_BYTES_PER_SECOND = 1e10
 
 
 def file_states(target: Path, adapter: str | None) -> tuple[str, ...]:
-    """Return the current state of a model's files, to detect later changes.
+    """Return the `file_state` of each of a model's files, to detect later changes.
 
-    A state contains a file's name, inode, size, modification time and change time. Writing to a file changes
-    both times, and only the modification time can be reset, so there is no need to read the contents. Returns
-    an empty tuple if a file's state cannot be read.
+    Returns an empty tuple if a file's state cannot be read.
     """
     try:
         files = format_at(target).files(target)
         files += sorted(Path(adapter).iterdir()) if adapter is not None else []
-        return tuple(map(_file_state, files))
+        return tuple(map(file_state, files))
     except (OSError, ModelFileError):
         return ()
-
-
-def _file_state(path: Path) -> str:
-    status = path.stat()
-    numbers = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
-    return f"{path.name} {' '.join(map(str, numbers))}"
 
 
 def create_prefix_cache(

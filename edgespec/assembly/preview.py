@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Unpack
 
 from edgespec.assembly.load_request import LoadRequest
-from edgespec.assembly.pairing import find_pair
+from edgespec.assembly.pairing import find_pair, try_pair
 from edgespec.assembly.planning import LoadPlan, budget_for, plan_pair
 from edgespec.backends.base import Progress
 from edgespec.backends.memory_estimate import Pool
@@ -78,6 +78,8 @@ def plan(
             return resolve_metadata(reference, Path(folder), progress)
 
         pair = find_pair(request.target, request.draft, request.drafting, progress, request.options, find)
+        if not request.trust:
+            try_pair(pair, 0, progress)
         if address_space_is_limited():
             # `load` needs this module, so the budget must exclude its address space.
             import_module("edgespec.assembly.loading")

@@ -38,6 +38,12 @@ def _estimate_gguf(path: str, name: str, _options: LoadOptions) -> MemoryEstimat
     return GgufMemoryEstimator(path, name)
 
 
+def _try_gguf(path: str, name: str, runs: bool, progress: Progress | None) -> None:
+    from edgespec.backends.llamacpp.trial import try_model
+
+    try_model(path, name, runs, progress)
+
+
 def _gguf_tokens(path: Path) -> TokenList | None:
     return tokens_of_header(read_header(gguf_files(path)[0]))
 
@@ -52,6 +58,12 @@ def _estimate_split(path: str, name: str, _options: LoadOptions) -> MemoryEstima
     from edgespec.backends.llamacpp.memory_estimate import GgufMemoryEstimator
 
     return GgufMemoryEstimator(path, name, split=True)
+
+
+def _try_split(path: str, name: str, runs: bool, progress: Progress | None) -> None:
+    from edgespec.backends.llamacpp.trial import try_split_model
+
+    try_split_model(path, name, runs, progress)
 
 
 def _split_tokens(folder: Path) -> TokenList | None:
@@ -86,6 +98,12 @@ def _llama_cpp_cards() -> Sequence[tuple[str, int]]:
     return [(card.name, card.free_bytes) for card in cards()]
 
 
+def _preload_llama_cpp() -> None:
+    from edgespec.backends.llamacpp.native import library
+
+    library()
+
+
 def _preload_mlx() -> None:
     from edgespec.backends.mlx.build_info import mlx_lm_utils
 
@@ -111,6 +129,7 @@ _GGUF = FileFormat(
     mapped=True,
     preparations=frozenset({"layerskip", "lowbit"}),
     low_bit_copy_format="gguf",
+    trial=_try_gguf,
 )
 _SPLIT_GGUF = FileFormat(
     name="layerskip",
@@ -124,6 +143,7 @@ _SPLIT_GGUF = FileFormat(
     preparations=frozenset({"lowbit"}),
     fixed_exit=True,
     low_bit_copy_format="gguf",
+    trial=_try_split,
 )
 _MLX = FileFormat(
     name="mlx",
@@ -148,6 +168,7 @@ BUILT_IN = (
         process_bytes=_LLAMA_CPP_PROCESS_BYTES,
         modules=("llama_cpp",),
         packages=("llama-cpp-python",),
+        preload=_preload_llama_cpp,
         graphics_cards=_llama_cpp_cards,
         knows_architecture=_llama_cpp_knows,
     ),

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from edgespec.errors import BackendMissingError, ModelFileError
 from edgespec.files import read_regular_file
+from edgespec.installation import setup_command
 
 __all__ = [
     "MAX_JSON_BYTES",
@@ -57,7 +58,7 @@ def require_mlx(model: str) -> None:
     if not mlx_installed():
         raise BackendMissingError(
             f"{model} is an MLX model, but mlx and mlx-lm are not installed",
-            'install them with `pip install "edgespec[mlx]"`, or choose a GGUF model',
+            f"install them with `{setup_command('mlx')}`, or choose a GGUF model",
         )
 
 

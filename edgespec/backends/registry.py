@@ -79,6 +79,8 @@ class FileFormat:
         low_bit_copy_format: Name of the format of prepared low-bit copies. Empty if the format does not use
             them.
         low_bit_weights: Whether loaded weights can be split to draft with fewer bits, without a copy.
+        trial: Loads the model at a path, given its name, whether to run a few tokens, and a progress callback
+            (see `trial_load`). None if no file can end the process.
     """
 
     name: str
@@ -100,6 +102,7 @@ class FileFormat:
     measure_exits: Callable[[LanguageModel, Sequence[int], int], ExitMeasurement] | None = None
     low_bit_copy_format: str = ""
     low_bit_weights: bool = False
+    trial: Callable[[str, str, bool, Progress | None], None] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

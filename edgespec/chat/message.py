@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from edgespec.errors import OptionError
@@ -11,6 +11,8 @@ from edgespec.errors import OptionError
 __all__ = ["Message", "Role", "as_message", "as_messages"]
 
 Role = Literal["user", "assistant", "system"]
+# Used for reasoning that another program wrote. They are the markers of most models.
+_DEFAULT_MARKERS = ("<think>\n", "\n</think>\n\n")
 _ROLES: dict[str, Role] = {"system": "system", "user": "user", "assistant": "assistant"}
 
 
@@ -22,11 +24,20 @@ class Message:
         role: The author of the message.
         content: The text. For a reply of the model, the answer without its reasoning.
         reasoning: What the model wrote before its answer. Empty if it did not reason.
+        markers: The text before and after the reasoning, such as `<think>` and white space.
     """
 
     role: Role
     content: str
     reasoning: str = ""
+    markers: tuple[str, str] = field(default=("", ""), compare=False)
+
+    @property
+    def text(self) -> str:
+        """The whole text, exactly as the model wrote it."""
+        unmarked = self.reasoning and not any(self.markers)
+        before, after = _DEFAULT_MARKERS if unmarked else self.markers
+        return before + self.reasoning + after + self.content
 
     def for_template(self) -> dict[str, str]:
         """Return the message as chat templates read it, with `reasoning_content` if there is reasoning.
@@ -81,4 +92,7 @@ def as_message(number: int, item: Message | Mapping[str, Any]) -> Message:
             f"the reasoning of message {number} must be a string, not {type(reasoning).__name__}",
             "pass the reasoning as a string, or leave it out",
         )
-    return Message(role, content, reasoning)
+    markers = item.get("markers") or ["", ""]
+    if not isinstance(markers, list) or [type(marker) for marker in markers] != [str, str]:
+        raise OptionError(f"the markers of message {number} must be a list of two strings", "leave them out")
+    return Message(role, content, reasoning, (markers[0], markers[1]))

@@ -11,6 +11,7 @@ from typing import Literal
 
 from edgespec.backends.base import Vocabulary
 from edgespec.chat.message import Message
+from edgespec.chat.reasoning import opening_marker
 from edgespec.chat.template import ChatTemplate
 from edgespec.errors import ContextFullError, OptionError
 
@@ -39,11 +40,13 @@ class RenderedPrompt:
         tokens: The token ids of that text.
         dropped_messages: Number of oldest messages left out because the context is full. The system prompt is
             never dropped and does not count.
+        reply_start: Text at the end of the prompt that belongs to the reply, if a reply is continued.
     """
 
     text: str
     tokens: list[int]
     dropped_messages: int = 0
+    reply_start: str = ""
 
 
 class PromptBuilder:
@@ -106,10 +109,15 @@ class PromptBuilder:
                 f" only {context_tokens}, including the messages before it",
                 "start a new chat, or load the model with a larger --context",
             ) from error
+        opening = opening_marker(prompt.text)
+        if opening and reply_start.startswith(opening):
+            # The template writes the opening marker itself.
+            reply_start = reply_start.removeprefix(opening)
+            start_tokens = self._reply_tokens(reply_start)
         text = prompt.text + reply_start
         remembered = next((each.tokens for each in self._remembered if each.text == text), None)
         tokens = list(remembered or prompt.tokens + start_tokens)
-        return RenderedPrompt(text, tokens, prompt.dropped_messages)
+        return RenderedPrompt(text, tokens, prompt.dropped_messages, opening + reply_start)
 
     def _reply_tokens(self, text: str) -> list[int]:
         """Return tokens that spell exactly `text`, as a model would write it in a reply."""

@@ -11,7 +11,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from types import FrameType
 from typing import TypeVar
 
@@ -22,6 +22,8 @@ from edgespec.cli.failures import INTERRUPTED
 __all__ = ["Stop", "interruptible"]
 
 _Result = TypeVar("_Result")
+# How often the main thread checks for signals.
+_SIGNAL_SECONDS = 0.1
 
 
 class Stop:
@@ -84,6 +86,9 @@ def interruptible(work: Callable[[Stop], _Result]) -> _Result:
     limit_malloc_arenas()
     try:
         threading.Thread(target=run, name="edgespec-work", daemon=True).start()
+        # The system may deliver a signal to another thread, which does not wake this one.
+        while not outcome.done():
+            wait([outcome], timeout=_SIGNAL_SECONDS)
         return outcome.result()
     finally:
         for number, handler in before.items():

@@ -16,6 +16,8 @@ from edgespec.backends.base import LanguageModel, LoadOptions, Progress
 from edgespec.backends.gguf_files import gguf_files
 from edgespec.backends.llamacpp import layerskip_files, load
 from edgespec.backends.llamacpp.layerskip import load_layerskip
+from edgespec.backends.registry import format_at
+from edgespec.backends.trial_load import TrialModel, check_loadable
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import CapabilityError, ModelFileError, OptionError
 from edgespec.prepare.builder import BuildFolder, build, interrupted_settings
@@ -65,6 +67,7 @@ def prepare_layerskip(
     """
     source = GgufModel(gguf_files(path))
     _check_source(source, path)
+    check_loadable([TrialModel(path.name, path, format_at(path), runs=True)], progress)
     exits: tuple[Exit, ...] | None = None
     if exit_layer is None:
         if to is None and (existing := _find_valid(path)):

@@ -9,6 +9,8 @@ from tempfile import TemporaryDirectory, gettempdir
 from typing import TYPE_CHECKING, Any
 
 from edgespec.backends.base import Progress
+from edgespec.backends.registry import format_at
+from edgespec.backends.trial_load import TrialModel, check_loadable
 from edgespec.errors import ModelFileError, OptionError
 from edgespec.files import error_reason, write_advice
 from edgespec.prepare.builder import BuildFolder, build
@@ -80,6 +82,7 @@ def prepare_lowbit(
             path = split_model.source
     source_bytes = sum(part.stat().st_size for part in model_files(path))
     if not path.is_dir():
+        check_loadable([TrialModel(path.name, path, format_at(path), runs=False)], progress)
         check_can_share_cache(path)
     size = _size(path, type_name)
     facts: Mapping[str, Any] = {

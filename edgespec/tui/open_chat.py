@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from threading import Event
 from typing import TYPE_CHECKING
 
 from markdown_it import MarkdownIt
@@ -15,7 +16,7 @@ from edgespec.chat.store import SavedChat, Setting, title_of
 if TYPE_CHECKING:
     from edgespec import Reply, TextChunk
 
-__all__ = ["ChatEntry", "OpenChat", "code_blocks"]
+__all__ = ["ChatEntry", "OpenChat", "RunningTurn", "code_blocks"]
 
 
 @dataclass(slots=True)
@@ -28,6 +29,29 @@ class ChatEntry:
     reply: Reply | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class RunningTurn:
+    """A message and its reply while the model writes it.
+
+    Attributes:
+        messages_before: The conversation up to the message.
+        reply_start: Text of the reply that is being continued, or an empty string.
+        written: Text of the reply since then. The model thread appends to this list.
+        ended: Set when the turn has ended and must not be saved any more.
+    """
+
+    messages_before: tuple[Message, ...]
+    reply_start: str = ""
+    written: list[str] = field(default_factory=list)
+    ended: Event = field(default_factory=Event)
+
+    @property
+    def messages(self) -> tuple[Message, ...]:
+        """The conversation with the reply as far as it is written."""
+        text = self.reply_start + "".join(self.written)
+        return (*self.messages_before, Message("assistant", text)) if text else self.messages_before
+
+
 @dataclass(slots=True)
 class OpenChat:
     """The chat that is currently open.
@@ -35,6 +59,8 @@ class OpenChat:
     Attributes:
         id: Empty until the chat is first saved.
         saved_at: Time of the last save that this program wrote or read, or None.
+        unfinished: Whether the program ended before the last reply did.
+        turn: The message and the reply that the model is writing, or None. They are not among the entries.
     """
 
     system: str | None = None
@@ -44,12 +70,17 @@ class OpenChat:
     created: datetime = field(default_factory=lambda: datetime.now(UTC))
     entries: list[ChatEntry] = field(default_factory=list)
     saved_at: datetime | None = None
+    unfinished: bool = False
+    turn: RunningTurn | None = None
 
     @classmethod
     def opened(cls, chat: SavedChat, settings: Mapping[str, Setting]) -> OpenChat:
         """Create an open chat from a saved chat. `settings` are its valid settings."""
         entries = [ChatEntry(message.role, message.content) for message in chat.messages]
-        return cls(chat.system, dict(settings), chat.id, chat.title, chat.created, entries, chat.updated)
+        return cls(
+            *(chat.system, dict(settings), chat.id, chat.title, chat.created, entries, chat.updated),
+            unfinished=chat.unfinished,
+        )
 
     @property
     def messages(self) -> tuple[Message, ...]:
@@ -80,17 +111,30 @@ class OpenChat:
                 old[place] = ChatEntry(message.role, message.content)
         self.entries[:] = [old[place] for place in range(len(messages))]
 
-    def saved(self, target: str) -> SavedChat:
-        """Return a copy of the chat to save."""
+    def begin_turn(self, messages: tuple[Message, ...], reply_start: str = "") -> RunningTurn:
+        """Begin a reply to `messages`, which `saved` includes from now on."""
+        self.turn = RunningTurn(messages, reply_start)
+        return self.turn
+
+    def end_turn(self) -> None:
+        """End the turn. `saved` then returns the entries again."""
+        if self.turn is not None:
+            self.turn.ended.set()
+            self.turn = None
+
+    def saved(self, target: str, turn: RunningTurn | None = None) -> SavedChat:
+        """Return a copy of the chat to save, with the given or else the running turn."""
+        turn = turn or self.turn
         return SavedChat(
             id=self.id,
-            messages=self.messages,
+            messages=self.messages if turn is None else turn.messages,
             created=self.created,
             updated=datetime.now(UTC),
             title=self.title,
             target=target,
             system=self.system,
             sampling=dict(self.settings),
+            unfinished=self.unfinished or turn is not None,
         )
 
     def as_markdown(self) -> str:

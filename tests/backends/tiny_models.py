@@ -180,10 +180,17 @@ def write_moe(path: Path, *, template: str | None = CHATML, seed: int = 0) -> Pa
     return path
 
 
-def write_mamba(path: Path, *, template: str | None = CHATML, seed: int = 0, layers: int = 1) -> Path:
+def write_mamba(
+    path: Path,
+    *,
+    template: str | None = CHATML,
+    seed: int = 0,
+    layers: int = 1,
+    architecture: str = "mamba",
+) -> Path:
     """Write a recurrent model, whose state cannot be truncated."""
     random = np.random.default_rng(seed)
-    writer = _open(path, "mamba", layers=layers, feed_forward=0)
+    writer = _open(path, architecture, layers=layers, feed_forward=0)
     writer.add_head_count(0)
     _add_state_sizes(writer)
     vocab = _vocabulary(writer, WORDS, template)

@@ -64,7 +64,7 @@ class Script:
 
     text: str = MARKDOWN
     pause_seconds: float = 0.0
-    error: Exception | None = None
+    error: BaseException | None = None
     error_after: int = 0
     dropped: int = 0
     gate: threading.Event | None = None
@@ -167,10 +167,15 @@ class ScriptedChat:
     def edit_last(self, text: str, **options: Any) -> ScriptedStream:
         return self._answer([*self.messages[: self._last_user()], Message("user", text)], options)
 
+    def continue_reply(self, **options: Any) -> ScriptedStream:
+        messages = self.messages[: self._last_user() + 1]
+        start = "".join(message.content for message in self.messages[len(messages) :])
+        return self._answer(messages, options, start)
+
     def _last_user(self) -> int:
         return max(place for place, message in enumerate(self.messages) if message.role == "user")
 
-    def _answer(self, messages: list[Message], options: dict[str, Any]) -> ScriptedStream:
+    def _answer(self, messages: list[Message], options: dict[str, Any], start: str = "") -> ScriptedStream:
         self._runtime.asked.append((self.system, messages[-1].content, options))
         before = self.messages
         script = self._runtime.scripts.pop(0) if self._runtime.scripts else Script()
@@ -179,7 +184,7 @@ class ScriptedChat:
             if reply is None or (reply.finish_reason == "cancelled" and not reply.text):
                 self.messages = before
                 return
-            self.messages = [*messages, Message("assistant", reply.text)]
+            self.messages = [*messages, Message("assistant", start + reply.text)]
             self.context_used_tokens = 100 * len(self.messages)
             self.dropped_messages = script.dropped
 

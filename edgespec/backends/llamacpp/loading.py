@@ -68,9 +68,16 @@ def load_weights(path: str, name: str, options: LoadOptions, progress: Progress 
     return load_files(path, name, options, progress)
 
 
-def load_files(paths: Paths, name: str, options: LoadOptions, progress: Progress | None) -> Any:
-    """Load a model without checking its size. See `load_weights` for the arguments and errors."""
+def load_files(
+    paths: Paths, name: str, options: LoadOptions, progress: Progress | None, *, repack: bool = True
+) -> Any:
+    """Load a model without checking its size. See `load_weights` for the arguments and errors.
+
+    With `repack` set to False, llama.cpp does not copy weights into a faster layout, so that they can be
+    memory-mapped.
+    """
     params = _params(options.gpu_layers)
+    params.use_extra_bufts = repack
     lib = library()
     params.load_mode = {
         (False, False): lib.LLAMA_LOAD_MODE_NONE,

@@ -20,6 +20,7 @@ from typing import Any
 
 from edgespec.errors import BackendMissingError, ConfigurationError
 from edgespec.files import log_folder, make_private_folder, regular_file_bytes, touch_private
+from edgespec.installation import setup_command
 
 __all__ = ["Interrupt", "captured_log", "ggml", "library", "recent_errors"]
 
@@ -44,7 +45,7 @@ def library() -> ModuleType:
     except (ImportError, OSError, RuntimeError) as error:
         raise BackendMissingError(
             f"llama-cpp-python, which runs GGUF models, cannot be imported: {error}",
-            "install it with `pip install llama-cpp-python`, which needs a C++ compiler",
+            f"install it with `{setup_command()}`, which needs a C++ compiler",
         ) from error
     _open_log()
     _resend_interrupts_in_callbacks()

@@ -67,10 +67,15 @@ class Transcript(VerticalScroll):
         await self._column.mount(widget)
         self.anchor()
 
-    async def start_reply(self) -> ReplyMessage:
-        """Append an empty reply widget that is ready to receive text."""
-        reply = ReplyMessage(origin=self._origin)
-        await self.add(reply)
+    async def start_reply(self, *, resume: bool = False) -> ReplyMessage:
+        """Return a reply widget that is ready to receive text: a new one, or the last one if `resume`."""
+        last = self._messages[-1] if resume else None
+        if isinstance(last, ReplyMessage):
+            reply = last
+            self.anchor()
+        else:
+            reply = ReplyMessage(origin=self._origin)
+            await self.add(reply)
         reply.begin()
         return reply
 

@@ -1,0 +1,342 @@
+"""Try new model files in a child process before loading them, because a damaged file can end its process."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import queue
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import IO, Any, NamedTuple
+
+from edgespec.backends.base import Progress
+from edgespec.backends.registry import FileFormat, backend_of, format_of
+from edgespec.errors import BackendError, CancelledError, EdgespecError, ModelFileError
+from edgespec.files import cache_folder, file_state, read_regular_file, regular_file_bytes, write_private_file
+from edgespec.heap import limit_malloc_arenas
+
+__all__ = ["TrialModel", "check_loadable", "main"]
+
+_VERSION = 1
+# Limits on the number of results in the file and on its size. Each result takes about 100 bytes.
+_MAX_RESULTS, _MAX_FILE_BYTES = 1000, 2**20
+# Signals of a process that failed by itself. Other signals come from outside, such as from the system when
+# memory runs out, and say nothing about the file.
+_CRASHES = ("SIGABRT", "SIGBUS", "SIGFPE", "SIGILL", "SIGSEGV", "SIGSYS", "SIGTRAP")
+# Maximum length of llama.cpp's last words in an error message, in characters.
+_MAX_REASON = 200
+# The time limit of a trial. The second term allows for a slow disk, in bytes per second.
+_MAX_SECONDS, _SLOW_DISK = 60, 10 * 2**20
+# The limit of processor time, which does not include waiting for a disk, per trial and per GiB of the files.
+_MAX_CPU_SECONDS, _MAX_CPU_SECONDS_PER_GIB = 30, 2
+# How often `progress` is called while the child process reports nothing.
+_PROGRESS_SECONDS = 0.1
+# The child process imports this package from where this process found it, and nothing from the current
+# folder, which can contain files of strangers.
+_CODE = (
+    "import json, sys; request = json.loads(sys.argv[1]); sys.path[:] = request['path'];"
+    " from edgespec.backends.trial_load import main; main(request)"
+)
+_PASSED, _REFUSED = "passed", "refused"
+
+
+class TrialModel(NamedTuple):
+    """A model to try.
+
+    Attributes:
+        name: The model's name for messages.
+        path: Path of the model.
+        form: The model's file format.
+        runs: Whether to also load the weights and run a few tokens, rather than read the metadata only.
+    """
+
+    name: str
+    path: Path
+    form: FileFormat
+    runs: bool
+
+
+def check_loadable(models: Sequence[TrialModel], progress: Progress | None = None) -> str:
+    """Load models in a child process, unless these files were tried before on this machine.
+
+    Some damaged files make a backend abort its process, which cannot be caught. The result is saved, and is
+    valid until one of the files or the backend's version changes.
+
+    Args:
+        models: The models to try.
+        progress: Called during the trial. Returning False cancels it.
+
+    Returns:
+        A user-facing notice if the models could not be tried, or an empty string.
+
+    Raises:
+        ModelFileError: A file ended the child process, now or in an earlier trial.
+        BackendError: The child process was killed or took too long.
+        CancelledError: `progress` returned False.
+    """
+    results = _Results()
+    untried = {}
+    for model in models:
+        key = _key(model) if model.form.trial else None
+        if key is None:
+            continue
+        known = results.get(key)
+        if known and known.failure:
+            raise _failure(model, known.failure)
+        if known is None or (model.runs and not known.ran):
+            untried[key] = model
+    if not untried:
+        return ""
+    limit_malloc_arenas()
+    with ExitStack() as stack:
+        try:
+            child = stack.enter_context(_start_child(list(untried.values())))
+        except OSError as error:
+            return _not_tried(models, error.strerror or str(error))
+        for model in untried.values():
+            # Import the backend meanwhile, which the load that follows needs.
+            backend_of(model.form.name).preload()
+        for key, model in untried.items():
+            outcome = child.wait_for(model, progress)
+            if outcome == _PASSED:
+                results.add(key, _Result(model.runs))
+            elif outcome == "":
+                crash = child.crash(model)
+                if not crash:
+                    return _not_tried(models, "the process failed to start")
+                results.add(key, _Result(model.runs, crash))
+                raise _failure(model, crash)
+    return ""
+
+
+def _not_tried(models: Sequence[TrialModel], why: str) -> str:
+    names = " and ".join(model.name for model in models)
+    return f"{names} could not be tried in a separate process before loading: {why}"
+
+
+def _failure(model: TrialModel, reason: str) -> ModelFileError:
+    return ModelFileError(
+        f"{model.path} is damaged or not supported:"
+        f" {backend_of(model.form.name).name} crashed while loading it ({reason})",
+        "download it again or choose another model (`edgespec chat --trust` skips this check, but the crash"
+        " would then end edgespec)",
+    )
+
+
+def _key(model: TrialModel) -> str | None:
+    """Return a digest that changes with the files and the backend, or None if a file cannot be read."""
+    try:
+        states = [file_state(file) for file in model.form.files(model.path)]
+    except (OSError, ModelFileError):
+        return None  # Loading the model raises a better error.
+    versions = []
+    for package in backend_of(model.form.name).packages:
+        with suppress(PackageNotFoundError):
+            versions.append(version(package))
+    parts = (os.path.abspath(model.path), states, versions)
+    return hashlib.sha256(repr(parts).encode("utf-8", "surrogatepass")).hexdigest()[:32]
+
+
+@dataclass(frozen=True, slots=True)
+class _Result:
+    """The result of a trial: whether tokens were run, and how the process crashed, if it did."""
+
+    ran: bool
+    failure: str = ""
+
+
+class _Results:
+    """The saved results of trials. A missing, damaged or read-only file is ignored."""
+
+    def __init__(self) -> None:
+        self._path = cache_folder() / "trials.json"
+
+    def get(self, key: str) -> _Result | None:
+        """Return a result, or None if the files were not tried."""
+        return self._read().get(key)
+
+    def add(self, key: str, result: _Result) -> None:
+        """Save a result. If writing fails, the next load tries the files again."""
+        results = self._read()
+        results.pop(key, None)
+        results[key] = result
+        kept = list(results.items())[-_MAX_RESULTS:]
+        value = {"version": _VERSION, "trials": {key: [one.ran, one.failure] for key, one in kept}}
+        with suppress(OSError):
+            write_private_file(self._path, json.dumps(value).encode())
+
+    def _read(self) -> dict[str, _Result]:
+        try:
+            if regular_file_bytes(self._path) > _MAX_FILE_BYTES:
+                return {}
+            value = json.loads(read_regular_file(self._path))
+            if value["version"] != _VERSION:
+                return {}
+            return {str(key): _Result(bool(one[0]), str(one[1])) for key, one in value["trials"].items()}
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError):
+            return {}
+
+
+class _Child:
+    """A running child process that tries models in order, created by `_start_child`.
+
+    Attributes:
+        process: The process, which prints progress and outcomes to its stdout.
+        errors: The file that its stderr is written to.
+        max_seconds: The time limit of the trials.
+    """
+
+    def __init__(self, process: subprocess.Popen[bytes], errors: IO[bytes], max_seconds: float) -> None:
+        self._process, self._errors, self._max_seconds = process, errors, max_seconds
+        self._began = time.monotonic()
+        self._lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        self._reader = threading.Thread(target=_read_lines, args=(process.stdout, self._lines.put))
+        self._reader.start()
+
+    def end(self) -> None:
+        """End the process and wait until all its output has been read."""
+        self._process.kill()
+        self._reader.join()
+
+    def wait_for(self, model: TrialModel, progress: Progress | None) -> str:
+        """Return the outcome of a model's trial, or an empty string if the process ended before."""
+        fraction = 0.0
+        while True:
+            if progress and not progress(f"checking {model.name} (first load only)", fraction):
+                raise CancelledError(f"loading {model.name} was cancelled")
+            if time.monotonic() > self._began + self._max_seconds:
+                raise _stopped(model, f"it took more than {self._max_seconds:.0f} seconds")
+            try:
+                line = self._lines.get(timeout=_PROGRESS_SECONDS)
+            except queue.Empty:
+                continue
+            if line is None or line in (_PASSED, _REFUSED):
+                return line or ""
+            with suppress(ValueError):
+                fraction = min(1.0, max(0.0, float(line)))
+
+    def crash(self, model: TrialModel) -> str:
+        """Return how the process crashed, or an empty string if it exited with an error status.
+
+        Raises:
+            BackendError: The process was killed from outside.
+        """
+        status = self._process.wait()
+        if 0 <= status <= 0xFF:
+            return ""
+        name = _signal_name(status)
+        if status < 0 and name not in _CRASHES:
+            raise _stopped(model, f"the system ended it with {name}")
+        return self._last_words() or name
+
+    def _last_words(self) -> str:
+        """Return the last line that the process printed, without the folder of the source file in it."""
+        self._errors.seek(0)
+        lines = self._errors.read(2**20).decode("utf-8", "replace").split("\n")
+        found = [line.strip() for line in lines if line.strip()]
+        asserted = [line for line in found if "GGML_ASSERT" in line or "GGML_ABORT" in line]
+        last = (asserted or found or [""])[-1]
+        return re.sub(r"^\S*[/\\](?=[\w.-]+:\d+: )", "", last)[:_MAX_REASON]
+
+
+@contextmanager
+def _start_child(models: Sequence[TrialModel]) -> Iterator[_Child]:
+    """Start a child process that tries models, and end it after the `with` block. Raises OSError."""
+    if not sys.executable:
+        raise OSError("the path of Python's program file is unknown")
+    size_bytes = sum(file.stat().st_size for model in models for file in model.form.files(model.path))
+    request = {
+        "path": [str(Path(__file__).parents[2]), *filter(os.path.isabs, sys.path)],
+        "models": [(model.form.name, str(model.path), model.name, model.runs) for model in models],
+        "cpu_seconds": int(_MAX_CPU_SECONDS + _MAX_CPU_SECONDS_PER_GIB * size_bytes / 2**30),
+    }
+    with (
+        tempfile.TemporaryFile() as errors,
+        subprocess.Popen(
+            [sys.executable, "-I", "-c", _CODE, json.dumps(request)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            # Without this, ggml starts a debugger to print where it aborts.
+            env={**os.environ, "GGML_NO_BACKTRACE": "1"},
+            # Keep the terminal's Ctrl-C from the child process, which this process ends itself.
+            start_new_session=True,
+        ) as process,
+    ):
+        child = _Child(process, errors, _MAX_SECONDS + size_bytes / _SLOW_DISK)
+        try:
+            yield child
+        finally:
+            child.end()
+
+
+def _stopped(model: TrialModel, why: str) -> BackendError:
+    return BackendError(
+        f"the trial of {model.path} in a separate process did not finish: {why}",
+        "close other programs and try again; if you trust this file, `edgespec chat --trust` skips the trial",
+    )
+
+
+def _signal_name(status: int) -> str:
+    try:
+        return signal.Signals(-status).name
+    except ValueError:
+        return f"status {status:#x}"
+
+
+def _read_lines(stream: IO[bytes], put: Callable[[str | None], None]) -> None:
+    """Pass the lines of a stream to `put`, then None."""
+    for line in stream:
+        put(line.decode("ascii", "replace").strip())
+    put(None)
+
+
+def main(request: dict[str, Any]) -> None:
+    """Try the models of a request in the child process, and print how each trial ends."""
+    _limit_process(request["cpu_seconds"])
+    threading.Thread(target=_exit_with_parent, daemon=True).start()
+    for form, path, name, runs in request["models"]:
+        trial = format_of(form).trial
+        try:
+            if trial is not None:
+                trial(path, name, runs, _print_fraction)
+            _print(_PASSED)
+        except EdgespecError:
+            _print(_REFUSED)  # Loading the model raises the same error.
+    os._exit(0)
+
+
+def _limit_process(cpu_seconds: int) -> None:
+    """Limit the process's CPU time, and keep a crash from writing the model's memory to a core file."""
+    if sys.platform != "win32":
+        import resource
+
+        for limit, value in ((resource.RLIMIT_CPU, cpu_seconds), (resource.RLIMIT_CORE, 0)):
+            with suppress(OSError, ValueError):
+                resource.setrlimit(limit, (value, resource.getrlimit(limit)[1]))
+
+
+def _exit_with_parent() -> None:
+    """Exit when the parent process ends, which closes stdin."""
+    os.read(0, 1)
+    os._exit(1)
+
+
+def _print(line: str) -> None:
+    os.write(1, f"{line}\n".encode())
+
+
+def _print_fraction(_description: str, fraction: float) -> bool:
+    _print(f"{fraction:.3f}")
+    return True

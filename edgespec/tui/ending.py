@@ -1,0 +1,92 @@
+"""End the chat on signals and when the terminal is closed, even if the screen or the model is stuck."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Callable
+from threading import Event, Thread
+from time import monotonic, sleep
+from types import FrameType, TracebackType
+from typing import Any
+
+__all__ = ["EndWatch"]
+
+# SIGHUP means that the terminal was closed. Windows does not have it.
+_SIGNALS = [each for each in signal.Signals if each.name in ("SIGHUP", "SIGINT", "SIGTERM")]
+# Interval between checks that the terminal is still there.
+_CHECK_SECONDS = 1.0
+# Time after which the process is ended by force. It includes stopping the reply and closing the model, and is
+# shorter without a terminal, which then need not be restored.
+_FORCE_SECONDS = 20.0
+_FORCE_CLOSED_SECONDS = 4.0
+# Interval between attempts to quit while the app is still starting.
+_RETRY_SECONDS = 0.05
+_INTERRUPTED = 130
+
+
+class EndWatch:
+    """Context manager that ends the chat on SIGHUP, SIGINT and SIGTERM, or when its terminal is closed.
+
+    A thread does the work, because the main thread can be blocked by a terminal that no longer reads.
+
+    Args:
+        save: Saves what is not saved yet. Called from the thread.
+        leave: Asks the app to quit, and returns False if it has not started yet. Called from the thread, once
+            per signal.
+
+    Attributes:
+        signalled: True once a signal has arrived or the terminal was closed.
+    """
+
+    def __init__(self, save: Callable[[], None], leave: Callable[[], bool]) -> None:
+        self.signalled = False
+        self._save = save
+        self._leave = leave
+        self._arrived = Event()
+        self._ended = False
+        self._had_terminal = _has_terminal()
+        self._handlers: dict[int, Any] = {}
+
+    def __enter__(self) -> EndWatch:
+        for number in _SIGNALS:
+            # `nohup` ignores SIGHUP, and the chat leaves that as it is.
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                self._handlers[number] = signal.signal(number, self._on_signal)
+        Thread(target=self._watch, name="edgespec-end", daemon=True).start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._ended = True
+        self._arrived.set()
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
+
+    def _on_signal(self, _number: int, _frame: FrameType | None) -> None:
+        self._arrived.set()
+
+    def _watch(self) -> None:
+        deadline = float("inf")
+        closed = False
+        while not self._ended:
+            self._arrived.wait(_CHECK_SECONDS)
+            if self._had_terminal and not closed and not _has_terminal():
+                closed = True
+                self._arrived.set()
+            if self._arrived.is_set() and not self._ended:
+                self.signalled = True
+                deadline = min(deadline, monotonic() + (_FORCE_CLOSED_SECONDS if closed else _FORCE_SECONDS))
+                self._save()
+                if self._leave():
+                    self._arrived.clear()
+                else:
+                    sleep(_RETRY_SECONDS)
+            if monotonic() > deadline:
+                os._exit(_INTERRUPTED)
+
+
+def _has_terminal() -> bool:
+    return sys.__stdin__ is not None and sys.__stdin__.isatty()

@@ -1,0 +1,269 @@
+"""Files that make llama.cpp crash raise ModelFileError, because they are tried in a child process first."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+import edgespec
+from edgespec.backends import trial_load
+from edgespec.errors import BackendError, CancelledError, ModelFileError
+from edgespec.files import cache_folder
+from edgespec.prepare.layerskip import prepare_layerskip
+from edgespec.prepare.lowbit import prepare_lowbit
+from tests.backends.test_header_validation import altered
+from tests.backends.tiny_models import write_jamba, write_llama, write_mamba, write_moe
+
+
+@pytest.fixture(autouse=True)
+def children(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[subprocess.Popen[bytes]]:
+    """Try files as outside of tests, with an empty cache folder. Return the child processes."""
+    monkeypatch.setattr(trial_load._Results, "get", lambda results, key: results._read().get(key))
+    monkeypatch.setenv("EDGESPEC_CACHE_DIR", str(tmp_path / "cache"))
+    started: list[subprocess.Popen[bytes]] = []
+
+    class Popen(subprocess.Popen[bytes]):
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            super().__init__(*arguments, **options)
+            started.append(self)
+
+    monkeypatch.setattr(subprocess, "Popen", Popen)
+    return started
+
+
+def crashing(folder: Path) -> Path:
+    """Write a whole model whose architecture needs experts, which it does not have."""
+    return write_llama(folder / "model.gguf", architecture="smallthinker")
+
+
+def load(path: Path, **options: Any) -> str:
+    """Load a model and return a reply and its notices."""
+    options = {"context": 256, "measure_costs": False} | options
+    with edgespec.load(str(path), "none", **options) as runtime:
+        runtime.generate("files", max_tokens=2)
+        return runtime.target.notice
+
+
+def results() -> dict[str, list[Any]]:
+    path = cache_folder() / "trials.json"
+    trials: dict[str, list[Any]] = json.loads(path.read_bytes())["trials"] if path.exists() else {}
+    return trials
+
+
+@pytest.mark.parametrize(
+    ("write", "architecture", "reason"),
+    [
+        (write_llama, "smallthinker", "n_expert must be > 0"),
+        (write_llama, "llada-moe", "n_expert must be > 0"),
+        (write_llama, "paddleocr", r"ops.cpp:\d+: GGML_ASSERT\(sections"),
+        (write_mamba, "olmo2", "SIGFPE"),
+        (write_mamba, "phimoe", "SIGFPE"),
+    ],
+)
+def test_a_changed_architecture_is_reported(
+    write: Callable[..., Path], architecture: str, reason: str, tmp_path: Path
+) -> None:
+    path = write(tmp_path / "model.gguf", architecture=architecture)
+    with pytest.raises(ModelFileError, match=f"llama.cpp crashed while loading it .*{reason}"):
+        load(path)
+
+
+def test_crashing_files_are_reported_by_plans_and_preparations(tmp_path: Path) -> None:
+    path = crashing(tmp_path)
+    with pytest.raises(ModelFileError, match="crashed"):
+        edgespec.plan(str(path), None)
+    with pytest.raises(ModelFileError, match="crashed"):
+        prepare_lowbit(path)
+
+
+def test_a_crashing_draft_model_is_reported(demo_target: Path, tmp_path: Path) -> None:
+    draft = crashing(tmp_path)
+    with pytest.raises(ModelFileError, match=f"{draft} is damaged"):
+        edgespec.load(str(demo_target), str(draft), context=256)
+
+
+def test_a_crash_is_remembered(children: list[Any], tmp_path: Path) -> None:
+    path = crashing(tmp_path)
+    for _ in range(2):
+        with pytest.raises(ModelFileError, match="crashed"):
+            load(path)
+    assert len(children) == 1
+
+
+@pytest.mark.parametrize("write", [write_llama, write_moe, write_mamba, write_jamba])
+def test_good_files_are_tried_once(
+    write: Callable[[Path], Path], children: list[Any], tmp_path: Path
+) -> None:
+    path = write(tmp_path / "model.gguf")
+    assert not load(path)
+    assert not load(path)
+    assert len(children) == 1
+    assert list(results().values()) == [[True, ""]]
+
+
+def test_target_and_draft_model_are_tried_together(
+    children: list[Any], demo_target: Path, demo_draft: Path
+) -> None:
+    edgespec.load(str(demo_target), str(demo_draft), context=256, measure_costs=False).close()
+    assert len(children) == 1
+    assert len(results()) == 2
+
+
+def test_a_changed_file_is_tried_again(children: list[Any], tmp_path: Path) -> None:
+    path = write_llama(tmp_path / "model.gguf")
+    load(path)
+    status = path.stat()
+    crashing(tmp_path)
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+    with pytest.raises(ModelFileError, match="crashed"):
+        load(path)
+    write_llama(path, seed=1)
+    load(path)
+    assert len(children) == 3
+
+
+def test_a_plan_does_not_count_as_running_the_model(children: list[Any], tmp_path: Path) -> None:
+    """This architecture crashes only when it runs a token."""
+    path = write_llama(tmp_path / "model.gguf", architecture="paddleocr")
+    edgespec.plan(str(path), None)
+    with pytest.raises(ModelFileError, match="crashed"):
+        load(path)
+    assert len(children) == 2
+
+
+def test_trust_skips_the_trial(children: list[Any], tmp_path: Path) -> None:
+    load(write_llama(tmp_path / "model.gguf"), trust=True)
+    edgespec.plan(str(tmp_path / "model.gguf"), None, trust=True)
+    assert not children
+
+
+def test_refused_files_are_not_recorded(tmp_path: Path) -> None:
+    with pytest.raises(ModelFileError, match="layer count is 0"):
+        load(altered(tmp_path, "block_count", 0))
+    assert not results()
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"version": 1, "trials": {"a": 1}}', "[" * 10_000])
+def test_a_damaged_record_counts_as_empty(text: str, children: list[Any], tmp_path: Path) -> None:
+    cache_folder().mkdir(parents=True)
+    (cache_folder() / "trials.json").write_text(text)
+    load(write_llama(tmp_path / "model.gguf"))
+    assert len(children) == len(results()) == 1
+
+
+def test_the_record_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trial_load, "_MAX_RESULTS", 3)
+    for number in range(5):
+        trial_load._Results().add(str(number), trial_load._Result(True))
+    assert list(results()) == ["2", "3", "4"]
+
+
+def test_a_killed_trial_is_not_remembered(children: list[Any], tmp_path: Path) -> None:
+    path = write_llama(tmp_path / "model.gguf")
+
+    def kill(description: str, _fraction: float) -> bool:
+        assert description == "checking model.gguf (first load only)"
+        children[-1].kill()
+        return True
+
+    with pytest.raises(BackendError, match="did not finish: the system ended it with SIGKILL"):
+        load(path, progress=kill)
+    assert not results()
+    load(path)
+
+
+def test_a_slow_trial_is_given_up(
+    children: list[Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(trial_load, "_MAX_SECONDS", 0)
+    with pytest.raises(BackendError, match="did not finish: it took more than 0 seconds"):
+        load(write_llama(tmp_path / "model.gguf"))
+    assert children[0].returncode is not None
+    assert not results()
+
+
+def test_a_cancelled_trial_leaves_no_process(children: list[Any], tmp_path: Path) -> None:
+    path = write_llama(tmp_path / "model.gguf")
+    with pytest.raises(CancelledError, match="was cancelled"):
+        load(path, progress=lambda *_: False)
+
+    def interrupt(*_: Any) -> bool:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        load(path, progress=interrupt)
+    assert [child.returncode for child in children] == [-signal.SIGKILL] * 2
+    assert not results()
+
+
+@pytest.mark.parametrize("program", ["", "/missing/python", "/bin/false"])
+def test_models_load_if_no_process_can_be_started(
+    program: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(sys, "executable", program)
+    notice = load(write_llama(tmp_path / "model.gguf"))
+    assert "could not be tried in a separate process before loading: " in notice
+    assert not results()
+
+
+def test_the_trial_imports_nothing_from_the_current_folder(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for name in ("json", "numpy", "llama_cpp", "edgespec"):
+        (tmp_path / f"{name}.py").write_text("open('imported', 'w')\nraise ImportError")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", ".")
+    monkeypatch.syspath_prepend("")
+    assert not load(write_llama(tmp_path / "model.gguf"))
+    assert not Path("imported").exists()
+
+
+def test_prepared_models_are_tried(children: list[Any], demo_target: Path) -> None:
+    folder = prepare_layerskip(demo_target, 2).folder
+    load(folder)
+    assert len(children) == 2
+    assert len(results()) == 2
+
+
+def command(path: Path) -> subprocess.Popen[bytes]:
+    """Start `edgespec generate` as from a terminal."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "edgespec", "generate", "--target", str(path), "hi"],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+    )
+
+
+def test_the_command_reports_a_crash(tmp_path: Path) -> None:
+    with command(crashing(tmp_path)) as process:
+        _, errors = process.communicate()
+    assert process.returncode == 1
+    assert errors.startswith(b"error: ")
+    assert errors.count(b"\n") == 1
+    assert b"--trust" in errors
+
+
+@pytest.mark.parametrize(("sent", "status"), [(signal.SIGINT, 130), (signal.SIGKILL, -signal.SIGKILL)])
+def test_an_ended_command_leaves_no_process(sent: signal.Signals, status: int, tmp_path: Path) -> None:
+    with command(write_llama(tmp_path / "model.gguf")) as process:
+        deadline = time.monotonic() + 60
+        while not (found := psutil.Process(process.pid).children()):
+            assert process.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.005)
+        process.send_signal(sent)
+        assert process.wait(60) == status
+        psutil.wait_procs(found, timeout=60)
+        assert not any(child.is_running() for child in found)
