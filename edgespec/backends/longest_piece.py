@@ -10,7 +10,9 @@ __all__ = ["longest_piece_bytes"]
 _BYTE_LEVEL = frozenset(map(chr, [*range(33, 127), *range(161, 173), *range(174, 324)])) - frozenset(
     map(chr, [0xC0, 0xC1, *range(0xF5, 0x100)])
 )
-_BYTE_FALLBACK = frozenset(f"<0x{byte:02X}>" for byte in range(256) if byte not in (0xC0, 0xC1) and byte < 0xF5)
+_BYTE_FALLBACK = frozenset(
+    f"<0x{byte:02X}>" for byte in range(256) if byte not in (0xC0, 0xC1) and byte < 0xF5
+)
 
 
 def longest_piece_bytes(entries: Mapping[str, int], raw_piece: Callable[[int], bytes]) -> int:

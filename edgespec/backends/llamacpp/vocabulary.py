@@ -122,11 +122,7 @@ class LlamaVocabulary:
         try:
             yield
         finally:
-            with self._lock:
-                self._running_calls -= 1
-                last = self._running_calls == 0 and self._free_model
-            if last:
-                last()
+            self._update(calls=-1)
 
     def close(self, free_model: Callable[[], None]) -> None:
         """Make further calls raise ClosedError, and free the model when no call is running.
@@ -134,8 +130,13 @@ class LlamaVocabulary:
         Args:
             free_model: Function that frees the model. It may be called later and in another thread.
         """
+        self._update(free_model=free_model)
+
+    def _update(self, calls: int = 0, free_model: Callable[[], None] | None = None) -> None:
+        """Change the number of running calls or close the vocabulary, and free the model if it is unused."""
         with self._lock:
-            self._free_model = free_model
-            idle = self._running_calls == 0
-        if idle:
-            free_model()
+            self._running_calls += calls
+            self._free_model = self._free_model or free_model
+            free_now = None if self._running_calls else self._free_model
+        if free_now:
+            free_now()
