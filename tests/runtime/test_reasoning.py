@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 import edgespec
@@ -16,32 +15,13 @@ from edgespec.backends import llamacpp
 from edgespec.backends.base import LoadOptions
 from edgespec.chat.prompt import PromptBuilder
 from edgespec.chat.reasoning import reply_message
-from edgespec.engine.processors import Candidates, LogitsProcessor
 from edgespec.methods import DrafterSet
+from tests.forced import Begin
 from tests.reasoning_templates import KEEPS_ALL, OPENS_REASONING, QWEN_3
 
 FIRST, SECOND = "How do I list files by size?", "And by name?"
 OPTIONS: dict[str, Any] = {"seed": 3, "max_tokens": 60, "temperature": 0.7}
 THOUGHT = "<think>\nThe user wants `ls`.\n</think>\n\n"
-
-
-class Begin(LogitsProcessor):
-    """Makes a reply begin with given tokens."""
-
-    def __init__(self, tokens: list[int]) -> None:
-        self._tokens = tokens
-        self._count = 0
-
-    def apply(self, candidates: Candidates) -> Candidates:
-        if self._count >= len(self._tokens):
-            return candidates
-        return np.array([self._tokens[self._count]]), np.zeros(1)
-
-    def push(self, token: int) -> None:
-        self._count += 1
-
-    def pop(self, count: int) -> None:
-        self._count -= count
 
 
 def begin(runtime: Runtime, text: str) -> dict[str, Any]:
