@@ -165,7 +165,7 @@ def read_tensors(file: Path) -> dict[str, StoredTensor]:
                 tensors[name] = StoredTensor(shape, str(entry["dtype"]), end_offset - begin_offset)
     except OSError as error:
         raise ModelFileError(f"{file} cannot be read: {error.strerror}", "download it again") from error
-    except (ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, ArithmeticError, RecursionError, KeyError, TypeError, AttributeError) as error:
         raise ModelFileError(f"the header of {file} is damaged: {error}", "download it again") from error
     if needed_bytes > size_bytes:
         raise ModelFileError(

@@ -13,6 +13,7 @@ from edgespec.cli.failures import DONE, INTERRUPTED
 from edgespec.cli.help import HelpfulCommand
 from edgespec.cli.options import LOAD_NAMES, REPLY_NAMES, SAMPLING_NAMES, declared_options, pick
 from edgespec.cli.screen import is_terminal
+from edgespec.errors import OptionError
 
 if TYPE_CHECKING:
     from edgespec import Runtime
@@ -57,9 +58,9 @@ def command(
     if not (is_terminal(sys.stdin) and is_terminal(sys.stdout)):
         raise click.UsageError("the chat needs a terminal; in scripts and pipes use `edgespec generate`", ctx)
     if os.name == "posix" and (terminal := os.environ.get("TERM", "")) in ("", "dumb"):
-        raise click.UsageError(
-            f"this terminal cannot show the chat (TERM is {terminal or 'not set'}); use another terminal, or"
-            " `edgespec generate`"
+        raise OptionError(
+            f"this terminal cannot show the chat (TERM is {terminal or 'not set'})",
+            "use another terminal, or `edgespec generate`",
         )
 
     from edgespec.tui.app import run_chat

@@ -7,7 +7,6 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from time import monotonic
 from typing import Any
 
 from textual.app import App
@@ -168,16 +167,18 @@ class ChatApp(App[None]):
     async def _leave(self) -> None:
         if self.chat is not None:
             await self.chat.finish(_QUIT_SECONDS)
-        self.model_thread.close()
-        deadline = monotonic() + _QUIT_SECONDS
-        while not self.model_thread.join(0) and monotonic() < deadline:
-            await asyncio.sleep(0.01)
+        await asyncio.to_thread(self.stop_model)
         self.exit()
 
     def save_turn(self) -> None:
         """Save a reply that is being written. Can be called from any thread, also after the app has ended."""
         if self.chat is not None:
             self.chat.save_turn()
+
+    def stop_model(self) -> bool:
+        """Stop the reply and close the model. Return False if that takes longer than five seconds."""
+        self.model_thread.close()
+        return self.model_thread.join(_QUIT_SECONDS)
 
     def leave_soon(self) -> bool:
         """Quit from another thread. Return False if the app has not started yet."""
@@ -205,14 +206,14 @@ def run_chat(load: Load, **options: Any) -> bool:
     # drawing the screen would hold it for too long.
     before = sys.getswitchinterval()
     sys.setswitchinterval(_SWITCH_SECONDS)
-    with EndWatch(app.save_turn, app.leave_soon) as watch:
+    with EndWatch(app.save_turn, app.leave_soon, app.stop_model) as watch:
         try:
             app.run()
         finally:
             sys.setswitchinterval(before)
-            app.model_thread.close()
+            model_stopped = app.stop_model()
             app.save_turn()
-        if not app.model_thread.join(_QUIT_SECONDS):
+        if not model_stopped:
             # The model thread is stuck in a native call. Exit without finalising the interpreter, which could
             # crash while that call runs.
             for error in app.archive.unsaved.values():

@@ -17,7 +17,7 @@ __all__ = ["Archive"]
 # Interval between saves of a reply that is being written.
 _SAVE_SECONDS = 1.0
 # Maximum share of the time spent saving. It lengthens the interval for very long chats and slow disks.
-_MAX_SAVING_SHARE = 0.05
+_MAX_SAVING_SHARE = 0.1
 
 
 class Archive:

@@ -17,10 +17,8 @@ __all__ = ["EndWatch"]
 _SIGNALS = [each for each in signal.Signals if each.name in ("SIGHUP", "SIGINT", "SIGTERM")]
 # Interval between checks that the terminal is still there.
 _CHECK_SECONDS = 1.0
-# Time after which the process is ended by force. It includes stopping the reply and closing the model, and is
-# shorter without a terminal, which then need not be restored.
+# Time after a signal until the process is ended by force, if the reply or the model does not stop.
 _FORCE_SECONDS = 20.0
-_FORCE_CLOSED_SECONDS = 4.0
 # Interval between attempts to quit while the app is still starting.
 _RETRY_SECONDS = 0.05
 _INTERRUPTED = 130
@@ -29,21 +27,26 @@ _INTERRUPTED = 130
 class EndWatch:
     """Context manager that ends the chat on SIGHUP, SIGINT and SIGTERM, or when its terminal is closed.
 
-    A thread does the work, because the main thread can be blocked by a terminal that no longer reads.
+    A thread does the work, because a terminal that no longer reads can block the main thread. After a signal,
+    the app quits as if the user had asked for it. If the terminal is closed, the process ends without drawing
+    anything any more.
 
     Args:
-        save: Saves what is not saved yet. Called from the thread.
-        leave: Asks the app to quit, and returns False if it has not started yet. Called from the thread, once
-            per signal.
+        save: Saves what is not saved yet.
+        leave: Asks the app to quit. Returns False if it has not started yet. Called once per signal.
+        stop: Stops the reply and closes the model. Called if the terminal is closed.
 
     Attributes:
-        signalled: True once a signal has arrived or the terminal was closed.
+        signalled: True once a signal has arrived.
     """
 
-    def __init__(self, save: Callable[[], None], leave: Callable[[], bool]) -> None:
+    def __init__(
+        self, save: Callable[[], None], leave: Callable[[], bool], stop: Callable[[], object]
+    ) -> None:
         self.signalled = False
         self._save = save
         self._leave = leave
+        self._stop = stop
         self._arrived = Event()
         self._ended = False
         self._had_terminal = _has_terminal()
@@ -70,15 +73,16 @@ class EndWatch:
 
     def _watch(self) -> None:
         deadline = float("inf")
-        closed = False
         while not self._ended:
             self._arrived.wait(_CHECK_SECONDS)
-            if self._had_terminal and not closed and not _has_terminal():
-                closed = True
-                self._arrived.set()
+            if self._had_terminal and not _has_terminal():
+                self._save()
+                self._stop()
+                self._save()
+                os._exit(_INTERRUPTED)
             if self._arrived.is_set() and not self._ended:
                 self.signalled = True
-                deadline = min(deadline, monotonic() + (_FORCE_CLOSED_SECONDS if closed else _FORCE_SECONDS))
+                deadline = min(deadline, monotonic() + _FORCE_SECONDS)
                 self._save()
                 if self._leave():
                     self._arrived.clear()
