@@ -176,6 +176,9 @@ class MarkedVocabulary:
             text = text.replace(marker, chr(0xE000 + i))
         return [0x110000 + ord(c) - 0xE000 if 0xE000 <= ord(c) < 0xE003 else ord(c) for c in text]
 
+    def min_tokens(self, text: str) -> int:
+        return 0
+
     def piece(self, token: int) -> bytes:
         return b"" if token >= 0x110000 else chr(token).encode()
 
