@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 
 from markdown_it import MarkdownIt
 
-from edgespec.chat.message import Message, Role
-from edgespec.chat.reasoning import reply_message
+from edgespec.chat.message import Message, Role, reply_message
 from edgespec.chat.store import SavedChat, Setting, title_of
 
 if TYPE_CHECKING:

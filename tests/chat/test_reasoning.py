@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from edgespec.chat.message import reply_message
 from edgespec.chat.reasoning import (
     ReasoningSplitter,
     opening_marker,
     piece_with_markers,
-    reply_message,
     split_reasoning,
 )
 

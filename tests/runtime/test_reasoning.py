@@ -13,8 +13,8 @@ import edgespec
 from edgespec import Message, Runtime
 from edgespec.backends import llamacpp
 from edgespec.backends.base import LoadOptions
+from edgespec.chat.message import reply_message
 from edgespec.chat.prompt import PromptBuilder
-from edgespec.chat.reasoning import reply_message
 from edgespec.methods import DrafterSet
 from tests.forced import Begin
 from tests.reasoning_templates import KEEPS_ALL, OPENS_REASONING, QWEN_3
@@ -192,3 +192,6 @@ class TestConversations:
             shorter = [talk[0], {"role": "assistant", "content": "Use `ls -S`."}, talk[2]]
             with_reasoning, without = (runtime.reply(messages, **OPTIONS) for messages in (talk, shorter))
             assert with_reasoning.stats.prompt_tokens > without.stats.prompt_tokens
+            # The text of a reply can be sent back as it is.
+            inline = [talk[0], {"role": "assistant", "content": f"{THOUGHT}Use `ls -S`."}, talk[2]]
+            assert runtime.reply(inline, **OPTIONS).tokens == with_reasoning.tokens

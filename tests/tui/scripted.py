@@ -20,8 +20,8 @@ from edgespec import (
     TextChunk,
 )
 from edgespec.catalog import Progress
-from edgespec.chat.message import Message
-from edgespec.chat.reasoning import ReasoningSplitter, reply_message, split_reasoning
+from edgespec.chat.message import Message, reply_message
+from edgespec.chat.reasoning import ReasoningSplitter, split_reasoning
 from edgespec.errors import CancelledError, OptionError
 from edgespec.method_names import parse_method
 from edgespec.tui.worker import Load
@@ -103,10 +103,10 @@ def made_up_stats(chunks: int) -> Stats:
 class ScriptedStream:
     """Words of the script as chunks, every third one the target's own."""
 
-    def __init__(self, script: Script, on_end: Callable[[Reply | None], None]) -> None:
+    def __init__(self, script: Script, on_end: Callable[[Reply | None], None], reply_start: str) -> None:
         self.script = script
         self.stats = Stats()
-        self.reply_start = ""
+        self.reply_start = reply_start
         self._on_end = on_end
         self._cancelled = threading.Event()
         self._reply: Reply | None = None
@@ -126,7 +126,7 @@ class ScriptedStream:
     def __iter__(self) -> Iterator[TextChunk]:
         script = self.script
         words = script.text.replace(" ", " \0").split("\0")
-        splitter = ReasoningSplitter()
+        splitter = ReasoningSplitter(self.reply_start)
         said = ""
         for place, word in enumerate(words):
             if script.error is not None and place == script.error_after:
@@ -149,7 +149,7 @@ class ScriptedStream:
                 time.sleep(script.pause_seconds)
         cancelled = self._cancelled.is_set()
         self.stats = made_up_stats(len(words))
-        reasoning, answer = split_reasoning(said)
+        reasoning, answer = split_reasoning(said, self.reply_start)
         self._reply = Reply(
             said,
             (),
@@ -206,7 +206,7 @@ class ScriptedChat:
             self.dropped_messages = script.dropped
 
         self.messages = messages
-        return ScriptedStream(script, on_end)
+        return ScriptedStream(script, on_end, start)
 
 
 @dataclass

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
 
 from edgespec.chat.message import Message
+from edgespec.chat.store import ChatStore, SavedChat
 from edgespec.tui.chat_screen import ChatScreen
 from edgespec.tui.open_chat import RunningTurn
 from edgespec.tui.widgets.messages import ReplyMessage
 from tests.tui.driving import Driver, driving, until
 from tests.tui.scripted import Script, ScriptedRuntime, loading
 
+NOON = datetime(2025, 3, 1, 12, tzinfo=UTC)
 THOUGHT = "<think>\nThe user wants `ls`. What else?\n</think>\n\n"
 ANSWER = "Use `ls -S`."
 
@@ -119,6 +122,20 @@ async def test_a_reply_stopped_while_thinking_is_kept_and_can_be_continued(tmp_p
         assert entry.reasoning
         (path,) = driver.saved()
         assert json.loads(path.read_text("utf-8"))["messages"][1]["reasoning"] == entry.reasoning
+
+
+async def test_a_continued_reply_does_not_claim_a_time(tmp_path: Path) -> None:
+    talk = (Message("user", "How?"), Message("assistant", "", "The user", ("<think>\n", "")))
+    ChatStore(tmp_path / "chats").save(SavedChat("one", talk, NOON, NOON, unfinished=True))
+    runtime = ScriptedRuntime([Script(" wants `ls`.\n</think>\n\nYes.", pause_seconds=0.1)])
+    async with driving(loading(runtime), tmp_path, resume="one") as driver:
+        await driver.sees("ended without an answer")
+        await driver.say("/continue")
+        entry = driver.chat.current_chat.entries[-1]
+        assert (entry.content, entry.reasoning) == ("Yes.", "The user wants `ls`.")
+        assert "Thoughts" in "\n".join(driver.screen_text())
+        await driver.press("f7")
+        await driver.sees("The user wants `ls`.")
 
 
 async def test_f7_without_reasoning_says_so(tmp_path: Path) -> None:

@@ -200,7 +200,7 @@ class ReplyMessage(Widget):
 
     def _closing_line(self, coloured: bool) -> Content:
         reason = self.reply.finish_reason if self.reply is not None else "stop"
-        ending = _ENDINGS.get(reason, "")
+        ending = _ENDINGS.get(reason, "ended without an answer" if self.reasoning and not self.text else "")
         if not coloured:
             return Content(ending)
         drafted = sum(chunk.token_count for chunk in self.chunks if chunk.accepted)

@@ -34,7 +34,8 @@ class Thoughts(Collapsible):
 
     def show_growing(self, text: Content, tokens: int) -> None:
         """Show the reasoning so far, while the model is still thinking."""
-        if self._began is None:
+        # The time is unknown if an earlier run of the program showed the first part.
+        if self._began is None and (self.seconds is not None or not self.display):
             self._began = monotonic() - (self.seconds or 0.0)
         self._update(text, f"Thinking… {count(tokens, 'token')}")
 
