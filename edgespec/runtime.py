@@ -321,8 +321,11 @@ class Runtime:
         return stream
 
     def count_tokens(self, messages: Sequence[Message]) -> int:
-        """Return the number of tokens in the prompt for these messages. Raises TemplateError."""
-        return len(self._prompt_builder().build(messages).tokens)
+        """Return the number of tokens in the prompt for these messages. Raises TemplateError.
+
+        If it exceeds the context, the number is approximate.
+        """
+        return self._prompt_builder().count_tokens(messages, self.context_tokens)
 
     def chat(
         self, system: str | None = None, messages: Sequence[Message] = (), context_full: ContextFull = "slide"

@@ -109,6 +109,11 @@ class PromptBuilder:
         start = not (self._vocabulary.bos_text and text.startswith(self._vocabulary.bos_text))
         return RenderedPrompt(text, self._tokenize(text, escaping, start, progress))
 
+    def count_tokens(self, messages: Sequence[Message], context_tokens: int) -> int:
+        """Return the number of tokens in the prompt. The number is approximate if it exceeds the context."""
+        estimate = sum(self._estimated_tokens(message, context_tokens, None) for message in messages)
+        return estimate if estimate > context_tokens else len(self.build(messages).tokens)
+
     def build_continued(
         self,
         messages: Sequence[Message],

@@ -273,6 +273,17 @@ class TestLongChats:
         assert builder.build_fitting(chat, 1024, "slide").dropped_messages == 2
         assert counting.characters < 10_000
 
+    def test_the_size_of_a_huge_chat_is_estimated(self, vocabulary: Vocabulary) -> None:
+        counting = CountingVocabulary(vocabulary)
+        builder = PromptBuilder(ChatTemplate(CHATML, "<s>", "</s>"), cast("Vocabulary", counting))
+        chat = conversation(200)
+        exact = len(builder.build(chat).tokens)
+        assert builder.count_tokens(chat, 20_000) == exact
+        assert abs(builder.count_tokens(chat, 1024) - exact) < exact / 20
+        counting.characters = 0
+        assert builder.count_tokens([*user("the list " * 100_000)], 1024) > 1024
+        assert counting.characters == 0
+
     def test_progress_cancels(self, builder: PromptBuilder) -> None:
         reports = []
 
