@@ -6,9 +6,8 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, Protocol
 
-from edgespec.chat.message import Message
+from edgespec.chat.message import Message, reply_message
 from edgespec.chat.prompt import ContextFull
-from edgespec.chat.reasoning import reply_message
 from edgespec.errors import OptionError, TemplateError
 from edgespec.reply import Reply
 from edgespec.stream import ReplyStream

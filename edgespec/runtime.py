@@ -15,6 +15,7 @@ from edgespec.chat.message import Message, as_messages
 from edgespec.chat.prompt import ContextFull, PromptBuilder, check_context_full
 from edgespec.chat.reasoning import opening_marker
 from edgespec.chat.template import ChatTemplate
+from edgespec.chat.tokenizing import check_size, tokenize
 from edgespec.conversation import Chat
 from edgespec.costs.curve import CostCurve
 from edgespec.costs.target_costs import TargetCosts
@@ -243,17 +244,20 @@ class Runtime:
         """Stream the reply to one prompt. See `generate` and `stream_tokens` for the arguments."""
         if not isinstance(prompt, str):
             raise OptionError(f"the prompt must be a string, not {type(prompt).__name__}", "pass a string")
+        progress = options.get("progress")
         if raw or self.template is None:
             if system:
                 raise TemplateError(
                     "a system prompt requires the model's chat template",
                     "omit --system or --raw, or use an instruct model",
                 )
+            check_size(self.vocabulary, [prompt], self.context_tokens)
             text = prompt
-            tokens = self.vocabulary.tokenize(prompt, special=True, start=True)
+            tokens = tokenize(self.vocabulary, prompt, special=True, start=True, progress=progress)
         else:
             messages = [*([Message("system", system)] if system else []), Message("user", prompt)]
-            built = PromptBuilder(self.template, self.vocabulary).build(messages)
+            check_size(self.vocabulary, [message.content for message in messages], self.context_tokens)
+            built = PromptBuilder(self.template, self.vocabulary).build(messages, progress)
             text, tokens = built.text, built.tokens
         return self.stream_tokens(tokens, reply_start=opening_marker(text), on_end=on_end, **options)
 
@@ -297,8 +301,11 @@ class Runtime:
         """
         builder = self._prompt_builder()
         fitting = as_messages(messages), self.context_tokens, context_full
+        progress = options.get("progress")
         prompt = (
-            builder.build_continued(*fitting, reply_start) if reply_start else builder.build_fitting(*fitting)
+            builder.build_continued(*fitting, reply_start, progress)
+            if reply_start
+            else builder.build_fitting(*fitting, progress)
         )
 
         def remember(reply: Reply | None) -> None:
@@ -314,8 +321,11 @@ class Runtime:
         return stream
 
     def count_tokens(self, messages: Sequence[Message]) -> int:
-        """Return the number of tokens in the prompt for these messages. Raises TemplateError."""
-        return len(self._prompt_builder().build(messages).tokens)
+        """Return the number of tokens in the prompt for these messages. Raises TemplateError.
+
+        If it exceeds the context, the number is approximate.
+        """
+        return self._prompt_builder().count_tokens(messages, self.context_tokens)
 
     def chat(
         self, system: str | None = None, messages: Sequence[Message] = (), context_full: ContextFull = "slide"

@@ -6,9 +6,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from edgespec.chat.reasoning import leading_marker, split_reasoning
 from edgespec.errors import OptionError
 
-__all__ = ["Message", "Role", "as_message", "as_messages"]
+__all__ = ["Message", "Role", "as_message", "as_messages", "reply_message"]
 
 Role = Literal["user", "assistant", "system"]
 # Used for reasoning that another program wrote. They are the markers of most models.
@@ -67,7 +68,10 @@ def as_messages(items: Sequence[Message | Mapping[str, Any]]) -> list[Message]:
 
 
 def as_message(number: int, item: Message | Mapping[str, Any]) -> Message:
-    """Convert the `number`-th item of a list to a `Message`. Raises OptionError if it is invalid."""
+    """Convert the `number`-th item of a list to a `Message`. Raises OptionError if it is invalid.
+
+    If the content of a reply starts with reasoning, it is separated, as in the text of a new reply.
+    """
     if isinstance(item, Message):
         return item
     if not isinstance(item, Mapping):
@@ -95,4 +99,17 @@ def as_message(number: int, item: Message | Mapping[str, Any]) -> Message:
     markers = item.get("markers") or ["", ""]
     if not isinstance(markers, list) or [type(marker) for marker in markers] != [str, str]:
         raise OptionError(f"the markers of message {number} must be a list of two strings", "leave them out")
+    if role == "assistant" and not reasoning and not any(markers):
+        return reply_message(content)
     return Message(role, content, reasoning, (markers[0], markers[1]))
+
+
+def reply_message(text: str) -> Message:
+    """Return the message of a reply, with its reasoning, from the whole text that the model wrote."""
+    opening = leading_marker(text)
+    if not opening:
+        return Message("assistant", text)
+    reasoning, answer = split_reasoning(text)
+    reasoning_end = len(opening) + len(reasoning)
+    markers = (opening, text[reasoning_end : len(text) - len(answer)])
+    return Message("assistant", answer, reasoning, markers)

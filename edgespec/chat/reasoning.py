@@ -8,14 +8,14 @@ from types import MappingProxyType
 from typing import Literal, NamedTuple
 
 from edgespec.backends.base import Vocabulary
-from edgespec.chat.message import Message
 
 __all__ = [
     "ReasoningSplitter",
     "SplitText",
+    "leading_marker",
     "opening_marker",
     "piece_with_markers",
-    "reply_message",
+    "split_at_markers",
     "split_reasoning",
 ]
 
@@ -46,7 +46,8 @@ _MARKER_TOKENS = frozenset(
     for marker in pair
     for part in re.findall(r"<[^<>]+>|\[[^\[\]]+\]", marker)
 )
-_OPENING = re.compile(rf"\s*(?:{'|'.join(map(re.escape, _MARKERS))})\s*")
+_MARKER_TOKEN = re.compile(f"({'|'.join(re.escape(marker.decode()) for marker in _MARKER_TOKENS)})")
+_LEADING = re.compile(rf"\s*(?:{'|'.join(map(re.escape, _MARKERS))})\s*")
 _OPENED = re.compile(rf"(?:{'|'.join(re.escape(start) for start, end in _MARKERS.items() if end)})\s*\Z")
 # Number of characters at the end of a prompt in which to look for an opening marker.
 _PROMPT_END = 200
@@ -69,6 +70,17 @@ def opening_marker(prompt: str) -> str:
     """
     opened = _OPENED.search(prompt[-_PROMPT_END:])
     return opened[0] if opened else ""
+
+
+def split_at_markers(text: str) -> list[tuple[str, bool]]:
+    """Split a text at everything that could be a marker token. Return each part and whether it could."""
+    return [(part, place % 2 == 1) for place, part in enumerate(_MARKER_TOKEN.split(text))]
+
+
+def leading_marker(text: str) -> str:
+    """Return the opening marker at the start of a reply, with white space, or an empty string."""
+    leading = _LEADING.match(text)
+    return leading[0] if leading else ""
 
 
 class SplitText(NamedTuple):
@@ -176,14 +188,3 @@ def split_reasoning(text: str, reply_start: str = "") -> tuple[str, str]:
     """
     reasoning, answer, _ = ReasoningSplitter(reply_start).finish(text)
     return reasoning, answer
-
-
-def reply_message(text: str) -> Message:
-    """Return the message for a reply, whose `text` is exactly the given one."""
-    opened = _OPENING.match(text)
-    if opened is None:
-        return Message("assistant", text)
-    reasoning, answer = split_reasoning(text)
-    reasoning_end = opened.end() + len(reasoning)
-    markers = (text[: opened.end()], text[reasoning_end : len(text) - len(answer)])
-    return Message("assistant", answer, reasoning, markers)

@@ -30,6 +30,8 @@ __all__ = [
 CPU_SECONDS = 2.0
 # Templates choose the text of their errors, so it is cut to this many characters.
 _MAX_ERROR_CHARACTERS = 300
+# Part of Python's error message for long numbers that helps only Python programmers.
+_PYTHON_ADVICE = "; use sys.set_int_max_str_digits() to increase the limit"
 
 
 def memory_limit_bytes(request_bytes: int) -> int:
@@ -109,7 +111,7 @@ def main() -> None:
             data = encode({"error": "nesting"})
         except Exception as error:
             # A template can raise any exception, for example through a filter.
-            text = " ".join(str(error).split())[:_MAX_ERROR_CHARACTERS]
+            text = " ".join(str(error).replace(_PYTHON_ADVICE, "").split())[:_MAX_ERROR_CHARACTERS]
             data = encode({"error": "syntax" if template is None else "rejected", "message": text})
         if len(data) > output_limit_bytes(size_bytes):
             data = encode({"error": "output"})

@@ -78,7 +78,9 @@ def _answer(stop: Stop, prompt: str, raw: bool, as_json: bool, options: dict[str
     """Load the models, stream the reply to stdout, and return it."""
     with loaded(stop, **pick(options, LOAD_NAMES)) as runtime:
         progress = ProgressLine(stop)
-        stream = runtime.stream(prompt, raw=raw, progress=progress, **pick(options, ("system", *REPLY_NAMES)))
+        with progress:
+            settings = pick(options, ("system", *REPLY_NAMES))
+            stream = runtime.stream(prompt, raw=raw, progress=progress, **settings)
         stop.on_request(stream.cancel)
         with closing(stream):
             _write(stream, progress, silent=as_json)

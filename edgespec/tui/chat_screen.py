@@ -54,6 +54,7 @@ class ChatScreen(TurnScreen):
         _key("f6,ctrl+s", "settings", "settings", _CHATS),
         _key("f3", "details", "speed, time and memory of the last reply", _VIEW),
         _key("f4,ctrl+t", "origin", "colour the words that were guessed correctly", _VIEW),
+        _key("f7", "thoughts", "show or hide what the model thought", _VIEW),
         _key("f8", "theme", "switch between light and dark", _VIEW),
         _key("f1", "help", "show this page", _VIEW),
         _key("ctrl+c", "interrupt", "copy the selection or stop; press twice to quit", _VIEW),
@@ -357,6 +358,10 @@ class ChatScreen(TurnScreen):
         if self.preferences.origin and not any(entry.chunks for entry in self.current_chat.entries):
             self.say("From the next reply on, colours show which words were guessed correctly.")
         self.post_message(self.PreferencesChanged())
+
+    def action_thoughts(self) -> None:
+        if not self.transcript.toggle_thoughts():
+            self.say("No reply here shows what the model thought.")
 
     def action_theme(self) -> None:
         self.preferences.light = not self.preferences.light

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from markdown_it import MarkdownIt
 
-from edgespec.chat.message import Message, Role
+from edgespec.chat.message import Message, Role, reply_message
 from edgespec.chat.store import SavedChat, Setting, title_of
 
 if TYPE_CHECKING:
@@ -21,12 +21,29 @@ __all__ = ["ChatEntry", "OpenChat", "RunningTurn", "code_blocks"]
 
 @dataclass(slots=True)
 class ChatEntry:
-    """A message in the open chat. Only replies generated since it was opened have `chunks` and `reply`."""
+    """A message in the open chat.
+
+    Only replies generated since it was opened have `chunks`, `reply` and `thought_seconds`, the time that the
+    model spent on its reasoning.
+    """
 
     role: Role
     content: str
+    reasoning: str = ""
+    markers: tuple[str, str] = ("", "")
     chunks: tuple[TextChunk, ...] = ()
     reply: Reply | None = None
+    thought_seconds: float | None = None
+
+    @classmethod
+    def of(cls, message: Message) -> ChatEntry:
+        """Create an entry from a message."""
+        return cls(message.role, message.content, message.reasoning, message.markers)
+
+    @property
+    def message(self) -> Message:
+        """The message without chunks and stats."""
+        return Message(self.role, self.content, self.reasoning, self.markers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +66,7 @@ class RunningTurn:
     def messages(self) -> tuple[Message, ...]:
         """The conversation with the reply as far as it is written."""
         text = self.reply_start + "".join(self.written)
-        return (*self.messages_before, Message("assistant", text)) if text else self.messages_before
+        return (*self.messages_before, reply_message(text)) if text else self.messages_before
 
 
 @dataclass(slots=True)
@@ -76,7 +93,7 @@ class OpenChat:
     @classmethod
     def opened(cls, chat: SavedChat, settings: Mapping[str, Setting]) -> OpenChat:
         """Create an open chat from a saved chat. `settings` are its valid settings."""
-        entries = [ChatEntry(message.role, message.content) for message in chat.messages]
+        entries = [ChatEntry.of(message) for message in chat.messages]
         return cls(
             *(chat.system, dict(settings), chat.id, chat.title, chat.created, entries, chat.updated),
             unfinished=chat.unfinished,
@@ -85,7 +102,7 @@ class OpenChat:
     @property
     def messages(self) -> tuple[Message, ...]:
         """The messages without chunks and stats."""
-        return tuple(Message(entry.role, entry.content) for entry in self.entries)
+        return tuple(entry.message for entry in self.entries)
 
     @property
     def shown_title(self) -> str:
@@ -107,8 +124,8 @@ class OpenChat:
         old = dict(enumerate(self.entries))
         for place, message in enumerate(messages):
             entry = old.get(place)
-            if entry is None or (entry.role, entry.content) != (message.role, message.content):
-                old[place] = ChatEntry(message.role, message.content)
+            if entry is None or entry.message != message:
+                old[place] = ChatEntry.of(message)
         self.entries[:] = [old[place] for place in range(len(messages))]
 
     def begin_turn(self, messages: tuple[Message, ...], reply_start: str = "") -> RunningTurn:

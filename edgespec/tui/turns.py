@@ -123,7 +123,7 @@ class TurnScreen(ChatView):
         last_user = max((i for i, entry in enumerate(chat.entries) if entry.role == "user"), default=-1)
         kept = {"send": len(chat.entries), "edit": last_user}.get(act, last_user + 1)
         kept_messages, replaced = chat.messages[:kept], chat.messages[kept:]
-        reply_start = "".join(message.content for message in replaced) if act == "continue" else ""
+        reply_start = "".join(message.text for message in replaced) if act == "continue" else ""
         sent = (Message("user", text),) if act in ("send", "edit") else ()
         turn = chat.begin_turn((*kept_messages, *sent), reply_start.rstrip("\ufffd"))
         self._asked = Ask(act, text, chat.system, chat.messages, dict(chat.settings), turn.written)
@@ -197,14 +197,19 @@ class TurnScreen(ChatView):
         """Show and save the end of a turn. `state` is None if the turn failed."""
         chat = self.current_chat
         ended = state.reply if state is not None else None
-        if state is not None and ended is not None and (ended.text or ended.finish_reason != "cancelled"):
+        if (
+            state is not None
+            and ended is not None
+            and (ended.answer or ended.reasoning or ended.finish_reason != "cancelled")
+        ):
             chat.follow(state.messages)
             chat.unfinished = self._leaving and ended.finish_reason == "cancelled"
             chat.end_turn()
             self._last_stats = ended.stats
             entry = chat.entries[-1]
-            await reply.finish(entry.content, ended)
+            await reply.finish(entry.content, entry.reasoning, ended)
             entry.chunks, entry.reply = tuple(reply.chunks), ended
+            entry.thought_seconds = reply.thoughts.seconds
             await self.transcript.prune()
             if ask.act == "continue" and not ended.text:
                 self.say("The reply was already complete.")
@@ -212,7 +217,7 @@ class TurnScreen(ChatView):
             return
         # There is no reply, so restore the conversation. A new message stays in the saved chat as unanswered.
         chat.end_turn()
-        await reply.finish(reply.text, None)
+        await reply.finish(reply.text, reply.reasoning, None)
         self._give_back_text()
         await self.transcript.show_chat(chat.entries, welcome=self._welcome())
         if ask.act != "send" and not self._leaving:

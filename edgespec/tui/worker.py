@@ -172,8 +172,11 @@ class ModelThread:
             # `cancel` may have been called before there was a stream to cancel.
             if self._cancelled.is_set():
                 stream.cancel()
+            # A continued reply already contains the start of the reply.
+            start = "" if ask.act == "continue" else stream.reply_start
             for chunk in stream:
-                ask.written.append(chunk.text)
+                ask.written.append(start + chunk.raw_text)
+                start = ""
                 self.chunks.put(chunk)
             return _state(chat, stream.reply)
         finally:

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from edgespec.chat.message import reply_message
 from edgespec.chat.reasoning import (
     ReasoningSplitter,
     opening_marker,
     piece_with_markers,
-    reply_message,
     split_reasoning,
 )
 
@@ -175,6 +175,9 @@ class MarkedVocabulary:
         for i, marker in enumerate(self.control):
             text = text.replace(marker, chr(0xE000 + i))
         return [0x110000 + ord(c) - 0xE000 if 0xE000 <= ord(c) < 0xE003 else ord(c) for c in text]
+
+    def min_tokens(self, text: str) -> int:
+        return 0
 
     def piece(self, token: int) -> bytes:
         return b"" if token >= 0x110000 else chr(token).encode()

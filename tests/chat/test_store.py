@@ -73,6 +73,23 @@ def test_reasoning_is_an_optional_key_of_a_message(store: ChatStore) -> None:
     }
 
 
+def test_reasoning_in_the_content_of_an_older_file_is_separated(store: ChatStore) -> None:
+    path = store.save(chat())
+    data = json.loads(path.read_text("utf-8"))
+    data["messages"][1]["content"] = "<think>\nHm.\n</think>\n\nYes."
+    data["messages"][0]["content"] = "<think>Why?</think>"
+    path.write_text(json.dumps(data), "utf-8")
+    question, reply = store.load("one").messages
+    assert (question.content, question.reasoning) == ("<think>Why?</think>", "")
+    assert (reply.content, reply.reasoning, reply.text) == ("Yes.", "Hm.", data["messages"][1]["content"])
+
+
+def test_markers_around_empty_reasoning_are_kept(store: ChatStore) -> None:
+    message = Message("assistant", "Yes.", markers=("<think>\n\n</think>\n\n", ""))
+    store.save(chat(messages=(TALK[0], message)))
+    assert store.load("one").messages[1].text == message.text
+
+
 @pytest.mark.parametrize(
     ("key", "value", "error"),
     [
