@@ -1,0 +1,1 @@
+"""Chat for hours under bad conditions. `scripts/soak --help` describes the use."""
