@@ -13,7 +13,7 @@ from typing import Literal
 from edgespec.backends.base import Progress, Vocabulary
 from edgespec.chat.escaping import ControlTokenEscaping, TextScanner, is_control, literal
 from edgespec.chat.message import Message
-from edgespec.chat.reasoning import opening_marker
+from edgespec.chat.reasoning import opening_marker, split_at_markers
 from edgespec.chat.template import ChatTemplate
 from edgespec.chat.tokenizing import check_size, tokenize
 from edgespec.errors import ContextFullError, OptionError, TemplateError
@@ -148,6 +148,19 @@ class PromptBuilder:
 
     def _reply_tokens(self, text: str) -> list[int]:
         """Return tokens that spell exactly `text`, as a model would write it in a reply."""
+        tokens: list[int] = []
+        plain = ""
+        for part, is_marker in split_at_markers(text):
+            marker = self._vocabulary.tokenize(part, special=True, start=False) if is_marker else []
+            if len(marker) == 1 and is_control(self._vocabulary, marker[0]):
+                tokens += self._plain_tokens(plain) + marker
+                plain = ""
+            else:
+                plain += part
+        return tokens + self._plain_tokens(plain)
+
+    def _plain_tokens(self, text: str) -> list[int]:
+        """Return tokens that spell exactly `text`, without control tokens."""
         vocabulary, spelled = self._vocabulary, text.encode("utf-8", "replace")
         # Some tokenizers add a space before the first word. If the tokens spell more than the text, try again
         # without the text's own first space, then after a line break, and remove the surplus first tokens.

@@ -15,6 +15,7 @@ __all__ = [
     "leading_marker",
     "opening_marker",
     "piece_with_markers",
+    "split_at_markers",
     "split_reasoning",
 ]
 
@@ -45,9 +46,10 @@ _MARKER_TOKENS = frozenset(
     for marker in pair
     for part in re.findall(r"<[^<>]+>|\[[^\[\]]+\]", marker)
 )
+_MARKER_TOKEN = re.compile(f"({'|'.join(re.escape(marker.decode()) for marker in _MARKER_TOKENS)})")
 _LEADING = re.compile(rf"\s*(?:{'|'.join(map(re.escape, _MARKERS))})\s*")
 _OPENED = re.compile(rf"(?:{'|'.join(re.escape(start) for start, end in _MARKERS.items() if end)})\s*\Z")
-# Number of characters at the end of a prompt in which to look for an opening marker.
+# Number of characters at the end of a prompt in which to look for an opening marker. The longest has 30.
 _PROMPT_END = 200
 
 
@@ -68,6 +70,11 @@ def opening_marker(prompt: str) -> str:
     """
     opened = _OPENED.search(prompt[-_PROMPT_END:])
     return opened[0] if opened else ""
+
+
+def split_at_markers(text: str) -> list[tuple[str, bool]]:
+    """Split a text at everything that could be a marker token. Return each part and whether it could."""
+    return [(part, place % 2 == 1) for place, part in enumerate(_MARKER_TOKEN.split(text))]
 
 
 def leading_marker(text: str) -> str:

@@ -29,15 +29,15 @@ SUBJECTS = tuple(
     Subject(name, f"scripts.fuzzing.{name.replace('-', '_')}", weight)
     for name, weight in (
         ("gguf", 250),
-        ("gguf-load", 20),
+        ("gguf-load", 8),
         ("mlx", 100),
-        ("mlx-load", 5),
-        ("template", 50),
-        ("chat", 175),
-        ("prefix-cache", 175),
-        ("settings", 125),
+        ("mlx-load", 2),
+        ("template", 20),
+        ("chat", 200),
+        ("prefix-cache", 200),
+        ("settings", 130),
         ("aliases", 50),
-        ("prompt", 50),
+        ("prompt", 40),
     )
 )
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import edgespec
@@ -17,7 +19,8 @@ from edgespec.chat.message import reply_message
 from edgespec.chat.prompt import PromptBuilder
 from edgespec.methods import DrafterSet
 from tests.forced import Begin
-from tests.reasoning_templates import KEEPS_ALL, OPENS_REASONING, QWEN_3
+from tests.reasoning_templates import KEEPS_ALL, MAGISTRAL, OPENS_REASONING, QWEN_3
+from tests.tabular import TabularModel
 
 FIRST, SECOND = "How do I list files by size?", "And by name?"
 OPTIONS: dict[str, Any] = {"seed": 3, "max_tokens": 60, "temperature": 0.7}
@@ -195,3 +198,71 @@ class TestConversations:
             # The text of a reply can be sent back as it is.
             inline = [talk[0], {"role": "assistant", "content": f"{THOUGHT}Use `ls -S`."}, talk[2]]
             assert runtime.reply(inline, **OPTIONS).tokens == with_reasoning.tokens
+
+
+class ControlVocabulary:
+    """A vocabulary of bytes in which reasoning markers are control tokens, as in Magistral."""
+
+    control = ("</s>", "[INST]", "[/INST]", "[THINK]", "[/THINK]")
+    size = 256 + len(control)
+    chat_template: str | None = MAGISTRAL
+    bos_text = ""
+    eos_text = "</s>"
+
+    def tokenize(self, text: str, *, special: bool, start: bool) -> list[int]:
+        parts = re.split("(" + "|".join(map(re.escape, self.control)) + ")", text) if special else [text]
+        tokens: list[int] = []
+        for part in parts:
+            is_control = special and part in self.control
+            tokens += [256 + self.control.index(part)] if is_control else part.encode()
+        return tokens
+
+    def min_tokens(self, text: str) -> int:
+        return 0
+
+    def piece(self, token: int) -> bytes:
+        return b"" if token >= 256 else bytes([token])
+
+    def raw_piece(self, token: int) -> bytes:
+        return self.control[token - 256].encode() if token >= 256 else self.piece(token)
+
+    def is_end(self, token: int) -> bool:
+        return token == 256
+
+
+class TestMarkersThatAreControlTokens:
+    @pytest.fixture
+    def model(self) -> TabularModel:
+        random = np.random.default_rng(1)
+        logits = random.normal(size=(ControlVocabulary.size, ControlVocabulary.size)).astype(np.float32)
+        model = TabularModel(logits)
+        model.vocabulary = ControlVocabulary()
+        return model
+
+    def test_reply_is_split_and_the_next_prompt_has_no_markers(self, model: TabularModel) -> None:
+        written = model.vocabulary.tokenize("[THINK]Hm.[/THINK]Yes.</s>", special=True, start=False)
+        with Runtime(model, None, DrafterSet(model)) as runtime:
+            chat = runtime.chat()
+            reply = chat.ask("Why?", method="none", processors=[Begin(written)])
+            assert reply.tokens == tuple(written)
+            assert (reply.text, reply.reasoning, reply.answer) == ("[THINK]Hm.[/THINK]Yes.", "Hm.", "Yes.")
+            asked = [*chat.messages, Message("user", "[THINK]?")]
+            assert runtime.template is not None
+            builder = runtime._prompt_builder()
+            fresh = PromptBuilder(runtime.template, runtime.vocabulary).build(asked)
+            assert builder.build(asked) == fresh
+            assert fresh.text.startswith("[INST]Why?[/INST]Yes.</s>[INST]")
+            assert not {259, 260} & set(fresh.tokens)
+
+    def test_a_cut_reply_is_continued_with_the_same_tokens(self, model: TabularModel) -> None:
+        written = model.vocabulary.tokenize("[THINK]Hm.[/THINK]Yes.</s>", special=True, start=False)
+        with Runtime(model, None, DrafterSet(model)) as runtime:
+            prompt = runtime._prompt_builder().build([Message("user", "Why?")]).tokens
+            for cut in (1, 3, 5, 7):
+                pieces = map(model.vocabulary.raw_piece, written[:cut])
+                start = reply_message(b"".join(pieces).decode())
+                chat = runtime.chat(messages=[Message("user", "Why?"), start])
+                stream = chat.continue_reply(method="none", processors=[Begin(written[cut:])])
+                assert stream._request.tokens == (*prompt, *written[:cut])
+                assert stream.wait().tokens == tuple(written[cut:])
+                assert chat.messages[1] == Message("assistant", "Yes.", "Hm.")
