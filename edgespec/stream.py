@@ -144,7 +144,8 @@ class ReplyStream:
             step = self._session.next_step(self._steps)
             if step is None:
                 rest = self._text.finish()
-                self._chunks.extend(_text_chunks([rest], [self._splitter.finish(rest)], False, 0))
+                chunks = _text_chunks([rest], [self._splitter.finish(rest)], False, 0)
+                self._chunks.extend(chunk for chunk in chunks if chunk.text or chunk.raw_text)
                 self._finish(failed=False)
             else:
                 self._add(step)
@@ -207,5 +208,5 @@ def _text_chunks(
             # A text can hold both the end of the reasoning and the start of the answer.
             if answer:
                 yield TextChunk(answer, 0, accepted)
-        elif tokens_per_text or answer:
+        else:
             yield TextChunk(answer, tokens_per_text * len(parts), accepted, False, "".join(raw))

@@ -49,7 +49,7 @@ _MARKER_TOKENS = frozenset(
 _MARKER_TOKEN = re.compile(f"({'|'.join(re.escape(marker.decode()) for marker in _MARKER_TOKENS)})")
 _LEADING = re.compile(rf"\s*(?:{'|'.join(map(re.escape, _MARKERS))})\s*")
 _OPENED = re.compile(rf"(?:{'|'.join(re.escape(start) for start, end in _MARKERS.items() if end)})\s*\Z")
-# Number of characters at the end of a prompt in which to look for an opening marker.
+# Number of characters at the end of a prompt in which to look for an opening marker. The longest has 30.
 _PROMPT_END = 200
 
 

@@ -85,10 +85,12 @@ class TemplateProcess:
         def exchange() -> dict[str, str] | None:
             assert process.stdin
             assert process.stdout
-            with suppress(OSError):
+            # The pipes break, or are closed by `close`, when the process ends during the exchange.
+            with suppress(OSError, ValueError):
                 write_message(process.stdin, data)
-            reply = read_message(process.stdout, output_limit_bytes(len(data)))
-            return reply[0] if reply else None
+                if reply := read_message(process.stdout, output_limit_bytes(len(data))):
+                    return reply[0]
+            return None
 
         def poll() -> None:
             nonlocal polls

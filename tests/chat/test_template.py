@@ -254,6 +254,14 @@ class TestProcess:
             template.render([USER])
         template.close()
 
+    def test_close_ends_it_also_while_it_receives_a_long_chat(self) -> None:
+        template = ChatTemplate("x", "", "")
+        template.compile()
+        _child(template).suspend()
+        threading.Timer(0.2, template.close).start()
+        with pytest.raises(ClosedError):
+            template.render([Message("user", "x" * 9_999_999)])
+
     def test_garbage_collection_ends_it(self) -> None:
         template = ChatTemplate("x", "", "")
         template.compile()
