@@ -49,7 +49,7 @@ class TestRendering:
 
     def test_what_templates_written_for_transformers_use(self) -> None:
         template = ChatTemplate(
-            "{% for message in messages %}{% generation %}{{ message.content }}{% endgeneration %}{% endfor %}"
+            "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}"
             "{{ {'b': 'ä', 'a': 1} | tojson(ensure_ascii=True, separators=(',', ':'), sort_keys=True) }}",
             "",
             "",
