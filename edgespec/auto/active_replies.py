@@ -24,7 +24,7 @@ class ActiveReplies:
         return len(self._ids)
 
     def add(self, reply: object) -> None:
-        """Add a reply, which must exist until it is discarded."""
+        """Add a reply. The caller must keep it alive until it is discarded."""
         self._ids.add(id(reply))
 
     def discard(self, reply: object) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 
 __all__ = ["longest_piece_bytes"]
 
-# How byte-level vocabularies (GPT-2) and SentencePiece vocabularies write all bytes that occur in UTF-8.
+# How GPT-2 (byte-level) and SentencePiece vocabularies represent each byte that occurs in UTF-8.
 _BYTE_LEVEL = frozenset(map(chr, [*range(33, 127), *range(161, 173), *range(174, 324)])) - frozenset(
     map(chr, [0xC0, 0xC1, *range(0xF5, 0x100)])
 )

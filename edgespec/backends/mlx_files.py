@@ -31,7 +31,7 @@ __all__ = [
 
 # Maximum size of a safetensors header in bytes, as in the safetensors library.
 _MAX_HEADER_BYTES = 100 * 2**20
-# Maximum size of a JSON file. The largest tokenizers have about 35 MB.
+# Maximum size of a JSON file. The largest tokenizers are about 35 MB.
 MAX_JSON_BYTES = 1 << 28
 # The weight files that mlx-lm loads. A folder can also contain the same weights in other formats.
 WEIGHTS = "model*.safetensors"

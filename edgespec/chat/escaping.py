@@ -1,4 +1,4 @@
-"""Escaping of control tokens in messages, so that a user cannot write what only the template may write."""
+"""Escape control tokens in messages, so that users cannot inject them."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from edgespec.chat.waiting import check_cancelled
 
 __all__ = ["ControlTokenEscaping", "TextScanner", "is_control", "literal"]
 
-# Maximum number of texts whose scan is cached, about 5 MB. A conversation with more messages is scanned again
-# with each turn.
+# Maximum number of cached scans, about 5 MB. A longer conversation is rescanned on each turn.
 _MAX_CACHED_SCANS = 16_384
 
 
@@ -91,7 +90,7 @@ class ControlTokenEscaping:
 
 
 def is_control(vocabulary: Vocabulary, token: int) -> bool:
-    """Return whether a token is a control token, which adds no text to a reply but has a spelling."""
+    """Return whether a token is a control token, which has a text form but adds no text to a reply."""
     return vocabulary.piece(token) == b"" and vocabulary.raw_piece(token) != b""
 
 

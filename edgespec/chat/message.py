@@ -12,7 +12,7 @@ from edgespec.errors import OptionError
 __all__ = ["Message", "Role", "as_message", "as_messages", "reply_message"]
 
 Role = Literal["user", "assistant", "system"]
-# Used for reasoning that another program wrote. They are the markers of most models.
+# The most common markers, used for reasoning written by another program.
 _DEFAULT_MARKERS = ("<think>\n", "\n</think>\n\n")
 _ROLES: dict[str, Role] = {"system": "system", "user": "user", "assistant": "assistant"}
 
@@ -41,9 +41,9 @@ class Message:
         return before + self.reasoning + after + self.content
 
     def for_template(self) -> dict[str, str]:
-        """Return the message as chat templates read it, with `reasoning_content` if there is reasoning.
+        """Return the message as chat templates expect it, with `reasoning_content` if there is reasoning.
 
-        Each template decides whether the next prompt contains the reasoning of earlier replies.
+        The template decides whether the next prompt includes the reasoning of earlier replies.
         """
         reasoning = {"reasoning_content": self.reasoning} if self.reasoning else {}
         return {"role": self.role, "content": self.content, **reasoning}
@@ -70,7 +70,7 @@ def as_messages(items: Sequence[Message | Mapping[str, Any]]) -> list[Message]:
 def as_message(number: int, item: Message | Mapping[str, Any]) -> Message:
     """Convert the `number`-th item of a list to a `Message`. Raises OptionError if it is invalid.
 
-    If the content of a reply starts with reasoning, it is separated, as in the text of a new reply.
+    Reasoning at the start of a reply's content is split off, as for a new reply.
     """
     if isinstance(item, Message):
         return item
@@ -98,14 +98,17 @@ def as_message(number: int, item: Message | Mapping[str, Any]) -> Message:
         )
     markers = item.get("markers") or ["", ""]
     if not isinstance(markers, list) or [type(marker) for marker in markers] != [str, str]:
-        raise OptionError(f"the markers of message {number} must be a list of two strings", "leave them out")
+        raise OptionError(
+            f"the markers of message {number} must be a list of two strings",
+            "pass two strings, or leave the markers out",
+        )
     if role == "assistant" and not reasoning and not any(markers):
         return reply_message(content)
     return Message(role, content, reasoning, (markers[0], markers[1]))
 
 
 def reply_message(text: str) -> Message:
-    """Return the message of a reply, with its reasoning, from the whole text that the model wrote."""
+    """Convert the full text of a reply to a message, with its reasoning separated."""
     opening = leading_marker(text)
     if not opening:
         return Message("assistant", text)

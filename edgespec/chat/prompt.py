@@ -24,7 +24,7 @@ ContextFull = Literal["slide", "refuse"]
 
 # Number of context tokens reserved for the reply, at most a quarter of the context.
 _REPLY_TOKENS = 512
-# Length of a text in which a control token at its start is recognised. Their spellings are shorter.
+# Number of bytes in which to look for a leading control token. All control tokens are shorter.
 _MAX_CONTROL_TOKEN_BYTES = 512
 # Maximum number of conversations whose exact tokens are remembered. Few are active at once.
 _REMEMBERED_CONVERSATIONS = 8
@@ -122,18 +122,18 @@ class PromptBuilder:
         reply_start: str,
         progress: Progress | None = None,
     ) -> RenderedPrompt:
-        """Return the prompt followed by the start of the reply, which the model is to continue.
+        """Return the prompt followed by the partial reply for the model to continue.
 
-        The reply keeps the tokens that the model generated if the builder remembers them. Takes the arguments
-        of `build_fitting` and raises the same exceptions.
+        Reuses the tokens that the model generated, if the builder still has them. Takes the arguments of
+        `build_fitting` and raises the same exceptions.
         """
         start_tokens = self._reply_tokens(reply_start)
         try:
             prompt = self.build_fitting(messages, context_tokens - len(start_tokens), context_full, progress)
         except ContextFullError as error:
             raise ContextFullError(
-                f"the reply cannot be continued: it has {len(start_tokens)} tokens, and the context holds"
-                f" only {context_tokens}, including the messages before it",
+                f"the reply cannot be continued: its {len(start_tokens)} tokens and the messages before"
+                f" it do not fit in the context of {context_tokens} tokens",
                 "start a new chat, or load the model with a larger --context",
             ) from error
         opening = opening_marker(prompt.text)
@@ -162,8 +162,8 @@ class PromptBuilder:
     def _plain_tokens(self, text: str) -> list[int]:
         """Return tokens that spell exactly `text`, without control tokens."""
         vocabulary, spelled = self._vocabulary, text.encode("utf-8", "replace")
-        # Some tokenizers add a space before the first word. If the tokens spell more than the text, try again
-        # without the text's own first space, then after a line break, and remove the surplus first tokens.
+        # Some tokenizers prepend a space. If the tokens spell more than the text, retry without its leading
+        # space, then after a newline, and drop the extra leading tokens.
         for anchored in (text, text.removeprefix(" "), f"\n{text}"):
             tokens = vocabulary.tokenize(anchored, special=False, start=False)
             for first in range(3):
@@ -231,8 +231,8 @@ class PromptBuilder:
     ) -> RenderedPrompt:
         """Drop the oldest turns in steps until the prompt has at most `limit_tokens`, if possible.
 
-        Whole steps are dropped according to the estimates, which do not change as the conversation grows. The
-        number of steps is exact, because prompts that are still too long are shortened by another step.
+        The number of steps follows from token estimates, which stay the same as the conversation grows. If
+        the actual prompt is still too long, another step is dropped.
         """
         system = [message for message in messages[:1] if message.role == "system"]
         turns = messages[len(system) :]
@@ -252,9 +252,9 @@ class PromptBuilder:
         return prompt
 
     def _estimated_tokens(self, message: Message, context_tokens: int, progress: Progress | None) -> int:
-        """Return the approximate number of tokens by which a message lengthens the prompt.
+        """Return the approximate number of tokens that a message adds to the prompt.
 
-        The reasoning does not count, because most templates drop it.
+        Reasoning is not counted, because most templates drop it.
         """
         content = message.content
         # A message that exceeds the context will be dropped, so it need not be tokenized.
@@ -301,7 +301,7 @@ class PromptBuilder:
         return longest if longest and longest.text else None
 
     def _spelled_prefix(self, tokens: Sequence[int], encoded: bytes) -> RenderedPrompt:
-        """Return the longest prefix of a text that `tokens` decode to and that precedes a control token."""
+        """Return the longest prefix of `encoded` that `tokens` decode to and that a control token follows."""
         at = spelled_bytes = spelled_tokens = 0
         for i, token in enumerate(tokens):
             control = is_control(self._vocabulary, token)

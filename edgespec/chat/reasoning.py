@@ -1,4 +1,4 @@
-"""Separate a reply's reasoning from its answer by the markers of published chat templates."""
+"""Separate a reply's reasoning from its answer, using the markers of published chat templates."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _MARKERS: Mapping[str, str] = MappingProxyType(
         "<|START_THINKING|>": "<|END_THINKING|>",
         # Gemma 4
         "<|channel>thought": "<channel|>",
-        # gpt-oss. A reply that starts with the final channel has no reasoning, so its reasoning ends at once.
+        # gpt-oss. A reply that starts in the final channel has no reasoning, hence the empty closing marker.
         "<|channel|>analysis<|message|>": "<|start|>assistant<|channel|>final<|message|>",
         "<|channel|>final<|message|>": "",
     }
@@ -63,7 +63,7 @@ def piece_with_markers(vocabulary: Vocabulary, token: int) -> bytes:
 
 
 def opening_marker(prompt: str) -> str:
-    """Return the opening marker and the white space at the end of a prompt, or an empty string.
+    """Return the opening marker and whitespace at the end of a prompt, or an empty string.
 
     The templates of DeepSeek R1, QwQ and others write the opening marker themselves, so that the model must
     reason. The reply then starts inside the reasoning.
@@ -73,12 +73,12 @@ def opening_marker(prompt: str) -> str:
 
 
 def split_at_markers(text: str) -> list[tuple[str, bool]]:
-    """Split a text at everything that could be a marker token. Return each part and whether it could."""
+    """Split a text at possible marker tokens. Return each part and whether it is one of them."""
     return [(part, place % 2 == 1) for place, part in enumerate(_MARKER_TOKEN.split(text))]
 
 
 def leading_marker(text: str) -> str:
-    """Return the opening marker at the start of a reply, with white space, or an empty string."""
+    """Return the opening marker and whitespace at the start of a reply, or an empty string."""
     leading = _LEADING.match(text)
     return leading[0] if leading else ""
 
@@ -96,21 +96,21 @@ class SplitText(NamedTuple):
 
 
 class ReasoningSplitter:
-    """Splits a reply into reasoning and answer while its text arrives.
+    """Splits a reply into reasoning and answer as its text arrives.
 
     Only a marker at the very start of a reply opens reasoning, because a marker in a sentence or a code block
     is part of the answer. Text that could belong to a marker is withheld until more text shows whether it
-    does. White space around the reasoning is dropped. A reply without reasoning is not changed.
+    does. Whitespace around the reasoning is dropped. A reply without reasoning is not changed.
 
     Args:
-        reply_start: Text before the first token that already belongs to the reply.
+        reply_start: Text at the end of the prompt that already belongs to the reply.
     """
 
     def __init__(self, reply_start: str = "") -> None:
         self._close = ""
         self._phase: Literal["start", "reasoning", "answer"] = "start"
         self._held = ""
-        # True while the next text is the first one of the reasoning, or of the answer after it.
+        # Whether to drop leading whitespace, because the reasoning, or the answer after it, has no text yet.
         self._drops_space = False
         # Number of withheld characters that are not part of the result.
         self._skipped = 0
@@ -118,7 +118,7 @@ class ReasoningSplitter:
         self._skipped = len(self._held)
 
     def feed(self, text: str) -> SplitText:
-        """Add the text of a token, and return the text that this token completes."""
+        """Add a token's text, and return the text that no longer has to be withheld."""
         before = self._phase
         self._held += text
         if self._phase == "start":
@@ -126,7 +126,7 @@ class ReasoningSplitter:
         in_reasoning = "reasoning" in (before, self._phase)
         reasoning = self._read_reasoning() if self._phase == "reasoning" else ""
         answer = self._read(len(self._held)) if self._phase == "answer" else ""
-        # The white space between the reasoning and the answer belongs to the reasoning.
+        # The whitespace between the reasoning and the answer belongs to the reasoning.
         return SplitText(reasoning, answer, in_reasoning or self._drops_space)
 
     def finish(self, text: str = "") -> SplitText:
@@ -139,7 +139,7 @@ class ReasoningSplitter:
         return SplitText(reasoning, answer + self._read(len(self._held)), False)
 
     def _read_start(self) -> None:
-        """Read the opening marker, or find that there is none. Does nothing while it could still come."""
+        """Read the opening marker, or establish that there is none. Does nothing until it can tell."""
         text = self._held.lstrip()
         opening = next((marker for marker in _MARKERS if text.startswith(marker)), None)
         if opening is not None:
@@ -154,7 +154,7 @@ class ReasoningSplitter:
         self._held = self._held[self._skipped :]
 
     def _read_reasoning(self) -> str:
-        """Return the reasoning that is not withheld, and enter the answer after the closing marker."""
+        """Return the reasoning that is not withheld, and switch to the answer after the closing marker."""
         end = self._held.find(self._close)
         if end < 0:
             undecided = _shared_length(self._held, self._close)
@@ -165,7 +165,7 @@ class ReasoningSplitter:
         return reasoning
 
     def _read(self, length: int) -> str:
-        """Return the first `length` characters, without leading space at the start of a part."""
+        """Consume and return `length` characters, without whitespace before the reasoning or the answer."""
         text, self._held = self._held[:length], self._held[length:]
         if self._drops_space:
             text = text.lstrip()
@@ -174,7 +174,7 @@ class ReasoningSplitter:
 
 
 def _shared_length(text: str, marker: str) -> int:
-    """Return the length of the longest end of `text` that `marker` starts with."""
+    """Return the length of the longest suffix of `text` that is a prefix of `marker`."""
     longest = min(len(marker) - 1, len(text))
     return next((size for size in range(longest, 0, -1) if marker.startswith(text[-size:])), 0)
 

@@ -98,7 +98,7 @@ class SavedChat:
             "system": self.system,
             "messages": [_message_json(message) for message in self.messages],
             "sampling": dict(self.sampling),
-            # This key is optional, so that older versions of edgespec read the file too.
+            # Optional, so that older versions of edgespec can still read the file.
             **({"unfinished": True} if self.unfinished else {}),
         }
 

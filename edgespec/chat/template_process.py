@@ -1,4 +1,4 @@
-"""The child process that renders a chat template within limits of time, memory and output size."""
+"""Child process that renders a chat template, with limits on time, memory and output size."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ from edgespec.files import format_bytes
 
 __all__ = ["TemplateProcess"]
 
-# Limit on the polls of 50 ms that a request may take, 20 seconds on a busy machine. Polls are counted
-# because no time must pass for a request while edgespec is suspended.
+# Maximum number of 50 ms polls per request, 20 seconds on a busy machine. Counting polls excludes the time
+# while edgespec is suspended.
 _MAX_POLLS = 400
 
 
@@ -52,8 +52,8 @@ class TemplateProcess:
             )
         script = str(Path(__file__).with_name("template_worker.py"))
         try:
-            # -I ignores the current folder and PYTHONPATH. The terminal sends Ctrl-C to all processes of the
-            # session, so the child gets its own.
+            # -I ignores the current folder and PYTHONPATH. A new session shields the child from the
+            # terminal's Ctrl-C.
             self._process = subprocess.Popen(
                 [sys.executable, "-I", script, *_import_folders()],
                 stdin=subprocess.PIPE,
@@ -97,7 +97,7 @@ class TemplateProcess:
             polls += 1
             check_cancelled(progress)
             if polls > _MAX_POLLS:
-                raise _failure("it took longer than 20 seconds")
+                raise _failure("it timed out after 20 seconds")
             with suppress(psutil.Error):
                 if psutil.Process(process.pid).memory_info().rss > memory_limit_bytes(len(data)):
                     raise _failure(_too_much_memory(len(data)))
@@ -112,9 +112,9 @@ class TemplateProcess:
                     raise _failure(_too_much_memory(len(data)))
                 case "output":
                     limit = format_bytes(output_limit_bytes(len(data)))
-                    raise _failure(f"it makes a prompt of more than {limit}")
+                    raise _failure(f"its output exceeds {limit}")
                 case "nesting":
-                    raise _failure("it is nested too deeply")
+                    raise _failure("it is too deeply nested")
             return reply
         except BaseException:
             self.close()
@@ -129,7 +129,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     process.kill()
     process.wait()
     for stream in (process.stdin, process.stdout):
-        # Closing stdin raises BrokenPipeError if a part of a request was not sent.
+        # Closing stdin raises BrokenPipeError if part of a request is unsent.
         with suppress(OSError):
             if stream:
                 stream.close()
@@ -148,8 +148,8 @@ def _too_much_memory(request_bytes: int) -> str:
 
 def _exit_reason(status: int) -> str:
     if sys.platform != "win32" and status == -signal.SIGPROF:
-        return f"it took longer than {CPU_SECONDS:g} seconds"
-    return f"the process that runs it ended with status {status}"
+        return f"it used more than {CPU_SECONDS:g} seconds of CPU time"
+    return f"its process exited with status {status}"
 
 
 def _import_folders() -> list[str]:

@@ -1,4 +1,4 @@
-"""Render one chat template in a child process, as a script that imports nothing of edgespec.
+"""Script that renders one chat template in a child process. It imports nothing from edgespec.
 
 The script reads requests from stdin and writes replies to stdout until stdin is closed. Each message is a
 JSON object, preceded by its length as 8 bytes. The first request contains the source of the template.
@@ -28,11 +28,11 @@ __all__ = [
     "write_message",
 ]
 
-# CPU time for one prompt, chosen. A chat of 5,000 messages takes 0.2 seconds.
+# CPU time limit per prompt. A chat of 5,000 messages takes 0.2 seconds.
 CPU_SECONDS = 2.0
-# Templates choose the text of their errors, so it is cut to this many characters.
+# Templates control their error text, so truncate it to this many characters.
 _MAX_ERROR_CHARACTERS = 300
-# Part of Python's error message for long numbers that helps only Python programmers.
+# Advice in Python's error for long integers, of use only to Python programmers.
 _PYTHON_ADVICE = "; use sys.set_int_max_str_digits() to increase the limit"
 
 
@@ -46,7 +46,7 @@ def memory_limit_bytes(request_bytes: int) -> int:
 
 
 def output_limit_bytes(request_bytes: int) -> int:
-    """Return the size limit of the prompt. Templates can repeat the messages or add text of their own."""
+    """Return the size limit of the prompt, with room for templates that repeat messages or add text."""
     return (64 << 20) + 4 * request_bytes
 
 
@@ -98,7 +98,7 @@ def compile_template(source: str) -> Template:
     try:
         return environment.from_string(source)
     except SyntaxError as error:
-        # Jinja reports its syntax errors with a class of its own. This is Python's limit on nested blocks.
+        # Jinja has its own syntax error class, so this is Python's limit on nested blocks.
         raise RecursionError from error
 
 

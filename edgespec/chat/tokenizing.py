@@ -1,4 +1,4 @@
-"""Tokenize texts of any length: long ones can be cancelled, and too long ones are refused by their size."""
+"""Tokenize long texts so that Ctrl-C can cancel, and reject texts that cannot fit in the context."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def tokenize(
 ) -> list[int]:
     """Convert text to token ids. Takes the arguments of `Vocabulary.tokenize`.
 
-    A native call cannot be interrupted. Long texts are therefore tokenized in another thread, so that Ctrl-C
-    and `progress` can end the wait at once. The thread then ends at the end of its call.
+    Native calls cannot be interrupted, so long texts are tokenized in another thread. Ctrl-C and `progress`
+    can then end the wait at once. The thread exits when its call returns.
 
     Args:
         progress: Called every 50 ms. Returning False cancels the call.
@@ -37,9 +37,9 @@ def tokenize(
 
 
 def check_size(vocabulary: Vocabulary, texts: Sequence[str], context_tokens: int) -> None:
-    """Raise ContextFullError if the texts are so long that their tokens cannot fit in the context.
+    """Raise ContextFullError if the texts are too long to fit in the context.
 
-    The check takes time only for texts with more characters than the context has tokens. Shorter texts can
+    The check is fast unless the texts have more characters than the context has tokens. Texts that pass may
     still have too many tokens.
     """
     if sum(map(len, texts)) <= context_tokens:

@@ -63,7 +63,7 @@ def picture(preview: Preview, requested_context_tokens: int | None = None) -> Re
 
 
 def _about_context(preview: Preview, requested_tokens: int | None) -> str:
-    """Return a remark about the context length in parentheses, or an empty string."""
+    """Return a parenthesised note on the context length, or an empty string."""
     tokens, trained = preview.plan.context_tokens, preview.trained_context_tokens
     first = preview.first_context_tokens
     remarks = ["the length the model was trained for"] if tokens == trained else []

@@ -146,7 +146,7 @@ def _folder(name: str, path: Path, variable: str) -> Check:
     Args:
         name: What is stored there.
         path: The folder, or the file. Neither has to exist.
-        variable: The environment variable that chooses another folder.
+        variable: The environment variable that overrides the folder.
     """
     folder = path.parent if path.suffix else path
     missing = "" if path.exists() else " (not created yet)"

@@ -42,12 +42,12 @@ __all__ = ["command"]
 def command(words: tuple[str, ...], as_json: bool, raw: bool, **options: Any) -> int:
     """Answer one prompt.
 
-    The reply is streamed to stdout. The reasoning of models that think first goes to stderr, and only to a
-    terminal. Press Ctrl-C to end the reply early.
+    The reply is streamed to stdout. Reasoning is printed to stderr, if that is a terminal. Press Ctrl-C to
+    stop the reply early.
 
-    Text from a pipe or file on stdin is put before the prompt, with a blank line between them. edgespec waits
-    10 seconds for a pipe to deliver text. To wait longer, add - after the prompt. If the prompt is omitted or
-    just -, stdin is the whole prompt. To ignore stdin, add </dev/null.
+    Text piped or redirected to stdin is prepended to the prompt, with a blank line between them. edgespec
+    waits up to 10 seconds for text from a pipe. To wait longer, add - after the prompt. If the prompt is
+    omitted or just -, stdin is the whole prompt. To ignore stdin, add </dev/null.
     """
     if len([word for word in words if word != "-"]) > 1:
         raise click.UsageError(

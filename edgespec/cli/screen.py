@@ -67,7 +67,7 @@ def print_json(value: Mapping[str, object]) -> None:
 
 
 def note(text: str, end: str = "\n") -> None:
-    """Print dim text, by default a line, to stderr if stderr is a terminal."""
+    """Print dimmed text to stderr, if it is a terminal."""
     if text and is_terminal(sys.stderr):
         plain = bool(os.environ.get("NO_COLOR")) or os.environ.get("TERM") == "dumb"
         shown = printable(text)

@@ -71,7 +71,7 @@ def test_tokenizing_a_long_prompt_is_cut_short(start: Start, number: signal.Sign
     _, stderr = ended(process)
     assert time.monotonic() - asked < 3
     assert process.returncode == 130
-    assert stderr == "interrupted: preparing the prompt was cancelled\n"
+    assert stderr == "interrupted: cancelled while preparing the prompt\n"
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

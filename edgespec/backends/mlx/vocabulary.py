@@ -105,7 +105,7 @@ class MlxVocabulary:
     @cached_property
     def _longest_piece_bytes(self) -> int:
         tokenizer = self._check_open()
-        # Only the Rust tokenizers tell whether they remove parts of a text before they tokenize it.
+        # Only the Rust tokenizers expose whether they remove text before tokenizing.
         if not tokenizer.is_fast or _REMOVES_TEXT.search(str(tokenizer.backend_tokenizer.pre_tokenizer)):
             return 0
         return longest_piece_bytes(tokenizer.get_vocab(), self._known_piece)
@@ -147,7 +147,7 @@ class MlxVocabulary:
         return tokenizer
 
     def close(self) -> None:
-        """Free the tokenizer when no other thread is tokenizing. Does not wait for it."""
+        """Free the tokenizer once no thread is using it. Does not block."""
         self._tokenizer = None
 
 
