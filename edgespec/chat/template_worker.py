@@ -15,6 +15,8 @@ from typing import IO, TYPE_CHECKING, Any, NoReturn
 
 if TYPE_CHECKING:
     from jinja2 import Template
+    from jinja2.nodes import Node
+    from jinja2.parser import Parser
 
 __all__ = [
     "CPU_SECONDS",
@@ -75,10 +77,20 @@ def encode(message: dict[str, Any]) -> bytes:
 
 def compile_template(source: str) -> Template:
     """Compile a template in a sandbox, with the functions that chat templates use."""
+    from jinja2.ext import Extension
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+    class GenerationTag(Extension):
+        """`{% generation %}`, with which templates mark replies for training. It has no effect here."""
+
+        tags = {"generation"}  # noqa: RUF012 - the base class wants a set
+
+        def parse(self, parser: Parser) -> list[Node]:
+            next(parser.stream)
+            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
     environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", GenerationTag]
     )
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _refuse
@@ -140,8 +152,9 @@ def _refuse(message: str) -> NoReturn:
     raise TemplateError(message)
 
 
-def _to_json(value: Any, indent: int | None = None) -> str:
-    return json.dumps(value, ensure_ascii=False, indent=indent)
+def _to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
+    """Encode a value as JSON, with the arguments that templates written for transformers can pass."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, **options)
 
 
 def _now(pattern: str) -> str:

@@ -47,6 +47,16 @@ class TestRendering:
         )
         assert render(source, SYSTEM, Message("user", "  Hi ")) == '<s>Hi</s>>{"ä": 1}'
 
+    def test_what_templates_written_for_transformers_use(self) -> None:
+        template = ChatTemplate(
+            "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}"
+            "{{ {'b': 'ä', 'a': 1} | tojson(ensure_ascii=True, separators=(',', ':'), sort_keys=True) }}",
+            "",
+            "",
+        )
+        assert template.render([Message("user", "hi")]) == r'hi{"a":1,"b":"\u00e4"}'
+        template.close()
+
     def test_template_can_use_the_date(self) -> None:
         assert render("{{ strftime_now('%Y') }}", USER).isdigit()
 
@@ -183,14 +193,15 @@ class TestLimits:
             render(ENDLESS, USER)
 
     def test_time_is_measured_while_the_process_sleeps(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(template_process, "_MAX_POLLS", 4)
         template = ChatTemplate("x", "", "")
         template.compile()
         child = _child(template)
         child.suspend()
+        monkeypatch.setattr(template_process, "_MAX_POLLS", 4)
         with pytest.raises(TemplateError, match="20 seconds"):
             template.render([USER])
         assert not child.is_running()
+        monkeypatch.undo()
         assert template.render([USER]) == "x"
 
 
