@@ -1,12 +1,28 @@
-"""Commands for error messages that install missing packages. They work when copied to a shell as they are."""
+"""Commands that messages suggest, such as those that install missing packages. They work as printed."""
 
 from __future__ import annotations
 
+import os
 import shlex
+import shutil
 import sys
 from pathlib import Path
 
-__all__ = ["pip_command", "setup_command"]
+__all__ = ["chat_command", "pip_command", "setup_command"]
+
+
+def chat_command() -> str:
+    """Return the command that starts a chat in the way the user started this one.
+
+    That is scripts/chat if it set `_EDGESPEC_CHAT_COMMAND`, `edgespec chat` if that is this installation, or
+    else Python with `-m edgespec chat`.
+    """
+    if script := os.environ.get("_EDGESPEC_CHAT_COMMAND"):
+        return script
+    on_path = shutil.which("edgespec")
+    if on_path is not None and Path(on_path).parent == Path(sys.executable).parent:
+        return "edgespec chat"
+    return f"{shlex.quote(sys.executable)} -m edgespec chat"
 
 
 def setup_command(packages: str = "") -> str:

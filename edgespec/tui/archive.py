@@ -139,6 +139,7 @@ class Archive:
 
         with self._lock:
             self._store.delete(chat_id)
+            self.unsaved.pop(chat_id, None)
         try:
             edgespec.delete_data("replies")
             edgespec.delete_data("prefix-cache")

@@ -173,7 +173,8 @@ class ModelThread:
             if self._cancelled.is_set():
                 stream.cancel()
             # A continued reply already contains the start of the reply.
-            start = "" if ask.act == "continue" else stream.reply_start
+            continued = ask.act == "continue" and ask.messages[-1].role == "assistant"
+            start = "" if continued else stream.reply_start
             for chunk in stream:
                 ask.written.append(start + chunk.raw_text)
                 start = ""

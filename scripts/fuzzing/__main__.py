@@ -28,8 +28,9 @@ _ROOT = Path(__file__).resolve().parents[2]
 SUBJECTS = tuple(
     Subject(name, f"scripts.fuzzing.{name.replace('-', '_')}", weight)
     for name, weight in (
-        ("gguf", 250),
-        ("gguf-load", 8),
+        ("gguf", 248),
+        ("gguf-plan", 6),
+        ("gguf-load", 4),
         ("mlx", 100),
         ("mlx-load", 2),
         ("template", 20),
