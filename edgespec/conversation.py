@@ -92,7 +92,7 @@ class Chat:
         return self._answer([*self.messages[: self._last_user_index()], Message("user", text)], options)
 
     def continue_reply(self, **options: Any) -> ReplyStream:
-        """Continue the last reply where it ended, or answer the last message if it has no reply yet.
+        """Continue the last reply where it stopped, or answer the last message if it has no reply yet.
 
         The stream yields only the new text, which is appended to the last message when it ends. Use this for
         a reply that was interrupted or reached its maximum length. With the same settings and seed, the
@@ -107,7 +107,8 @@ class Chat:
             TemplateError: The chat template rejects the conversation.
         """
         last = self._last_user_index()
-        # A reply that was cancelled within a character ends with U+FFFD. The model writes it again.
+        # A reply that was cancelled within a character ends with U+FFFD. Remove it and let the model write
+        # the whole character.
         reply_start = "".join(message.text for message in self.messages[last + 1 :]).rstrip("\ufffd")
         return self._answer(self.messages[: last + 1], options, reply_start)
 

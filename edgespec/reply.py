@@ -93,7 +93,7 @@ class Reply:
         target: Name of the target.
         draft: Name of the draft model, or None.
         reasoning: What the model wrote before its answer, without markers. Empty if it did not reason.
-        answer_start: Position in `text` at which the answer starts.
+        answer_start: Index in `text` at which the answer starts.
     """
 
     text: str

@@ -150,14 +150,14 @@ class ReplyStream:
             else:
                 self._add(step)
         except BaseException as error:
-            # A reply that Ctrl-C ends is cancelled, not failed, and keeps its text.
+            # A reply that Ctrl-C stops counts as cancelled, not as failed, and keeps its text.
             self._finish(failed=isinstance(error, Exception))
             raise
         finally:
             self._reading.release()
 
     def _add(self, step: Step) -> None:
-        """Add the text of a step to the chunks, separated by reasoning and by who proposed the tokens."""
+        """Add the text of a step to the chunks, split by reasoning or answer, and by draft or target."""
         self._tokens.extend(step.tokens)
         self._finish_reason = step.finish_reason or self._finish_reason
         texts, accepted = self._text.drain(), step.accepted

@@ -59,7 +59,7 @@ def main() -> int:
 
 
 def kill_terminal_chats(kills: int, max_seconds: float, seed: int) -> dict[str, Any]:
-    """Kill that many chats, and return the results."""
+    """Kill `kills` chats, and return the results."""
     choices = random.Random(seed)
     results: dict[str, Any] = {
         "kills": 0, "questions_sent": 0, "lost_questions": 0, "unfinished_replies": 0,
@@ -115,7 +115,7 @@ class TerminalChat:
         self._shown = ""
 
     def wait_for(self, text: str, timeout_seconds: float = 60.0, *, stop_early: bool = True) -> bool:
-        """Read the screen until it shows `text` or the timeout ends. Return whether it did."""
+        """Read the screen until it shows `text` or time runs out. Return whether it was shown."""
         deadline = time.monotonic() + timeout_seconds
         while (left := deadline - time.monotonic()) > 0 and not (stop_early and text in self._shown):
             if select.select([self._terminal], [], [], left)[0]:
@@ -123,12 +123,12 @@ class TerminalChat:
         return text in self._shown
 
     def type(self, text: str) -> None:
-        """Type a text."""
+        """Type text into the terminal."""
         self._shown = ""
         os.write(self._terminal, text.encode())
 
     def end(self, way: str) -> float:
-        """End the program, and return the seconds until it ended."""
+        """End the program in the given way, and return how many seconds it took."""
         began = time.monotonic()
         if way == "closed terminal":
             os.close(self._terminal)

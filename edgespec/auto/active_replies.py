@@ -10,7 +10,7 @@ __all__ = ["ACTIVE_REPLIES", "ActiveReplies"]
 
 
 class ActiveReplies:
-    """Thread-safe set of running replies, including those whose caller has stopped reading.
+    """Thread-safe set of running replies, including those that the caller no longer reads.
 
     Uses no lock, because replies can also end during garbage collection, which may interrupt any method.
     """

@@ -48,7 +48,7 @@ class LossLimit:
         """Start a reply with no credit from earlier replies."""
         self.credit_seconds = 0.0
         self.tokens = self.draft_rounds = 0
-        # Tokens of the rounds that verified a draft, and the time plain decoding would have taken for them.
+        # Tokens of the rounds that verified a draft, and the seconds that plain decoding would have taken.
         self._draft_round_tokens, self._draft_round_plain_seconds = 0, 0.0
 
     def record_target_step(self, tokens: int, draft_seconds: float = 0.0) -> None:
@@ -80,7 +80,7 @@ class LossLimit:
     def speed_up(self, target_step_seconds: float) -> float:
         """Return how many times as fast as plain decoding the reply has been so far.
 
-        Rounds with a draft use the target step time of their moment, because the credit does too.
+        Rounds with a draft use the target step time measured at that round, as the credit does.
         """
         other_tokens = self.tokens - self._draft_round_tokens
         plain_seconds = self._draft_round_plain_seconds + other_tokens * target_step_seconds

@@ -41,7 +41,7 @@ _MAX_REASON = 200
 _MAX_SECONDS, _SLOW_DISK = 60, 10 * 2**20
 # CPU time limit in seconds, per trial and per GiB of model files. Disk waits do not count.
 _MAX_CPU_SECONDS, _MAX_CPU_SECONDS_PER_GIB = 30, 2
-# How often `progress` is called while the child process reports nothing.
+# Seconds between calls of `progress` while the child process reports nothing.
 _PROGRESS_SECONDS = 0.1
 # The child process imports this package from the same place as this process, and nothing from the current
 # folder, which may contain untrusted files.
@@ -194,8 +194,8 @@ class _Child:
 
     Attributes:
         process: The process, which prints progress and outcomes to stdout.
-        errors: The file that its stderr is written to.
-        max_seconds: The time limit of the trials.
+        errors: The file that receives the stderr of the process.
+        max_seconds: The time limit of all trials together.
     """
 
     def __init__(self, process: subprocess.Popen[bytes], errors: IO[bytes], max_seconds: float) -> None:

@@ -95,5 +95,5 @@ def is_control(vocabulary: Vocabulary, token: int) -> bool:
 
 
 def literal(vocabulary: Vocabulary, token: int) -> str:
-    """Return the spelling of a control token."""
+    """Return the text form of a control token."""
     return vocabulary.raw_piece(token).decode("utf-8", "replace")

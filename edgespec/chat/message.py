@@ -25,7 +25,7 @@ class Message:
         role: The author of the message.
         content: The text. For a reply of the model, the answer without its reasoning.
         reasoning: What the model wrote before its answer. Empty if it did not reason.
-        markers: The text before and after the reasoning, such as `<think>` and white space.
+        markers: The text before and after the reasoning, such as `<think>` and whitespace.
     """
 
     role: Role

@@ -147,7 +147,7 @@ class PromptBuilder:
         return RenderedPrompt(text, tokens, prompt.dropped_messages, opening + reply_start)
 
     def _reply_tokens(self, text: str) -> list[int]:
-        """Return tokens that spell exactly `text`, as a model would write it in a reply."""
+        """Return tokens that decode to exactly `text`, as a model would generate them in a reply."""
         tokens: list[int] = []
         plain = ""
         for part, is_marker in split_at_markers(text):
@@ -160,7 +160,7 @@ class PromptBuilder:
         return tokens + self._plain_tokens(plain)
 
     def _plain_tokens(self, text: str) -> list[int]:
-        """Return tokens that spell exactly `text`, without control tokens."""
+        """Return tokens that decode to exactly `text`, without control tokens."""
         vocabulary, spelled = self._vocabulary, text.encode("utf-8", "replace")
         # Some tokenizers prepend a space. If the tokens spell more than the text, retry without its leading
         # space, then after a newline, and drop the extra leading tokens.
@@ -280,7 +280,7 @@ class PromptBuilder:
         tokens = list(reply_tokens)
         if tokens and self._vocabulary.is_end(tokens[-1]):
             tokens.pop()
-        # Control tokens are spelled out, as templates write them. Otherwise, a prompt without the reply's
+        # Control tokens are written as text, as templates write them.Otherwise, a prompt without the reply's
         # reasoning markers could match a reply whose tokens include them.
         pieces = (self._vocabulary.piece(token) or self._vocabulary.raw_piece(token) for token in tokens)
         text = b"".join(pieces).decode("utf-8", "replace")

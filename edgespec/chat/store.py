@@ -72,8 +72,8 @@ class SavedChat:
         target: Name of the model.
         system: The system prompt.
         sampling: Settings that differ from their defaults.
-        unfinished: Whether the last message has no reply yet, or only the start of one, because the program
-            ended first.
+        unfinished: Whether the last message has no reply, or only part of one, because the program ended
+            first.
     """
 
     id: str

@@ -36,15 +36,15 @@ _MAX_POLLS = 400
 class TemplateProcess:
     """A child process that compiles one chat template and renders it.
 
-    Call `ask` from one thread at a time, and `close` from any thread. The process ends when this object is
-    closed or garbage-collected. It also ends with the parent process, which closes its stdin.
+    Call `ask` from one thread at a time, and `close` from any thread. The process stops when this object is
+    closed or garbage-collected. It also stops when the parent process exits, which closes its stdin.
 
     Raises:
         TemplateError: The process cannot be started.
     """
 
     def __init__(self) -> None:
-        # In a program packed into one executable, sys.executable is that program.
+        # In a frozen program, such as one made with PyInstaller, sys.executable is that program.
         if not sys.executable or getattr(sys, "frozen", False):
             raise TemplateError(
                 "the model's chat template cannot be used: no Python interpreter was found to run it in",
@@ -70,11 +70,11 @@ class TemplateProcess:
 
     @property
     def alive(self) -> bool:
-        """Whether the process can take requests."""
+        """Whether the process can handle requests."""
         return self._end.alive and self._process.poll() is None
 
     def ask(self, request: dict[str, Any], progress: Progress | None = None) -> dict[str, str]:
-        """Send a request and return the reply. On any exception, the process ends.
+        """Send a request and return the reply. On any exception, the process is stopped.
 
         Raises:
             CancelledError: `progress` returned False.
@@ -85,7 +85,7 @@ class TemplateProcess:
         def exchange() -> dict[str, str] | None:
             assert process.stdin
             assert process.stdout
-            # The pipes break, or are closed by `close`, when the process ends during the exchange.
+            # If the process ends during the exchange, the pipes break or `close` closes them.
             with suppress(OSError, ValueError):
                 write_message(process.stdin, data)
                 if reply := read_message(process.stdout, output_limit_bytes(len(data))):
@@ -121,7 +121,7 @@ class TemplateProcess:
             raise
 
     def close(self) -> None:
-        """End the process. Further calls have no effect."""
+        """Stop the process. Further calls have no effect."""
         self._end()
 
 

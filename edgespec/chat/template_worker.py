@@ -51,7 +51,7 @@ def output_limit_bytes(request_bytes: int) -> int:
 
 
 def read_message(stream: IO[bytes], max_bytes: int | None = None) -> tuple[dict[str, Any], int] | None:
-    """Read a message. Return it with its size in bytes, or None if the stream ended or it is too long."""
+    """Read a message. Return it with its size in bytes, or None if it is too long or the stream ended."""
     header = stream.read(8)
     size_bytes = int.from_bytes(header, "big")
     if len(header) < 8 or (max_bytes is not None and size_bytes > max_bytes):
@@ -59,7 +59,7 @@ def read_message(stream: IO[bytes], max_bytes: int | None = None) -> tuple[dict[
     data = stream.read(size_bytes)
     if len(data) < size_bytes:
         return None
-    # The texts can contain lone surrogates.
+    # Messages can contain lone surrogates, which UTF-8 cannot encode.
     return json.loads(data.decode("utf-8", "surrogatepass")), size_bytes
 
 

@@ -139,7 +139,7 @@ class ChatApp(App[None]):
         )
         self._leaving = False
         await self.switch_screen(chat)
-        # The screen opens the chat itself, so that a message sent meanwhile waits for it.
+        # The screen opens a resumed chat itself, so that a message sent in the meantime waits for it.
         if self._resume is None:
             chat.call_later(chat.offer_unfinished)
         else:
@@ -171,12 +171,12 @@ class ChatApp(App[None]):
         self.exit()
 
     def save_turn(self) -> None:
-        """Save a reply that is being written. Can be called from any thread, also after the app has ended."""
+        """Save a reply that is being written. Can be called from any thread, even after the app has ended."""
         if self.chat is not None:
             self.chat.save_turn()
 
     def stop_model(self) -> bool:
-        """Stop the reply and close the model. Return False if that takes longer than five seconds."""
+        """Stop the reply and close the model. Return False if it takes longer than five seconds."""
         self.model_thread.close()
         return self.model_thread.join(_QUIT_SECONDS)
 

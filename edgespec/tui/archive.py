@@ -1,4 +1,4 @@
-"""Access to the saved chats that does not block the screen, and saving of replies while they are written."""
+"""Read and write saved chats without blocking the screen, and save replies while they are written."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from edgespec.tui.open_chat import OpenChat, RunningTurn
 
 __all__ = ["Archive"]
 
-# Interval between saves of a reply that is being written.
+# Seconds between saves of a reply that is being written.
 _SAVE_SECONDS = 1.0
 # Maximum share of the time spent saving. It lengthens the interval for very long chats and slow disks.
 _MAX_SAVING_SHARE = 0.1
@@ -24,9 +24,9 @@ class Archive:
     """Saves chats to a `ChatStore` and reads them. Runs one call at a time. Methods can raise ChatFileError.
 
     Attributes:
-        unsaved: The errors of chats whose last save failed, by chat ID. Each also says which chat it is.
+        unsaved: The errors of chats whose last save failed, by chat ID. Each message names the chat.
         branched: Set to True when a chat was saved under a new ID, because another program had changed it.
-            Whoever tells the user sets it back to False.
+            The code that tells the user resets it to False.
     """
 
     def __init__(self, store: ChatStore) -> None:

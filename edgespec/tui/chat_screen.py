@@ -83,7 +83,7 @@ class ChatScreen(TurnScreen):
         await self.take_turn(act, text.strip())
 
     def _give_back(self, text: str) -> bool:
-        """Put text that was not accepted back into the input, unless the user has typed on since."""
+        """Put text that was not accepted back into the input, unless the user has typed something since."""
         if self.prompt.text:
             return False
         self.prompt.replace_text(text)

@@ -15,11 +15,11 @@ __all__ = ["EndWatch"]
 
 # SIGHUP means that the terminal was closed. Windows does not have it.
 _SIGNALS = [each for each in signal.Signals if each.name in ("SIGHUP", "SIGINT", "SIGTERM")]
-# Interval between checks that the terminal is still there.
+# Seconds between checks that the terminal is still open.
 _CHECK_SECONDS = 1.0
-# Time after a signal until the process is ended by force, if the reply or the model does not stop.
+# Seconds after a signal until the process is killed, if the reply or the model does not stop.
 _FORCE_SECONDS = 20.0
-# Interval between attempts to quit while the app is still starting.
+# Seconds between attempts to quit while the app is still starting.
 _RETRY_SECONDS = 0.05
 _INTERRUPTED = 130
 
@@ -27,12 +27,12 @@ _INTERRUPTED = 130
 class EndWatch:
     """Context manager that ends the chat on SIGHUP, SIGINT and SIGTERM, or when its terminal is closed.
 
-    A thread does the work, because a terminal that no longer reads can block the main thread. After a signal,
-    the app quits as if the user had asked for it. If the terminal is closed, the process ends without drawing
-    anything any more.
+    Runs in its own thread, because a terminal that no longer reads can block the main thread. After a signal,
+    the app quits as if the user had quit. If the terminal is closed, the process exits without drawing
+    anything.
 
     Args:
-        save: Saves what is not saved yet.
+        save: Saves the chat.
         leave: Asks the app to quit. Returns False if it has not started yet. Called once per signal.
         stop: Stops the reply and closes the model. Called if the terminal is closed.
 
@@ -54,7 +54,7 @@ class EndWatch:
 
     def __enter__(self) -> EndWatch:
         for number in _SIGNALS:
-            # `nohup` ignores SIGHUP, and the chat leaves that as it is.
+            # `nohup` ignores SIGHUP. Keep it ignored.
             if signal.getsignal(number) is not signal.SIG_IGN:
                 self._handlers[number] = signal.signal(number, self._on_signal)
         Thread(target=self._watch, name="edgespec-end", daemon=True).start()

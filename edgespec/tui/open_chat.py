@@ -53,7 +53,7 @@ class RunningTurn:
     Attributes:
         messages_before: The conversation up to the message.
         reply_start: Text of the reply that is being continued, or an empty string.
-        written: Text of the reply since then. The model thread appends to this list.
+        written: Text generated after `reply_start`. The model thread appends to this list.
         ended: Set when the turn has ended and must not be saved any more.
     """
 
@@ -129,7 +129,7 @@ class OpenChat:
         self.entries[:] = [old[place] for place in range(len(messages))]
 
     def begin_turn(self, messages: tuple[Message, ...], reply_start: str = "") -> RunningTurn:
-        """Begin a reply to `messages`, which `saved` includes from now on."""
+        """Start a reply to `messages`, which `saved` includes from now on."""
         self.turn = RunningTurn(messages, reply_start)
         return self.turn
 

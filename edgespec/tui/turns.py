@@ -67,7 +67,7 @@ class TurnScreen(ChatView):
         return True
 
     def save_turn(self) -> None:
-        """Save a reply that is being written. Can be called from any thread, also after the app has ended."""
+        """Save a reply that is being written. Can be called from any thread, even after the app has ended."""
         chat = self.current_chat
         if chat.turn is not None:
             with suppress(ChatFileError):

@@ -56,8 +56,8 @@ class ChatState(NamedTuple):
 class ModelThread:
     """Loads and runs the model in its own thread, one job after another. Call all methods from one thread.
 
-    The thread is a daemon, so that the program can exit even if a native call hangs. Whatever a job raises
-    becomes the exception of its future, and the thread goes on with the next job.
+    The thread is a daemon, so that the program can exit even if a native call hangs. An exception in a job
+    becomes the exception of its future, and the thread continues with the next job.
 
     Attributes:
         chunks: Text of the running reply.
@@ -126,7 +126,7 @@ class ModelThread:
             except Exception as error:
                 future.set_exception(error)
             except BaseException as error:
-                # The user interface would take these for a request to end the program.
+                # The user interface would treat these as requests to end the program.
                 future.set_exception(RuntimeError(f"{type(error).__name__}: {error}"))
 
         self._jobs.put(run)

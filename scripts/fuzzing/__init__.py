@@ -1,1 +1,1 @@
-"""Test edgespec with damaged and hostile inputs. `scripts/fuzz --help` describes the use."""
+"""Fuzz edgespec with damaged and hostile inputs. See `scripts/fuzz --help`."""

@@ -1,18 +1,18 @@
-"""Give edgespec damaged and hostile inputs, and check that it handles each of them.
+"""Fuzz edgespec with damaged and hostile inputs.
 
-    scripts/fuzz --count 100000             # all subjects; run it again to resume
-    scripts/fuzz --seed 7 --minutes 60      # other inputs, for an hour
+    scripts/fuzz --count 100000             # all subjects; rerun to resume
+    scripts/fuzz --seed 7 --minutes 60      # different inputs, for an hour
     scripts/fuzz --only chat --count 5000   # one subject
-    scripts/fuzz --replay FOLDER            # one finding again
+    scripts/fuzz --replay FOLDER            # replay one finding
 
-Inputs are real small files with random changes. Each subject runs in a child process, which is started again
-when it dies. An input passes if edgespec accepts it, or rejects it with its own error, within 10 seconds. It
-is a finding if the process crashes, hangs, raises any other exception or needs more than 3 GiB, or if the
-process grows by more than 32 MiB over its inputs.
+Inputs are small real files with random changes. Each subject runs in a child process, which is restarted if
+it dies. An input passes if edgespec accepts it, or rejects it with its own error, within 10 seconds. It is a
+finding if the process crashes, hangs, raises any other exception or uses more than 3 GiB. A process that
+grows by more than 32 MiB over its inputs is also a finding.
 
-The first input of each kind of failure is made as small as possible and written to a folder in the results,
-together with the command that replays it. When the fuzzer runs again, it first replays the findings and
-drops those that have been fixed. The exit status is 1 if there are findings.
+The first input of each kind of failure is minimised and written to the results folder, with the command that
+replays it. The next run first replays all findings and drops those that are fixed. The exit status is 1 if
+there are findings.
 """
 
 from __future__ import annotations
@@ -44,19 +44,22 @@ SUBJECTS = tuple(
 
 
 def main() -> int:
-    """Run the inputs and print the table. Return 1 if there are findings."""
+    """Run the fuzzer and print the results. Return 1 if there are findings."""
     parser = argparse.ArgumentParser(
         prog="scripts/fuzz", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--seed", type=int, default=0, help="other seeds give other inputs (default: 0)")
+    parser.add_argument("--seed", type=int, default=0, help="each seed gives different inputs (default: 0)")
     parser.add_argument(
-        "--count", type=int, default=100_000, help="inputs in total, with earlier runs (default: 100000)"
+        "--count",
+        type=int,
+        default=100_000,
+        help="total number of inputs, including earlier runs (default: 100000)",
     )
     parser.add_argument("--minutes", type=float, default=float("inf"), help="stop after this time")
     names = [subject.name for subject in SUBJECTS]
     parser.add_argument("--only", choices=names, metavar="SUBJECT", help=f"one of {', '.join(names)}")
     parser.add_argument("--results", type=Path, help="folder for results (default: build/fuzz/SEED)")
-    parser.add_argument("--replay", type=Path, metavar="FOLDER", help="run the input of a finding again")
+    parser.add_argument("--replay", type=Path, metavar="FOLDER", help="replay the input of a finding")
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     if args.replay:

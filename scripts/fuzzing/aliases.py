@@ -1,4 +1,4 @@
-"""The catalogue of the user: TOML with aliases and pairs, and the model references in it."""
+"""Fuzz the user's catalogue: a TOML file with aliases, pairs and model references."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _REFERENCES = (
 
 
 def make(rng: Random) -> Files:
-    """Return an alias file with chains, circles, unusual names and damage."""
+    """Return an alias file with chains, cycles, unusual names and damage."""
     lines: list[str] = []
     for table in rng.choice((["aliases"], ["pairs"], ["aliases", "pairs"], ["aliases", "aliases"])):
         lines.append(f"[{table}]")

@@ -1,4 +1,4 @@
-"""Run inputs of all subjects in turn. The recorded results let a later run continue with the next input."""
+"""Run inputs of all subjects in turn. Results are saved, so that a later run can resume."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from scripts.fuzzing.worker import Files, random_for, write_files
 
 __all__ = ["Campaign", "Results", "Subject", "replay", "table"]
 
-# Interval between two saves of the state.
+# Seconds between saves of the state.
 _SAVE_SECONDS = 2.0
-# A worker runs WEIGHT times this many inputs, so that growth of its memory shows over thousands of inputs.
+# Inputs per turn of a worker, multiplied by the subject's weight. Enough for memory growth to show.
 _INPUTS_PER_TURN = 20
-# Growth of a worker's memory after its first fifth of a turn that counts as a leak. Caches and the heap's
-# fragmentation stay below it.
+# Memory growth after the first fifth of a worker's turn that counts as a leak. Caches and heap fragmentation
+# stay below this.
 LEAK_BYTES = 32 << 20
 _MINIMISE_SECONDS = 20.0
 _GROWTH = "growth of memory"
@@ -44,7 +44,7 @@ class Subject:
 
 @dataclass(slots=True)
 class Results:
-    """The results of one subject. `findings` maps each signature to the number of inputs that failed so."""
+    """The results of one subject. `findings` counts the failed inputs by signature."""
 
     next_number: int = 0
     accepted: int = 0
@@ -58,14 +58,14 @@ class Results:
 
 
 class Campaign:
-    """All inputs of one seed. The folder holds `state.json` and one folder for each kind of failure.
+    """All inputs generated from one seed. The folder holds `state.json` and one folder per kind of failure.
 
     Args:
-        folder: Where results are kept. If it has a state, the campaign continues from there.
+        folder: The results folder. If it contains a saved state, the campaign resumes from it.
         subjects: The subjects to run.
-        seed: Seed of all inputs.
-        limits: What one input may use.
-        report: Called with one line about each new finding.
+        seed: Seed for all inputs.
+        limits: Limits for each input.
+        report: Called with a one-line summary of each new finding.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class Campaign:
             self.results |= {name: Results(**values) for name, values in stored.items()}
 
     def recheck(self) -> None:
-        """Run the findings of earlier runs again. Those that have been fixed no longer count as findings."""
+        """Rerun the findings of earlier runs, and drop those that are fixed."""
         for path in sorted(self.folder.glob("*/finding.json")):
             finding = json.loads(path.read_text("utf-8"))
             results = self.results[finding["subject"]["name"]]
@@ -101,7 +101,7 @@ class Campaign:
             self.report(f"fixed: {finding['signature']}")
 
     def run(self, count: int, seconds: float) -> None:
-        """Run inputs until all subjects together have had `count`, or the time is over."""
+        """Run inputs until `count` have been run across all subjects, or time runs out."""
         end = time.monotonic() + seconds
         weights = sum(subject.weight for subject in self.subjects)
         goals = {each.name: -(-count * each.weight // weights) for each in self.subjects}
@@ -134,7 +134,7 @@ class Campaign:
                 if outcome.resident_bytes:
                     resident.append(outcome.resident_bytes)
                 else:
-                    resident.clear()  # the worker was stopped
+                    resident.clear()  # The worker was stopped, and the next one has a different heap.
         grown = _growth(resident)
         results.growth_bytes = max(results.growth_bytes, grown)
         if grown > LEAK_BYTES:
@@ -143,7 +143,7 @@ class Campaign:
             results.memory += 1
 
     def _record(self, subject: Subject, number: int, outcome: Outcome) -> None:
-        """Count a finding. Write the first input of each signature to a folder, as small as possible."""
+        """Count a finding. Minimise the first input of each signature and write it to a folder."""
         findings = self.results[subject.name].findings
         findings[outcome.signature] = findings.get(outcome.signature, 0) + 1
         if findings[outcome.signature] > 1:
@@ -191,14 +191,14 @@ class Campaign:
 
 
 def replay(folder: Path, limits: Limits | None = None) -> Outcome:
-    """Run the input of one finding again, and return what happens now."""
+    """Rerun one finding's input and return the outcome."""
     subject = json.loads((folder / "finding.json").read_text("utf-8"))["subject"]
     with closing(WorkerProcess(subject["module"], subject["name"], limits or Limits())) as worker:
         return worker.ask(folder=str((folder / "input").absolute()))
 
 
 def table(campaign: Campaign) -> str:
-    """Return the results as a Markdown table, with a last row for all subjects."""
+    """Return the results as a Markdown table, with totals in the last row."""
     header = ["subject", "inputs", "accepted", "rejected with a clear error"]
     header += ("crashes", "hangs", "tracebacks", "out of memory or leaking", "growth of memory, MiB")
     rows: list[list[Any]] = []

@@ -1,4 +1,4 @@
-"""Saved chats: JSON files that the chat lists, opens and saves again."""
+"""Fuzz saved chats, which are JSON files."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def make(rng: Random) -> Files:
 
 
 def run(folder: Path) -> None:
-    """List the chats, open one, and check that it is the same after it was saved again."""
+    """List the chats, open one, and check that saving it again does not change it."""
     store = ChatStore(folder / "chats")
     store.list()
     chat = store.load("chat")
@@ -58,5 +58,5 @@ def run(folder: Path) -> None:
 
 
 def _as_saved(value: object) -> bytes:
-    # Files hold UTF-8, which cannot contain lone surrogates. They are saved as question marks.
+    # UTF-8 cannot encode lone surrogates, so they are saved as question marks.
     return repr(value).encode("utf-8", "replace").replace(b"\\ud", b"?").replace(b"?", b"")

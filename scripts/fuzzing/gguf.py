@@ -1,4 +1,4 @@
-"""GGUF files: damaged counts, keys, values, tensor descriptions and data, read as before a load."""
+"""Fuzz the checks before a GGUF load: damaged counts, keys, values, tensor descriptions and data."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from scripts.fuzzing.worker import Files
 
 
 def make(rng: Random) -> Files:
-    """Return a small model with one or a few changes."""
+    """Return a small model with random changes."""
     return {"model.gguf": make_gguf(rng)}
 
 

@@ -1,4 +1,4 @@
-"""Write small GGUF files whose parts can be changed one by one."""
+"""Make small GGUF files with random changes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from scripts.fuzzing.mutations import NASTY_INTEGERS, damage, nasty_text, severa
 
 __all__ = ["make_gguf"]
 
-# Tokens and layers that remain of the embedded draft model. Fewer tokens make the files small.
+# Tokens and layer kept from the embedded draft model, so that the files are small.
 _TOKENS, _LAYER = 600, "blk.0."
 _ALIGNMENT = 32
 _UINT32, _FLOAT32, _BOOL, _STRING, _ARRAY = 4, 6, 7, 8, 9
@@ -60,7 +60,7 @@ class _File:
 
 
 def make_gguf(rng: Random) -> bytes:
-    """Return a small model with one or a few changes in its header or its data."""
+    """Return a small model with random changes to its header or data."""
     whole = _small_model()
     file = _File(list(whole.values), list(whole.tensors), whole.data)
     for _ in range(rng.choice((0, 1, 1, 1, 1, 2, 4))):
@@ -150,7 +150,7 @@ def _change_data(rng: Random, file: _File) -> None:
     if change == 0:
         file.data = data[:at]
     elif change == 1:
-        file.data = data[:at] + b"\xff" * min(4096, len(data) - at) + data[at + 4096 :]  # NaN
+        file.data = data[:at] + b"\xff" * min(4096, len(data) - at) + data[at + 4096 :]  # 0xFF bytes are NaN
     elif change == 2:
         file.data = data[:at] + rng.randbytes(min(4096, len(data) - at)) + data[at + 4096 :]
     else:
@@ -159,7 +159,7 @@ def _change_data(rng: Random, file: _File) -> None:
 
 @cache
 def _small_model() -> _File:
-    """Return the embedded draft model with its first tokens and its first layer only."""
+    """Return the embedded draft model, reduced to its first tokens and first layer."""
     path = models_folder() / "demo-draft-q8_0.gguf"
     header = read_header(path)
     content = path.read_bytes()[header.size_bytes :]

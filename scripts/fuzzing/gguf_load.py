@@ -1,4 +1,4 @@
-"""GGUF files that are loaded, and that generate a token if the load succeeds."""
+"""Fuzz GGUF loads: load a model, and generate a token if the load succeeds."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from scripts.fuzzing.worker import Files
 
 
 def make(rng: Random) -> Files:
-    """Return a small model with one or a few changes."""
+    """Return a small model with random changes."""
     return {"model.gguf": make_gguf(rng)}
 
 

@@ -1,4 +1,4 @@
-"""MLX folders: damaged configurations, tokenizers, weight headers and indexes, read as before a load."""
+"""Fuzz the checks before an MLX load: damaged configurations, tokenizers, weight headers and indexes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from scripts.fuzzing.worker import Files
 
 
 def make(rng: Random) -> Files:
-    """Return a model folder with one or a few changes."""
+    """Return a model folder with random changes."""
     return {f"model/{name}": content for name, content in make_mlx(rng).items()}
 
 

@@ -1,4 +1,4 @@
-"""Make MLX folders from the embedded MLX draft model, with a change in one or a few of its files."""
+"""Make MLX model folders from the embedded MLX draft model, with random changes to one or a few files."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ def _model() -> dict[str, bytes]:
 
 
 def make_mlx(rng: Random) -> dict[str, bytes]:
-    """Return the files of a model with one or a few changes."""
+    """Return the files of a model with random changes."""
     files = dict(_model())
     header, data = _header_and_data(files[_WEIGHTS])
     if rng.random() < 0.3:
         names = [name for name in header if name != "__metadata__"]
         files[_INDEX] = json.dumps({"metadata": {}, "weight_map": dict.fromkeys(names, _WEIGHTS)}).encode()
     for _ in range(rng.choice((1, 1, 1, 2))):
-        # The configuration and the weight header decide most, so they change most often.
+        # Change the configuration and the weight header most often, because most checks read them.
         name = rng.choice(("config.json", "config.json", _WEIGHTS, _WEIGHTS, *sorted(files)))
         kind = rng.randrange(12)
         if kind == 0:
@@ -61,4 +61,4 @@ def _changed_json(rng: Random, text: bytes) -> bytes:
     try:
         return nested_json(rng, several(rng, json.loads(text), damage_json))
     except (ValueError, RecursionError):
-        return damage(rng, text)  # an earlier change has made it invalid
+        return damage(rng, text)  # An earlier change has made the JSON invalid.

@@ -1,4 +1,4 @@
-"""MLX folders that are loaded, and that generate a token if the load succeeds."""
+"""Fuzz MLX loads: load a model, and generate a token if the load succeeds."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from scripts.fuzzing.worker import Files
 
 
 def make(rng: Random) -> Files:
-    """Return a model folder with one or a few changes."""
+    """Return a model folder with random changes."""
     return {f"model/{name}": content for name, content in make_mlx(rng).items()}
 
 

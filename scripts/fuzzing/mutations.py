@@ -1,4 +1,4 @@
-"""Random changes to bytes, JSON values and texts. Every subject builds its inputs with these."""
+"""Random changes to bytes, JSON values and texts, from which all subjects build their inputs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files of the prefix cache, with correct checksums around wrong values or with damaged bytes."""
+"""Fuzz prefix cache files: wrong values with correct checksums, and damaged bytes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _QUOTA_BYTES = 1 << 20
 
 @cache
 def _segments() -> dict[str, bytes]:
-    """Return the files of two segments, of which the second continues the first."""
+    """Return the files of two segments, the second of which extends the first."""
     tokens = np.arange(50, dtype=np.int32)
     with TemporaryDirectory() as name:
         disk = PrefixCacheDisk(_IDENTITY, _QUOTA_BYTES, Path(name))
@@ -47,7 +47,7 @@ def make(rng: Random) -> Files:
     if rng.random() < 0.6:
         data = several(rng, data, damage)
     del files[name]
-    # The order of damage and renaming is arbitrary: a segment can also be stored under another one's name.
+    # Sometimes store a segment under another segment's name.
     files[rng.choice((name, name, name, "x.kept", *sorted(_segments())))] = data
     return {f"{_IDENTITY[:32]}/{each}": content for each, content in files.items()}
 

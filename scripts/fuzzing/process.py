@@ -1,4 +1,4 @@
-"""Start, question and stop the child process that runs the inputs of one subject."""
+"""Start, query and stop the child process that runs the inputs of one subject."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ import psutil
 __all__ = ["Limits", "Outcome", "WorkerProcess"]
 
 _ROOT = Path(__file__).resolve().parents[2]
-# Interval between two checks of the worker's memory, and the time that a worker has to import its subject.
+# Seconds between checks of the worker's memory, and the time limit in seconds for importing its subject.
 _CHECK_SECONDS, _START_SECONDS = 0.25, 60.0
 _FRAME = re.compile(r'File ".*?edgespec/([\w/]+\.py)", line \d+ in (\w+)')
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What one input may use. A run above a limit is stopped and counts as a finding."""
+    """Limits for one input. A run that exceeds a limit is stopped and counts as a finding."""
 
     seconds: float = 10.0
     resident_bytes: int = 3 << 30
@@ -36,11 +36,11 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What happened to one input.
+    """The outcome of one input.
 
     Attributes:
         kind: `accepted` or `rejected`, which are fine, or else `crash`, `hang`, `traceback` or `memory`.
-        signature: Names the failure. Inputs that fail for the same reason mostly have the same signature.
+        signature: Identifies the failure. Inputs that fail for the same reason usually share a signature.
         detail: The traceback or the worker's last messages.
         resident_bytes: The worker's resident memory after the input. 0 if the worker was stopped.
     """
@@ -56,11 +56,11 @@ class Outcome:
 
 
 class WorkerProcess:
-    """A worker that starts with the first input and again after each failure."""
+    """A worker process that starts with the first input and restarts after each failure."""
 
     def __init__(self, module: str, subject: str, limits: Limits) -> None:
         self._module, self._subject, self._limits = module, subject, limits
-        shared_memory = Path("/dev/shm")  # a RAM disk, if there is one
+        shared_memory = Path("/dev/shm")  # A RAM disk, if available.
         self._folder = tempfile.TemporaryDirectory(
             prefix="edgespec-fuzz-", dir=shared_memory if shared_memory.is_dir() else None
         )
@@ -68,7 +68,7 @@ class WorkerProcess:
         self._buffer = b""
 
     def ask(self, **request: Any) -> Outcome:
-        """Run one input: `seed` and `number` of an input to make, or the `folder` of a written one."""
+        """Run one input, given its `seed` and `number`, or the `folder` that contains it."""
         process = self._process or self._start()
         assert process.stdin
         with suppress(BrokenPipeError):
@@ -80,7 +80,7 @@ class WorkerProcess:
         return outcome
 
     def stop(self) -> None:
-        """End the process and all of its children."""
+        """Kill the process and its children."""
         if self._process is not None:
             with suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
@@ -88,7 +88,7 @@ class WorkerProcess:
             self._process = None
 
     def close(self) -> None:
-        """End the process and delete its files."""
+        """Kill the process and delete its files."""
         self.stop()
         self._folder.cleanup()
 
@@ -118,7 +118,7 @@ class WorkerProcess:
         started = self._answer(self._process, _START_SECONDS)
         if started.kind != "started":
             self.stop()
-            raise RuntimeError(f"the worker of {self._subject} does not start: {started.detail}")
+            raise RuntimeError(f"the worker of {self._subject} failed to start: {started.detail}")
         return self._process
 
     def _answer(self, process: subprocess.Popen[bytes], seconds: float) -> Outcome:
@@ -145,7 +145,7 @@ class WorkerProcess:
         return Outcome("crash", f"{name} in {self._place()}", self._messages())
 
     def _hang(self, process: subprocess.Popen[bytes]) -> Outcome:
-        # The abort makes Python's fault handler write where the program hangs.
+        # SIGABRT makes Python's fault handler print where the program hangs.
         process.send_signal(signal.SIGABRT)
         with suppress(subprocess.TimeoutExpired):
             process.wait(2)

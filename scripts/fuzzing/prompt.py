@@ -1,4 +1,4 @@
-"""Prompts and options: texts, messages and settings that programs and people pass to a loaded model."""
+"""Fuzz the prompts, messages and options that are passed to a loaded model."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def _runtime() -> edgespec.Runtime:
 
 
 def run(folder: Path) -> None:
-    """Generate a short reply, and leave it early or read it to the end."""
+    """Generate a short reply, and abandon it early or read it to the end."""
     given = json.loads((folder / "input.json").read_bytes())
     options, runtime = given["options"], _runtime()
     value: Any = given["value"] if isinstance(given["value"], dict) else {"prompt": given["value"]}

@@ -1,4 +1,4 @@
-"""Settings files: TOML that every command reads and that `edgespec config set` edits."""
+"""Fuzz settings files: TOML that every command reads and `edgespec config set` edits."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def _line(rng: Random) -> str:
 
 
 def run(folder: Path) -> None:
-    """Read the settings, and set and remove one in the text."""
+    """Read the settings, then set and remove a setting in the file's text."""
     os.environ["EDGESPEC_CONFIG_DIR"] = str(folder)
     settings = Settings.read()
     text = (folder / "config.toml").read_bytes().decode("utf-8", "replace")

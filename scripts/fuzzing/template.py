@@ -1,4 +1,4 @@
-"""Chat templates: pieces of real ones, wrong ones and hostile ones."""
+"""Fuzz chat templates, made of pieces of real, broken and hostile ones."""
 
 from __future__ import annotations
 
@@ -78,7 +78,8 @@ _PIECES = (
     "{{ 'a'.encode('utf-16') }}",
     "{{ 1 if messages else }}",
 )
-# Texts before, opening, inside, closing and after what is nested.
+# Nested constructs: the text before, the opening part, the innermost text, the closing part, and the text
+# after.
 _NESTED = (
     ("{{ ", "(", "1", ")", " }}"),
     ("{{ ", "[", "1", "]", " }}"),

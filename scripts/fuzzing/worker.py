@@ -1,4 +1,4 @@
-"""Run the inputs of one subject in a child process, one request and one answer per line."""
+"""Run the inputs of one subject in a child process. Each request and each answer is one line."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ _PACKAGE = str(Path("edgespec") / "")
 
 
 def random_for(seed: int, subject: str, number: int) -> Random:
-    """Return the random numbers of one input, which depend on nothing else."""
+    """Return a random number generator for one input, seeded only by the arguments."""
     return Random(f"{seed}/{subject}/{number}")
 
 
 def write_files(folder: Path, files: Files) -> None:
-    """Replace the contents of a folder by these files."""
+    """Replace the contents of a folder with these files."""
     shutil.rmtree(folder, ignore_errors=True)
     for name, content in files.items():
         path = folder / name
@@ -42,7 +42,7 @@ def write_files(folder: Path, files: Files) -> None:
 
 
 def main(module: str, subject: str, folder: Path) -> None:
-    """Answer requests on stdin until it ends. Everything that is printed meanwhile goes to stderr."""
+    """Answer requests from stdin until it is closed. Other output goes to stderr."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     failed_elsewhere: list[BaseException] = []

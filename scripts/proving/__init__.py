@@ -1,1 +1,1 @@
-"""Compare drafted replies with plain decoding at scale. `scripts/prove --help` describes the use."""
+"""Compare drafted replies with plain decoding at scale. See `scripts/prove --help`."""

@@ -1,12 +1,12 @@
-"""Compare drafted replies with plain decoding until a number of tokens was compared, and print a table.
+"""Compare a number of drafted tokens with plain decoding, and print a table.
 
-    scripts/prove --tokens 1000000           # in a few hours; run it again to resume
-    scripts/prove --tokens 0 --write         # put the table of all results into docs/exactness.md
+    scripts/prove --tokens 1000000           # takes a few hours; rerun to resume
+    scripts/prove --tokens 0 --write         # write the table of all results to docs/exactness.md
 
 The embedded models answer prompts with and without drafting, with every method, on both backends, and at the
 temperatures 0, 0.7 and 1.2. Both replies must have the same tokens. The first difference is scored again as
 in `edgespec verify`: it is a near-tie if the rounding error of this machine explains it, and a violation
-otherwise. In every second group of prompts, the replies may not end early, which gives longer texts.
+otherwise. In every second group of prompts, the end token is suppressed, which gives longer texts.
 
 Each finished group of replies is one line in the results, and a later run skips it. The exit status is 1 if
 there are violations, or if a method drafted nothing.
@@ -31,7 +31,7 @@ _COUNTS = ("tokens", "replies", "identical", "near_tie", "violations")
 
 
 def main() -> int:
-    """Run the missing shards and print the table. Return 1 if anything is not proved."""
+    """Run the missing shards and print the table. Return 1 for a violation or a method without drafts."""
     parser = argparse.ArgumentParser(
         prog="scripts/prove", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -77,7 +77,7 @@ def is_proved(lines: Sequence[dict[str, Any]]) -> bool:
 
 
 def table(lines: Sequence[dict[str, Any]]) -> str:
-    """Return a Markdown table with one row for each backend, method and temperature, and a sum."""
+    """Return a Markdown table with one row per backend, method and temperature, and a row of totals."""
     order = {(each.backend, method): None for each in CONFIGURATIONS for method in each.methods}
     places = {key: place for place, key in enumerate(order)}
     sums: dict[tuple[str, str, float], list[int]] = {}

@@ -1,4 +1,4 @@
-"""Run shards of the comparison. Each finished shard is one line of a file, so that a later run skips it."""
+"""Run shards of the comparison. Each finished shard is a line in the results, and later runs skip it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from edgespec.losslessness import Prompt, read_prompts, verify
 __all__ = ["CONFIGURATIONS", "TEMPERATURES", "Configuration", "Shards", "prepare_models"]
 
 TEMPERATURES = (0.0, 0.7, 1.2)
-# Loading a model takes about a second, so this many blocks are run before the next configuration is loaded.
+# Blocks to run before the next configuration is loaded, because loading a model takes about a second.
 _BLOCKS_PER_LOAD = 2
 _PROMPTS_PER_BLOCK = 6
 _DRAFT_LENGTHS = (4, 2, 7)
@@ -71,7 +71,7 @@ CONFIGURATIONS = (
 
 
 def prepare_models(data_folder: Path) -> None:
-    """Create the files that `lowbit` and `layerskip` need, in this data folder. Existing ones are kept."""
+    """Create the files that `lowbit` and `layerskip` need in the data folder, unless they exist."""
     environment = os.environ | {"EDGESPEC_DATA_DIR": str(data_folder)}
     for arguments in (["lowbit", "demo"], ["layerskip", "demo", "--exit", "4"]):
         command = [sys.executable, "-m", "edgespec", "prepare", *arguments]
@@ -83,7 +83,7 @@ class Shards:
 
     Args:
         path: The file.
-        configurations: What is compared.
+        configurations: The model pairs and methods to compare.
         report: Called with one line after each group of shards.
     """
 
@@ -98,11 +98,11 @@ class Shards:
 
     @property
     def tokens(self) -> int:
-        """Number of tokens that were compared so far."""
+        """Number of tokens compared so far."""
         return sum(line["tokens"] for line in self.lines)
 
     def run(self, tokens: int) -> None:
-        """Run shards until this many tokens were compared, or as soon as there is a violation."""
+        """Run shards until `tokens` tokens have been compared or a shard has a violation."""
         start, before = time.monotonic(), self.tokens
         for first_block in count(0, _BLOCKS_PER_LOAD):
             blocks = range(first_block, first_block + _BLOCKS_PER_LOAD)
@@ -158,7 +158,7 @@ class Shards:
 def _compare(
     runtime: edgespec.Runtime, backend: str, block: int, temperature: float, methods: Sequence[str]
 ) -> Iterator[dict[str, Any]]:
-    """Yield one shard for each method. They share the plain replies."""
+    """Yield one shard per method. All are compared with the same plain replies."""
     start = time.monotonic()
     vocabulary = runtime.vocabulary
     ends = [token for token in range(vocabulary.size) if vocabulary.is_end(token)] if block % 2 else []
@@ -211,7 +211,7 @@ _ANSWERS = (
 
 
 def _read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Read the finished shards. A line that was cut by a kill is ignored, and its shard runs again."""
+    """Yield the finished shards. Ignores an incomplete line of a killed run, so its shard is rerun."""
     if not path.exists():
         return
     with path.open("r+", encoding="utf-8") as file:

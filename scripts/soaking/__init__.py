@@ -1,1 +1,1 @@
-"""Chat for hours under bad conditions. `scripts/soak --help` describes the use."""
+"""Soak test: chat for hours under bad conditions. See `scripts/soak --help`."""

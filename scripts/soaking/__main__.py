@@ -1,10 +1,10 @@
-"""Chat for hours under bad conditions, and check that nothing is lost and that memory stays flat.
+"""Chat for hours under bad conditions, and check that no message is lost and memory use does not grow.
 
-    scripts/soak --hours 4      # run it again to resume
+    scripts/soak --hours 4      # rerun to resume
 
 A program chats with the embedded model through the Python API and saves its chats. Meanwhile, replies are
 cancelled, the model is loaded again, the disk is full (a file size limit of 0 lets every write fail), memory
-is reported as used up, and the program is suspended and continued. Some questions are asked in the terminal
+is reported as used up, and the program is suspended and resumed. Some questions are asked in the terminal
 chat, which is then ended by a signal.
 
 Prints the events, the growth of the program's memory with a 95 % interval, and how many questions and replies
@@ -24,7 +24,7 @@ _ROOT = Path(__file__).resolve().parents[2]
 
 
 def main() -> int:
-    """Run the soak and print the results. Return 1 if it failed."""
+    """Run the soak test and print the results. Return 1 if it failed."""
     parser = argparse.ArgumentParser(
         prog="scripts/soak", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

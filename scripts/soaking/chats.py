@@ -1,4 +1,4 @@
-"""The program under test: it chats through the Python API and saves each message, as its parent asks."""
+"""The program under test. It chats through the Python API and saves each message, as its parent requests."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from edgespec.chat.store import ChatStore, SavedChat
 from edgespec.errors import ChatFileError
 from edgespec.memory.budget import available_bytes
 
-# A new chat begins after this many messages.
+# Number of messages after which a new chat starts.
 _MESSAGES_PER_CHAT = 12
 _LOAD_OPTIONS: dict[str, Any] = {"context": 1024, "threads": 1, "prefix_cache_disk": "16MB"}
 
@@ -30,7 +30,7 @@ class Program:
         self._saved = self._new_file()
 
     def ask(self, question: str, seed: int, cancel_after: int | None = None) -> dict[str, Any]:
-        """Ask and save. Return the reply, and whether the chat could be saved."""
+        """Ask a question and save the chat. Return the reply, and whether the chat could be saved."""
         if len(self._chat.messages) >= _MESSAGES_PER_CHAT and self._save():
             self._chat, self._saved = self._runtime.chat(), self._new_file()
         stream = self._chat.stream(question, seed=seed, max_tokens=64, temperature=0.7)
@@ -48,13 +48,13 @@ class Program:
         return {}
 
     def disk(self, *, full: bool) -> dict[str, Any]:
-        """Let no write to a file succeed while the disk is full. Save the chat when it has room again."""
+        """Make all file writes fail, or let them succeed again and save the chat."""
         _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
         resource.setrlimit(resource.RLIMIT_FSIZE, (0 if full else hard, hard))
         return {} if full else {"saved": self._save()}
 
     def memory(self, *, low: bool) -> dict[str, Any]:
-        """Report to edgespec that other programs have used up all memory, or no longer."""
+        """Simulate that other programs have used up all memory, or have freed it again."""
         pressure = self._runtime._session.memory_pressure
         pressure.available = (lambda: 0) if low else available_bytes
         return {}
@@ -74,7 +74,7 @@ class Program:
 
 
 def main() -> None:
-    """Answer each line of JSON on stdin with one on stdout."""
+    """Read requests from stdin and write answers to stdout, each as a line of JSON."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     program = Program()

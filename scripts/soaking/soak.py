@@ -1,4 +1,4 @@
-"""Drive the program under test, disturb it, and record its answers and its memory use."""
+"""Send questions to the program under test, disturb it, and record its answers and memory use."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ QUESTIONS = (
     "What does chmod do?",
     "How do I unpack a tar file?",
 )
-# An answer that takes longer is a hang. Loading a model takes a second, a reply a few.
+# Seconds after which a missing answer counts as a hang. A load takes about one second, and a reply a few.
 _ANSWER_SECONDS = 120.0
 _SAMPLE_SECONDS = 10.0
-# Samples in the first minute after a start are left out, because caches fill up.
+# Memory samples from the first seconds after a start are ignored, because caches are still filling.
 _WARM_UP_SECONDS = 60.0
-# How often each event happens. Most questions are answered undisturbed.
+# Relative frequency of each event. Most questions are answered undisturbed.
 _EVENTS = {
     "ask": 70,
     "cancel": 10,
@@ -52,11 +52,11 @@ class Hang(Exception):
 
 
 class Soak:
-    """A soak whose log is in a folder. If there is a log, the soak continues with its next event.
+    """A soak test with a log. If the folder contains a log, the test resumes with the next event.
 
     Args:
         folder: Holds `log.jsonl` and the data folder of the program.
-        seed: Seed of the order of events.
+        seed: Random seed for the order of events.
     """
 
     def __init__(self, folder: Path, seed: int = 0) -> None:
@@ -73,11 +73,11 @@ class Soak:
 
     @property
     def seconds(self) -> float:
-        """How long the program has run so far, in all runs together."""
+        """How long the program has run in total, including earlier runs."""
         return float(sum(line["seconds"] for line in self.lines if line["kind"] == "event"))
 
     def run(self, seconds: float) -> None:
-        """Run events until the program has run this long."""
+        """Run events until the program has run for `seconds` in total."""
         try:
             while self.seconds < seconds:
                 number = sum(line["kind"] == "event" for line in self.lines)
@@ -101,7 +101,7 @@ class Soak:
         self._ask(rng, question, cancel_after=rng.randrange(20))
 
     def _suspend(self, rng: Random, question: str) -> None:
-        """Suspend the program during a reply, as a laptop's lid or Ctrl-Z would."""
+        """Suspend the program during a reply, as closing a laptop or Ctrl-Z does."""
         self._request_reply(rng, question, None)
         process = self._process
         assert process
@@ -117,7 +117,7 @@ class Soak:
         self._ask(rng, question)
 
     def _full_disk(self, rng: Random, question: str) -> None:
-        """Let every write fail during one reply. What could not be saved must be saved afterwards."""
+        """Make all file writes fail during one reply. The chat must be saved afterwards."""
         self._request("disk", full=True)
         self._answer()
         self._ask(rng, question)
@@ -141,7 +141,7 @@ class Soak:
         chat.wait_for("never shown", rng.uniform(0.0, 3.0), stop_early=False)
         seconds = chat.end("SIGTERM")
         if not shown or seconds >= 10:
-            raise Hang("the terminal chat")
+            raise Hang("the terminal chat did not start or did not end")
         if sent:
             self._write("saved", texts=[question])
 
@@ -149,7 +149,7 @@ class Soak:
         self._request("ask", question=question, seed=rng.randrange(2**31), cancel_after=cancel_after)
 
     def _expect(self, question: str, answer: dict[str, Any]) -> None:
-        """Remember what must be found in the saved chats."""
+        """Record the messages that the saved chats must contain."""
         self._pending += [question, answer["reply"]] if answer["reply"] else []
         if answer["saved"]:
             self._saved()
@@ -176,7 +176,7 @@ class Soak:
         self._sample(process.pid)
         line = process.stdout.readline()
         if not line:
-            raise BrokenPipeError(f"the program ended with status {process.wait()}")
+            raise BrokenPipeError(f"the program exited with status {process.wait()}")
         answer: dict[str, Any] = json.loads(line)
         return answer
 
@@ -217,7 +217,7 @@ class Soak:
         self.lines.append(line)
 
     def trend(self) -> Trend:
-        """Return the growth of the program's memory, without the first minute of each process."""
+        """Return the program's memory growth, without the first minute of each process."""
         segments: dict[int, list[tuple[float, float]]] = {}
         for line in self.lines:
             if line["kind"] == "memory" and line["at"] >= _WARM_UP_SECONDS:

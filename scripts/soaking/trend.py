@@ -1,4 +1,4 @@
-"""Fit the growth of memory over time."""
+"""Estimate memory growth over time."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 
 __all__ = ["Trend", "fit"]
 
-# Growth per hour, in MiB, that no one would notice. Allocators never give back everything.
+# Growth in MiB per hour below which memory counts as flat. Allocators never return all memory.
 _NEGLIGIBLE = 4.0
 
 
@@ -23,7 +23,7 @@ class Trend:
 
     @property
     def is_flat(self) -> bool:
-        """Whether the growth is negligible, or cannot be told from none."""
+        """Whether the growth is negligible, or not significantly greater than zero."""
         return self.slope - self.error <= 0 or self.slope <= _NEGLIGIBLE
 
     def __str__(self) -> str:
@@ -34,10 +34,10 @@ class Trend:
 
 
 def fit(segments: Sequence[Sequence[tuple[float, float]]]) -> Trend:
-    """Fit one slope to the samples of all processes.
+    """Fit one growth rate to the samples of all processes.
 
     Args:
-        segments: For each process, samples of (seconds, bytes). Each process has its own level.
+        segments: For each process, samples of (seconds, bytes). Each process has its own intercept.
     """
     hours, mebibytes, levels = [], [], 0
     for segment in segments:

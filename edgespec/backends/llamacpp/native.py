@@ -78,7 +78,7 @@ def ggml() -> Any:
 
 
 class _PrivateLog(RotatingFileHandler):
-    """A rotating log file that only its owner can read. Errors writing it are ignored."""
+    """A rotating log file that only its owner can read. Write errors are ignored."""
 
     def _open(self) -> TextIOWrapper:
         # Rotation creates new files, so each one is made private here.
@@ -98,8 +98,8 @@ def _open_log() -> None:
         make_private_folder(log.parent)
         for file in (log, log.with_name(f"{log.name}.1")):
             if file.exists():
-                regular_file_bytes(file)  # Raises OSError for a pipe, which would block when it is opened.
-                # Versions before 0.2 created log files that other users could read.
+                regular_file_bytes(file)  # Raises OSError for a pipe, which would block when opened.
+                # Other users could read the log files of versions before 0.2.
                 file.chmod(0o600)
         handler = _PrivateLog(log, maxBytes=1_000_000, backupCount=1, encoding="utf-8")
     handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))

@@ -21,8 +21,8 @@ __all__ = ["LlamaVocabulary"]
 class LlamaVocabulary:
     """The vocabulary of a loaded llama.cpp model.
 
-    Any thread may use it, also while another thread tokenizes a long text. Its methods raise ClosedError
-    after the model has been closed.
+    Safe to use from any thread, even while another thread tokenizes a long text. Methods raise ClosedError
+    after the model is closed.
 
     Args:
         model: The llama_model handle, which only `close` may free.
@@ -30,9 +30,9 @@ class LlamaVocabulary:
 
     def __init__(self, model: Any) -> None:
         self._lib = library()
-        # Tokenizing a long text can take minutes and cannot be interrupted. So that `close` need not wait for
-        # it, the model is freed at the end of the last running call. The lock is reentrant, because garbage
-        # collection during a call can end an abandoned reply, which looks up its tokens.
+        # Tokenizing a long text can take minutes and cannot be interrupted. The last running call therefore
+        # frees the model, so that `close` does not block. The lock is reentrant, because garbage collection
+        # during a call can finalize an abandoned reply, which looks up tokens.
         self._lock = threading.RLock()
         self._running_calls = 0
         self._free_model: Callable[[], None] | None = None
@@ -80,7 +80,7 @@ class LlamaVocabulary:
             if lib.llama_vocab_type(self._vocab) not in (lib.LLAMA_VOCAB_TYPE_SPM, lib.LLAMA_VOCAB_TYPE_BPE):
                 return 0
             entries = list(map(lib.llama_vocab_get_text, repeat(self._vocab), tokens))
-        # A damaged entry must not become shorter by decoding it.
+        # Decoding must not shorten a damaged entry.
         texts = (entry.decode("utf-8", "backslashreplace") for entry in entries)
         return longest_piece_bytes(dict(zip(texts, tokens, strict=True)), self.raw_piece)
 

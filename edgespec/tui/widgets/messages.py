@@ -82,7 +82,7 @@ class ReplyMessage(Widget):
 
     Attributes:
         text: The answer.
-        reasoning: What the model thought before its answer.
+        reasoning: The reasoning before the answer.
     """
 
     def __init__(
@@ -176,7 +176,7 @@ class ReplyMessage(Widget):
 
     def _refresh_thoughts(self) -> None:
         chunks = [chunk for chunk in self.chunks if chunk.reasoning]
-        # Text of a reply that is continued has no chunks.
+        # The text from before a continued reply has no chunks.
         coloured = self.coloured and "".join(chunk.text for chunk in chunks) == self.reasoning
         text = _origin_content(chunks) if coloured else Content(self.reasoning)
         if self.writing and not self.text:

@@ -1,4 +1,4 @@
-"""What a model thought before its answer, folded to one line."""
+"""Widget for a reply's reasoning, folded to one line."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Thoughts(Collapsible):
 
     def show_growing(self, text: Content, tokens: int) -> None:
         """Show the reasoning so far, while the model is still thinking."""
-        # The time is unknown if an earlier run of the program showed the first part.
+        # The time is unknown if the first part was generated in an earlier run of the program.
         if self._began is None and (self.seconds is not None or not self.display):
             self._began = monotonic() - (self.seconds or 0.0)
         self._update(text, f"Thinking… {count(tokens, 'token')}")
