@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, Protocol
 
-from edgespec.chat.message import Message
+from edgespec.chat.message import Message, reply_message
 from edgespec.chat.prompt import ContextFull
 from edgespec.errors import OptionError, TemplateError
 from edgespec.reply import Reply
@@ -92,7 +92,7 @@ class Chat:
         return self._answer([*self.messages[: self._last_user_index()], Message("user", text)], options)
 
     def continue_reply(self, **options: Any) -> ReplyStream:
-        """Continue the last reply where it ended, or answer the last message if it has no reply yet.
+        """Continue the last reply where it stopped, or answer the last message if it has no reply yet.
 
         The stream yields only the new text, which is appended to the last message when it ends. Use this for
         a reply that was interrupted or reached its maximum length. With the same settings and seed, the
@@ -107,8 +107,9 @@ class Chat:
             TemplateError: The chat template rejects the conversation.
         """
         last = self._last_user_index()
-        # A reply that was cancelled within a character ends with U+FFFD. The model writes it again.
-        reply_start = "".join(message.content for message in self.messages[last + 1 :]).rstrip("\ufffd")
+        # A reply that was cancelled within a character ends with U+FFFD. Remove it and let the model write
+        # the whole character.
+        reply_start = "".join(message.text for message in self.messages[last + 1 :]).rstrip("\ufffd")
         return self._answer(self.messages[: last + 1], options, reply_start)
 
     def clear(self) -> None:
@@ -126,10 +127,12 @@ class Chat:
         before = self.messages, self.dropped_messages, self._used_tokens
 
         def on_end(reply: Reply | None) -> None:
-            if reply is None or (reply.finish_reason == "cancelled" and not reply.text):
+            if reply is None or (
+                reply.finish_reason == "cancelled" and not (reply.answer or reply.reasoning)
+            ):
                 self.messages, self.dropped_messages, self._used_tokens = before
             else:
-                self.messages = [*messages, Message("assistant", reply_start + reply.text)]
+                self.messages = [*messages, reply_message(written_before + reply.text)]
                 self._used_tokens = prompt_tokens + len(reply.tokens)
 
         stream = self._runtime.stream_messages(
@@ -140,7 +143,7 @@ class Chat:
             **options,
         )
         # `on_end` must not refer to the stream: a reference cycle would delay its finalizer.
-        prompt_tokens = stream.prompt_tokens
+        prompt_tokens, written_before = stream.prompt_tokens, stream.reply_start
         self.messages, self.dropped_messages = messages, stream.dropped_messages
         self._used_tokens = prompt_tokens
         return stream

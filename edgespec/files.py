@@ -46,7 +46,7 @@ _BLOCK_BYTES = 1 << 16
 _BLOCKS = 16
 _SIZE_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 _DISK_FULL_REASONS = {ENOSPC: "the disk is full", EDQUOT: "your disk quota is used up"}
-# Bytes that `write_error` writes. Some file systems store tiny files even when no block is free.
+# Number of bytes that `write_error` writes. Some file systems store tiny files even when no block is free.
 _TRIAL_BYTES = 1 << 16
 
 
@@ -78,7 +78,7 @@ def _platform_folder(default: str, variables: str) -> Path:
 
 
 def home_folder() -> Path | None:
-    """Return the user's home folder, or None if it is unknown, as for a container's unnamed user."""
+    """Return the user's home folder, or None if it is unknown, as for an unnamed user in a container."""
     path = Path(os.path.expanduser("~"))
     return path if path.is_absolute() else None
 

@@ -22,6 +22,12 @@ from edgespec.option_kinds import (
 __all__ = ["LOAD_OPTIONS", "LoadArguments"]
 
 
+# llama.cpp and mlx-lm allocate at least this many tokens.
+_MIN_CONTEXT_TOKENS = 256
+# More than the longest context that any published model was trained for, which is 10,485,760 (Llama 4 Scout).
+_MAX_CONTEXT_TOKENS = 1 << 24
+
+
 class LoadArguments(TypedDict, total=False):
     """Keyword arguments of `edgespec.load` and `edgespec.plan`."""
 
@@ -30,8 +36,8 @@ class LoadArguments(TypedDict, total=False):
         "Total memory edgespec may use, such as 8GiB, including models, caches, working memory and the"
         " program itself.",
         default_text="available memory minus --reserve", common=True)]
-    context: Annotated[int | None, Option(Integer(1), "model",
-        "Context length in tokens, including the reply.",
+    context: Annotated[int | None, Option(Integer(_MIN_CONTEXT_TOKENS, _MAX_CONTEXT_TOKENS), "model",
+        "Context length in tokens, including the reply: 256 to 16777216, rounded up to a multiple of 256.",
         default_text="the model's trained context; above 8192 only if nothing else has to shrink",
         common=True)]
     prefer: Annotated[str, Option(Choice(("speed", "context")), "model",

@@ -27,7 +27,7 @@ class StreamArguments(ReplyArguments, total=False):
     """The options of a reply, and arguments available only in Python.
 
     Attributes:
-        progress: Called during prefill. Returning False cancels the reply.
+        progress: Called while the prompt is prepared and during prefill. Returning False cancels the reply.
         processors: Custom logits processors, applied before all others. Create new ones for every reply.
     """
 

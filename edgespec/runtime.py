@@ -13,7 +13,9 @@ from edgespec.backends.mapped_files import MappedFiles
 from edgespec.catalog.acceptance_history import AcceptanceRecorder
 from edgespec.chat.message import Message, as_messages
 from edgespec.chat.prompt import ContextFull, PromptBuilder, check_context_full
+from edgespec.chat.reasoning import opening_marker
 from edgespec.chat.template import ChatTemplate
+from edgespec.chat.tokenizing import check_size, tokenize
 from edgespec.conversation import Chat
 from edgespec.costs.curve import CostCurve
 from edgespec.costs.target_costs import TargetCosts
@@ -242,17 +244,22 @@ class Runtime:
         """Stream the reply to one prompt. See `generate` and `stream_tokens` for the arguments."""
         if not isinstance(prompt, str):
             raise OptionError(f"the prompt must be a string, not {type(prompt).__name__}", "pass a string")
+        progress = options.get("progress")
         if raw or self.template is None:
             if system:
                 raise TemplateError(
                     "a system prompt requires the model's chat template",
                     "omit --system or --raw, or use an instruct model",
                 )
-            tokens = self.vocabulary.tokenize(prompt, special=True, start=True)
+            check_size(self.vocabulary, [prompt], self.context_tokens)
+            text = prompt
+            tokens = tokenize(self.vocabulary, prompt, special=True, start=True, progress=progress)
         else:
             messages = [*([Message("system", system)] if system else []), Message("user", prompt)]
-            tokens = PromptBuilder(self.template, self.vocabulary).build(messages).tokens
-        return self.stream_tokens(tokens, on_end=on_end, **options)
+            check_size(self.vocabulary, [message.content for message in messages], self.context_tokens)
+            built = PromptBuilder(self.template, self.vocabulary).build(messages, progress)
+            text, tokens = built.text, built.tokens
+        return self.stream_tokens(tokens, reply_start=opening_marker(text), on_end=on_end, **options)
 
     def reply(
         self,
@@ -294,8 +301,11 @@ class Runtime:
         """
         builder = self._prompt_builder()
         fitting = as_messages(messages), self.context_tokens, context_full
+        progress = options.get("progress")
         prompt = (
-            builder.build_continued(*fitting, reply_start) if reply_start else builder.build_fitting(*fitting)
+            builder.build_continued(*fitting, reply_start, progress)
+            if reply_start
+            else builder.build_fitting(*fitting, progress)
         )
 
         def remember(reply: Reply | None) -> None:
@@ -305,13 +315,17 @@ class Runtime:
             if on_end:
                 on_end(reply)
 
-        stream = self.stream_tokens(prompt.tokens, on_end=remember, **options)
+        written = prompt.reply_start or opening_marker(prompt.text)
+        stream = self.stream_tokens(prompt.tokens, reply_start=written, on_end=remember, **options)
         stream.dropped_messages = prompt.dropped_messages
         return stream
 
     def count_tokens(self, messages: Sequence[Message]) -> int:
-        """Return the number of tokens in the prompt for these messages. Raises TemplateError."""
-        return len(self._prompt_builder().build(messages).tokens)
+        """Return the number of tokens in the prompt for these messages. Raises TemplateError.
+
+        If it exceeds the context, the number is approximate.
+        """
+        return self._prompt_builder().count_tokens(messages, self.context_tokens)
 
     def chat(
         self, system: str | None = None, messages: Sequence[Message] = (), context_full: ContextFull = "slide"
@@ -346,6 +360,7 @@ class Runtime:
         self,
         tokens: Sequence[int],
         *,
+        reply_start: str = "",
         on_end: Callable[[Reply | None], None] | None = None,
         progress: Progress | None = None,
         processors: Sequence[LogitsProcessor] = (),
@@ -355,6 +370,8 @@ class Runtime:
 
         Args:
             tokens: The prompt.
+            reply_start: Text at the end of the prompt that belongs to the reply, such as `<think>`. It
+                determines whether the reply starts with reasoning.
             on_end: Called once with the reply, or with None if it failed.
             progress: Called during prefill. Returning False cancels the reply.
             processors: Custom logits processors (see `edgespec.engine.processors.LogitsProcessor`), which are
@@ -381,7 +398,7 @@ class Runtime:
             if on_end:
                 on_end(reply)
 
-        return ReplyStream(self._session, request, record, progress)
+        return ReplyStream(self._session, request, record, progress, reply_start)
 
     def borrowed_target(self) -> AbstractContextManager[LanguageModel]:
         """Lend the target model, with an empty cache, for measurements. Meanwhile, replies raise BusyError.

@@ -70,7 +70,7 @@ class Session:
         self._compute_lock = threading.Lock()
         self._state_lock = threading.Lock()
         self._active_request: object | None = None
-        # Functions that end replies whose streams were garbage collected while the session was locked.
+        # Functions that end replies whose streams were garbage-collected while the session was locked.
         self._abandoned: deque[Callable[[], None]] = deque()
         self._stopping = False
         self._closing = self._closed = False

@@ -4,9 +4,17 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from itertools import groupby
 
 from edgespec.backends.base import Progress
+from edgespec.chat.reasoning import (
+    ReasoningSplitter,
+    SplitText,
+    piece_with_markers,
+    split_reasoning,
+)
 from edgespec.chat.text import ReplyText
 from edgespec.engine.loop import FinishReason, Step
 from edgespec.engine.stats import Stats
@@ -29,6 +37,7 @@ class ReplyStream:
         stats: Statistics of the reply, updated after every target pass.
         prompt_tokens: Number of tokens in the prompt.
         dropped_messages: Number of oldest messages left out of the prompt because the context is full.
+        reply_start: Text at the end of the prompt that belongs to the reply, such as an opening `<think>`.
     """
 
     # True until the constructor has succeeded, so that `__del__` ignores incomplete objects.
@@ -40,10 +49,12 @@ class ReplyStream:
         request: Request,
         on_end: Callable[[Reply | None], None],
         progress: Progress | None = None,
+        reply_start: str = "",
     ) -> None:
         self.stats = Stats(target_step_seconds=session.target_step_seconds)
         self.prompt_tokens = len(request.tokens)
         self.dropped_messages = 0
+        self.reply_start = reply_start
         self._method = session.drafters.choose(request.method)[1]
         self._session = session
         self._request = request
@@ -51,7 +62,8 @@ class ReplyStream:
         self._progress = progress
         self._reply: Reply | None = None
         vocabulary = session.target.vocabulary
-        self._text = ReplyText(vocabulary.piece, vocabulary.is_end, request.stop)
+        self._text = ReplyText(partial(piece_with_markers, vocabulary), vocabulary.is_end, request.stop)
+        self._splitter = ReasoningSplitter(reply_start)
         self._tokens: list[int] = []
         self._finish_reason: FinishReason = "cancelled"
         self._cancelled = threading.Event()
@@ -131,26 +143,27 @@ class ReplyStream:
                 )
             step = self._session.next_step(self._steps)
             if step is None:
-                if rest := self._text.finish():
-                    self._chunks.append(TextChunk(rest, 0, False))
+                rest = self._text.finish()
+                chunks = _text_chunks([rest], [self._splitter.finish(rest)], False, 0)
+                self._chunks.extend(chunk for chunk in chunks if chunk.text or chunk.raw_text)
                 self._finish(failed=False)
             else:
                 self._add(step)
         except BaseException as error:
-            # A reply that Ctrl-C ends is cancelled, not failed, and keeps its text.
+            # A reply that Ctrl-C stops counts as cancelled, not as failed, and keeps its text.
             self._finish(failed=isinstance(error, Exception))
             raise
         finally:
             self._reading.release()
 
     def _add(self, step: Step) -> None:
-        """Add the text of a step to the chunks, separating accepted tokens from the target's own."""
+        """Add the text of a step to the chunks, split by reasoning or answer, and by draft or target."""
         self._tokens.extend(step.tokens)
         self._finish_reason = step.finish_reason or self._finish_reason
         texts, accepted = self._text.drain(), step.accepted
         for part, is_draft in ((texts[:accepted], True), (texts[accepted:], False)):
-            if part:
-                self._chunks.append(TextChunk("".join(part), len(part), is_draft))
+            split = [self._splitter.feed(text) for text in part]
+            self._chunks.extend(_text_chunks(part, split, is_draft, 1))
 
     def _finish(self, failed: bool, *, wait: bool = True) -> bool:
         """Release the session and create the reply. Return False if `wait` is False and it is locked."""
@@ -163,8 +176,10 @@ class ReplyStream:
         self.stats.peak_memory_bytes = peak_bytes()
         if not failed:
             self._method = self.method
+            text = self._text.text
+            reasoning, answer = split_reasoning(text, self.reply_start)
             self._reply = Reply(
-                text=self._text.text,
+                text=text,
                 tokens=tuple(self._tokens),
                 finish_reason=self._finish_reason,
                 seed=self._request.seed,
@@ -172,6 +187,26 @@ class ReplyStream:
                 draft=self._session.draft.facts.name if self._session.draft else None,
                 method=self._method,
                 stats=self.stats,
+                reasoning=reasoning,
+                answer_start=len(text) - len(answer),
             )
         self._on_end(self._reply)
         return True
+
+
+def _text_chunks(
+    texts: Sequence[str], split: Sequence[SplitText], accepted: bool, tokens_per_text: int
+) -> Iterator[TextChunk]:
+    """Yield the texts as chunks that are either reasoning or answer."""
+    pairs = zip(texts, split, strict=True)
+    for reasoning, run in groupby(pairs, key=lambda pair: pair[1].in_reasoning):
+        raw, parts = zip(*run, strict=True)
+        answer = "".join(part.answer for part in parts)
+        if reasoning:
+            text = "".join(part.reasoning for part in parts)
+            yield TextChunk(text, tokens_per_text * len(parts), accepted, True, "".join(raw))
+            # A text can hold both the end of the reasoning and the start of the answer.
+            if answer:
+                yield TextChunk(answer, 0, accepted)
+        else:
+            yield TextChunk(answer, tokens_per_text * len(parts), accepted, False, "".join(raw))

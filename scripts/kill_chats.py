@@ -11,7 +11,7 @@ Then another process checks that
 - no lock is held any more, and the next writer deletes incomplete files.
 
 With `--processes 2`, two programs share the chats and the prefix cache, and one is killed while the other
-runs. Needs a system with fork.
+runs. `kill_terminal_chats.py` kills the chat in a terminal instead. Needs a system with fork.
 """
 
 from __future__ import annotations

@@ -45,6 +45,9 @@ class LetterVocabulary:
     def tokenize(self, text: str, *, special: bool, start: bool) -> list[int]:
         return [(ord(c) - ord("a")) % self.size for c in text]
 
+    def min_tokens(self, text: str) -> int:
+        return len(text)
+
     def piece(self, token: int) -> bytes:
         return b"" if self.is_end(token) else self.raw_piece(token)
 

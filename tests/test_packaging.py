@@ -87,3 +87,11 @@ def test_scripts_are_bash_that_parses_and_may_be_run(script: Path) -> None:
     assert script.read_text(encoding="utf-8").startswith(BASH + "# "), "the first line says what it is for"
     assert script.stat().st_mode & 0o111
     subprocess.run(["bash", "-n", str(script)], check=True)
+
+
+def test_no_advice_installs_another_projects_package() -> None:
+    """No package index has edgespec, so `pip install edgespec` would install a stranger's package."""
+    texts = [*ROOT.glob("edgespec/**/*.py"), *ROOT.glob("docs/*.md"), ROOT / "README.md"]
+    for file in texts:
+        text = file.read_text(encoding="utf-8")
+        assert not re.search(r"\b(pip3?|uv tool|pipx|conda)\s+install\b", text), file

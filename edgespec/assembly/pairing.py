@@ -160,11 +160,11 @@ def _find_draft(
 def try_pair(pair: ModelPair, memory_bytes: int, progress: Progress | None) -> str:
     """Try new files in a separate process. See `check_loadable`.
 
-    A model whose files are larger than `memory_bytes` is not run, because it is not going to be loaded.
+    A model larger than `memory_bytes` is not run, because it will not be loaded.
     """
     models = []
     for found in filter(None, (pair.target, pair.draft)):
-        with suppress(OSError, ModelFileError):  # `check_loadable` skips files that cannot be read.
+        with suppress(OSError, ModelFileError):  # Ignore unreadable files, as `check_loadable` does.
             size_bytes = sum(file.stat().st_size for file in found.file_format.files(found.path))
             runs = size_bytes <= memory_bytes
             models.append(TrialModel(found.name, found.path, found.file_format, runs))

@@ -10,7 +10,7 @@ __all__ = ["ACTIVE_REPLIES", "ActiveReplies"]
 
 
 class ActiveReplies:
-    """Thread-safe set of running replies, including those whose caller has stopped reading.
+    """Thread-safe set of running replies, including those that the caller no longer reads.
 
     Uses no lock, because replies can also end during garbage collection, which may interrupt any method.
     """
@@ -24,7 +24,7 @@ class ActiveReplies:
         return len(self._ids)
 
     def add(self, reply: object) -> None:
-        """Add a reply, which must exist until it is discarded."""
+        """Add a reply. The caller must keep it alive until it is discarded."""
         self._ids.add(id(reply))
 
     def discard(self, reply: object) -> None:

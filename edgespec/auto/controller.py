@@ -300,8 +300,7 @@ class AutoController(Drafter):
     def report(self) -> ControllerReport:
         """Return the state of the current or last reply."""
         step_seconds, loss_limit = self.target_step_seconds, self.loss_limit
-        plain_seconds = max(loss_limit.tokens, 1) * step_seconds
-        speed_up = plain_seconds / max(plain_seconds - loss_limit.credit_seconds, 1e-9)
+        speed_up = loss_limit.speed_up(step_seconds)
         shortest_loss = self._worst_case.loss_seconds(1, self._worst_case.level_seconds)
         drafts_often = loss_limit.draft_rounds * _TOKENS_PER_RETRY >= loss_limit.tokens
         return ControllerReport(

@@ -48,6 +48,8 @@ class LossLimit:
         """Start a reply with no credit from earlier replies."""
         self.credit_seconds = 0.0
         self.tokens = self.draft_rounds = 0
+        # Tokens of the rounds that verified a draft, and the seconds that plain decoding would have taken.
+        self._draft_round_tokens, self._draft_round_plain_seconds = 0, 0.0
 
     def record_target_step(self, tokens: int, draft_seconds: float = 0.0) -> None:
         """Record a round that verified no draft, and charge the time spent looking for one."""
@@ -58,6 +60,8 @@ class LossLimit:
         """Record a round that verified a draft and emitted `tokens` in `seconds`."""
         self.tokens += tokens
         self.draft_rounds += 1
+        self._draft_round_tokens += tokens
+        self._draft_round_plain_seconds += tokens * target_step_seconds
         self.credit_seconds += tokens * target_step_seconds - seconds
 
     def allowance_seconds(self, target_step_seconds: float) -> float:
@@ -72,6 +76,16 @@ class LossLimit:
         """
         limit_steps = (self.limits.rate + _EXPLORATION_RATE) * self.tokens
         return self.credit_seconds + limit_steps * target_step_seconds
+
+    def speed_up(self, target_step_seconds: float) -> float:
+        """Return how many times as fast as plain decoding the reply has been so far.
+
+        Rounds with a draft use the target step time measured at that round, as the credit does.
+        """
+        other_tokens = self.tokens - self._draft_round_tokens
+        plain_seconds = self._draft_round_plain_seconds + other_tokens * target_step_seconds
+        seconds = plain_seconds - self.credit_seconds
+        return plain_seconds / seconds if seconds > 0.0 else 1.0
 
     @property
     def max_loss(self) -> float:

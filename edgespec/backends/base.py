@@ -239,6 +239,13 @@ class Vocabulary(Protocol):
             start: Whether to prepend the BOS token if the model uses one.
         """
 
+    def min_tokens(self, text: str) -> int:
+        """Return a lower bound on the number of tokens of a text, without tokenizing it.
+
+        Whitespace around the text does not count, because templates and control tokens can remove it. The
+        bound is 0 for vocabularies in which a token can represent a text of any length.
+        """
+
     def piece(self, token: int) -> bytes:
         """Return the bytes that a token adds to the text. Control tokens add none."""
 

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from edgespec.errors import BackendMissingError, ModelFileError
 from edgespec.files import read_regular_file
+from edgespec.installation import setup_command
 
 __all__ = [
     "MAX_JSON_BYTES",
@@ -30,7 +31,7 @@ __all__ = [
 
 # Maximum size of a safetensors header in bytes, as in the safetensors library.
 _MAX_HEADER_BYTES = 100 * 2**20
-# Maximum size of a JSON file. The largest tokenizers have about 35 MB.
+# Maximum size of a JSON file. The largest tokenizers are about 35 MB.
 MAX_JSON_BYTES = 1 << 28
 # The weight files that mlx-lm loads. A folder can also contain the same weights in other formats.
 WEIGHTS = "model*.safetensors"
@@ -57,7 +58,7 @@ def require_mlx(model: str) -> None:
     if not mlx_installed():
         raise BackendMissingError(
             f"{model} is an MLX model, but mlx and mlx-lm are not installed",
-            'install them with `pip install "edgespec[mlx]"`, or choose a GGUF model',
+            f"install them with `{setup_command('mlx')}`, or choose a GGUF model",
         )
 
 
@@ -164,7 +165,7 @@ def read_tensors(file: Path) -> dict[str, StoredTensor]:
                 tensors[name] = StoredTensor(shape, str(entry["dtype"]), end_offset - begin_offset)
     except OSError as error:
         raise ModelFileError(f"{file} cannot be read: {error.strerror}", "download it again") from error
-    except (ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, ArithmeticError, RecursionError, KeyError, TypeError, AttributeError) as error:
         raise ModelFileError(f"the header of {file} is damaged: {error}", "download it again") from error
     if needed_bytes > size_bytes:
         raise ModelFileError(

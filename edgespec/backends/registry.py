@@ -80,7 +80,7 @@ class FileFormat:
             them.
         low_bit_weights: Whether loaded weights can be split to draft with fewer bits, without a copy.
         trial: Loads the model at a path, given its name, whether to run a few tokens, and a progress callback
-            (see `trial_load`). None if no file can end the process.
+            (see `trial_load`). None if no file can crash the process.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""Try new model files in a child process before loading them, because a damaged file can end its process."""
+"""Try new model files in a child process before a load, because a damaged file can crash the process."""
 
 from __future__ import annotations
 
@@ -31,19 +31,20 @@ __all__ = ["TrialModel", "check_loadable", "main"]
 _VERSION = 1
 # Limits on the number of results in the file and on its size. Each result takes about 100 bytes.
 _MAX_RESULTS, _MAX_FILE_BYTES = 1000, 2**20
-# Signals of a process that failed by itself. Other signals come from outside, such as from the system when
-# memory runs out, and say nothing about the file.
+# Signals that mean the process crashed. Others come from outside, such as from the OOM killer, and say
+# nothing about the file.
 _CRASHES = ("SIGABRT", "SIGBUS", "SIGFPE", "SIGILL", "SIGSEGV", "SIGSYS", "SIGTRAP")
-# Maximum length of llama.cpp's last words in an error message, in characters.
+# Maximum number of characters of llama.cpp output to quote in an error message.
 _MAX_REASON = 200
-# The time limit of a trial. The second term allows for a slow disk, in bytes per second.
+# The time limit of a trial is this many seconds, plus the time to read the files at this many bytes per
+# second.
 _MAX_SECONDS, _SLOW_DISK = 60, 10 * 2**20
-# The limit of processor time, which does not include waiting for a disk, per trial and per GiB of the files.
+# CPU time limit in seconds, per trial and per GiB of model files. Disk waits do not count.
 _MAX_CPU_SECONDS, _MAX_CPU_SECONDS_PER_GIB = 10, 2
-# How often `progress` is called while the child process reports nothing.
+# Seconds between calls of `progress` while the child process reports nothing.
 _PROGRESS_SECONDS = 0.1
-# The child process imports this package from where this process found it, and nothing from the current
-# folder, which can contain files of strangers.
+# The child process imports this package from the same place as this process, and nothing from the current
+# folder, which may contain untrusted files.
 _CODE = (
     "import json, sys; request = json.loads(sys.argv[1]); sys.path[:] = request['path'];"
     " from edgespec.backends.trial_load import main; main(request)"
@@ -56,13 +57,13 @@ _MAX_MEMORY_BYTES = 4 * 2**30
 
 
 class TrialModel(NamedTuple):
-    """A model to try.
+    """A model to load in a trial.
 
     Attributes:
-        name: The model's name for messages.
+        name: The model's name, for messages.
         path: Path of the model.
         form: The model's file format.
-        runs: Whether to also load the weights and run a few tokens, rather than read the metadata only.
+        runs: Whether to load the weights and run a few tokens, rather than only read the metadata.
     """
 
     name: str
@@ -72,10 +73,10 @@ class TrialModel(NamedTuple):
 
 
 def check_loadable(models: Sequence[TrialModel], progress: Progress | None = None) -> str:
-    """Load models in a child process, unless these files were tried before on this machine.
+    """Load models in a child process, unless these files have already been tried on this machine.
 
-    Some damaged files make a backend abort its process, which cannot be caught. The result is saved, and is
-    valid until one of the files or the backend's version changes.
+    Some damaged files make a backend abort, which cannot be caught. The result is saved, and remains valid
+    until a file or the backend's version changes.
 
     Args:
         models: The models to try.
@@ -85,7 +86,7 @@ def check_loadable(models: Sequence[TrialModel], progress: Progress | None = Non
         A user-facing notice if the models could not be tried, or an empty string.
 
     Raises:
-        ModelFileError: A file ended the child process, now or in an earlier trial.
+        ModelFileError: A file crashed the child process, now or in an earlier trial.
         BackendError: The child process was killed or took too long.
         CancelledError: `progress` returned False.
     """
@@ -109,7 +110,7 @@ def check_loadable(models: Sequence[TrialModel], progress: Progress | None = Non
         except OSError as error:
             return _not_tried(models, error.strerror or str(error))
         for model in untried.values():
-            # Import the backend meanwhile, which the load that follows needs.
+            # Meanwhile, import the backend, which the load needs.
             backend_of(model.form.name).preload()
         for key, model in untried.items():
             outcome = child.wait_for(model, progress)
@@ -167,7 +168,7 @@ class _Results:
         self._path = cache_folder() / "trials.json"
 
     def get(self, key: str) -> _Result | None:
-        """Return a result, or None if the files were not tried."""
+        """Return the saved result for `key`, or None if there is none."""
         return self._read().get(key)
 
     def add(self, key: str, result: _Result) -> None:
@@ -196,9 +197,9 @@ class _Child:
     """A running child process that tries models in order, created by `_start_child`.
 
     Attributes:
-        process: The process, which prints progress and outcomes to its stdout.
-        errors: The file that its stderr is written to.
-        max_seconds: The time limit of the trials.
+        process: The process, which prints progress and outcomes to stdout.
+        errors: The file that receives the stderr of the process.
+        max_seconds: The time limit of all trials together.
     """
 
     def __init__(self, process: subprocess.Popen[bytes], errors: IO[bytes], max_seconds: float) -> None:
@@ -209,18 +210,18 @@ class _Child:
         self._reader.start()
 
     def end(self) -> None:
-        """End the process and wait until all its output has been read."""
+        """Stop the process and wait until all its output has been read."""
         self._process.kill()
         self._reader.join()
 
     def wait_for(self, model: TrialModel, progress: Progress | None) -> str:
-        """Return the outcome of a model's trial, or an empty string if the process ended before."""
+        """Return the outcome of a model's trial, or an empty string if the process ended first."""
         fraction = 0.0
         while True:
             if progress and not progress(f"checking {model.name} (first load only)", fraction):
                 raise CancelledError(f"loading {model.name} was cancelled")
             if time.monotonic() > self._began + self._max_seconds:
-                raise _stopped(model, f"it took more than {self._max_seconds:.0f} seconds")
+                raise _stopped(model, f"it timed out after {self._max_seconds:.0f} seconds")
             try:
                 line = self._lines.get(timeout=_PROGRESS_SECONDS)
             except queue.Empty:
@@ -241,14 +242,14 @@ class _Child:
             return ""
         name = _signal_name(status)
         if status < 0 and name not in _CRASHES:
-            raise _stopped(model, f"the system ended it with {name}")
+            raise _stopped(model, f"it was killed by {name}")
         last_words = self._last_words()
         if _OUT_OF_MEMORY in last_words:
             raise _stopped(model, "it ran out of memory")
         return last_words or name
 
     def _last_words(self) -> str:
-        """Return the last line that the process printed, without the folder of the source file in it."""
+        """Return the failed assertion, or else the last line of output, without the source file's folder."""
         self._errors.seek(0)
         lines = self._errors.read(2**20).decode("utf-8", "replace").split("\n")
         found = [line.strip() for line in lines if line.strip()]
@@ -259,9 +260,9 @@ class _Child:
 
 @contextmanager
 def _start_child(models: Sequence[TrialModel]) -> Iterator[_Child]:
-    """Start a child process that tries models, and end it after the `with` block. Raises OSError."""
+    """Start a child process that tries models, and stop it when the `with` block exits. Raises OSError."""
     if not sys.executable:
-        raise OSError("the path of Python's program file is unknown")
+        raise OSError("no Python interpreter was found (sys.executable is not set)")
     size_bytes = sum(file.stat().st_size for model in models for file in model.form.files(model.path))
     request = {
         "path": [str(Path(__file__).parents[2]), *filter(os.path.isabs, sys.path)],
@@ -275,9 +276,9 @@ def _start_child(models: Sequence[TrialModel]) -> Iterator[_Child]:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=errors,
-            # Without this, ggml starts a debugger to print where it aborts.
+            # Without this, ggml starts a debugger to print a backtrace when it aborts.
             env={**os.environ, "GGML_NO_BACKTRACE": "1"},
-            # Keep the terminal's Ctrl-C from the child process, which this process ends itself.
+            # Shield the child process from the terminal's Ctrl-C. This process stops it.
             start_new_session=True,
         ) as process,
     ):
@@ -310,7 +311,7 @@ def _read_lines(stream: IO[bytes], put: Callable[[str | None], None]) -> None:
 
 
 def main(request: dict[str, Any]) -> None:
-    """Try the models of a request in the child process, and print how each trial ends."""
+    """Try a request's models and print each outcome. Runs in the child process."""
     _limit_process(request["cpu_seconds"])
     threading.Thread(target=_exit_with_parent, daemon=True).start()
     for form, path, name, runs in request["models"]:
@@ -325,7 +326,7 @@ def main(request: dict[str, Any]) -> None:
 
 
 def _limit_process(cpu_seconds: int) -> None:
-    """Limit the process's CPU time, its memory except for mapped files, and the size of a core file."""
+    """Limit the process's CPU time and its memory without mapped files, and disable core dumps."""
     if sys.platform != "win32":
         import resource
 

@@ -11,6 +11,7 @@ from edgespec.bench.figures import PHASES, MethodFigures
 from edgespec.bench.plan import PLAIN, MethodConfig
 from edgespec.bench.report import Report
 from edgespec.errors import BackendMissingError
+from edgespec.installation import setup_command
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -26,7 +27,7 @@ def check_plots() -> None:
     if find_spec("matplotlib") is None:
         raise BackendMissingError(
             "plots require matplotlib, which is not installed",
-            'run `pip install -e ".[plots]"`, or use --plot, which draws in the terminal',
+            f"install it with `{setup_command('dev')}`, or use --plot, which draws in the terminal",
         )
 
 

@@ -31,7 +31,7 @@ ModelFormat: TypeAlias = str
 """The name of a file format in the registry of backends (`backends/registry.py`)."""
 
 _MLX_SUFFIX = "-mlx"
-# Maximum size of the user's alias file, which is enough for thousands of aliases.
+# Maximum size of the user's alias file, enough for thousands of aliases.
 _MAX_ALIASES_BYTES = 1 << 20
 # catalogue.toml keys whose `ModelEntry` attribute has a different name.
 _ATTRIBUTES = {"gguf": "gguf_repository", "mlx": "mlx_repository", "file": "embedded_file"}

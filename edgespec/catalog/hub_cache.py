@@ -17,7 +17,7 @@ __all__ = ["cached_model", "hub_cache_folder", "hub_models", "repository_folder"
 # Maximum depth of subfolders to search for GGUF files in a snapshot.
 _MAX_DEPTH = 3
 _PREFIX = "models--"
-# Maximum size of a file that names a commit, which has 40 characters.
+# Maximum size of a ref file, which contains a 40-character commit hash.
 _MAX_REF_BYTES = 1000
 
 

@@ -138,8 +138,7 @@ def _repository(name: str) -> Iterator[_Repository]:
 def _repositories(budget: EntryBudget) -> Iterator[_Repository]:
     """Yield all repository folders in LM Studio's models folders.
 
-    Symbolic links are followed, because users link models on other disks and in other programs' stores into
-    these folders.
+    Follows symbolic links, because users link to models on other disks and in other programs' stores.
     """
     for root in _folders():
         files_by_name: dict[str, list[str]] = {}

@@ -24,8 +24,8 @@ __all__ = [
 ]
 
 Store = Literal["embedded", "ollama", "lmstudio", "hub"]
-# Maximum number of folder entries that the search of one store reads, which takes about a second. A larger
-# folder is probably a whole disk.
+# Maximum number of folder entries to read per store, which takes about a second. A larger folder is probably
+# a whole disk.
 _MAX_ENTRIES = 100_000
 # Maximum number of entries to read below one symbolic link. A larger folder probably contains no models.
 _MAX_LINKED_ENTRIES = 10_000
@@ -77,7 +77,7 @@ class EntryBudget:
         self.skipped: Path | None = None
 
     def notice(self, store: Store) -> Iterator[StoredModel]:
-        """Yield an unusable model that reports the limit, if the search of the store has met it."""
+        """Yield an unusable model that reports the limit, if the store's search reached it."""
         if self.skipped is not None:
             problem = (
                 f"the folder has too many files to search (at most {_MAX_ENTRIES:,} in all folders,"
@@ -102,7 +102,7 @@ def files_below(
     Args:
         folder: The folder to search.
         depth: Maximum depth of subfolders to search.
-        budget: The limit on entries, which all searches of a store share.
+        budget: The entry limit, shared by all searches of a store.
         inside: Ignore symbolic links to files and folders outside this folder. None follows all links.
     """
     seen = set(_parents(folder))
@@ -146,7 +146,7 @@ def _entries(folder: Path, budget: EntryBudget, own_budget: EntryBudget) -> list
 
 
 def _is_kind(entry: os.DirEntry[str], kind: Literal["file", "folder"]) -> bool:
-    """Return whether an entry is a folder, or a regular file. False if the system cannot tell."""
+    """Return whether an entry is of the given kind. False if that cannot be determined."""
     try:
         return entry.is_dir() if kind == "folder" else entry.is_file()
     except OSError:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from edgespec.chat.reasoning import leading_marker, split_reasoning
 from edgespec.errors import OptionError
 
-__all__ = ["Message", "Role", "as_message", "as_messages"]
+__all__ = ["Message", "Role", "as_message", "as_messages", "reply_message"]
 
 Role = Literal["user", "assistant", "system"]
+# The most common markers, used for reasoning written by another program.
+_DEFAULT_MARKERS = ("<think>\n", "\n</think>\n\n")
 _ROLES: dict[str, Role] = {"system": "system", "user": "user", "assistant": "assistant"}
 
 
@@ -22,16 +25,25 @@ class Message:
         role: The author of the message.
         content: The text. For a reply of the model, the answer without its reasoning.
         reasoning: What the model wrote before its answer. Empty if it did not reason.
+        markers: The text before and after the reasoning, such as `<think>` and whitespace.
     """
 
     role: Role
     content: str
     reasoning: str = ""
+    markers: tuple[str, str] = field(default=("", ""), compare=False)
+
+    @property
+    def text(self) -> str:
+        """The whole text, exactly as the model wrote it."""
+        unmarked = self.reasoning and not any(self.markers)
+        before, after = _DEFAULT_MARKERS if unmarked else self.markers
+        return before + self.reasoning + after + self.content
 
     def for_template(self) -> dict[str, str]:
-        """Return the message as chat templates read it, with `reasoning_content` if there is reasoning.
+        """Return the message as chat templates expect it, with `reasoning_content` if there is reasoning.
 
-        Each template decides whether the next prompt contains the reasoning of earlier replies.
+        The template decides whether the next prompt includes the reasoning of earlier replies.
         """
         reasoning = {"reasoning_content": self.reasoning} if self.reasoning else {}
         return {"role": self.role, "content": self.content, **reasoning}
@@ -56,7 +68,10 @@ def as_messages(items: Sequence[Message | Mapping[str, Any]]) -> list[Message]:
 
 
 def as_message(number: int, item: Message | Mapping[str, Any]) -> Message:
-    """Convert the `number`-th item of a list to a `Message`. Raises OptionError if it is invalid."""
+    """Convert the `number`-th item of a list to a `Message`. Raises OptionError if it is invalid.
+
+    Reasoning at the start of a reply's content is split off, as for a new reply.
+    """
     if isinstance(item, Message):
         return item
     if not isinstance(item, Mapping):
@@ -81,4 +96,23 @@ def as_message(number: int, item: Message | Mapping[str, Any]) -> Message:
             f"the reasoning of message {number} must be a string, not {type(reasoning).__name__}",
             "pass the reasoning as a string, or leave it out",
         )
-    return Message(role, content, reasoning)
+    markers = item.get("markers") or ["", ""]
+    if not isinstance(markers, list) or [type(marker) for marker in markers] != [str, str]:
+        raise OptionError(
+            f"the markers of message {number} must be a list of two strings",
+            "pass two strings, or leave the markers out",
+        )
+    if role == "assistant" and not reasoning and not any(markers):
+        return reply_message(content)
+    return Message(role, content, reasoning, (markers[0], markers[1]))
+
+
+def reply_message(text: str) -> Message:
+    """Convert the full text of a reply to a message, with its reasoning separated."""
+    opening = leading_marker(text)
+    if not opening:
+        return Message("assistant", text)
+    reasoning, answer = split_reasoning(text)
+    reasoning_end = len(opening) + len(reasoning)
+    markers = (opening, text[reasoning_end : len(text) - len(answer)])
+    return Message("assistant", answer, reasoning, markers)

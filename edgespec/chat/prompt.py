@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-import re
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate
 from typing import Literal
 
-from edgespec.backends.base import Vocabulary
+from edgespec.backends.base import Progress, Vocabulary
+from edgespec.chat.escaping import ControlTokenEscaping, TextScanner, is_control, literal
 from edgespec.chat.message import Message
+from edgespec.chat.reasoning import opening_marker, split_at_markers
 from edgespec.chat.template import ChatTemplate
-from edgespec.errors import ContextFullError, OptionError
+from edgespec.chat.tokenizing import check_size, tokenize
+from edgespec.errors import ContextFullError, OptionError, TemplateError
 
 __all__ = ["ContextFull", "PromptBuilder", "RenderedPrompt", "check_context_full"]
 
@@ -20,6 +24,8 @@ ContextFull = Literal["slide", "refuse"]
 
 # Number of context tokens reserved for the reply, at most a quarter of the context.
 _REPLY_TOKENS = 512
+# Number of bytes in which to look for a leading control token. All control tokens are shorter.
+_MAX_CONTROL_TOKEN_BYTES = 512
 # Maximum number of conversations whose exact tokens are remembered. Few are active at once.
 _REMEMBERED_CONVERSATIONS = 8
 
@@ -39,11 +45,13 @@ class RenderedPrompt:
         tokens: The token ids of that text.
         dropped_messages: Number of oldest messages left out because the context is full. The system prompt is
             never dropped and does not count.
+        reply_start: Text at the end of the prompt that belongs to the reply, if a reply is continued.
     """
 
     text: str
     tokens: list[int]
     dropped_messages: int = 0
+    reply_start: str = ""
 
 
 class PromptBuilder:
@@ -69,53 +77,93 @@ class PromptBuilder:
         self.template = template
         self._vocabulary = vocabulary
         self._cached_prefixes = cached_prefixes
+        self._scanner = TextScanner(vocabulary)
+        self._added_tokens: int | None = None
         # Newest last. Each prompt is remembered with and without its reply, because "regenerate" needs the
         # latter.
         self._remembered: deque[RenderedPrompt] = deque(maxlen=2 * _REMEMBERED_CONVERSATIONS)
 
-    def build(self, messages: Sequence[Message]) -> RenderedPrompt:
-        """Return the prompt for the assistant's next reply. Raises TemplateError."""
-        escaping = _ControlTokenEscaping(self._vocabulary, messages)
-        text = self.template.render([escaping.escape(message) for message in messages])
+    def build(self, messages: Sequence[Message], progress: Progress | None = None) -> RenderedPrompt:
+        """Return the prompt for the assistant's next reply.
+
+        Args:
+            messages: The conversation.
+            progress: Called repeatedly. Returning False cancels the call.
+
+        Raises:
+            CancelledError: `progress` returned False.
+            TemplateError: The chat template is broken or rejects the messages.
+        """
+        escaping = ControlTokenEscaping(self._vocabulary, messages)
+        escaped = [escaping.escape(message, self._scanner, progress) for message in messages]
+        text = self.template.render(escaped, progress)
         prefix = self._remembered_prefix(text) or self._cached_prefix(text)
         if prefix:
             if len(prefix.text) == len(text):
                 return RenderedPrompt(text, list(prefix.tokens))
-            rest = self._tokenize(text[len(prefix.text) :], escaping, start=False)
+            rest = self._tokenize(text[len(prefix.text) :], escaping, False, progress)
             # It is only safe to append tokens that begin with a control token, which never merges with
             # earlier text.
             if rest and self._vocabulary.piece(rest[0]) == b"":
                 return RenderedPrompt(text, prefix.tokens + rest)
         start = not (self._vocabulary.bos_text and text.startswith(self._vocabulary.bos_text))
-        return RenderedPrompt(text, self._tokenize(text, escaping, start=start))
+        return RenderedPrompt(text, self._tokenize(text, escaping, start, progress))
+
+    def count_tokens(self, messages: Sequence[Message], context_tokens: int) -> int:
+        """Return the number of tokens in the prompt. The number is approximate if it exceeds the context."""
+        estimate = sum(self._estimated_tokens(message, context_tokens, None) for message in messages)
+        return estimate if estimate > context_tokens else len(self.build(messages).tokens)
 
     def build_continued(
-        self, messages: Sequence[Message], context_tokens: int, context_full: ContextFull, reply_start: str
+        self,
+        messages: Sequence[Message],
+        context_tokens: int,
+        context_full: ContextFull,
+        reply_start: str,
+        progress: Progress | None = None,
     ) -> RenderedPrompt:
-        """Return the prompt followed by the start of the reply, which the model is to continue.
+        """Return the prompt followed by the partial reply for the model to continue.
 
-        The reply keeps the tokens that the model generated if the builder remembers them. Takes the arguments
-        of `build_fitting` and raises the same exceptions.
+        Reuses the tokens that the model generated, if the builder still has them. Takes the arguments of
+        `build_fitting` and raises the same exceptions.
         """
         start_tokens = self._reply_tokens(reply_start)
         try:
-            prompt = self.build_fitting(messages, context_tokens - len(start_tokens), context_full)
+            prompt = self.build_fitting(messages, context_tokens - len(start_tokens), context_full, progress)
         except ContextFullError as error:
             raise ContextFullError(
-                f"the reply cannot be continued: it has {len(start_tokens)} tokens, and the context holds"
-                f" only {context_tokens}, including the messages before it",
+                f"the reply cannot be continued: its {len(start_tokens)} tokens and the messages before"
+                f" it do not fit in the context of {context_tokens} tokens",
                 "start a new chat, or load the model with a larger --context",
             ) from error
+        opening = opening_marker(prompt.text)
+        if opening and reply_start.startswith(opening):
+            # The template writes the opening marker itself.
+            reply_start = reply_start.removeprefix(opening)
+            start_tokens = self._reply_tokens(reply_start)
         text = prompt.text + reply_start
         remembered = next((each.tokens for each in self._remembered if each.text == text), None)
         tokens = list(remembered or prompt.tokens + start_tokens)
-        return RenderedPrompt(text, tokens, prompt.dropped_messages)
+        return RenderedPrompt(text, tokens, prompt.dropped_messages, opening + reply_start)
 
     def _reply_tokens(self, text: str) -> list[int]:
-        """Return tokens that spell exactly `text`, as a model would write it in a reply."""
+        """Return tokens that decode to exactly `text`, as a model would generate them in a reply."""
+        tokens: list[int] = []
+        plain = ""
+        for part, is_marker in split_at_markers(text):
+            marker = self._vocabulary.tokenize(part, special=True, start=False) if is_marker else []
+            if len(marker) == 1 and is_control(self._vocabulary, marker[0]):
+                tokens += self._plain_tokens(plain) + marker
+                plain = ""
+            else:
+                plain += part
+        return tokens + self._plain_tokens(plain)
+
+    def _plain_tokens(self, text: str) -> list[int]:
+        """Return tokens that decode to exactly `text`, without control tokens."""
         vocabulary, spelled = self._vocabulary, text.encode("utf-8", "replace")
-        # Some tokenizers add a space before the first word. If the tokens spell more than the text, try again
-        # without the text's own first space, then after a line break, and remove the surplus first tokens.
+        # Some tokenizers prepend a space. If the tokens spell more than the text, retry without its leading
+        # space, then after a newline, and drop the extra leading tokens.
         for anchored in (text, text.removeprefix(" "), f"\n{text}"):
             tokens = vocabulary.tokenize(anchored, special=False, start=False)
             for first in range(3):
@@ -124,7 +172,11 @@ class PromptBuilder:
         return vocabulary.tokenize(text, special=False, start=False)
 
     def build_fitting(
-        self, messages: Sequence[Message], context_tokens: int, context_full: ContextFull
+        self,
+        messages: Sequence[Message],
+        context_tokens: int,
+        context_full: ContextFull,
+        progress: Progress | None = None,
     ) -> RenderedPrompt:
         """Return the prompt, with the oldest messages dropped if they leave too little room for a reply.
 
@@ -135,25 +187,33 @@ class PromptBuilder:
             messages: The conversation, from the system prompt, if there is one, to the last user message.
             context_tokens: The context size.
             context_full: `slide` drops the oldest turns, `refuse` raises ContextFullError.
+            progress: Called repeatedly. Returning False cancels the call.
 
         Raises:
+            CancelledError: `progress` returned False.
             ContextFullError: The last message alone does not fit, or the conversation does not fit and
                 `context_full` is `refuse`.
             OptionError: `context_full` has another value.
-            TemplateError: The chat template rejects the messages.
+            TemplateError: The chat template is broken or rejects the messages.
         """
         check_context_full(context_full)
-        prompt = self.build(messages)
-        excess_tokens = len(prompt.tokens) - context_tokens + min(_REPLY_TOKENS, context_tokens // 4)
-        if excess_tokens > 0:
-            if context_full == "refuse":
+        first_turn = 1 if messages[0].role == "system" else 0
+        never_dropped = messages if context_full == "refuse" else [*messages[:first_turn], messages[-1]]
+        check_size(self._vocabulary, [message.content for message in never_dropped], context_tokens)
+        limit_tokens = context_tokens - min(_REPLY_TOKENS, context_tokens // 4)
+        estimates = [self._estimated_tokens(message, context_tokens, progress) for message in messages]
+        prompt = None
+        if context_full == "refuse" or sum(estimates) <= limit_tokens:
+            prompt = self.build(messages, progress)
+            if context_full == "refuse" and len(prompt.tokens) > limit_tokens:
                 raise ContextFullError(
                     f"the chat has {len(prompt.tokens)} tokens, but the context holds only {context_tokens}",
                     "start a new chat, use context_full='slide' to drop the oldest messages, or load the"
                     " model with a larger --context",
                 )
+        if prompt is None or len(prompt.tokens) > limit_tokens:
             step_tokens = max(1, context_tokens // 2)
-            prompt = self._build_shorter(messages, prompt, -(-excess_tokens // step_tokens) * step_tokens)
+            prompt = self._build_shorter(messages, estimates, limit_tokens, step_tokens, progress)
         if len(prompt.tokens) >= context_tokens:
             raise ContextFullError(
                 f"the message has {len(prompt.tokens)} tokens, but the context holds only {context_tokens}",
@@ -162,28 +222,65 @@ class PromptBuilder:
         return prompt
 
     def _build_shorter(
-        self, messages: Sequence[Message], prompt: RenderedPrompt, drop_tokens: int
+        self,
+        messages: Sequence[Message],
+        estimates: Sequence[int],
+        limit_tokens: int,
+        step_tokens: int,
+        progress: Progress | None,
     ) -> RenderedPrompt:
-        """Drop the oldest turns until the prompt is at least `drop_tokens` tokens shorter, if possible."""
+        """Drop the oldest turns in steps until the prompt has at most `limit_tokens`, if possible.
+
+        The number of steps follows from token estimates, which stay the same as the conversation grows. If
+        the actual prompt is still too long, another step is dropped.
+        """
         system = [message for message in messages[:1] if message.role == "system"]
         turns = messages[len(system) :]
         starts = [place for place, message in enumerate(turns) if message.role == "user"]
+        tokens_before = [0, *accumulate(estimates[len(system) :])]
+        steps = max(1, -(-(sum(estimates) - limit_tokens) // step_tokens))
+        prompt = None
+        while prompt is None or len(prompt.tokens) > limit_tokens:
+            first = bisect_left(starts[:-1], steps * step_tokens, key=tokens_before.__getitem__)
+            start = starts[first]
+            if prompt is None or start != prompt.dropped_messages:
+                shorter = self.build([*system, *turns[start:]], progress)
+                prompt = RenderedPrompt(shorter.text, shorter.tokens, start)
+            if start == starts[-1]:
+                break
+            steps += 1
+        return prompt
 
-        def prompt_from(start: int) -> RenderedPrompt:
-            shorter = self.build([*system, *turns[start:]])
-            return RenderedPrompt(shorter.text, shorter.tokens, start)
+    def _estimated_tokens(self, message: Message, context_tokens: int, progress: Progress | None) -> int:
+        """Return the approximate number of tokens that a message adds to the prompt.
 
-        first = bisect_left(
-            starts[:-1], drop_tokens, key=lambda start: len(prompt.tokens) - len(prompt_from(start).tokens)
-        )
-        return prompt_from(starts[first])
+        Reasoning is not counted, because most templates drop it.
+        """
+        content = message.content
+        # A message that exceeds the context will be dropped, so it need not be tokenized.
+        least = self._vocabulary.min_tokens(content) if len(content) > context_tokens else 0
+        if least <= context_tokens:
+            least = self._scanner.scan(content, progress).token_count
+        return least + self._tokens_around_message(progress)
+
+    def _tokens_around_message(self, progress: Progress | None) -> int:
+        """Return the approximate number of tokens that the template adds to each message."""
+        if self._added_tokens is None:
+            turn = [Message("user", "a"), Message("assistant", "b")]
+            try:
+                short, long = (len(self.build([*turn * count, turn[0]], progress).tokens) for count in (1, 2))
+                self._added_tokens = max(0, (long - short) // len(turn) - 1)
+            except TemplateError:
+                # The template rejects this conversation, but may accept others.
+                self._added_tokens = 0
+        return self._added_tokens
 
     def remember(self, prompt: RenderedPrompt, reply_tokens: Sequence[int]) -> None:
         """Remember that the model generated `reply_tokens` after `prompt`."""
         tokens = list(reply_tokens)
         if tokens and self._vocabulary.is_end(tokens[-1]):
             tokens.pop()
-        # Control tokens are spelled out, as templates write them. Otherwise, a prompt without the reply's
+        # Control tokens are written as text, as templates write them.Otherwise, a prompt without the reply's
         # reasoning markers could match a reply whose tokens include them.
         pieces = (self._vocabulary.piece(token) or self._vocabulary.raw_piece(token) for token in tokens)
         text = b"".join(pieces).decode("utf-8", "replace")
@@ -192,21 +289,22 @@ class PromptBuilder:
 
     def _remembered_prefix(self, text: str) -> RenderedPrompt | None:
         """Return the longest remembered conversation that `text` continues."""
-        prefixes = [prefix for prefix in self._remembered if text.startswith(prefix.text)]
+        # Another thread may be counting tokens, so iterate over a copy.
+        prefixes = [prefix for prefix in tuple(self._remembered) if text.startswith(prefix.text)]
         return max(prefixes, key=lambda prefix: len(prefix.text), default=None)
 
     def _cached_prefix(self, text: str) -> RenderedPrompt | None:
         """Return the longest prefix of `text` in the prefix cache that ends with a control token."""
-        prefixes = (self._spelled_prefix(tokens, text) for tokens in self._cached_prefixes())
+        encoded = text.encode("utf-8", "replace")
+        prefixes = (self._spelled_prefix(tokens, encoded) for tokens in self._cached_prefixes())
         longest = max(prefixes, key=lambda prefix: len(prefix.text), default=None)
         return longest if longest and longest.text else None
 
-    def _spelled_prefix(self, tokens: Sequence[int], text: str) -> RenderedPrompt:
-        """Return the longest prefix of `text` that `tokens` decode to and that precedes a control token."""
-        encoded, at = text.encode("utf-8", "replace"), 0
-        spelled_bytes = spelled_tokens = 0
+    def _spelled_prefix(self, tokens: Sequence[int], encoded: bytes) -> RenderedPrompt:
+        """Return the longest prefix of `encoded` that `tokens` decode to and that a control token follows."""
+        at = spelled_bytes = spelled_tokens = 0
         for i, token in enumerate(tokens):
-            control = _is_control(self._vocabulary, token)
+            control = is_control(self._vocabulary, token)
             piece = self._vocabulary.raw_piece(token) if control else self._vocabulary.piece(token)
             if not encoded.startswith(piece, at):
                 if i == 0 and control:
@@ -217,74 +315,35 @@ class PromptBuilder:
                 spelled_bytes, spelled_tokens = at, i
             at += len(piece)
         else:
-            remaining_text = encoded[at:].decode("utf-8", "replace")
-            rest = self._vocabulary.tokenize(remaining_text, special=True, start=False)
-            if rest and _is_control(self._vocabulary, rest[0]):
+            following = encoded[at : at + _MAX_CONTROL_TOKEN_BYTES].decode("utf-8", "replace")
+            rest = self._vocabulary.tokenize(following, special=True, start=False)
+            if rest and is_control(self._vocabulary, rest[0]):
                 spelled_bytes, spelled_tokens = at, len(tokens)
         spelled_text = encoded[:spelled_bytes].decode("utf-8", "replace")
         return RenderedPrompt(spelled_text, list(tokens[:spelled_tokens]))
 
-    def _tokenize(self, text: str, escaping: _ControlTokenEscaping, start: bool) -> list[int]:
+    def _tokenize(
+        self, text: str, escaping: ControlTokenEscaping, start: bool, progress: Progress | None
+    ) -> list[int]:
         vocabulary = self._vocabulary
-        tokens = vocabulary.tokenize(text, special=True, start=start)
+        plain = partial(tokenize, vocabulary, special=False, start=False, progress=progress)
+        tokens = tokenize(vocabulary, text, special=True, start=start, progress=progress)
         if not escaping.literals:
             return tokens
         # Keep the template's control tokens, and tokenize the restored user text between them as plain text.
-        control_tokens, tokens = [token for token in tokens if _is_control(vocabulary, token)], []
+        control_tokens, tokens = [token for token in tokens if is_control(vocabulary, token)], []
         at = 0
         for token in control_tokens:
-            literal = _literal(vocabulary, token)
-            begin = text.find(literal, at)
+            spelling = literal(vocabulary, token)
+            begin = text.find(spelling, at)
             if begin < 0:
                 # This is the start token, which the tokenizer adds but the template does not write.
                 tokens.append(token)
                 continue
             if begin > at:
-                plain = escaping.unescape(text[at:begin])
-                tokens += vocabulary.tokenize(plain, special=False, start=False)
+                tokens += plain(escaping.unescape(text[at:begin]))
             tokens.append(token)
-            at = begin + len(literal)
+            at = begin + len(spelling)
         if at < len(text):
-            tokens += vocabulary.tokenize(escaping.unescape(text[at:]), special=False, start=False)
+            tokens += plain(escaping.unescape(text[at:]))
         return tokens
-
-
-class _ControlTokenEscaping:
-    """Replaces control tokens typed by the user with placeholders, so that they are tokenized as plain text.
-
-    Attributes:
-        literals: The text of each replaced control token, by token id.
-    """
-
-    def __init__(self, vocabulary: Vocabulary, messages: Sequence[Message]) -> None:
-        self._vocabulary = vocabulary
-        self.literals: dict[int, str] = {}
-        used_characters = set().union(*(message.content + message.reasoning for message in messages))
-        # The placeholders are Unicode private-use characters that occur in no message.
-        unused = (chr(code) for code in range(0xE000, 0xF900) if chr(code) not in used_characters)
-        self._left, self._right = next(unused), next(unused)
-
-    def escape(self, message: Message) -> Message:
-        """Return the message with its control tokens replaced by placeholders."""
-        content, reasoning = self._escape(message.content), self._escape(message.reasoning)
-        return replace(message, content=content, reasoning=reasoning)
-
-    def _escape(self, text: str) -> str:
-        for token in self._vocabulary.tokenize(text, special=True, start=False):
-            literal = _literal(self._vocabulary, token)
-            if literal and literal in text and _is_control(self._vocabulary, token):
-                text = text.replace(literal, f"{self._left}{token}{self._right}")
-                self.literals[token] = literal
-        return text
-
-    def unescape(self, text: str) -> str:
-        """Return the text with placeholders replaced by the user's original text."""
-        return re.sub(f"{self._left}(\\d+){self._right}", lambda mark: self.literals[int(mark[1])], text)
-
-
-def _is_control(vocabulary: Vocabulary, token: int) -> bool:
-    return vocabulary.piece(token) == b"" and vocabulary.raw_piece(token) != b""
-
-
-def _literal(vocabulary: Vocabulary, token: int) -> str:
-    return vocabulary.raw_piece(token).decode("utf-8", "replace")

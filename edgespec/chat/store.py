@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
@@ -71,6 +72,8 @@ class SavedChat:
         target: Name of the model.
         system: The system prompt.
         sampling: Settings that differ from their defaults.
+        unfinished: Whether the last message has no reply, or only part of one, because the program ended
+            first.
     """
 
     id: str
@@ -81,6 +84,7 @@ class SavedChat:
     target: str = ""
     system: str | None = None
     sampling: Mapping[str, Setting] = field(default_factory=dict)
+    unfinished: bool = False
 
     def to_json(self) -> dict[str, object]:
         """Return the chat as the JSON object of format version 1."""
@@ -94,6 +98,8 @@ class SavedChat:
             "system": self.system,
             "messages": [_message_json(message) for message in self.messages],
             "sampling": dict(self.sampling),
+            # Optional, so that older versions of edgespec can still read the file.
+            **({"unfinished": True} if self.unfinished else {}),
         }
 
 
@@ -107,6 +113,7 @@ class StoredChat:
         title: The title, or the file name if the file cannot be read.
         updated: Time of the last change.
         message_count: Number of messages.
+        unfinished: Whether the last message has no complete reply. See `SavedChat`.
         problem: Why the file cannot be read. Empty if it can.
     """
 
@@ -115,6 +122,7 @@ class StoredChat:
     title: str
     updated: datetime
     message_count: int
+    unfinished: bool = False
     problem: str = ""
 
 
@@ -128,7 +136,8 @@ class ChatStore:
         """Return a new, unused ID made of the current time and random digits."""
         while True:
             chat_id = f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{secrets.token_hex(4)}"
-            if not self._path(chat_id).exists():
+            # Unlike Path.exists, this raises no error if the folder cannot be read.
+            if not os.path.exists(self._path(chat_id)):
                 return chat_id
 
     def save(self, chat: SavedChat) -> Path:
@@ -136,9 +145,9 @@ class ChatStore:
         path = self._path(chat.id)
         # Pasted text can contain lone surrogates, which UTF-8 cannot encode.
         text = json.dumps(chat.to_json(), ensure_ascii=False, indent=1) + "\n"
-        if not path.exists():
-            delete_stale_temporaries(self.folder)
         try:
+            if not path.exists():
+                delete_stale_temporaries(self.folder)
             write_private_file(path, text.encode("utf-8", "replace"))
         except OSError as error:
             raise ChatFileError(
@@ -221,9 +230,13 @@ class ChatStore:
         return self.folder / f"{chat_id}.json"
 
 
-def _message_json(message: Message) -> dict[str, str]:
-    reasoning = {"reasoning": message.reasoning} if message.reasoning else {}
-    return {"role": message.role, "content": message.content, **reasoning}
+def _message_json(message: Message) -> dict[str, object]:
+    data: dict[str, object] = {"role": message.role, "content": message.content}
+    if message.reasoning:
+        data["reasoning"] = message.reasoning
+    if any(message.markers):
+        data["markers"] = list(message.markers)
+    return data
 
 
 def _entry(path: Path) -> StoredChat:
@@ -234,7 +247,7 @@ def _entry(path: Path) -> StoredChat:
         with suppress(OSError):
             updated = datetime.fromtimestamp(path.stat().st_mtime, UTC)
         return StoredChat(path.stem, path, path.name, updated, 0, problem=error.what)
-    return StoredChat(path.stem, path, chat.title, chat.updated, len(chat.messages))
+    return StoredChat(path.stem, path, chat.title, chat.updated, len(chat.messages), chat.unfinished)
 
 
 def read_chat(path: Path) -> SavedChat:
@@ -291,6 +304,7 @@ def _checked(path: Path, json_value: object) -> SavedChat:
         target=texts["target"],
         system=None if system is None else _typed(system, str, "`system`"),
         sampling={name: _setting(name, value) for name, value in sampling.items()},
+        unfinished=_typed(data.get("unfinished", False), bool, "`unfinished`"),
     )
 
 

@@ -1,4 +1,4 @@
-"""Rendering of a model's chat template, in a sandbox and within limits of time and memory."""
+"""Render a model's chat template in a sandbox, with limits on time and memory."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ __all__ = ["ChatTemplate"]
 class ChatTemplate:
     """Renders messages with a model's Jinja template. Can be used from any thread.
 
-    Templates come with the model and can contain any code. They are therefore rendered by a child process in
-    a sandbox. It starts with the first use, which takes about 0.1 seconds, and ends with `close` or when this
-    object is garbage-collected. A template that exceeds a limit ends its process; the next use starts another
+    Templates come with the model and can contain any code, so they are rendered in a sandboxed child process.
+    It starts on first use, which takes about 0.1 seconds, and stops on `close` or when this object is
+    garbage-collected. If a template exceeds a limit, the process is stopped, and the next use starts a new
     one.
 
     Args:
@@ -79,7 +79,7 @@ class ChatTemplate:
         return self.render(folded, progress)
 
     def _started(self, progress: Progress | None) -> TemplateProcess:
-        """Return the running process, in which the template is compiled."""
+        """Return a running process that has compiled the template."""
         process = self._process
         if process is None or not process.alive:
             process = self._process = TemplateProcess()
@@ -106,7 +106,7 @@ class ChatTemplate:
             raise
 
     def close(self) -> None:
-        """End the process, also while another thread is rendering. Further calls have no effect."""
+        """Stop the process, even while another thread is rendering. Further calls have no effect."""
         self._closed = True
         if self._process:
             self._process.close()

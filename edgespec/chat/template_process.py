@@ -1,4 +1,4 @@
-"""The child process that renders a chat template within limits of time, memory and output size."""
+"""Child process that renders a chat template, with limits on time, memory and output size."""
 
 from __future__ import annotations
 
@@ -28,23 +28,23 @@ from edgespec.files import format_bytes
 
 __all__ = ["TemplateProcess"]
 
-# Limit on the polls of 50 ms that a request may take, 20 seconds on a busy machine. Polls are counted
-# because no time must pass for a request while edgespec is suspended.
+# Maximum number of 50 ms polls per request, 20 seconds on a busy machine. Counting polls excludes the time
+# while edgespec is suspended.
 _MAX_POLLS = 400
 
 
 class TemplateProcess:
     """A child process that compiles one chat template and renders it.
 
-    Call `ask` from one thread at a time, and `close` from any thread. The process ends when this object is
-    closed or garbage-collected. It also ends with the parent process, which closes its stdin.
+    Call `ask` from one thread at a time, and `close` from any thread. The process stops when this object is
+    closed or garbage-collected. It also stops when the parent process exits, which closes its stdin.
 
     Raises:
         TemplateError: The process cannot be started.
     """
 
     def __init__(self) -> None:
-        # In a program packed into one executable, sys.executable is that program.
+        # In a frozen program, such as one made with PyInstaller, sys.executable is that program.
         if not sys.executable or getattr(sys, "frozen", False):
             raise TemplateError(
                 "the model's chat template cannot be used: no Python interpreter was found to run it in",
@@ -52,8 +52,8 @@ class TemplateProcess:
             )
         script = str(Path(__file__).with_name("template_worker.py"))
         try:
-            # -I ignores the current folder and PYTHONPATH. The terminal sends Ctrl-C to all processes of the
-            # session, so the child gets its own.
+            # -I ignores the current folder and PYTHONPATH. A new session shields the child from the
+            # terminal's Ctrl-C.
             self._process = subprocess.Popen(
                 [sys.executable, "-I", script, *_import_folders()],
                 stdin=subprocess.PIPE,
@@ -70,11 +70,11 @@ class TemplateProcess:
 
     @property
     def alive(self) -> bool:
-        """Whether the process can take requests."""
+        """Whether the process can handle requests."""
         return self._end.alive and self._process.poll() is None
 
     def ask(self, request: dict[str, Any], progress: Progress | None = None) -> dict[str, str]:
-        """Send a request and return the reply. On any exception, the process ends.
+        """Send a request and return the reply. On any exception, the process is stopped.
 
         Raises:
             CancelledError: `progress` returned False.
@@ -85,17 +85,19 @@ class TemplateProcess:
         def exchange() -> dict[str, str] | None:
             assert process.stdin
             assert process.stdout
-            with suppress(OSError):
+            # If the process ends during the exchange, the pipes break or `close` closes them.
+            with suppress(OSError, ValueError):
                 write_message(process.stdin, data)
-            reply = read_message(process.stdout, output_limit_bytes(len(data)))
-            return reply[0] if reply else None
+                if reply := read_message(process.stdout, output_limit_bytes(len(data))):
+                    return reply[0]
+            return None
 
         def poll() -> None:
             nonlocal polls
             polls += 1
             check_cancelled(progress)
             if polls > _MAX_POLLS:
-                raise _failure("it took longer than 20 seconds")
+                raise _failure("it timed out after 20 seconds")
             with suppress(psutil.Error):
                 if psutil.Process(process.pid).memory_info().rss > memory_limit_bytes(len(data)):
                     raise _failure(_too_much_memory(len(data)))
@@ -110,16 +112,16 @@ class TemplateProcess:
                     raise _failure(_too_much_memory(len(data)))
                 case "output":
                     limit = format_bytes(output_limit_bytes(len(data)))
-                    raise _failure(f"it makes a prompt of more than {limit}")
+                    raise _failure(f"its output exceeds {limit}")
                 case "nesting":
-                    raise _failure("it is nested too deeply")
+                    raise _failure("it is too deeply nested")
             return reply
         except BaseException:
             self.close()
             raise
 
     def close(self) -> None:
-        """End the process. Further calls have no effect."""
+        """Stop the process. Further calls have no effect."""
         self._end()
 
 
@@ -127,7 +129,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     process.kill()
     process.wait()
     for stream in (process.stdin, process.stdout):
-        # Closing stdin raises BrokenPipeError if a part of a request was not sent.
+        # Closing stdin raises BrokenPipeError if part of a request is unsent.
         with suppress(OSError):
             if stream:
                 stream.close()
@@ -146,8 +148,8 @@ def _too_much_memory(request_bytes: int) -> str:
 
 def _exit_reason(status: int) -> str:
     if sys.platform != "win32" and status == -signal.SIGPROF:
-        return f"it took longer than {CPU_SECONDS:g} seconds"
-    return f"the process that runs it ended with status {status}"
+        return f"it used more than {CPU_SECONDS:g} seconds of CPU time"
+    return f"its process exited with status {status}"
 
 
 def _import_folders() -> list[str]:

@@ -1,4 +1,4 @@
-"""Render one chat template in a child process, as a script that imports nothing of edgespec.
+"""Script that renders one chat template in a child process. It imports nothing from edgespec.
 
 The script reads requests from stdin and writes replies to stdout until stdin is closed. Each message is a
 JSON object, preceded by its length as 8 bytes. The first request contains the source of the template.
@@ -15,6 +15,8 @@ from typing import IO, TYPE_CHECKING, Any, NoReturn
 
 if TYPE_CHECKING:
     from jinja2 import Template
+    from jinja2.nodes import Node
+    from jinja2.parser import Parser
 
 __all__ = [
     "CPU_SECONDS",
@@ -26,10 +28,12 @@ __all__ = [
     "write_message",
 ]
 
-# CPU time for one prompt, chosen. A chat of 5,000 messages takes 0.2 seconds.
+# CPU time limit per prompt. A chat of 5,000 messages takes 0.2 seconds.
 CPU_SECONDS = 2.0
-# Templates choose the text of their errors, so it is cut to this many characters.
+# Templates control their error text, so truncate it to this many characters.
 _MAX_ERROR_CHARACTERS = 300
+# Advice in Python's error for long integers, of use only to Python programmers.
+_PYTHON_ADVICE = "; use sys.set_int_max_str_digits() to increase the limit"
 
 
 def memory_limit_bytes(request_bytes: int) -> int:
@@ -42,12 +46,12 @@ def memory_limit_bytes(request_bytes: int) -> int:
 
 
 def output_limit_bytes(request_bytes: int) -> int:
-    """Return the size limit of the prompt. Templates can repeat the messages or add text of their own."""
+    """Return the size limit of the prompt, with room for templates that repeat messages or add text."""
     return (64 << 20) + 4 * request_bytes
 
 
 def read_message(stream: IO[bytes], max_bytes: int | None = None) -> tuple[dict[str, Any], int] | None:
-    """Read a message. Return it with its size in bytes, or None if the stream ended or it is too long."""
+    """Read a message. Return it with its size in bytes, or None if it is too long or the stream ended."""
     header = stream.read(8)
     size_bytes = int.from_bytes(header, "big")
     if len(header) < 8 or (max_bytes is not None and size_bytes > max_bytes):
@@ -55,7 +59,7 @@ def read_message(stream: IO[bytes], max_bytes: int | None = None) -> tuple[dict[
     data = stream.read(size_bytes)
     if len(data) < size_bytes:
         return None
-    # The texts can contain lone surrogates.
+    # Messages can contain lone surrogates, which UTF-8 cannot encode.
     return json.loads(data.decode("utf-8", "surrogatepass")), size_bytes
 
 
@@ -73,10 +77,20 @@ def encode(message: dict[str, Any]) -> bytes:
 
 def compile_template(source: str) -> Template:
     """Compile a template in a sandbox, with the functions that chat templates use."""
+    from jinja2.ext import Extension
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+    class GenerationTag(Extension):
+        """`{% generation %}`, with which templates mark replies for training. It has no effect here."""
+
+        tags = {"generation"}  # noqa: RUF012 - the base class wants a set
+
+        def parse(self, parser: Parser) -> list[Node]:
+            next(parser.stream)
+            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
     environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", GenerationTag]
     )
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _refuse
@@ -84,7 +98,7 @@ def compile_template(source: str) -> Template:
     try:
         return environment.from_string(source)
     except SyntaxError as error:
-        # Jinja reports its syntax errors with a class of its own. This is Python's limit on nested blocks.
+        # Jinja has its own syntax error class, so this is Python's limit on nested blocks.
         raise RecursionError from error
 
 
@@ -109,7 +123,7 @@ def main() -> None:
             data = encode({"error": "nesting"})
         except Exception as error:
             # A template can raise any exception, for example through a filter.
-            text = " ".join(str(error).split())[:_MAX_ERROR_CHARACTERS]
+            text = " ".join(str(error).replace(_PYTHON_ADVICE, "").split())[:_MAX_ERROR_CHARACTERS]
             data = encode({"error": "syntax" if template is None else "rejected", "message": text})
         if len(data) > output_limit_bytes(size_bytes):
             data = encode({"error": "output"})
@@ -138,8 +152,9 @@ def _refuse(message: str) -> NoReturn:
     raise TemplateError(message)
 
 
-def _to_json(value: Any, indent: int | None = None) -> str:
-    return json.dumps(value, ensure_ascii=False, indent=indent)
+def _to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
+    """Encode a value as JSON, with the arguments that templates written for transformers can pass."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, **options)
 
 
 def _now(pattern: str) -> str:

@@ -31,13 +31,18 @@ _BAR_COLUMNS = 60
 _POOLS = {"memory": "memory", "gpu": "GPU memory"}
 
 
-def picture(preview: Preview) -> RenderableType:
-    """Return the terminal output of `edgespec plan`."""
+def picture(preview: Preview, requested_context_tokens: int | None = None) -> RenderableType:
+    """Return the terminal output of `edgespec plan`.
+
+    Args:
+        preview: The planned load.
+        requested_context_tokens: The context length that the user asked for. None for the default.
+    """
     plan = preview.plan
     parts: list[RenderableType] = [
         _line(f"model {preview.target}"),
         _line(f"draft model {preview.draft}" if preview.draft else f"no draft model: {preview.why_no_draft}"),
-        _line(f"context {plan.context_tokens:,} tokens{_about_context(preview)}"),
+        _line(f"context {plan.context_tokens:,} tokens{_about_context(preview, requested_context_tokens)}"),
         _line(f"cache type {plan.kv_type}"),
     ]
     if preview.draft_window:
@@ -57,11 +62,13 @@ def picture(preview: Preview) -> RenderableType:
     return Group(*parts)
 
 
-def _about_context(preview: Preview) -> str:
-    """Return a remark about the context length in parentheses, or an empty string."""
+def _about_context(preview: Preview, requested_tokens: int | None) -> str:
+    """Return a parenthesised note on the context length, or an empty string."""
     tokens, trained = preview.plan.context_tokens, preview.trained_context_tokens
     first = preview.first_context_tokens
     remarks = ["the length the model was trained for"] if tokens == trained else []
+    if requested_tokens is not None and requested_tokens < tokens:
+        remarks.append(f"rounded up from {requested_tokens:,} to a multiple of 256")
     if 0 < trained < tokens:
         remarks.append(f"more than the {trained:,} the model was trained for")
     if first < tokens:

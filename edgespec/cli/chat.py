@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import signal
+import os
 import sys
-from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -14,6 +13,7 @@ from edgespec.cli.failures import DONE, INTERRUPTED
 from edgespec.cli.help import HelpfulCommand
 from edgespec.cli.options import LOAD_NAMES, REPLY_NAMES, SAMPLING_NAMES, declared_options, pick
 from edgespec.cli.screen import is_terminal
+from edgespec.errors import OptionError
 
 if TYPE_CHECKING:
     from edgespec import Runtime
@@ -51,10 +51,17 @@ def command(
 ) -> int:
     """Chat with a model in the terminal. Press F1 in the chat to see its keys and commands.
 
-    The chat is saved after each reply. Without --target, you chat with the built-in demo model.
+    The chat is saved as you go: each message when you send it, and the reply about once a second. --resume
+    opens the last chat, and /continue finishes a reply that was interrupted. Without --target, you chat with
+    the built-in demo model.
     """
     if not (is_terminal(sys.stdin) and is_terminal(sys.stdout)):
         raise click.UsageError("the chat needs a terminal; in scripts and pipes use `edgespec generate`", ctx)
+    if os.name == "posix" and (terminal := os.environ.get("TERM", "")) in ("", "dumb"):
+        raise OptionError(
+            f"this terminal cannot show the chat (TERM is {terminal or 'not set'})",
+            "use another terminal, or `edgespec generate`",
+        )
 
     from edgespec.tui.app import run_chat
 
@@ -71,19 +78,7 @@ def command(
     }
     if options["stop"]:
         settings["stop"] = list(options["stop"])
-    terminated = False
-
-    def on_terminate(_number: int, _frame: FrameType | None) -> None:
-        nonlocal terminated
-        terminated = True
-        signal.raise_signal(signal.SIGINT)
-
-    # Handle SIGTERM like SIGINT, so that the chat can restore the terminal before it exits.
-    before = signal.signal(signal.SIGTERM, on_terminate)
-    try:
-        run_chat(
-            load, model_name=options["target"], system=system, settings=settings, resume=resume, light=light
-        )
-    finally:
-        signal.signal(signal.SIGTERM, before)
-    return INTERRUPTED if terminated else DONE
+    signalled = run_chat(
+        load, model_name=options["target"], system=system, settings=settings, resume=resume, light=light
+    )
+    return INTERRUPTED if signalled else DONE

@@ -17,6 +17,7 @@ from edgespec.cli.options import json_option
 from edgespec.cli.screen import ProgressLine, print_json, printable
 from edgespec.errors import CancelledError, EdgespecError
 from edgespec.files import error_reason, format_bytes, free_bytes, write_advice, write_error
+from edgespec.installation import pip_command, setup_command
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -100,7 +101,8 @@ def _libraries(machine: MachineInfo) -> list[Check]:
         gpu = Check("gpu", True, "llama.cpp can use the GPU")
     elif machine.accelerator:
         finding = f"this machine has {machine.accelerator}, but llama.cpp was built without support for it"
-        install = "pip install --force-reinstall --no-cache-dir llama-cpp-python"
+        package = f"llama-cpp-python=={library.version}"
+        install = pip_command("--force-reinstall", "--no-cache-dir", "--no-deps", package)
         flag = _BUILD_FLAG[machine.accelerator]
         gpu = Check("gpu", False, finding, f'run CMAKE_ARGS="{flag}" {install}')
     else:
@@ -111,18 +113,18 @@ def _libraries(machine: MachineInfo) -> list[Check]:
 def _mlx(machine: MachineInfo) -> Check:
     library = machine.mlx
     extra = "mlx-cuda" if machine.accelerator == "cuda" else "mlx"
-    install = f'pip install "edgespec[{extra}]"'
+    install = setup_command(extra)
     if not library.version:
         # Report missing MLX only on Apple Silicon, where it is the faster backend.
         wanted = machine.accelerator == "metal" or library.problem != "not installed"
         finding = library.problem if wanted else f"{library.problem}; needed for MLX models only: {install}"
-        return Check("mlx", not wanted, finding, install if wanted else "")
+        return Check("mlx", not wanted, finding, f"run {install}" if wanted else "")
     finding = f"mlx {library.version}, mlx-lm {library.lm_version}, on {library.device}"
     if library.working_set_bytes:
         finding += f", with up to {format_bytes(library.working_set_bytes)} of GPU memory"
     if machine.accelerator == "cuda" and not library.cuda:
         finding += "; this machine has CUDA, but MLX was installed without it"
-        return Check("mlx", True, finding, install)
+        return Check("mlx", True, finding, f"run {install}")
     return Check("mlx", True, finding)
 
 
@@ -144,7 +146,7 @@ def _folder(name: str, path: Path, variable: str) -> Check:
     Args:
         name: What is stored there.
         path: The folder, or the file. Neither has to exist.
-        variable: The environment variable that chooses another folder.
+        variable: The environment variable that overrides the folder.
     """
     folder = path.parent if path.suffix else path
     missing = "" if path.exists() else " (not created yet)"

@@ -13,7 +13,7 @@ from edgespec.cli.help import HelpfulCommand
 from edgespec.cli.interrupt import Stop, interruptible
 from edgespec.cli.loading import loaded
 from edgespec.cli.options import LOAD_NAMES, REPLY_NAMES, declared_options, json_option, pick
-from edgespec.cli.screen import ProgressLine, is_terminal, note, print_json, write_text
+from edgespec.cli.screen import ProgressLine, is_terminal, note, print_json, warn, write_text
 from edgespec.cli.stdin import read_piped_text, read_stdin
 from edgespec.errors import EdgespecError, OptionError
 
@@ -42,11 +42,12 @@ __all__ = ["command"]
 def command(words: tuple[str, ...], as_json: bool, raw: bool, **options: Any) -> int:
     """Answer one prompt.
 
-    The reply is streamed to stdout. Press Ctrl-C to end the reply early.
+    The reply is streamed to stdout. Reasoning is printed to stderr, if that is a terminal. Press Ctrl-C to
+    stop the reply early.
 
-    Text from a pipe or file on stdin is put before the prompt, with a blank line between them. edgespec waits
-    10 seconds for a pipe to deliver text. To wait longer, add - after the prompt. If the prompt is omitted or
-    just -, stdin is the whole prompt. To ignore stdin, add </dev/null.
+    Text piped or redirected to stdin is prepended to the prompt, with a blank line between them. edgespec
+    waits up to 10 seconds for text from a pipe. To wait longer, add - after the prompt. If the prompt is
+    omitted or just -, stdin is the whole prompt. To ignore stdin, add </dev/null.
     """
     if len([word for word in words if word != "-"]) > 1:
         raise click.UsageError(
@@ -77,25 +78,40 @@ def _answer(stop: Stop, prompt: str, raw: bool, as_json: bool, options: dict[str
     """Load the models, stream the reply to stdout, and return it."""
     with loaded(stop, **pick(options, LOAD_NAMES)) as runtime:
         progress = ProgressLine(stop)
-        stream = runtime.stream(prompt, raw=raw, progress=progress, **pick(options, ("system", *REPLY_NAMES)))
+        with progress:
+            settings = pick(options, ("system", *REPLY_NAMES))
+            stream = runtime.stream(prompt, raw=raw, progress=progress, **settings)
         stop.on_request(stream.cancel)
         with closing(stream):
             _write(stream, progress, silent=as_json)
+        if stream.reply.reasoning and not stream.reply.answer:
+            warn(
+                "the reply ended while the model was still reasoning, so there is no answer; use a larger"
+                " --max-tokens or --context"
+            )
         for line in (summary(stream.reply), stream.reply.method.note, stream.reply.method.summary):
             note(line)
         return stream.reply
 
 
 def _write(stream: ReplyStream, progress: ProgressLine, silent: bool) -> None:
-    """Print the reply as it arrives. End with a newline even if an error occurs."""
-    last = ""
+    """Print the answer as it arrives, and the reasoning to stderr. End with a newline even after an error."""
+    last, reasoning = "", False
     try:
         with progress:
-            for piece in stream:
+            for chunk in stream:
                 progress.clear()
-                if piece.text and not silent:
-                    write_text(piece.text)
-                    last = piece.text
+                if not chunk.text or silent:
+                    continue
+                if chunk.reasoning:
+                    note(chunk.text, end="")
+                else:
+                    # An empty line separates the reasoning from the answer.
+                    note("\n\n" if reasoning else "", end="")
+                    write_text(chunk.text)
+                    last = chunk.text
+                reasoning = chunk.reasoning
+            note("\n" if reasoning else "", end="")
     except EdgespecError:
         if last and not last.endswith("\n"):
             write_text("\n")

@@ -22,7 +22,7 @@ from edgespec.cli.failures import INTERRUPTED
 __all__ = ["Stop", "interruptible"]
 
 _Result = TypeVar("_Result")
-# How often the main thread checks for signals.
+# Seconds between checks for signals in the main thread.
 _SIGNAL_SECONDS = 0.1
 
 

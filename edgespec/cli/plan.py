@@ -59,7 +59,7 @@ def command(as_json: bool, **options: Any) -> int:
     else:
         for line in preview.notes:
             note(line)
-        _print(preview)
+        _print(preview, options["context"])
     return DONE
 
 
@@ -76,12 +76,12 @@ def _window_json(preview: Preview) -> dict[str, Any]:
     return {"draft_sees": seen} if seen else {}
 
 
-def _print(preview: Preview) -> None:
+def _print(preview: Preview, requested_context_tokens: int | None) -> None:
     from rich.console import Console
 
     from edgespec.cli.bars import picture
 
     console = Console(width=min(terminal_width() or _WIDTH, _WIDTH), highlight=False)
     with console.capture() as capture:
-        console.print(picture(preview))
+        console.print(picture(preview, requested_context_tokens))
     sys.stdout.write("\n".join(line.rstrip() for line in capture.get().splitlines()) + "\n")

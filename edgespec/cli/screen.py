@@ -21,6 +21,7 @@ __all__ = [
     "print_table",
     "printable",
     "terminal_width",
+    "warn",
     "write_text",
 ]
 
@@ -65,13 +66,19 @@ def print_json(value: Mapping[str, object]) -> None:
     sys.stdout.flush()
 
 
-def note(text: str) -> None:
-    """Print a dim line to stderr if stderr is a terminal."""
+def note(text: str, end: str = "\n") -> None:
+    """Print dimmed text to stderr, if it is a terminal."""
     if text and is_terminal(sys.stderr):
         plain = bool(os.environ.get("NO_COLOR")) or os.environ.get("TERM") == "dumb"
-        line = printable(text)
-        sys.stderr.write(f"{line}\n" if plain else f"\x1b[2m{line}\x1b[0m\n")
+        shown = printable(text)
+        sys.stderr.write((shown if plain else f"\x1b[2m{shown}\x1b[0m") + end)
         sys.stderr.flush()
+
+
+def warn(text: str) -> None:
+    """Print a warning to stderr."""
+    sys.stderr.write(f"warning: {printable(text)}\n")
+    sys.stderr.flush()
 
 
 def print_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

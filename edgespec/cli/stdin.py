@@ -1,4 +1,4 @@
-"""Read text from stdin without waiting for a pipe that nobody writes to."""
+"""Read text from stdin without waiting forever for a pipe that nobody writes to."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from edgespec.files import format_bytes
 
 __all__ = ["read_piped_text", "read_stdin"]
 
-# How long a pipe may take to deliver its first byte. Programs that start edgespec, such as editors and
+# Seconds to wait for the first byte from a pipe. Programs that start edgespec, such as editors and
 # schedulers, often leave an open pipe on its stdin without ever writing to it.
 _WAIT_SECONDS = 10.0
-# After this time, say what edgespec is waiting for.
+# Seconds after which to print what edgespec is waiting for.
 _NOTICE_SECONDS = 2.0
-# Far longer than the context of any model. Bounds the memory that endless input, such as `yes |`, takes.
+# Far more text than any context holds. Bounds the memory that endless input, such as `yes |`, uses.
 _MAX_BYTES = 64 << 20
 
 

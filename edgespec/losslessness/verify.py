@@ -133,6 +133,7 @@ class _MethodFindings:
     def count(self, reply: Reply) -> None:
         result, method = self.result, reply.method
         result.replies += 1
+        result.tokens += len(reply.tokens)
         result.drafted_tokens += reply.stats.drafted_tokens
         result.accepted_tokens += reply.stats.accepted_tokens
         result.note = method.note or (method.reason if method.effective == "none" else "")

@@ -7,7 +7,6 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from time import monotonic
 from typing import Any
 
 from textual.app import App
@@ -15,8 +14,10 @@ from textual.filter import LineFilter
 
 from edgespec.chat.store import ChatStore, Setting
 from edgespec.errors import CancelledError
+from edgespec.tui.archive import Archive
 from edgespec.tui.chat_screen import ChatScreen
 from edgespec.tui.controls import NoControls
+from edgespec.tui.ending import EndWatch
 from edgespec.tui.preferences import Preferences
 from edgespec.tui.screens.loading import LoadingScreen
 from edgespec.tui.themes import DARK, THEMES
@@ -48,6 +49,8 @@ class ChatApp(App[None]):
 
     Attributes:
         load_error: The error if loading failed, or None.
+        chat: The chat screen, or None until the model is loaded.
+        archive: The saved chats.
     """
 
     TITLE = "edgespec"
@@ -74,6 +77,8 @@ class ChatApp(App[None]):
         self.load_error: Exception | None = None
         self.model_thread = ModelThread(load)
         self.store = store if store is not None else ChatStore()
+        self.archive = Archive(self.store)
+        self.chat: ChatScreen | None = None
         self.preferences = Preferences.read(self._preferences_path)
         if light is not None:
             self.preferences.light = light
@@ -123,10 +128,10 @@ class ChatApp(App[None]):
             self.load_error = error
             self.exit()
             return
-        chat = ChatScreen(
+        self.chat = chat = ChatScreen(
             self.model_thread,
             runtime,
-            self.store,
+            self.archive,
             self.preferences,
             system=self._system,
             settings=self._settings,
@@ -134,8 +139,11 @@ class ChatApp(App[None]):
         )
         self._leaving = False
         await self.switch_screen(chat)
-        if self._resume is not None:
-            await chat.resume(self._resume)
+        # The screen opens a resumed chat itself, so that a message sent in the meantime waits for it.
+        if self._resume is None:
+            chat.call_later(chat.offer_unfinished)
+        else:
+            chat.call_later(chat.resume, self._resume)
 
     def action_cancel_load(self) -> None:
         """Stop loading the model. If called again, quit immediately."""
@@ -157,21 +165,40 @@ class ChatApp(App[None]):
             self.run_worker(self._leave(), exclusive=True)
 
     async def _leave(self) -> None:
-        for screen in self.screen_stack:
-            if isinstance(screen, ChatScreen):
-                await screen.finish(_QUIT_SECONDS)
-        self.model_thread.close()
-        deadline = monotonic() + _QUIT_SECONDS
-        while not self.model_thread.join(0) and monotonic() < deadline:
-            await asyncio.sleep(0.01)
+        if self.chat is not None:
+            await self.chat.finish(_QUIT_SECONDS)
+        await asyncio.to_thread(self.stop_model)
         self.exit()
 
+    def save_turn(self) -> None:
+        """Save a reply that is being written. Can be called from any thread, even after the app has ended."""
+        if self.chat is not None:
+            self.chat.save_turn()
 
-def run_chat(load: Load, **options: Any) -> None:
+    def stop_model(self) -> bool:
+        """Stop the reply and close the model. Return False if it takes longer than five seconds."""
+        self.model_thread.close()
+        return self.model_thread.join(_QUIT_SECONDS)
+
+    def leave_soon(self) -> bool:
+        """Quit from another thread. Return False if the app has not started yet."""
+        return self.is_running and self.call_later(self._quit_now)
+
+    async def _quit_now(self) -> None:
+        # Loading cannot always be stopped at once, and a signal should not wait for it.
+        self._leaving = self._leaving or self.screen is self._loading
+        await self.action_quit()
+
+
+def run_chat(load: Load, **options: Any) -> bool:
     """Run the chat until the user quits. Takes the arguments of `ChatApp`.
+
+    Returns:
+        True if a signal ended the chat.
 
     Raises:
         CancelledError: Loading was cancelled.
+        ChatFileError: A chat could not be saved.
         EdgespecError: Loading failed.
     """
     app = ChatApp(load, **options)
@@ -179,16 +206,22 @@ def run_chat(load: Load, **options: Any) -> None:
     # drawing the screen would hold it for too long.
     before = sys.getswitchinterval()
     sys.setswitchinterval(_SWITCH_SECONDS)
-    try:
-        app.run()
-    finally:
-        sys.setswitchinterval(before)
-        app.model_thread.close()
-    if not app.model_thread.join(_QUIT_SECONDS):
-        # The model thread is stuck in a native call. Everything is saved, so exit without finalising the
-        # interpreter, which could crash while that call runs.
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(130)
+    with EndWatch(app.save_turn, app.leave_soon, app.stop_model) as watch:
+        try:
+            app.run()
+        finally:
+            sys.setswitchinterval(before)
+            model_stopped = app.stop_model()
+            app.save_turn()
+        if not model_stopped:
+            # The model thread is stuck in a native call. Exit without finalising the interpreter, which could
+            # crash while that call runs.
+            for error in app.archive.unsaved.values():
+                sys.stderr.write(f"error: {error}\n")
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(130)
+    app.archive.check_saved()
     if app.load_error is not None:
         raise app.load_error
+    return watch.signalled

@@ -1,45 +1,108 @@
-"""Non-blocking access to the saved chats."""
+"""Read and write saved chats without blocking the screen, and save replies while they are written."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
+from contextlib import suppress
+from threading import Lock, Thread
+from time import monotonic
 
-from edgespec.chat.store import ChatStore, SavedChat, StoredChat
+from edgespec.chat.store import ChatStore, SavedChat, StoredChat, title_of
 from edgespec.errors import ChatFileError, EdgespecError
-from edgespec.tui.open_chat import OpenChat
+from edgespec.tui.open_chat import OpenChat, RunningTurn
 
 __all__ = ["Archive"]
 
+# Seconds between saves of a reply that is being written.
+_SAVE_SECONDS = 1.0
+# Maximum share of the time spent saving. It lengthens the interval for very long chats and slow disks.
+_MAX_SAVING_SHARE = 0.1
+
 
 class Archive:
-    """Asynchronous wrapper around a `ChatStore`. Runs one call at a time. Methods can raise ChatFileError."""
+    """Saves chats to a `ChatStore` and reads them. Runs one call at a time. Methods can raise ChatFileError.
+
+    Attributes:
+        unsaved: The errors of chats whose last save failed, by chat ID. Each message names the chat.
+        branched: Set to True when a chat was saved under a new ID, because another program had changed it.
+            The code that tells the user resets it to False.
+    """
 
     def __init__(self, store: ChatStore) -> None:
+        self.unsaved: dict[str, ChatFileError] = {}
+        self.branched = False
         self._store = store
-        self._lock = asyncio.Lock()
+        self._lock = Lock()
 
-    async def save(self, chat: OpenChat, target: str) -> bool:
-        """Save the chat unless it is empty, assigning an ID if it has none.
+    async def save(self, chat: OpenChat, target: str) -> None:
+        """Save the chat without blocking the event loop. See `save_now`."""
+        await asyncio.to_thread(self.save_now, chat, target)
+
+    def save_now(self, chat: OpenChat, target: str, turn: RunningTurn | None = None) -> None:
+        """Save the chat unless it is empty, assigning an ID if it has none. Can be called from any thread.
 
         If another program has changed the file in the meantime, that version is kept and this chat is saved
         under a new ID.
 
-        Returns:
-            True if the chat was saved under a new ID because another program had changed the file.
+        Args:
+            chat: The chat.
+            target: Name of the model.
+            turn: If given, save the chat with this turn, unless the turn has ended in the meantime.
         """
-        if not chat.entries:
-            return False
-        async with self._lock:
+        with self._lock:
+            if turn is not None and turn.ended.is_set():
+                return
             chat.id = chat.id or self._store.new_id()
-            snapshot = chat.saved(target)
-            saved = await asyncio.to_thread(self._store.save_after, snapshot, chat.saved_at)
+            snapshot = chat.saved(target, turn)
+            if not snapshot.messages:
+                return
+            try:
+                saved = self._store.save_after(snapshot, chat.saved_at)
+            except ChatFileError as error:
+                title = snapshot.title or title_of(snapshot.messages)
+                lost = f"the chat {title!r} was"
+                if chat.saved_at is not None:
+                    lost = f"the last messages of {title!r} were"
+                self.unsaved[chat.id] = ChatFileError(f"{lost} not saved: {error.what}", error.next_step)
+                raise
+            self.unsaved.pop(snapshot.id, None)
+            self.branched |= saved.id != snapshot.id
             chat.id, chat.saved_at = saved.id, saved.updated
-        return saved.id != snapshot.id
 
-    async def list(self) -> list[StoredChat]:
+    def save_while_written(self, chat: OpenChat, target: str) -> None:
+        """Save the chat about once a second, in another thread, until its running turn ends.
+
+        The thread does not depend on the screen, which a slow or closed terminal can block. Errors are
+        recorded in `unsaved`.
+        """
+        if (turn := chat.turn) is not None:
+            Thread(target=self._save_while_written, args=(chat, target, turn), daemon=True).start()
+
+    def _save_while_written(self, chat: OpenChat, target: str, turn: RunningTurn) -> None:
+        saved_chunks, pause_seconds = 0, _SAVE_SECONDS
+        while not turn.ended.wait(pause_seconds):
+            if (chunks := len(turn.written)) == saved_chunks:
+                continue
+            began = monotonic()
+            with suppress(ChatFileError):
+                self.save_now(chat, target, turn)
+            saved_chunks = chunks
+            pause_seconds = max(_SAVE_SECONDS, (monotonic() - began) / _MAX_SAVING_SHARE)
+
+    def check_saved(self) -> None:
+        """Raise ChatFileError if there is a chat whose last save failed."""
+        if self.unsaved:
+            errors = [*self.unsaved.values()]
+            raise ChatFileError("; ".join(error.what for error in errors), errors[-1].next_step)
+
+    async def list(self) -> Sequence[StoredChat]:
         """Return all chats, newest first."""
-        async with self._lock:
-            return await asyncio.to_thread(self._store.list)
+        return await asyncio.to_thread(self._list)
+
+    def _list(self) -> Sequence[StoredChat]:
+        with self._lock:
+            return self._store.list()
 
     async def find(self, wanted: str) -> StoredChat | None:
         """Return the chat with this ID, or the newest one whose title contains this text.
@@ -52,26 +115,33 @@ class Archive:
         words = wanted.casefold()
         return next((chat for chat in chats if wanted == chat.id or words in chat.title.casefold()), None)
 
+    async def find_unfinished(self) -> StoredChat | None:
+        """Return the newest chat whose last message has no complete reply, or None."""
+        return next((chat for chat in await self.list() if chat.unfinished), None)
+
     async def load(self, chat_id: str) -> SavedChat:
         """Read and return a saved chat."""
-        async with self._lock:
-            return await asyncio.to_thread(self._store.load, chat_id)
+        return await asyncio.to_thread(self._load, chat_id)
+
+    def _load(self, chat_id: str) -> SavedChat:
+        with self._lock:
+            return self._store.load(chat_id)
 
     async def delete(self, chat_id: str) -> None:
         """Delete a chat, all saved replies and the prefix cache.
 
         Saved replies and cached prefixes do not record which chat they belong to, so all of them are deleted.
         """
-        async with self._lock:
-            await asyncio.to_thread(self._store.delete, chat_id)
-            await asyncio.to_thread(_delete_chat_data)
+        await asyncio.to_thread(self._delete, chat_id)
 
+    def _delete(self, chat_id: str) -> None:
+        import edgespec
 
-def _delete_chat_data() -> None:
-    import edgespec
-
-    try:
-        edgespec.delete_data("replies")
-        edgespec.delete_data("prefix-cache")
-    except EdgespecError as error:
-        raise ChatFileError(f"the chat was deleted, but {error.what}", error.next_step) from error
+        with self._lock:
+            self._store.delete(chat_id)
+            self.unsaved.pop(chat_id, None)
+        try:
+            edgespec.delete_data("replies")
+            edgespec.delete_data("prefix-cache")
+        except EdgespecError as error:
+            raise ChatFileError(f"the chat was deleted, but {error.what}", error.next_step) from error

@@ -12,7 +12,6 @@ from textual.binding import Binding, BindingType
 from edgespec.chat.store import Setting, StoredChat
 from edgespec.errors import ChatFileError, OptionError
 from edgespec.tui import commands
-from edgespec.tui.chat_view import ChatView
 from edgespec.tui.clipboard import copy_with_desktop_tool
 from edgespec.tui.open_chat import OpenChat, code_blocks
 from edgespec.tui.screens.dialogs import ConfirmScreen, SystemScreen
@@ -20,6 +19,7 @@ from edgespec.tui.screens.help import HelpScreen
 from edgespec.tui.screens.settings import SettingsScreen
 from edgespec.tui.settings import accepted
 from edgespec.tui.texts import sentences
+from edgespec.tui.turns import TurnScreen
 from edgespec.tui.widgets.prompt import PromptInput
 from edgespec.tui.widgets.sidebar import ChatOption, Sidebar
 from edgespec.tui.worker import Act
@@ -36,8 +36,8 @@ def _key(keys: str, action: str, help_text: str, group: Binding.Group) -> Bindin
     return Binding(keys, action, help_text, show=False, priority=True, group=group)
 
 
-class ChatScreen(ChatView):
-    """The chat view with key bindings and actions. The help page lists the bindings by group."""
+class ChatScreen(TurnScreen):
+    """The complete chat screen, with key bindings and actions. The help page lists the bindings by group."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
         _key("escape", "back", "stop the reply or cancel editing", _REPLIES),
@@ -54,6 +54,7 @@ class ChatScreen(ChatView):
         _key("f6,ctrl+s", "settings", "settings", _CHATS),
         _key("f3", "details", "speed, time and memory of the last reply", _VIEW),
         _key("f4,ctrl+t", "origin", "colour the words that were guessed correctly", _VIEW),
+        _key("f7", "thoughts", "show or hide what the model thought", _VIEW),
         _key("f8", "theme", "switch between light and dark", _VIEW),
         _key("f1", "help", "show this page", _VIEW),
         _key("ctrl+c", "interrupt", "copy the selection or stop; press twice to quit", _VIEW),
@@ -72,27 +73,32 @@ class ChatScreen(ChatView):
         if typed is not None and not self.editing:
             await self._run_command(typed, text)
             return
+        self.history.add(text)
         if self.writing:
             self.say("The reply is not finished yet. Press Esc to stop it.")
+            self._give_back(text)
             return
-        self.history.add(text)
         act: Act = "edit" if self.editing else "send"
         self.editing = False
-        self.prompt.clear()
         await self.take_turn(act, text.strip())
+
+    def _give_back(self, text: str) -> bool:
+        """Put text that was not accepted back into the input, unless the user has typed something since."""
+        if self.prompt.text:
+            return False
+        self.prompt.replace_text(text)
+        return True
 
     async def _run_command(self, typed: commands.Typed, text: str) -> None:
         try:
             await commands.run(self, typed)
         except OptionError as error:
             await self.transcript.note(sentences(error.what, error.next_step))
-            # Leave the command in the input, selected, so that typing replaces it.
-            if typed.command is None:
+            # Select an unknown command, so that typing replaces it.
+            if self._give_back(text) and typed.command is None:
                 self.prompt.select_all()
             return
         self.history.add(text)
-        if self.prompt.text == text:
-            self.prompt.clear()
 
     async def action_back(self) -> None:
         """Stop the running reply. If there is none, cancel editing or close a side column."""
@@ -135,6 +141,36 @@ class ChatScreen(ChatView):
 
         await self.when_free(again)
 
+    async def action_continue_reply(self) -> None:
+        """Finish the last reply, or open the newest unfinished chat first if this chat is empty."""
+        if self.writing:
+            self.say("The reply is not finished yet.")
+            return
+        if not self.current_chat.entries:
+            try:
+                unfinished = await self.archive.find_unfinished()
+            except ChatFileError as error:
+                await self.show_error(error)
+                return
+            if unfinished is None:
+                self.say("There is no unfinished reply to continue.")
+                return
+            await self.open_chat(unfinished)
+        if self.current_chat.last_user_text is not None and not self.writing:
+            await self.take_turn("continue", "")
+
+    async def offer_unfinished(self) -> None:
+        """Show a note if the newest saved chat is unfinished."""
+        try:
+            newest = await self.archive.find("last")
+        except ChatFileError as error:
+            await self.show_error(error)
+            return
+        if newest is not None and newest.unfinished:
+            await self.transcript.note(
+                f"Your last chat, “{newest.title}”, has an unfinished reply. Type /continue to finish it."
+            )
+
     async def action_edit_last(self) -> None:
         """Copy the last message into the input so that the user can edit and resend it."""
         if not self.editing:
@@ -176,10 +212,11 @@ class ChatScreen(ChatView):
 
     async def save_as(self, title: str) -> None:
         """Save the chat. Rename it if `title` is not empty."""
-        if not self.current_chat.entries:
+        if not self.current_chat.entries and not self.writing:
             self.say("There is nothing to save: the chat is empty.")
             return
         self.current_chat.title = " ".join(title.split())[:80] or self.current_chat.title
+        self._failure_shown = False
         if await self.save():
             self.refresh_facts()
             self.say(f"Saved as {self.current_chat.shown_title!r}.")
@@ -225,6 +262,10 @@ class ChatScreen(ChatView):
                 return
             settings, problems = accepted(saved.sampling)
             await self.show_chat(OpenChat.opened(saved, settings))
+            if saved.messages and saved.messages[-1].role == "user":
+                await self.transcript.note("Your last message has no reply yet. Type /continue to get one.")
+            elif saved.unfinished:
+                await self.transcript.note("The last reply is unfinished. Type /continue to finish it.")
             for problem in problems:
                 await self.transcript.note(sentences("One setting in this chat was ignored", problem))
             if (other := saved.target) and other != self.runtime.target.name:
@@ -317,6 +358,10 @@ class ChatScreen(ChatView):
         if self.preferences.origin and not any(entry.chunks for entry in self.current_chat.entries):
             self.say("From the next reply on, colours show which words were guessed correctly.")
         self.post_message(self.PreferencesChanged())
+
+    def action_thoughts(self) -> None:
+        if not self.transcript.toggle_thoughts():
+            self.say("No reply here shows what the model thought.")
 
     def action_theme(self) -> None:
         self.preferences.light = not self.preferences.light

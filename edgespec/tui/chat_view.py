@@ -1,12 +1,9 @@
-"""The chat view, which keeps the screen, the model thread and the saved chat in sync."""
+"""The chat view: the layout of the chat screen, its panels and its status line."""
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Awaitable, Callable, Mapping
-from concurrent.futures import Future
+from collections.abc import Mapping
 from functools import partial
-from time import monotonic, thread_time
 from typing import TYPE_CHECKING
 
 from textual import events
@@ -15,10 +12,9 @@ from textual.containers import Horizontal
 from textual.content import Content
 from textual.message import Message as Event
 from textual.screen import Screen
-from textual.timer import Timer
 from textual.widgets import Static
 
-from edgespec.chat.store import ChatStore, Setting
+from edgespec.chat.store import Setting
 from edgespec.errors import ChatFileError
 from edgespec.tui.archive import Archive
 from edgespec.tui.history import History
@@ -26,31 +22,24 @@ from edgespec.tui.open_chat import OpenChat
 from edgespec.tui.preferences import Preferences
 from edgespec.tui.texts import error_text, notices, speed_up_short, welcome_rows
 from edgespec.tui.widgets.details import Details, details_content
-from edgespec.tui.widgets.messages import Panel, ReplyMessage, UserMessage, Welcome
+from edgespec.tui.widgets.messages import Panel, Welcome
 from edgespec.tui.widgets.prompt import PromptInput
 from edgespec.tui.widgets.sidebar import Sidebar
 from edgespec.tui.widgets.status import StatusFacts, StatusLine
 from edgespec.tui.widgets.transcript import Transcript
-from edgespec.tui.worker import Act, Ask, ChatState, ModelThread
+from edgespec.tui.worker import ChatState, ModelThread
 
 if TYPE_CHECKING:
     from edgespec import MethodReport, Runtime, Stats
 
 __all__ = ["ChatView"]
 
-# Interval between screen updates.
-_TICK_SECONDS = 1 / 25
-# The details panel is updated once per this many screen updates, so that its numbers stay readable.
-_TICKS_PER_DETAILS = 5
 # Interval between memory measurements.
 _MEMORY_SECONDS = 3.0
-# Maximum share of CPU time spent drawing, and the longest pause between two screen updates.
-_MAX_DRAWING_SHARE = 0.25
-_MAX_PAUSE_SECONDS = 0.2
 
 
 class ChatView(Screen[None]):
-    """The chat screen without key bindings and commands, which `ChatScreen` adds."""
+    """The widgets of the chat screen and what they show. `TurnScreen` adds turns, `ChatScreen` the keys."""
 
     class PreferencesChanged(Event):
         """The user changed the theme or the visible columns."""
@@ -59,7 +48,7 @@ class ChatView(Screen[None]):
         self,
         thread: ModelThread,
         runtime: Runtime,
-        store: ChatStore,
+        archive: Archive,
         preferences: Preferences,
         *,
         system: str | None,
@@ -72,7 +61,7 @@ class ChatView(Screen[None]):
         self.first_system = system
         self.first_settings = dict(settings)
         self.current_chat = OpenChat(system, dict(settings))
-        self.archive = Archive(store)
+        self.archive = archive
         self.history = History()
         self.editing = False
         self.transcript = Transcript(self._welcome(), id="transcript")
@@ -82,18 +71,10 @@ class ChatView(Screen[None]):
         self._details = Details(id="details")
         self._status = StatusLine(id="status")
         self._thread = thread
-        self._job: Future[ChatState] | None = None
-        self._reply: ReplyMessage | None = None
-        self._after_reply: Callable[[], Awaitable[None]] | None = None
         self._typed = typed
-        self._unsent = ""
-        self._asked: Ask | None = None
         self._last_stats: Stats | None = None
         self._state = ChatState()
         self._memory_bytes = runtime.memory_bytes()
-        self._ticks = 0
-        self._drawn_at = self._spent_at = 0.0
-        self._tick_timer: Timer | None = None
         self._panels: set[str] = set()
         self._width_class = ""
 
@@ -111,41 +92,13 @@ class ChatView(Screen[None]):
         yield self._status
 
     def on_mount(self) -> None:
-        self._tick_timer = self.set_interval(_TICK_SECONDS, self._tick, pause=True)
         self.set_interval(_MEMORY_SECONDS, self._measure_memory)
-        self._start(self._thread.open_chat(self.current_chat.system, ()))
         self.transcript.set_origin(self.preferences.origin)
         self.prompt.replace_text(self._typed)
         self.prompt.focus()
 
-    async def show_chat(self, chat: OpenChat) -> None:
-        """Show `chat` instead of the current chat."""
-        self.current_chat = chat
-        self._last_stats = None
-        self.leave_edit()
-        self.history.seed(entry.content for entry in chat.entries if entry.role == "user")
-        self._start(self._thread.open_chat(chat.system, chat.messages))
-        await self.transcript.show_chat(chat.entries, welcome=self._welcome())
-        await self.refresh_sidebar()
-        self.refresh_facts()
-        self.prompt.focus()
-
     def _welcome(self) -> Welcome:
         return Welcome(welcome_rows(self.runtime), notices(self.runtime))
-
-    async def save(self) -> bool:
-        """Save the chat and refresh the list of chats. On failure, show the error and return False."""
-        try:
-            got_new_id = await self.archive.save(self.current_chat, self.runtime.target.name)
-        except ChatFileError as error:
-            await self.show_error(error)
-            return False
-        if got_new_id:
-            await self.transcript.note(
-                "Another program changed this chat. Your version was saved as a new chat."
-            )
-        await self.refresh_sidebar()
-        return True
 
     async def refresh_sidebar(self) -> None:
         """Refresh the list of chats if it is visible."""
@@ -163,134 +116,7 @@ class ChatView(Screen[None]):
     @property
     def writing(self) -> bool:
         """True while a reply is being generated."""
-        return self._reply is not None
-
-    @property
-    def idle(self) -> bool:
-        """True if the model thread is idle."""
-        return self._job is None
-
-    def stop_reply(self) -> None:
-        """Stop the running reply."""
-        self._thread.cancel()
-
-    async def when_free(self, action: Callable[[], Awaitable[None]]) -> None:
-        """Run `action` now, or stop the running reply first and then run it."""
-        if self.writing:
-            self._after_reply = action
-            self.stop_reply()
-        else:
-            await action()
-
-    async def finish(self, timeout_seconds: float) -> None:
-        """Stop the reply and wait until the chat is saved or the timeout expires. Called before quitting."""
-        self._after_reply = None
-        self.stop_reply()
-        deadline = monotonic() + timeout_seconds
-        while not self.idle and monotonic() < deadline:
-            await asyncio.sleep(0.01)
-
-    async def take_turn(self, act: Act, text: str) -> None:
-        """Show the user's message and start the reply."""
-        transcript, entries = self.transcript, self.current_chat.entries
-        last_user = max((i for i, entry in enumerate(entries) if entry.role == "user"), default=-1)
-        first_replaced = {"send": len(entries), "regenerate": last_user + 1, "edit": last_user}[act]
-        await transcript.remove_notes()
-        await transcript.remove_messages(len(entries) - first_replaced)
-        if act != "regenerate":
-            await transcript.add(UserMessage(text))
-        self._reply = await transcript.start_reply()
-        self._asked = Ask(act, text, self.current_chat.system, dict(self.current_chat.settings))
-        self._start(self._thread.ask(self._asked))
-        self.refresh_facts()
-
-    def _start(self, job: Future[ChatState]) -> None:
-        self._job = job
-        if self._tick_timer is not None:
-            self._tick_timer.resume()
-
-    async def _tick(self) -> None:
-        # If drawing is slow, draw less often to leave the CPU to the model.
-        now, spent = monotonic(), thread_time()
-        pause = min((spent - self._spent_at) / _MAX_DRAWING_SHARE, _MAX_PAUSE_SECONDS)
-        if now - self._drawn_at < pause:
-            return
-        self._drawn_at, self._spent_at = now, spent
-        # Check whether the reply has ended before reading its chunks, so that no chunk is missed.
-        job, reply = self._job, self._reply
-        ended = job is not None and job.done()
-        if reply is not None:
-            await self._write_chunks(reply)
-        if ended and job is not None and job is self._job:
-            self._reply = None
-            await self._end_job(job.result(), reply)
-            if self._after_reply is not None:
-                action, self._after_reply = self._after_reply, None
-                await action()
-            if self._job is job:
-                self._job = None
-        self._ticks += 1
-        self.refresh_facts(details=ended or self._ticks % _TICKS_PER_DETAILS == 0)
-        if self.idle and self._tick_timer is not None:
-            self._tick_timer.pause()
-
-    async def _write_chunks(self, reply: ReplyMessage) -> None:
-        queue = self._thread.chunks
-        if chunks := [queue.get_nowait() for _ in range(queue.qsize())]:
-            await reply.write(chunks)
-        else:
-            reply.show_reading(self._thread.read_fraction)
-
-    async def _end_job(self, state: ChatState, reply: ReplyMessage | None) -> None:
-        self._state = state
-        chat = self.current_chat
-        if reply is not None:
-            chat.follow(state.messages)
-            if state.reply is not None:
-                self._last_stats = state.reply.stats
-            if state.reply is not None and chat.entries and chat.entries[-1].role == "assistant":
-                entry = chat.entries[-1]
-                await reply.finish(entry.content, state.reply)
-                entry.chunks, entry.reply = tuple(reply.chunks), state.reply
-                await self.transcript.prune()
-            else:
-                # The turn failed without a reply, so restore the conversation.
-                await reply.finish(reply.text, state.reply)
-                self._give_back_text()
-                await self.transcript.show_chat(chat.entries, welcome=self._welcome())
-        self.transcript.set_dropped(state.dropped_messages)
-        if state.error is not None:
-            await self.show_error(state.error)
-        if reply is not None:
-            await self.save()
-
-    def _give_back_text(self) -> None:
-        """Put a message that got no reply back into the input, so that the user can resend it."""
-        ask, last = self._asked, self.current_chat.last_user_text
-        if ask is None or ask.act == "regenerate" or self.prompt.text or last == ask.text:
-            return
-        self.editing = ask.act == "edit" and last is not None
-        self._unsent = ""
-        self.prompt.replace_text(ask.text)
-
-    def leave_edit(self) -> None:
-        """Stop editing the last message and restore the previous input text."""
-        if self.editing:
-            self.editing = False
-            self.prompt.replace_text(self._unsent)
-            self.refresh_facts()
-
-    async def begin_edit(self) -> None:
-        """Copy the last message into the input for editing."""
-        text = self.current_chat.last_user_text
-        if text is None:
-            self.say("There is no message to edit yet.")
-            return
-        self._unsent = self.prompt.text
-        self.editing = True
-        self.prompt.replace_text(text)
-        self.prompt.focus()
-        self.refresh_facts()
+        return self.current_chat.turn is not None
 
     def _measure_memory(self) -> None:
         self._memory_bytes = self.runtime.memory_bytes()

@@ -128,6 +128,7 @@ COMMANDS = (
     Command("new", "", "start a new chat; this one stays saved", "new_chat"),
     Command("clear", "", "start a new chat with the same system prompt and settings", "clear", ("reset",)),
     Command("regen", "", "regenerate the last reply", "regenerate", ("regenerate", "retry", "again")),
+    Command("continue", "", "finish an interrupted reply, in this chat or the last one", "continue_reply"),
     Command("edit", "", "edit and resend your last message", "edit_last"),
     Command("copy", "[code|chat]", "copy the last reply, its last code block, or the whole chat", _copy),
     Command("system", "[text|none]", "show or change the system prompt", _system),

@@ -5,27 +5,68 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from threading import Event
 from typing import TYPE_CHECKING
 
 from markdown_it import MarkdownIt
 
-from edgespec.chat.message import Message, Role
+from edgespec.chat.message import Message, Role, reply_message
 from edgespec.chat.store import SavedChat, Setting, title_of
 
 if TYPE_CHECKING:
     from edgespec import Reply, TextChunk
 
-__all__ = ["ChatEntry", "OpenChat", "code_blocks"]
+__all__ = ["ChatEntry", "OpenChat", "RunningTurn", "code_blocks"]
 
 
 @dataclass(slots=True)
 class ChatEntry:
-    """A message in the open chat. Only replies generated since it was opened have `chunks` and `reply`."""
+    """A message in the open chat.
+
+    Only replies generated since it was opened have `chunks`, `reply` and `thought_seconds`, the time that the
+    model spent on its reasoning.
+    """
 
     role: Role
     content: str
+    reasoning: str = ""
+    markers: tuple[str, str] = ("", "")
     chunks: tuple[TextChunk, ...] = ()
     reply: Reply | None = None
+    thought_seconds: float | None = None
+
+    @classmethod
+    def of(cls, message: Message) -> ChatEntry:
+        """Create an entry from a message."""
+        return cls(message.role, message.content, message.reasoning, message.markers)
+
+    @property
+    def message(self) -> Message:
+        """The message without chunks and stats."""
+        return Message(self.role, self.content, self.reasoning, self.markers)
+
+
+@dataclass(frozen=True, slots=True)
+class RunningTurn:
+    """A message and its reply while the model writes it.
+
+    Attributes:
+        messages_before: The conversation up to the message.
+        reply_start: Text of the reply that is being continued, or an empty string.
+        written: Text generated after `reply_start`. The model thread appends to this list.
+        ended: Set when the turn has ended and must not be saved any more.
+    """
+
+    messages_before: tuple[Message, ...]
+    reply_start: str = ""
+    written: list[str] = field(default_factory=list)
+    ended: Event = field(default_factory=Event)
+
+    @property
+    def messages(self) -> tuple[Message, ...]:
+        """The conversation with the reply as far as it is written."""
+        text = self.reply_start + "".join(self.written)
+        return (*self.messages_before, reply_message(text)) if text else self.messages_before
 
 
 @dataclass(slots=True)
@@ -35,6 +76,8 @@ class OpenChat:
     Attributes:
         id: Empty until the chat is first saved.
         saved_at: Time of the last save that this program wrote or read, or None.
+        unfinished: Whether the program ended before the last reply did.
+        turn: The message and the reply that the model is writing, or None. They are not among the entries.
     """
 
     system: str | None = None
@@ -44,17 +87,22 @@ class OpenChat:
     created: datetime = field(default_factory=lambda: datetime.now(UTC))
     entries: list[ChatEntry] = field(default_factory=list)
     saved_at: datetime | None = None
+    unfinished: bool = False
+    turn: RunningTurn | None = None
 
     @classmethod
     def opened(cls, chat: SavedChat, settings: Mapping[str, Setting]) -> OpenChat:
         """Create an open chat from a saved chat. `settings` are its valid settings."""
-        entries = [ChatEntry(message.role, message.content) for message in chat.messages]
-        return cls(chat.system, dict(settings), chat.id, chat.title, chat.created, entries, chat.updated)
+        entries = [ChatEntry.of(message) for message in chat.messages]
+        return cls(
+            *(chat.system, dict(settings), chat.id, chat.title, chat.created, entries, chat.updated),
+            unfinished=chat.unfinished,
+        )
 
     @property
     def messages(self) -> tuple[Message, ...]:
         """The messages without chunks and stats."""
-        return tuple(Message(entry.role, entry.content) for entry in self.entries)
+        return tuple(entry.message for entry in self.entries)
 
     @property
     def shown_title(self) -> str:
@@ -76,21 +124,34 @@ class OpenChat:
         old = dict(enumerate(self.entries))
         for place, message in enumerate(messages):
             entry = old.get(place)
-            if entry is None or (entry.role, entry.content) != (message.role, message.content):
-                old[place] = ChatEntry(message.role, message.content)
+            if entry is None or entry.message != message:
+                old[place] = ChatEntry.of(message)
         self.entries[:] = [old[place] for place in range(len(messages))]
 
-    def saved(self, target: str) -> SavedChat:
-        """Return a copy of the chat to save."""
+    def begin_turn(self, messages: tuple[Message, ...], reply_start: str = "") -> RunningTurn:
+        """Start a reply to `messages`, which `saved` includes from now on."""
+        self.turn = RunningTurn(messages, reply_start)
+        return self.turn
+
+    def end_turn(self) -> None:
+        """End the turn. `saved` then returns the entries again."""
+        if self.turn is not None:
+            self.turn.ended.set()
+            self.turn = None
+
+    def saved(self, target: str, turn: RunningTurn | None = None) -> SavedChat:
+        """Return a copy of the chat to save, with the given or else the running turn."""
+        turn = turn or self.turn
         return SavedChat(
             id=self.id,
-            messages=self.messages,
+            messages=self.messages if turn is None else turn.messages,
             created=self.created,
             updated=datetime.now(UTC),
             title=self.title,
             target=target,
             system=self.system,
             sampling=dict(self.settings),
+            unfinished=self.unfinished or turn is not None,
         )
 
     def as_markdown(self) -> str:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from edgespec.errors import EdgespecError
 from edgespec.files import format_bytes
+from edgespec.installation import chat_command
 from edgespec.tui.numbers import count, parameters_text, percent
 from edgespec.tui.settings import SETTINGS, default_text, shown
 
@@ -90,9 +91,21 @@ def welcome_rows(runtime: Runtime) -> list[tuple[str, str]]:
 
 
 def notices(runtime: Runtime) -> list[str]:
-    """Return notices about the models, for example that one of them is a demo."""
+    """Return notices about the models, for example that one is a demo and which real model fits here."""
     texts = [facts.notice for facts in (runtime.target, runtime.draft) if facts is not None and facts.notice]
-    return list(dict.fromkeys(texts))
+    return list(dict.fromkeys([*texts, *_real_model(runtime)]))
+
+
+def _real_model(runtime: Runtime) -> list[str]:
+    """Return a notice that suggests a real model to a user of the demo, if one fits this machine."""
+    from edgespec.catalog.suggestion import suggest_model
+
+    plan, is_mlx = runtime.memory().plan, runtime.target.name == "demo-mlx"
+    if plan is None or not (is_mlx or runtime.target.name == "demo"):
+        return []
+    budget_bytes = plan.budget_bytes("memory")
+    suggestion = suggest_model(budget_bytes, "mlx" if is_mlx else "gguf")
+    return [f"For a real model: {suggestion.describe(chat_command(), budget_bytes)}"] if suggestion else []
 
 
 def show_rows(

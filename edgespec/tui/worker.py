@@ -5,9 +5,9 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
 from edgespec.errors import CancelledError
 from edgespec.heap import limit_malloc_arenas
@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 __all__ = ["Act", "Ask", "ChatState", "Load", "ModelThread"]
 
 Load = Callable[["Progress"], "Runtime"]
-Act = Literal["send", "regenerate", "edit"]
+Act = Literal["send", "regenerate", "edit", "continue"]
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,32 +28,36 @@ class Ask:
     """A request for one reply.
 
     Attributes:
-        act: Whether to send a message, edit the last one, or regenerate the last reply.
-        text: The message. Empty for `regenerate`.
+        act: Whether to send a message, edit the last one, or regenerate or continue the last reply.
+        text: The message. Empty for `regenerate` and `continue`.
         system: The system prompt.
+        messages: The conversation so far.
         options: Options for `Chat.stream`.
+        written: The model thread appends the reply's text to this list.
     """
 
     act: Act
     text: str
     system: str | None
+    messages: tuple[Message, ...]
     options: dict[str, Any]
+    written: list[str] = field(default_factory=list)
 
 
 class ChatState(NamedTuple):
-    """The state of a conversation after opening it or after a turn, and the error if that failed."""
+    """The state of a conversation after opening it or after a turn."""
 
     messages: tuple[Message, ...] = ()
     context_used_tokens: int = 0
     dropped_messages: int = 0
     reply: Reply | None = None
-    error: Exception | None = None
 
 
 class ModelThread:
     """Loads and runs the model in its own thread, one job after another. Call all methods from one thread.
 
-    The thread is a daemon, so that the program can exit even if a native call hangs.
+    The thread is a daemon, so that the program can exit even if a native call hangs. An exception in a job
+    becomes the exception of its future, and the thread continues with the next job.
 
     Attributes:
         chunks: Text of the running reply.
@@ -70,30 +75,25 @@ class ModelThread:
         self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._stop = threading.Event()
         self._cancelled = threading.Event()
-        self._chat: Chat | None = None
         self._runtime: Runtime | None = None
         self._thread = threading.Thread(target=self._run, name="edgespec-model", daemon=True)
 
     def start(self) -> Future[Runtime]:
         """Start the thread and load the model."""
         limit_malloc_arenas()
-        loaded: Future[Runtime] = Future()
-        self._jobs.put(lambda: self._load_model(loaded))
+        loaded = self._submit(self._load_model)
         self._thread.start()
         return loaded
 
     def open_chat(self, system: str | None, messages: Sequence[Message]) -> Future[ChatState]:
         """Open another conversation."""
-        opened: Future[ChatState] = Future()
-        self._jobs.put(lambda: opened.set_result(self._open(system, tuple(messages))))
-        return opened
+        copy = tuple(messages)
+        return self._submit(lambda: _state(self._loaded().chat(system, copy)))
 
     def ask(self, ask: Ask) -> Future[ChatState]:
         """Generate a reply and put its text into `chunks`."""
         self._cancelled.clear()
-        ended: Future[ChatState] = Future()
-        self._jobs.put(lambda: ended.set_result(self._turn(ask)))
-        return ended
+        return self._submit(lambda: self._turn(ask))
 
     def cancel(self) -> None:
         """Stop the running reply."""
@@ -117,64 +117,72 @@ class ModelThread:
             self._thread.join(timeout_seconds)
         return not self._thread.is_alive()
 
+    def _submit(self, job: Callable[[], _T]) -> Future[_T]:
+        future: Future[_T] = Future()
+
+        def run() -> None:
+            try:
+                future.set_result(job())
+            except Exception as error:
+                future.set_exception(error)
+            except BaseException as error:
+                # The user interface would treat these as requests to end the program.
+                future.set_exception(RuntimeError(f"{type(error).__name__}: {error}"))
+
+        self._jobs.put(run)
+        return future
+
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:
             job()
         if self._runtime is not None:
             self._runtime.close()
 
-    def _load_model(self, loaded: Future[Runtime]) -> None:
+    def _load_model(self) -> Runtime:
         def progress(description: str, fraction: float) -> bool:
             self.loading = (description, fraction)
             return not self._stop.is_set()
 
-        try:
-            self._runtime = self._load(progress)
-        except Exception as error:
-            loaded.set_exception(error)
-            return
+        self._runtime = self._load(progress)
         if self._stop.is_set():
-            loaded.set_exception(CancelledError("loading was cancelled"))
-        else:
-            loaded.set_result(self._runtime)
+            raise CancelledError("loading was cancelled")
+        return self._runtime
 
-    def _open(self, system: str | None, messages: tuple[Message, ...]) -> ChatState:
+    def _loaded(self) -> Runtime:
         assert self._runtime is not None
-        try:
-            self._chat = self._runtime.chat(system, messages)
-            return self._state()
-        except Exception as error:
-            return ChatState(error=error)
+        return self._runtime
 
     def _turn(self, ask: Ask) -> ChatState:
         def progress(_description: str, fraction: float) -> bool:
             self.read_fraction = fraction
             return not self._cancelled.is_set()
 
-        chat = self._chat
-        assert chat is not None
         self.read_fraction = 0.0
+        chat = self._loaded().chat(ask.system, ask.messages)
         try:
-            chat.system = ask.system
             if ask.act == "send":
                 stream = chat.stream(ask.text, progress=progress, **ask.options)
             elif ask.act == "edit":
                 stream = chat.edit_last(ask.text, progress=progress, **ask.options)
-            else:
+            elif ask.act == "regenerate":
                 stream = chat.regenerate(progress=progress, **ask.options)
+            else:
+                stream = chat.continue_reply(progress=progress, **ask.options)
             self.stream = stream
             # `cancel` may have been called before there was a stream to cancel.
             if self._cancelled.is_set():
                 stream.cancel()
+            # A continued reply already contains the start of the reply.
+            continued = ask.act == "continue" and ask.messages[-1].role == "assistant"
+            start = "" if continued else stream.reply_start
             for chunk in stream:
+                ask.written.append(start + chunk.raw_text)
+                start = ""
                 self.chunks.put(chunk)
-            return self._state(reply=stream.reply)
-        except Exception as error:
-            return self._state(error=error)
+            return _state(chat, stream.reply)
         finally:
             self.stream = None
 
-    def _state(self, reply: Reply | None = None, error: Exception | None = None) -> ChatState:
-        chat = self._chat
-        assert chat is not None
-        return ChatState(tuple(chat.messages), chat.context_used_tokens, chat.dropped_messages, reply, error)
+
+def _state(chat: Chat, reply: Reply | None = None) -> ChatState:
+    return ChatState(tuple(chat.messages), chat.context_used_tokens, chat.dropped_messages, reply)

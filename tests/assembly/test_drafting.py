@@ -73,7 +73,7 @@ class TestAsked:
         model = tmp_path / "my model.gguf"
         shutil.copyfile(resolve("demo").path, model)
         with pytest.raises(OptionError, match=f"`edgespec prepare {name} '{model}'` once"):
-            edgespec.load(str(model), "none", context=128, method=name)
+            edgespec.load(str(model), "none", context=256, method=name)
 
     def test_a_combination_is_created_once(self) -> None:
         with edgespec.load("demo", context=512, methods=("model+ngram",)) as runtime:
@@ -194,7 +194,7 @@ class TestMlx:
     def test_learn_with_a_low_bit_target(self) -> None:
         pytest.importorskip("mlx.core")
         with edgespec.load(
-            "demo-mlx", "demo-mlx-draft", context=128, learn=True, method="lowbit+model"
+            "demo-mlx", "demo-mlx-draft", context=256, learn=True, method="lowbit+model"
         ) as runtime:
             same_as_plain(runtime, ["model", "lowbit+model"], max_tokens=self.SHORT)
 
@@ -204,10 +204,10 @@ class TestMlx:
         checkpoints = pytest.importorskip("tests.backends.mlx.tiny_checkpoints")
         draft = str(checkpoints.write_checkpoint(tmp_path / "draft", "llama"))
         with pytest.raises(OptionError, match="cannot learn: its vocabulary differs from that of demo-mlx"):
-            edgespec.load("demo-mlx", draft, context=128, learn=True)
+            edgespec.load("demo-mlx", draft, context=256, learn=True)
         monkeypatch.setattr(comparison, "_MIN_TRANSLATED_FRACTION", 0.0)
         with pytest.raises(OptionError, match="cannot learn: its vocabulary differs from that of demo-mlx"):
-            edgespec.load("demo-mlx", draft, context=128, learn=True)
+            edgespec.load("demo-mlx", draft, context=256, learn=True)
 
     def test_learn_rejects_a_draft_with_a_window(self) -> None:
         pytest.importorskip("mlx.core")
@@ -218,7 +218,7 @@ class TestMlx:
         checkpoints = pytest.importorskip("tests.backends.mlx.tiny_checkpoints")
         model = str(checkpoints.write_checkpoint(tmp_path / "model", "lfm2"))
         with pytest.raises(OptionError, match="cannot learn: it has a recurrent state"):
-            edgespec.load(model, model, context=128, learn=True)
+            edgespec.load(model, model, context=256, learn=True)
 
     def test_learn_with_an_mlx_draft(self) -> None:
         pytest.importorskip("mlx.core")

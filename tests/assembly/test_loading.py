@@ -76,7 +76,7 @@ def test_loading_imports_one_backend_only(reference: str, unwanted: tuple[str, .
         pytest.skip("MLX is not installed")
     script = (
         "import sys, edgespec\n"
-        f"with edgespec.load({reference!r}, context=64) as runtime:\n"
+        f"with edgespec.load({reference!r}, context=256) as runtime:\n"
         "    assert runtime.draft is not None\n"
         "    runtime.generate('hi', max_tokens=2)\n"
         f"assert not sys.modules.keys() & {set(unwanted)!r}, 'the other backend was imported'\n"
@@ -186,5 +186,5 @@ def test_a_wrong_type_is_reported_in_one_line(
 
 def test_a_corpus_may_be_a_path(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("the cat sat on the mat")
-    with edgespec.load(draft="none", method="suffix", corpus=tmp_path, context=64) as runtime:
+    with edgespec.load(draft="none", method="suffix", corpus=tmp_path, context=256) as runtime:
         assert f"corpus {tmp_path}: 1 file, " in runtime.target.notice

@@ -113,3 +113,15 @@ def test_draft_rounds_are_counted_per_reply() -> None:
     assert (loss_limit.draft_rounds, loss_limit.tokens) == (1, 4)
     loss_limit.begin()
     assert (loss_limit.draft_rounds, loss_limit.tokens) == (0, 0)
+
+
+def test_speed_up_stays_right_when_target_steps_become_faster() -> None:
+    """A machine that becomes idle halves the target step. Earlier savings keep the value they had."""
+    loss_limit = LossLimit()
+    assert loss_limit.speed_up(1.0) == 1.0
+    for _ in range(10):
+        loss_limit.record_draft_round(4, 1.0, 1.0)
+    assert loss_limit.speed_up(1.0) == pytest.approx(4.0)
+    assert loss_limit.speed_up(0.5) == pytest.approx(4.0)
+    loss_limit.record_target_step(60)
+    assert loss_limit.speed_up(0.5) == pytest.approx(70.0 / 40.0)

@@ -388,3 +388,21 @@ class TestVocabulary:
         tokens = model.vocabulary.tokenize(text, special=False, start=False)
         said = b"".join(model.vocabulary.piece(token) for token in tokens).decode()
         assert said.strip() == text.strip()
+
+    @pytest.mark.parametrize("special", [False, True])
+    @pytest.mark.parametrize(
+        "text",
+        [
+            "a",
+            "file " * 99,
+            " " * 999 + "a",
+            "a" + "\n" * 999 + "a",
+            "<|im_end|>" * 99,
+            "=-" * 99,
+            "汉🙂é" * 99,
+        ],
+    )
+    def test_min_tokens_is_a_lower_bound(self, model: LanguageModel, text: str, special: bool) -> None:
+        vocabulary = model.vocabulary
+        assert vocabulary.min_tokens(text) <= len(vocabulary.tokenize(text, special=special, start=False))
+        assert vocabulary.min_tokens("a" * 10_000) > 10

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -160,6 +163,39 @@ class TestAfterClosing:
         ):
             with pytest.raises(ClosedError):
                 call()
+
+    def test_closing_does_not_wait_for_a_running_call(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        model = load(write_llama(tmp_path / "tiny.gguf"))
+        tokenizing, go_on, freed = threading.Event(), threading.Event(), threading.Event()
+        tokenize, free = library().llama_tokenize, library().llama_model_free
+
+        def slow(*args: Any) -> Any:
+            tokenizing.set()
+            assert go_on.wait(30)
+            assert not freed.is_set()
+            return tokenize(*args)
+
+        def recorded(weights: Any) -> None:
+            assert not freed.is_set()
+            freed.set()
+            free(weights)
+
+        monkeypatch.setattr(library(), "llama_tokenize", slow)
+        monkeypatch.setattr(library(), "llama_model_free", recorded)
+        expected = model.vocabulary.piece(5)
+        with ThreadPoolExecutor(1) as pool:
+            tokens = pool.submit(model.vocabulary.tokenize, "the file", special=True, start=True)
+            assert tokenizing.wait(30)
+            assert model.vocabulary.piece(5) == expected
+            model.close()
+            assert not freed.is_set()
+            with pytest.raises(ClosedError):
+                model.vocabulary.raw_piece(5)
+            go_on.set()
+            assert len(tokens.result(30)) > 1
+        assert freed.wait(30)
 
 
 class TestVocabularies:

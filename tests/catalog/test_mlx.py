@@ -254,7 +254,7 @@ class TestDownload:
         self, mlx_hub: StandInHub, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(mlx_files, "mlx_installed", lambda: False)
-        with pytest.raises(BackendMissingError, match=r'pip install "edgespec\[mlx\]"'):
+        with pytest.raises(BackendMissingError, match="scripts/setup mlx"):
             resolve(REPOSITORY)
         assert not any("resolve" in request for request in mlx_hub.requests)
 

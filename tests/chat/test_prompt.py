@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import random
+import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import pytest
 
@@ -13,6 +15,7 @@ from edgespec.backends.base import LanguageModel, LoadOptions, Vocabulary
 from edgespec.chat.message import Message
 from edgespec.chat.prompt import PromptBuilder
 from edgespec.chat.template import ChatTemplate
+from edgespec.errors import CancelledError
 from tests.backends.tiny_models import CHATML, WORDS, write_llama
 
 FIRST_WORD = 3 + 256
@@ -167,3 +170,127 @@ class SpacingVocabulary:
 def test_tokens_of_a_reply_spell_exactly_its_text(text: str) -> None:
     builder = PromptBuilder(cast("ChatTemplate", None), cast("Vocabulary", SpacingVocabulary()))
     assert bytes(builder._reply_tokens(text)) == text.encode()
+
+
+class CountingVocabulary:
+    """Counts the characters that are tokenized."""
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self._vocabulary = vocabulary
+        self.characters = 0
+
+    def tokenize(self, text: str, *, special: bool, start: bool) -> list[int]:
+        self.characters += len(text)
+        return self._vocabulary.tokenize(text, special=special, start=start)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._vocabulary, name)
+
+
+def sentences(seed: int, words: int) -> str:
+    choose = random.Random(seed)
+    return " ".join(choose.choice(["the", "list", "of", "all", "files", "in", "it"]) for _ in range(words))
+
+
+def conversation(message_count: int) -> list[Message]:
+    """Messages of 20 words, from the user and the assistant in turn. The last one is the user's."""
+    roles: list[Any] = ["user", "assistant"] * (message_count // 2) + ["user"]
+    return [Message(role, sentences(i, 20)) for i, role in enumerate(roles)]
+
+
+class TestLongChats:
+    def test_each_message_is_tokenized_once_and_the_kept_ones_twice(self, vocabulary: Vocabulary) -> None:
+        counting = CountingVocabulary(vocabulary)
+        builder = PromptBuilder(ChatTemplate(CHATML, "<s>", "</s>"), cast("Vocabulary", counting))
+        chat = conversation(5000)
+        began = time.process_time()
+        prompt = builder.build_fitting(chat, 1024, "slide")
+        assert time.process_time() - began < 2
+        assert 256 < len(prompt.tokens) <= 1024 - 256
+        assert prompt.dropped_messages > 4900
+        assert counting.characters < 1.1 * sum(len(message.content) for message in chat)
+        counting.characters = 0
+        builder.build_fitting([*chat, Message("assistant", "a"), Message("user", "b")], 1024, "slide")
+        assert counting.characters < 10_000
+
+    @pytest.mark.parametrize("context_tokens", [256, 1024])
+    def test_a_growing_chat_reuses_its_prompts(self, vocabulary: Vocabulary, context_tokens: int) -> None:
+        builder = PromptBuilder(ChatTemplate(CHATML, "<s>", "</s>"), vocabulary)
+        chat: list[Message] = []
+        cached: list[int] = []
+        prefilled = extended = 0
+        dropped = []
+        for i in range(200):
+            chat.append(Message("user", sentences(i, 1 + i * 7 % 20)))
+            prompt = builder.build_fitting(chat, context_tokens, "slide")
+            same = [a == b for a, b in zip(cached, prompt.tokens, strict=False)]
+            common = same.index(False) if False in same else len(same)
+            extended += common == len(cached)
+            prefilled += len(prompt.tokens) - common
+            dropped.append(prompt.dropped_messages)
+            reply = vocabulary.tokenize(sentences(-i, 1 + i * 3 % 20), special=False, start=False)
+            builder.remember(prompt, [*reply, STOP])
+            cached = prompt.tokens + reply
+            chat.append(Message("assistant", b"".join(map(vocabulary.piece, reply)).decode()))
+        assert dropped == sorted(dropped)
+        slides = len(set(dropped)) - 1
+        assert slides >= 3
+        assert extended >= 200 - slides
+        # After each slide, at most half of the context is processed again.
+        assert prefilled - slides * context_tokens / 2 < 200 * 40
+
+    def test_the_prompt_is_that_of_the_kept_messages(self, vocabulary: Vocabulary) -> None:
+        template = ChatTemplate(CHATML, "<s>", "</s>")
+        system = Message("system", "the list <|im_end|>")
+        chat = [system, *conversation(300), Message("assistant", "<|im_start|>"), *user("</s> it")]
+        prompt = PromptBuilder(template, vocabulary).build_fitting(chat, 1024, "slide")
+        kept = [system, *chat[1 + prompt.dropped_messages :]]
+        assert kept[1].role == "user"
+        assert prompt.tokens == PromptBuilder(template, vocabulary).build(kept).tokens
+
+    def test_a_template_that_adds_much_text_still_fits(self, vocabulary: Vocabulary) -> None:
+        """The estimates do not know of text that only some messages get."""
+        source = CHATML.replace("{% for", "{% set extra = 'the list ' * 100 %}{% for").replace(
+            "{{ message.content }}",
+            "{% if 'x' in message.content %}{{ extra }}{% endif %}{{ message.content }}",
+        )
+        assert source.count("extra") == 2
+        builder = PromptBuilder(ChatTemplate(source, "<s>", "</s>"), vocabulary)
+        chat = [
+            *conversation(20),
+            Message("assistant", "a"),
+            *user("x"),
+            Message("assistant", "a"),
+            *user("b"),
+        ]
+        prompt = builder.build_fitting(chat, 1024, "slide")
+        assert len(prompt.tokens) <= 1024 - 256
+
+    def test_a_huge_message_that_is_dropped_is_not_tokenized(self, vocabulary: Vocabulary) -> None:
+        counting = CountingVocabulary(vocabulary)
+        builder = PromptBuilder(ChatTemplate(CHATML, "<s>", "</s>"), cast("Vocabulary", counting))
+        chat = [*user("the list " * 100_000), Message("assistant", "a"), *user("b")]
+        assert builder.build_fitting(chat, 1024, "slide").dropped_messages == 2
+        assert counting.characters < 10_000
+
+    def test_the_size_of_a_huge_chat_is_estimated(self, vocabulary: Vocabulary) -> None:
+        counting = CountingVocabulary(vocabulary)
+        builder = PromptBuilder(ChatTemplate(CHATML, "<s>", "</s>"), cast("Vocabulary", counting))
+        chat = conversation(200)
+        exact = len(builder.build(chat).tokens)
+        assert builder.count_tokens(chat, 20_000) == exact
+        assert abs(builder.count_tokens(chat, 1024) - exact) < exact / 20
+        counting.characters = 0
+        assert builder.count_tokens([*user("the list " * 100_000)], 1024) > 1024
+        assert counting.characters == 0
+
+    def test_progress_cancels(self, builder: PromptBuilder) -> None:
+        reports = []
+
+        def progress(what: str, _fraction: float) -> bool:
+            reports.append(what)
+            return len(reports) < 10
+
+        with pytest.raises(CancelledError):
+            builder.build_fitting(conversation(5000), 1024, "slide", progress)
+        assert reports == ["preparing the prompt"] * 10

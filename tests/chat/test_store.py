@@ -58,21 +58,52 @@ def test_the_file_is_versioned_json_for_its_owner_only(store: ChatStore) -> None
 
 
 def test_reasoning_is_an_optional_key_of_a_message(store: ChatStore) -> None:
-    messages = (*TALK, Message("user", "More?"), Message("assistant", "Yes.", "They want more."))
+    messages = (*TALK, Message("user", "More?"), Message("assistant", "Yes.", "Hm.", ("<think>", "</think>")))
     path = store.save(chat(messages=messages))
-    assert store.load("one").messages == messages
+    loaded = store.load("one").messages
+    assert (loaded, loaded[3].text) == (messages, "<think>Hm.</think>Yes.")
     data = json.loads(path.read_text("utf-8"))
     assert data["version"] == 1
     assert data["messages"][1] == {"role": "assistant", "content": TALK[1].content}
-    assert data["messages"][3] == {"role": "assistant", "content": "Yes.", "reasoning": "They want more."}
+    assert data["messages"][3] == {
+        "role": "assistant",
+        "content": "Yes.",
+        "reasoning": "Hm.",
+        "markers": ["<think>", "</think>"],
+    }
 
 
-def test_reasoning_that_is_no_text_is_reported(store: ChatStore) -> None:
+def test_reasoning_in_the_content_of_an_older_file_is_separated(store: ChatStore) -> None:
     path = store.save(chat())
     data = json.loads(path.read_text("utf-8"))
-    data["messages"][1]["reasoning"] = ["a"]
+    data["messages"][1]["content"] = "<think>\nHm.\n</think>\n\nYes."
+    data["messages"][0]["content"] = "<think>Why?</think>"
     path.write_text(json.dumps(data), "utf-8")
-    with pytest.raises(ChatFileError, match="the reasoning of message 2 must be a string, not list"):
+    question, reply = store.load("one").messages
+    assert (question.content, question.reasoning) == ("<think>Why?</think>", "")
+    assert (reply.content, reply.reasoning, reply.text) == ("Yes.", "Hm.", data["messages"][1]["content"])
+
+
+def test_markers_around_empty_reasoning_are_kept(store: ChatStore) -> None:
+    message = Message("assistant", "Yes.", markers=("<think>\n\n</think>\n\n", ""))
+    store.save(chat(messages=(TALK[0], message)))
+    assert store.load("one").messages[1].text == message.text
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "error"),
+    [
+        ("reasoning", ["a"], "the reasoning of message 2 must be a string, not list"),
+        ("markers", "ab", "the markers of message 2 must be a list of two strings"),
+        ("markers", ["a", 1], "the markers of message 2 must be a list of two strings"),
+    ],
+)
+def test_damaged_reasoning_is_reported(store: ChatStore, key: str, value: object, error: str) -> None:
+    path = store.save(chat())
+    data = json.loads(path.read_text("utf-8"))
+    data["messages"][1][key] = value
+    path.write_text(json.dumps(data), "utf-8")
+    with pytest.raises(ChatFileError, match=error):
         store.load("one")
 
 

@@ -47,6 +47,16 @@ class TestRendering:
         )
         assert render(source, SYSTEM, Message("user", "  Hi ")) == '<s>Hi</s>>{"ä": 1}'
 
+    def test_what_templates_written_for_transformers_use(self) -> None:
+        template = ChatTemplate(
+            "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}"
+            "{{ {'b': 'ä', 'a': 1} | tojson(ensure_ascii=True, separators=(',', ':'), sort_keys=True) }}",
+            "",
+            "",
+        )
+        assert template.render([Message("user", "hi")]) == r'hi{"a":1,"b":"\u00e4"}'
+        template.close()
+
     def test_template_can_use_the_date(self) -> None:
         assert render("{{ strftime_now('%Y') }}", USER).isdigit()
 
@@ -151,13 +161,16 @@ class TestLimits:
     @pytest.mark.parametrize(
         ("source", "reason"),
         [
-            (ENDLESS, "took longer than 2 seconds"),
+            (ENDLESS, "used more than 2 seconds of CPU time"),
             ("{{ 'a' * 4000000000 }}", "needs more than 512 MiB of memory"),
-            ("{% for i in range(9999) %}{{ 'a' * 9999 }}{% endfor %}", "a prompt of more than 64.0 MiB"),
-            (HOSTILE["nested brackets"], "nested too deeply"),
-            (HOSTILE["nested ifs"], "nested too deeply"),
-            (HOSTILE["a macro without end"], "nested too deeply"),
-            ("{{ (10**5000)|string }}", "broken: Exceeds the limit"),
+            ("{% for i in range(9999) %}{{ 'a' * 9999 }}{% endfor %}", "its output exceeds 64.0 MiB"),
+            (HOSTILE["nested brackets"], "too deeply nested"),
+            (HOSTILE["nested ifs"], "too deeply nested"),
+            (HOSTILE["a macro without end"], "too deeply nested"),
+            (
+                "{{ (10**5000)|string }}",
+                r"broken: Exceeds the limit \(4300 digits\) for integer string conversion; use `e",
+            ),
         ],
     )
     def test_the_error_says_which_limit_and_what_to_do(self, source: str, reason: str) -> None:
@@ -180,14 +193,15 @@ class TestLimits:
             render(ENDLESS, USER)
 
     def test_time_is_measured_while_the_process_sleeps(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(template_process, "_MAX_POLLS", 4)
         template = ChatTemplate("x", "", "")
         template.compile()
         child = _child(template)
         child.suspend()
+        monkeypatch.setattr(template_process, "_MAX_POLLS", 4)
         with pytest.raises(TemplateError, match="20 seconds"):
             template.render([USER])
         assert not child.is_running()
+        monkeypatch.undo()
         assert template.render([USER]) == "x"
 
 
@@ -250,6 +264,14 @@ class TestProcess:
         with pytest.raises(ClosedError):
             template.render([USER])
         template.close()
+
+    def test_close_ends_it_also_while_it_receives_a_long_chat(self) -> None:
+        template = ChatTemplate("x", "", "")
+        template.compile()
+        _child(template).suspend()
+        threading.Timer(0.2, template.close).start()
+        with pytest.raises(ClosedError):
+            template.render([Message("user", "x" * 9_999_999)])
 
     def test_garbage_collection_ends_it(self) -> None:
         template = ChatTemplate("x", "", "")

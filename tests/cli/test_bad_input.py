@@ -45,7 +45,9 @@ DRAFT = ROOT / "models" / "demo-draft-q8_0.gguf"
         (["--acceptance", "maybe"], "'maybe' is not one of"),
         (["--seed", "-1"], "--seed must be a non-negative integer, not -1"),
         (["-n", "0"], "--max-tokens must be a positive integer, not 0"),
-        (["--context", "0"], "--context must be an integer from 1 to 2147483647, not 0"),
+        (["--context", "0"], "--context must be an integer from 256 to 16777216, not 0"),
+        (["--context", "10"], "--context must be an integer from 256 to 16777216, not 10"),
+        (["--context", "999999999"], "--context must be an integer from 256 to 16777216, not 999999999"),
         (["--stop", ""], "--stop must be one or more non-empty strings, not ('',)"),
         (["--light"], "no such option --light"),
     ],
@@ -61,8 +63,8 @@ def test_an_empty_prompt(run: Run, prompt: str) -> None:
 
 
 def test_a_context_larger_than_memory(run: Run) -> None:
-    error = one_line_error(run("generate", "--context", "999999999", "hello"), 1)
-    assert "999,999,999 tokens" in error
+    error = one_line_error(run("generate", "--memory", "1GiB", "--context", "9999999", "hello"), 1)
+    assert "9,999,999 tokens" in error
     assert "use --context" in error
 
 

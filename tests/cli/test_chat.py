@@ -29,12 +29,24 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> Opened:
     """A terminal, and a chat that only takes notes."""
     notes = Opened()
     monkeypatch.setattr(chat, "is_terminal", lambda stream: True)
+    monkeypatch.setenv("TERM", "xterm-256color")
     monkeypatch.setattr(edgespec.tui.app, "run_chat", notes)
     return notes
 
 
 def test_it_needs_a_terminal(run: Run) -> None:
     assert one_line_error(run("chat"), 2).endswith("use `edgespec generate`")
+
+
+@pytest.mark.parametrize(("terminal", "named"), [("dumb", "TERM is dumb"), ("", "TERM is not set")])
+def test_terminal_that_cannot_draw_is_refused(
+    run: Run, opened: Opened, monkeypatch: pytest.MonkeyPatch, terminal: str, named: str
+) -> None:
+    monkeypatch.setenv("TERM", terminal)
+    error = one_line_error(run("chat"), 2)
+    assert named in error
+    assert error.endswith("`edgespec generate`")
+    assert opened.load is None
 
 
 def test_model_options_go_to_load(run: Run, opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,6 +103,7 @@ def test_a_model_that_does_not_load_is_one_line(run: Run, monkeypatch: pytest.Mo
         raise ModelFileError("it is damaged", "get another")
 
     monkeypatch.setattr(chat, "is_terminal", lambda stream: True)
+    monkeypatch.setenv("TERM", "xterm-256color")
     monkeypatch.setattr(edgespec.tui.app, "run_chat", run_chat)
     assert one_line_error(run("chat"), 1) == "it is damaged; get another"
 

@@ -51,9 +51,9 @@ def test_mlx_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("accelerator", "mlx", "ok", "says", "next_step"),
     [
-        ("", MlxInfo(problem="not installed"), True, 'not installed.*pip install "edgespec.mlx."', ""),
-        ("metal", MlxInfo(problem="not installed"), False, "not installed$", 'pip install "edgespec[mlx]"'),
-        ("", MlxInfo(problem="does not load"), False, "does not load$", 'pip install "edgespec[mlx]"'),
+        ("", MlxInfo(problem="not installed"), True, "not installed.*scripts/setup mlx$", ""),
+        ("metal", MlxInfo(problem="not installed"), False, "not installed$", "run scripts/setup mlx"),
+        ("", MlxInfo(problem="does not load"), False, "does not load$", "run scripts/setup mlx"),
         ("", MlxInfo("0.32", "0.32", "CPU"), True, "mlx 0.32, mlx-lm 0.32, on CPU$", ""),
         (
             "metal",
@@ -62,7 +62,7 @@ def test_mlx_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
             "GPU .M4., .* 7.5 GiB of GPU memory",
             "",
         ),
-        ("cuda", MlxInfo("0.32", "0.32", "CPU"), True, "without it", 'pip install "edgespec[mlx-cuda]"'),
+        ("cuda", MlxInfo("0.32", "0.32", "CPU"), True, "without it", "run scripts/setup mlx-cuda"),
         ("cuda", MlxInfo("0.32", "0.32", "GPU", False, True), True, "on GPU$", ""),
     ],
 )
@@ -101,7 +101,8 @@ def test_what_is_amiss_has_a_next_step() -> None:
     with_gpu = replace(machine, accelerator="cuda", llama_cpp=replace(machine.llama_cpp, gpu_offload=False))
     gpu = next(check for check in _libraries(with_gpu) if check.name == "gpu")
     assert not gpu.ok
-    assert "-DGGML_CUDA=on" in gpu.next_step
+    assert gpu.next_step.startswith(f'run CMAKE_ARGS="-DGGML_CUDA=on" {sys.executable} -m pip install ')
+    assert gpu.next_step.endswith(f" llama-cpp-python=={machine.llama_cpp.version}")
     memory = next(c for c in _hardware(replace(machine, memory_available_bytes=10**9)) if c.name == "memory")
     assert not memory.ok
     assert memory.next_step

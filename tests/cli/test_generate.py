@@ -28,7 +28,18 @@ def answer(run: Run, *args: str, **settings: Any) -> dict[str, Any]:
 
 def test_json_holds_the_contract(run: Run) -> None:
     reply = answer(run, QUESTION)
-    keys = {"text", "tokens", "finish_reason", "seed", "target", "draft", "method", "stats"}
+    keys = {
+        "text",
+        "reasoning",
+        "answer",
+        "tokens",
+        "finish_reason",
+        "seed",
+        "target",
+        "draft",
+        "method",
+        "stats",
+    }
     assert keys == reply.keys()
     assert reply["stats"].keys() >= STATS
     assert reply["method"].keys() == {

@@ -47,6 +47,34 @@ def ended(process: subprocess.Popen[bytes]) -> tuple[str, str]:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_tokenizing_a_long_prompt_is_cut_short(start: Start, number: signal.Signals) -> None:
+    code = (
+        "import sys, time\n"
+        "from edgespec.backends.llamacpp.vocabulary import LlamaVocabulary as V\n"
+        "tokenize = V.tokenize\n"
+        "def slow(self, text, **options):\n"
+        "    if len(text) > 9999:\n"
+        "        sys.stdout.write('reading '); sys.stdout.flush(); time.sleep(60)\n"
+        "    return tokenize(self, text, **options)\n"
+        "V.tokenize = slow\n"
+        "from edgespec.cli import main\n"
+        "main()\n"
+    )
+    process = start("generate", "--threads", "1", "--context", "30000", "-", code=code, stdin=subprocess.PIPE)
+    assert process.stdin
+    process.stdin.write(b"many words " * 5000)
+    process.stdin.close()
+    read_some(process)
+    process.send_signal(number)
+    asked = time.monotonic()
+    process.stdin = None
+    _, stderr = ended(process)
+    assert time.monotonic() - asked < 3
+    assert process.returncode == 130
+    assert stderr == "interrupted: cancelled while preparing the prompt\n"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_reply_is_cut_short(start: Start, number: signal.Signals) -> None:
     process = start(*ENDLESS)
     read_some(process)

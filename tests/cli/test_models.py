@@ -112,7 +112,7 @@ def test_show_an_mlx_model_where_mlx_is_missing(run: Run, monkeypatch: pytest.Mo
     assert (shown["format"], shown["on_this_machine"]) == ("mlx", True)
     assert shown["model"]["parameters"] == 11_540_736
     assert "capabilities" not in shown["model"]
-    assert 'pip install "edgespec[mlx]"' in shown["problem"]
+    assert "scripts/setup mlx" in shown["problem"]
 
 
 def test_a_script_notices_that_a_model_is_broken(run: Run, tmp_path: Path) -> None:

@@ -195,3 +195,11 @@ class TestNotHere:
         done = run("plan", "--target", REPOSITORY)
         assert done.exit_code == 1
         assert "cannot be reached" in done.output
+
+
+def test_a_context_that_is_rounded_up_says_so(run: Run) -> None:
+    assert (
+        "context 512 tokens (rounded up from 300 to a multiple of 256)"
+        in run("plan", "--context", "300").stdout
+    )
+    assert "rounded" not in run("plan", "--context", "512").stdout

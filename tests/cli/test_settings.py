@@ -112,7 +112,7 @@ def test_a_measuring_command_has_own_seeds_and_remembers_nothing(
 
 def test_the_python_api_ignores_settings(file: Path) -> None:
     file.write_text('target = "no such model"\n')
-    with edgespec.load(context=64, threads=1, draft="none") as runtime:
+    with edgespec.load(context=256, threads=1, draft="none") as runtime:
         assert runtime.target.name == "demo"
 
 
@@ -139,10 +139,10 @@ def test_settings_that_the_method_does_not_read_are_left_out(run: Run, file: Pat
         ("[doctor]\n", "line 1: doctor has no settings; remove this section"),
         ("[aliases]\nbig = 'demo'", "line 1: aliases are not settings; add them to "),
         ("[pairs]\nbig = 'demo'", "line 1: pairs are not settings; add them to "),
-        ("context = 'much'", "line 1: context must be an integer from 1 to 2147483647, not 'much'"),
-        ("context = 4096.5", "line 1: context must be an integer from 1 to 2147483647, not 4096.5"),
-        ("context = true", "line 1: context must be an integer from 1 to 2147483647, not True"),
-        ("context = [1]", "line 1: context must be an integer from 1 to 2147483647, not (1,)"),
+        ("context = 'much'", "line 1: context must be an integer from 256 to 16777216, not 'much'"),
+        ("context = 4096.5", "line 1: context must be an integer from 256 to 16777216, not 4096.5"),
+        ("context = true", "line 1: context must be an integer from 256 to 16777216, not True"),
+        ("context = [1]", "line 1: context must be an integer from 256 to 16777216, not (1,)"),
         ("target = 8", "line 1: target must be a string, not 8; use a path, "),
         ("target = 2020-01-01", "line 1: target must be a string, not datetime.date(2020, 1, 1)"),
         ("[target]\n", "line 1: target must be a string, not {}"),
@@ -172,6 +172,12 @@ def test_a_file_that_is_wrong(run: Run, file: Path, text: str, error: str) -> No
     assert said.startswith(str(file))
     assert error in said
     assert said in run("config").stderr
+
+
+def test_a_deeply_nested_value_is_rejected(file: Path) -> None:
+    file.write_text("remember" + ".a" * 5000 + " = 1\n")
+    (problem,) = Settings.read().problems
+    assert "remember is nested too deeply" in problem.what
 
 
 def test_quotes_and_lists_of_one_are_optional(file: Path) -> None:
@@ -222,7 +228,7 @@ def test_a_folder_or_a_pipe_in_place_of_the_file(run: Run, file: Path) -> None:
         (
             "EDGESPEC_CONTEXT",
             "much",
-            "EDGESPEC_CONTEXT: context must be an integer from 1 to 2147483647, not 'much'",
+            "EDGESPEC_CONTEXT: context must be an integer from 256 to 16777216, not 'much'",
         ),
         (
             "EDGESPEC_MMAP",

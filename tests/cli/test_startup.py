@@ -80,7 +80,7 @@ def test_a_process_that_ran_mlx_in_a_thread_ends_well(start: Start) -> None:
         "import edgespec, threading\n"
         "def work():\n"
         "    for _ in range(2):\n"
-        "        with edgespec.load('demo-mlx', context=64) as it: it.generate('hi', max_tokens=2)\n"
+        "        with edgespec.load('demo-mlx', context=256) as it: it.generate('hi', max_tokens=2)\n"
         "threading.Thread(target=work, daemon=True).start()\n"
         "for thread in threading.enumerate()[1:]: thread.join()\n"
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
@@ -66,6 +67,16 @@ def test_bytes_that_are_not_text(run: Run) -> None:
 def test_endless_text_is_refused(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stdin, "_MAX_BYTES", 10_000)
     assert "more than 9.8 KiB" in one_line_error(run("generate", "hi", input="y\n" * 10_000), 2)
+
+
+@pytest.mark.parametrize("option", ["--json", "--raw"])
+def test_a_text_that_cannot_fit_is_refused_by_its_size(run: Run, option: str) -> None:
+    began = time.process_time()
+    result = run("generate", option, input="some text\n" * 3_000_000)
+    line = one_line_error(result, 1)
+    assert "the prompt of 28.6 MiB has at least" in line
+    assert "but the context holds only 1,024; shorten it" in line
+    assert time.process_time() - began < 10
 
 
 def test_a_file(start: Start, tmp_path: Path) -> None:

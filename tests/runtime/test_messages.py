@@ -10,7 +10,7 @@ import pytest
 
 import edgespec
 from edgespec import Message, Runtime
-from edgespec.errors import ContextFullError, OptionError, TemplateError
+from edgespec.errors import CancelledError, ContextFullError, OptionError, TemplateError
 from tests.runtime.questions import HOWTO
 
 OPTIONS: dict[str, Any] = {"seed": 3, "max_tokens": 40, "temperature": 0.7}
@@ -125,3 +125,26 @@ def test_a_model_without_chat_template_raises(demo: Runtime, monkeypatch: pytest
     monkeypatch.setattr(demo, "_prompts", None)
     with pytest.raises(TemplateError, match="no chat template"):
         demo.reply([user("x")])
+
+
+def test_closing_ends_the_process_of_the_chat_template() -> None:
+    with edgespec.load("demo") as runtime:
+        runtime.count_tokens([Message("user", "x")])
+        assert runtime.template
+        process = runtime.template._process
+        assert process
+        assert process.alive
+    assert not process.alive
+
+
+@pytest.mark.parametrize("options", [{}, {"raw": True}])
+def test_preparing_a_long_prompt_can_be_cancelled(small: Runtime, options: Any) -> None:
+    reports = []
+
+    def progress(what: str, _fraction: float) -> bool:
+        reports.append(what)
+        return False
+
+    with pytest.raises(CancelledError, match="preparing the prompt"):
+        small.stream("=- " * 2000 if not options else " " * 999_999, progress=progress, **options)
+    assert reports == ["preparing the prompt"]

@@ -23,6 +23,12 @@ def test_killed_downloads_leave_no_incomplete_model() -> None:
     assert results["finished"] > 0
 
 
+def test_killed_terminal_chats_lose_no_question() -> None:
+    results = run_script("kill_terminal_chats.py", "--kills", "5", "--max-seconds", "1.5")
+    assert results["lost_questions"] == 0
+    assert results["questions_sent"] > 0
+
+
 @pytest.mark.long
 def test_many_kills_leave_no_incomplete_data() -> None:
     results = kill(200)

@@ -20,7 +20,8 @@ from edgespec import (
     TextChunk,
 )
 from edgespec.catalog import Progress
-from edgespec.chat.message import Message
+from edgespec.chat.message import Message, reply_message
+from edgespec.chat.reasoning import ReasoningSplitter, split_reasoning
 from edgespec.errors import CancelledError, OptionError
 from edgespec.method_names import parse_method
 from edgespec.tui.worker import Load
@@ -64,7 +65,7 @@ class Script:
 
     text: str = MARKDOWN
     pause_seconds: float = 0.0
-    error: Exception | None = None
+    error: BaseException | None = None
     error_after: int = 0
     dropped: int = 0
     gate: threading.Event | None = None
@@ -102,9 +103,10 @@ def made_up_stats(chunks: int) -> Stats:
 class ScriptedStream:
     """Words of the script as chunks, every third one the target's own."""
 
-    def __init__(self, script: Script, on_end: Callable[[Reply | None], None]) -> None:
+    def __init__(self, script: Script, on_end: Callable[[Reply | None], None], reply_start: str) -> None:
         self.script = script
         self.stats = Stats()
+        self.reply_start = reply_start
         self._on_end = on_end
         self._cancelled = threading.Event()
         self._reply: Reply | None = None
@@ -124,6 +126,7 @@ class ScriptedStream:
     def __iter__(self) -> Iterator[TextChunk]:
         script = self.script
         words = script.text.replace(" ", " \0").split("\0")
+        splitter = ReasoningSplitter(self.reply_start)
         said = ""
         for place, word in enumerate(words):
             if script.error is not None and place == script.error_after:
@@ -137,13 +140,27 @@ class ScriptedStream:
                 break
             said += word
             self.stats = made_up_stats(place + 1)
-            yield TextChunk(word, 1, place % 3 != 2)
+            part = splitter.feed(word)
+            if part.in_reasoning:
+                yield TextChunk(part.reasoning, 1, place % 3 != 2, True, word)
+            if part.answer or not part.in_reasoning:
+                yield TextChunk(part.answer, 1, place % 3 != 2, False, "" if part.in_reasoning else word)
             if script.pause_seconds:
                 time.sleep(script.pause_seconds)
         cancelled = self._cancelled.is_set()
         self.stats = made_up_stats(len(words))
+        reasoning, answer = split_reasoning(said, self.reply_start)
         self._reply = Reply(
-            said, (), "cancelled" if cancelled else "stop", 1234, "demo", "demo-draft", LIVE, self.stats
+            said,
+            (),
+            "cancelled" if cancelled else "stop",
+            1234,
+            "demo",
+            "demo-draft",
+            LIVE,
+            self.stats,
+            reasoning,
+            len(said) - len(answer),
         )
         self._on_end(self._reply)
 
@@ -167,10 +184,15 @@ class ScriptedChat:
     def edit_last(self, text: str, **options: Any) -> ScriptedStream:
         return self._answer([*self.messages[: self._last_user()], Message("user", text)], options)
 
+    def continue_reply(self, **options: Any) -> ScriptedStream:
+        messages = self.messages[: self._last_user() + 1]
+        start = "".join(message.text for message in self.messages[len(messages) :])
+        return self._answer(messages, options, start)
+
     def _last_user(self) -> int:
         return max(place for place, message in enumerate(self.messages) if message.role == "user")
 
-    def _answer(self, messages: list[Message], options: dict[str, Any]) -> ScriptedStream:
+    def _answer(self, messages: list[Message], options: dict[str, Any], start: str = "") -> ScriptedStream:
         self._runtime.asked.append((self.system, messages[-1].content, options))
         before = self.messages
         script = self._runtime.scripts.pop(0) if self._runtime.scripts else Script()
@@ -179,12 +201,12 @@ class ScriptedChat:
             if reply is None or (reply.finish_reason == "cancelled" and not reply.text):
                 self.messages = before
                 return
-            self.messages = [*messages, Message("assistant", reply.text)]
+            self.messages = [*messages, reply_message(start + reply.text)]
             self.context_used_tokens = 100 * len(self.messages)
             self.dropped_messages = script.dropped
 
         self.messages = messages
-        return ScriptedStream(script, on_end)
+        return ScriptedStream(script, on_end, start)
 
 
 @dataclass

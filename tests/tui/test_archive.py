@@ -27,16 +27,21 @@ async def test_chat_changed_by_another_program_is_saved_as_a_second_one(tmp_path
     one, other = Archive(store), Archive(store)
     mine = OpenChat()
     says(mine, "hello")
-    assert not await one.save(mine, "demo")
+    await one.save(mine, "demo")
+    assert not one.branched
     theirs = await opened(other, mine.id)
     assert theirs.id == mine.id
     says(mine, "mine")
-    assert not await one.save(mine, "demo")
+    await one.save(mine, "demo")
+    assert not one.branched
     says(theirs, "theirs")
-    assert await other.save(theirs, "demo")
+    await other.save(theirs, "demo")
+    assert other.branched
     assert theirs.id != mine.id
+    other.branched = False
     says(theirs, "more")
-    assert not await other.save(theirs, "demo")
+    await other.save(theirs, "demo")
+    assert not other.branched
     assert store.load(mine.id).messages == mine.messages
     assert store.load(theirs.id).messages == theirs.messages
 
@@ -53,7 +58,8 @@ async def test_chat_deleted_by_another_program_is_saved_again(
     chat_id = chat.id
     await Archive(store).delete(chat_id)
     says(chat, "still here")
-    assert not await archive.save(chat, "demo")
+    await archive.save(chat, "demo")
+    assert not archive.branched
     assert store.load(chat_id).messages == chat.messages
 
 
@@ -67,7 +73,8 @@ async def test_unreadable_chat_file_is_not_overwritten(tmp_path: Path) -> None:
     theirs = path.read_text().replace('"version": 1', '"version": 2')
     path.write_text(theirs)
     says(chat, "mine")
-    assert await archive.save(chat, "demo")
+    await archive.save(chat, "demo")
+    assert archive.branched
     assert path.read_text() == theirs
     assert store.load(chat.id).messages == chat.messages
 

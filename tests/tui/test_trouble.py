@@ -219,12 +219,14 @@ async def test_failed_save_is_shown_and_the_chat_continues(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(store: ChatStore, chat: SavedChat) -> Path:
-        raise ChatFileError("cannot save the chat: no space left on device", "free some space")
+        raise ChatFileError("cannot write chat.json: the disk is full", "free some space")
 
     async with driving(loading(ScriptedRuntime()), tmp_path) as d:
         monkeypatch.setattr(ChatStore, "save", full)
         await d.say("a question")
-        assert "Cannot save the chat: no space left on device" in d.transcript()
+        assert (
+            "The chat 'a question' was not saved: cannot write chat.json: the disk is full" in d.transcript()
+        )
         monkeypatch.undo()
         await d.say("another")
         assert len(d.chat.current_chat.entries) == 4

@@ -6,6 +6,7 @@ import gc
 import struct
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -245,11 +246,12 @@ class GgufModel(BaseModel):
         if self._closed:
             return
         self._closed = True
-        self._vocabulary.close()
         for context in self._contexts:
             context.close()
-        for weights in self.weights:
+        first, *others = self.weights
+        for weights in others:
             library().llama_model_free(weights)
+        self._vocabulary.close(partial(library().llama_model_free, first))
         gc.collect()
 
 

@@ -20,6 +20,7 @@ from typing import Any
 
 from edgespec.errors import BackendMissingError, ConfigurationError
 from edgespec.files import log_folder, make_private_folder, regular_file_bytes, touch_private
+from edgespec.installation import setup_command
 
 __all__ = ["Interrupt", "captured_log", "ggml", "library", "recent_errors"]
 
@@ -44,7 +45,7 @@ def library() -> ModuleType:
     except (ImportError, OSError, RuntimeError) as error:
         raise BackendMissingError(
             f"llama-cpp-python, which runs GGUF models, cannot be imported: {error}",
-            "install it with `pip install llama-cpp-python`, which needs a C++ compiler",
+            f"install it with `{setup_command()}`, which needs a C++ compiler",
         ) from error
     _open_log()
     _resend_interrupts_in_callbacks()
@@ -77,7 +78,7 @@ def ggml() -> Any:
 
 
 class _PrivateLog(RotatingFileHandler):
-    """A rotating log file that only its owner can read. Errors writing it are ignored."""
+    """A rotating log file that only its owner can read. Write errors are ignored."""
 
     def _open(self) -> TextIOWrapper:
         # Rotation creates new files, so each one is made private here.
@@ -97,8 +98,8 @@ def _open_log() -> None:
         make_private_folder(log.parent)
         for file in (log, log.with_name(f"{log.name}.1")):
             if file.exists():
-                regular_file_bytes(file)  # Raises OSError for a pipe, which would block when it is opened.
-                # Versions before 0.2 created log files that other users could read.
+                regular_file_bytes(file)  # Raises OSError for a pipe, which would block when opened.
+                # Other users could read the log files of versions before 0.2.
                 file.chmod(0o600)
         handler = _PrivateLog(log, maxBytes=1_000_000, backupCount=1, encoding="utf-8")
     handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))

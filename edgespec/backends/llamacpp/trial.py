@@ -21,18 +21,18 @@ from edgespec.errors import CancelledError
 
 __all__ = ["try_model", "try_split_model"]
 
-# The trial runs on the CPU, with mapped weights and a small context, so that it adds little to the memory and
-# the time of the load that follows.
+# Run the trial on the CPU, with memory-mapped weights and a small context, so that it adds little time and
+# memory to the load.
 _OPTIONS = LoadOptions(context_tokens=256, gpu_layers=0, batch_tokens=64)
-# Numbers of tokens per pass. llama.cpp uses other kernels for a single token, a few and many.
+# Tokens per pass. llama.cpp uses different kernels for one, a few and many tokens.
 _WIDTHS = (3, 1, 40)
-# The limit of processor time for all passes. Passes of a large model are cut short, but its layers resemble
-# each other, and llama.cpp checks the shapes of all of them before the first pass.
+# CPU time limit for all passes, in seconds. It cuts the passes of large models short, but their layers are
+# alike, and llama.cpp checks all shapes before the first pass.
 _PASS_CPU_SECONDS = 0.3
 _POLL_SECONDS = 0.02
-# Characters of one to four bytes.
+# Text with characters of one to four bytes in UTF-8.
 _TEXT = "".join(map(chr, range(1, 0x250))) + " The quick brown fox. \u4f60\u597d \U0001f642"
-# The number of tokens whose texts are read, spread over the vocabulary.
+# Number of tokens to look up, spread over the vocabulary.
 _PIECES = 256
 
 
@@ -55,9 +55,9 @@ def try_model(path: str, name: str, runs: bool, progress: Progress | None = None
 
 
 def try_split_model(folder: str, name: str, _runs: bool, _progress: Progress | None = None) -> None:
-    """Plan the memory of a model that was split for early exit.
+    """Plan the memory of a model split for early exit.
 
-    The model was split from a file that was tried before, so no tokens are run.
+    The file that it was split from has already been tried, so nothing is run.
 
     Raises:
         EdgespecError: The model cannot be loaded.
@@ -74,7 +74,7 @@ def _plan(path: str, name: str, *, split: bool) -> None:
 
 
 def _run_passes(context: LlamaContext, weights: Any) -> None:
-    """Run the passes of `probe` and a pass of each width, until the time limit is reached."""
+    """Run the `probe` passes and one pass of each width, until time runs out."""
     size = vocabulary_size(weights)
     with suppress(CancelledError), _interrupted_after(context, _PASS_CPU_SECONDS):
         probe(context, weights, _OPTIONS)
@@ -88,7 +88,7 @@ def _run_passes(context: LlamaContext, weights: Any) -> None:
 
 @contextmanager
 def _interrupted_after(context: LlamaContext, cpu_seconds: float) -> Iterator[None]:
-    """Interrupt the context's passes when they have taken this much processor time."""
+    """Interrupt the context's passes after `cpu_seconds` of CPU time."""
     finished, began = threading.Event(), time.process_time()
 
     def interrupt() -> None:
@@ -106,7 +106,7 @@ def _interrupted_after(context: LlamaContext, cpu_seconds: float) -> Iterator[No
 
 
 def _use_vocabulary(weights: Any) -> None:
-    """Tokenise a text of many characters, and read the texts of some tokens."""
+    """Tokenize a text with a wide range of characters, and look up some tokens."""
     vocabulary = LlamaVocabulary(weights)
     for special in (False, True):
         vocabulary.tokenize(_TEXT, special=special, start=True)

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import lru_cache, partial
+from functools import cached_property, lru_cache, partial
+from itertools import repeat
 from typing import Any
 
 from edgespec.backends.base_model import MAX_CACHED_PIECES
 from edgespec.backends.llamacpp.native import library
+from edgespec.backends.longest_piece import longest_piece_bytes
 from edgespec.errors import BackendError, ClosedError
 
 __all__ = ["LlamaVocabulary"]
@@ -19,18 +21,21 @@ __all__ = ["LlamaVocabulary"]
 class LlamaVocabulary:
     """The vocabulary of a loaded llama.cpp model.
 
-    Any thread may use it. Its methods raise ClosedError after the model has been closed.
+    Safe to use from any thread, even while another thread tokenizes a long text. Methods raise ClosedError
+    after the model is closed.
 
     Args:
-        model: The llama_model handle, which must not be freed before `close` is called.
+        model: The llama_model handle, which only `close` may free.
     """
 
     def __init__(self, model: Any) -> None:
         self._lib = library()
-        self._closed = False
-        # Prevents the model from being freed while another thread is tokenizing. Reentrant, because garbage
-        # collection during a call can end an abandoned reply, which looks up its tokens.
+        # Tokenizing a long text can take minutes and cannot be interrupted. The last running call therefore
+        # frees the model, so that `close` does not block. The lock is reentrant, because garbage collection
+        # during a call can finalize an abandoned reply, which looks up tokens.
         self._lock = threading.RLock()
+        self._running_calls = 0
+        self._free_model: Callable[[], None] | None = None
         self._vocab = self._lib.llama_model_get_vocab(model)
         self.size: int = self._lib.llama_vocab_n_tokens(self._vocab)
         template = self._lib.llama_model_chat_template(model, None)
@@ -62,6 +67,23 @@ class LlamaVocabulary:
                 )
             room = -count
 
+    def min_tokens(self, text: str) -> int:
+        """See `Vocabulary`."""
+        longest = self._longest_piece_bytes
+        return -(-len(text.strip().encode("utf-8", "replace")) // longest) if longest else 0
+
+    @cached_property
+    def _longest_piece_bytes(self) -> int:
+        lib, tokens = self._lib, range(self.size)
+        with self._open():
+            # Other types can merge unknown words of any length into one token.
+            if lib.llama_vocab_type(self._vocab) not in (lib.LLAMA_VOCAB_TYPE_SPM, lib.LLAMA_VOCAB_TYPE_BPE):
+                return 0
+            entries = list(map(lib.llama_vocab_get_text, repeat(self._vocab), tokens))
+        # Decoding must not shorten a damaged entry.
+        texts = (entry.decode("utf-8", "backslashreplace") for entry in entries)
+        return longest_piece_bytes(dict(zip(texts, tokens, strict=True)), self.raw_piece)
+
     def piece(self, token: int) -> bytes:
         """See `Vocabulary`."""
         return self._cached_piece(token)
@@ -92,13 +114,29 @@ class LlamaVocabulary:
 
     @contextmanager
     def _open(self) -> Iterator[None]:
-        """Prevent the model from being closed during the `with` block. Raises ClosedError."""
+        """Prevent the model from being freed during the `with` block. Raises ClosedError."""
         with self._lock:
-            if self._closed:
+            if self._free_model:
                 raise ClosedError("the model is closed", "load it again")
+            self._running_calls += 1
+        try:
             yield
+        finally:
+            self._update(calls=-1)
 
-    def close(self) -> None:
-        """Make further calls raise ClosedError. This must be called before the model is freed."""
+    def close(self, free_model: Callable[[], None]) -> None:
+        """Make further calls raise ClosedError, and free the model when no call is running.
+
+        Args:
+            free_model: Function that frees the model. It may be called later and in another thread.
+        """
+        self._update(free_model=free_model)
+
+    def _update(self, calls: int = 0, free_model: Callable[[], None] | None = None) -> None:
+        """Change the number of running calls or close the vocabulary, and free the model if it is unused."""
         with self._lock:
-            self._closed = True
+            self._running_calls += calls
+            self._free_model = self._free_model or free_model
+            free_now = None if self._running_calls else self._free_model
+        if free_now:
+            free_now()

@@ -11,6 +11,7 @@ from importlib import metadata
 from typing import Any, NamedTuple
 
 from edgespec.errors import BackendMissingError
+from edgespec.installation import setup_command
 
 __all__ = ["MlxBuildInfo", "build_info", "mlx_core", "mlx_lm_utils", "runs_on_cpu"]
 
@@ -74,7 +75,7 @@ def mlx_lm_utils() -> Any:
 def _missing(library: str, error: Exception) -> BackendMissingError:
     return BackendMissingError(
         f"cannot load {library}, which is required for MLX models: {error}",
-        'install it with `pip install "edgespec[mlx]"`, or use a GGUF model',
+        f"install it with `{setup_command('mlx')}`, or use a GGUF model",
     )
 
 

@@ -9,10 +9,11 @@ from __future__ import annotations
 import json
 import re
 import threading
-from functools import cache
+from functools import cache, cached_property
 from typing import Any
 
 from edgespec.backends.base_model import MAX_CACHED_PIECES
+from edgespec.backends.longest_piece import longest_piece_bytes
 from edgespec.errors import BackendError, ClosedError, ModelFileError
 
 __all__ = ["MlxVocabulary"]
@@ -28,6 +29,8 @@ _END_TEXTS = """
 """
 _HARMONY_MARKS = "<|channel|> <|message|> <|start|> <|constrain|>"
 _LOOKS_SPECIAL = re.compile(r"<pad>|<mask>|<2mass>|\[@BOS@\]|<\|.*\|>|<｜.*｜>|<unused.*>", re.DOTALL)
+# Pre-tokenizers that remove whitespace or other characters.
+_REMOVES_TEXT = re.compile("Removed|Whitespace|CharDelimiterSplit|BertPreTokenizer")
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
@@ -88,6 +91,28 @@ class MlxVocabulary:
             )
         return tokens
 
+    def min_tokens(self, text: str) -> int:
+        """See `Vocabulary`."""
+        longest = self._longest_piece_bytes
+        if not longest:
+            return 0
+        normalizer = self._check_open().backend_tokenizer.normalizer
+        text = text.encode("utf-8", "replace").decode()
+        if normalizer:
+            text = normalizer.normalize_str(text).replace("▁", " ")
+        return -(-len(text.strip().encode()) // longest)
+
+    @cached_property
+    def _longest_piece_bytes(self) -> int:
+        tokenizer = self._check_open()
+        # Only the Rust tokenizers expose whether they remove text before tokenizing.
+        if not tokenizer.is_fast or _REMOVES_TEXT.search(str(tokenizer.backend_tokenizer.pre_tokenizer)):
+            return 0
+        return longest_piece_bytes(tokenizer.get_vocab(), self._known_piece)
+
+    def _known_piece(self, token: int) -> bytes:
+        return self.raw_piece(token) if token < self.size else b""
+
     def piece(self, token: int) -> bytes:
         self._check_open()
         piece = self._pieces.get(token)
@@ -122,9 +147,8 @@ class MlxVocabulary:
         return tokenizer
 
     def close(self) -> None:
-        """Free the tokenizer."""
-        with self._lock:
-            self._tokenizer = None
+        """Free the tokenizer once no thread is using it. Does not block."""
+        self._tokenizer = None
 
 
 def _control_tokens(added: dict[int, Any], vocab: dict[str, int]) -> frozenset[int]:

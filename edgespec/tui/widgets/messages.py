@@ -16,6 +16,7 @@ from textual.widgets.markdown import MarkdownStream
 
 from edgespec.tui.numbers import count, percent
 from edgespec.tui.widgets.pairs import Pairs
+from edgespec.tui.widgets.thoughts import Thoughts
 
 if TYPE_CHECKING:
     from edgespec import Reply, TextChunk
@@ -75,24 +76,36 @@ class Welcome(Vertical):
 
 
 class ReplyMessage(Widget):
-    """A reply, as Markdown or with tokens coloured by origin (draft or target), and how it ended."""
+    """A reply: its reasoning, folded, its answer, and how it ended.
+
+    The answer is shown as Markdown, or with tokens coloured by origin (draft or target).
+
+    Attributes:
+        text: The answer.
+        reasoning: The reasoning before the answer.
+    """
 
     def __init__(
         self,
         text: str = "",
         *,
+        reasoning: str = "",
+        thought_seconds: float | None = None,
         chunks: Sequence[TextChunk] = (),
         reply: Reply | None = None,
         origin: bool = False,
     ) -> None:
         super().__init__(classes="reply")
         self.text = text
+        self.reasoning = reasoning
+        self.thoughts = Thoughts(thought_seconds)
         self.chunks: list[TextChunk] = list(chunks)
         self.reply = reply
         self._origin = origin
         self._stream: MarkdownStream | None = None
 
     def compose(self) -> ComposeResult:
+        yield self.thoughts
         yield Markdown(self.text, parser_factory=_markdown_parser, classes="reply-markdown")
         yield Static(classes="reply-origin")
         yield Static(classes="reply-end")
@@ -118,23 +131,27 @@ class ReplyMessage(Widget):
 
     def show_reading(self, fraction: float) -> None:
         """Show what fraction of the prompt has been processed. Does nothing once text has appeared."""
-        if not self.text and 0 < fraction < 1:
+        if not (self.text or self.reasoning) and 0 < fraction < 1:
             self._end.update(Content(f"reading the prompt, {percent(fraction)}"))
 
     async def write(self, chunks: Sequence[TextChunk]) -> None:
         """Append chunks to the reply."""
         assert self._stream is not None
         self.chunks.extend(chunks)
-        fragment = "".join(chunk.text for chunk in chunks)
+        fragment = "".join(chunk.text for chunk in chunks if not chunk.reasoning)
         self.text += fragment
-        self._end.display = False
+        thoughts = "".join(chunk.text for chunk in chunks if chunk.reasoning)
+        self.reasoning += thoughts
+        self._end.display = not (self.text or self.reasoning)
         if self.coloured:
             self._refresh_views()
+        if thoughts or (fragment and fragment == self.text):
+            self._refresh_thoughts()
         await self._stream.write(fragment)
 
-    async def finish(self, text: str, reply: Reply | None) -> None:
+    async def finish(self, text: str, reasoning: str, reply: Reply | None) -> None:
         """Mark the reply as finished and show its final text."""
-        self.reply = reply
+        self.reply, self.reasoning = reply, reasoning
         if self._stream is not None:
             await self._stream.stop()
             self._stream = None
@@ -157,21 +174,33 @@ class ReplyMessage(Widget):
     def _end(self) -> Static:
         return self.query_one(".reply-end", Static)
 
+    def _refresh_thoughts(self) -> None:
+        chunks = [chunk for chunk in self.chunks if chunk.reasoning]
+        # The text from before a continued reply has no chunks.
+        coloured = self.coloured and "".join(chunk.text for chunk in chunks) == self.reasoning
+        text = _origin_content(chunks) if coloured else Content(self.reasoning)
+        if self.writing and not self.text:
+            self.thoughts.show_growing(text, sum(chunk.token_count for chunk in chunks))
+        else:
+            self.thoughts.show(text)
+
     def _refresh_views(self) -> None:
         coloured = self.coloured
         view = self.query_one(".reply-origin", Static)
         self._markdown.display = not coloured
         view.display = coloured
         if coloured:
-            view.update(_origin_content(self.chunks).rstrip())
+            answer = [chunk for chunk in self.chunks if not chunk.reasoning]
+            view.update(_origin_content(answer).rstrip())
         if not self.writing:
+            self._refresh_thoughts()
             line = self._closing_line(coloured)
             self._end.update(line)
             self._end.display = bool(line)
 
     def _closing_line(self, coloured: bool) -> Content:
         reason = self.reply.finish_reason if self.reply is not None else "stop"
-        ending = _ENDINGS.get(reason, "")
+        ending = _ENDINGS.get(reason, "ended without an answer" if self.reasoning and not self.text else "")
         if not coloured:
             return Content(ending)
         drafted = sum(chunk.token_count for chunk in self.chunks if chunk.accepted)

@@ -46,7 +46,10 @@ class PromptInput(TextArea):
 
     async def _on_key(self, event: events.Key) -> None:
         if event.key == "enter":
-            self.post_message(self.Sent(self.text))
+            # Clear the input first, so that the next key does not add to the text that is being sent.
+            text = self.text
+            self.clear()
+            self.post_message(self.Sent(text))
         elif event.key == "tab" and self.suggestion:
             self.insert(self.suggestion + " ")
         elif event.key == "question_mark" and not self.text:

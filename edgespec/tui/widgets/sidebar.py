@@ -53,6 +53,6 @@ class Sidebar(OptionList):
         place = self.highlighted or 0
         self.set_options(
             [ChatOption(chat, is_open=chat.id == current) for chat in chats]
-            or [Option("No saved chats yet. Chats are saved after each reply.", disabled=True)]
+            or [Option("No saved chats yet. Each message is saved when you send it.", disabled=True)]
         )
         self.highlighted = min(place, len(chats) - 1) if chats else None

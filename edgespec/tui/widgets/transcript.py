@@ -67,10 +67,15 @@ class Transcript(VerticalScroll):
         await self._column.mount(widget)
         self.anchor()
 
-    async def start_reply(self) -> ReplyMessage:
-        """Append an empty reply widget that is ready to receive text."""
-        reply = ReplyMessage(origin=self._origin)
-        await self.add(reply)
+    async def start_reply(self, *, resume: bool = False) -> ReplyMessage:
+        """Return a reply widget that is ready to receive text: a new one, or the last one if `resume`."""
+        last = self._messages[-1] if resume else None
+        if isinstance(last, ReplyMessage):
+            reply = last
+            self.anchor()
+        else:
+            reply = ReplyMessage(origin=self._origin)
+            await self.add(reply)
         reply.begin()
         return reply
 
@@ -101,6 +106,13 @@ class Transcript(VerticalScroll):
         for reply in self.query(ReplyMessage):
             reply.show_origin(origin)
 
+    def toggle_thoughts(self) -> bool:
+        """Unfold or fold the reasoning of the last reply that has any. Return False if there is none."""
+        replies = [reply for reply in self._messages if isinstance(reply, ReplyMessage) and reply.reasoning]
+        if replies:
+            replies[-1].thoughts.collapsed = not replies[-1].thoughts.collapsed
+        return bool(replies)
+
     def set_dropped(self, dropped: int) -> None:
         """Show a line below the first `dropped` messages, which no longer fit in the context."""
         self._dropped = dropped
@@ -120,7 +132,14 @@ class Transcript(VerticalScroll):
             return UserMessage(entry.content)
         if entry.role == "system":
             return Panel("System", entry.content)
-        return ReplyMessage(entry.content, chunks=entry.chunks, reply=entry.reply, origin=self._origin)
+        return ReplyMessage(
+            entry.content,
+            reasoning=entry.reasoning,
+            thought_seconds=entry.thought_seconds,
+            chunks=entry.chunks,
+            reply=entry.reply,
+            origin=self._origin,
+        )
 
     def _refresh_earlier(self) -> None:
         for earlier in self.query(".earlier").results(Static):

@@ -392,5 +392,5 @@ def test_without_mlx_the_error_names_the_extra(module: str, llama: Path) -> None
         timeout=60,
         check=True,
     )
-    assert 'pip install "edgespec[mlx]"' in ran.stdout
+    assert "scripts/setup mlx" in ran.stdout
     assert ran.stdout.count("\n") == 1

@@ -45,6 +45,9 @@ class Pieces:
             at += len(known[tokens[-1]])
         return tokens
 
+    def min_tokens(self, text: str) -> int:
+        return 0
+
     def piece(self, token: int) -> bytes:
         return self._raw[token] if token < self.text_tokens else b""
 

@@ -1,0 +1,76 @@
+"""Suggest a first real model and draft model to users of the demo, which fit this machine."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from edgespec.catalog.catalogue import ModelEntry, load_catalogue
+from edgespec.files import format_bytes
+
+__all__ = ["Suggestion", "suggest_model"]
+
+# Aliases such as `8b-q4` mark the models that edgespec recommends first.
+_ALIAS_SUFFIX = {"gguf": "-q4", "mlx": "-mlx"}
+# Maximum download. Larger models take hours to download, and are slow on most machines that can hold them.
+_MAX_DOWNLOAD_BYTES = 10_000_000_000
+# Memory besides the files: KV caches of 8192 tokens for an 8B and a 1B model (1.25 GiB), compute buffers and
+# Python. Rounded up.
+_OTHER_BYTES = 2 << 30
+
+
+class Suggestion(NamedTuple):
+    """A target and its draft model.
+
+    Attributes:
+        target: A reference to the target.
+        draft: A reference to the draft model.
+        download_bytes: Approximate size of both files.
+        needed_bytes: Approximate memory that both models need.
+    """
+
+    target: str
+    draft: str
+    download_bytes: int
+    needed_bytes: int
+
+    def describe(self, command: str, budget_bytes: int) -> str:
+        """Return the suggestion as text for the screen, with the command that runs it.
+
+        Args:
+            command: The command that starts a chat.
+            budget_bytes: Memory that edgespec may use.
+        """
+        return (
+            f"{command} --target {self.target} --draft {self.draft} (downloads"
+            f" {format_bytes(self.download_bytes)}; needs about {format_bytes(self.needed_bytes)} of the"
+            f" {format_bytes(budget_bytes)} of memory that edgespec can use here)"
+        )
+
+
+def suggest_model(budget_bytes: int, model_format: str = "gguf") -> Suggestion | None:
+    """Return the largest recommended model that fits, with its draft model. Reads only the catalogue.
+
+    Args:
+        budget_bytes: Memory that edgespec may use.
+        model_format: `gguf` or `mlx`.
+
+    Returns:
+        The suggestion, or None if no model fits.
+    """
+    suggestions = []
+    for entry in load_catalogue().entries:
+        target = _alias(entry)
+        found = load_catalogue().find(entry.drafts[0]) if entry.drafts else None
+        if entry.format != model_format or not target or found is None or not (draft := _alias(found[0])):
+            continue
+        size_bytes = entry.approximate_file_bytes + found[0].approximate_file_bytes
+        needed_bytes = size_bytes + _OTHER_BYTES
+        if size_bytes <= _MAX_DOWNLOAD_BYTES and needed_bytes <= budget_bytes:
+            suggestions.append(Suggestion(target, draft, size_bytes, needed_bytes))
+    return max(suggestions, key=lambda each: each.download_bytes, default=None)
+
+
+def _alias(entry: ModelEntry) -> str:
+    """Return the entry's recommended short name, or an empty string if it has none."""
+    suffix = _ALIAS_SUFFIX.get(entry.format, "")
+    return next((name for name in entry.aliases if suffix and name.endswith(suffix) and ":" not in name), "")

@@ -1,0 +1,190 @@
+"""Separate a reply's reasoning from its answer, using the markers of published chat templates."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Literal, NamedTuple
+
+from edgespec.backends.base import Vocabulary
+
+__all__ = [
+    "ReasoningSplitter",
+    "SplitText",
+    "leading_marker",
+    "opening_marker",
+    "piece_with_markers",
+    "split_at_markers",
+    "split_reasoning",
+]
+
+# The markers before and after reasoning, with models whose published chat templates contain them.
+_MARKERS: Mapping[str, str] = MappingProxyType(
+    {
+        # Qwen 3, QwQ, DeepSeek R1, GLM 4.5, SmolLM 3, Nemotron Nano, MiniMax M2, Kimi K2 Thinking
+        "<think>": "</think>",
+        # Magistral, Ministral 3 Reasoning
+        "[THINK]": "[/THINK]",
+        # Seed-OSS
+        "<seed:think>": "</seed:think>",
+        # MiniMax M3
+        "<mm:think>": "</mm:think>",
+        # Command R7B, Command A Reasoning
+        "<|START_THINKING|>": "<|END_THINKING|>",
+        # Gemma 4
+        "<|channel>thought": "<channel|>",
+        # gpt-oss. A reply that starts in the final channel has no reasoning, hence the empty closing marker.
+        "<|channel|>analysis<|message|>": "<|start|>assistant<|channel|>final<|message|>",
+        "<|channel|>final<|message|>": "",
+    }
+)
+# The parts of the markers that can be single control tokens, such as `[THINK]` and `<|channel|>`.
+_MARKER_TOKENS = frozenset(
+    part.encode()
+    for pair in _MARKERS.items()
+    for marker in pair
+    for part in re.findall(r"<[^<>]+>|\[[^\[\]]+\]", marker)
+)
+_MARKER_TOKEN = re.compile(f"({'|'.join(re.escape(marker.decode()) for marker in _MARKER_TOKENS)})")
+_LEADING = re.compile(rf"\s*(?:{'|'.join(map(re.escape, _MARKERS))})\s*")
+_OPENED = re.compile(rf"(?:{'|'.join(re.escape(start) for start, end in _MARKERS.items() if end)})\s*\Z")
+# Number of characters at the end of a prompt in which to look for an opening marker. The longest has 30.
+_PROMPT_END = 200
+
+
+def piece_with_markers(vocabulary: Vocabulary, token: int) -> bytes:
+    """Return the bytes that a token adds to a reply, including markers that are control tokens."""
+    piece = vocabulary.piece(token)
+    if piece:
+        return piece
+    raw = vocabulary.raw_piece(token)
+    return raw if raw in _MARKER_TOKENS else b""
+
+
+def opening_marker(prompt: str) -> str:
+    """Return the opening marker and whitespace at the end of a prompt, or an empty string.
+
+    The templates of DeepSeek R1, QwQ and others write the opening marker themselves, so that the model must
+    reason. The reply then starts inside the reasoning.
+    """
+    opened = _OPENED.search(prompt[-_PROMPT_END:])
+    return opened[0] if opened else ""
+
+
+def split_at_markers(text: str) -> list[tuple[str, bool]]:
+    """Split a text at possible marker tokens. Return each part and whether it is one of them."""
+    return [(part, place % 2 == 1) for place, part in enumerate(_MARKER_TOKEN.split(text))]
+
+
+def leading_marker(text: str) -> str:
+    """Return the opening marker and whitespace at the start of a reply, or an empty string."""
+    leading = _LEADING.match(text)
+    return leading[0] if leading else ""
+
+
+class SplitText(NamedTuple):
+    """The reasoning and the answer in a part of a reply, without markers.
+
+    Attributes:
+        in_reasoning: Whether the part belongs to the reasoning, even if all its text is withheld.
+    """
+
+    reasoning: str
+    answer: str
+    in_reasoning: bool
+
+
+class ReasoningSplitter:
+    """Splits a reply into reasoning and answer as its text arrives.
+
+    Only a marker at the very start of a reply opens reasoning, because a marker in a sentence or a code block
+    is part of the answer. Text that could belong to a marker is withheld until more text shows whether it
+    does. Whitespace around the reasoning is dropped. A reply without reasoning is not changed.
+
+    Args:
+        reply_start: Text at the end of the prompt that already belongs to the reply.
+    """
+
+    def __init__(self, reply_start: str = "") -> None:
+        self._close = ""
+        self._phase: Literal["start", "reasoning", "answer"] = "start"
+        self._held = ""
+        # Whether to drop leading whitespace, because the reasoning, or the answer after it, has no text yet.
+        self._drops_space = False
+        # Number of withheld characters that are not part of the result.
+        self._skipped = 0
+        self.feed(reply_start)
+        self._skipped = len(self._held)
+
+    def feed(self, text: str) -> SplitText:
+        """Add a token's text, and return the text that no longer has to be withheld."""
+        before = self._phase
+        self._held += text
+        if self._phase == "start":
+            self._read_start()
+        in_reasoning = "reasoning" in (before, self._phase)
+        reasoning = self._read_reasoning() if self._phase == "reasoning" else ""
+        answer = self._read(len(self._held)) if self._phase == "answer" else ""
+        # The whitespace between the reasoning and the answer belongs to the reasoning.
+        return SplitText(reasoning, answer, in_reasoning or self._drops_space)
+
+    def finish(self, text: str = "") -> SplitText:
+        """Add the last text of the reply, and return it with all withheld text."""
+        reasoning, answer, _ = self.feed(text)
+        if self._phase == "start":
+            self._begin_answer()
+        if self._phase == "reasoning":
+            return SplitText(reasoning + self._read(len(self._held.rstrip())), "", True)
+        return SplitText(reasoning, answer + self._read(len(self._held)), False)
+
+    def _read_start(self) -> None:
+        """Read the opening marker, or establish that there is none. Does nothing until it can tell."""
+        text = self._held.lstrip()
+        opening = next((marker for marker in _MARKERS if text.startswith(marker)), None)
+        if opening is not None:
+            self._close = _MARKERS[opening]
+            self._held = text[len(opening) :]
+            self._phase, self._drops_space = "reasoning", True
+        elif not any(marker.startswith(text) for marker in _MARKERS):
+            self._begin_answer()
+
+    def _begin_answer(self) -> None:
+        self._phase = "answer"
+        self._held = self._held[self._skipped :]
+
+    def _read_reasoning(self) -> str:
+        """Return the reasoning that is not withheld, and switch to the answer after the closing marker."""
+        end = self._held.find(self._close)
+        if end < 0:
+            undecided = _shared_length(self._held, self._close)
+            return self._read(len(self._held[: len(self._held) - undecided].rstrip()))
+        reasoning = self._read(len(self._held[:end].rstrip()))
+        self._held = self._held[self._held.index(self._close) + len(self._close) :]
+        self._phase, self._drops_space = "answer", True
+        return reasoning
+
+    def _read(self, length: int) -> str:
+        """Consume and return `length` characters, without whitespace before the reasoning or the answer."""
+        text, self._held = self._held[:length], self._held[length:]
+        if self._drops_space:
+            text = text.lstrip()
+            self._drops_space = not text
+        return text
+
+
+def _shared_length(text: str, marker: str) -> int:
+    """Return the length of the longest suffix of `text` that is a prefix of `marker`."""
+    longest = min(len(marker) - 1, len(text))
+    return next((size for size in range(longest, 0, -1) if marker.startswith(text[-size:])), 0)
+
+
+def split_reasoning(text: str, reply_start: str = "") -> tuple[str, str]:
+    """Return the reasoning and the answer of a reply.
+
+    Args:
+        text: The text of the reply.
+        reply_start: See `ReasoningSplitter`. It is not part of the result.
+    """
+    reasoning, answer, _ = ReasoningSplitter(reply_start).finish(text)
+    return reasoning, answer

@@ -1,0 +1,45 @@
+"""Commands that messages suggest, such as those that install missing packages. They work as printed."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import sys
+from pathlib import Path
+
+__all__ = ["chat_command", "pip_command", "setup_command"]
+
+
+def chat_command() -> str:
+    """Return the command that starts a chat in the way the user started this one.
+
+    That is scripts/chat if it set `_EDGESPEC_CHAT_COMMAND`, `edgespec chat` if that is this installation, or
+    else Python with `-m edgespec chat`.
+    """
+    if script := os.environ.get("_EDGESPEC_CHAT_COMMAND"):
+        return script
+    on_path = shutil.which("edgespec")
+    if on_path is not None and Path(on_path).parent == Path(sys.executable).parent:
+        return "edgespec chat"
+    return f"{shlex.quote(sys.executable)} -m edgespec chat"
+
+
+def setup_command(packages: str = "") -> str:
+    """Return the command that installs edgespec's own or optional packages, such as `scripts/setup mlx`.
+
+    It never names edgespec to pip, which could install another project's package of that name.
+
+    Args:
+        packages: `mlx`, `mlx-cuda` or `dev`. Empty for the packages that edgespec always needs.
+    """
+    source = Path(__file__).resolve().parent.parent
+    script = source / "scripts" / "setup"
+    # Without its source folder, edgespec was installed as a package, and the user knows where the source is.
+    path = str(script) if script.is_file() and Path.cwd() != source else "scripts/setup"
+    return f"{shlex.quote(path)} {packages}".rstrip()
+
+
+def pip_command(*arguments: str) -> str:
+    """Return a pip command that changes the Python environment in which edgespec runs."""
+    return shlex.join([sys.executable, "-m", "pip", "install", *arguments])

@@ -1,0 +1,96 @@
+"""End the chat on signals and when the terminal is closed, even if the screen or the model is stuck."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Callable
+from threading import Event, Thread
+from time import monotonic, sleep
+from types import FrameType, TracebackType
+from typing import Any
+
+__all__ = ["EndWatch"]
+
+# SIGHUP means that the terminal was closed. Windows does not have it.
+_SIGNALS = [each for each in signal.Signals if each.name in ("SIGHUP", "SIGINT", "SIGTERM")]
+# Seconds between checks that the terminal is still open.
+_CHECK_SECONDS = 1.0
+# Seconds after a signal until the process is killed, if the reply or the model does not stop.
+_FORCE_SECONDS = 20.0
+# Seconds between attempts to quit while the app is still starting.
+_RETRY_SECONDS = 0.05
+_INTERRUPTED = 130
+
+
+class EndWatch:
+    """Context manager that ends the chat on SIGHUP, SIGINT and SIGTERM, or when its terminal is closed.
+
+    Runs in its own thread, because a terminal that no longer reads can block the main thread. After a signal,
+    the app quits as if the user had quit. If the terminal is closed, the process exits without drawing
+    anything.
+
+    Args:
+        save: Saves the chat.
+        leave: Asks the app to quit. Returns False if it has not started yet. Called once per signal.
+        stop: Stops the reply and closes the model. Called if the terminal is closed.
+
+    Attributes:
+        signalled: True once a signal has arrived.
+    """
+
+    def __init__(
+        self, save: Callable[[], None], leave: Callable[[], bool], stop: Callable[[], object]
+    ) -> None:
+        self.signalled = False
+        self._save = save
+        self._leave = leave
+        self._stop = stop
+        self._arrived = Event()
+        self._ended = False
+        self._had_terminal = _has_terminal()
+        self._handlers: dict[int, Any] = {}
+
+    def __enter__(self) -> EndWatch:
+        for number in _SIGNALS:
+            # `nohup` ignores SIGHUP. Keep it ignored.
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                self._handlers[number] = signal.signal(number, self._on_signal)
+        Thread(target=self._watch, name="edgespec-end", daemon=True).start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._ended = True
+        self._arrived.set()
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
+
+    def _on_signal(self, _number: int, _frame: FrameType | None) -> None:
+        self._arrived.set()
+
+    def _watch(self) -> None:
+        deadline = float("inf")
+        while not self._ended:
+            self._arrived.wait(_CHECK_SECONDS)
+            if self._had_terminal and not _has_terminal():
+                self._save()
+                self._stop()
+                self._save()
+                os._exit(_INTERRUPTED)
+            if self._arrived.is_set() and not self._ended:
+                self.signalled = True
+                deadline = min(deadline, monotonic() + _FORCE_SECONDS)
+                self._save()
+                if self._leave():
+                    self._arrived.clear()
+                else:
+                    sleep(_RETRY_SECONDS)
+            if monotonic() > deadline:
+                os._exit(_INTERRUPTED)
+
+
+def _has_terminal() -> bool:
+    return sys.__stdin__ is not None and sys.__stdin__.isatty()

@@ -1,0 +1,252 @@
+"""The turns of the open chat: send messages to the model thread, then show and save the replies."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from concurrent.futures import Future
+from contextlib import suppress
+from time import monotonic, thread_time
+
+from edgespec.chat.message import Message
+from edgespec.errors import ChatFileError
+from edgespec.tui.chat_view import ChatView
+from edgespec.tui.open_chat import OpenChat
+from edgespec.tui.widgets.messages import ReplyMessage, UserMessage
+from edgespec.tui.worker import Act, Ask, ChatState
+
+__all__ = ["TurnScreen"]
+
+# Interval between screen updates.
+_TICK_SECONDS = 1 / 25
+# The details panel is updated once per this many screen updates, so that its numbers stay readable.
+_TICKS_PER_DETAILS = 5
+# Maximum share of CPU time spent drawing, and the longest pause between two screen updates.
+_MAX_DRAWING_SHARE = 0.25
+_MAX_PAUSE_SECONDS = 0.2
+
+
+class TurnScreen(ChatView):
+    """The chat view with turns, but without key bindings and commands, which `ChatScreen` adds."""
+
+    _job: Future[ChatState] | None = None
+    _reply: ReplyMessage | None = None
+    _asked: Ask | None = None
+    _after_reply: Callable[[], Awaitable[None]] | None = None
+    _unsent = ""
+    _stopped = False
+    _leaving = False
+    _failure_shown = False
+    _ticks = 0
+    _drawn_at = _spent_at = 0.0
+
+    def on_mount(self) -> None:
+        self._tick_timer = self.set_interval(_TICK_SECONDS, self._tick, pause=True)
+        self._start(self._thread.open_chat(self.current_chat.system, ()))
+
+    async def show_chat(self, chat: OpenChat) -> None:
+        """Show `chat` instead of the current chat."""
+        self.current_chat = chat
+        self._last_stats = None
+        self._failure_shown = False
+        self.leave_edit()
+        self.history.seed(entry.content for entry in chat.entries if entry.role == "user")
+        self._start(self._thread.open_chat(chat.system, chat.messages))
+        await self.transcript.show_chat(chat.entries, welcome=self._welcome())
+        await self.refresh_sidebar()
+        self.refresh_facts()
+        self.prompt.focus()
+
+    async def save(self) -> bool:
+        """Save the chat and refresh the list of chats. On failure, show the error and return False."""
+        with suppress(ChatFileError):
+            await self.archive.save(self.current_chat, self.runtime.target.name)
+        if not await self._report_save():
+            return False
+        await self.refresh_sidebar()
+        return True
+
+    def save_turn(self) -> None:
+        """Save a reply that is being written. Can be called from any thread, even after the app has ended."""
+        chat = self.current_chat
+        if chat.turn is not None:
+            with suppress(ChatFileError):
+                self.archive.save_now(chat, self.runtime.target.name, chat.turn)
+
+    async def _report_save(self) -> bool:
+        """Show once why the chat could not be saved, and return whether it is saved."""
+        if self.archive.branched:
+            self.archive.branched = False
+            await self.transcript.note(
+                "Another program changed this chat. Your version was saved as a new chat."
+            )
+        error = self.archive.unsaved.get(self.current_chat.id)
+        if error is not None and not self._failure_shown:
+            await self.show_error(error)
+        self._failure_shown = error is not None
+        return error is None
+
+    @property
+    def idle(self) -> bool:
+        """True if the model thread is idle."""
+        return self._job is None
+
+    def stop_reply(self) -> None:
+        """Stop the running reply."""
+        self._stopped = True
+        self._thread.cancel()
+
+    async def when_free(self, action: Callable[[], Awaitable[None]]) -> None:
+        """Run `action` now, or stop the running reply first and then run it."""
+        if self.writing:
+            self._after_reply = action
+            self.stop_reply()
+        else:
+            await action()
+
+    async def finish(self, timeout_seconds: float) -> None:
+        """Stop the reply and wait until the chat is saved or the timeout expires. Called before quitting."""
+        self._leaving = True
+        self._after_reply = None
+        if self.writing or self.archive.unsaved:
+            # Save what is written so far at once, because the reply may not stop in time.
+            with suppress(ChatFileError):
+                await self.archive.save(self.current_chat, self.runtime.target.name)
+        self.stop_reply()
+        deadline = monotonic() + timeout_seconds
+        while not self.idle and monotonic() < deadline:
+            await asyncio.sleep(0.01)
+
+    async def take_turn(self, act: Act, text: str) -> None:
+        """Save and show the user's message, and start the reply."""
+        transcript, chat = self.transcript, self.current_chat
+        last_user = max((i for i, entry in enumerate(chat.entries) if entry.role == "user"), default=-1)
+        kept = {"send": len(chat.entries), "edit": last_user}.get(act, last_user + 1)
+        kept_messages, replaced = chat.messages[:kept], chat.messages[kept:]
+        reply_start = "".join(message.text for message in replaced) if act == "continue" else ""
+        sent = (Message("user", text),) if act in ("send", "edit") else ()
+        turn = chat.begin_turn((*kept_messages, *sent), reply_start.rstrip("\ufffd"))
+        self._asked = Ask(act, text, chat.system, chat.messages, dict(chat.settings), turn.written)
+        self._stopped = self._failure_shown = False
+        if sent:
+            with suppress(ChatFileError):
+                await self.archive.save(chat, self.runtime.target.name)
+        await transcript.remove_notes()
+        if not reply_start:
+            await transcript.remove_messages(len(replaced))
+        if sent:
+            await transcript.add(UserMessage(text))
+        self._reply = await transcript.start_reply(resume=bool(reply_start))
+        await self._report_save()
+        self._start(self._thread.ask(self._asked))
+        if self._stopped:
+            self._thread.cancel()
+        self.archive.save_while_written(chat, self.runtime.target.name)
+        self.refresh_facts()
+
+    def _start(self, job: Future[ChatState]) -> None:
+        self._job = job
+        self._tick_timer.resume()
+
+    async def _tick(self) -> None:
+        # If drawing is slow, draw less often to leave the CPU to the model.
+        now, spent = monotonic(), thread_time()
+        pause = min((spent - self._spent_at) / _MAX_DRAWING_SHARE, _MAX_PAUSE_SECONDS)
+        if now - self._drawn_at < pause:
+            return
+        self._drawn_at, self._spent_at = now, spent
+        # Check whether the reply has ended before reading its chunks, so that no chunk is missed.
+        job, reply = self._job, self._reply
+        ended = job is not None and job.done()
+        if reply is not None:
+            await self._write_chunks(reply)
+            await self._report_save()
+        if ended and job is not None and job is self._job:
+            self._reply = None
+            await self._end_job(job, reply)
+            if self._after_reply is not None:
+                action, self._after_reply = self._after_reply, None
+                await action()
+            if self._job is job:
+                self._job = None
+        self._ticks += 1
+        self.refresh_facts(details=ended or self._ticks % _TICKS_PER_DETAILS == 0)
+        if self.idle:
+            self._tick_timer.pause()
+
+    async def _write_chunks(self, reply: ReplyMessage) -> None:
+        queue = self._thread.chunks
+        if chunks := [queue.get_nowait() for _ in range(queue.qsize())]:
+            await reply.write(chunks)
+        else:
+            reply.show_reading(self._thread.read_fraction)
+
+    async def _end_job(self, job: Future[ChatState], reply: ReplyMessage | None) -> None:
+        failure = None
+        try:
+            self._state = job.result()
+        except Exception as error:
+            failure = error
+        if reply is not None and self._asked is not None:
+            await self._end_turn(None if failure else self._state, self._asked, reply)
+        self.transcript.set_dropped(self._state.dropped_messages)
+        if failure is not None:
+            await self.show_error(failure)
+
+    async def _end_turn(self, state: ChatState | None, ask: Ask, reply: ReplyMessage) -> None:
+        """Show and save the end of a turn. `state` is None if the turn failed."""
+        chat = self.current_chat
+        ended = state.reply if state is not None else None
+        if (
+            state is not None
+            and ended is not None
+            and (ended.answer or ended.reasoning or ended.finish_reason != "cancelled")
+        ):
+            chat.follow(state.messages)
+            chat.unfinished = self._leaving and ended.finish_reason == "cancelled"
+            chat.end_turn()
+            self._last_stats = ended.stats
+            entry = chat.entries[-1]
+            await reply.finish(entry.content, entry.reasoning, ended)
+            entry.chunks, entry.reply = tuple(reply.chunks), ended
+            entry.thought_seconds = reply.thoughts.seconds
+            await self.transcript.prune()
+            if ask.act == "continue" and not ended.text:
+                self.say("The reply was already complete.")
+            await self.save()
+            return
+        # There is no reply, so restore the conversation. A new message stays in the saved chat as unanswered.
+        chat.end_turn()
+        await reply.finish(reply.text, reply.reasoning, None)
+        self._give_back_text()
+        await self.transcript.show_chat(chat.entries, welcome=self._welcome())
+        if ask.act != "send" and not self._leaving:
+            await self.save()
+
+    def _give_back_text(self) -> None:
+        """Put a message that got no reply back into the input, so that the user can resend it."""
+        ask = self._asked
+        if ask is None or not ask.text or self.prompt.text:
+            return
+        self.editing = ask.act == "edit"
+        self._unsent = ""
+        self.prompt.replace_text(ask.text)
+
+    def leave_edit(self) -> None:
+        """Stop editing the last message and restore the previous input text."""
+        if self.editing:
+            self.editing = False
+            self.prompt.replace_text(self._unsent)
+            self.refresh_facts()
+
+    async def begin_edit(self) -> None:
+        """Copy the last message into the input for editing."""
+        text = self.current_chat.last_user_text
+        if text is None:
+            self.say("There is no message to edit yet.")
+            return
+        self._unsent = self.prompt.text
+        self.editing = True
+        self.prompt.replace_text(text)
+        self.prompt.focus()
+        self.refresh_facts()

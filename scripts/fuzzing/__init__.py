@@ -1,0 +1,1 @@
+"""Fuzz edgespec with damaged and hostile inputs. See `scripts/fuzz --help`."""

@@ -1,0 +1,20 @@
+"""GGUF files whose load is planned, which tries a new file in a child process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from random import Random
+
+import edgespec
+from scripts.fuzzing.gguf_files import make_gguf
+from scripts.fuzzing.worker import Files
+
+
+def make(rng: Random) -> Files:
+    """Return a small model with one or a few changes."""
+    return {"model.gguf": make_gguf(rng)}
+
+
+def run(folder: Path) -> None:
+    """Plan a load."""
+    edgespec.plan(str(folder / "model.gguf"), None, threads=1)

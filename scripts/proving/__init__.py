@@ -1,0 +1,1 @@
+"""Compare drafted replies with plain decoding at scale. See `scripts/prove --help`."""

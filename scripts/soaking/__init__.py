@@ -1,0 +1,1 @@
+"""Soak test: chat for hours under bad conditions. See `scripts/soak --help`."""

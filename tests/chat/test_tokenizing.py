@@ -1,0 +1,67 @@
+"""Tokenizing texts of any length: waits that can be cancelled, and refusals by size."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import cast
+
+import pytest
+
+from edgespec.backends.base import Vocabulary
+from edgespec.chat.tokenizing import check_size, tokenize
+from edgespec.errors import CancelledError, ContextFullError
+from tests.tabular import LetterVocabulary
+
+
+class SlowVocabulary:
+    """Takes as long as the test wants."""
+
+    def __init__(self) -> None:
+        self.go_on = threading.Event()
+
+    def tokenize(self, text: str, *, special: bool, start: bool) -> list[int]:
+        assert self.go_on.wait(30)
+        return [len(text)]
+
+
+def test_a_long_text_can_be_cancelled_at_any_time() -> None:
+    slow = SlowVocabulary()
+    began = time.monotonic()
+    with pytest.raises(CancelledError):
+        tokenize(
+            cast("Vocabulary", slow),
+            "a" * 100_000,
+            special=True,
+            start=True,
+            progress=lambda _what, _fraction: time.monotonic() - began < 0.2,
+        )
+    assert time.monotonic() - began < 1
+    slow.go_on.set()
+
+
+@pytest.mark.parametrize("length", [3, 100_000])
+def test_the_tokens_are_those_of_the_vocabulary(length: int) -> None:
+    slow = SlowVocabulary()
+    slow.go_on.set()
+    text = "a" * length
+    assert tokenize(cast("Vocabulary", slow), text, special=True, start=True, progress=None) == [length]
+
+
+def test_errors_of_the_vocabulary_are_raised() -> None:
+    class Failing(SlowVocabulary):
+        def tokenize(self, text: str, *, special: bool, start: bool) -> list[int]:
+            raise TimeoutError("the tokenizer failed")
+
+    with pytest.raises(TimeoutError, match="the tokenizer failed"):
+        tokenize(cast("Vocabulary", Failing()), "a" * 100_000, special=True, start=True, progress=None)
+
+
+def test_what_cannot_fit_is_refused_by_its_size() -> None:
+    vocabulary: Vocabulary = LetterVocabulary(26)
+    check_size(vocabulary, ["a" * 60, "b" * 40], 100)
+    with pytest.raises(
+        ContextFullError, match=r"prompt of 101 B has at least 101 tokens.* only 100"
+    ) as caught:
+        check_size(vocabulary, ["a" * 60, "b" * 41], 100)
+    assert "shorten it" in caught.value.next_step

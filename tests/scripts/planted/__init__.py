@@ -1,0 +1,1 @@
+"""Subjects with planted bugs, which the fuzzer must find."""

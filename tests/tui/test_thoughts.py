@@ -1,0 +1,153 @@
+"""Models that think before they answer: their reasoning is folded, copied nowhere and saved."""
+
+from __future__ import annotations
+
+import json
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pytest
+
+from edgespec.chat.message import Message
+from edgespec.chat.store import ChatStore, SavedChat
+from edgespec.tui.chat_screen import ChatScreen
+from edgespec.tui.open_chat import RunningTurn
+from edgespec.tui.widgets.messages import ReplyMessage
+from tests.tui.driving import Driver, driving, until
+from tests.tui.scripted import Script, ScriptedRuntime, loading
+
+NOON = datetime(2025, 3, 1, 12, tzinfo=UTC)
+THOUGHT = "<think>\nThe user wants `ls`. What else?\n</think>\n\n"
+ANSWER = "Use `ls -S`."
+
+
+def reply(driver: Driver) -> ReplyMessage:
+    """The widget of the last reply."""
+    return driver.chat.transcript.query(ReplyMessage).last()
+
+
+async def test_reasoning_is_folded_above_the_answer(tmp_path: Path) -> None:
+    runtime = ScriptedRuntime([Script(THOUGHT + ANSWER, pause_seconds=0.03)])
+    async with driving(loading(runtime), tmp_path) as driver:
+        await driver.say("How do I sort files?")
+        shown = "\n".join(driver.screen_text())
+        assert "Thought for " in shown
+        assert "The user wants" not in shown
+        assert "<think>" not in shown
+        assert "Use ls -S." in shown
+        await driver.press("f7")
+        await driver.sees("The user wants `ls`. What else?")
+        await driver.press("f7")
+        await until(driver.pilot, lambda: "The user wants" not in "\n".join(driver.screen_text()))
+        await driver.pilot.click("CollapsibleTitle")
+        await driver.sees("The user wants `ls`. What else?")
+
+
+async def test_enter_unfolds_the_reasoning(tmp_path: Path) -> None:
+    async with driving(loading(ScriptedRuntime([Script(THOUGHT + ANSWER)])), tmp_path) as driver:
+        await driver.say("How do I sort files?")
+        driver.chat.query("CollapsibleTitle").last().focus()
+        await driver.press("enter")
+        await driver.sees("The user wants `ls`. What else?")
+
+
+async def test_while_the_model_thinks_one_line_counts_its_tokens(tmp_path: Path) -> None:
+    runtime = ScriptedRuntime([Script(THOUGHT + ANSWER, pause_seconds=0.25)])
+    async with driving(loading(runtime), tmp_path) as driver:
+        await driver.send("How do I sort files?")
+        await driver.sees("Thinking… 2 tokens")
+        assert "The user" not in "\n".join(driver.screen_text())
+        await driver.press("f7")
+        await driver.sees("The user wants")
+        await driver.sees("Thought for ")
+        assert driver.chat.writing
+        await driver.settled()
+        assert reply(driver).text == ANSWER
+
+
+async def test_copying_takes_the_answer_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    copied: list[str] = []
+
+    async def copy(_screen: ChatScreen, text: str, _name: str) -> None:
+        copied.append(text)
+
+    monkeypatch.setattr(ChatScreen, "copy", copy)
+    async with driving(loading(ScriptedRuntime([Script(THOUGHT + ANSWER)])), tmp_path) as driver:
+        await driver.say("How do I sort files?")
+        await driver.press("ctrl+y")
+        assert copied == [ANSWER]
+        assert "The user wants" not in driver.chat.current_chat.as_markdown()
+
+
+async def test_colours_show_where_tokens_came_from(tmp_path: Path) -> None:
+    async with driving(loading(ScriptedRuntime([Script(THOUGHT + ANSWER)])), tmp_path) as driver:
+        await driver.say("How do I sort files?")
+        await driver.press("f4")
+        await driver.sees("guessed correctly")
+        assert "The user wants" not in "\n".join(driver.screen_text())
+        await driver.press("f7")
+        await driver.sees("The user wants `ls`. What else?")
+        await driver.sees("Use `ls -S`.")
+
+
+async def test_a_saved_chat_keeps_the_reasoning(tmp_path: Path) -> None:
+    async with driving(loading(ScriptedRuntime([Script(THOUGHT + ANSWER)])), tmp_path) as driver:
+        await driver.say("How do I sort files?")
+        (path,) = driver.saved()
+    saved = json.loads(path.read_text("utf-8"))["messages"][1]
+    assert (saved["content"], saved["reasoning"]) == (ANSWER, "The user wants `ls`. What else?")
+    runtime = ScriptedRuntime([Script("More.")])
+    async with driving(loading(runtime), tmp_path, resume="last") as driver:
+        await driver.sees("Thoughts")
+        assert "The user wants" not in "\n".join(driver.screen_text())
+        await driver.press("f7")
+        await driver.sees("The user wants `ls`. What else?")
+        await driver.say("And by name?")
+        (path,) = driver.saved()
+    messages = json.loads(path.read_text("utf-8"))["messages"]
+    assert messages[1] == saved
+    assert "reasoning" not in messages[3]
+
+
+async def test_a_reply_stopped_while_thinking_is_kept_and_can_be_continued(tmp_path: Path) -> None:
+    runtime = ScriptedRuntime([Script(THOUGHT + ANSWER, pause_seconds=0.25)])
+    async with driving(loading(runtime), tmp_path) as driver:
+        await driver.send("How do I sort files?")
+        await driver.sees("Thinking…")
+        await driver.press("escape")
+        await driver.settled()
+        await driver.sees("stopped")
+        entry = driver.chat.current_chat.entries[-1]
+        assert entry.content == ""
+        assert entry.reasoning
+        (path,) = driver.saved()
+        assert json.loads(path.read_text("utf-8"))["messages"][1]["reasoning"] == entry.reasoning
+
+
+async def test_a_continued_reply_does_not_claim_a_time(tmp_path: Path) -> None:
+    talk = (Message("user", "How?"), Message("assistant", "", "The user", ("<think>\n", "")))
+    ChatStore(tmp_path / "chats").save(SavedChat("one", talk, NOON, NOON, unfinished=True))
+    runtime = ScriptedRuntime([Script(" wants `ls`.\n</think>\n\nYes.", pause_seconds=0.1)])
+    async with driving(loading(runtime), tmp_path, resume="one") as driver:
+        await driver.sees("ended without an answer")
+        await driver.say("/continue")
+        entry = driver.chat.current_chat.entries[-1]
+        assert (entry.content, entry.reasoning) == ("Yes.", "The user wants `ls`.")
+        assert "Thoughts" in "\n".join(driver.screen_text())
+        await driver.press("f7")
+        await driver.sees("The user wants `ls`.")
+
+
+async def test_f7_without_reasoning_says_so(tmp_path: Path) -> None:
+    async with driving(loading(ScriptedRuntime([Script("Use `<think>` tags.")])), tmp_path) as driver:
+        await driver.say("How do models think?")
+        assert "Use <think> tags." in driver.transcript()
+        await driver.press("f7")
+        await driver.sees("No reply here shows what the model thought.")
+
+
+def test_a_running_turn_saves_the_reasoning_so_far() -> None:
+    before = (Message("user", "How?"),)
+    turn = RunningTurn(before, written=["<think>\n", "The user ", "wants"])
+    assert turn.messages == (*before, Message("assistant", "", "The user wants"))
+    assert turn.messages[1].text == "<think>\nThe user wants"
