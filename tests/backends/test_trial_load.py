@@ -35,7 +35,7 @@ def children(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[subprocess
     class Popen(subprocess.Popen[bytes]):
         def __init__(self, *arguments: Any, **options: Any) -> None:
             super().__init__(*arguments, **options)
-            if trial_load._CODE in arguments[0]:  # Chat templates run in child processes, too.
+            if trial_load._CODE in arguments[0]:  # Chat templates are rendered in child processes, too.
                 started.append(self)
 
     monkeypatch.setattr(subprocess, "Popen", Popen)
@@ -51,7 +51,7 @@ def load(path: Path, **options: Any) -> str:
     """Load a model and return a reply and its notices."""
     options = {"context": 256, "measure_costs": False} | options
     with edgespec.load(str(path), "none", **options) as runtime:
-        runtime.generate("files", max_tokens=2)
+        runtime.generate("files", raw=True, max_tokens=2)
         return runtime.target.notice
 
 
