@@ -1,4 +1,4 @@
-"""Commands that messages suggest, such as those that install missing packages. They work as printed."""
+"""Commands to print in messages, such as those that install missing packages. They work as printed."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ __all__ = ["chat_command", "pip_command", "setup_command"]
 def chat_command() -> str:
     """Return the command that starts a chat in the way the user started this one.
 
-    That is scripts/chat if it set `_EDGESPEC_CHAT_COMMAND`, `edgespec chat` if that is this installation, or
-    else Python with `-m edgespec chat`.
+    This is scripts/chat if that script set `_EDGESPEC_CHAT_COMMAND`, `edgespec chat` if the one on PATH is
+    this installation, or else Python with `-m edgespec chat`.
     """
     if script := os.environ.get("_EDGESPEC_CHAT_COMMAND"):
         return script
@@ -28,7 +28,7 @@ def chat_command() -> str:
 def setup_command(packages: str = "") -> str:
     """Return the command that installs edgespec's own or optional packages, such as `scripts/setup mlx`.
 
-    It never names edgespec to pip, which could install another project's package of that name.
+    The command never runs `pip install edgespec`, which could install another project's package of that name.
 
     Args:
         packages: `mlx`, `mlx-cuda` or `dev`. Empty for the packages that edgespec always needs.

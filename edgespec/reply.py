@@ -92,7 +92,7 @@ class Reply:
         seed: Random seed. The same seed gives the same reply.
         target: Name of the target.
         draft: Name of the draft model, or None.
-        reasoning: What the model wrote before its answer, without markers. Empty if it did not reason.
+        reasoning: The reasoning before the answer, without markers. Empty if the model did not reason.
         answer_start: Index in `text` at which the answer starts.
     """
 

@@ -78,7 +78,7 @@ class LossLimit:
         return self.credit_seconds + limit_steps * target_step_seconds
 
     def speed_up(self, target_step_seconds: float) -> float:
-        """Return how many times as fast as plain decoding the reply has been so far.
+        """Return the reply's speed-up over plain decoding so far.
 
         Rounds with a draft use the target step time measured at that round, as the credit does.
         """

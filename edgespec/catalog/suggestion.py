@@ -1,4 +1,4 @@
-"""Suggest a first real model and draft model to users of the demo, which fit this machine."""
+"""Suggest a real model and draft model that fit this machine to users of the demo model."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ __all__ = ["Suggestion", "suggest_model"]
 
 # Aliases such as `8b-q4` mark the models that edgespec recommends first.
 _ALIAS_SUFFIX = {"gguf": "-q4", "mlx": "-mlx"}
-# Maximum download. Larger models take hours to download, and are slow on most machines that can hold them.
+# Maximum download size. Larger models take hours to download, and are slow on most machines that can hold
+# them.
 _MAX_DOWNLOAD_BYTES = 10_000_000_000
-# Memory besides the files: KV caches of 8192 tokens for an 8B and a 1B model (1.25 GiB), compute buffers and
-# Python. Rounded up.
+# Memory needed in addition to the files: KV caches of 8192 tokens for an 8B and a 1B model (1.25 GiB),
+# compute buffers and Python, rounded up.
 _OTHER_BYTES = 2 << 30
 
 
@@ -22,8 +23,8 @@ class Suggestion(NamedTuple):
     """A target and its draft model.
 
     Attributes:
-        target: A reference to the target.
-        draft: A reference to the draft model.
+        target: Model reference of the target.
+        draft: Model reference of the draft model.
         download_bytes: Approximate size of both files.
         needed_bytes: Approximate memory that both models need.
     """

@@ -24,7 +24,7 @@ class Message:
     Attributes:
         role: The author of the message.
         content: The text. For a reply of the model, the answer without its reasoning.
-        reasoning: What the model wrote before its answer. Empty if it did not reason.
+        reasoning: The reasoning before the answer. Empty if the model did not reason.
         markers: The text before and after the reasoning, such as `<think>` and whitespace.
     """
 

@@ -280,7 +280,7 @@ class PromptBuilder:
         tokens = list(reply_tokens)
         if tokens and self._vocabulary.is_end(tokens[-1]):
             tokens.pop()
-        # Control tokens are written as text, as templates write them.Otherwise, a prompt without the reply's
+        # Control tokens are written as text, as templates write them. Otherwise, a prompt without the reply's
         # reasoning markers could match a reply whose tokens include them.
         pieces = (self._vocabulary.piece(token) or self._vocabulary.raw_piece(token) for token in tokens)
         text = b"".join(pieces).decode("utf-8", "replace")

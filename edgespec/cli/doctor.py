@@ -144,7 +144,7 @@ def _folder(name: str, path: Path, variable: str) -> Check:
     """Check that files can be written to a folder, or next to a file.
 
     Args:
-        name: What is stored there.
+        name: The kind of files in the folder, such as `models`.
         path: The folder, or the file. Neither has to exist.
         variable: The environment variable that overrides the folder.
     """

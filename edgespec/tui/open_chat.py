@@ -64,7 +64,7 @@ class RunningTurn:
 
     @property
     def messages(self) -> tuple[Message, ...]:
-        """The conversation with the reply as far as it is written."""
+        """The conversation, including the text of the reply generated so far."""
         text = self.reply_start + "".join(self.written)
         return (*self.messages_before, reply_message(text)) if text else self.messages_before
 

@@ -91,7 +91,7 @@ def welcome_rows(runtime: Runtime) -> list[tuple[str, str]]:
 
 
 def notices(runtime: Runtime) -> list[str]:
-    """Return notices about the models, for example that one is a demo and which real model fits here."""
+    """Return notices about the models, for example that one is a demo, with a real model that fits."""
     texts = [facts.notice for facts in (runtime.target, runtime.draft) if facts is not None and facts.notice]
     return list(dict.fromkeys([*texts, *_real_model(runtime)]))
 

@@ -109,7 +109,7 @@ class TurnScreen(ChatView):
         self._leaving = True
         self._after_reply = None
         if self.writing or self.archive.unsaved:
-            # Save what is written so far at once, because the reply may not stop in time.
+            # Save the text generated so far at once, because the reply may not stop in time.
             with suppress(ChatFileError):
                 await self.archive.save(self.current_chat, self.runtime.target.name)
         self.stop_reply()

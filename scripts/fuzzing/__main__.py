@@ -55,7 +55,7 @@ def main() -> int:
         default=100_000,
         help="total number of inputs, including earlier runs (default: 100000)",
     )
-    parser.add_argument("--minutes", type=float, default=float("inf"), help="stop after this time")
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="stop after this many minutes")
     names = [subject.name for subject in SUBJECTS]
     parser.add_argument("--only", choices=names, metavar="SUBJECT", help=f"one of {', '.join(names)}")
     parser.add_argument("--results", type=Path, help="folder for results (default: build/fuzz/SEED)")

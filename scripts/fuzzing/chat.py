@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from random import Random
 
@@ -59,4 +60,4 @@ def run(folder: Path) -> None:
 
 def _as_saved(value: object) -> bytes:
     # UTF-8 cannot encode lone surrogates, so they are saved as question marks.
-    return repr(value).encode("utf-8", "replace").replace(b"\\ud", b"?").replace(b"?", b"")
+    return json.dumps(value, ensure_ascii=False).encode("utf-8", "replace")

@@ -150,7 +150,7 @@ def _change_data(rng: Random, file: _File) -> None:
     if change == 0:
         file.data = data[:at]
     elif change == 1:
-        file.data = data[:at] + b"\xff" * min(4096, len(data) - at) + data[at + 4096 :]  # 0xFF bytes are NaN
+        file.data = data[:at] + b"\xff" * min(4096, len(data) - at) + data[at + 4096 :]  # 0xFF bytes are NaN.
     elif change == 2:
         file.data = data[:at] + rng.randbytes(min(4096, len(data) - at)) + data[at + 4096 :]
     else:

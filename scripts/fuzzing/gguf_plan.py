@@ -1,4 +1,4 @@
-"""GGUF files whose load is planned, which tries a new file in a child process."""
+"""Fuzz `plan` with GGUF files. Planning tries a new file in a child process."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from scripts.fuzzing.worker import Files
 
 
 def make(rng: Random) -> Files:
-    """Return a small model with one or a few changes."""
+    """Return a small model with random changes."""
     return {"model.gguf": make_gguf(rng)}
 
 

@@ -39,7 +39,7 @@ def main() -> int:
         "--tokens",
         type=int,
         default=1_000_000,
-        help="tokens to compare, with earlier runs (default: 1000000)",
+        help="total tokens to compare, including earlier runs (default: 1000000)",
     )
     parser.add_argument(
         "--results",
@@ -47,7 +47,7 @@ def main() -> int:
         default=_ROOT / "build" / "prove",
         help="folder for results (default: build/prove)",
     )
-    parser.add_argument("--write", action="store_true", help="put the table into docs/exactness.md")
+    parser.add_argument("--write", action="store_true", help="write the table to docs/exactness.md")
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     results = args.results.absolute()

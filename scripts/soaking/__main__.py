@@ -29,10 +29,10 @@ def main() -> int:
         prog="scripts/soak", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--hours", type=float, default=4.0, help="hours in total, with earlier runs (default: 4)"
+        "--hours", type=float, default=4.0, help="total hours, including earlier runs (default: 4)"
     )
     parser.add_argument(
-        "--seed", type=int, default=0, help="other seeds give another order of events (default: 0)"
+        "--seed", type=int, default=0, help="each seed gives a different order of events (default: 0)"
     )
     parser.add_argument(
         "--results",

@@ -35,7 +35,7 @@ def children(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[subprocess
     class Popen(subprocess.Popen[bytes]):
         def __init__(self, *arguments: Any, **options: Any) -> None:
             super().__init__(*arguments, **options)
-            if trial_load._CODE in arguments[0]:  # Chat templates run in child processes, too.
+            if trial_load._CODE in arguments[0]:  # Chat templates are rendered in child processes, too.
                 started.append(self)
 
     monkeypatch.setattr(subprocess, "Popen", Popen)

@@ -33,7 +33,7 @@ class Thoughts(Collapsible):
         self._update(text, thought)
 
     def show_growing(self, text: Content, tokens: int) -> None:
-        """Show the reasoning so far, while the model is still thinking."""
+        """Show the reasoning generated so far, while the model is still thinking."""
         # The time is unknown if the first part was generated in an earlier run of the program.
         if self._began is None and (self.seconds is not None or not self.display):
             self._began = monotonic() - (self.seconds or 0.0)
