@@ -47,7 +47,7 @@ def memory_limit_bytes(request_bytes: int) -> int:
 
 def output_limit_bytes(request_bytes: int) -> int:
     """Return the size limit of the prompt, with room for templates that repeat messages or add text."""
-    return (64 << 20) + 4 * request_bytes
+    return (1 << 20) + 4 * request_bytes
 
 
 def read_message(stream: IO[bytes], max_bytes: int | None = None) -> tuple[dict[str, Any], int] | None:

@@ -69,7 +69,7 @@ def test_tokenizing_a_long_prompt_is_cut_short(start: Start, number: signal.Sign
     asked = time.monotonic()
     process.stdin = None
     _, stderr = ended(process)
-    assert time.monotonic() - asked < 3
+    assert time.monotonic() - asked < 20
     assert process.returncode == 130
     assert stderr == "interrupted: cancelled while preparing the prompt\n"
 
@@ -81,7 +81,7 @@ def test_a_reply_is_cut_short(start: Start, number: signal.Signals) -> None:
     process.send_signal(number)
     asked = time.monotonic()
     stdout, stderr = ended(process)
-    assert time.monotonic() - asked < 10  # not the minute the reply would take
+    assert time.monotonic() - asked < 30  # not the minute the reply would take
     assert process.returncode == 130
     assert stdout.endswith("\n")
     assert stderr == ""

@@ -43,6 +43,8 @@ class LoadingScreen(Screen[None]):
         """Collect text typed while the model loads, for the chat's input."""
         if event.is_printable and event.character is not None:
             self.typed += event.character
+        elif event.key in ("enter", "ctrl+j"):
+            self.typed += "\n"
         elif event.key == "backspace":
             self.typed = self.typed[:-1]
 
