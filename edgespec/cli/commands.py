@@ -6,7 +6,7 @@ from importlib import import_module
 
 import click
 
-__all__ = ["COMMANDS", "load_command"]
+__all__ = ["COMMANDS", "OLLAMA_COMMANDS", "load_command"]
 
 # In the order of the help text.
 COMMANDS = (
@@ -23,6 +23,17 @@ COMMANDS = (
     "delete-data",
     "completion",
 )
+
+# What to suggest to users who type Ollama's commands.
+OLLAMA_COMMANDS = {
+    "run": "chat --target MODEL",
+    "list": "models list",
+    "ls": "models list",
+    "pull": "models pull",
+    "show": "models show",
+    "rm": "models remove",
+    "help": "--help",
+}
 
 
 def load_command(name: str) -> click.Command | None:

@@ -53,7 +53,8 @@ def _line(error: Exception) -> str:
 
 def _wrong_usage(error: click.UsageError) -> str:
     if isinstance(error, click.NoSuchOption):
-        near = error.possibilities or ()
+        # Most other programs call this option --model.
+        near = ["--target"] if error.option_name == "--model" else error.possibilities or ()
         hint = f"did you mean {' or '.join(near)}?" if near else "--help lists all options"
         line = f"no such option {error.option_name}; {hint}"
     else:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import click
@@ -70,6 +70,8 @@ class HelpfulGroup(_Helpful, click.Group):
     """A group of commands. Its help shows examples, and lists commands before options."""
 
     command_class = HelpfulCommand
+    # Commands of other programs, and what to suggest instead.
+    foreign_commands: Mapping[str, str] = {}
 
     def __init__(self, *args: Any, **settings: Any) -> None:
         super().__init__(*args, no_args_is_help=False, **settings)
@@ -91,7 +93,8 @@ class HelpfulGroup(_Helpful, click.Group):
         """Return the subcommand. For an unknown name, raise an error that suggests the nearest one."""
         name, known = args[0], self.list_commands(ctx)
         if name not in known and not name.startswith("-") and not ctx.resilient_parsing:
-            near = difflib.get_close_matches(name, known, 1)
+            foreign = self.foreign_commands.get(name)
+            near = [foreign] if foreign else difflib.get_close_matches(name, known, 1)
             hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(known)}"
             raise click.UsageError(f"no such command {name!r}; {hint}", ctx)
         return super().resolve_command(ctx, args)

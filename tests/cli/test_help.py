@@ -10,7 +10,7 @@ import click
 import pytest
 
 from edgespec import SamplingParams, __version__
-from edgespec.cli.commands import COMMANDS
+from edgespec.cli.commands import COMMANDS, OLLAMA_COMMANDS
 from edgespec.cli.help import HelpfulCommand, HelpfulGroup
 from edgespec.cli.options import METHOD_NAMES, METHODS, MODEL_NAMES, PREFIX_CACHE_NAMES, SAMPLING_NAMES
 from edgespec.cli.program import program
@@ -134,6 +134,14 @@ def test_without_a_command_the_help_is_shown(run: Run, args: list[str]) -> None:
 def test_unknown_command_names_the_nearest(run: Run) -> None:
     assert "did you mean 'generate'?" in one_line_error(run("generat"), 2)
     assert "did you mean 'list'?" in one_line_error(run("models", "lits"), 2)
+
+
+def test_ollama_commands_get_suggestions(run: Run) -> None:
+    for typed, suggested in OLLAMA_COMMANDS.items():
+        assert f"did you mean {suggested!r}?" in one_line_error(run(typed), 2)
+        if not suggested.startswith("-"):
+            assert run(*suggested.split()[: 1 if "--" in suggested else 2], "--help").exit_code == 0
+    assert "did you mean --target?" in one_line_error(run("generate", "--model", "demo", "hi"), 2)
     assert "there are chat, generate" in one_line_error(run("zzz"), 2)
 
 
