@@ -53,11 +53,11 @@ def test_the_format_chooses_the_backend(loaded: list[tuple[str, Any]], reference
     assert loaded == [(backend, (str(found.path), found.name, options, None))]
 
 
-def test_without_mlx_the_error_names_the_extra(
+def test_without_mlx_the_error_names_the_setup_command(
     loaded: list[tuple[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(mlx_files, "mlx_installed", lambda: False)
-    with pytest.raises(BackendMissingError, match=r'demo-mlx is an MLX model.*"edgespec\[mlx\]"'):
+    with pytest.raises(BackendMissingError, match=r"demo-mlx is an MLX model.*scripts/setup mlx"):
         _load_model(resolve("demo-mlx"), LoadOptions(), None)
     assert not loaded
 

@@ -57,10 +57,10 @@ def test_the_path(run: Run, file: Path) -> None:
 
 def test_one_value(run: Run, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file.write_text('target = "a\\nb"\n[chat]\nseed = 3\n')
-    monkeypatch.setenv("EDGESPEC_CONTEXT", "99")
+    monkeypatch.setenv("EDGESPEC_CONTEXT", "999")
     keys = ("target", "chat.seed", "seed", "context", "prefix-cache", "chat.prefix-cache", "gpu-layers")
     said = [run("config", "get", key).stdout for key in keys]
-    assert said == ["a b\n", "3\n", "random\n", "99\n", "memory\n", "disk\n", "all\n"]
+    assert said == ["a b\n", "3\n", "random\n", "999\n", "memory\n", "disk\n", "all\n"]
     assert json_of(run("config", "get", "chat.seed", "--json")) == {
         "key": "chat.seed", "value": 3, "from": "file", "where": str(file),
     }  # fmt: skip

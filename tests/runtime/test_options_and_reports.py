@@ -89,9 +89,9 @@ class TestOptions:
                 demo.stream_tokens([3, token])  # type: ignore[list-item]
 
     def test_a_prompt_larger_than_the_context(self, demo: Runtime) -> None:
-        with pytest.raises(ContextFullError, match="1024"):
+        with pytest.raises(ContextFullError, match="1,024"):
             demo.generate("many words " * 5000)
-        with pytest.raises(ContextFullError, match="1024"):
+        with pytest.raises(ContextFullError, match="1,024"):
             demo.chat().ask("many words " * 5000)
 
     def test_a_prompt_as_large_as_the_context_gets_one_token(self, demo: Runtime) -> None:
@@ -140,7 +140,7 @@ class TestReports:
         reply = demo.generate(HOWTO, max_tokens=24, seed=3, method="model+ngram", draft_length=3)
         json = reply.to_json()
         assert set(json) == {
-            "text", "tokens", "finish_reason", "seed", "target", "draft", "method", "stats",
+            "text", "reasoning", "answer", "tokens", "finish_reason", "seed", "target", "draft", "method", "stats",
         }  # fmt: skip
         method: Any = json["method"]
         assert (method.pop("note"), method.pop("gain"), method.pop("gain_uncertainty")) == ("", None, None)

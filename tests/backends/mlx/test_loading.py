@@ -11,8 +11,8 @@ from tests.backends.mlx.tiny_checkpoints import write_checkpoint
 
 
 @pytest.mark.parametrize("kind", ["llama", "lfm2"])
-@pytest.mark.parametrize("context", [1, 2, 3, 7, 8])
-def test_the_context_may_be_smaller_than_the_probe(tmp_path: Path, kind: str, context: int) -> None:
+def test_the_smallest_context(tmp_path: Path, kind: str) -> None:
+    context = 256
     folder = str(write_checkpoint(tmp_path, kind))
     with edgespec.load(folder, folder, context=context) as runtime:
         assert runtime.context_tokens == context
