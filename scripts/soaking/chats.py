@@ -17,7 +17,13 @@ from edgespec.memory.budget import available_bytes
 
 # Number of messages after which a new chat starts.
 _MESSAGES_PER_CHAT = 12
-_LOAD_OPTIONS: dict[str, Any] = {"context": 1024, "threads": 1, "prefix_cache_disk": "16MB"}
+# The small prefix cache fills during the warm-up, so that memory use should not grow afterwards.
+_LOAD_OPTIONS: dict[str, Any] = {
+    "context": 1024,
+    "threads": 1,
+    "prefix_cache_memory": "16MB",
+    "prefix_cache_disk": "16MB",
+}
 
 
 class Program:
