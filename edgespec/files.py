@@ -5,14 +5,17 @@ from __future__ import annotations
 import glob
 import hashlib
 import os
+import re
 import shutil
 import stat
 import tempfile
 import time
+import tomllib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from errno import EACCES, EDQUOT, EFBIG, EINVAL, ENOSPC, EPERM, EROFS
 from pathlib import Path
+from typing import Any
 
 from edgespec.errors import ConfigurationError
 
@@ -29,6 +32,7 @@ __all__ = [
     "home_folder",
     "log_folder",
     "make_private_folder",
+    "parse_toml",
     "read_regular_file",
     "regular_file_bytes",
     "replace_when_written",
@@ -40,6 +44,8 @@ __all__ = [
     "write_private_file",
 ]
 
+# Maximum number of dots in a TOML key.
+_MAX_KEY_DOTS = 100
 # Amounts read by `sampled_sha256`: the start of the file, then blocks spread evenly over the rest.
 _HEAD_BYTES = 1 << 20
 _BLOCK_BYTES = 1 << 16
@@ -148,6 +154,21 @@ def read_regular_file(path: Path, max_bytes: int | None = None) -> bytes:
     if max_bytes is not None and size_bytes > max_bytes:
         raise OSError(EFBIG, f"the file has {size_bytes:,} bytes, but at most {max_bytes:,} are expected")
     return path.read_bytes()
+
+
+def parse_toml(text: str) -> dict[str, Any]:
+    """Parse TOML that may be damaged or hostile.
+
+    Raises:
+        ValueError: The text is not valid TOML, or is nested too deeply.
+    """
+    # tomllib takes quadratic time for a key with many parts.
+    if any(part.count(".") > _MAX_KEY_DOTS for part in re.split(r"[\n=,{}\[\]]", text)):
+        raise ValueError(f"a key has more than {_MAX_KEY_DOTS} dots")
+    try:
+        return tomllib.loads(text)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
 
 
 def write_private_file(path: Path, *payload: bytes) -> None:

@@ -264,7 +264,7 @@ class Session:
                 report,
                 effective="+".join(progress.drafters) or "none",
                 reason=progress.reason,
-                gain=progress.speed_up - 1.0,
+                gain=None if progress.speed_up is None else progress.speed_up - 1.0,
                 gain_uncertainty=progress.uncertainty,
             )
         return report

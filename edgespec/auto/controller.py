@@ -32,6 +32,8 @@ _PAUSED_ROUNDS = 15
 _SAVE_INTERVAL_SECONDS = 60.0
 # A reply that lost time is reported as plain decoding if it drafted less than once per this many tokens.
 _TOKENS_PER_RETRY = 16
+# Minimum length of a reply for which a speed-up is reported. Shorter replies vary too much.
+_MIN_COMPARED_TOKENS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -307,7 +309,7 @@ class AutoController(Drafter):
             step_seconds,
             loss_limit.credit_seconds,
             loss_limit.max_loss,
-            speed_up,
+            speed_up if loss_limit.tokens >= _MIN_COMPARED_TOKENS else None,
             speed_up * self.costs.uncertainty,
             tuple(self._contributors) if loss_limit.credit_seconds > 0.0 or drafts_often else (),
             DraftingStatus(

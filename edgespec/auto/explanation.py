@@ -18,7 +18,7 @@ class ControllerReport(NamedTuple):
     Attributes:
         credit_seconds: Time saved so far; negative if speculation has cost more than it saved.
         max_loss: The loss limit as a share of the plain decoding time.
-        speed_up: Speed over plain decoding.
+        speed_up: Speed over plain decoding. None while the reply is too short to tell.
         uncertainty: Standard error of `speed_up`.
         drafters: Names of the drafters in use; empty for replies that only retried drafting.
         reason: Why drafts are used or not, in one clause.
@@ -27,7 +27,7 @@ class ControllerReport(NamedTuple):
     target_step_seconds: float
     credit_seconds: float
     max_loss: float
-    speed_up: float
+    speed_up: float | None
     uncertainty: float
     drafters: tuple[str, ...]
     reason: str
@@ -82,7 +82,7 @@ class DraftingStatus:
             if self.allowance_steps <= 0.0:
                 return "the time that drafting may cost this reply (--max-loss) is used up"
             cost = _token_times(self.draft_cost_steps)
-            return f"a wrong draft could cost {cost}; this reply may lose {self.allowance_steps:.1f} so far"
+            return f"a wrong draft could cost {cost}, but --max-loss allows only {_token_times(self.allowance_steps)} so far"
         if self.is_drafting and self.has_drafted:
             return "drafting is being tried and has not saved time so far"
         if self.has_drafted:

@@ -84,6 +84,12 @@ def _estimate_mlx(path: str, name: str, options: LoadOptions) -> MemoryEstimator
     return MlxMemoryEstimator(path, name, options)
 
 
+def _try_mlx(path: str, name: str, _runs: bool, _progress: Progress | None) -> None:
+    from edgespec.backends.mlx.trial import try_model
+
+    try_model(path, name)
+
+
 def _measure_mlx_exits(model: LanguageModel, tokens: Sequence[int], first: int) -> ExitMeasurement:
     from edgespec.backends.mlx.model import MlxModel
 
@@ -159,6 +165,7 @@ _MLX = FileFormat(
     skips_layers=True,
     measure_exits=_measure_mlx_exits,
     low_bit_weights=True,
+    trial=_try_mlx,
 )
 
 BUILT_IN = (

@@ -88,12 +88,16 @@ def check_loadable(models: Sequence[TrialModel], progress: Progress | None = Non
     Raises:
         ModelFileError: A file crashed the child process, now or in an earlier trial.
         BackendError: The child process was killed or took too long.
+        BackendMissingError: A model's backend is not installed.
         CancelledError: `progress` returned False.
     """
     results = _Results()
     untried = {}
     for model in models:
-        key = _key(model) if model.form.trial else None
+        if model.form.trial is None:
+            continue
+        backend_of(model.form.name).require(model.name)
+        key = _key(model)
         if key is None:
             continue
         known = results.get(key)

@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 
 from edgespec.backends.registry import FileFormat, format_of
 from edgespec.errors import ModelNotFoundError
-from edgespec.files import config_folder, error_reason, read_regular_file
+from edgespec.files import config_folder, error_reason, parse_toml, read_regular_file
 
 __all__ = [
     "Catalogue",
@@ -210,10 +210,10 @@ def user_pairs() -> dict[str, str]:
 def _user_table(name: str, example: str) -> dict[str, str]:
     path = user_aliases_path()
     try:
-        table = tomllib.loads(read_regular_file(path, _MAX_ALIASES_BYTES).decode("utf-8")).get(name, {})
+        table = parse_toml(read_regular_file(path, _MAX_ALIASES_BYTES).decode("utf-8")).get(name, {})
     except (FileNotFoundError, NotADirectoryError):
         return {}
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError) as error:
         reason = error_reason(error) if isinstance(error, OSError) else error
         raise ModelNotFoundError(
             f"the alias file {path} cannot be read: {reason}", "correct, move or delete the file"

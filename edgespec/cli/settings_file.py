@@ -15,13 +15,15 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
 from edgespec.errors import ConfigurationError, OptionError
-from edgespec.files import error_reason, read_regular_file, write_advice, write_private_file
+from edgespec.files import error_reason, parse_toml, read_regular_file, write_advice, write_private_file
 
 __all__ = ["KeyPath", "NotEditableError", "changed", "line_number", "quoted", "read_text", "write_value"]
 
 KeyPath: TypeAlias = tuple[str, ...]
 """The names that lead to a value: `("temperature",)`, `("chat", "temperature")`."""
 _LOCK_SECONDS = 10
+# Maximum size of a settings file, and number of lines in one of its values, so that editing stays fast.
+_MAX_BYTES, _MAX_VALUE_LINES = 64 << 10, 500
 _PLACE = re.compile(r" \(at (?:line (\d+), column (\d+)|end of document)\)$")
 
 
@@ -52,8 +54,8 @@ def read_text(path: Path) -> str | None:
         ConfigurationError: The file cannot be read, or is not valid TOML.
     """
     try:
-        text = read_regular_file(path).decode("utf-8-sig")
-        tomllib.loads(text)
+        text = read_regular_file(path, _MAX_BYTES).decode("utf-8-sig")
+        parse_toml(text)
     except (FileNotFoundError, NotADirectoryError):
         return None
     except UnicodeDecodeError as error:
@@ -66,8 +68,8 @@ def read_text(path: Path) -> str | None:
             f"the settings file {path} cannot be read: {error_reason(error)}",
             "make it a readable file, or move it",
         ) from error
-    except (ValueError, RecursionError) as error:
-        reason = str(error) if isinstance(error, ValueError) else "it is nested too deeply"
+    except ValueError as error:
+        reason = str(error)
         where = str(path)
         if place := _PLACE.search(reason):
             reason = reason[: place.start()]
@@ -158,7 +160,10 @@ def changed(text: str, path: KeyPath, literal: str | None) -> str:
 
 
 def _statements(lines: list[str]) -> Iterator[_Statement]:
-    """Yield the statements in a valid file. A multi-line value ends at the first line where it parses."""
+    """Yield the statements in a valid file, up to the first value of more than 500 lines.
+
+    A multi-line value ends at the first line where it parses.
+    """
     table: KeyPath = ()
     at = 0
     while at < len(lines):
@@ -170,6 +175,8 @@ def _statements(lines: list[str]) -> Iterator[_Statement]:
         elif line and not line.startswith("#"):
             while (found := _read("\n".join(lines[at:after]))) is None and after < len(lines):
                 after += 1
+                if after - at > _MAX_VALUE_LINES:
+                    return
             yield _Statement(at, after, table + _path(found or {}), opens=False)
         at = after
 

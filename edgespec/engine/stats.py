@@ -100,8 +100,11 @@ class Stats:
 
     @property
     def speedup_estimate(self) -> float | None:
-        """Estimated speed-up over plain decoding, from the latest measured target step. None if unknown."""
-        if not self.generated_tokens or not self.target_step_seconds:
+        """Estimated speed-up over plain decoding, from the latest measured target step.
+
+        None if it is unknown or nothing was drafted.
+        """
+        if not self.drafted_tokens or not self.generated_tokens or not self.target_step_seconds:
             return None
         return self.generated_tokens * self.target_step_seconds / self.decode_seconds
 

@@ -125,7 +125,7 @@ def show_rows(
     rows.append(("speed-up", speed_up_text(method)))
     if method.effective != "none":
         rows.append(("reason", method.reason))
-    if stats is not None and stats.worst_case_loss is not None:
+    if stats is not None and stats.worst_case_loss is not None and method.gain is not None:
         rows.append(("at worst", f"{percent(stats.worst_case_loss)} slower than without the speed-up"))
     rows += [
         ("context", _context(runtime.context_tokens, runtime.target.context_tokens)),

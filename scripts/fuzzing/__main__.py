@@ -28,17 +28,18 @@ _ROOT = Path(__file__).resolve().parents[2]
 SUBJECTS = tuple(
     Subject(name, f"scripts.fuzzing.{name.replace('-', '_')}", weight)
     for name, weight in (
-        ("gguf", 248),
-        ("gguf-plan", 6),
-        ("gguf-load", 4),
-        ("mlx", 100),
-        ("mlx-load", 2),
-        ("template", 20),
-        ("chat", 200),
-        ("prefix-cache", 200),
-        ("settings", 130),
-        ("aliases", 50),
-        ("prompt", 40),
+        # The last six take about half a second per input, because they start processes or load models.
+        ("gguf", 350),
+        ("chat", 300),
+        ("prefix-cache", 245),
+        ("settings", 40),
+        ("aliases", 30),
+        ("template", 15),
+        ("prompt", 8),
+        ("gguf-plan", 3),
+        ("gguf-load", 3),
+        ("mlx", 3),
+        ("mlx-load", 3),
     )
 )
 

@@ -1,9 +1,10 @@
-"""Files that make llama.cpp crash raise ModelFileError, because they are tried in a child process first."""
+"""Files that make llama.cpp or MLX crash raise ModelFileError, because they are tried in a child process first."""
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,6 +18,7 @@ import pytest
 
 import edgespec
 from edgespec.backends import trial_load
+from edgespec.catalog.catalogue import models_folder
 from edgespec.errors import BackendError, CancelledError, ModelFileError
 from edgespec.files import cache_folder
 from edgespec.prepare.layerskip import prepare_layerskip
@@ -85,6 +87,19 @@ def test_crashing_files_are_reported_by_plans_and_preparations(tmp_path: Path) -
         edgespec.plan(str(path), None)
     with pytest.raises(ModelFileError, match="crashed"):
         prepare_lowbit(path)
+
+
+def test_a_crashing_mlx_model_is_reported(children: list[Any], tmp_path: Path) -> None:
+    """mlx-lm computes a group size of 0 for weights wider than the model, and MLX divides by it."""
+    pytest.importorskip("mlx_lm")
+    folder = tmp_path / "model"
+    shutil.copytree(models_folder() / "demo-mlx-draft", folder)
+    config = json.loads((folder / "config.json").read_bytes())
+    (folder / "config.json").write_text(json.dumps(config | {"hidden_size": 1}))
+    for use in (edgespec.plan, edgespec.load):
+        with pytest.raises(ModelFileError, match="MLX crashed while loading it .*SIGFPE"):
+            use(str(folder), None)
+    assert len(children) == 1
 
 
 def test_a_crashing_draft_model_is_reported(demo_target: Path, tmp_path: Path) -> None:

@@ -163,6 +163,7 @@ def test_settings_that_the_method_does_not_read_are_left_out(run: Run, file: Pat
         ("seed = 1\nseed = 2\n", "line 2, column 9: cannot overwrite a value"),
         ('seed = 1\nsystem = """\n', "line 2: "),
         ("seed = " + "[" * 5000, "config.toml: it is nested too deeply"),
+        ("remember" + ".a" * 5000 + " = 1\n", "config.toml: a key has more than 100 dots"),
         (f"seed = {'9' * 5000}", "config.toml: exceeds the limit"),
     ],
 )  # fmt: skip
@@ -175,7 +176,7 @@ def test_a_file_that_is_wrong(run: Run, file: Path, text: str, error: str) -> No
 
 
 def test_a_deeply_nested_value_is_rejected(file: Path) -> None:
-    file.write_text("remember" + ".a" * 5000 + " = 1\n")
+    file.write_text("remember = " + "{a = " * 300 + "1" + "}" * 300 + "\n")
     (problem,) = Settings.read().problems
     assert "remember is nested too deeply" in problem.what
 

@@ -70,7 +70,7 @@ def _speed(stats: Stats, method: MethodReport, reply: Reply | None, width: int) 
         rows.append(("Speed-up", method.speed_up_text))
     elif method.gain is None and stats.drafted_tokens and stats.speedup_estimate is not None:
         rows.append(("Speed-up", f"{stats.speedup_estimate:.2f}x"))
-    if stats.worst_case_loss is not None:
+    if stats.worst_case_loss is not None and method.gain is not None:
         rows.append(("Worst-case slowdown", percent(stats.worst_case_loss)))
     if reply is not None:
         rows.append(("Seed", str(reply.seed)))
