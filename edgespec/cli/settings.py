@@ -218,8 +218,6 @@ def _from_file(
             value = setting_value(key[-1], given)
         except OptionError as error:
             refuse(key, error.what, error.next_step)
-        except RecursionError:
-            refuse(key, f"{key[-1]} is nested too deeply", "use a single value or a list")
         else:
             found = SettingValue(value, ParameterSource.DEFAULT_MAP, str(path))
             values.setdefault(command, {})[key[-1]] = found

@@ -175,12 +175,6 @@ def test_a_file_that_is_wrong(run: Run, file: Path, text: str, error: str) -> No
     assert said in run("config").stderr
 
 
-def test_a_deeply_nested_value_is_rejected(file: Path) -> None:
-    file.write_text("remember = " + "{a = " * 300 + "1" + "}" * 300 + "\n")
-    (problem,) = Settings.read().problems
-    assert "remember is nested too deeply" in problem.what
-
-
 def test_quotes_and_lists_of_one_are_optional(file: Path) -> None:
     file.write_text("context = '4096'\nmmap = 'no'\nstop = '###'\nlogit_bias = '5=-inf'\nmax_loss = '5 %'\n")
     settings = Settings.read()
