@@ -1,4 +1,4 @@
-"""Files that make llama.cpp or MLX crash raise ModelFileError, because they are tried in a child process first."""
+"""Files that make llama.cpp or MLX crash raise ModelFileError, because a child process tries them first."""
 
 from __future__ import annotations
 

@@ -140,7 +140,8 @@ class TestReports:
         reply = demo.generate(HOWTO, max_tokens=24, seed=3, method="model+ngram", draft_length=3)
         json = reply.to_json()
         assert set(json) == {
-            "text", "reasoning", "answer", "tokens", "finish_reason", "seed", "target", "draft", "method", "stats",
+            "text", "reasoning", "answer", "tokens", "finish_reason", "seed", "target", "draft", "method",
+            "stats",
         }  # fmt: skip
         method: Any = json["method"]
         assert (method.pop("note"), method.pop("gain"), method.pop("gain_uncertainty")) == ("", None, None)
