@@ -50,6 +50,7 @@ class Reply:
 def test_a_new_reply_reports_that_it_measures() -> None:
     account = Reply(1, wide=1.1, right=True).goes_on(0)
     assert account.drafters == ()
+    assert account.speed_up is None
     assert account.reason == "measuring how long one token takes without drafting"
 
 
@@ -57,6 +58,7 @@ def test_successful_drafters_are_reported() -> None:
     account = Reply(1, wide=1.1, right=True).goes_on(30)
     assert account.drafters == ("saying",)
     assert account.reason == "drafting saves time here"
+    assert account.speed_up is not None
     assert account.speed_up > 1.5
 
 
