@@ -65,7 +65,7 @@ CONFIGURATIONS = (
         "demo-mlx-draft",
         ("model", "ngram", "suffix", "lookahead", "swift", "layerskip", "lowbit", "model+suffix", "auto"),
         {"exit_layer": 4},
-        interval=4,
+        interval=24,
     ),
 )
 
