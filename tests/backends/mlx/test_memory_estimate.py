@@ -96,7 +96,11 @@ print(run(sys.argv[1], int(sys.argv[2])))
     [
         ("llama", {"head_dim": 64, "vocab_size": 16_000, "intermediate_size": 8_000}),
         ("llama", {"head_dim": 256, "num_attention_heads": 4, "num_key_value_heads": 4}),
-        ("jamba", {"hidden_size": 512, "intermediate_size": 512, "num_hidden_layers": 4}),
+        pytest.param(
+            "jamba",
+            {"hidden_size": 512, "intermediate_size": 512, "num_hidden_layers": 4},
+            marks=pytest.mark.long,
+        ),
         ("mamba2", {"hidden_size": 512, "num_hidden_layers": 3, "num_heads": 64, "head_dim": 16}),
     ],
 )
