@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from edgespec.catalog.catalogue import ModelEntry, load_catalogue
+from edgespec.catalog.speedup_estimate import estimate_speedup
 from edgespec.files import format_bytes
 
 __all__ = ["Suggestion", "suggest_model"]
@@ -27,12 +28,14 @@ class Suggestion(NamedTuple):
         draft: Model reference of the draft model.
         download_bytes: Approximate size of both files.
         needed_bytes: Approximate memory that both models need.
+        speedup: Expected speed-up over plain decoding where verifying several tokens at once is cheap.
     """
 
     target: str
     draft: str
     download_bytes: int
     needed_bytes: int
+    speedup: float
 
     def describe(self, command: str, budget_bytes: int) -> str:
         """Return the suggestion as text for the screen, with the command that runs it.
@@ -44,7 +47,8 @@ class Suggestion(NamedTuple):
         return (
             f"{command} --target {self.target} --draft {self.draft} (downloads"
             f" {format_bytes(self.download_bytes)}; needs about {format_bytes(self.needed_bytes)} of the"
-            f" {format_bytes(budget_bytes)} of memory that edgespec can use here)"
+            f" {format_bytes(budget_bytes)} of memory that edgespec can use here; expected speed-up: 1.0x to"
+            f" {self.speedup:.1f}x, depending on this machine)"
         )
 
 
@@ -67,7 +71,11 @@ def suggest_model(budget_bytes: int, model_format: str = "gguf") -> Suggestion |
         size_bytes = entry.approximate_file_bytes + found[0].approximate_file_bytes
         needed_bytes = size_bytes + _OTHER_BYTES
         if size_bytes <= _MAX_DOWNLOAD_BYTES and needed_bytes <= budget_bytes:
-            suggestions.append(Suggestion(target, draft, size_bytes, needed_bytes))
+            speedup = estimate_speedup(
+                found[0].parameters / entry.parameters,
+                found[0].approximate_file_bytes / entry.approximate_file_bytes,
+            )
+            suggestions.append(Suggestion(target, draft, size_bytes, needed_bytes, speedup))
     return max(suggestions, key=lambda each: each.download_bytes, default=None)
 
 

@@ -11,7 +11,7 @@ import click
 
 from edgespec import __version__
 from edgespec.cli.commands import COMMANDS, OLLAMA_COMMANDS, load_command
-from edgespec.cli.failures import DONE, INTERRUPTED, describe, exit_status
+from edgespec.cli.failures import DONE, FAILED, INTERRUPTED, describe, exit_status
 from edgespec.cli.help import HelpfulGroup
 from edgespec.cli.screen import printable
 from edgespec.errors import EdgespecError
@@ -53,8 +53,10 @@ class Program(HelpfulGroup):
     def main(self, *args: Any, **extra: Any) -> NoReturn:
         """Run a command and exit with 0 (success), 1 (failure), 2 (usage error) or 130 (interrupted)."""
         if sys.stdout is None:
-            # stdout was already closed when the program started, so discard all output.
-            sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
+            # stdout was already closed when the program started.
+            if sys.stderr is not None:
+                sys.stderr.write("error: there is nowhere to print to, because stdout is closed\n")
+            sys.exit(FAILED)
         with suppress(AttributeError):
             # Replace characters that the terminal cannot show, which would otherwise raise an error
             # mid-reply.

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -117,3 +121,13 @@ def test_ctrl_c_while_it_starts(start: Start) -> None:
     process = start("models", code=code)
     _, stderr = process.communicate(timeout=30)
     assert (process.returncode, stderr) == (130, b"interrupted\n")
+
+
+@pytest.mark.skipif(os.name != "posix", reason="a shell closes stdout")
+def test_a_closed_stdout_is_an_error() -> None:
+    command = f"exec {shlex.quote(sys.executable)} -m edgespec models list >&-"
+    done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (
+        1,
+        "error: there is nowhere to print to, because stdout is closed\n",
+    )
