@@ -84,7 +84,8 @@ _WORKER = _WorkerThread()
 def interruptible(work: Callable[[Stop], _Result]) -> _Result:
     """Run `work` in a thread and turn Ctrl-C and SIGTERM into stop requests.
 
-    Call it from the main thread, and not from `work`. A second signal ends the process immediately with exit status 130.
+    Call it from the main thread, and not from `work`. A second signal ends the process immediately with exit
+    status 130.
 
     Args:
         work: Called with a `Stop`. Must return soon after a stop is requested.
