@@ -207,9 +207,25 @@ class TestNothingHangs:
                 assert "chat template is broken" in d.transcript()
                 assert d.chat.prompt.text == "a question"
 
+    async def test_partial_reply_of_a_turn_that_fails_is_kept(self, tmp_path: Path) -> None:
+        fails = Script(text="One two three four five", error=RuntimeError("boom"), error_after=4)
+        runtime = ScriptedRuntime(scripts=[fails, Script(text=" and the rest"), Script(text="Fine again.")])
+        async with driving(loading(runtime), tmp_path) as d:
+            await d.say("a question")
+            assert "boom" in d.transcript()
+            assert "One two" in d.transcript()
+            assert contents(saved(d))[1].startswith("One two")
+            assert saved(d).unfinished
+            assert not d.chat.prompt.text
+            await d.say("/continue")
+            assert contents(saved(d))[1].endswith("and the rest")
+            assert not saved(d).unfinished
+            await d.say("more")
+            assert "Fine again." in d.transcript()
+
     @pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt(), GeneratorExit()])
     async def test_job_that_raises_anything_is_reported(self, tmp_path: Path, error: BaseException) -> None:
-        runtime = ScriptedRuntime(scripts=[Script(error=error, error_after=4), Script(text="Fine again.")])
+        runtime = ScriptedRuntime(scripts=[Script(error=error), Script(text="Fine again.")])
         async with driving(loading(runtime), tmp_path) as d:
             await d.say("a question")
             assert type(error).__name__ in d.transcript()
