@@ -158,9 +158,9 @@ def _find_draft(
 
 
 def try_pair(pair: ModelPair, memory_bytes: int, progress: Progress | None) -> str:
-    """Try new files in a separate process. See `check_loadable`.
+    """Trial-load the pair's new files in a child process. See `check_loadable`.
 
-    A model larger than `memory_bytes` is not run, because it will not be loaded.
+    A model larger than `memory_bytes` is only checked, not run, because it will not be loaded.
     """
     models = []
     for found in filter(None, (pair.target, pair.draft)):

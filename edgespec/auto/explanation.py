@@ -20,7 +20,7 @@ class ControllerReport(NamedTuple):
         max_loss: The loss limit as a share of the plain decoding time.
         speed_up: Speed over plain decoding. None while the reply is too short to tell.
         uncertainty: Standard error of `speed_up`.
-        drafters: Names of the drafters in use; empty for replies that only retried drafting.
+        drafters: Names of the drafters in use. Empty if drafting was off and only briefly retried.
         reason: Why drafts are used or not, in one clause.
     """
 

@@ -48,7 +48,8 @@ class LossLimit:
         """Start a reply with no credit from earlier replies."""
         self.credit_seconds = 0.0
         self.tokens = self.draft_rounds = 0
-        # Tokens of the rounds that verified a draft, and the seconds that plain decoding would have taken.
+        # Tokens generated in rounds that verified a draft, and the seconds that plain decoding would have
+        # taken to generate them.
         self._draft_round_tokens, self._draft_round_plain_seconds = 0, 0.0
 
     def record_target_step(self, tokens: int, draft_seconds: float = 0.0) -> None:
@@ -80,7 +81,8 @@ class LossLimit:
     def speed_up(self, target_step_seconds: float) -> float:
         """Return the reply's speed-up over plain decoding so far.
 
-        Rounds with a draft use the target step time measured at that round, as the credit does.
+        For rounds with a draft, the plain decoding time is based on the target step time measured in that
+        round.
         """
         other_tokens = self.tokens - self._draft_round_tokens
         plain_seconds = self._draft_round_plain_seconds + other_tokens * target_step_seconds

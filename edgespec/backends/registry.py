@@ -74,11 +74,12 @@ class FileFormat:
         skips_layers: Whether the model can draft with some of its layers skipped (method `swift`).
         preparations: Preparations that `edgespec prepare` supports for this format, such as `lowbit`.
         fixed_exit: Whether the files are split at a single exit layer, which a manifest specifies.
-        measure_exits: Measures every exit layer, given a model, tokens and the first token to predict. None
-            if the exit layer is fixed or the model must be prepared first.
+        measure_exits: Measures the accuracy of every exit layer, given a model, tokens and the index of the
+            first token to predict. None if the exit layer is fixed or the model must be prepared first.
         low_bit_copy_format: Name of the format of prepared low-bit copies. Empty if the format does not use
             them.
-        low_bit_weights: Whether loaded weights can be split to draft with fewer bits, without a copy.
+        low_bit_weights: Whether the loaded weights can also be used at lower precision for drafting, without
+            a separate copy.
         trial: Loads the model at a path, given its name, whether to run a few tokens, and a progress callback
             (see `trial_load`). None if no file can crash the process.
     """

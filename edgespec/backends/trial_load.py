@@ -50,9 +50,10 @@ _CODE = (
     " from edgespec.backends.trial_load import main; main(request)"
 )
 _PASSED, _REFUSED = "passed", "refused"
-# How C++ names a failed allocation. The file or other programs can be the cause.
+# The C++ exception for a failed allocation. A damaged file can cause it, or other programs that use too much
+# memory.
 _OUT_OF_MEMORY = "std::bad_alloc"
-# The memory limit of the child process, without mapped files. No good model comes near it.
+# Memory limit of the child process, excluding mapped files. Valid models need far less.
 _MAX_MEMORY_BYTES = 4 * 2**30
 
 
@@ -87,7 +88,7 @@ def check_loadable(models: Sequence[TrialModel], progress: Progress | None = Non
 
     Raises:
         ModelFileError: A file crashed the child process, now or in an earlier trial.
-        BackendError: The child process was killed or took too long.
+        BackendError: The child process was killed or took too long, or a file needs too much CPU time.
         BackendMissingError: A model's backend is not installed.
         CancelledError: `progress` returned False.
     """
@@ -114,7 +115,7 @@ def check_loadable(models: Sequence[TrialModel], progress: Progress | None = Non
         except OSError as error:
             return _not_tried(models, error.strerror or str(error))
         for model in untried.values():
-            # Meanwhile, import the backend, which the load needs.
+            # While the child process runs, import the backend, which is needed to load the model.
             backend_of(model.form.name).preload()
         for key, model in untried.items():
             outcome = child.wait_for(model, progress)
@@ -148,7 +149,7 @@ def _key(model: TrialModel) -> str | None:
     try:
         states = [file_state(file) for file in model.form.files(model.path)]
     except (OSError, ModelFileError):
-        return None  # Loading the model raises a better error.
+        return None  # Ignore the error. Loading the model raises a clearer one.
     versions = []
     for package in backend_of(model.form.name).packages:
         with suppress(PackageNotFoundError):
@@ -159,7 +160,7 @@ def _key(model: TrialModel) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class _Result:
-    """The result of a trial: whether tokens were run, and how the process crashed, if it did."""
+    """The result of a trial: whether any tokens were decoded, and how the process crashed, if it did."""
 
     ran: bool
     failure: str = ""
@@ -198,16 +199,20 @@ class _Results:
 
 
 class _Child:
-    """A running child process that tries models in order, created by `_start_child`.
+    """A running child process that trial-loads models in order. Created by `_start_child`.
 
     Attributes:
         process: The process, which prints progress and outcomes to stdout.
         errors: The file that receives the stderr of the process.
         max_seconds: The time limit of all trials together.
+        cpu_seconds: The CPU time limit of all trials together, which the process sets for itself.
     """
 
-    def __init__(self, process: subprocess.Popen[bytes], errors: IO[bytes], max_seconds: float) -> None:
-        self._process, self._errors, self._max_seconds = process, errors, max_seconds
+    def __init__(
+        self, process: subprocess.Popen[bytes], errors: IO[bytes], max_seconds: float, cpu_seconds: int
+    ) -> None:
+        self._process, self._errors = process, errors
+        self._max_seconds, self._cpu_seconds = max_seconds, cpu_seconds
         self._began = time.monotonic()
         self._lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         self._reader = threading.Thread(target=_read_lines, args=(process.stdout, self._lines.put))
@@ -225,7 +230,7 @@ class _Child:
             if progress and not progress(f"checking {model.name} (first load only)", fraction):
                 raise CancelledError(f"loading {model.name} was cancelled")
             if time.monotonic() > self._began + self._max_seconds:
-                raise _stopped(model, f"it timed out after {self._max_seconds:.0f} seconds")
+                raise _stopped(model, f"timed out after {self._max_seconds:.0f} seconds")
             try:
                 line = self._lines.get(timeout=_PROGRESS_SECONDS)
             except queue.Empty:
@@ -239,17 +244,26 @@ class _Child:
         """Return how the process crashed, or an empty string if it exited with an error status.
 
         Raises:
-            BackendError: The process was killed from outside.
+            BackendError: The process was killed from outside, or used too much CPU time.
         """
         status = self._process.wait()
         if 0 <= status <= 0xFF:
             return ""
         name = _signal_name(status)
+        if name == "SIGXCPU":
+            # The load could hang for ever. The result is not saved, because a slow processor can be the
+            # cause.
+            raise BackendError(
+                f"{model.path} seems to be damaged or not supported: loading it and generating a few tokens"
+                f" took {backend_of(model.form.name).name} more than {self._cpu_seconds} seconds of CPU time",
+                "download it again or choose another model; if you trust this file, `edgespec chat --trust`"
+                " skips this check",
+            )
         if status < 0 and name not in _CRASHES:
-            raise _stopped(model, f"it was killed by {name}")
+            raise _stopped(model, f"killed by {name}")
         last_words = self._last_words()
         if _OUT_OF_MEMORY in last_words:
-            raise _stopped(model, "it ran out of memory")
+            raise _stopped(model, "out of memory")
         return last_words or name
 
     def _last_words(self) -> str:
@@ -264,14 +278,15 @@ class _Child:
 
 @contextmanager
 def _start_child(models: Sequence[TrialModel]) -> Iterator[_Child]:
-    """Start a child process that tries models, and stop it when the `with` block exits. Raises OSError."""
+    """Start a child process that trial-loads models. Stop it when the `with` block exits. Raises OSError."""
     if not sys.executable:
         raise OSError("no Python interpreter was found (sys.executable is not set)")
     size_bytes = sum(file.stat().st_size for model in models for file in model.form.files(model.path))
+    cpu_seconds = int(_MAX_CPU_SECONDS + _MAX_CPU_SECONDS_PER_GIB * size_bytes / 2**30)
     request = {
         "path": [str(Path(__file__).parents[2]), *filter(os.path.isabs, sys.path)],
         "models": [(model.form.name, str(model.path), model.name, model.runs) for model in models],
-        "cpu_seconds": int(_MAX_CPU_SECONDS + _MAX_CPU_SECONDS_PER_GIB * size_bytes / 2**30),
+        "cpu_seconds": cpu_seconds,
     }
     with (
         tempfile.TemporaryFile() as errors,
@@ -282,11 +297,11 @@ def _start_child(models: Sequence[TrialModel]) -> Iterator[_Child]:
             stderr=errors,
             # Without this, ggml starts a debugger to print a backtrace when it aborts.
             env={**os.environ, "GGML_NO_BACKTRACE": "1"},
-            # Shield the child process from the terminal's Ctrl-C. This process stops it.
+            # Keep the terminal's Ctrl-C from reaching the child process. The parent stops the child instead.
             start_new_session=True,
         ) as process,
     ):
-        child = _Child(process, errors, _MAX_SECONDS + size_bytes / _SLOW_DISK)
+        child = _Child(process, errors, _MAX_SECONDS + size_bytes / _SLOW_DISK, cpu_seconds)
         try:
             yield child
         finally:
@@ -295,7 +310,7 @@ def _start_child(models: Sequence[TrialModel]) -> Iterator[_Child]:
 
 def _stopped(model: TrialModel, why: str) -> BackendError:
     return BackendError(
-        f"the trial of {model.path} in a separate process did not finish: {why}",
+        f"the trial of {model.path} in a separate process failed: {why}",
         "close other programs and try again; if you trust this file, `edgespec chat --trust` skips the trial",
     )
 
@@ -315,7 +330,7 @@ def _read_lines(stream: IO[bytes], put: Callable[[str | None], None]) -> None:
 
 
 def main(request: dict[str, Any]) -> None:
-    """Try a request's models and print each outcome. Runs in the child process."""
+    """Trial-load each model in the request and print the outcome. Runs in the child process."""
     _limit_process(request["cpu_seconds"])
     threading.Thread(target=_exit_with_parent, daemon=True).start()
     for form, path, name, runs in request["models"]:
@@ -325,12 +340,12 @@ def main(request: dict[str, Any]) -> None:
                 trial(path, name, runs, _print_fraction)
             _print(_PASSED)
         except EdgespecError:
-            _print(_REFUSED)  # Loading the model raises the same error.
+            _print(_REFUSED)  # Loading the model reports the error.
     os._exit(0)
 
 
 def _limit_process(cpu_seconds: int) -> None:
-    """Limit the process's CPU time and its memory without mapped files, and disable core dumps."""
+    """Limit the process's CPU time and memory (excluding mapped files), and disable core dumps."""
     if sys.platform != "win32":
         import resource
 

@@ -75,7 +75,7 @@ def _snapshots(folder: Path, budget: EntryBudget) -> Iterator[Path]:
         ref = read_regular_file(folder / "refs" / "main", _MAX_REF_BYTES)
         main = ref.decode("utf-8", "replace").strip()
     with suppress(OSError):
-        # A link out of the repository may lead to a whole disk.
+        # Skip links that point outside the repository. They could lead to an entire disk.
         snapshots = [path for path in folders_in(folder / "snapshots", budget) if is_inside(path, folder)]
         yield from sorted(snapshots, key=lambda path: (path.name == main, path.stat().st_mtime), reverse=True)
 

@@ -77,7 +77,7 @@ class EntryBudget:
         self.skipped: Path | None = None
 
     def notice(self, store: Store) -> Iterator[StoredModel]:
-        """Yield an unusable model that reports the limit, if the store's search reached it."""
+        """Yield an unusable placeholder model with a message about the limit, if the search reached it."""
         if self.skipped is not None:
             problem = (
                 f"the folder has too many files to search (at most {_MAX_ENTRIES:,} in all folders,"
@@ -130,7 +130,7 @@ def files_below(
 
 
 def _entries(folder: Path, budget: EntryBudget, own_budget: EntryBudget) -> list[os.DirEntry[str]]:
-    """Return the entries of a folder, sorted by name. Empty if unreadable, or larger than a budget."""
+    """Return the entries of a folder, sorted by name. Empty if it is unreadable or exceeds either budget."""
     limit = max(0, min(budget.left, own_budget.left))
     try:
         with os.scandir(folder) as iterator:

@@ -1,4 +1,4 @@
-"""Suggest a real model and draft model that fit this machine to users of the demo model."""
+"""Suggest a real target and draft model that fit this machine, for users of the demo model."""
 
 from __future__ import annotations
 

@@ -162,8 +162,8 @@ class PromptBuilder:
     def _plain_tokens(self, text: str) -> list[int]:
         """Return tokens that decode to exactly `text`, without control tokens."""
         vocabulary, spelled = self._vocabulary, text.encode("utf-8", "replace")
-        # Some tokenizers prepend a space. If the tokens spell more than the text, retry without its leading
-        # space, then after a newline, and drop the extra leading tokens.
+        # Some tokenizers prepend a space. If the tokens decode to more than `text`, retry with the leading
+        # space removed, then with a newline prepended, and drop the extra leading tokens.
         for anchored in (text, text.removeprefix(" "), f"\n{text}"):
             tokens = vocabulary.tokenize(anchored, special=False, start=False)
             for first in range(3):
@@ -231,8 +231,8 @@ class PromptBuilder:
     ) -> RenderedPrompt:
         """Drop the oldest turns in steps until the prompt has at most `limit_tokens`, if possible.
 
-        The number of steps follows from token estimates, which stay the same as the conversation grows. If
-        the actual prompt is still too long, another step is dropped.
+        The number of steps is computed from estimated tokens per message, so it stays stable as the
+        conversation grows. If the prompt is still too long, one more step of turns is dropped.
         """
         system = [message for message in messages[:1] if message.role == "system"]
         turns = messages[len(system) :]
@@ -271,7 +271,8 @@ class PromptBuilder:
                 short, long = (len(self.build([*turn * count, turn[0]], progress).tokens) for count in (1, 2))
                 self._added_tokens = max(0, (long - short) // len(turn) - 1)
             except TemplateError:
-                # The template rejects this conversation, but may accept others.
+                # The template rejects this sample conversation, so its overhead cannot be measured. It may
+                # still accept other conversations.
                 self._added_tokens = 0
         return self._added_tokens
 
@@ -280,8 +281,8 @@ class PromptBuilder:
         tokens = list(reply_tokens)
         if tokens and self._vocabulary.is_end(tokens[-1]):
             tokens.pop()
-        # Control tokens are written as text, as templates write them. Otherwise, a prompt without the reply's
-        # reasoning markers could match a reply whose tokens include them.
+        # Include control tokens as text, as chat templates write them. If they were skipped, a prompt without
+        # the reply's reasoning markers could wrongly match a reply whose tokens contain them.
         pieces = (self._vocabulary.piece(token) or self._vocabulary.raw_piece(token) for token in tokens)
         text = b"".join(pieces).decode("utf-8", "replace")
         self._remembered.append(RenderedPrompt(prompt.text, prompt.tokens))
@@ -301,7 +302,7 @@ class PromptBuilder:
         return longest if longest and longest.text else None
 
     def _spelled_prefix(self, tokens: Sequence[int], encoded: bytes) -> RenderedPrompt:
-        """Return the longest prefix of `encoded` that `tokens` decode to and that a control token follows."""
+        """Return the longest prefix of `encoded` that `tokens` decode to, ending before a control token."""
         at = spelled_bytes = spelled_tokens = 0
         for i, token in enumerate(tokens):
             control = is_control(self._vocabulary, token)

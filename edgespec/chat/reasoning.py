@@ -110,9 +110,10 @@ class ReasoningSplitter:
         self._close = ""
         self._phase: Literal["start", "reasoning", "answer"] = "start"
         self._held = ""
-        # Whether to drop leading whitespace, because the reasoning, or the answer after it, has no text yet.
+        # True until the current part (reasoning or answer) has text. Until then, leading whitespace is
+        # dropped.
         self._drops_space = False
-        # Number of withheld characters that are not part of the result.
+        # Number of buffered characters to drop instead of returning them.
         self._skipped = 0
         self.feed(reply_start)
         self._skipped = len(self._held)
@@ -139,7 +140,7 @@ class ReasoningSplitter:
         return SplitText(reasoning, answer + self._read(len(self._held)), False)
 
     def _read_start(self) -> None:
-        """Read the opening marker, or establish that there is none. Does nothing until it can tell."""
+        """Read the opening marker, if there is one. Does nothing if more text is needed to decide."""
         text = self._held.lstrip()
         opening = next((marker for marker in _MARKERS if text.startswith(marker)), None)
         if opening is not None:

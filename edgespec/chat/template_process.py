@@ -28,8 +28,8 @@ from edgespec.files import format_bytes
 
 __all__ = ["TemplateProcess"]
 
-# Maximum number of 50 ms polls per request, 20 seconds on a busy machine. Counting polls excludes the time
-# while edgespec is suspended.
+# Maximum number of 50 ms polls per request: at least 20 seconds. Counting polls instead of seconds leaves out
+# the time during which edgespec is suspended.
 _MAX_POLLS = 400
 
 

@@ -32,7 +32,7 @@ __all__ = [
 CPU_SECONDS = 2.0
 # Templates control their error text, so truncate it to this many characters.
 _MAX_ERROR_CHARACTERS = 300
-# Advice in Python's error for long integers, of use only to Python programmers.
+# Hint that Python appends to its error about long integers. It does not help end users.
 _PYTHON_ADVICE = "; use sys.set_int_max_str_digits() to increase the limit"
 
 
@@ -81,7 +81,7 @@ def compile_template(source: str) -> Template:
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class GenerationTag(Extension):
-        """`{% generation %}`, with which templates mark replies for training. It has no effect here."""
+        """The tag `{% generation %}`, which templates use to mark replies for training. It has no effect."""
 
         tags = {"generation"}  # noqa: RUF012 - the base class wants a set
 
@@ -98,7 +98,8 @@ def compile_template(source: str) -> Template:
     try:
         return environment.from_string(source)
     except SyntaxError as error:
-        # Jinja has its own syntax error class, so this is Python's limit on nested blocks.
+        # Jinja reports errors in a template as TemplateSyntaxError, so a plain SyntaxError means that the
+        # generated code exceeds Python's limit on nested blocks.
         raise RecursionError from error
 
 

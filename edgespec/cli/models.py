@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 __all__ = ["command"]
 
 _LOOK_CONTEXT_TOKENS = 256
-# Maximum number of unusable models that `models list` explains.
+# Maximum number of unusable models for which `models list` shows the reason.
 _MAX_UNUSABLE = 3
 
 

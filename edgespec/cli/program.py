@@ -54,7 +54,7 @@ class Program(HelpfulGroup):
     def main(self, *args: Any, **extra: Any) -> NoReturn:
         """Run a command and exit with 0 (success), 1 (failure), 2 (usage error) or 130 (interrupted)."""
         if sys.stdout is None:
-            # stdout was already closed when the program started.
+            # stdout is None because it was closed before the program started.
             if sys.stderr is not None:
                 sys.stderr.write("error: there is nowhere to print to, because stdout is closed\n")
             sys.exit(FAILED)

@@ -160,7 +160,7 @@ def changed(text: str, path: KeyPath, literal: str | None) -> str:
 
 
 def _statements(lines: list[str]) -> Iterator[_Statement]:
-    """Yield the statements in a valid file, up to the first value of more than 500 lines.
+    """Yield the statements of a valid TOML file, up to the first value of more than 500 lines.
 
     A multi-line value ends at the first line where it parses.
     """

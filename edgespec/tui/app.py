@@ -177,6 +177,9 @@ class ChatApp(App[None]):
 
     def stop_model(self) -> bool:
         """Stop the reply and close the model. Return False if it takes longer than five seconds."""
+        if self.chat is not None:
+            # If the terminal was closed, the app is still running and may save the stopped reply itself.
+            self.chat.begin_leaving()
         self.model_thread.close()
         return self.model_thread.join(_QUIT_SECONDS)
 

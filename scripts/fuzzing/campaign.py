@@ -1,4 +1,4 @@
-"""Run inputs of all subjects in turn. Results are saved, so that a later run can resume."""
+"""Run the fuzz inputs of each subject in turn, and save the results so that a later run can resume."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ __all__ = ["Campaign", "Results", "Subject", "replay", "table"]
 
 # Seconds between saves of the state.
 _SAVE_SECONDS = 2.0
-# Inputs per turn of a worker, multiplied by the subject's weight. Enough for memory growth to show.
+# Number of inputs that a worker runs per unit of weight before the next subject's turn. Large enough to make
+# memory leaks visible.
 _INPUTS_PER_TURN = 20
 # Memory growth after the first fifth of a worker's turn that counts as a leak. Caches and heap fragmentation
 # stay below this.
@@ -32,7 +33,7 @@ _GROWTH = "growth of memory"
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """A kind of input. Its module has `make(rng) -> Files` and `run(folder)`.
+    """A fuzz target. Its module defines `make(rng) -> Files` and `run(folder)`.
 
     `weight` is its share of all inputs.
     """
@@ -134,7 +135,7 @@ class Campaign:
                 if outcome.resident_bytes:
                     resident.append(outcome.resident_bytes)
                 else:
-                    resident.clear()  # The worker was stopped, and the next one has a different heap.
+                    resident.clear()  # The samples of the next worker are not comparable.
         grown = _growth(resident)
         results.growth_bytes = max(results.growth_bytes, grown)
         if grown > LEAK_BYTES:
@@ -219,7 +220,7 @@ def _lines(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> Iterator[str
 
 
 def _growth(resident: Sequence[int]) -> int:
-    """Return how much the memory grew between the second and the last fifth of a turn."""
+    """Return how much resident memory grew between the second and the last fifth of a worker's samples."""
     fifth = len(resident) // 5
     if fifth < 4:
         return 0

@@ -1,4 +1,4 @@
-"""Fuzz `plan` with GGUF files. Planning tries a new file in a child process."""
+"""Fuzz `plan` with GGUF files. It first reads each new file in a child process, to see if that crashes."""
 
 from __future__ import annotations
 
@@ -16,5 +16,5 @@ def make(rng: Random) -> Files:
 
 
 def run(folder: Path) -> None:
-    """Plan a load."""
+    """Plan loading the model in `folder`."""
     edgespec.plan(str(folder / "model.gguf"), None, threads=1)

@@ -17,6 +17,6 @@ def make(rng: Random) -> Files:
 
 
 def run(folder: Path) -> None:
-    """Plan a load."""
+    """Plan loading the model in `folder`."""
     missing_files(folder / "model")
     edgespec.plan(str(folder / "model"), None)

@@ -192,7 +192,7 @@ def test_a_killed_trial_is_not_remembered(children: list[Any], tmp_path: Path) -
         children[-1].kill()
         return True
 
-    with pytest.raises(BackendError, match="did not finish: it was killed by SIGKILL"):
+    with pytest.raises(BackendError, match="failed: killed by SIGKILL"):
         load(path, progress=kill)
     assert not results()
     load(path)
@@ -202,9 +202,19 @@ def test_a_slow_trial_is_given_up(
     children: list[Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(trial_load, "_MAX_SECONDS", 0)
-    with pytest.raises(BackendError, match="did not finish: it timed out after 0 seconds"):
+    with pytest.raises(BackendError, match="failed: timed out after 0 seconds"):
         load(write_llama(tmp_path / "model.gguf"))
     assert children[0].returncode is not None
+    assert not results()
+
+
+@pytest.mark.skipif(os.name != "posix", reason="CPU time limits are POSIX only")
+def test_a_trial_that_never_ends_blames_the_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Damaged vocabularies make llama.cpp's tokenizer loop for ever."""
+    code = "import resource; resource.setrlimit(resource.RLIMIT_CPU, (1, -1))\nwhile True: pass"
+    monkeypatch.setattr(trial_load, "_CODE", code)
+    with pytest.raises(BackendError, match=r"seems to be damaged .* seconds of CPU time; download it again"):
+        load(write_llama(tmp_path / "model.gguf"))
     assert not results()
 
 
@@ -214,7 +224,7 @@ def test_a_trial_that_takes_all_memory_is_not_remembered(
     """Other programs can be the cause, so the file may be good."""
     code = "import os; os.write(2, b'  what():  std::bad_alloc'); os.abort()"
     monkeypatch.setattr(trial_load, "_CODE", code)
-    with pytest.raises(BackendError, match="did not finish: it ran out of memory"):
+    with pytest.raises(BackendError, match="failed: out of memory"):
         load(write_llama(tmp_path / "model.gguf"))
     assert not results()
 

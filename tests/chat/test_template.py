@@ -325,7 +325,7 @@ class TestProcess:
             child = psutil.Process(int(parent.stdout.readline()))
             time.sleep(0.2)
             parent.send_signal(signal.SIGKILL)
-        for _ in range(50):
+        for _ in range(300):
             if not child.is_running() or child.status() == psutil.STATUS_ZOMBIE:
                 return
             time.sleep(0.1)

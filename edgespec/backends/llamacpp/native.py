@@ -98,8 +98,8 @@ def _open_log() -> None:
         make_private_folder(log.parent)
         for file in (log, log.with_name(f"{log.name}.1")):
             if file.exists():
-                regular_file_bytes(file)  # Raises OSError for a pipe, which would block when opened.
-                # Other users could read the log files of versions before 0.2.
+                regular_file_bytes(file)  # Raise OSError for a pipe, because opening it would block.
+                # Log files created before version 0.2 were readable by other users.
                 file.chmod(0o600)
         handler = _PrivateLog(log, maxBytes=1_000_000, backupCount=1, encoding="utf-8")
     handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))

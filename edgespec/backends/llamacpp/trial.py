@@ -26,8 +26,8 @@ __all__ = ["try_model", "try_split_model"]
 _OPTIONS = LoadOptions(context_tokens=256, gpu_layers=0, batch_tokens=64)
 # Tokens per pass. llama.cpp uses different kernels for one, a few and many tokens.
 _WIDTHS = (3, 1, 40)
-# CPU time limit for all passes, in seconds. It cuts the passes of large models short, but their layers are
-# alike, and llama.cpp checks all shapes before the first pass.
+# CPU time limit in seconds for all forward passes. Large models may be stopped early. This is acceptable,
+# because all their layers have the same structure, and llama.cpp checks all shapes before the first pass.
 _PASS_CPU_SECONDS = 0.3
 _POLL_SECONDS = 0.02
 # Text with characters of one to four bytes in UTF-8.
@@ -55,9 +55,9 @@ def try_model(path: str, name: str, runs: bool, progress: Progress | None = None
 
 
 def try_split_model(folder: str, name: str, _runs: bool, _progress: Progress | None = None) -> None:
-    """Plan the memory of a model split for early exit.
+    """Estimate the memory of a model that was split for early exit.
 
-    The file that it was split from has already been tried, so nothing is run.
+    The original file has already passed a trial load, so nothing is run.
 
     Raises:
         EdgespecError: The model cannot be loaded.
@@ -74,7 +74,7 @@ def _plan(path: str, name: str, *, split: bool) -> None:
 
 
 def _run_passes(context: LlamaContext, weights: Any) -> None:
-    """Run the `probe` passes and one pass of each width, until time runs out."""
+    """Run the forward passes of `probe`, then one for each width in `_WIDTHS`, until time runs out."""
     size = vocabulary_size(weights)
     with suppress(CancelledError), _interrupted_after(context, _PASS_CPU_SECONDS):
         probe(context, weights, _OPTIONS)
@@ -88,7 +88,7 @@ def _run_passes(context: LlamaContext, weights: Any) -> None:
 
 @contextmanager
 def _interrupted_after(context: LlamaContext, cpu_seconds: float) -> Iterator[None]:
-    """Interrupt the context's passes after `cpu_seconds` of CPU time."""
+    """Abort forward passes of the context once `cpu_seconds` of CPU time have been used."""
     finished, began = threading.Event(), time.process_time()
 
     def interrupt() -> None:
