@@ -65,7 +65,9 @@ class HelpfulCommand(_Helpful):
         rest = super().parse_args(ctx, args)
         if rest and not ctx.resilient_parsing:
             model = shlex.quote(rest[0])
-            raise click.UsageError(f"unexpected argument {model}; to choose a model, use --target {model}", ctx)
+            raise click.UsageError(
+                f"unexpected argument {model}; to choose a model, use --target {model}", ctx
+            )
         return rest
 
     def invoke(self, ctx: click.Context) -> Any:

@@ -124,10 +124,10 @@ def test_quitting_prints_how_to_continue_the_chat(
     assert run("chat").stdout == ""
     opened.end = ChatEnd(resume="last")
     assert run("chat").stdout == "To continue this chat: scripts/chat --resume\n"
-    opened.end = ChatEnd(resume="20260102-abc")
+    opened.end = ChatEnd(resume="2026-a")
     done = run("chat", "--target", "my models/8b.gguf", "--draft", "none")
     assert done.stdout == (
-        "To continue this chat: scripts/chat --target 'my models/8b.gguf' --draft none --resume 20260102-abc\n"
+        "To continue this chat: scripts/chat --target 'my models/8b.gguf' --draft none --resume 2026-a\n"
     )
     opened.end = ChatEnd(signalled=True, resume="last")
     assert (run("chat").exit_code, run("chat").stdout) == (130, "")
