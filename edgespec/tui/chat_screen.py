@@ -282,8 +282,8 @@ class ChatScreen(TurnScreen):
         if not isinstance(option, ChatOption):
             return
         question = (
-            f"Delete “{option.chat.title}”? This also deletes the saved replies and the prefix cache of all"
-            " chats, which may contain text from this one. Your other chats are kept. This cannot be undone."
+            f"Delete “{option.chat.title}”? This cannot be undone. Your other chats are kept, but the data"
+            " that makes replies in them faster is deleted too, because it may contain text from this chat."
         )
         if not await self.app.push_screen_wait(ConfirmScreen(question, "Delete")):
             return

@@ -217,6 +217,8 @@ class TurnScreen(ChatView):
             await self.transcript.prune()
             if ask.act == "continue" and not ended.text:
                 self.say("The reply was already complete.")
+            elif ended.finish_reason == "cancelled" and not self._leaving and self._after_reply is None:
+                self.say("Stopped. Type /continue to finish the reply.")
             await self.save()
             return
         if state is None and chat.turn is not None and chat.turn.written:

@@ -380,7 +380,9 @@ def _ask_and_quit(folder: Path, monkeypatch: pytest.MonkeyPatch) -> bool:
 
     real_run = ChatApp.run
     monkeypatch.setattr(ChatApp, "run", lambda app: real_run(app, headless=True, auto_pilot=use))
-    return run_chat(loading(ScriptedRuntime()), store=ChatStore(folder / "chats"))
+    ended = run_chat(loading(ScriptedRuntime()), store=ChatStore(folder / "chats"))
+    assert ended.resume == "last"
+    return ended.signalled
 
 
 async def test_chat_files_with_and_without_the_mark_are_read(tmp_path: Path) -> None:
