@@ -76,6 +76,7 @@ def test_show_a_model_that_is_here(run: Run) -> None:
         "llama, Q8_0, 12.0 MiB",
         "11,540,736",
         "5.9 MiB per 1,000 tokens",
+        "8,192 tokens (ID f688d3fd2a98)",
         "yes, including token trees",
     ):
         assert word in text

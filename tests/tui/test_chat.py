@@ -303,6 +303,7 @@ async def test_save_and_load_by_title(demo: Load, tmp_path: Path) -> None:
         assert len(d.chat.current_chat.entries) == 2
         await d.say("/load no such thing")
         assert "No saved chat has 'no such thing' in its title" in d.transcript()
+        assert "To change the model, quit and start edgespec with --target." in d.transcript()
 
 
 async def test_help_theme_and_preferences(demo: Load, tmp_path: Path) -> None:
