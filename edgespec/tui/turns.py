@@ -222,7 +222,7 @@ class TurnScreen(ChatView):
             await self.save()
             return
         if state is None and chat.turn is not None and chat.turn.written:
-            # The turn failed after part of the reply was shown. Keep that part, as if the user had stopped it.
+            # The turn failed after part of the reply was shown. Keep that part, as when the user stops it.
             chat.follow(chat.turn.messages)
             chat.unfinished = True
             chat.end_turn()

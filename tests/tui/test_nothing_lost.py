@@ -19,9 +19,10 @@ from edgespec import Runtime
 from edgespec.catalog import Progress
 from edgespec.chat.message import Message
 from edgespec.chat.store import ChatStore, SavedChat
-from edgespec.errors import ChatFileError
+from edgespec.errors import ChatFileError, EdgespecError
 from edgespec.tui.app import ChatApp, run_chat
 from edgespec.tui.widgets.messages import Panel, ReplyMessage
+from edgespec.tui.widgets.prompt import PromptInput
 from tests.backends.tiny_models import write_llama
 from tests.tui.driving import Driver, driving, until
 from tests.tui.scripted import Script, ScriptedRuntime, loading
@@ -261,6 +262,25 @@ class TestNothingHangs:
         monkeypatch.setattr(ChatApp, "run", lambda app: real_run(app, headless=True))
         with pytest.raises(RuntimeError, match="SystemExit: 3"):
             run_chat(load, store=ChatStore(tmp_path / "chats"))
+
+
+    async def test_terminal_of_a_few_columns_does_not_end_the_chat(self, tmp_path: Path) -> None:
+        async with driving(loading(ScriptedRuntime()), tmp_path, size=(3, 40)) as d:
+            await d.say("a question")
+            await d.pilot.resize_terminal(1, 1)
+            await d.say("more")
+            await d.pilot.resize_terminal(80, 24)
+            await d.sees("more")
+
+    def test_error_on_the_screen_is_a_failure(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        def fail(*_: object) -> None:
+            raise ValueError("boom")
+
+        monkeypatch.setattr(PromptInput, "render_line", fail)
+        real_run = ChatApp.run
+        monkeypatch.setattr(ChatApp, "run", lambda app: real_run(app, headless=True))
+        with pytest.raises(EdgespecError, match="an error on the screen ended the chat"):
+            run_chat(loading(ScriptedRuntime()), store=ChatStore(tmp_path / "chats"))
 
 
 class TestInput:
