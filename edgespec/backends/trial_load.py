@@ -88,7 +88,7 @@ def check_loadable(models: Sequence[TrialModel], progress: Progress | None = Non
 
     Raises:
         ModelFileError: A file crashed the child process, now or in an earlier trial.
-        BackendError: The child process was killed or took too long.
+        BackendError: The child process was killed or took too long, or a file needs too much CPU time.
         BackendMissingError: A model's backend is not installed.
         CancelledError: `progress` returned False.
     """
@@ -205,10 +205,14 @@ class _Child:
         process: The process, which prints progress and outcomes to stdout.
         errors: The file that receives the stderr of the process.
         max_seconds: The time limit of all trials together.
+        cpu_seconds: The CPU time limit of all trials together, which the process sets for itself.
     """
 
-    def __init__(self, process: subprocess.Popen[bytes], errors: IO[bytes], max_seconds: float) -> None:
-        self._process, self._errors, self._max_seconds = process, errors, max_seconds
+    def __init__(
+        self, process: subprocess.Popen[bytes], errors: IO[bytes], max_seconds: float, cpu_seconds: int
+    ) -> None:
+        self._process, self._errors = process, errors
+        self._max_seconds, self._cpu_seconds = max_seconds, cpu_seconds
         self._began = time.monotonic()
         self._lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         self._reader = threading.Thread(target=_read_lines, args=(process.stdout, self._lines.put))
@@ -240,12 +244,21 @@ class _Child:
         """Return how the process crashed, or an empty string if it exited with an error status.
 
         Raises:
-            BackendError: The process was killed from outside.
+            BackendError: The process was killed from outside, or used too much CPU time.
         """
         status = self._process.wait()
         if 0 <= status <= 0xFF:
             return ""
         name = _signal_name(status)
+        if name == "SIGXCPU":
+            # The load could hang for ever. The result is not saved, because a slow processor can be the
+            # cause.
+            raise BackendError(
+                f"{model.path} seems to be damaged or not supported: loading it and generating a few tokens"
+                f" took {backend_of(model.form.name).name} more than {self._cpu_seconds} seconds of CPU time",
+                "download it again or choose another model; if you trust this file, `edgespec chat --trust`"
+                " skips this check",
+            )
         if status < 0 and name not in _CRASHES:
             raise _stopped(model, f"killed by {name}")
         last_words = self._last_words()
@@ -269,10 +282,11 @@ def _start_child(models: Sequence[TrialModel]) -> Iterator[_Child]:
     if not sys.executable:
         raise OSError("no Python interpreter was found (sys.executable is not set)")
     size_bytes = sum(file.stat().st_size for model in models for file in model.form.files(model.path))
+    cpu_seconds = int(_MAX_CPU_SECONDS + _MAX_CPU_SECONDS_PER_GIB * size_bytes / 2**30)
     request = {
         "path": [str(Path(__file__).parents[2]), *filter(os.path.isabs, sys.path)],
         "models": [(model.form.name, str(model.path), model.name, model.runs) for model in models],
-        "cpu_seconds": int(_MAX_CPU_SECONDS + _MAX_CPU_SECONDS_PER_GIB * size_bytes / 2**30),
+        "cpu_seconds": cpu_seconds,
     }
     with (
         tempfile.TemporaryFile() as errors,
@@ -287,7 +301,7 @@ def _start_child(models: Sequence[TrialModel]) -> Iterator[_Child]:
             start_new_session=True,
         ) as process,
     ):
-        child = _Child(process, errors, _MAX_SECONDS + size_bytes / _SLOW_DISK)
+        child = _Child(process, errors, _MAX_SECONDS + size_bytes / _SLOW_DISK, cpu_seconds)
         try:
             yield child
         finally:

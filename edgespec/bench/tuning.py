@@ -127,6 +127,7 @@ def tune(
     drafters = tuple(_drafter_result(name, replies[name], plain, curve) for name in runtime.drafters)
     passes = tuple(_pass_cost(*measured, curve) for measured in zip(curve.widths, curve.seconds, strict=True))
     limit = max(each.limit for each in passes)
+    auto = _speed_up(replies["auto"], plain) if tries_auto else None
     return Tuning(
         target=runtime.target.name,
         draft=runtime.draft.name if runtime.draft else None,
@@ -134,8 +135,8 @@ def tune(
         passes=passes,
         drafters=drafters,
         limit=limit,
-        auto=_speed_up(replies["auto"], plain) if tries_auto else None,
-        verdict=_verdict(limit, drafters)
+        auto=auto,
+        verdict=_verdict(limit, drafters, auto)
         if capabilities.rollback
         else f"Drafting cannot be used with this model: {capabilities.reason}.",
         notice=runtime.costs_notice,
@@ -254,7 +255,7 @@ def _acceptance(replies: Sequence[Reply]) -> float:
     return hits / judged if judged else 0.0
 
 
-def _verdict(limit: float, drafters: Sequence[DrafterResult]) -> str:
+def _verdict(limit: float, drafters: Sequence[DrafterResult], auto: float | None = None) -> str:
     if limit < _MIN_SPEED_UP:
         return (
             "Drafting cannot help on this machine: checking several tokens in one pass takes as long as"
@@ -265,7 +266,10 @@ def _verdict(limit: float, drafters: Sequence[DrafterResult]) -> str:
         return "Nothing was drafted, because the replies were too short. Use a larger --max-tokens."
     best = max(tried, key=lambda result: result.expected, default=None)
     ceiling = f"at most {limit:.2f}x is possible on this machine"
-    if best is None or best.expected < _MIN_SPEED_UP:
+    expected = best.expected if best is not None else 1.0
+    if auto is not None and auto >= max(expected, _MIN_SPEED_UP):
+        return f"Keep the default: no single method is expected to be faster ({ceiling})."
+    if best is None or expected < _MIN_SPEED_UP:
         return f"No available method makes replies faster here ({ceiling}). Use --method none."
     return (
         f"Use --method {best.name} --draft-length {best.best_length}. Expect a speed-up of"

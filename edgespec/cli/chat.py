@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,7 @@ from edgespec.cli.help import HelpfulCommand
 from edgespec.cli.options import LOAD_NAMES, REPLY_NAMES, SAMPLING_NAMES, declared_options, pick
 from edgespec.cli.screen import is_terminal
 from edgespec.errors import OptionError
+from edgespec.installation import chat_command
 
 if TYPE_CHECKING:
     from edgespec import Runtime
@@ -78,7 +80,18 @@ def command(
     }
     if options["stop"]:
         settings["stop"] = list(options["stop"])
-    signalled = run_chat(
+    ended = run_chat(
         load, model_name=options["target"], system=system, settings=settings, resume=resume, light=light
     )
-    return INTERRUPTED if signalled else DONE
+    if ended.signalled:
+        return INTERRUPTED
+    if ended.resume:
+        models = [
+            word
+            for name in ("target", "draft")
+            if ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE
+            for word in (f"--{name}", options[name])
+        ]
+        resume_words = ["--resume", *([ended.resume] if ended.resume != "last" else [])]
+        click.echo(f"To continue this chat: {chat_command()} {shlex.join([*models, *resume_words])}")
+    return DONE

@@ -6,7 +6,7 @@ from importlib import import_module
 
 import click
 
-__all__ = ["COMMANDS", "OLLAMA_COMMANDS", "load_command"]
+__all__ = ["COMMANDS", "OLLAMA_COMMANDS", "OLLAMA_SERVER_COMMANDS", "load_command"]
 
 # In the order of the help text.
 COMMANDS = (
@@ -24,16 +24,18 @@ COMMANDS = (
     "completion",
 )
 
-# What to suggest to users who type Ollama's commands.
+# What to suggest to users who type Ollama's commands. MODEL stands for the next word that they typed.
 OLLAMA_COMMANDS = {
     "run": "chat --target MODEL",
     "list": "models list",
     "ls": "models list",
-    "pull": "models pull",
-    "show": "models show",
-    "rm": "models remove",
+    "pull": "models pull MODEL",
+    "show": "models show MODEL",
+    "rm": "models remove MODEL",
+    "cp": "models alias",
     "help": "--help",
 }
+OLLAMA_SERVER_COMMANDS = ("serve", "ps", "stop")
 
 
 def load_command(name: str) -> click.Command | None:

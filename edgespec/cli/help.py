@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -56,6 +57,19 @@ class _Helpful(click.Command):
 class HelpfulCommand(_Helpful):
     """A command with examples and titled groups of options in its help."""
 
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Parse arguments. If there are too many, the error tells how to choose a model."""
+        if not any(each.name == "target" and isinstance(each, click.Option) for each in self.params):
+            return super().parse_args(ctx, args)
+        ctx.allow_extra_args = True
+        rest = super().parse_args(ctx, args)
+        if rest and not ctx.resilient_parsing:
+            model = shlex.quote(rest[0])
+            raise click.UsageError(
+                f"unexpected argument {model}; to choose a model, use --target {model}", ctx
+            )
+        return rest
+
     def invoke(self, ctx: click.Context) -> Any:
         """Run the command, ignoring settings that its method does not use."""
         # Commands without settings leave `ctx.meta` empty.
@@ -70,8 +84,10 @@ class HelpfulGroup(_Helpful, click.Group):
     """A group of commands. Its help shows examples, and lists commands before options."""
 
     command_class = HelpfulCommand
-    # Commands of other programs, and what to suggest instead.
+    # Commands of other programs, and what to suggest instead. MODEL stands for the next argument.
     foreign_commands: Mapping[str, str] = {}
+    # Commands of other programs that control a server.
+    server_commands: Sequence[str] = ()
 
     def __init__(self, *args: Any, **settings: Any) -> None:
         super().__init__(*args, no_args_is_help=False, **settings)
@@ -95,6 +111,12 @@ class HelpfulGroup(_Helpful, click.Group):
         if name not in known and not name.startswith("-") and not ctx.resilient_parsing:
             foreign = self.foreign_commands.get(name)
             near = [foreign] if foreign else difflib.get_close_matches(name, known, 1)
-            hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(known)}"
+            if name in self.server_commands:
+                hint = "edgespec has no server, and a model is loaded only while a command uses it"
+            elif near:
+                model = shlex.quote(args[1]) if args[1:] and not args[1].startswith("-") else "MODEL"
+                hint = f"did you mean '{near[0].replace('MODEL', model)}'?"
+            else:
+                hint = f"there are {', '.join(known)}"
             raise click.UsageError(f"no such command {name!r}; {hint}", ctx)
         return super().resolve_command(ctx, args)

@@ -12,6 +12,7 @@ import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, wait
+from queue import SimpleQueue
 from types import FrameType
 from typing import TypeVar
 
@@ -50,10 +51,41 @@ class Stop:
             self._action()
 
 
+class _WorkerThread:
+    """A daemon thread that runs one call after another and never ends.
+
+    When a thread that used MLX ends, MLX's thread-local destructors need Python's global lock. If the
+    interpreter is exiting by then, as after an error, this would abort the process.
+    """
+
+    def __init__(self) -> None:
+        self._calls: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def submit(self, call: Callable[[], None]) -> None:
+        """Run `call`, which must not raise exceptions, in the thread."""
+        # A forked process has no copy of the thread.
+        if self._thread is None or not self._thread.is_alive():
+            self._thread = threading.Thread(target=self._run, name="edgespec-work", daemon=True)
+            self._thread.start()
+        self._calls.put(call)
+
+    def _run(self) -> None:
+        while True:
+            call = self._calls.get()
+            call()
+            # Do not keep the call's models in memory while waiting for the next call.
+            del call
+
+
+_WORKER = _WorkerThread()
+
+
 def interruptible(work: Callable[[Stop], _Result]) -> _Result:
     """Run `work` in a thread and turn Ctrl-C and SIGTERM into stop requests.
 
-    A second signal ends the process immediately with exit status 130.
+    Call it from the main thread, and not from `work`. A second signal ends the process immediately with exit
+    status 130.
 
     Args:
         work: Called with a `Stop`. Must return soon after a stop is requested.
@@ -85,7 +117,7 @@ def interruptible(work: Callable[[Stop], _Result]) -> _Result:
     before = {number: signal.signal(number, on_signal) for number in handled}
     limit_malloc_arenas()
     try:
-        threading.Thread(target=run, name="edgespec-work", daemon=True).start()
+        _WORKER.submit(run)
         # The system may deliver a signal to another thread, which does not wake this one.
         while not outcome.done():
             wait([outcome], timeout=_SIGNAL_SECONDS)

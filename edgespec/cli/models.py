@@ -34,10 +34,16 @@ _LOOK_CONTEXT_TOKENS = 256
 _MAX_UNUSABLE = 3
 
 
+class _Models(HelpfulGroup):
+    """The group of model commands. Also suggests what to use instead of Ollama's names for them."""
+
+    foreign_commands = {"ls": "list", "rm": "remove MODEL", "cp": "alias", "download": "pull MODEL"}  # noqa: RUF012
+
+
 @click.group(
     "models",
-    cls=HelpfulGroup,
-    short_help="List, show, download and name models.",
+    cls=_Models,
+    short_help="List, show, download, name and remove models.",
     examples=(
         "edgespec models list",
         "edgespec models show demo",
@@ -89,7 +95,7 @@ def list_models(as_json: bool) -> None:
         [
             (
                 entry.name,
-                next(iter(entry.aliases), "-"),
+                _short_names(entry),
                 entry.format,
                 format_bytes(entry.approximate_file_bytes),
                 ", ".join(files) or "-",
@@ -123,6 +129,13 @@ def list_models(as_json: bool) -> None:
     if len(installed.unusable) > _MAX_UNUSABLE:
         more = len(installed.unusable) - _MAX_UNUSABLE
         note(f"{more} more models are not usable. `edgespec models list --json` shows why.")
+
+
+def _short_names(entry: ModelEntry) -> str:
+    """Return the first alias of a catalogue model and, if it has another one, its name in Ollama."""
+    ollama = (alias for alias in entry.aliases if ":" in alias and not alias.endswith("-mlx"))
+    names = dict.fromkeys([*list(entry.aliases)[:1], *list(ollama)[:1]])
+    return ", ".join(names) or "-"
 
 
 def _print_list(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

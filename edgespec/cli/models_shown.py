@@ -214,11 +214,12 @@ def _entry_lines(entry: ModelEntry | None) -> list[tuple[str, str]]:
 def _info_lines(info: ModelInfo) -> list[tuple[str, str]]:
     experts = f", {info.experts_used} of {info.experts} experts per token" if info.experts else ""
     trained = f"{info.context_tokens:,} tokens" if info.context_tokens else "not stated in the files"
+    same = f"ID {info.vocabulary[:12]}" if info.vocabulary else "not comparable with other models"
     lines = [
         ("file", f"{info.family}: {info.architecture}, {info.quantisation}, {format_bytes(info.size_bytes)}"),
         ("parameters", f"{info.parameters:,}{experts}"),
         ("trained context", trained),
-        ("vocabulary", f"{info.vocab_size:,} tokens, {info.vocabulary[:12] or 'not comparable'}"),
+        ("vocabulary", f"{info.vocab_size:,} tokens ({same})"),
         ("context memory", f"{format_bytes(info.kv_bytes * 1000)} per 1,000 tokens at f16"),
         ("has chat template", "yes" if info.chat_template else "no: use `edgespec generate --raw`"),
     ]

@@ -7,13 +7,13 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from textual.app import App
 from textual.filter import LineFilter
 
 from edgespec.chat.store import ChatStore, Setting
-from edgespec.errors import CancelledError
+from edgespec.errors import CancelledError, ChatFileError
 from edgespec.tui.archive import Archive
 from edgespec.tui.chat_screen import ChatScreen
 from edgespec.tui.controls import NoControls
@@ -23,7 +23,7 @@ from edgespec.tui.screens.loading import LoadingScreen
 from edgespec.tui.themes import DARK, THEMES
 from edgespec.tui.worker import Load, ModelThread
 
-__all__ = ["ChatApp", "run_chat"]
+__all__ = ["ChatApp", "ChatEnd", "run_chat"]
 
 # Interval between updates of the loading screen.
 _TICK_SECONDS = 1 / 25
@@ -177,6 +177,9 @@ class ChatApp(App[None]):
 
     def stop_model(self) -> bool:
         """Stop the reply and close the model. Return False if it takes longer than five seconds."""
+        if self.chat is not None:
+            # If the terminal was closed, the app is still running and may save the stopped reply itself.
+            self.chat.begin_leaving()
         self.model_thread.close()
         return self.model_thread.join(_QUIT_SECONDS)
 
@@ -190,11 +193,21 @@ class ChatApp(App[None]):
         await self.action_quit()
 
 
-def run_chat(load: Load, **options: Any) -> bool:
-    """Run the chat until the user quits. Takes the arguments of `ChatApp`.
+class ChatEnd(NamedTuple):
+    """How the terminal chat ended.
 
-    Returns:
-        True if a signal ended the chat.
+    Attributes:
+        signalled: Whether a signal ended it.
+        resume: The value of `--resume` that opens the same chat: `last` or its ID. Empty if the chat was
+            empty.
+    """
+
+    signalled: bool = False
+    resume: str = ""
+
+
+def run_chat(load: Load, **options: Any) -> ChatEnd:
+    """Run the chat until the user quits. Takes the arguments of `ChatApp`.
 
     Raises:
         CancelledError: Loading was cancelled.
@@ -224,4 +237,16 @@ def run_chat(load: Load, **options: Any) -> bool:
     app.archive.check_saved()
     if app.load_error is not None:
         raise app.load_error
-    return watch.signalled
+    return ChatEnd(watch.signalled, _resume_value(app))
+
+
+def _resume_value(app: ChatApp) -> str:
+    """Return the value of `--resume` that opens the chat shown last, or an empty string if it is empty."""
+    if app.chat is None or not app.chat.current_chat.entries:
+        return ""
+    chat_id = app.chat.current_chat.id
+    try:
+        newest = next((chat.id for chat in app.store.list() if not chat.problem), "")
+    except ChatFileError:
+        newest = ""
+    return "last" if chat_id == newest else chat_id

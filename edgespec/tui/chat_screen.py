@@ -224,7 +224,10 @@ class ChatScreen(TurnScreen):
     async def open_by_title(self, title: str) -> None:
         """Open the newest chat whose title contains `title`. Raises OptionError if there is none."""
         if not await self._open_found(title):
-            raise OptionError(f"No saved chat has {title!r} in its title", "Press F2 for the list of chats")
+            raise OptionError(
+                f"No saved chat has {title!r} in its title",
+                "Press F2 for the list of chats. To change the model, quit and start edgespec with --target",
+            )
 
     async def resume(self, wanted: str) -> None:
         """Open the last chat, or the chat with the given ID or title. Show a note if there is none."""
@@ -282,8 +285,8 @@ class ChatScreen(TurnScreen):
         if not isinstance(option, ChatOption):
             return
         question = (
-            f"Delete “{option.chat.title}”? This also deletes the saved replies and the prefix cache of all"
-            " chats, which may contain text from this one. Your other chats are kept. This cannot be undone."
+            f"Delete “{option.chat.title}”? This cannot be undone. Your other chats are kept, but the data"
+            " that makes replies in them faster is deleted too, because it may contain text from this chat."
         )
         if not await self.app.push_screen_wait(ConfirmScreen(question, "Delete")):
             return
@@ -361,7 +364,7 @@ class ChatScreen(TurnScreen):
 
     def action_thoughts(self) -> None:
         if not self.transcript.toggle_thoughts():
-            self.say("No reply here shows what the model thought.")
+            self.say("No reply in this chat contains the model's thoughts.")
 
     def action_theme(self) -> None:
         self.preferences.light = not self.preferences.light

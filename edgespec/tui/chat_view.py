@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING
 
-from textual import events
+from textual import events, on
 from textual.app import ComposeResult
 from textual.containers import Horizontal
 from textual.content import Content
@@ -16,6 +16,7 @@ from textual.widgets import Static
 
 from edgespec.chat.store import Setting
 from edgespec.errors import ChatFileError
+from edgespec.tui import commands
 from edgespec.tui.archive import Archive
 from edgespec.tui.history import History
 from edgespec.tui.open_chat import OpenChat
@@ -94,7 +95,8 @@ class ChatView(Screen[None]):
     def on_mount(self) -> None:
         self.set_interval(_MEMORY_SECONDS, self._measure_memory)
         self.transcript.set_origin(self.preferences.origin)
-        self.prompt.replace_text(self._typed)
+        # Enter was pressed before there was a chat to send the text to.
+        self.prompt.replace_text(self._typed.rstrip("\n"))
         self.prompt.focus()
 
     def _welcome(self) -> Welcome:
@@ -168,13 +170,19 @@ class ChatView(Screen[None]):
         prompt.border_title = "Editing your last message" if self.editing else ""
         if self.editing:
             hint = "Esc cancels" if narrow else "Enter resends · Esc cancels"
+        elif typed := commands.hint(prompt.text, prompt.size.width - 2):
+            hint = typed
         elif self.writing:
             hint = "Esc stops the reply"
         else:
             hint = "Enter sends · F1 help" if narrow else "Enter sends · Ctrl+J new line · F1 help"
-        prompt.border_subtitle = hint
+        prompt.border_subtitle = Content(hint)
         prompt.set_class(self.writing, "-writing")
         prompt.set_class(self.editing, "-editing")
+
+    @on(PromptInput.Changed)
+    def _prompt_changed(self) -> None:
+        self._refresh_hints()
 
     def say(self, text: str) -> None:
         """Show a short message that disappears after a few seconds."""

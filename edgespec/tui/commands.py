@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -17,7 +17,7 @@ from edgespec.tui.widgets.pairs import Pairs
 if TYPE_CHECKING:
     from edgespec.tui.chat_screen import ChatScreen
 
-__all__ = ["COMMANDS", "Command", "Typed", "completion", "nearest", "read", "run"]
+__all__ = ["COMMANDS", "Command", "Typed", "completion", "hint", "nearest", "read", "run"]
 
 _Run: TypeAlias = Callable[["ChatScreen", str], Awaitable[None]]
 
@@ -192,3 +192,39 @@ def completion(text: str) -> str:
         return ""
     names = (command.name for command in COMMANDS if command.name.startswith(text[1:]))
     return next(names, text[1:])[len(text) - 1 :]
+
+
+def hint(text: str, width: int) -> str:
+    """Return a hint for a partially typed command: the matching names, or what the command does.
+
+    Args:
+        text: The text of the input.
+        width: Maximum width of the hint in cells.
+
+    Returns:
+        The hint, or an empty string if `text` is a message or its command is unknown.
+    """
+    typed = Typed("", "", None) if text == "/" else read(text)
+    if typed is None or "\n" in text:
+        return ""
+    command = typed.command
+    if command is None and not typed.argument:
+        matching = [each for each in COMMANDS if each.name.startswith(typed.name)]
+        if len(matching) > 1:
+            return _names(matching, width)
+        command = matching[0] if matching else None
+    if command is None:
+        return ""
+    usage = f"/{command.name} {command.arguments}".rstrip()
+    described = f"{usage} · {command.help}"
+    return described if len(described) <= width else usage
+
+
+def _names(matching: Sequence[Command], width: int) -> str:
+    """Return as many command names as fit in `width` cells."""
+    names = [f"/{command.name}" for command in matching]
+    shown = " ".join(names)
+    while len(shown) > width and names:
+        names.pop()
+        shown = " ".join((*names, "… F1 lists all"))
+    return shown

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING
 
 from edgespec.errors import EdgespecError
@@ -19,6 +20,7 @@ __all__ = [
     "facts_line",
     "memory_rows",
     "notices",
+    "reason_text",
     "sentences",
     "show_rows",
     "speed_up_short",
@@ -36,6 +38,8 @@ _SOURCES = {
     "suffix": "repeated text",
     "swift": "some layers of the model",
 }
+# The phrases in which `DraftingStatus.reason` names the drafters.
+_DRAFTERS_IN_REASON = re.compile(r"[a-z+]+(?= is retried occasionally| found no draft)")
 
 
 def facts_line(facts: ModelFacts) -> str:
@@ -46,15 +50,24 @@ def facts_line(facts: ModelFacts) -> str:
     )
 
 
+def _sources(drafters: str) -> str:
+    """Describe where the tokens of drafters such as `model+suffix` come from."""
+    return " + ".join(dict.fromkeys(_SOURCES.get(name, name) for name in drafters.split("+")))
+
+
+def reason_text(method: MethodReport) -> str:
+    """Return the reason for the method, with descriptions instead of the names of drafters."""
+    return _DRAFTERS_IN_REASON.sub(lambda found: _sources(found[0]), method.reason)
+
+
 def speed_up_text(method: MethodReport) -> str:
     """Describe the speed-up: whether it is on, where draft tokens come from, and how large it is."""
     if method.effective == "none":
         slower = f"; trying it made this reply {method.loss_text} slower" if method.loss_text else ""
-        return "off" if method.requested == "none" else f"off for now: {method.reason}{slower}"
-    sources = " + ".join(dict.fromkeys(_SOURCES.get(name, name) for name in method.effective.split("+")))
+        return "off" if method.requested == "none" else f"off for now: {reason_text(method)}{slower}"
     mode = "automatic" if method.requested == "auto" else "on"
     factor = "" if method.gain is None else f"{1 + method.gain:.1f}× as fast, "
-    return f"{factor}{mode} ({sources})"
+    return f"{factor}{mode} ({_sources(method.effective)})"
 
 
 def speed_up_short(method: MethodReport) -> str:
@@ -124,7 +137,7 @@ def show_rows(
         rows.append(("draft model", facts_line(runtime.draft)))
     rows.append(("speed-up", speed_up_text(method)))
     if method.effective != "none":
-        rows.append(("reason", method.reason))
+        rows.append(("reason", reason_text(method)))
     if stats is not None and stats.worst_case_loss is not None and method.gain is not None:
         rows.append(("at worst", f"{percent(stats.worst_case_loss)} slower than without the speed-up"))
     rows += [

@@ -91,6 +91,10 @@ class TurnScreen(ChatView):
         """True if the model thread is idle."""
         return self._job is None
 
+    def begin_leaving(self) -> None:
+        """Mark a reply that is cancelled from now on as unfinished. Can be called from any thread."""
+        self._leaving = True
+
     def stop_reply(self) -> None:
         """Stop the running reply."""
         self._stopped = True
@@ -106,7 +110,7 @@ class TurnScreen(ChatView):
 
     async def finish(self, timeout_seconds: float) -> None:
         """Stop the reply and wait until the chat is saved or the timeout expires. Called before quitting."""
-        self._leaving = True
+        self.begin_leaving()
         self._after_reply = None
         if self.writing or self.archive.unsaved:
             # Save the text generated so far at once, because the reply may not stop in time.
@@ -213,6 +217,8 @@ class TurnScreen(ChatView):
             await self.transcript.prune()
             if ask.act == "continue" and not ended.text:
                 self.say("The reply was already complete.")
+            elif ended.finish_reason == "cancelled" and not self._leaving and self._after_reply is None:
+                self.say("Stopped. Type /continue to finish the reply.")
             await self.save()
             return
         # There is no reply, so restore the conversation. A new message stays in the saved chat as unanswered.

@@ -208,6 +208,16 @@ def test_a_slow_trial_is_given_up(
     assert not results()
 
 
+@pytest.mark.skipif(os.name != "posix", reason="CPU time limits are POSIX only")
+def test_a_trial_that_never_ends_blames_the_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Damaged vocabularies make llama.cpp's tokenizer loop for ever."""
+    code = "import resource; resource.setrlimit(resource.RLIMIT_CPU, (1, -1))\nwhile True: pass"
+    monkeypatch.setattr(trial_load, "_CODE", code)
+    with pytest.raises(BackendError, match=r"seems to be damaged .* seconds of CPU time; download it again"):
+        load(write_llama(tmp_path / "model.gguf"))
+    assert not results()
+
+
 def test_a_trial_that_takes_all_memory_is_not_remembered(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

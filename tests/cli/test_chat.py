@@ -10,6 +10,7 @@ import edgespec
 import edgespec.tui.app
 from edgespec.cli import chat
 from edgespec.errors import ModelFileError
+from edgespec.tui.app import ChatEnd
 from tests.cli.conftest import Run, one_line_error
 
 
@@ -19,9 +20,11 @@ class Opened:
     def __init__(self) -> None:
         self.load: Any = None
         self.options: dict[str, Any] = {}
+        self.end = ChatEnd()
 
-    def __call__(self, load: Any, **options: Any) -> None:
+    def __call__(self, load: Any, **options: Any) -> ChatEnd:
         self.load, self.options = load, options
+        return self.end
 
 
 @pytest.fixture
@@ -112,6 +115,22 @@ def test_a_chat_to_go_on_with_is_the_last_or_a_named_one(run: Run, opened: Opene
     for words, wanted in ((["--resume"], "last"), (["--resume", "apples"], "apples"), ([], None)):
         assert run("chat", *words, "--draft", "none").exit_code == 0
         assert opened.options["resume"] == wanted
+
+
+def test_quitting_prints_how_to_continue_the_chat(
+    run: Run, opened: Opened, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("_EDGESPEC_CHAT_COMMAND", "scripts/chat")
+    assert run("chat").stdout == ""
+    opened.end = ChatEnd(resume="last")
+    assert run("chat").stdout == "To continue this chat: scripts/chat --resume\n"
+    opened.end = ChatEnd(resume="2026-a")
+    done = run("chat", "--target", "my models/8b.gguf", "--draft", "none")
+    assert done.stdout == (
+        "To continue this chat: scripts/chat --target 'my models/8b.gguf' --draft none --resume 2026-a\n"
+    )
+    opened.end = ChatEnd(signalled=True, resume="last")
+    assert (run("chat").exit_code, run("chat").stdout) == (130, "")
 
 
 def test_where_texts_are_kept_goes_to_load(run: Run, opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:

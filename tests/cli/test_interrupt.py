@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import json
 import os
@@ -9,6 +10,7 @@ import signal
 import subprocess
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -32,6 +34,25 @@ def ctrl_c_is_heard() -> Iterator[None]:
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
+
+
+def test_the_worker_thread_does_not_end() -> None:
+    """A thread that used MLX and ends while the interpreter exits aborts the process."""
+    first, second = (interruptible(lambda _: threading.current_thread()) for _ in range(2))
+    assert first is second
+    assert first.is_alive()
+
+
+def test_models_are_freed_when_the_work_is_done() -> None:
+    class Model:
+        pass
+
+    model = Model()
+    freed = weakref.ref(model)
+    interruptible(lambda _, model=model: None)  # type: ignore[misc]
+    del model
+    gc.collect()
+    assert freed() is None
 
 
 def read_some(process: subprocess.Popen[bytes]) -> bytes:

@@ -33,7 +33,7 @@ def test_the_list_in_a_pipe_is_a_line_for_each_model(run: Run) -> None:
     count = len(json_of(run("models", "list", "--json"))["models"])
     assert len(result.stdout.splitlines()) == count + 1
     assert "llama-3.1-8b" in result.stdout
-    assert "8b-q4" in result.stdout
+    assert "8b-q4, llama3.1:8b" in result.stdout
 
 
 def test_a_model_in_the_shared_cache_is_here(run: Run, tmp_path: Path) -> None:
@@ -76,6 +76,7 @@ def test_show_a_model_that_is_here(run: Run) -> None:
         "llama, Q8_0, 12.0 MiB",
         "11,540,736",
         "5.9 MiB per 1,000 tokens",
+        "8,192 tokens (ID f688d3fd2a98)",
         "yes, including token trees",
     ):
         assert word in text

@@ -61,6 +61,19 @@ def test_it_says_plainly_whether_it_pays(limit: float, drafters: list[DrafterRes
     assert _verdict(limit, drafters).startswith(says)
 
 
+@pytest.mark.parametrize(
+    ("auto", "expected", "says"),
+    [
+        (1.3, 1.2, "Keep the default"),
+        (1.3, 1.0, "Keep the default"),
+        (1.1, 1.2, "Use --method suffix"),
+        (1.0, 0.9, "No available method makes replies faster"),
+    ],
+)
+def test_it_keeps_the_default_if_no_method_is_faster(auto: float, expected: float, says: str) -> None:
+    assert _verdict(3.0, [found("suffix", expected)], auto).startswith(says)
+
+
 def reply(drafted: list[int], accepted: list[int], passes: int) -> Reply:
     """A reply of which only the counts matter: guessing costs nothing, each pass a tenth of a second."""
     stats = Stats(

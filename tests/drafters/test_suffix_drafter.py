@@ -126,7 +126,7 @@ def test_the_note_reports_the_index_size() -> None:
     index = index_of(list(range(1000)))
     drafter = SuffixDrafter(lambda: SuffixCorpus(index))
     drafter.begin([1, 2, 3])
-    assert drafter.note() == "1,000 tokens of files and earlier chats are searched"
+    assert drafter.note() == "searches 1,000 tokens of files and earlier chats for repeated text"
     assert index.size_bytes < 9_000
     assert 100 < drafter.memory_use.other_bytes - index.size_bytes < 3_000
 

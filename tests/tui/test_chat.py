@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from textual.widgets import Input, TextArea
+from textual.widgets import Input, Static, TextArea
 
 from edgespec.chat.store import ChatStore, Setting
 from edgespec.tui.screens.dialogs import SystemScreen
@@ -280,6 +280,7 @@ async def test_list_of_chats_opens_deletes_and_explains_broken_files(demo: Load,
         options.focus()
         await d.press("delete")
         await d.sees("Delete “")
+        assert "Your other chats are kept" in str(d.app.screen.query(Static).first().render())
         await d.press("escape")
         await until(d.pilot, lambda: d.app.screen is d.chat)
         assert good.exists()
@@ -302,6 +303,7 @@ async def test_save_and_load_by_title(demo: Load, tmp_path: Path) -> None:
         assert len(d.chat.current_chat.entries) == 2
         await d.say("/load no such thing")
         assert "No saved chat has 'no such thing' in its title" in d.transcript()
+        assert "To change the model, quit and start edgespec with --target." in d.transcript()
 
 
 async def test_help_theme_and_preferences(demo: Load, tmp_path: Path) -> None:

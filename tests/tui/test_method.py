@@ -55,6 +55,24 @@ async def test_show_contains_the_speed_up_and_the_loss_limit_at_any_size(
         assert " speed-up 1.6× " in " ".join(d.screen_text())
 
 
+@pytest.mark.parametrize(
+    ("reason", "shown"),
+    [
+        (
+            "drafting has not saved time lately; model+suffix is retried occasionally",
+            "drafting has not saved time lately; draft model + repeated text is retried occasionally",
+        ),
+        (
+            "model found no draft likely to save time, in 3 tries",
+            "draft model found no draft likely to save time, in 3 tries",
+        ),
+    ],
+)
+def test_the_reason_describes_the_drafters(reason: str, shown: str) -> None:
+    off = replace(SMALL, reason=reason)
+    assert speed_up_text(off) == f"off for now: {shown}"
+
+
 @pytest.mark.parametrize("width", [24, 36, 60])
 def test_details_of_a_plain_reply_contain_the_reason_and_no_speed_up(width: int) -> None:
     text = details_content(made_up_stats(9), width, method=SMALL, reply=None, memory_bytes=1).plain

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import os
 import threading
@@ -86,6 +87,15 @@ class TestSavedAsYouGo:
             await d.press("escape")
             await d.settled()
             assert not saved(d).unfinished
+
+    async def test_reply_stopped_because_the_terminal_closed_is_marked(self, tmp_path: Path) -> None:
+        async with driving(loading(ScriptedRuntime(scripts=[SLOW])), tmp_path) as d:
+            await d.send("a question")
+            await d.said("word word")
+            d.app.save_turn()
+            assert await asyncio.to_thread(d.app.stop_model)
+            await d.settled()
+            assert saved(d).unfinished
 
     @pytest.mark.parametrize("script", [SLOW, Script(gate=threading.Event())], ids=["reply", "question"])
     async def test_quitting_during_a_reply_keeps_everything(self, tmp_path: Path, script: Script) -> None:
@@ -354,7 +364,9 @@ def _ask_and_quit(folder: Path, monkeypatch: pytest.MonkeyPatch) -> bool:
 
     real_run = ChatApp.run
     monkeypatch.setattr(ChatApp, "run", lambda app: real_run(app, headless=True, auto_pilot=use))
-    return run_chat(loading(ScriptedRuntime()), store=ChatStore(folder / "chats"))
+    ended = run_chat(loading(ScriptedRuntime()), store=ChatStore(folder / "chats"))
+    assert ended.resume == "last"
+    return ended.signalled
 
 
 async def test_chat_files_with_and_without_the_mark_are_read(tmp_path: Path) -> None:

@@ -62,6 +62,22 @@ async def test_tab_completes_a_command(tmp_path: Path) -> None:
         assert d.app.theme == "edgespec-light"
 
 
+async def test_the_input_hints_at_commands(tmp_path: Path) -> None:
+    async with driving(loading(ScriptedRuntime()), tmp_path) as d:
+        await d.write("/")
+        await d.sees("/help /new /clear")
+        await d.sees("… F1 lists all")
+        await d.write("re")
+        await d.sees("/regen · regenerate the last reply")
+        await d.press("backspace", "backspace")
+        await d.write("se")
+        await d.sees("/set [name value] · show all settings, or change one of them")
+        await d.write("t temperature 1")
+        await d.sees("/set [name value]")
+        d.chat.prompt.replace_text("/etc/hosts")
+        await d.sees("Enter sends")
+
+
 async def test_letters_typed_elsewhere_go_to_the_input(tmp_path: Path) -> None:
     async with driving(loading(ScriptedRuntime()), tmp_path) as d:
         d.chat.transcript.focus()

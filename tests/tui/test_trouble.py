@@ -39,6 +39,7 @@ async def test_loading_shows_progress(tmp_path: Path) -> None:
         await d.write("typed aheadd")
         await d.press("backspace", "enter")
         await d.write("two lines")
+        await d.press("enter")
         gate.set()
         await d.settled()
         assert d.chat.prompt.text == "typed ahead\ntwo lines"
@@ -134,6 +135,7 @@ async def test_escape_stops_a_reply_and_keeps_what_was_written(tmp_path: Path) -
         await d.press("escape")
         await d.settled()
         assert "stopped" in d.transcript()
+        await d.sees("Type /continue to finish the reply.")
         kept = d.chat.current_chat.entries[-1].content
         assert 0 < len(kept) < 5000
         assert ChatStore(tmp_path / "chats").load(d.chat.current_chat.id).messages[-1].content == kept

@@ -110,7 +110,8 @@ def _load(path: str, name: str, options: LoadOptions, progress: Progress | None)
 
     loaded = load_model(path, name, options, progress)
     skeleton = loaded.skeleton
-    vocabulary = MlxVocabulary(loaded.tokenizer, skeleton.vocab_size)
+    with translate_load_errors(path):
+        vocabulary = MlxVocabulary(loaded.tokenizer, skeleton.vocab_size)
     architecture = skeleton.config["model_type"]
     description = f"{architecture} {skeleton.parameters / 1e6:,.1f}M {skeleton.quantisation}"
     context_tokens = requested_context(options, skeleton.sizes.trained_context_tokens)

@@ -143,11 +143,18 @@ def read_skeleton(path: str, name: str, options: LoadOptions) -> ModelSkeleton:
     return ModelSkeleton(model, config, sizes, file_bytes, parameters, quantisation, vocab_size, low_bits)
 
 
+def _is_ordinary(path: Path) -> bool:
+    return path.is_file() or path.is_dir()
+
+
 def _read_config(folder: Path) -> dict[str, Any]:
     """Read a model folder's config.json. Raise ModelFileError if files are missing or unsupported."""
     # The tokenizer is optional, because `edgespec plan` does not download it.
     if missing := [name for name in missing_files(folder) if name != "tokenizer.json"]:
         raise ModelFileError(f"{folder} has no {', '.join(missing[:3])}", "download the model again")
+    # mlx-lm and transformers open optional files without a check, and a named pipe would block them for ever.
+    if special := [path for path in sorted(folder.iterdir()) if path.exists() and not _is_ordinary(path)]:
+        raise ModelFileError(f"{special[0]} is a pipe or a device, not a file", "delete it")
     config = read_json_object(folder / "config.json")
     if not isinstance(config.get("model_type"), str):
         raise ModelFileError(

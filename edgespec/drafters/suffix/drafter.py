@@ -139,7 +139,11 @@ class SuffixDrafter(Drafter):
 
     def note(self) -> str:
         index = self._indexed.index if self._indexed else None
-        indexed = f"{index.token_count:,} tokens of files and earlier chats are searched" if index else ""
+        indexed = (
+            f"searches {index.token_count:,} tokens of files and earlier chats for repeated text"
+            if index
+            else ""
+        )
         return "; ".join(filter(None, (indexed, self._recorder.notice if self._recorder else "")))
 
     def _record_reply(self) -> None:

@@ -11,7 +11,7 @@ from textual.widgets import Static
 
 from edgespec.files import format_bytes
 from edgespec.tui.numbers import bar, count, percent, rate, seconds_text
-from edgespec.tui.texts import sentences, speed_up_text
+from edgespec.tui.texts import reason_text, sentences, speed_up_text
 
 if TYPE_CHECKING:
     from edgespec import MethodReport, Reply, Stats
@@ -36,7 +36,7 @@ def details_content(
 
 
 def _speed_up(method: MethodReport) -> Content:
-    lines = [speed_up_text(method), method.reason if method.effective != "none" else "", method.note]
+    lines = [speed_up_text(method), reason_text(method) if method.effective != "none" else "", method.note]
     return Content.assemble(_heading("Speed-up"), *(f"{sentences(line)}\n" for line in lines if line))
 
 

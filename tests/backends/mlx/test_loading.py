@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
 import edgespec
+from edgespec.errors import ModelFileError
 from tests.backends.mlx.tiny_checkpoints import write_checkpoint
 
 
@@ -24,3 +26,11 @@ def test_the_smallest_context(tmp_path: Path, kind: str) -> None:
             said[method] = stream.reply.tokens
         assert said["model"] == said["none"]
         assert len(said["none"]) == context - max(1, context - 3) + 1
+
+
+def test_a_tokenizer_that_fails_when_it_is_used(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path, "llama")
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps({**settings, "model_max_length": "x"}))
+    with pytest.raises(ModelFileError, match="could not be loaded: "):
+        edgespec.load(str(folder))

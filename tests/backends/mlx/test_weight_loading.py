@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -316,6 +317,13 @@ TROUBLES: dict[str, tuple[Callable[[Path], Path | None], str]] = {
     "no tokenizer": (_remove("tokenizer.json"), "has no tokenizer.json"),
     "bad tokenizer": (_write("tokenizer.json", b"{"), "could not be loaded: "),
 }
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs named pipes")
+def test_a_pipe_in_the_folder_does_not_block(folder: Path) -> None:
+    os.mkfifo(folder / "generation_config.json")
+    with pytest.raises(ModelFileError, match=r"generation_config\.json is a pipe or a device"):
+        _open(folder)
 
 
 @pytest.mark.parametrize("trouble", TROUBLES)
