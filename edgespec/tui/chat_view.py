@@ -95,7 +95,8 @@ class ChatView(Screen[None]):
     def on_mount(self) -> None:
         self.set_interval(_MEMORY_SECONDS, self._measure_memory)
         self.transcript.set_origin(self.preferences.origin)
-        self.prompt.replace_text(self._typed)
+        # Enter was pressed before there was a chat to send the text to.
+        self.prompt.replace_text(self._typed.rstrip("\n"))
         self.prompt.focus()
 
     def _welcome(self) -> Welcome:

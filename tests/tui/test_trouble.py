@@ -39,6 +39,7 @@ async def test_loading_shows_progress(tmp_path: Path) -> None:
         await d.write("typed aheadd")
         await d.press("backspace", "enter")
         await d.write("two lines")
+        await d.press("enter")
         gate.set()
         await d.settled()
         assert d.chat.prompt.text == "typed ahead\ntwo lines"
