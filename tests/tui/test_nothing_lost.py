@@ -263,7 +263,6 @@ class TestNothingHangs:
         with pytest.raises(RuntimeError, match="SystemExit: 3"):
             run_chat(load, store=ChatStore(tmp_path / "chats"))
 
-
     async def test_terminal_of_a_few_columns_does_not_end_the_chat(self, tmp_path: Path) -> None:
         async with driving(loading(ScriptedRuntime()), tmp_path, size=(3, 40)) as d:
             await d.say("a question")
