@@ -7,6 +7,7 @@ import errno
 import os
 import threading
 import time
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import cast
 
@@ -27,6 +28,7 @@ from tests.backends.tiny_models import write_llama
 from tests.tui.driving import Driver, driving, until
 from tests.tui.scripted import Script, ScriptedRuntime, loading
 
+NOON = datetime(2026, 1, 1, 12, tzinfo=UTC)
 SLOW = Script(text="word " * 2000, pause_seconds=0.005)
 
 
@@ -262,6 +264,13 @@ class TestNothingHangs:
         monkeypatch.setattr(ChatApp, "run", lambda app: real_run(app, headless=True))
         with pytest.raises(RuntimeError, match="SystemExit: 3"):
             run_chat(load, store=ChatStore(tmp_path / "chats"))
+
+    async def test_very_long_message_is_shown_in_part_and_kept_in_full(self, tmp_path: Path) -> None:
+        message = Message("user", "word " * 400_000)
+        ChatStore(tmp_path / "chats").save(SavedChat("one", (message,), NOON, NOON))
+        async with driving(loading(ScriptedRuntime()), tmp_path, resume="one") as d:
+            await d.said("(1,900,000 more characters are not shown)")
+            assert d.chat.current_chat.messages == (message,)
 
     async def test_terminal_of_a_few_columns_does_not_end_the_chat(self, tmp_path: Path) -> None:
         async with driving(loading(ScriptedRuntime()), tmp_path, size=(3, 40)) as d:

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 __all__ = ["Panel", "ReplyMessage", "UserMessage", "Welcome"]
 
 
+# Maximum number of characters of a user message to show. Textual wraps about 200,000 characters per second.
+_MAX_USER_CHARACTERS = 100_000
 _ENDINGS = {
     "cancelled": "stopped",
     "length": "stopped at the maximum reply length, or because the context is full",
@@ -42,9 +44,11 @@ def _origin_content(chunks: Sequence[TextChunk]) -> Content:
 
 
 class UserMessage(Static):
-    """A user message, shown exactly as typed."""
+    """A user message, shown exactly as typed, except for the end of a very long one."""
 
     def __init__(self, text: str) -> None:
+        if (hidden := len(text) - _MAX_USER_CHARACTERS) > 0:
+            text = f"{text[:_MAX_USER_CHARACTERS]}…\n({count(hidden)} more characters are not shown)"
         super().__init__(Content(text), classes="user")
 
 
