@@ -74,6 +74,12 @@ def build_request(
         ContextFullError: The prompt is longer than the context.
         OptionError: An option is unknown or its value is invalid.
     """
+    try:
+        tokens = tuple(tokens)
+    except TypeError:
+        raise OptionError(
+            f"the prompt must be a list of token ids, not {tokens!r}", "use `Runtime.stream` for text"
+        ) from None
     if not tokens:
         raise OptionError("the prompt is empty", "enter at least one word")
     if len(tokens) > context_tokens:
@@ -86,7 +92,7 @@ def build_request(
     if values["seed"] is None:
         values["seed"] = secrets.randbits(32)
     values["max_tokens"] = values["max_tokens"] or min(context_tokens, DEFAULT_MAX_TOKENS)
-    return Request(tuple(tokens), params, processors=tuple(processors), **values)
+    return Request(tokens, params, processors=tuple(processors), **values)
 
 
 def check_options(facts: ModelFacts, options: Mapping[str, Any]) -> tuple[SamplingParams, dict[str, Any]]:

@@ -13,7 +13,7 @@ from textual.app import App
 from textual.filter import LineFilter
 
 from edgespec.chat.store import ChatStore, Setting
-from edgespec.errors import CancelledError, ChatFileError
+from edgespec.errors import CancelledError, ChatFileError, EdgespecError
 from edgespec.tui.archive import Archive
 from edgespec.tui.chat_screen import ChatScreen
 from edgespec.tui.controls import NoControls
@@ -212,7 +212,7 @@ def run_chat(load: Load, **options: Any) -> ChatEnd:
     Raises:
         CancelledError: Loading was cancelled.
         ChatFileError: A chat could not be saved.
-        EdgespecError: Loading failed.
+        EdgespecError: Loading failed, or an error on the screen ended the chat.
     """
     app = ChatApp(load, **options)
     # The model thread needs the global interpreter lock (GIL) after every pass. With the default interval,
@@ -237,6 +237,12 @@ def run_chat(load: Load, **options: Any) -> ChatEnd:
     app.archive.check_saved()
     if app.load_error is not None:
         raise app.load_error
+    if app.return_code:
+        # Textual has printed the traceback.
+        raise EdgespecError(
+            "an error on the screen ended the chat; the messages are saved",
+            "report the traceback above, and run `edgespec chat --resume` to go on",
+        )
     return ChatEnd(watch.signalled, _resume_value(app))
 
 

@@ -221,6 +221,17 @@ class TurnScreen(ChatView):
                 self.say("Stopped. Type /continue to finish the reply.")
             await self.save()
             return
+        if state is None and chat.turn is not None and chat.turn.written:
+            # The turn failed after part of the reply was shown. Keep that part, as when the user stops it.
+            chat.follow(chat.turn.messages)
+            chat.unfinished = True
+            chat.end_turn()
+            entry = chat.entries[-1]
+            await reply.finish(entry.content, entry.reasoning, None)
+            entry.chunks = tuple(reply.chunks)
+            entry.thought_seconds = reply.thoughts.seconds
+            await self.save()
+            return
         # There is no reply, so restore the conversation. A new message stays in the saved chat as unanswered.
         chat.end_turn()
         await reply.finish(reply.text, reply.reasoning, None)

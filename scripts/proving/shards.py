@@ -65,7 +65,7 @@ CONFIGURATIONS = (
         "demo-mlx-draft",
         ("model", "ngram", "suffix", "lookahead", "swift", "layerskip", "lowbit", "model+suffix", "auto"),
         {"exit_layer": 4},
-        interval=24,
+        interval=16,
     ),
 )
 
@@ -107,7 +107,7 @@ class Shards:
         for first_block in count(0, _BLOCKS_PER_LOAD):
             blocks = range(first_block, first_block + _BLOCKS_PER_LOAD)
             for configuration in self._configurations:
-                if first_block // _BLOCKS_PER_LOAD % configuration.interval:
+                if (first_block // _BLOCKS_PER_LOAD + 1) % configuration.interval:
                     continue
                 for line in self._missing(configuration, blocks, tokens):
                     self._append(line)

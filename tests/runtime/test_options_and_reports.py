@@ -88,6 +88,11 @@ class TestOptions:
             with pytest.raises(OptionError, match=f"token {token!r} "):
                 demo.stream_tokens([3, token])  # type: ignore[list-item]
 
+    @pytest.mark.parametrize("tokens", [2, None, "files", [1.5], [-1], [10**30], [[1]]], ids=repr)
+    def test_tokens_that_are_not_token_ids(self, demo: Runtime, tokens: Any) -> None:
+        with pytest.raises(OptionError, match="token ids"):
+            demo.stream_tokens(tokens)
+
     def test_a_prompt_larger_than_the_context(self, demo: Runtime) -> None:
         with pytest.raises(ContextFullError, match="1,024"):
             demo.generate("many words " * 5000)

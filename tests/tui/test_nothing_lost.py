@@ -19,9 +19,10 @@ from edgespec import Runtime
 from edgespec.catalog import Progress
 from edgespec.chat.message import Message
 from edgespec.chat.store import ChatStore, SavedChat
-from edgespec.errors import ChatFileError
+from edgespec.errors import ChatFileError, EdgespecError
 from edgespec.tui.app import ChatApp, run_chat
 from edgespec.tui.widgets.messages import Panel, ReplyMessage
+from edgespec.tui.widgets.prompt import PromptInput
 from tests.backends.tiny_models import write_llama
 from tests.tui.driving import Driver, driving, until
 from tests.tui.scripted import Script, ScriptedRuntime, loading
@@ -207,9 +208,25 @@ class TestNothingHangs:
                 assert "chat template is broken" in d.transcript()
                 assert d.chat.prompt.text == "a question"
 
+    async def test_partial_reply_of_a_turn_that_fails_is_kept(self, tmp_path: Path) -> None:
+        fails = Script(text="One two three four five", error=RuntimeError("boom"), error_after=4)
+        runtime = ScriptedRuntime(scripts=[fails, Script(text=" and the rest"), Script(text="Fine again.")])
+        async with driving(loading(runtime), tmp_path) as d:
+            await d.say("a question")
+            assert "boom" in d.transcript()
+            assert "One two" in d.transcript()
+            assert contents(saved(d))[1].startswith("One two")
+            assert saved(d).unfinished
+            assert not d.chat.prompt.text
+            await d.say("/continue")
+            assert contents(saved(d))[1].endswith("and the rest")
+            assert not saved(d).unfinished
+            await d.say("more")
+            assert "Fine again." in d.transcript()
+
     @pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt(), GeneratorExit()])
     async def test_job_that_raises_anything_is_reported(self, tmp_path: Path, error: BaseException) -> None:
-        runtime = ScriptedRuntime(scripts=[Script(error=error, error_after=4), Script(text="Fine again.")])
+        runtime = ScriptedRuntime(scripts=[Script(error=error), Script(text="Fine again.")])
         async with driving(loading(runtime), tmp_path) as d:
             await d.say("a question")
             assert type(error).__name__ in d.transcript()
@@ -245,6 +262,24 @@ class TestNothingHangs:
         monkeypatch.setattr(ChatApp, "run", lambda app: real_run(app, headless=True))
         with pytest.raises(RuntimeError, match="SystemExit: 3"):
             run_chat(load, store=ChatStore(tmp_path / "chats"))
+
+    async def test_terminal_of_a_few_columns_does_not_end_the_chat(self, tmp_path: Path) -> None:
+        async with driving(loading(ScriptedRuntime()), tmp_path, size=(3, 40)) as d:
+            await d.say("a question")
+            await d.pilot.resize_terminal(1, 1)
+            await d.say("more")
+            await d.pilot.resize_terminal(80, 24)
+            await d.sees("more")
+
+    def test_error_on_the_screen_is_a_failure(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        def fail(*_: object) -> None:
+            raise ValueError("boom")
+
+        monkeypatch.setattr(PromptInput, "render_line", fail)
+        real_run = ChatApp.run
+        monkeypatch.setattr(ChatApp, "run", lambda app: real_run(app, headless=True))
+        with pytest.raises(EdgespecError, match="an error on the screen ended the chat"):
+            run_chat(loading(ScriptedRuntime()), store=ChatStore(tmp_path / "chats"))
 
 
 class TestInput:

@@ -103,7 +103,7 @@ def test_run_chat_raises_what_loading_raised(tmp_path: Path, monkeypatch: pytest
 async def test_an_engine_error_is_a_panel_and_the_chat_goes_on(
     tmp_path: Path, error: Exception, title: str, body: str
 ) -> None:
-    runtime = ScriptedRuntime(scripts=[Script(error=error, error_after=4), Script(text="Fine again.")])
+    runtime = ScriptedRuntime(scripts=[Script(error=error), Script(text="Fine again.")])
     async with driving(loading(runtime), tmp_path) as d:
         await d.say("a question")
         assert title in d.transcript()

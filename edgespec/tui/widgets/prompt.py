@@ -8,6 +8,7 @@ from typing import ClassVar
 from textual import events
 from textual.binding import Binding, BindingType
 from textual.message import Message as Event
+from textual.strip import Strip
 from textual.widgets import TextArea
 
 from edgespec.tui.commands import completion
@@ -35,6 +36,13 @@ class PromptInput(TextArea):
     def __init__(self, sent: History, *, id: str) -> None:  # noqa: A002 - textual's own name
         super().__init__(id=id, tab_behavior="focus", highlight_cursor_line=False, placeholder="Message")
         self._sent = sent
+
+    def render_line(self, y: int) -> Strip:
+        """Render a line. In a terminal of a few columns, there may be no room for any text."""
+        if self.content_size.width < 1:
+            # Textual would raise an exception, which would end the chat.
+            return Strip.blank(self.size.width)
+        return super().render_line(y)
 
     def replace_text(self, text: str) -> None:
         """Replace the text and move the cursor to its end."""
