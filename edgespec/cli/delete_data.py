@@ -5,10 +5,11 @@ from __future__ import annotations
 import sys
 
 import click
+from click.core import ParameterSource
 
 from edgespec.cli.help import HelpfulCommand
 from edgespec.cli.options import json_option
-from edgespec.cli.screen import print_json
+from edgespec.cli.screen import is_terminal, print_json
 from edgespec.files import format_bytes
 
 __all__ = ["command"]
@@ -29,7 +30,8 @@ _DESCRIPTIONS = {
 )
 @click.argument("kind", type=click.Choice(tuple(_DESCRIPTIONS)), default="all")
 @json_option
-def command(kind: str, as_json: bool) -> int:
+@click.pass_context
+def command(ctx: click.Context, /, kind: str, as_json: bool) -> int:
     """Delete data that edgespec saved between runs.
 
     \b
@@ -39,10 +41,14 @@ def command(kind: str, as_json: bool) -> int:
     prefix-cache  the cache of earlier chats; the next reply in each chat takes longer to start
     all           all of the above [default]
 
-    Saved chats and the files made by `edgespec prepare` are kept.
+    Saved chats and the files made by `edgespec prepare` are kept. Without an argument, edgespec asks for
+    confirmation if it runs in a terminal.
     """
     import edgespec
 
+    chosen = ctx.get_parameter_source("kind") is not ParameterSource.DEFAULT
+    if not (chosen or as_json) and is_terminal(sys.stdin):
+        click.confirm(f"Delete {_DESCRIPTIONS[kind]}? Your chats are kept.", abort=True, err=True)
     freed_bytes = edgespec.delete_data(kind)  # type: ignore[arg-type]
     if as_json:
         print_json({"deleted": kind, "freed_bytes": freed_bytes})

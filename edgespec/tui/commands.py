@@ -182,7 +182,7 @@ async def run(screen: ChatScreen, typed: Typed) -> None:
 def nearest(name: str) -> str:
     """Return the command name most similar to `name`."""
     close = [known for known in _BY_NAME if known.startswith(name)]
-    close += difflib.get_close_matches(name, _BY_NAME, n=1, cutoff=0.5)
+    close += difflib.get_close_matches(name, _BY_NAME, n=1, cutoff=0.6)
     return _BY_NAME[close[0]].name if close else "help"
 
 

@@ -32,6 +32,18 @@ def suffixes_in(folder: Path) -> set[str]:
     return {path.suffix for path in folder.rglob("*") if path.suffix in KINDS}
 
 
+def test_asks_for_confirmation_in_a_terminal_if_no_kind_is_named(
+    run: Run, own_data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("edgespec.cli.delete_data.is_terminal", lambda stream: True)
+    assert run("delete-data", input="n\n").exit_code != 0
+    assert suffixes_in(own_data) == KINDS
+    assert run("delete-data", "replies").exit_code == 0
+    assert suffixes_in(own_data) == KINDS - {".replies"}
+    assert run("delete-data", input="y\n").exit_code == 0
+    assert suffixes_in(own_data) == {".json"}
+
+
 @pytest.mark.parametrize(
     ("what", "left"),
     [

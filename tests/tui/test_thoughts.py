@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -56,7 +57,11 @@ async def test_while_the_model_thinks_one_line_counts_its_tokens(tmp_path: Path)
     runtime = ScriptedRuntime([Script(THOUGHT + ANSWER, pause_seconds=0.25)])
     async with driving(loading(runtime), tmp_path) as driver:
         await driver.send("How do I sort files?")
-        await driver.sees("Thinking… 2 tokens")
+        await until(
+            driver.pilot,
+            lambda: re.search(r"Thinking… \d+ tokens", "\n".join(driver.screen_text())) is not None,
+            "the number of tokens",
+        )
         assert "The user" not in "\n".join(driver.screen_text())
         await driver.press("f7")
         await driver.sees("The user wants")
