@@ -42,6 +42,17 @@ async def test_history_at_the_first_and_last_line(tmp_path: Path) -> None:
         assert d.chat.prompt.text == "unsent"
 
 
+async def test_a_paste_that_is_too_long_is_refused(tmp_path: Path) -> None:
+    async with driving(loading(ScriptedRuntime()), tmp_path) as d:
+        await d.write("before")
+        d.app.post_message(events.Paste("word " * 200_000))
+        await d.sees("The pasted text has 1,000,000 characters")
+        assert d.chat.prompt.text == "before"
+        d.app.post_message(events.Paste(" after"))
+        await d.pilot.pause(0.1)
+        assert d.chat.prompt.text == "before after"
+
+
 async def test_a_paste_keeps_its_lines_and_a_question_mark_in_it_is_text(tmp_path: Path) -> None:
     async with driving(loading(ScriptedRuntime()), tmp_path) as d:
         d.app.post_message(events.Paste("? a\nb 🙂 日本"))

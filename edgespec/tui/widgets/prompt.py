@@ -16,6 +16,10 @@ from edgespec.tui.history import History
 
 __all__ = ["PromptInput"]
 
+# Maximum number of characters of a pasted text. Textual blocks the screen for seconds to wrap longer ones. A
+# context of 128,000 tokens holds about this much English text.
+_MAX_PASTED_CHARACTERS = 500_000
+
 
 class PromptInput(TextArea):
     """Text input for messages and slash commands."""
@@ -69,6 +73,16 @@ class PromptInput(TextArea):
             return
         event.stop()
         event.prevent_default()
+
+    async def _on_paste(self, event: events.Paste) -> None:
+        if len(event.text) > _MAX_PASTED_CHARACTERS:
+            self.notify(
+                f"The pasted text has {len(event.text):,} characters, but the input takes at most"
+                f" {_MAX_PASTED_CHARACTERS:,}. Save it to a file and pipe that to `edgespec generate`.",
+                markup=False,
+            )
+            event.stop()
+            event.prevent_default()
 
     def action_new_line(self) -> None:
         self.insert("\n")
