@@ -169,6 +169,11 @@ def parse_toml(text: str) -> dict[str, Any]:
         return tomllib.loads(text)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
+    except tomllib.TOMLDecodeError:
+        raise
+    except ValueError as error:
+        # Python's message advises how to change a Python program.
+        raise ValueError("a number has too many digits") from error
 
 
 def write_private_file(path: Path, *payload: bytes) -> None:

@@ -56,6 +56,8 @@ VARIABLES = {
 
 _SETTINGS_KEY = "edgespec.cli.settings"
 _USED_KEY = "edgespec.cli.settings used"
+# Maximum number of characters of an unknown setting's name to quote in an error message.
+_MAX_NAME = 60
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,7 +234,7 @@ def _from_file(
                 if key in options:
                     read(name, (name, key), inner)
                 else:
-                    refuse((name, key), f"{name} has no setting {key!r}", suggestion(key, options))
+                    refuse((name, key), f"{name} has no setting {key[:_MAX_NAME]!r}", suggestion(key, options))
         elif name in SETTINGS:
             read(ALL_COMMANDS, (name,), given)
         elif name in ("aliases", "pairs"):
@@ -241,7 +243,7 @@ def _from_file(
             refuse((name,), f"{name} are not settings", f"add them to {user_aliases_path()}")
         else:
             known = COMMANDS if isinstance(given, dict) else SETTINGS
-            refuse((name,), f"there is no setting {name!r}", suggestion(name, known))
+            refuse((name,), f"there is no setting {name[:_MAX_NAME]!r}", suggestion(name, known))
     return values
 
 

@@ -164,7 +164,8 @@ def test_settings_that_the_method_does_not_read_are_left_out(run: Run, file: Pat
         ('seed = 1\nsystem = """\n', "line 2: "),
         ("seed = " + "[" * 5000, "config.toml: it is nested too deeply"),
         ("remember" + ".a" * 5000 + " = 1\n", "config.toml: a key has more than 100 dots"),
-        (f"seed = {'9' * 5000}", "config.toml: exceeds the limit"),
+        (f"seed = {'9' * 5000}", "config.toml: a number has too many digits; write lines"),
+        ("k" * 5000 + " = 1", f"line 1: there is no setting '{'k' * 60}'; "),
     ],
 )  # fmt: skip
 def test_a_file_that_is_wrong(run: Run, file: Path, text: str, error: str) -> None:
