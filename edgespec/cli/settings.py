@@ -234,7 +234,9 @@ def _from_file(
                 if key in options:
                     read(name, (name, key), inner)
                 else:
-                    refuse((name, key), f"{name} has no setting {key[:_MAX_NAME]!r}", suggestion(key, options))
+                    refuse(
+                        (name, key), f"{name} has no setting {key[:_MAX_NAME]!r}", suggestion(key, options)
+                    )
         elif name in SETTINGS:
             read(ALL_COMMANDS, (name,), given)
         elif name in ("aliases", "pairs"):
