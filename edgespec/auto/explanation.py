@@ -82,7 +82,7 @@ class DraftingStatus:
             if self.allowance_steps <= 0.0:
                 return "the time that drafting may cost this reply (--max-loss) is used up"
             cost, allowed = _token_times(self.draft_cost_steps), _token_times(self.allowance_steps)
-            return f"a wrong draft could cost {cost}, but --max-loss allows only {allowed} so far"
+            return f"a wrong draft could cost {cost}, but --max-loss allows only {allowed}"
         if self.is_drafting and self.has_drafted:
             return "drafting is being tried and has not saved time so far"
         if self.has_drafted:

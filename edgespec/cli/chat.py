@@ -15,7 +15,6 @@ from edgespec.cli.help import HelpfulCommand
 from edgespec.cli.options import LOAD_NAMES, REPLY_NAMES, SAMPLING_NAMES, declared_options, pick
 from edgespec.cli.screen import is_terminal
 from edgespec.errors import OptionError
-from edgespec.installation import chat_command
 
 if TYPE_CHECKING:
     from edgespec import Runtime
@@ -65,6 +64,7 @@ def command(
             "use another terminal, or `edgespec generate`",
         )
 
+    from edgespec.installation import chat_command
     from edgespec.tui.app import run_chat
 
     def load(progress: Progress) -> Runtime:

@@ -57,7 +57,7 @@ GUESSED = replace(START, is_drafting=True, has_drafted=True, asked_rounds=6, rou
         ),
         (
             replace(START, unaffordable_rounds=9, draft_cost_steps=3.25),
-            "a wrong draft could cost 3.2 tokens' time, but --max-loss allows only 2.4 tokens' time so far",
+            "a wrong draft could cost 3.2 tokens' time, but --max-loss allows only 2.4 tokens' time",
         ),
         (
             replace(GUESSED, is_drafting=False, unaffordable_rounds=9, allowance_steps=-0.1),

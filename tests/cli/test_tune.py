@@ -177,7 +177,7 @@ def test_on_the_command_line(run: Run) -> None:
     assert told.stdout.startswith("model demo, draft model none\n")
     assert "BREAK-EVEN" in told.stdout
     report = json_of(run(*args, "--json"))
-    assert told.stdout.splitlines()[-1].split(" ")[0] in ("Drafting", "No", "Nothing", "Use")
+    assert told.stdout.splitlines()[-1].split(" ")[0] in ("Drafting", "Keep", "No", "Nothing", "Use")
     assert {each["name"] for each in report["drafters"]} == {"suffix", "ngram"}
     assert report["verdict"]
     assert report["auto"] > 0.0
