@@ -149,13 +149,12 @@ class TestLimits:
     @pytest.mark.parametrize("source", HOSTILE.values(), ids=HOSTILE)
     def test_hostile_templates_raise_soon_and_do_not_end_the_chat(self, source: str) -> None:
         template = ChatTemplate(source, "<s>", "</s>")
-        for _ in range(2):
-            began = time.monotonic()
-            with pytest.raises(TemplateError, match="the model's chat template") as caught:
-                template.render([USER])
-            assert time.monotonic() - began < 30
-            assert len(str(caught.value)) < 600
-            assert caught.value.next_step
+        began = time.monotonic()
+        with pytest.raises(TemplateError, match="the model's chat template") as caught:
+            template.render([USER])
+        assert time.monotonic() - began < 30
+        assert len(str(caught.value)) < 600
+        assert caught.value.next_step
         template.close()
 
     @pytest.mark.parametrize(

@@ -101,7 +101,11 @@ print(run(sys.argv[1], int(sys.argv[2])))
             {"hidden_size": 512, "intermediate_size": 512, "num_hidden_layers": 4},
             marks=pytest.mark.long,
         ),
-        ("mamba2", {"hidden_size": 512, "num_hidden_layers": 3, "num_heads": 64, "head_dim": 16}),
+        pytest.param(
+            "mamba2",
+            {"hidden_size": 512, "num_hidden_layers": 3, "num_heads": 64, "head_dim": 16},
+            marks=pytest.mark.long,
+        ),
     ],
 )
 def test_estimate_is_near_the_touched_memory(kind: str, config: dict[str, int], tmp_path: Path) -> None:
