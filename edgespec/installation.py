@@ -28,7 +28,7 @@ def chat_command() -> str:
 def setup_command(packages: str = "") -> str:
     """Return the command that installs edgespec's own or optional packages, such as `scripts/setup mlx`.
 
-    The package index has no edgespec, so installing it from there could install a stranger's package.
+    The package index has no edgespec, so installing it from there could install a different project.
 
     Args:
         packages: `mlx`, `mlx-cuda` or `dev`. Empty for the packages that edgespec always needs.

@@ -261,13 +261,13 @@ class _Child:
             )
         if status < 0 and name not in _CRASHES:
             raise _stopped(model, f"killed by {name}")
-        last_words = self._last_words()
-        if _OUT_OF_MEMORY in last_words:
+        message = self._crash_message()
+        if _OUT_OF_MEMORY in message:
             raise _stopped(model, "out of memory")
-        return last_words or name
+        return message or name
 
-    def _last_words(self) -> str:
-        """Return the failed assertion, or else the last line of output, without the source file's folder."""
+    def _crash_message(self) -> str:
+        """Return the failed assertion or the last line of stderr, and shorten the source path to its file name."""
         self._errors.seek(0)
         lines = self._errors.read(2**20).decode("utf-8", "replace").split("\n")
         found = [line.strip() for line in lines if line.strip()]

@@ -154,7 +154,7 @@ def _refuse(message: str) -> NoReturn:
 
 
 def _to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
-    """Encode a value as JSON, with the arguments that templates written for transformers can pass."""
+    """Encode a value as JSON. Accepts the same arguments as the `tojson` filter in transformers."""
     return json.dumps(value, ensure_ascii=ensure_ascii, **options)
 
 

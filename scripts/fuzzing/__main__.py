@@ -28,7 +28,7 @@ _ROOT = Path(__file__).resolve().parents[2]
 SUBJECTS = tuple(
     Subject(name, f"scripts.fuzzing.{name.replace('-', '_')}", weight)
     for name, weight in (
-        # The last six take about half a second per input, because they start processes or load models.
+        # The last six get few inputs. They are slow, because they start processes or load models.
         ("gguf", 350),
         ("chat", 300),
         ("prefix-cache", 245),

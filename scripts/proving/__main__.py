@@ -1,4 +1,4 @@
-"""Compare a number of drafted tokens with plain decoding, and print a table.
+"""Compare many tokens generated with drafts with plain decoding, and print a table.
 
     scripts/prove --tokens 1000000           # takes a few hours; rerun to resume
     scripts/prove --tokens 0 --write         # write the table of all results to docs/exactness.md

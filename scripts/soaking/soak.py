@@ -35,7 +35,7 @@ _ANSWER_SECONDS = 120.0
 _SAMPLE_SECONDS = 10.0
 # Memory samples from the first seconds after a start are ignored, because caches are still filling.
 _WARM_UP_SECONDS = 60.0
-# Relative frequency of each event. Most questions are answered undisturbed.
+# Relative frequency of each event. Most questions run without a disturbance.
 _EVENTS = {
     "ask": 70,
     "cancel": 10,

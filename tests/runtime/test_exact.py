@@ -174,7 +174,6 @@ def test_replaying_model_reads_the_whole_prompt_if_replay_rounds_differently(
         assert set(widths) == {1}
 
 
-@pytest.mark.long
 def test_exact_with_mlx() -> None:
     pytest.importorskip("mlx.core")
     runtime, _ = day("demo-mlx", draft="auto", turns=2, begin_tokens=80)
