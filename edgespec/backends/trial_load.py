@@ -267,7 +267,7 @@ class _Child:
         return message or name
 
     def _crash_message(self) -> str:
-        """Return the failed assertion or the last line of stderr, and shorten the source path to its file name."""
+        """Return the failed assertion or the last line of stderr, without the folder of a source file."""
         self._errors.seek(0)
         lines = self._errors.read(2**20).decode("utf-8", "replace").split("\n")
         found = [line.strip() for line in lines if line.strip()]
