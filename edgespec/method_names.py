@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import difflib
-
 from edgespec.errors import OptionError
+from edgespec.spelling import nearest
 
 __all__ = ["DRAFTER_NAMES", "SELF_DRAFTS", "parse_method"]
 
@@ -32,7 +31,7 @@ def parse_method(method: str) -> tuple[str, ...]:
     names = tuple(method.split("+"))
     for name in names:
         if name not in DRAFTER_NAMES:
-            near = difflib.get_close_matches(name, ("auto", "none", *DRAFTER_NAMES), 1)
+            near = nearest(name, ("auto", "none", *DRAFTER_NAMES))
             hint = f"did you mean {near[0]!r}? " if near else ""
             known = ", ".join(DRAFTER_NAMES)
             raise OptionError(

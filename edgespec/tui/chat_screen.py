@@ -328,7 +328,7 @@ class ChatScreen(TurnScreen):
 
     @work
     async def action_settings(self) -> None:
-        settings = await self.app.push_screen_wait(SettingsScreen(self.current_chat.settings))
+        settings = await self.app.push_screen_wait(SettingsScreen(self.current_chat.settings, self.runtime))
         if settings is not None and settings != self.current_chat.settings:
             try:
                 await self.set_settings(settings, "The new settings take effect with your next message.")

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
+from edgespec import spelling
 from edgespec.errors import OptionError
 from edgespec.tui.settings import SETTINGS, default_text, parse, setting_named, shown
 from edgespec.tui.texts import memory_rows, sentences, show_rows
@@ -56,12 +56,16 @@ async def _set(screen: ChatScreen, argument: str) -> None:
         return
     name, settings = setting_named(words[0]), dict(screen.current_chat.settings)
     if not text:
-        value = shown(settings[name]) if name in settings else f"{default_text(name)} (default)"
+        value = (
+            shown(settings[name])
+            if name in settings
+            else f"{default_text(name, screen.runtime, settings)} (default)"
+        )
         await screen.transcript.note(sentences(f"{name}: {value}", SETTINGS[name].hint))
         return
     if text.lower() in ("default", "none", "off") and not (name == "method" and text == "none"):
         settings.pop(name, None)
-        note = f"{name} is back to its default: {default_text(name)}."
+        note = f"{name} is back to its default: {default_text(name, screen.runtime, settings)}."
     else:
         settings[name] = parse(name, _unquoted(text))
         note = f"{name} is now {shown(settings[name])}."
@@ -132,7 +136,7 @@ COMMANDS = (
     Command("edit", "", "edit and resend your last message", "edit_last"),
     Command("copy", "[code|chat]", "copy the last reply, its last code block, or the whole chat", _copy),
     Command("system", "[text|none]", "show or change the system prompt", _system),
-    Command("set", "[name value]", "show all settings, or change one of them", _set),
+    Command("set", "[name value]", "show all settings, or change one of them", _set, ("settings",)),
     Command("show", "", "show the models, the speed-up and the settings", _show, ("info",)),
     Command("memory", "", "show memory use", _memory),
     Command("save", "[title]", "save the chat now, optionally under a new title", _save),
@@ -180,9 +184,8 @@ async def run(screen: ChatScreen, typed: Typed) -> None:
 
 
 def nearest(name: str) -> str:
-    """Return the command name most similar to `name`."""
-    close = [known for known in _BY_NAME if known.startswith(name)]
-    close += difflib.get_close_matches(name, _BY_NAME, n=1, cutoff=0.6)
+    """Return the command name most similar to `name`, or `help` if none is similar."""
+    close = spelling.nearest(name, _BY_NAME)
     return _BY_NAME[close[0]].name if close else "help"
 
 

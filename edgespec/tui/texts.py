@@ -149,8 +149,7 @@ def show_rows(
         if name in chat.settings:
             rows.append((name, shown(chat.settings[name])))
         else:
-            default = runtime.method.requested if name == "method" else default_text(name)
-            rows.append((name, default if default == "default" else f"{default} (default)"))
+            rows.append((name, f"{default_text(name, runtime, chat.settings)} (default)"))
     return rows
 
 
