@@ -75,7 +75,7 @@ class ChatScreen(TurnScreen):
             return
         self.history.add(text)
         if self.writing:
-            self.say("The reply is not finished yet. Press Esc to stop it.")
+            self.say_while_writing("The reply is not finished yet. Press Esc to stop it.")
             self._give_back(text)
             return
         act: Act = "edit" if self.editing else "send"
@@ -144,7 +144,7 @@ class ChatScreen(TurnScreen):
     async def action_continue_reply(self) -> None:
         """Finish the last reply, or open the newest unfinished chat first if this chat is empty."""
         if self.writing:
-            self.say("The reply is not finished yet.")
+            self.say_while_writing("The reply is not finished yet.")
             return
         if not self.current_chat.entries:
             try:

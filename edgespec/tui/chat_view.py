@@ -161,7 +161,14 @@ class ChatView(Screen[None]):
             entry = self.current_chat.last_reply
             reply = None if self.writing or entry is None else entry.reply
             self._details.show(
-                partial(details_content, stats, method=method, reply=reply, memory_bytes=self._memory_bytes)
+                partial(
+                    details_content,
+                    stats,
+                    method=method,
+                    reply=reply,
+                    memory_bytes=self._memory_bytes,
+                    loss_limits=self.runtime.loss_limits,
+                )
             )
 
     def _refresh_hints(self) -> None:

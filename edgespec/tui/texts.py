@@ -26,6 +26,7 @@ __all__ = [
     "speed_up_short",
     "speed_up_text",
     "welcome_rows",
+    "worst_case",
 ]
 
 # Where each drafter's tokens come from, as shown on screen.
@@ -138,8 +139,9 @@ def show_rows(
     rows.append(("speed-up", speed_up_text(method)))
     if method.effective != "none":
         rows.append(("reason", reason_text(method)))
-    if stats is not None and stats.worst_case_loss is not None and method.gain is not None:
-        rows.append(("at worst", f"{percent(stats.worst_case_loss)} slower than without the speed-up"))
+    if stats is not None and (worst := worst_case(stats, method, runtime.loss_limits)):
+        share, why = worst
+        rows.append(("at worst", f"{share} slower than without the speed-up ({why})"))
     rows += [
         ("context", _context(runtime.context_tokens, runtime.target.context_tokens)),
         ("memory", format_bytes(runtime.memory_bytes())),
@@ -151,6 +153,26 @@ def show_rows(
         else:
             rows.append((name, f"{default_text(name, runtime, chat.settings)} (default)"))
     return rows
+
+
+def worst_case(
+    stats: Stats, method: MethodReport, limits: tuple[float, float] | None
+) -> tuple[str, str] | None:
+    """Return how much slower than without the speed-up a reply can be, and why.
+
+    Args:
+        stats: Stats of the reply.
+        method: Its drafting method.
+        limits: `Runtime.loss_limits`.
+
+    Returns:
+        A percentage and an explanation, or None while the reply is too short to tell.
+    """
+    if stats.worst_case_loss is None or method.gain is None or limits is None:
+        return None
+    rate, steps = limits
+    why = f"{percent(rate)} plus the time of {steps:g} tokens, a larger share of a short reply"
+    return percent(stats.worst_case_loss), why
 
 
 def _context(max_tokens: int, current_tokens: int) -> str:

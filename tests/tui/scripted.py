@@ -220,6 +220,7 @@ class ScriptedRuntime:
     draft: ModelFacts | None = field(default_factory=lambda: facts("demo-draft"))
     method: MethodReport = METHOD
     context_tokens: int = 1024
+    loss_limits: tuple[float, float] | None = (0.02, 2.0)
     asked: list[tuple[str | None, str, dict[str, Any]]] = field(default_factory=list)
     closed: bool = False
 
