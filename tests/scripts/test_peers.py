@@ -194,7 +194,7 @@ def test_the_error_of_a_failed_reply_is_one_line(binary: Path, message: str) -> 
 def test_the_error_of_a_failed_start_holds_the_log_line(binary: Path) -> None:
     server = LlamaServer(binary, ["--spec-type", "ngram-cache"])
     with pytest.raises(
-        EdgespecError, match=r"during its start with status 1: E error: failed to load the model;"
+        EdgespecError, match=r"during startup with status 1: E error: failed to load the model;"
     ):
         server.start()
     server.stop()
