@@ -67,7 +67,7 @@ class Backoff:
         self._retries.skip_rounds(rounds)
 
     def record_empty_draft(self, cost: float) -> None:
-        """Record a round in which the drafters proposed nothing. Asking them took `cost` target steps."""
+        """Record a round in which the drafters proposed nothing. The attempt took `cost` target steps."""
         self._empty_cost.add(cost)
         self.record_draft(-cost)
 

@@ -59,7 +59,7 @@ class _Proposal:
 class CombinedDrafter(Drafter):
     """Runs each drafter whose draft is expected to save time, and merges the drafts into one tree.
 
-    Lookup drafters always run, and run first. A draft model runs if its recent acceptance rate justifies its
+    Lookup drafters run first, in every round. A draft model runs if its recent acceptance rate justifies its
     cost, or if its cost has not been measured yet. Lookup tokens are pruned if they are not worth a wider
     pass. Other drafts are never pruned, because pruning that depends on the drawn tokens would bias rejection
     mode.

@@ -167,7 +167,7 @@ class RetokenisedDrafter(BudgetedDrafter):
         """Tokenize the drafted text for the target."""
         incomplete = self._input.incomplete_bytes
         if not text.startswith(incomplete):
-            return []  # the draft contradicts the character that the target has begun
+            return []  # The drafted text does not continue the target's incomplete character.
         text = text[len(incomplete) : len(text) - _incomplete_byte_count(text)]
         tokens = self._tokenize_in_context(text) if text else []
         if ended and self._translation.target_end_token is not None:
