@@ -267,7 +267,7 @@ def ignore_unread_settings(ctx: click.Context) -> None:
 
 
 def with_setting_source(error: EdgespecError, ctx: click.Context) -> EdgespecError:
-    """Add to an error where the invalid option was set, unless it was set on the command line."""
+    """If a setting caused the error, add to its message the file or variable that contains the setting."""
     used: dict[str, SettingValue] = ctx.meta.get(_USED_KEY, {})
     about_a_model = isinstance(error, ModelNotFoundError | ModelFileError | DownloadError)
     for name, found in used.items():
