@@ -13,8 +13,8 @@ from edgespec.errors import BackendError, OutOfMemoryError
 
 __all__ = ["evaluate", "freed_buffers_bytes", "release_thread_state", "start_evaluation", "translate_errors"]
 
-# Limits on MLX's cache of freed buffers, in bytes. The CPU limit is enough for one target step. The GPU limit
-# is higher, because allocating GPU memory is slow.
+# Limits on MLX's cache of freed buffers, in bytes. The CPU limit is enough for a single-token pass. The GPU
+# limit is higher, because allocating GPU memory is slow.
 _CPU_FREED_BUFFERS_BYTES, _GPU_FREED_BUFFERS_BYTES = 2 * 2**20, 64 * 2**20
 
 
