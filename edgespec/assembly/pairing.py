@@ -161,7 +161,7 @@ def _find_draft(
 
 
 def try_pair(pair: ModelPair, memory_bytes: int, progress: Progress | None) -> str:
-    """Trial-load the pair's new files in a child process. See `check_loadable`.
+    """Try to load the pair's new files in a child process. See `check_loadable`.
 
     A model larger than `memory_bytes` is only checked, not run, because it will not be loaded.
     """

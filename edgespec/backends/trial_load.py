@@ -40,7 +40,7 @@ _MAX_REASON = 200
 _MAX_SECONDS, _SLOW_DISK = 60, 10 * 2**20
 # CPU time limit of a trial in seconds: a fixed part, plus a part for each GiB of model files.
 _MAX_CPU_SECONDS, _MAX_CPU_SECONDS_PER_GIB = 10, 2
-# Seconds between calls of `progress` while the child process reports nothing.
+# Seconds between calls to `progress` while the child process reports nothing.
 _PROGRESS_SECONDS = 0.1
 # The child process imports this package from the same place as this process, and nothing from the current
 # folder, which may contain untrusted files.
@@ -198,7 +198,7 @@ class _Results:
 
 
 class _Child:
-    """A running child process that trial-loads models in order. Created by `_start_child`.
+    """A running child process that tries to load models one by one. Created by `_start_child`.
 
     Args:
         process: The process, which prints progress and outcomes to stdout.
@@ -277,7 +277,7 @@ class _Child:
 
 @contextmanager
 def _start_child(models: Sequence[TrialModel]) -> Iterator[_Child]:
-    """Start a child process that trial-loads models. Stop it when the `with` block exits. Raises OSError."""
+    """Run a child process that tries to load models, until the `with` block exits. Raises OSError."""
     if not sys.executable:
         raise OSError("no Python interpreter was found (sys.executable is not set)")
     size_bytes = sum(file.stat().st_size for model in models for file in model.form.files(model.path))
@@ -329,7 +329,7 @@ def _read_lines(stream: IO[bytes], put: Callable[[str | None], None]) -> None:
 
 
 def main(request: dict[str, Any]) -> None:
-    """Trial-load each model in the request and print the outcome. Runs in the child process."""
+    """Try to load each model in the request and print the outcome. Runs in the child process."""
     _limit_process(request["cpu_seconds"])
     threading.Thread(target=_exit_with_parent, daemon=True).start()
     for form, path, name, runs in request["models"]:

@@ -1,4 +1,4 @@
-"""Evaluate MLX arrays, translate MLX exceptions, and free MLX's buffers and per-thread state."""
+"""Evaluate MLX arrays, translate MLX exceptions, limit MLX's buffer cache, and free its per-thread state."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _CPU_FREED_BUFFERS_BYTES, _GPU_FREED_BUFFERS_BYTES = 2 * 2**20, 64 * 2**20
 
 @contextmanager
 def translate_errors(failure: str) -> Iterator[None]:
-    """Translate MLX exceptions raised inside the block into BackendErrors that start with `failure`."""
+    """Translate MLX exceptions inside the block into BackendErrors whose text starts with `failure`."""
     try:
         yield
     except (RuntimeError, ValueError, TypeError, IndexError, AttributeError, MemoryError) as error:

@@ -11,7 +11,7 @@ __all__ = ["try_model"]
 def try_model(path: str, name: str) -> None:
     """Build a model with lazy weights and trace one token, which checks all shapes.
 
-    The token is not computed, because that would read all weights, and the actual load reads them again.
+    The token is not computed, because that would read all weights twice: here and in the actual load.
 
     Raises:
         EdgespecError: The model cannot be loaded.
