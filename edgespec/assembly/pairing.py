@@ -189,7 +189,7 @@ def load_draft(
     """Load the draft model for a loaded target. Return None if the pair has no draft model.
 
     Raises:
-        VocabularyMismatchError: The vocabularies have no token in common.
+        VocabularyMismatchError: The vocabularies have no tokens in common.
         OptionError: An option is not supported for this draft model.
         EdgespecError: Any error raised by the backend's `load`.
     """
