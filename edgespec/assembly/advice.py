@@ -53,7 +53,7 @@ def find_advice(
     for smaller in smaller_models(pair.target, find_installed()):
         if weight_bytes := _weight_bytes_if_it_fits(smaller, options, room, headroom_bytes):
             size = format_bytes(weight_bytes)
-            return f"choose {smaller.name} ({size}), the nearest model on this machine, or {more}"
+            return f"choose {smaller.name} ({size}), which fits and is on this machine, or {more}"
     fitting = [
         entry
         for entry in load_catalogue().entries
