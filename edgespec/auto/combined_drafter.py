@@ -229,7 +229,7 @@ class CombinedDrafter(Drafter):
         token_seconds = stats.prefill_token_seconds(self._target_step_seconds.value)
         if allowance == inf or not all_pending:
             return all_pending
-        # The duration is unknown, and therefore 0, until the first verify pass has been measured.
+        # Until the first verify pass has been measured, `token_seconds` is 0 and nothing is prefilled.
         affordable = int(_PREFILL_SHARE * allowance / token_seconds) if token_seconds > 0.0 else 0
         if affordable >= all_pending:
             return all_pending

@@ -240,7 +240,7 @@ def _new_digest(etag: str, size_bytes: int) -> Any:
 
 
 def stream_chunks(url: str, start: int = 0, chunk_bytes: int = _CHUNK_BYTES) -> Iterator[tuple[bool, bytes]]:
-    """Yield the content of a URL from byte `start` on. Closing the iterator ends the transfer.
+    """Yield the content of a URL, starting at byte `start`. Closing the iterator ends the transfer.
 
     Each chunk comes with a flag, which is True for the first chunk if the server ignored `start` and sends
     the whole file.

@@ -65,7 +65,7 @@ class SettingValue:
     """The value of one setting.
 
     Attributes:
-        value: The value. Strings are already converted.
+        value: The value, converted to the type of its option.
         source: ENVIRONMENT for an environment variable, or DEFAULT_MAP for the settings file.
         where: The path of the file, or the name of the variable.
     """

@@ -42,8 +42,8 @@ class Archive:
     def save_now(self, chat: OpenChat, target: str, turn: RunningTurn | None = None) -> None:
         """Save the chat unless it is empty, assigning an ID if it has none. Can be called from any thread.
 
-        If another program has changed the file in the meantime, that version is kept and this chat is saved
-        under a new ID.
+        If another program has changed the file since this chat was last read or saved, that version is kept
+        and this chat is saved under a new ID.
 
         Args:
             chat: The chat.

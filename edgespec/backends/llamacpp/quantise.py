@@ -159,7 +159,7 @@ def _run(source: Path, copy: Path | None, type_name: str, progress: Progress | N
 def importance_matrix_error(type_name: str) -> CapabilityError:
     """Return the error for a type that requires an importance matrix."""
     return CapabilityError(
-        f"{type_name} needs an importance matrix, which edgespec cannot make",
+        f"{type_name} needs an importance matrix, which edgespec cannot create",
         "choose Q2_K, Q3_K_S, IQ4_NL or Q4_0",
     )
 

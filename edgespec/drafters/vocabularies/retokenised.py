@@ -111,7 +111,7 @@ class RetokenisedDrafter(BudgetedDrafter):
         self._lag = len(self._missing_tokens())
 
     def _missing_tokens(self) -> list[int]:
-        """Remove tokens from the KV cache that differ from the input, and return the missing tokens."""
+        """Truncate the KV cache to the prefix that matches the input, and return the missing tokens."""
         tokens = self._input.tokens
         if not tokens:
             return []
