@@ -13,7 +13,7 @@ from edgespec.backends.memory_estimate import MemoryEstimator
 from edgespec.catalog import Resolved, find_installed, smaller_quantisations
 from edgespec.drafters.windowed import AttentionWindow, choose_draft_window
 from edgespec.errors import EdgespecError
-from edgespec.memory import Budget, Item, MemoryPlan, PlanChoice, compute_headroom_bytes, create_items
+from edgespec.memory import Budget, Item, MemoryPlan, PlanChoice, create_items, shared_items
 
 __all__ = ["PairEstimator", "open_estimator"]
 
@@ -24,7 +24,7 @@ _UNLIMITED_BYTES = 1 << 62
 class PairEstimator:
     """Estimates the memory needed by a target and all its drafters.
 
-    Metadata is opened on the exit stack `undo`. `headroom_bytes` is each plan's headroom, or None for the
+    The exit stack `undo` closes the metadata. `headroom_bytes` is each plan's headroom, or None for the
     default.
 
     Attributes:
@@ -55,20 +55,19 @@ class PairEstimator:
             self._drafts[""] = pair.draft, self._open_draft(pair.draft)
         self._copy: MemoryEstimator | None = None
         if copy := _find_low_bit_copy(pair, drafting):
-            self._copy = open_estimator(copy, options)
+            self._copy = open_estimator(copy, replace(options, adapter=None))
             undo.callback(self._copy.close)
         self._process_bytes = max(
             each.backend.process_bytes for each in (pair.target, pair.draft) if each is not None
         )
 
     def _open_draft(self, draft: Resolved) -> MemoryEstimator:
-        options = replace(self._options, low_bits=False, is_draft=True, adapter=None, exact=False)
-        estimator = open_estimator(draft, options)
+        estimator = open_estimator(draft, self._options.for_draft())
         self._undo.callback(estimator.close)
         return estimator
 
     def smaller_drafts(self, start: PlanChoice) -> list[str]:
-        """If `start` does not fit, open installed lower-bit files of the draft model.
+        """If `start` does not fit, open the installed lower-bit versions of the draft model.
 
         Returns:
             Their names, for use as `PlanChoice.draft_form`.
@@ -103,7 +102,8 @@ class PairEstimator:
         options = self.load_options(choice)
         pair = self._pair
         target_options = options_in_pair(pair.target, pair.draft, options)
-        # MLX converts weights to float32 whenever there is enough memory.
+        # MLX converts weights to float32 if there is enough memory. To exclude this, set the memory limit to
+        # 0.
         room = _UNLIMITED_BYTES if choice.float32 else 0
         target = self.target.estimate(replace(target_options, memory_bytes=room))
         items = list(create_items("target", target))
@@ -114,9 +114,7 @@ class PairEstimator:
             items += create_items(
                 "low-bit copy", self._copy.estimate(replace(options, context_tokens=tokens))
             )
-        headroom = compute_headroom_bytes(sum(item.bytes for item in items), self._headroom_bytes)
-        items.append(Item("Python", "Python and its libraries", "process", self._process_bytes))
-        items.append(Item("free", "headroom", "headroom", headroom))
+        items += shared_items(sum(item.bytes for item in items), self._process_bytes, self._headroom_bytes)
         return MemoryPlan(self._budget, target.context_tokens, target.kv_type, tuple(items))
 
     def _draft_items(self, choice: PlanChoice, options: LoadOptions, target_tokens: int) -> Sequence[Item]:
@@ -138,7 +136,7 @@ class PairEstimator:
         )
 
     def _draft_tokens(self, choice: PlanChoice, target_tokens: int, trained_tokens: int) -> int:
-        """Return the draft model's context size: its attention window's, if any, or else the target's."""
+        """Return the context size of the draft model's attention window, or the target's if it has none."""
         window = self._window(choice, target_tokens, trained_tokens)
         return window.context_tokens if window else target_tokens
 

@@ -178,7 +178,7 @@ def plan_pair(
             pair = replace(pair, draft=estimator.draft_file(choice))
         advice = "" if plan.fits else find_advice(fixed, fit, pair, options, budget, request.headroom_bytes)
     if pair.draft and not choice.draft:
-        why = f"the draft model {pair.draft.name} does not fit the memory"
+        why = f"the draft model {pair.draft.name} does not fit in memory"
         pair = replace(pair, draft=None, why_no_draft=why)
     drafting = replace(
         drafting,
@@ -189,8 +189,8 @@ def plan_pair(
     )
     # Backends check weights and caches against this limit. It includes the headroom, because backends count
     # some memory that the plan ignores, such as file headers.
-    others = ("process", "compute", "output", "vocabulary")
-    left = budget.total_bytes - sum(item.bytes for item in plan.items if item.kind in others)
+    checked = ("weights", "cache", "headroom")
+    left = budget.total_bytes - sum(item.bytes for item in plan.items if item.kind not in checked)
     chosen = replace(
         chosen,
         memory_bytes=max(0, left),
@@ -268,6 +268,6 @@ def check_fits(planned: LoadPlan) -> None:
     raise MemoryBudgetError(
         f"{planned.pair.target.name} with a context of {planned.options.context_tokens:,} tokens needs"
         f" {format_bytes(plan.planned_bytes(pool))}{where}, but the budget is"
-        f" {format_bytes(plan.budget_bytes(pool))} ({plan.budget.source}): {named}",
+        f" {format_bytes(plan.budget_bytes(pool))} ({plan.budget.source}); the largest parts are {named}",
         planned.advice,
     )

@@ -58,7 +58,7 @@ class HelpfulCommand(_Helpful):
     """A command with examples and titled groups of options in its help."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Parse arguments. If there are too many, the error tells how to choose a model."""
+        """Parse arguments. If there are too many, the error explains how to choose a model."""
         if not any(each.name == "target" and isinstance(each, click.Option) for each in self.params):
             return super().parse_args(ctx, args)
         ctx.allow_extra_args = True
@@ -71,7 +71,7 @@ class HelpfulCommand(_Helpful):
         return rest
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run the command, ignoring settings that its method does not use."""
+        """Run the command, ignoring settings that the chosen drafting method does not use."""
         # Commands without settings leave `ctx.meta` empty.
         if ctx.meta:
             from edgespec.cli.settings import ignore_unread_settings
@@ -86,8 +86,8 @@ class HelpfulGroup(_Helpful, click.Group):
     command_class = HelpfulCommand
     # Commands of other programs, and what to suggest instead. MODEL stands for the next argument.
     foreign_commands: Mapping[str, str] = {}
-    # Commands of other programs that control a server.
-    server_commands: Sequence[str] = ()
+    # Commands of other programs that have no counterpart, and the reason.
+    missing_commands: Mapping[str, str] = {}
 
     def __init__(self, *args: Any, **settings: Any) -> None:
         super().__init__(*args, no_args_is_help=False, **settings)
@@ -110,8 +110,8 @@ class HelpfulGroup(_Helpful, click.Group):
         name, known = args[0], self.list_commands(ctx)
         if name not in known and not name.startswith("-") and not ctx.resilient_parsing:
             near = nearest(name, dict.fromkeys([*known, *self.foreign_commands]))
-            if name in self.server_commands:
-                hint = "edgespec has no server, and a model is loaded only while a command uses it"
+            if name in self.missing_commands:
+                hint = self.missing_commands[name]
             elif near:
                 model = shlex.quote(args[1]) if args[1:] and not args[1].startswith("-") else "MODEL"
                 meant = self.foreign_commands.get(near[0], near[0])

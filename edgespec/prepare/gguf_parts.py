@@ -167,7 +167,7 @@ def write_gguf(
             if progress and not progress(what, done_bytes / total_bytes):
                 raise CancelledError(f"{what} was cancelled")
     except OSError as error:
-        if error.errno is None:  # NumPy does not set an error number after a partial write.
+        if error.errno is None:  # NumPy sets no error number after a partial write, so add one.
             raise OSError(EIO, "only part of the file was written") from error
         raise
     finally:

@@ -55,7 +55,7 @@ def test_the_draft_is_dropped_before_the_chat_fails() -> None:
     planned = _planned(alone, fixed=PlanRequest(frozenset({"context", "kv_type"})))
     assert planned.plan.fits
     assert planned.pair.draft is None
-    assert "does not fit the memory" in planned.pair.why_no_draft
+    assert "does not fit in memory" in planned.pair.why_no_draft
     assert "no draft model" in planned.notice
 
 
@@ -181,7 +181,7 @@ class TestInstalledModels:
         )
         planned = _planned(smaller.plan.total_bytes, options=quarter, draft=None, fixed=fixed)
         assert not planned.plan.fits
-        with pytest.raises(MemoryBudgetError, match=r"choose maker/Large-GGUF \(.*the nearest model on this"):
+        with pytest.raises(MemoryBudgetError, match=r"choose maker/Large-GGUF \(.*which fits and is on this"):
             check_fits(planned)
         other = _planned(smaller.plan.total_bytes - 1, options=quarter, draft=None, fixed=fixed)
         assert "choose maker/Small-GGUF (" in other.advice

@@ -44,7 +44,7 @@ def test_a_hang_is_reported_and_the_soak_goes_on(tmp_path: Path, monkeypatch: py
     soak.run(2.0)
     errors = [line["error"] for line in soak.lines if line["kind"] == "event"]
     assert errors
-    assert any("no answer" in error for error in errors)
+    assert any("did not answer" in error for error in errors)
     assert not report(soak, lambda _: None)
 
 
