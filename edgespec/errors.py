@@ -71,7 +71,7 @@ class CapabilityError(BackendError):
 
 
 class VocabularyMismatchError(EdgespecError):
-    """Raised when the models use different tokens. Choose a draft model from the target's family."""
+    """Raised when the draft model's vocabulary does not match the target's. Choose another draft model."""
 
 
 class MemoryBudgetError(EdgespecError):

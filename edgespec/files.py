@@ -48,7 +48,7 @@ __all__ = [
 
 # Maximum number of dots in a TOML key.
 _MAX_KEY_DOTS = 100
-# Amounts read by `sampled_sha256`: the start of the file, then blocks spread evenly over the rest.
+# Sizes of the parts that `sampled_sha256` hashes: the start of the file, and blocks spread over the rest.
 _HEAD_BYTES = 1 << 20
 _BLOCK_BYTES = 1 << 16
 _BLOCKS = 16
@@ -58,8 +58,8 @@ _WRITE_REASONS = {
     EDQUOT: "your disk quota is used up",
     EFBIG: "the file size limit was reached",
 }
-# Number of bytes that `write_error` and `append_error` write. Some file systems store tiny files even when no
-# block is free.
+# Number of bytes that `write_error` and `append_error` write. A tiny file would prove nothing, because some file
+# systems can store tiny files even when the disk is full.
 _TRIAL_BYTES = 1 << 16
 
 
@@ -175,11 +175,11 @@ def parse_toml(text: str) -> dict[str, Any]:
     try:
         return tomllib.loads(text)
     except RecursionError:
-        raise ValueError("it is nested too deeply") from None
+        raise ValueError("the text is nested too deeply") from None
     except tomllib.TOMLDecodeError:
         raise
     except ValueError as error:
-        # Python's message advises how to change a Python program.
+        # Replace Python's message, which advises calling `sys.set_int_max_str_digits`.
         raise ValueError("a number has too many digits") from error
 
 
@@ -266,8 +266,8 @@ def sync_to_disk(path: Path) -> None:
 def file_state(path: Path) -> str:
     """Return a file's name, device, inode, size, modification time and change time. Raises OSError.
 
-    Writing to a file changes both times, and only the modification time can be reset, so there is no need to
-    read the contents.
+    Every write changes the result, even if the modification time is reset afterwards, because programs
+    cannot set the change time.
     """
     status = path.stat()
     numbers = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)

@@ -28,14 +28,15 @@ def chat_command() -> str:
 def setup_command(packages: str = "") -> str:
     """Return the command that installs edgespec's own or optional packages, such as `scripts/setup mlx`.
 
-    The package index has no edgespec, so installing it from there could install a different project.
+    edgespec is not on PyPI, so `pip install edgespec` could install an unrelated project.
 
     Args:
         packages: `mlx`, `mlx-cuda` or `dev`. Empty for the packages that edgespec always needs.
     """
     source = Path(__file__).resolve().parent.parent
     script = source / "scripts" / "setup"
-    # Without its source folder, edgespec was installed as a package, and the user knows where the source is.
+    # A relative path works in the source folder. It is also used if edgespec was installed as a package,
+    # because the location of the source folder is then unknown.
     path = str(script) if script.is_file() and Path.cwd() != source else "scripts/setup"
     return f"{shlex.quote(path)} {packages}".rstrip()
 

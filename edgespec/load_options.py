@@ -22,9 +22,9 @@ from edgespec.option_kinds import (
 __all__ = ["LOAD_OPTIONS", "LoadArguments"]
 
 
-# llama.cpp and mlx-lm allocate at least this many tokens.
+# Minimum context size. llama.cpp and mlx-lm allocate at least this many tokens.
 _MIN_CONTEXT_TOKENS = 256
-# More than the longest context that any published model was trained for, which is 10,485,760 (Llama 4 Scout).
+# Maximum context size. No published model was trained for more than 10,485,760 tokens (Llama 4 Scout).
 _MAX_CONTEXT_TOKENS = 1 << 24
 
 

@@ -48,9 +48,9 @@ class DrafterSet:
 
     Args:
         drafters: Drafters by name, or the reasons why they are missing. `ngram` is always available.
-        chain_model: The draft model, if the `model` drafter proposes its token chains as they are.
+        chain_model: The draft model, if the `model` drafter proposes its token chains unchanged.
         why_no_draft: Why there is no draft model, for reports and error messages.
-        v: Cost of a verify pass by width, in target steps.
+        v: Cost of a verify pass in target steps, as a function of the number of tokens in the pass.
         auto_config: Settings for the controller that decides when to draft. If None, `auto` drafts in every
             round.
     """

@@ -16,9 +16,10 @@ from edgespec.options import REPLY_OPTIONS, ReplyArguments, check_names
 
 __all__ = ["DEFAULT_MAX_TOKENS", "Request", "StreamArguments", "build_request", "check_options"]
 
-# Default maximum reply length in tokens. Without it, a reply stuck in a loop would fill the whole context.
+# Default maximum reply length in tokens, so that a reply stuck in a loop does not fill the whole context.
 DEFAULT_MAX_TOKENS = 8192
-# Default draft length in tokens, if fixed, and default maximum if it adapts to the text.
+# Default draft length in tokens for drafters with a fixed length, and default maximum for drafters that
+# choose their own length.
 _FIXED_DRAFT_LENGTH = 4
 _MAX_ADAPTIVE_DRAFT_LENGTH = 16
 

@@ -119,7 +119,8 @@ class RequestQueue:
                     return
                 self._running = running = self._waiting.popleft()
             error = running._run()
-            # Set this first, so that a caller whose reply has ended can immediately submit its next request.
+            # Clear `_running` before ending the reply, so that the caller can immediately submit its next
+            # request.
             with self._changed:
                 self._running = None
             running._end(error)

@@ -309,7 +309,7 @@ class Runtime:
         )
 
         def remember(reply: Reply | None) -> None:
-            # After the runtime was closed, there is no next prompt.
+            # Remember the reply for the next prompt, unless the runtime has been closed.
             if reply and not self._session.closed:
                 builder.remember(prompt, reply.tokens)
             if on_end:

@@ -75,7 +75,8 @@ class Session:
         self._stopping = False
         self._closing = self._closed = False
         self._idle_worker = IdleWorker()
-        # The last reply's drafters with idle work, which uses the tokens in their caches.
+        # Drafters of the last reply that have idle work. Cleared when the next reply starts, because idle
+        # work uses the last reply's tokens in their caches.
         self._idle_drafters: Sequence[Drafter] = ()
         self.target_step_seconds = self._measure_target_step()
         store = prefix_cache.store if prefix_cache else None
@@ -163,7 +164,8 @@ class Session:
     ) -> Iterator[Step]:
         """Prepare the caches for the prompt and decode, updating statistics and resizing the context."""
         drafter, _ = self.drafters.choose(request.method)
-        # The target cache shares this list, which grows during the reply.
+        # Copy the prompt, because the reply's tokens are appended to this list, which the target cache
+        # shares.
         tokens = list(request.tokens)
         self._idle_drafters = ()
         started = now()
@@ -329,7 +331,7 @@ class Session:
     def _reclaim_memory(self, should_continue: Callable[[], bool]) -> bool:
         """Free memory if other programs need it. Return whether more can be freed."""
         if self.prefix_cache and self.memory_pressure.is_low:
-            # Once segments are on disk, they can safely be removed from memory.
+            # Write segments to disk first, so that nothing is lost when they are removed from memory.
             self.prefix_cache.store.write(should_continue)
         with self._compute_lock:
             if should_continue() and not self._closing and self._active_request is None:
@@ -375,7 +377,7 @@ class Session:
         """Return the duration of a target step, after an untimed warm-up step."""
         rows = np.array([0])
         self.target.verify(TokenTree.chain(0)).at(0, rows)
-        # The context can be as small as one token.
+        # Clear the cache, because the context can be as small as one token.
         self.target.truncate(0)
         started = now()
         self.target.verify(TokenTree.chain(0)).at(0, rows)

@@ -4,9 +4,9 @@
     scripts/bench_engine.py                                   # the demo model
     scripts/bench_engine.py --target big-target.gguf          # see scripts/inflate_gguf.py
 
-Both sides decode the same tokens of the same file with the same number of threads, and their outputs must be
-equal. The engine's own time is everything in a round except drafting and verifying: sampling, rollback and
-bookkeeping.
+Both decode the same tokens with the same model file and number of threads, and their outputs must be equal.
+`own` is the engine's time for sampling, rollback and bookkeeping, as a share of the bare loop's time per
+token.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ PROMPT = "Show me examples of `git commit`."
 
 
 class BareLoop:
-    """A loop of llama_decode and argmax, without anything else."""
+    """A minimal greedy decoding loop around llama_decode."""
 
     def __init__(self, path: str, context_tokens: int, threads: int) -> None:
         model_params = llama_cpp.llama_model_default_params()
@@ -44,7 +44,7 @@ class BareLoop:
         self.batch = llama_cpp.llama_batch_init(512, 0, 1)
 
     def run(self, prompt: Sequence[int], count: int) -> tuple[list[int], float]:
-        """Return `count` greedy tokens after the prompt, and the seconds for generating them."""
+        """Generate `count` tokens greedily. Return them and the time taken in seconds."""
         llama_cpp.llama_memory_clear(self.memory, True)
         self._decode(prompt[:-1], 0)
         token, tokens = prompt[-1], []
@@ -83,7 +83,7 @@ def main() -> None:
         )
         ratios, own_shares = [], []
         for run in range(args.runs + 1):
-            # Sides alternate in going first, so that a drift of the machine affects both alike.
+            # Alternate which side runs first, so that changes in the machine's speed affect both equally.
             if run % 2:
                 tokens, bare_seconds = bare.run(prompt, args.tokens)
             stream = runtime.stream_tokens(prompt, max_tokens=args.tokens, temperature=0.0)
@@ -95,7 +95,7 @@ def main() -> None:
             if list(stream.reply.tokens) != tokens[: len(stream.reply.tokens)]:
                 raise SystemExit("error: the engine and the bare loop produced different tokens")
             if run == 0:
-                continue  # the first run of each side is a warm-up
+                continue  # The first run of each side is a warm-up.
             step = bare_seconds / args.tokens
             own = stats.sampling_seconds + stats.rollback_seconds + stats.overhead_seconds
             ratios.append(step / (stats.decode_seconds / stats.generated_tokens))

@@ -7,9 +7,9 @@ Replies are generated with an f32 cache. Each cache type then predicts the same 
 
 nats         mean Kullback-Leibler divergence from the predictions with f32
 same         share of positions with the same most likely token
-perplexity   perplexity of the replies, which f32 generated itself
+perplexity   perplexity of the replies, which were generated with f32
 
-f32 runs without flash attention, which would read the cache as f16.
+Flash attention is disabled for f32, because it would read the cache as f16.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from edgespec.chat.message import Message
 from edgespec.chat.prompt import PromptBuilder
 from edgespec.engine.tree import TokenTree
 
-_MAX_ROWS = 64  # length of the replies, which are scored in a single pass
+_MAX_ROWS = 64  # Maximum reply length in tokens. Each reply is scored in a single pass.
 
 
 def main() -> None:
@@ -87,7 +87,7 @@ def _loaded(target: str, kv_type: str) -> Any:
 
 
 def _predictions(runtime: Any, texts: list[tuple[list[int], list[int]]]) -> list[NDArray[np.float64]]:
-    """Return the log-probabilities along each reply: float64 [tokens, vocab]."""
+    """Return the log-probabilities at each position of each reply, float64 [tokens, vocab]."""
     found = []
     with runtime.borrowed_target() as model:
         for prompt, reply in texts:

@@ -1,20 +1,20 @@
 #!/usr/bin/env python3
-"""Compare the throughput of concurrent replies with each method and with plain decoding.
+"""Compare the throughput of each method with that of plain decoding, for concurrent replies.
 
     scripts/bench_load.py                                             # the demo pair
     scripts/bench_load.py --target big-target.gguf --draft big-draft.gguf --every 3 --repeats 2
 
 A server with several users needs one runtime and one thread per concurrent reply. This script loads that
-many runtimes and lets them take prompts from a shared list until it is empty. Every method works through
-the same list, and the order of the methods changes from list to list. The prefix cache is cleared
-before each reply, and prefill is counted.
+many runtimes and lets them take prompts from a shared list until it is empty. Every method runs on the same
+lists, and the order of the methods changes from list to list. The prefix cache is cleared before each reply,
+and the times include prefill.
 
-goodput     total tokens per second, from the first request until a runtime finds the list empty, since
-            fewer replies run at once after that
+goodput     total tokens per second until the first runtime finds the list empty. After that, fewer replies
+            run at once.
 x none      goodput divided by that of plain decoding with the same number of concurrent replies: geometric
             mean over the lists, with a 95% confidence interval (bootstrap over lists and repeats)
 drafted     share of rounds that verified a draft
-width       mean rows of a verify pass
+width       mean number of tokens in a verify pass
 equal       replies with the same tokens as plain decoding of one reply at a time
 """
 
@@ -49,7 +49,7 @@ _WARM_UP_TOKENS = 4
 
 @dataclass(frozen=True)
 class ReplyOptions:
-    """Options of every reply of one measurement."""
+    """The options of all replies in a measurement."""
 
     max_tokens: int
     temperature: float
@@ -80,13 +80,13 @@ class TimedReply:
 
 @dataclass(frozen=True)
 class Measurement:
-    """The replies of one method to one list of prompts.
+    """The replies of one method to the prompts of one list.
 
     Attributes:
         prompt_list: Index of the list.
         repeat: Index of the repeat.
-        concurrency: Number of replies at once.
-        method: The method, with a draft length or without.
+        concurrency: Number of concurrent replies.
+        method: The method, such as `suffix`, or `model:4` with a draft length.
         full_seconds: Seconds until the first runtime found the list empty.
         replies: All replies.
     """
@@ -100,7 +100,7 @@ class Measurement:
 
     @property
     def goodput(self) -> float:
-        """Tokens per second of all replies within `full_seconds`."""
+        """Tokens per second of all replies together, until `full_seconds`."""
         arrivals = [arrival for reply in self.replies for arrival in reply.arrivals]
         return sum(count for seconds, count in arrivals if seconds <= self.full_seconds) / self.full_seconds
 
@@ -116,7 +116,7 @@ def main() -> None:
             ]
             print(f"{runtimes[0].target.description}, {len(runtimes)} runtimes")
             measurements: list[Measurement] = []
-            _save(args, measurements)  # fails now if the file cannot be written
+            _save(args, measurements)  # Fail early if the file cannot be written.
             try:
                 for measurement in measure(args, runtimes, lists, methods):
                     measurements.append(measurement)
@@ -164,7 +164,7 @@ def _arguments() -> argparse.Namespace:
 def _counts(text: str) -> list[int]:
     counts = [int(number) for number in text.split(",")]
     if min(counts) < 1:
-        raise argparse.ArgumentTypeError(f"{min(counts)} replies at once: give numbers from 1")
+        raise argparse.ArgumentTypeError(f"every number must be at least 1, not {min(counts)}")
     return counts
 
 
@@ -204,7 +204,7 @@ def measure(
     lists: Sequence[Sequence[Prompt]],
     methods: Mapping[str, tuple[str, int | None]],
 ) -> Iterator[Measurement]:
-    """Measure every method on every list, with each number of replies at once."""
+    """Measure every method on every list, for each number of concurrent replies."""
     tokens = [{prompt.name: prompt_tokens(runtimes[0], prompt) for prompt in prompts} for prompts in lists]
     first_name, first_prompt = next(iter(tokens[0].items()))
     for runtime, (method, length) in product(runtimes, methods.values()):
@@ -228,7 +228,7 @@ def serve(
     """Answer all prompts, with one thread per runtime.
 
     Returns:
-        Seconds until the first runtime found no prompt left, and all replies.
+        The seconds until the first runtime found no prompts left, and all replies.
     """
     queue: SimpleQueue[str] = SimpleQueue()
     for name in prompts:
@@ -258,7 +258,7 @@ def _relative_to(started: float, reply: TimedReply) -> TimedReply:
 
 
 def _reply(runtime: edgespec.Runtime, name: str, prompt: Sequence[int], options: ReplyOptions) -> TimedReply:
-    """Generate one reply. Its arrivals are absolute times of `perf_counter`."""
+    """Generate one reply. Its arrival times are absolute, as returned by `perf_counter`."""
     runtime.clear_cache()
     set_options: dict[str, Any] = {key: value for key, value in vars(options).items() if value is not None}
     stream = runtime.stream_tokens(prompt, seed=1, **set_options)
@@ -266,7 +266,7 @@ def _reply(runtime: edgespec.Runtime, name: str, prompt: Sequence[int], options:
     drafted = drafting_rounds = 0
     for chunk in stream:
         arrivals.append((now(), chunk.token_count))
-        # The number of drafted tokens grows with the first chunk of a round.
+        # The number of drafted tokens increases only once per round, so this counts the rounds with a draft.
         drafting_rounds += stream.stats.drafted_tokens > drafted
         drafted = stream.stats.drafted_tokens
     stats = stream.reply.stats
@@ -276,7 +276,7 @@ def _reply(runtime: edgespec.Runtime, name: str, prompt: Sequence[int], options:
 
 
 def report(measurements: Sequence[Measurement]) -> str:
-    """Return one table for each number of replies at once."""
+    """Return one table for each number of concurrent replies."""
     lines = []
     for count in dict.fromkeys(each.concurrency for each in measurements):
         lines.append(f"{count} replies at once" if count > 1 else "one reply at a time")
@@ -312,14 +312,14 @@ def _row(measurements: Sequence[Measurement], of_method: Sequence[Measurement]) 
 
 
 def _plain_replies(measurements: Iterable[Measurement]) -> Iterator[TimedReply]:
-    """Return the replies of plain decoding with the fewest replies at once."""
+    """Return the replies of plain decoding that were measured with the fewest concurrent replies."""
     plain = [each for each in measurements if each.method == PLAIN]
     fewest = min((each.concurrency for each in plain), default=0)
     return (reply for each in plain if each.concurrency == fewest for reply in each.replies)
 
 
 def _ratios(measurements: Sequence[Measurement], of_method: Sequence[Measurement]) -> list[list[float]]:
-    """Return, for each list and its repeats, the goodput divided by that of plain decoding."""
+    """Return the goodput divided by that of plain decoding, by list and repeat."""
     plain = {
         (each.prompt_list, each.repeat, each.concurrency): each.goodput
         for each in measurements

@@ -6,19 +6,18 @@
 
 Every method generates the same replies in its own process. `learn` is `model` with --learn. Columns:
 
-- planned weights, caches: the drafter's own figures; for `none` those of the target.
-- measured mapped, own: the peak of the process above that of `none`. For `none`, the peak above the memory
-  before the load. Mapped memory is pages of files, which count once per mapping, so a file that is mapped
-  twice (`layerskip`) counts twice. Everything else is the process's own: caches, compute buffers, repacked
-  weights, and the weights of MLX.
+- planned weights, caches: the memory planned for the drafter. For `none`, that of the target.
+- measured mapped, own: how much the peak memory exceeds that of `none`. For `none`, how much it exceeds the
+  memory before the load. `mapped` counts pages of memory-mapped files, and counts a file that is mapped twice
+  (`layerskip`) twice. `own` is all other memory: caches, compute buffers, repacked weights and MLX weights.
 - difference: measured minus planned.
-- buffers: the compute buffers that llama.cpp logs, above those of `none`. They are part of the difference,
-  except for parts that no pass has touched.
+- buffers: the size of the compute buffers in llama.cpp's log, minus that of `none`. They are part of the
+  difference, unless they were never used.
+
+With --plan, the script compares the planned memory of the models (weights, caches, compute buffers, logits,
+vocabulary) with the peak memory of the process, minus its memory before the load:
 
     scripts/bench_memory.py --plan --target FILE --contexts 2048,32768 --kv-types auto,q8_0
-
-compares the whole plan of the models (weights, caches, compute buffers, logits, vocabulary) with the peak of
-the process above its memory before the load.
 """
 
 from __future__ import annotations
@@ -51,8 +50,8 @@ class Memory:
     """Resident memory of a process in bytes.
 
     Attributes:
-        own: memory that no file backs.
-        mapped: pages of mapped files; 0 where the system does not count them separately.
+        own: memory that is not backed by a file.
+        mapped: pages of memory-mapped files; 0 on systems that do not count them separately.
     """
 
     own: int
@@ -81,15 +80,15 @@ class Measurement:
     Attributes:
         method: the method.
         context_tokens: the context length.
-        planned_weights: planned weights of the drafter; of the target for `none`.
-        planned_caches: planned caches and tables of the drafter; of the target for `none`.
+        planned_weights: planned weights of the drafter or, for `none`, of the target.
+        planned_caches: planned caches and tables of the drafter or, for `none`, of the target.
         buffers: compute buffers that llama.cpp logged.
         started: memory before the load.
         loaded: memory after the load.
-        peak: the peak.
+        peak: peak memory during the load and the replies.
         drafted_tokens: tokens drafted in all replies.
-        tokens: the tokens of all replies.
-        planned: everything in the plan but the process and the headroom.
+        tokens: tokens of all replies.
+        planned: all planned memory except that of the process and the headroom.
         kv_type: type of the KV cache.
     """
 
@@ -123,7 +122,7 @@ class BufferLogHandler(logging.Handler):
 
 
 class PeakSampler:
-    """Samples the memory of this process in a thread while it is open, for its peak."""
+    """Context manager that samples this process's memory in a thread to find its peak."""
 
     def __init__(self) -> None:
         self._own: list[int] = []
@@ -152,7 +151,7 @@ class PeakSampler:
 
     @property
     def peak(self) -> Memory:
-        """The largest samples of both kinds of memory."""
+        """The largest sample of each kind of memory."""
         return Memory(max(self._own), max(self._mapped))
 
 
@@ -254,7 +253,7 @@ def _measure(args: argparse.Namespace, method: str, context: int) -> Measurement
 
 
 def _import_backend(target: str) -> None:
-    """Load the library of the target's backend, without a model."""
+    """Load the library of the target's backend, so that its memory is not measured."""
     if resolve(target).format == "mlx":
         from edgespec.backends.mlx import model  # noqa: F401
     else:
@@ -291,7 +290,7 @@ def _compare_plans(methods: list[str], contexts: list[str], kv_types: list[str])
 def _run_in_process(method: str, context: str, *options: str) -> Measurement | None:
     """Run `_measure` in a new process with an empty data folder. Returns None if it failed."""
     with tempfile.TemporaryDirectory() as data:
-        # If an option is given twice, argparse uses the last one.
+        # The options added here replace those in sys.argv, because argparse uses the last value of an option.
         done = subprocess.run(
             [sys.executable, *sys.argv, "--contexts", context, "--inside", method, *options],
             capture_output=True,

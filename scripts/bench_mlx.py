@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""Compare edgespec on MLX with mlx-lm: the same weights, prompts and lengths, in interleaved runs.
+"""Compare the speed of edgespec on MLX with that of mlx-lm, in interleaved runs.
 
     scripts/bench_mlx.py --target demo-mlx --draft demo-mlx-draft --draft-lengths 2,4
 
-Both programs answer every prompt and take turns going first. Plain decoding is compared with
-`mlx_lm.stream_generate`, and speculation with the same function and a draft model. A ratio compares the time
-per token after the first one. On a CPU both compute in float32.
+Both programs answer the same prompts with the same weights and take turns going first. Plain decoding is
+compared with `mlx_lm.stream_generate`, and speculative decoding with the same function and a draft model.
+Ratios compare the time per token after the first one. On a CPU, both programs compute in float32.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def mlx_lm_reply(model: Any, tokenizer: Any, prompt: list[int], options: dict[st
         clock.add(1, chunk.from_draft)
         tokens.append(chunk.token)
         accepted += chunk.from_draft
-    # Each pass ends with a token of the target, except the last one if the length limit cut it off.
+    # Count passes by the target's own tokens. Each pass ends with one, unless the length limit cut it off.
     return clock.finish(tokens, accepted, len(tokens) - accepted + chunk.from_draft)
 
 
@@ -65,7 +65,7 @@ def compare(args: argparse.Namespace, programs: Programs, temperature: float) ->
 
 @dataclass
 class Programs:
-    """Both programs with the same weights, and the prompts."""
+    """Both programs, loaded with the same weights, and the prompts."""
 
     runtime: edgespec.Runtime
     model: Any
@@ -76,7 +76,7 @@ class Programs:
     def measure(
         self, mlx_lm_options: dict[str, Any], edgespec_options: dict[str, Any]
     ) -> tuple[list[Run], list[Run]]:
-        """Answer all prompts with both programs, alternating in going first."""
+        """Answer all prompts with both programs, alternating which one goes first."""
         mlx_lm_runs, edgespec_runs = [], []
         for number, prompt in enumerate(self.prompts):
             mx.random.seed(number)

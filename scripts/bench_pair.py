@@ -1,16 +1,16 @@
 #!/usr/bin/env python3
-"""Compare methods with plain decoding of one target, interleaved prompt by prompt.
+"""Compare the speed of methods with plain decoding on one target, prompt by prompt.
 
     scripts/bench_pair.py --target big-target.gguf --draft big-draft.gguf --draft-lengths 3,4,6
     scripts/bench_pair.py --target demo --methods model,ngram,model+ngram --skills copy,edit
 
-Every prompt is answered by plain decoding and then by each method. A ratio compares the time per token on the
-same prompt, excluding prefill. The tokens are compared as well.
+Every prompt is answered with plain decoding and then with each method. Speed-ups compare the time per token
+on the same prompt, excluding prefill. Replies with different tokens are counted.
 
 v           cost of a verify pass, in target steps
 c           cost of a drafted token, in target steps
-predicted   tokens per pass / (drafted tokens per pass * c + v): the speed-up without sampling, rollback and
-            the engine's own time
+predicted   tokens per pass / (drafted tokens per pass * c + v): the speed-up if sampling, rollback and
+            the engine's own work took no time
 share       measured speed-up / predicted
 limit       predicted speed-up if every drafted token had been accepted
 """

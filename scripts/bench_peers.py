@@ -5,13 +5,13 @@
     scripts/bench_peers.py --llama-server ../llama/llama-server --target big.gguf --draft big-draft.gguf
     scripts/bench_peers.py --target demo-mlx --draft demo-mlx-draft --grid none,draft:2,draft:4
 
-Each configuration runs in its own process. All of them answer a prompt before moving on to the next one, in
-an order that changes from prompt to prompt, and while one answers, the others are suspended. Each temperature
-and each repeat starts new processes, so no prompt is in a prefix cache.
+Each configuration runs in its own process. All configurations answer a prompt before the next prompt is used,
+in an order that changes from prompt to prompt. While one runs, the others are suspended. New processes are
+started for each temperature and repeat, so no prompt is in a prefix cache.
 
-decode      tokens per second after the first round, by the clock of llama-server or of this script
-total       tokens per second including prefill, by the clock of this script
-equal       replies with the same tokens as plain decoding of the other program, and of the same program
+decode      tokens per second after the first round, as measured by llama-server or this script
+total       tokens per second including prefill, as measured by this script
+equal       replies with the same tokens as plain decoding by the other program, and by the same program
 
 Speeds are geometric means over the prompts. Ratios are relative to the configuration of the other program
 that was fastest over all prompts. Choosing it in hindsight favours the other program. The 95% confidence
@@ -106,7 +106,7 @@ def main() -> None:
         for contestant in setup.contestants:
             print(f"  {contestant.configuration!s:40} {contestant.settings}")
         replies: list[MeasuredReply] = []
-        _save(args, setup, replies)  # fails now if the file cannot be written
+        _save(args, setup, replies)  # Fail early if the file cannot be written.
         # SIGTERM raises KeyboardInterrupt, so that all child processes are stopped.
         signal.signal(signal.SIGTERM, signal.default_int_handler)
         try:
@@ -161,8 +161,8 @@ def _setup(args: argparse.Namespace, pair: ModelPair) -> Setup:
     if pair.target.format == "mlx":
         versions += [f"{name} {_version(name)}" for name in ("mlx", "mlx-lm")]
         contestants += _mlx_lm_contestants(args, target, draft)
-        filters = (0, 1.0, 0.0)  # off, because the two programs apply the filters in different orders
-        args.threads = None  # MLX does not let a program choose the number of threads
+        filters = (0, 1.0, 0.0)  # Off, because the programs apply the filters in different orders.
+        args.threads = None  # MLX does not let programs choose the number of threads.
     elif args.llama_server:
         versions += [f"llama-server {binary_version(args.llama_server)}", *_features(args.llama_server)]
         versions.append(f"llama-server {' '.join(_common_flags(args, target))}")
@@ -202,7 +202,7 @@ def _common_flags(args: argparse.Namespace, target: str) -> list[str]:
 def _edgespec_contestants(args: argparse.Namespace, target: str, draft: str | None) -> Iterator[Contestant]:
     for name in args.methods.split(","):
         method, length = parse(name)
-        # Other methods would load the draft model without using it.
+        # Pass the draft model only to methods that use it, because the others would load it too.
         used_draft = draft if method == "auto" or "model" in method.split("+") else None
         kv_type = args.kv_type or "auto"
         program = EdgespecProgram(
@@ -213,12 +213,12 @@ def _edgespec_contestants(args: argparse.Namespace, target: str, draft: str | No
 
 
 def _mlx_lm_draft_length(name: str, draft: str | None) -> int | None:
-    """Return the draft length of a configuration of mlx-lm, None for plain decoding. Raises OptionError."""
+    """Return the draft length of an mlx-lm configuration, or None for plain decoding. Raises OptionError."""
     kind, length = parse(name)
     if (kind == "draft" and length and draft) or name == "none":
         return length
     raise OptionError(
-        f"{name!r} is not a configuration of mlx-lm", "give none, or draft:LENGTH together with --draft"
+        f"{name!r} is not an mlx-lm configuration", "use none, or draft:LENGTH together with --draft"
     )
 
 

@@ -1,24 +1,26 @@
 #!/usr/bin/env python3
-"""Compare planned with measured memory, over model kinds, weight and cache types, and context lengths.
+"""Compare planned with measured memory for many kinds of models, weight and cache types, and context lengths.
 
     scripts/bench_plan.py                                       # GGUF and MLX: an hour
     scripts/bench_plan.py --kinds gqa,jamba --types F16,Q4_0 --contexts 2048,131072
     scripts/bench_plan.py --limits                              # the same models under hard limits
 
-Models with random weights, 130 to 300 MB each in F16, are written to a temporary folder. Each is planned in
-one process (`edgespec.plan`) and loaded in another, where its context is filled and the widest passes run.
+Models with random weights, 130 to 300 MB each in F16, are written to a temporary folder. Each case is planned
+in one process (`edgespec.plan`) and loaded in another, which fills the context and runs the widest passes.
 
-- planned: all items of the models, excluding the process and the headroom.
-- measured: the peak of the process (VmHWM) above its memory after a tiny model of the same kind and type was
-  loaded and closed. Pages of mapped files are included.
+- planned: the planned memory of the models, without that of the process and the headroom.
+- measured: the peak memory of the process (VmHWM), minus its memory after it has loaded and closed a tiny
+  model of the same kind and type. Pages of memory-mapped files are included.
 
-A row is near if planned and measured differ by at most 3% or 64 MiB, whichever is more. Long contexts are
-filled by copying their own cells, except for MLX states. For MLX, the peak that the library counts is printed
-too. With --grows, resizing the context copies the cache, which is allowed on top of the plan. Linux only.
+A case passes if planned and measured memory differ by at most 3% or 64 MiB, whichever is more. Otherwise, its
+row is marked `not near`. To save time, long contexts are filled by copying parts of the KV cache, except for
+recurrent models on MLX. For MLX, the peak reported by MLX is printed too. With --grows, the context is
+resized, and the copy of the cache that a resize makes may exceed the plan. Runs only on Linux.
 
---limits sets RLIMIT_AS to shares of the plan. A plan that fits must run with its context full. One that does
-not fit must be rejected, with at most 2 MiB more in use afterwards. Contexts that were not set may shrink.
-The exit status is 1 if a row is not near or fails.
+--limits sets address space limits (RLIMIT_AS) below and above the planned memory. If the plan fits, the model
+must run with a full context. Otherwise, the load must be rejected and leave at most 2 MiB in use. Each case
+runs with fixed options and with free options, which the planner may reduce. The exit status is 1 if a case
+fails.
 """
 
 from __future__ import annotations
@@ -42,16 +44,16 @@ _MIB = 2**20
 _NEAR_SHARE, _NEAR_BYTES = 0.03, 64 * _MIB
 _OTHER_KINDS = ("process", "headroom")
 _PROGRAM = Path(__file__).parent / "matrix" / "cell.py"
-# Address space limits of --limits, as shares of the planned memory. Chosen, on both sides of the plan.
+# Address space limits for --limits, relative to the planned memory: two below it and two above.
 _LIMITS = (0.5, 0.9, 1.03, 1.3)
-# Memory that a rejected load may leave in use. Chosen.
+# Maximum memory that a rejected load may leave in use. A heuristic.
 _MAX_LEFT_BYTES = 2 * _MIB
 _TINY = Sizes(vocab=300, embedding=256, feed_forward=256, layers=2, heads=1, heads_kv=1, inner=512)
 
 
 @dataclass(frozen=True)
 class Row:
-    """A planned and measured case, in bytes.
+    """The planned and measured memory of a case.
 
     Attributes:
         name: model kind, types and context length, for the table.
@@ -84,8 +86,8 @@ class Row:
     def near(self) -> bool:
         """Whether planned and measured bytes differ by at most 3 %, or 64 MiB if that is more."""
         tolerance = max(_NEAR_SHARE * self.measured, _NEAR_BYTES)
-        # A resize frees its copy of the cache before the wide passes allocate their buffers, so the copy
-        # raises the peak only by what it exceeds those buffers.
+        # A resize frees its copy of half the cache before the widest passes allocate their buffers, so the
+        # copy only raises the peak if it is larger than those buffers.
         copy_mib = (
             max(0.0, self.mib_of("cache") / 2 - self.mib_of("compute", "output")) if self.cell.grows else 0.0
         )
@@ -139,7 +141,7 @@ def main() -> int:
 
 
 class _Models:
-    """Writes models with random weights on demand, each once."""
+    """Writes each model with random weights when it is first needed."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -150,11 +152,11 @@ class _Models:
         return path if path.exists() else write_gguf(path, kind, type_name, sizes)
 
     def tiny(self, kind: str, type_name: str) -> str:
-        """Return a model of a kind and type that takes hardly any memory."""
+        """Return the path of a tiny GGUF model of the given kind and type."""
         return str(self.gguf(kind, type_name, _TINY, f"tiny-{kind}"))
 
     def mlx(self, kind: str, type_name: str, name: str = "") -> Path:
-        """Return the folder of an MLX checkpoint; a tiny one if it has a name."""
+        """Return the folder of an MLX checkpoint, which is tiny if `name` is not empty."""
         path = self._folder / f"{name or kind}-mlx-{type_name}"
         return path if path.exists() else write_mlx(path, kind, type_name, tiny=bool(name))
 
@@ -259,7 +261,7 @@ def _outcome(run: dict[str, Any], *, must_fit: bool) -> str:
 
 
 def _describe(run: dict[str, Any]) -> str:
-    """Return one line on a run that ended as planned."""
+    """Return a one-line description of a run that did not fail."""
     if "error" in run:
         planning = f"{run['planning_bytes'] / _MIB:,.1f} MiB at the peak of planning"
         return f"{run['left_bytes'] / _MIB:,.1f} MiB still in use afterwards, {planning}: {run['error'][1]}"

@@ -61,7 +61,7 @@ def _row(args: argparse.Namespace, length: int) -> dict[str, Any]:
         chat += chat[:_NEXT_TURN_TOKENS]
         restored: list[Reply] = []
         prefilled: list[Reply] = []
-        for _ in range(args.repeats):  # interleaved, so that changes of the machine's speed affect both
+        for _ in range(args.repeats):  # Alternate, so that changes in the machine's speed affect both.
             for replies, prefix_cache in ((restored, "disk"), (prefilled, "none")):
                 with edgespec.load(args.target, prefix_cache=prefix_cache, **options) as runtime:
                     replies.append(_answer(runtime, chat))

@@ -15,8 +15,8 @@ near_ties           different replies that the measured rounding error explains,
 violations          all other different replies; with --exact, all different replies
 prompt_tokens       tokens of all prompts
 prefilled_tokens    prompt tokens that were not in the prefix cache
-new_tokens          prompt tokens after the longest prefix shared with any earlier chat: the fewest that a
-                    prefix cache of unlimited size could prefill
+new_tokens          prompt tokens after the longest prefix shared with any earlier chat, which even an
+                    unlimited prefix cache would have to prefill
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ from edgespec.losslessness.rescore import is_near_tie, rescore
 OPEN_CHATS = 6
 CACHED_CHATS = 3
 SYSTEM_TOKENS = 80
-# Batch size of the prefill when a different reply is re-scored. llama.cpp uses another kernel for wider
-# batches, so this measures how far the two kernels differ.
+# Prefill batch size for measuring the rounding error. llama.cpp uses a different kernel for larger batches,
+# so the results show how much the two kernels differ.
 BATCH_TOKENS = 48
 
 
@@ -140,7 +140,7 @@ def _talk(runtime: Runtime, uncached: Runtime, args: argparse.Namespace) -> dict
 def _is_near_tie(
     uncached: Runtime, prompt: list[int], expected: Reply, other: Reply, *, seed: int, temperature: float
 ) -> bool:
-    """Return whether rounding alone explains the first difference of two replies."""
+    """Return whether rounding alone explains the first difference between two replies."""
     position = _shared(expected.tokens, other.tokens)
     if position == min(len(expected.tokens), len(other.tokens)):
         return False

@@ -49,7 +49,7 @@ class Inflater:
         self.dim, self.layers, self.step = dim, layers, layers // old_layers
         head_dim, times = self.old_dim // heads, dim // self.old_dim
         query, key = heads * times * head_dim, kv_heads * times * head_dim
-        # Rows, columns, and whether new rows must be zero.
+        # The new numbers of rows and columns of each weight, and whether its new rows must be zero.
         self.shapes = {
             "attn_q": (query, dim, False),
             "attn_k": (key, dim, False),
@@ -75,7 +75,7 @@ class Inflater:
         self._random = np.random.default_rng(seed)
 
     def block(self, kind: str, weights: NDArray[np.float32] | None) -> NDArray[Any]:
-        """Return a padded tensor of a layer, or of a new layer without effect if `weights` is None."""
+        """Return a layer's padded tensor or, if `weights` is None, that of a new layer without effect."""
         if kind.endswith("_norm"):
             return np.ones(self.dim, np.float32) if weights is None else self.norm(weights)
         rows, columns, zero_rows = self.shapes[kind]

@@ -1,17 +1,17 @@
 #!/usr/bin/env python3
-"""Kill chat programs at random times and check that they lose and damage no data.
+"""Kill chat programs at random times and check that no data is lost or damaged.
 
     python scripts/kill_chats.py --kills 200 --processes 2
 
-A child process talks in several chats with the prefix cache on disk and saves each turn, until it is killed.
+A child process continues several chats with the prefix cache on disk and saves each turn, until it is killed.
 Then another process checks that
 
-- every saved chat opens and holds every saved turn,
-- a reply that continues a chat is the same as the reply of a runtime without a prefix cache,
-- no lock is held any more, and the next writer deletes incomplete files.
+- every saved chat can be opened and contains every saved turn,
+- a reply that continues a chat is the same as without a prefix cache,
+- no lock is still held, and the next program that writes deletes incomplete files.
 
 With `--processes 2`, two programs share the chats and the prefix cache, and one is killed while the other
-runs. `kill_terminal_chats.py` kills the chat in a terminal instead. Needs a system with fork.
+runs. `kill_terminal_chats.py` kills the chat in a terminal instead. Requires a system with fork.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from filelock import FileLock, Timeout
 
 import edgespec
 import edgespec.assembly.loading
-import edgespec.backends.llamacpp  # imported once, before any fork
+import edgespec.backends.llamacpp  # Import once, before any fork.
 from edgespec.chat.store import ChatStore
 from edgespec.errors import ChatFileError
 from edgespec.reply import Reply
@@ -81,7 +81,7 @@ def main() -> int:
         for kill in range(args.kills):
             while len(running) < args.processes:
                 seed = 1000 * args.seed + kill * args.processes + len(running)
-                # Most programs are killed during a reply, some while they load.
+                # Kill most programs during a reply, and some while they load the model.
                 wait = random_times.random() < 0.9
                 running.append(_start(args.target, seed, folder, wait_until_loaded=wait))
             time.sleep(random_times.uniform(0.0, args.max_seconds))
@@ -142,15 +142,15 @@ def fork(work: Callable[[], object]) -> int:
 
 
 def _chat(target: str, seed: int, loaded: int, log: Path) -> None:
-    """Talk in new and saved chats until the process is killed, and save each turn.
+    """Start and continue chats, saving each turn, until the process is killed.
 
     Args:
         target: The model.
         seed: Seed of all choices.
-        loaded: File descriptor that gets one byte after the model is loaded.
+        loaded: File descriptor to which one byte is written when the model is loaded.
         log: File that records each saved turn.
     """
-    signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # the parent may have closed its end of the pipe
+    signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # The parent may have closed its end of the pipe.
     choices = random.Random(seed)
     store = ChatStore()
     archive = Archive(store)
@@ -209,7 +209,7 @@ def _finish(stream: edgespec.ReplyStream) -> Reply:
 
 
 def _append(path: Path, value: object) -> None:
-    """Add one line of JSON with a single write, so that a kill cannot leave half a line."""
+    """Append one line of JSON with a single write, so that a kill cannot leave half a line."""
     handle = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
     os.write(handle, json.dumps(value).encode() + b"\n")
     os.close(handle)
@@ -221,7 +221,7 @@ def _saved_turns(folder: Path) -> Iterator[list[Any]]:
 
 
 def _check(target: str, kill: int, folder: Path, results: dict[str, Any]) -> None:
-    """Check the data in a new process, as the next start of a program would see it."""
+    """Check the data in a new process, as if the program had been started again."""
     report = folder / "report.json"
     child = fork(lambda: report.write_text(json.dumps(_check_data(target, kill, folder))))
     _, status = os.waitpid(child, 0)
@@ -247,7 +247,7 @@ def _check_data(target: str, kill: int, folder: Path) -> dict[str, Any]:
         if not _begins_with(store, chat_id, contents)
     ]
     errors += [f"{lock} is still held" for lock in folder.rglob("*lock") if not _is_free(lock)]
-    # Replies of the killed programs, and new replies that continue saved chats with the prefix cache.
+    # Check replies of the killed programs, and new replies that continue saved chats with the prefix cache.
     replies = [tuple(each) for _, _, *each in choices.sample(turns, min(6, len(turns)))]
     with edgespec.load(target, prefix_cache="disk", prefix_cache_disk="24MB", **LOAD_OPTIONS) as runtime:
         prompts = _recorded_prompts(runtime)

@@ -3,9 +3,9 @@
 
     python scripts/kill_everything.py --kills 200
 
-kill_chats.py tests chats, with one program and with two at once. Downloads and preparations are started and
-killed again and again. After each kill, every model that edgespec finds must be complete. At the end a run
-without a kill must succeed. Needs a system with fork.
+Chats are tested by kill_chats.py, with one program and with two at once. Downloads and preparations are
+repeatedly started and killed. After each kill, every model that edgespec finds must be complete. At the end,
+a run without a kill must succeed. Requires a system with fork.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import edgespec.backends.llamacpp  # imported once, before any fork
+import edgespec.backends.llamacpp  # Import once, before any fork.
 from edgespec.catalog import find_installed, resolve
 from edgespec.catalog.catalogue import load_catalogue
 from edgespec.catalog.download import fetch
@@ -37,9 +37,9 @@ from scripts.kill_chats import fork
 
 REPOSITORY = "someone/tiny-GGUF"
 SINGLE_FILE, PART = "tiny-Q4_K_M.gguf", "parts/tiny-Q8_0-{:05}-of-00003.gguf"
-# Share of the kills for each task.
+# Each task's share of the kills.
 SHARES = {"chats": 0.2, "shared-chats": 0.2, "downloads": 0.3, "layerskip": 0.15, "lowbit": 0.15}
-# Programs that use the same chats at once.
+# Number of programs that use the same chats at once.
 CHAT_PROCESSES = {"chats": 1, "shared-chats": 2}
 
 
@@ -52,7 +52,7 @@ class Work:
         check: Returns one message for each incomplete model that edgespec would use.
         is_complete: Returns whether the result of the task exists and is complete.
         reset: Deletes the result of the task.
-        results: Numbers of kills and of complete runs, and the errors.
+        results: Number of kills, number of complete runs, and error messages.
     """
 
     run: Callable[[], object]
@@ -144,7 +144,7 @@ def _kill(work: Work, kills: int, random_times: random.Random) -> None:
 
 
 def _run_to_end(work: Work) -> list[str]:
-    """Run without a kill and return the errors."""
+    """Run the task to its end and return the errors."""
     _, status = os.waitpid(fork(work.run), 0)
     if status:
         return [f"it ended with wait status {status}"]
@@ -152,14 +152,14 @@ def _run_to_end(work: Work) -> list[str]:
 
 
 def _start_hub(folder: Path) -> tuple[str, int]:
-    """Start a stand-in for Hugging Face in a child process; return its address and process id."""
+    """Start a fake Hugging Face server in a child process. Return its URL and process id."""
     sys.path.append(str(Path(__file__).parents[1]))
     from tests.catalog.stand_in_hub import StandInHub
 
     read_end, write_end = os.pipe()
 
     def serve() -> None:
-        # The server prints a traceback for every connection that a kill closes.
+        # Discard the tracebacks that the server prints for connections closed by a kill.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
         hub = StandInHub(files=_hub_files())
         hub.start()
@@ -175,7 +175,7 @@ def _start_hub(folder: Path) -> tuple[str, int]:
 
 
 def _hub_files() -> dict[str, bytes]:
-    """Return the files of the repository: a model in one file, a model in three parts, and a README."""
+    """Return the files of the fake repository: a single-file model, a model in three parts and a README."""
     parts = {PART.format(i): b"GGUF" + bytes([i]) * 3_000_000 for i in (1, 2, 3)}
     return {"README.md": b"# tiny", SINGLE_FILE: _demo().read_bytes(), **parts}
 
@@ -222,7 +222,7 @@ def _is_demo(path: Path) -> bool:
 
 
 def _prepare_work(folder: Path, prepare: Callable[[Path, Path | None], PreparedModel]) -> Work:
-    """Return the work of preparing a model twice: in edgespec's store and in a folder of the user."""
+    """Return the task of preparing a model twice: in edgespec's store and in a user's folder."""
     user_folder = folder / "user" / "prepared"
 
     def run() -> None:
@@ -244,7 +244,7 @@ def _prepare_work(folder: Path, prepare: Callable[[Path, Path | None], PreparedM
 
 
 def _damage(prepared: PreparedModel) -> str:
-    """Return the error of a full check of a prepared model, or an empty string."""
+    """Check all data of a prepared model. Return the error message, or an empty string."""
     try:
         check_prepared(prepared, _demo(), full=True)
     except edgespec.EdgespecError as error:

@@ -32,7 +32,7 @@ from typing import Any
 from edgespec.chat.store import ChatStore, SavedChat
 
 WAYS = ("SIGKILL", "SIGTERM", "SIGHUP", "SIGINT", "closed terminal")
-# Uniform sampling almost never ends a reply, so the demo model writes until the maximum.
+# Sample almost uniformly, so that a reply hardly ever ends before its maximum length.
 CHAT = (
     *(sys.executable, "-m", "edgespec", "chat", "--method", "none", "--threads", "1", "--max-tokens", "900"),
     *("--temperature", "100", "--top-k", "0", "--top-p", "1", "--min-p", "0"),
@@ -43,7 +43,7 @@ MAX_END_SECONDS = 10.0
 
 
 def main() -> int:
-    """Kill, check and print the results as JSON. Return 1 if anything was lost or did not end."""
+    """Kill, check and print the results as JSON. Return 1 if data was lost or a program did not end."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -59,7 +59,7 @@ def main() -> int:
 
 
 def kill_terminal_chats(kills: int, max_seconds: float, seed: int) -> dict[str, Any]:
-    """Kill `kills` chats, and return the results."""
+    """Kill `kills` chats and return the results."""
     choices = random.Random(seed)
     results: dict[str, Any] = {
         "kills": 0, "questions_sent": 0, "lost_questions": 0, "unfinished_replies": 0,

@@ -76,7 +76,7 @@ def to_affine(blocks: NDArray[np.uint8]) -> tuple[Array, Array, Array]:
     """
     rows = blocks.reshape(blocks.shape[0], -1, 2 + GROUP_SIZE)
     scales = rows[:, :, :2].copy().view(np.float16)[:, :, 0]
-    codes = rows[:, :, 2:] ^ 0x80  # flipping the sign bit of two's complement gives q + 128
+    codes = rows[:, :, 2:] ^ 0x80  # Flipping the sign bit of two's complement gives q + 128.
     packed = np.ascontiguousarray(codes).reshape(blocks.shape[0], -1).view("<u4")
     with np.errstate(over="ignore"):
         biases = scales * np.float16(-128)
@@ -108,7 +108,7 @@ def convert(reader: gguf.GGUFReader) -> dict[str, Array]:
             continue
         if tensor.tensor_type != gguf.GGMLQuantizationType.Q8_0:
             raise SystemExit(
-                f"error: {tensor.name} has type {tensor.tensor_type.name}; give a GGUF with Q8_0 weights"
+                f"error: {tensor.name} has type {tensor.tensor_type.name}; use a GGUF file with Q8_0 weights"
             )
         part = tensor.name.split(".")[-2]
         if part in heads:
@@ -156,7 +156,7 @@ def read_safetensors(path: Path) -> dict[str, Array]:
 
 
 def compare(tensors: dict[str, Array], original: dict[str, Array]) -> float:
-    """Return the largest difference to the original weights in quantisation steps. Norms must be equal."""
+    """Return the largest difference from the original weights in quantisation steps. Norms must be equal."""
     if different := {name.rpartition(".")[0] for name in tensors} ^ {n.rpartition(".")[0] for n in original}:
         raise SystemExit(f"error: only one of the two models has {', '.join(sorted(different))}")
     worst = 0.0
@@ -185,7 +185,8 @@ def main() -> None:
     args = parser.parse_args()
     tensors = convert(gguf.GGUFReader(args.source))
     worst = compare(tensors, read_safetensors(args.original / "model.safetensors"))
-    # Rounding to 8 bits gives at most half a step. A wrong order of rows would give dozens of steps.
+    # Rounding to 8 bits changes a weight by at most half a step. Wrongly ordered rows would differ by dozens
+    # of steps.
     if worst > 0.6:
         raise SystemExit(
             f"error: a weight differs by {worst:.1f} quantisation steps; check that {args.original} is"

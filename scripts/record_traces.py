@@ -3,8 +3,8 @@
 
     scripts/record_traces.py --output scripts/simulation/recorded.json
 
-The target replies to each prompt by plain decoding. Before each token, the draft model predicts it from all
-tokens so far. Nothing is timed, because the simulated machine defines the costs.
+The target replies to each prompt with plain decoding. Before each token, the draft model predicts it from all
+tokens so far. No times are recorded, because each simulated machine has its own costs.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class RecordingShape(FixedShape):
         self.predictions: list[tuple[float, bool]] = []
 
     def grow_level(self, path_probs: Sequence[float], draft_probs: DraftProbs) -> list[Children]:
-        draft_probs(0)  # Outcomes are recorded only for probabilities that were read.
+        draft_probs(0)  # Read the probabilities, because outcomes are recorded only for those that were read.
         return super().grow_level(path_probs, draft_probs)
 
     def record_outcome(self, probs: NDArray[np.float64], accepted: int | None) -> None:
@@ -91,7 +91,7 @@ class RecordingShape(FixedShape):
 
 
 class SilentDrafter(ModelDrafter):
-    """Drafts one token per round without proposing it, so the target decodes plainly."""
+    """Drafts one token per round but does not propose it, so that the target uses plain decoding."""
 
     def propose(self, sampler: Sampler, acceptance: Acceptance, draft_length: int) -> TokenTree:
         draft = super().propose(sampler, acceptance, min(draft_length, 1))

@@ -52,7 +52,7 @@ def runtime(
         target,
         {"model": ModelDrafter(draft, target.facts.vocab_size, branches=branches)} if draft else {},
         chain_model=None if branches else draft,
-        why_no_draft="no draft was wanted",
+        why_no_draft="no draft model was requested",
     )
     return Runtime(target, draft, drafters, **options)
 

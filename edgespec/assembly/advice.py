@@ -1,4 +1,4 @@
-"""Suggest changes to a plan that does not fit: an option to change, or a smaller model."""
+"""Suggest which option to change, or which smaller model to use, if a plan does not fit in memory."""
 
 from __future__ import annotations
 

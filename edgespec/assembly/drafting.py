@@ -166,7 +166,7 @@ class _DrafterFactory:
 
     @property
     def _reference(self) -> str:
-        """The target's reference, quoted for the shell."""
+        """The target's name, or its path quoted for the shell."""
         found = self._target
         return shlex.quote(str(found.path)) if found.source == "path" else found.name
 
@@ -210,7 +210,7 @@ class _DrafterFactory:
         if self._format.fixed_exit:
             if exit_layer is not None:
                 raise OptionError(
-                    f"exit_layer cannot be set for {facts.name}, which was prepared for one exit",
+                    f"exit_layer cannot be set for {facts.name}, which was prepared for a single exit layer",
                     "omit --exit-layer, or run `edgespec prepare layerskip REF --exit E` again",
                 )
             exit_layer = int(read_prepared(self._target.path).settings["exit_layer"])
@@ -218,7 +218,7 @@ class _DrafterFactory:
         return self._model_drafter(view, "layerskip")
 
     def _missing_self_draft(self, self_draft: SelfDraft) -> MissingDrafter:
-        """Return a placeholder with the backend's reason why the target cannot self-draft this way."""
+        """Return a placeholder that states why the target does not support a self-draft method."""
         why, hint = f"{self._model.facts.name} cannot draft for itself", ""
         try:
             self._model.self_draft(self_draft).close()
@@ -257,7 +257,7 @@ class _DrafterFactory:
             prepared = self._checked_lowbit_copy()
             if prepared is None:
                 return MissingDrafter(
-                    f"there is no copy of {facts.name} with fewer bits",
+                    f"there is no low-bit copy of {facts.name}",
                     f"run `edgespec prepare lowbit {self._reference}` once",
                 )
             from edgespec.prepare.lowbit import lowbit_file
@@ -281,7 +281,7 @@ class _DrafterFactory:
         facts = self._model.facts
         if not self._format.skips_layers:
             return MissingDrafter(
-                f"{facts.name} cannot skip layers: that takes an MLX model", "choose another method"
+                f"{facts.name} cannot skip layers, because it is not an MLX model", "choose another method"
             )
         if "swift" not in facts.capabilities.self_draft_methods:
             return self._missing_self_draft(SkippedLayers((1,)))
@@ -308,6 +308,6 @@ class _DrafterFactory:
 
 def _not_loaded(name: str) -> MissingDrafter:
     return MissingDrafter(
-        f"{name} was not asked for when the model was loaded",
-        f"load with --method {name} (in Python: method or methods of load)",
+        f"{name} was not requested when the model was loaded",
+        f"load the model with --method {name} (in Python, use the option `method` or `methods`)",
     )

@@ -1,4 +1,4 @@
-"""Implement `--exact` by restricting a target to passes whose logits are bit-identical to single steps."""
+"""Implement `--exact` by restricting a target to passes that are bit-identical to single-token passes."""
 
 from __future__ import annotations
 
@@ -23,8 +23,9 @@ def restrict_to_exact(model: LanguageModel, computation: str, progress: Progress
     """
     facts = model.facts
     capabilities = facts.capabilities
-    # The number of cores determines the default thread count and the tested pass widths. For low-bit
-    # drafting, MLX splits the weights, which changes the order of summation.
+    # The result depends on the number of cores, which determines the default thread count and the tested pass
+    # widths. It also depends on the self-draft methods, because MLX splits the weights for low-bit drafting,
+    # which changes the order of summation.
     methods = sorted(capabilities.self_draft_methods)
     limits = f"{usable_cores()} {facts.context_tokens} {capabilities.tree} {methods}"
     model_identity = f"{models_fingerprint(facts)} {facts.cache_variant} {facts.weight_bytes}"
@@ -40,8 +41,8 @@ def restrict_to_exact(model: LanguageModel, computation: str, progress: Progress
     else:
         notice = f"exact: passes of up to {capabilities.max_width} tokens"
     if not capabilities.prefix_reuse_exact:
-        reread = "replies are" if capabilities.partial_truncate else "the whole text is"
-        notice += f", {reread} read again for the next reply"
+        reread = "each reply is" if capabilities.partial_truncate else "the whole text is"
+        notice += f"; {reread} processed again before the next reply"
     return notice
 
 

@@ -34,7 +34,7 @@ _ignores_costs = ContextVar("ignores_costs", default=False)
 def always_draft() -> Iterator[None]:
     """Make runtimes that are loaded in this context always draft, even if that does not save time.
 
-    Tests and `edgespec verify` compare drafted replies with plain ones, so every reply must draft.
+    Tests and `edgespec verify` compare replies with and without drafting, so drafting must not be skipped.
     """
     before = _ignores_costs.set(True)
     try:

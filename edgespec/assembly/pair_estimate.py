@@ -24,7 +24,7 @@ _UNLIMITED_BYTES = 1 << 62
 class PairEstimator:
     """Estimates the memory needed by a target and all its drafters.
 
-    Metadata is opened on the exit stack `undo`. `headroom_bytes` is each plan's headroom, or None for the
+    The exit stack `undo` closes the metadata. `headroom_bytes` is each plan's headroom, or None for the
     default.
 
     Attributes:
@@ -68,7 +68,7 @@ class PairEstimator:
         return estimator
 
     def smaller_drafts(self, start: PlanChoice) -> list[str]:
-        """If `start` does not fit, open installed lower-bit files of the draft model.
+        """If `start` does not fit, open the installed lower-bit versions of the draft model.
 
         Returns:
             Their names, for use as `PlanChoice.draft_form`.
@@ -103,7 +103,8 @@ class PairEstimator:
         options = self.load_options(choice)
         pair = self._pair
         target_options = options_in_pair(pair.target, pair.draft, options)
-        # MLX converts weights to float32 whenever there is enough memory.
+        # MLX converts weights to float32 if there is enough memory. To exclude this, set the memory limit to
+        # 0.
         room = _UNLIMITED_BYTES if choice.float32 else 0
         target = self.target.estimate(replace(target_options, memory_bytes=room))
         items = list(create_items("target", target))
@@ -138,7 +139,7 @@ class PairEstimator:
         )
 
     def _draft_tokens(self, choice: PlanChoice, target_tokens: int, trained_tokens: int) -> int:
-        """Return the draft model's context size: its attention window's, if any, or else the target's."""
+        """Return the context size of the draft model's attention window, or the target's if it has none."""
         window = self._window(choice, target_tokens, trained_tokens)
         return window.context_tokens if window else target_tokens
 

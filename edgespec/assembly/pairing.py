@@ -37,12 +37,11 @@ __all__ = [
 
 
 FindModel = Callable[[str], Resolved]
-# Initial context size of a draft model whose vocabulary differs from the target's, which gives the same text
-# a different token count.
+# Minimum initial context size of a draft model whose vocabulary differs from the target's, because the two
+# split the same text into different numbers of tokens.
 _FOREIGN_CONTEXT_TOKENS = 8192
-# Logit rows that a draft model needs in one pass: 64 for a chain or an adaptive tree
-# (drafters/adaptive_tree.py), plus those for spelling two tokens from another vocabulary
-# (MAX_SPELLING_TOKENS).
+# Number of tokens for which a draft model can compute logits in one pass: 64 for a chain or an adaptive tree
+# (drafters/adaptive_tree.py), plus 32 to spell two tokens from another vocabulary (MAX_SPELLING_TOKENS).
 _DRAFT_ROWS = 96
 # Maximum ratio between a text's token counts in the draft model's and the target's vocabularies.
 _TOKEN_RATIO = 4
@@ -97,7 +96,7 @@ def find_pair(
         target: Reference to the target.
         draft: Reference to the draft model. `auto` chooses from the models on this machine.
         drafting: The methods that replies can use.
-        progress: Called during downloads. Returns False to cancel.
+        progress: Called during downloads. Returning False cancels them.
         options: Memory and context limits for `auto` to respect when it chooses a draft model.
         find_model: Finds a model by reference. The default downloads missing files.
 
@@ -148,17 +147,21 @@ def _find_draft(
 ) -> tuple[Resolved | None, str, str]:
     """Return the draft model or None, the reason if there is none, and the reason for a surprising choice."""
     if draft is None or draft == "none":
-        return None, "no draft was wanted", ""
+        return None, "no draft model was requested", ""
     if draft != "auto":
         return find_model(draft), "", ""
     choice = choose_draft(target, options.memory_bytes, options.context_tokens)
     if choice.draft is None:
         return None, choice.reason, ""
-    return choice.draft, "", "" if choice.is_expected else f"{choice.draft.name} drafts: {choice.reason}"
+    return (
+        choice.draft,
+        "",
+        "" if choice.is_expected else f"drafting with {choice.draft.name}: {choice.reason}",
+    )
 
 
 def try_pair(pair: ModelPair, memory_bytes: int, progress: Progress | None) -> str:
-    """Trial-load the pair's new files in a child process. See `check_loadable`.
+    """Try to load the pair's new files in a child process. See `check_loadable`.
 
     A model larger than `memory_bytes` is only checked, not run, because it will not be loaded.
     """
@@ -186,7 +189,7 @@ def load_draft(
     """Load the draft model for a loaded target. Return None if the pair has no draft model.
 
     Raises:
-        VocabularyMismatchError: The vocabularies have no token in common.
+        VocabularyMismatchError: The vocabularies have no tokens in common.
         OptionError: An option is not supported for this draft model.
         EdgespecError: Any error raised by the backend's `load`.
     """
@@ -233,7 +236,7 @@ def _adapted_to_target(
     window = window_for(model.facts.trained_context_tokens)
     initial_tokens, max_tokens = model.facts.context_tokens, model.facts.max_context_tokens
     if window:
-        # The context of a model with a window never grows.
+        # Allocate the full context now, because the context of a model with a window never grows.
         model.resize(max_tokens)
     elif compared.translation is not None:
         model.resize(max(initial_tokens, min(max_tokens, _FOREIGN_CONTEXT_TOKENS)))
@@ -292,8 +295,8 @@ def draft_load_options(
 ) -> LoadOptions:
     """Derive the draft model's load options from those of the target.
 
-    The draft model sees the target's full `context_tokens`. Branches chosen by the user can be as wide as the
-    backend allows.
+    The draft model sees the target's full `context_tokens`. The number of logits per pass is limited, unless
+    the user chose the number of branches.
     """
     adapts = drafting.arguments["draft_branches"] in ((), "auto")
     return replace(

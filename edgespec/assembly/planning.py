@@ -178,7 +178,7 @@ def plan_pair(
             pair = replace(pair, draft=estimator.draft_file(choice))
         advice = "" if plan.fits else find_advice(fixed, fit, pair, options, budget, request.headroom_bytes)
     if pair.draft and not choice.draft:
-        why = f"the draft model {pair.draft.name} does not fit the memory"
+        why = f"the draft model {pair.draft.name} does not fit in memory"
         pair = replace(pair, draft=None, why_no_draft=why)
     drafting = replace(
         drafting,
@@ -268,6 +268,6 @@ def check_fits(planned: LoadPlan) -> None:
     raise MemoryBudgetError(
         f"{planned.pair.target.name} with a context of {planned.options.context_tokens:,} tokens needs"
         f" {format_bytes(plan.planned_bytes(pool))}{where}, but the budget is"
-        f" {format_bytes(plan.budget_bytes(pool))} ({plan.budget.source}): {named}",
+        f" {format_bytes(plan.budget_bytes(pool))} ({plan.budget.source}); the largest parts are {named}",
         planned.advice,
     )

@@ -17,9 +17,9 @@ from edgespec.saved_arrays import models_fingerprint
 
 __all__ = ["create_prefix_cache", "file_states"]
 
-# Assumed per-token speed-up of prefill over target steps, until a prefill has been timed.
+# Assumed per-token speed-up of prefill over decoding, until a prefill has been timed.
 _PREFILL_SPEEDUP = 4.0
-# Assumed memory bandwidth of a target step, until a prefill has been timed.
+# Assumed memory bandwidth during decoding, until a prefill has been timed.
 _ASSUMED_BYTES_PER_SECOND = 1e10
 
 
@@ -72,7 +72,7 @@ def create_prefix_cache(
 
 
 def _identity(target: LanguageModel, options: LoadOptions, costs: PassCosts, states: tuple[str, ...]) -> str:
-    """Return a digest of everything besides the tokens that affects the KV state or its rounding."""
+    """Return a digest of all files and settings that affect the values in the KV cache."""
     stored = (options.kv_type, options.flash_attention, options.gpu_layers, options.low_bits)
     parts = [
         models_fingerprint(target.facts),
@@ -83,7 +83,8 @@ def _identity(target: LanguageModel, options: LoadOptions, costs: PassCosts, sta
         *states,
     ]
     if not target.facts.capabilities.prefix_reuse_exact:
-        # Whether reuse is exact depends on the number of cores, and determines which prefixes are cached.
+        # Include whether reuse is exact, because this depends on the number of cores and determines which
+        # prefixes are cached.
         parts.append("read in whole pieces")
     if options.adapter is not None:
         for path in sorted(Path(options.adapter).iterdir()):

@@ -81,7 +81,7 @@ def plan(
         if not request.trust:
             try_pair(pair, 0, progress)
         if address_space_is_limited():
-            # `load` needs this module, so the budget must exclude its address space.
+            # `load` needs this module, so import it first to exclude its address space from the budget.
             import_module("edgespec.assembly.loading")
         budget = budget_for(pair, request.memory_bytes, request.reserve_bytes)
         return Preview(plan_pair(pair, request.drafting, request.options, budget, request.plan))

@@ -89,7 +89,7 @@ class AcceptanceStats:
     def reach_probs(self, levels: int) -> list[float]:
         """Return, for each level of a future draft, the probability that one of its tokens is accepted."""
         probs = self._probs()
-        # In a tree, a level is reached if any of its siblings is accepted, so their probabilities add up.
+        # In a tree, a level is reached if any of its nodes is accepted, so their probabilities add up.
         is_chain = self.rows.value <= self.levels.value
         level_probs = probs[:, 0] if is_chain else np.minimum(probs.sum(axis=1), MAX_PROB_SUM)
         return list(accumulate((float(level_probs[min(level, 1)]) for level in range(levels)), mul))

@@ -14,7 +14,7 @@ __all__ = ["Backoff"]
 
 # Mean gain per round, in target steps, below which drafting pauses.
 _MIN_GAIN = -0.01
-# If a round without a draft costs less than this, in target steps, drafting never pauses.
+# If an attempt that yields no draft costs less than this, in target steps, drafting never pauses.
 _NEGLIGIBLE_COST = 0.005
 # Number of rounds to draft before the first decision whether to pause.
 _TRIAL_ROUNDS = 8
@@ -22,8 +22,7 @@ _TRIAL_ROUNDS = 8
 _RETRY_ROUNDS = 4
 # Initial and maximum number of rounds between retries. The interval doubles after each retry.
 _MIN_PAUSE_ROUNDS, _MAX_PAUSE_ROUNDS = 32, 512
-# Factor by which the cost of a retry is overestimated, because drafting that has paused rarely becomes
-# worthwhile.
+# Factor applied to the estimated cost of a retry, because drafting rarely saves time again after a pause.
 _RETRY_COST_FACTOR = 3
 
 
@@ -40,7 +39,7 @@ class Backoff:
 
     @property
     def gain(self) -> float:
-        """Mean gain of recent rounds that looked for a draft, in target steps per round."""
+        """Mean gain of recent rounds in which drafting was attempted, in target steps per round."""
         return self._gain.value
 
     @property
@@ -67,7 +66,7 @@ class Backoff:
         self._retries.skip_rounds(rounds)
 
     def record_empty_draft(self, cost: float) -> None:
-        """Record a round in which the drafters proposed nothing. Asking them took `cost` target steps."""
+        """Record a round in which the drafters proposed nothing. The attempt took `cost` target steps."""
         self._empty_cost.add(cost)
         self.record_draft(-cost)
 

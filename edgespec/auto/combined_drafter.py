@@ -59,7 +59,7 @@ class _Proposal:
 class CombinedDrafter(Drafter):
     """Runs each drafter whose draft is expected to save time, and merges the drafts into one tree.
 
-    Lookup drafters always run, and run first. A draft model runs if its recent acceptance rate justifies its
+    Lookup drafters run first, in every round. A draft model runs if its recent acceptance rate justifies its
     cost, or if its cost has not been measured yet. Lookup tokens are pruned if they are not worth a wider
     pass. Other drafts are never pruned, because pruning that depends on the drawn tokens would bias rejection
     mode.
@@ -229,7 +229,7 @@ class CombinedDrafter(Drafter):
         token_seconds = stats.prefill_token_seconds(self._target_step_seconds.value)
         if allowance == inf or not all_pending:
             return all_pending
-        # The duration is unknown, and therefore 0, until the first verify pass has been measured.
+        # Until the first verify pass has been measured, `token_seconds` is 0 and nothing is prefilled.
         affordable = int(_PREFILL_SHARE * allowance / token_seconds) if token_seconds > 0.0 else 0
         if affordable >= all_pending:
             return all_pending

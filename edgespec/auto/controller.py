@@ -255,7 +255,7 @@ class AutoController(Drafter):
         self._round = None
 
     def _record_round(self, this_round: _Round, tokens: int, seconds: float) -> None:
-        """Update costs, credit and backoff after a round that emitted `tokens` tokens in `seconds`."""
+        """Update costs, loss limit and backoff after a round that emitted `tokens` tokens in `seconds`."""
         step_seconds = self.target_step_seconds
         draft_seconds = this_round.draft_done - this_round.started
         expected_seconds = self.costs.pass_seconds(this_round.width)
@@ -284,7 +284,7 @@ class AutoController(Drafter):
     def _record_target_step(
         self, this_round: _Round, tokens: int, seconds: float, step_seconds: float, draft_seconds: float
     ) -> None:
-        """Update costs, credit and backoff after a round in which no draft was requested."""
+        """Update costs, loss limit and backoff after a round in which no draft was requested."""
         self.costs.set_context_tokens(len(self._tokens))
         self._overhead_seconds.add(seconds - this_round.pass_seconds - draft_seconds)
         self._worst_case.record_target_step()
@@ -347,7 +347,7 @@ class AutoController(Drafter):
             self._drafter.restore_statistics(saved)
             self._backoffs[1].restore_statistics(saved)
         except (KeyError, ValueError, TypeError):
-            self._store.notice = "the saved drafting statistics are damaged and are measured again"
+            self._store.notice = "the saved drafting statistics are damaged and will be measured again"
 
     def save_statistics(self) -> None:
         if self._store:

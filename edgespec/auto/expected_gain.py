@@ -1,4 +1,4 @@
-"""Estimate how many tokens a round emits per target step of cost, to decide which drafters to run."""
+"""Estimate the decoding speed with and without a drafter, to decide which drafters to run."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class RoundEstimate:
 def _either_prob(first: Sequence[float], second: Sequence[float]) -> list[float]:
     """Return, for each level, the probability that at least one of two drafts is accepted.
 
-    The estimate is halfway between independent drafters and drafters that are right in the same places.
+    The estimate is halfway between independent drafters and drafters whose correct tokens coincide.
     """
     probs = []
     for one, other in zip_longest(first, second, fillvalue=0.0):

@@ -1,4 +1,4 @@
-"""Report a reply's speed-up and credit, and explain why it is generated with or without drafts."""
+"""Report a reply's speed-up and the time saved, and explain why drafts are used or not."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 __all__ = ["ControllerReport", "DraftingStatus"]
 
-# If a target step is shorter than this, drafting itself takes longer than it can save.
+# If a target step takes less time than this, drafting costs more time than it can save.
 _FAST_TARGET_SECONDS = 0.003
 _MEASURING = "measuring how long one token takes without drafting"
 

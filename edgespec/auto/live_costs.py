@@ -18,7 +18,8 @@ __all__ = ["LiveCosts"]
 # Context lengths, in tokens, that separate the buckets. Costs are tracked per bucket because attention makes
 # passes slower as the context grows, some widths more than others.
 _CONTEXT_BUCKETS = (2048, 8192, 32768)
-# Maximum number of concurrent replies with costs of their own. Higher numbers share one set of costs.
+# Costs are tracked separately for each number of concurrent replies up to this one. Higher numbers share one
+# set of costs.
 _MAX_REPLIES = 8
 # Number of target steps to measure before trusting the costs for a new number of concurrent replies.
 _MIN_TARGET_STEPS = 3
@@ -33,7 +34,7 @@ class _Bucket:
     """Costs for one range of context lengths and one number of concurrent replies.
 
     Attributes:
-        log_ratios: Logarithm of the measured cost divided by the cost of the curve, by width.
+        log_ratios: For each width, the logarithm of the measured cost divided by the cost from the curve.
         common_log_ratio: The same for all widths that have not been measured yet.
         target_steps: Target steps measured with this number of concurrent replies.
         wide_passes: Passes of more than one token measured with this number of concurrent replies.
@@ -52,10 +53,9 @@ class _Bucket:
 class LiveCosts:
     """A cost curve v(m) that adapts to the machine's load, the context length and the number of replies.
 
-    Target steps update the duration of a target step. Wider passes update their own cost relative to a target
-    step, and the cost of widths not measured yet. If wide passes become slower, either the whole machine or
-    only the wide passes have changed. `needs_target_step` then requests a target step, which tells the two
-    apart.
+    Each target step updates the estimated duration of a target step. Each wider pass updates the cost of its
+    width relative to a target step, and the cost of widths not measured yet. If wide passes become slower,
+    `needs_target_step` requests a target step to find out whether the whole machine has become slower.
     """
 
     # Fraction of a target step's deviation from the estimate by which the estimate is corrected.
@@ -143,7 +143,8 @@ class LiveCosts:
         self._steps += 1
         self._spread += (abs(change) - self._spread) / min(self._steps, 10)
         if self._is_deviating and change / self._deviation > 0.5:
-            # The whole machine changed speed, so the cost ratios since the last target step are wrong.
+            # The whole machine changed speed, so undo the changes to the cost ratios since the last target
+            # step.
             bucket.target_step_seconds *= math.exp(change)
             bucket.log_ratios = dict(self._at_last_target_step.log_ratios)
             bucket.common_log_ratio = self._at_last_target_step.common_log_ratio
@@ -163,7 +164,7 @@ class LiveCosts:
         self._deviation += self._DEVIATION_RATE * (change - self._deviation)
 
     def saved_statistics(self) -> dict[str, NDArray[Any]]:
-        """Return the costs of single replies as named arrays to save for a run with the same curve.
+        """Return the costs without concurrent replies as named arrays to save for a run with the same curve.
 
         Costs with concurrent replies are not saved, because they depend on what the other replies did.
         """

@@ -31,8 +31,8 @@ class LossLimits(NamedTuple):
 class LossLimit:
     """The credit of one reply: the time that speculation has saved minus the time it has cost.
 
-    Rounds without a draft only count tokens, because plain decoding would have done the same. Everything
-    else is charged: drafting, wider verify passes, prefill of a draft model, and the controller itself.
+    Rounds without a draft only add to `tokens`, because plain decoding would have taken the same time.
+    Everything else is charged: drafting, wider verify passes, prefill of a draft model, and the controller.
 
     Attributes:
         credit_seconds: Time saved so far; negative while speculation has cost more than it saved.
@@ -73,7 +73,7 @@ class LossLimit:
     def exploration_seconds(self, target_step_seconds: float) -> float:
         """Return how much time a draft without an expected gain can lose.
 
-        This budget grows with the reply, so short replies spend nothing on exploration.
+        This budget grows with the reply, so short replies spend little on exploration.
         """
         limit_steps = (self.limits.rate + _EXPLORATION_RATE) * self.tokens
         return self.credit_seconds + limit_steps * target_step_seconds

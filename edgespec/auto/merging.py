@@ -52,14 +52,14 @@ def prune_optional(
 ) -> TokenTree:
     """Return the tree without optional nodes that exceed the limits or are not worth a wider pass.
 
-    All required nodes are kept, along with the number of most likely optional nodes that maximises the speed
-    S = (1 + sum of path probabilities) / (draft cost + v(rows)), as in Sequoia (arXiv 2402.12374).
+    All required nodes are kept. The most likely optional nodes are kept up to the number that maximises the
+    speed S = (1 + sum of path probabilities) / (draft cost + v(rows)), as in Sequoia (arXiv 2402.12374).
 
     Args:
         merged: The merged tree.
         node_probs: Per input tree and node, the probability of acceptance if the parent is accepted.
         is_optional: Per input tree, whether its nodes may be dropped.
-        limits: Width and branches of a verify pass.
+        limits: Maximum width and number of branches of a verify pass.
         v: Cost of a verify pass by width, in target steps.
         draft_cost: Cost of drafting, in target steps.
     """

@@ -9,7 +9,8 @@ __all__ = ["RetrySchedule"]
 
 # Share of total decoding time that retries can take up in the long run.
 _RETRY_SHARE = 0.0075
-# Retries are rare if the interval is at least this many times the initial one: several in a row have failed.
+# Retries count as rare if the interval is at least this many times the initial one, because several retries
+# in a row have then failed.
 _RARE_FACTOR = 8
 
 

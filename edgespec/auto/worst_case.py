@@ -15,8 +15,8 @@ _ASSUMED_PASS_RATIO = 2.0
 _DRAFT_ROUND_DECAY = 0.97
 # Factor by which worst cases decay in each target step.
 _TARGET_STEP_DECAY = 0.995
-# Number of first rounds with a draft, and the share of the allowance that each can spend. The rest leaves
-# enough for another draft if the first one is rejected.
+# Number of initial rounds with a draft, and the share of the allowance that each of them can spend. The rest
+# is left for another draft if the first one is rejected.
 _FIRST_ROUNDS, _FIRST_ROUNDS_SHARE = 2, 0.5
 # Shorten a draft to save loss allowance only if that raises its cost per level by at most this factor.
 _MAX_LEVEL_COST_RATIO = 1.25

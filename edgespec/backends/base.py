@@ -93,8 +93,8 @@ class LoadOptions:
         adapter: Folder with a LoRA or DoRA adapter to apply to the weights.
         exact: Whether `auto` settings choose kernels whose logits do not depend on the number of tokens per
             pass, even if they are slower.
-        low_bits: Whether to split the weights for `LowBit` self-drafting without a separate copy. Plain
-            decoding then uses the same split weights as verification.
+        low_bits: Whether to load the weights in a format that can also be read at lower precision, so that
+            `LowBit` self-drafting needs no separate copy. Plain decoding uses this format too.
     """
 
     context_tokens: int | None = None
@@ -126,8 +126,8 @@ class Capabilities:
         reason: One-line explanation of a missing feature. Empty if nothing is missing.
         max_width: Maximum number of tokens in a verify pass.
         max_branches: Maximum number of leaves in a token tree.
-        self_draft_methods: Methods that `self_draft` supports exactly: `layerskip` (EarlyExit), `lowbit`
-            (LowBit) and `swift` (SkippedLayers, for a `Skippable` model).
+        self_draft_methods: Methods that `self_draft` supports: `layerskip` (EarlyExit), `lowbit` (LowBit) and
+            `swift` (SkippedLayers, for a `Skippable` model).
         trainable: Whether the model implements `Trainable`, for online training as a draft model.
         partial_truncate: Whether `truncate` and `snapshot` work at every token. If not, `truncate` may keep
             fewer tokens than requested.
@@ -307,7 +307,7 @@ class LanguageModel(Protocol):
             ContextFullError: The tree does not fit into the context.
             CapabilityError: The model does not support branches or this width.
             CancelledError: `interrupt` stopped the pass.
-            Any of these errors leaves the cache as it was before the round.
+            After any of these errors, the cache is as it was before the round.
         """
 
     def commit(self, path: tuple[int, ...]) -> None:

@@ -1,4 +1,4 @@
-"""Find which passes of a loaded model produce bit-identical logits, for `--exact`.
+"""Find the passes of a loaded model whose logits are bit-identical to those of single-token passes.
 
 In passes with more tokens or longer contexts, kernels may add numbers in a different order. The logits then
 differ in the last bits, which can swap two tokens with nearly equal logits. `--exact` allows only
@@ -23,8 +23,8 @@ __all__ = ["BitExactPasses", "find_bit_exact_passes", "restricted_to"]
 _MAX_WIDTH = 17
 # Context lengths to test. Beyond 256 tokens, llama.cpp uses a different attention kernel for single tokens.
 _CONTEXT_LENGTHS = (290, 40)
-# Number of single-token passes to compare at each context length. Small models need more, because a rounding
-# difference shows up in fewer of their tokens.
+# Number of single-token passes to compare at each context length. Small models need `_STEPS_OF_SMALL_MODELS`,
+# because a rounding difference shows up in fewer of their tokens.
 _STEPS = 3 * _MAX_WIDTH // 2 + 1
 _STEPS_OF_SMALL_MODELS, _SMALL_MODEL_BYTES = 136, 256 * 2**20
 # Batch sizes for repeating the prefill, both smaller and larger than a kernel tile.
@@ -81,7 +81,8 @@ def find_bit_exact_passes(model: LanguageModel, progress: Progress | None = None
             steps = min(steps, _STEPS)
     finally:
         model.truncate(0)
-    # If all multi-token passes round differently, so does prefill, even if a low-precision cache hides it.
+    # If no multi-token pass is bit-identical, prefill cannot be either. The prefill test may miss this,
+    # because a low-precision cache rounds small differences away.
     return BitExactPasses(width, trees, prefill and (width > 1 or not capabilities.rollback))
 
 
@@ -175,15 +176,17 @@ class _Trial:
         self._model.prefill(self._tokens[self._length : self._length + self._steps])
         if self._steps_after_are_exact():
             return True
-        self._model.truncate(0)  # The following tests must not reuse this cache.
+        # Clear the cache, because the following tests must not reuse it.
+        self._model.truncate(0)
         return False
 
 
 def restricted_to(capabilities: Capabilities, exact: BitExactPasses) -> Capabilities:
-    """Return a model's capabilities if it may only run bit-identical passes.
+    """Return the capabilities of a model that may only run bit-identical passes.
 
-    Replay and self-drafting run passes with varying numbers of tokens, so they require a bit-exact prefill.
-    If no multi-token pass is bit-identical, the model loses its rollback capability.
+    Self-drafting, and replaying tokens after a rollback, run passes with varying numbers of tokens, so both
+    require a bit-exact prefill. If no multi-token pass is bit-identical, the model loses its rollback
+    capability.
     """
     width = exact.max_width if exact.prefill or capabilities.partial_truncate else 1
     restricted = replace(capabilities, exact=True, prefix_reuse_exact=exact.prefill)

@@ -140,7 +140,8 @@ _GGUF = FileFormat(
 _SPLIT_GGUF = FileFormat(
     name="layerskip",
     label="GGUF prepared for early exit, run by llama.cpp",
-    recognise=lambda _path: False,  # This format is only selected by the manifest of a prepared model.
+    # Never recognised by path. The manifest of a prepared model names this format.
+    recognise=lambda _path: False,
     load=_load_split,
     open_estimator=_estimate_split,
     read_info=read_split_info,

@@ -49,7 +49,7 @@ class StringArray:
     """
 
     def __init__(self, data: bytes, begins: array[int]) -> None:
-        # `begins` contains the offset of each string in `data`, and of a hypothetical next string.
+        # `begins` holds the offset of each string in `data`, and the offset at which another would begin.
         self._data, self._begins = data, begins
 
     def __len__(self) -> int:

@@ -41,7 +41,7 @@ def read_split_info(folder: Path) -> ModelInfo:
     from edgespec.backends.llamacpp.layerskip_files import FILES, LOWER_FIRST, UPPER_FIRST
 
     info = _of_parts([folder / name for name in FILES])
-    # Each header only describes the layers of its own split.
+    # Add the sizes of both splits, because each header describes only the layers of its own split.
     kv_bytes = sum(_kv_bytes(read_header(folder / first)) for first in (LOWER_FIRST, UPPER_FIRST))
     return replace(info, kv_bytes=kv_bytes)
 
@@ -102,7 +102,7 @@ def _heads(header: GgufHeader, tensors: Sequence[GgufTensor]) -> list[str]:
     if header.architecture in _HEADS:
         return [_HEADS[header.architecture]]
     layers = _number(header.architecture_value("nextn_predict_layers"))
-    # Some converters drop the MTP layers but keep their count in the metadata.
+    # Check for MTP tensors, because some converters drop the layers but keep their count in the metadata.
     present = any(".nextn." in tensor.name for tensor in tensors)
     return [f"MTP, {layers} layer{'s' if layers > 1 else ''}"] if layers and present else []
 
@@ -170,7 +170,7 @@ def _quantisation(metadata: Mapping[str, Any], tensors: list[GgufTensor]) -> str
 
 
 def _number(value: Any) -> int:
-    """Return a positive integer, or 0 for any other value."""
+    """Return `value` if it is a positive integer, else 0."""
     return int(value) if isinstance(value, int | np.integer) and value > 0 else 0
 
 

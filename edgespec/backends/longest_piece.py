@@ -18,7 +18,7 @@ _BYTE_FALLBACK = frozenset(
 def longest_piece_bytes(entries: Mapping[str, int], raw_piece: Callable[[int], bytes]) -> int:
     """Return the length of the longest piece in bytes.
 
-    Returns 0 if the vocabulary has no token for some bytes. Tokenizers may then skip parts of a text, and its
+    Returns 0 if the vocabulary has no token for some bytes. Tokenizers may then skip parts of a text, so its
     length says nothing about its number of tokens.
 
     Args:

@@ -10,7 +10,7 @@ from edgespec.backends.base import LoadOptions
 __all__ = ["GPU", "MEMORY", "MemoryEstimate", "MemoryEstimator", "MemoryPart", "ModelMemoryKind", "Pool"]
 
 ModelMemoryKind = Literal["weights", "cache", "compute", "output", "vocabulary"]
-"""The content of a part of a model's memory.
+"""The purposes for which a model uses memory.
 
 - weights: the model's tensors.
 - cache: KV caches and recurrent states, for a full context.

@@ -82,7 +82,7 @@ def _kind(config: Mapping[str, Any]) -> Kind:
     if not isinstance(config.get("model_type"), str):
         return "other"
     if not named:
-        return "model"  # mlx-lm needs only `model_type`, not `architectures`.
+        return "model"  # mlx-lm needs only `model_type`, so `architectures` can be missing.
     if any(head in name.lower() for name in named for head in _HEAD_NAMES):
         return "head"
     return "model" if any(name.endswith(_TEXT_SUFFIXES) for name in named) else "embedding"

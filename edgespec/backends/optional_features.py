@@ -24,8 +24,8 @@ class Skippable(LanguageModel, Protocol):
     def top1_agreement(self, layers: Sequence[int], tokens: Sequence[int]) -> float:
         """Return the fraction of `tokens` after which the most likely token is the same without `layers`.
 
-        The results with all layers are reused if the next call has the same cache contents and `tokens`. The
-        call ends the round and leaves the cache unchanged.
+        The results with all layers are reused if the next call has the same cache contents and `tokens`.
+        Discards uncommitted tokens, and leaves all others in the cache.
 
         Args:
             layers: Indices of the layers to skip.

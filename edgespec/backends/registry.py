@@ -118,8 +118,7 @@ class Backend:
         modules: Python modules that are imported when the backend is in use.
         packages: Packages whose versions affect its speed and rounding.
         graphics_cards: Returns the name and free bytes of each graphics card with dedicated memory.
-        preload: Imports the modules needed for loading a model, because a memory plan must include their
-            size.
+        preload: Imports the modules needed for loading a model, so that memory plans include their size.
         cache_follows_text: Whether the KV cache grows with the text automatically, without `resize`.
         ignored_options: LoadOptions fields that the library does not support. Loading rejects them, unless
             the other model of the pair uses a backend that supports them.

@@ -34,7 +34,7 @@ _PREFILL_STRIDE = 1024
 
 
 class Rewindable(LanguageModel, Protocol):
-    """A LanguageModel that runs chains and can return to checkpoints.
+    """A LanguageModel that can verify chains of tokens and return to checkpoints.
 
     After an exception or a partly rejected round, the contents of the cache are undefined until `rewind` or
     `truncate(0)` is called.
@@ -71,7 +71,7 @@ class ReplayModel(BaseModel):
     Args:
         inner: The recurrent model.
         reason: Why the model does not support branches, for `Capabilities.reason`.
-        undo_tokens: Number of tokens at the end of a pass that its `commit` can remove exactly.
+        undo_tokens: Number of tokens at the end of a pass that `inner.commit` can remove exactly.
     """
 
     def __init__(self, inner: Rewindable, reason: str, undo_tokens: int = 0) -> None:
@@ -261,7 +261,9 @@ class ReplayModel(BaseModel):
             try:
                 self._inner.rewind(self._checkpoints[-1].handle)
                 return
-            except CapabilityError:  # Older checkpoints need even older cells, which are gone too.
+            except (
+                CapabilityError
+            ):  # Older checkpoints need even older cache entries, which are gone as well.
                 self._checkpoints = []
         self._inner.truncate(0)
         if self._first_known:
@@ -270,7 +272,7 @@ class ReplayModel(BaseModel):
     def _take_checkpoint(self) -> None:
         """Save a checkpoint.
 
-        If there are already `MAX_CHECKPOINTS`, delete the one whose neighbours are closest together first.
+        If there are already `MAX_CHECKPOINTS`, first delete the one whose neighbours are closest together.
         """
         checkpoints, length = self._checkpoints, self._inner.length
         if length == 0 or (checkpoints and checkpoints[-1].length == length):

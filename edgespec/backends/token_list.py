@@ -61,7 +61,7 @@ class TokenList:
         return alike and abs(len(self.tokens) - len(other.tokens)) <= MAX_VOCAB_PADDING
 
     def shared_token_fraction(self, draft: TokenList) -> float:
-        """Return the fraction of these tokens that `draft` also contains, possibly with different ids."""
+        """Return the fraction of this list's tokens that `draft` also contains, possibly with other ids."""
         own, others = set(self._bytes()), set(draft._bytes())
         return len(own & others) / max(1, len(own))
 
@@ -87,7 +87,7 @@ def _from_byte_level(token: bytes) -> bytes:
     try:
         return bytes([_TABLE[ord(character)] for character in token.decode()])
     except (KeyError, UnicodeDecodeError):
-        return token  # Control tokens are stored as plain text.
+        return token  # Control tokens are stored as plain text, so do not decode them.
 
 
 def _from_sentencepiece(token: bytes) -> bytes:

@@ -1,4 +1,4 @@
-"""Try new model files in a child process before a load, because a damaged file can crash the process."""
+"""Test new model files in a child process before loading them, because damaged files can cause a crash."""
 
 from __future__ import annotations
 
@@ -36,12 +36,11 @@ _MAX_RESULTS, _MAX_FILE_BYTES = 1000, 2**20
 _CRASHES = ("SIGABRT", "SIGBUS", "SIGFPE", "SIGILL", "SIGSEGV", "SIGSYS", "SIGTRAP")
 # Maximum number of characters of llama.cpp output to quote in an error message.
 _MAX_REASON = 200
-# The time limit of a trial is this many seconds, plus the time to read the files at this many bytes per
-# second.
+# Time limit of a trial: `_MAX_SECONDS`, plus the time to read the files at `_SLOW_DISK` bytes per second.
 _MAX_SECONDS, _SLOW_DISK = 60, 10 * 2**20
-# CPU time limit in seconds, per trial and per GiB of model files. Disk waits do not count.
+# CPU time limit of a trial in seconds: a fixed part, plus a part for each GiB of model files.
 _MAX_CPU_SECONDS, _MAX_CPU_SECONDS_PER_GIB = 10, 2
-# Seconds between calls of `progress` while the child process reports nothing.
+# Seconds between calls to `progress` while the child process reports nothing.
 _PROGRESS_SECONDS = 0.1
 # The child process imports this package from the same place as this process, and nothing from the current
 # folder, which may contain untrusted files.
@@ -50,8 +49,8 @@ _CODE = (
     " from edgespec.backends.trial_load import main; main(request)"
 )
 _PASSED, _REFUSED = "passed", "refused"
-# The C++ exception for a failed allocation. A damaged file can cause it, or other programs that use too much
-# memory.
+# The C++ exception for a failed allocation. It does not prove that a file is damaged, because other programs
+# may be using too much memory.
 _OUT_OF_MEMORY = "std::bad_alloc"
 # Memory limit of the child process, excluding mapped files. Valid models need far less.
 _MAX_MEMORY_BYTES = 4 * 2**30
@@ -199,9 +198,9 @@ class _Results:
 
 
 class _Child:
-    """A running child process that trial-loads models in order. Created by `_start_child`.
+    """A running child process that tries to load models one by one. Created by `_start_child`.
 
-    Attributes:
+    Args:
         process: The process, which prints progress and outcomes to stdout.
         errors: The file that receives the stderr of the process.
         max_seconds: The time limit of all trials together.
@@ -251,8 +250,8 @@ class _Child:
             return ""
         name = _signal_name(status)
         if name == "SIGXCPU":
-            # The load could hang for ever. The result is not saved, because a slow processor can be the
-            # cause.
+            # Loading the file could hang forever, so raise an error. Do not save this result, because a slow
+            # processor can also be the cause.
             raise BackendError(
                 f"{model.path} seems to be damaged or not supported: loading it and generating a few tokens"
                 f" took {backend_of(model.form.name).name} more than {self._cpu_seconds} seconds of CPU time",
@@ -278,7 +277,7 @@ class _Child:
 
 @contextmanager
 def _start_child(models: Sequence[TrialModel]) -> Iterator[_Child]:
-    """Start a child process that trial-loads models. Stop it when the `with` block exits. Raises OSError."""
+    """Run a child process that tries to load models, until the `with` block exits. Raises OSError."""
     if not sys.executable:
         raise OSError("no Python interpreter was found (sys.executable is not set)")
     size_bytes = sum(file.stat().st_size for model in models for file in model.form.files(model.path))
@@ -330,7 +329,7 @@ def _read_lines(stream: IO[bytes], put: Callable[[str | None], None]) -> None:
 
 
 def main(request: dict[str, Any]) -> None:
-    """Trial-load each model in the request and print the outcome. Runs in the child process."""
+    """Try to load each model in the request and print the outcome. Runs in the child process."""
     _limit_process(request["cpu_seconds"])
     threading.Thread(target=_exit_with_parent, daemon=True).start()
     for form, path, name, runs in request["models"]:
@@ -340,7 +339,7 @@ def main(request: dict[str, Any]) -> None:
                 trial(path, name, runs, _print_fraction)
             _print(_PASSED)
         except EdgespecError:
-            _print(_REFUSED)  # Loading the model reports the error.
+            _print(_REFUSED)  # The parent process reports the error when it loads the model.
     os._exit(0)
 
 

@@ -86,8 +86,8 @@ def _speed(axes: Axes, found: Sequence[MethodFigures]) -> None:
         heights = [each.speed_up or 0.0 for each in own]
         below = [height - (each.low or height) for each, height in zip(own, heights, strict=True)]
         above = [(each.high or height) - height for each, height in zip(own, heights, strict=True)]
-        # For few, skewed values, the mean can lie outside the interval, but matplotlib rejects negative
-        # errors.
+        # With few, skewed values, the mean can lie outside the interval. Clamp the errors at zero, because
+        # matplotlib rejects negative ones.
         errors = [[max(0.0, error) for error in side] for side in (below, above)]
         axes.bar(places, heights, 0.8 / len(configs), label=config.name, yerr=errors, error_kw={"lw": 0.8})
     axes.axhline(1.0, color="black", linewidth=0.8)

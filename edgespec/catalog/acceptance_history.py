@@ -31,7 +31,7 @@ _MAX_PAIRS, _MAX_FILE_BYTES = 500, 2**20
 _MIN_DRAFTED = 200
 # Counts are halved once a pair exceeds this many drafted tokens, to give recent replies more weight.
 _MAX_DRAFTED = 20_000
-# Number of drafted tokens after which a recorder saves its counts. A crash loses no more than these.
+# Number of drafted tokens after which a recorder saves its counts. A crash loses at most this many.
 _SAVE_EVERY_DRAFTED = 2_000
 
 Counts: TypeAlias = tuple[int, int]
@@ -40,7 +40,7 @@ Model: TypeAlias = tuple[Path, ModelFormat]
 
 
 class AcceptanceHistory:
-    """Stores token counts for all model pairs. Ignores a missing, damaged or read-only file."""
+    """Stores drafted and accepted tokens per model pair. Ignores a missing, damaged or read-only file."""
 
     def __init__(self, path: Path | None = None) -> None:
         self._path = path or data_folder() / "learnt" / "acceptances.json"

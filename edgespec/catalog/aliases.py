@@ -31,7 +31,7 @@ def check_alias(name: str, reference: str) -> str:
         is_name = isinstance(parse_reference(name), NameReference)
     except ModelNotFoundError:
         is_name = False
-    # A name that begins with a dash would be parsed as an option.
+    # Require a letter or digit first, because a name that begins with a dash would be parsed as an option.
     if not is_name or name.lower() in _RESERVED or not re.match(r"[^\W_]", name):
         raise OptionError(
             f"{name!r} is not a valid alias",

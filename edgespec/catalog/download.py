@@ -32,7 +32,7 @@ _GIT_ETAG_CHARACTERS, _SHA256_ETAG_CHARACTERS = 40, 64
 # Number of attempts without progress before a download fails, and the delay between attempts.
 _MAX_RETRIES = 5
 _RETRY_SECONDS = 1.0
-# Maximum time to wait while another program downloads the same file. Enough for small files.
+# Maximum time to wait while another program downloads the same file. Long enough for a small file.
 _LOCK_SECONDS = 2.0
 _SIGN_IN = "log in with `hf auth login` or set HF_TOKEN"
 
@@ -240,7 +240,7 @@ def _new_digest(etag: str, size_bytes: int) -> Any:
 
 
 def stream_chunks(url: str, start: int = 0, chunk_bytes: int = _CHUNK_BYTES) -> Iterator[tuple[bool, bytes]]:
-    """Yield the content of a URL from byte `start` on. Closing the iterator ends the transfer.
+    """Yield the content of a URL, starting at byte `start`. Closing the iterator ends the transfer.
 
     Each chunk comes with a flag, which is True for the first chunk if the server ignored `start` and sends
     the whole file.

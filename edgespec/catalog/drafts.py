@@ -51,7 +51,8 @@ class DraftOption:
         format: Name of its file format.
         source: Why it is an option: `catalogue` if the catalogue recommends it, `tokens` if it shares the
             target's tokens.
-        rank: Position among the draft models that the catalogue recommends, or their number for other models.
+        rank: Index in the catalogue's list of recommended draft models, or the length of that list for other
+            models.
         shared_token_fraction: Fraction of the target's tokens that the model has. None if its file is not on
             this machine.
         parameters: Number of parameters.
@@ -87,7 +88,7 @@ class DraftOption:
 
     @property
     def tokens(self) -> str:
-        """How many of the target's tokens the model has, for messages."""
+        """The share of the target's tokens that the model has, as text for messages."""
         if self.shared_token_fraction is None:
             return "the same tokens (according to the catalogue)"
         if self.shared_token_fraction == 1.0:
@@ -163,7 +164,7 @@ def choose_draft(
     faster = [option for option in fitting if option.speedup > 1.0]
     if not faster:
         return DraftChoice(None, _why_none(target, usable, fitting))
-    # Among about equally fast options, prefer the one that the catalogue lists first.
+    # Among options with about the same speed-up, prefer the one that the catalogue lists first.
     highest = max(option.speedup for option in faster)
     equal = [option for option in faster if option.speedup >= _EQUAL_SPEEDUP_RATIO * highest]
     best = min(equal, key=lambda option: (option.rank, *_order(option)))

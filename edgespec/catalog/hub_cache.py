@@ -91,7 +91,7 @@ def _gguf_files(folder: Path, snapshot: Path, budget: EntryBudget) -> list[HubFi
 def _snapshot_models(
     folder: Path, snapshot: Path, repository: str, budget: EntryBudget, seen: set[str]
 ) -> Iterator[StoredModel]:
-    """Yield the models in a snapshot that are not in `seen`, and add them to it."""
+    """Yield the models in a snapshot that are not in `seen`, and add them to `seen`."""
     files = _gguf_files(folder, snapshot, budget)
     models = list(filter(is_complete, group_gguf_files(files)))
     for first, *_ in models:

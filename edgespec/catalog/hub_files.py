@@ -46,7 +46,7 @@ class HubFile:
 
     @property
     def stem(self) -> str:
-        """The path without `.gguf` and the part number, which all parts of a split model share."""
+        """The path without `.gguf` and the part number. All parts of a split model have the same stem."""
         return _PART.sub("", self.name[: -len(".gguf")])
 
     @property

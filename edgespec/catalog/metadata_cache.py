@@ -41,7 +41,7 @@ class MetadataCache:
         self._changed = False
 
     def model_info(self, path: Path, form: ModelFormat) -> ModelInfo:
-        """Return the metadata of the model at `path`. Raises ModelFileError if there is none."""
+        """Return the metadata of the model at `path`. Raises ModelFileError if it cannot be read."""
         fingerprint = files_fingerprint(path, form)
         key = str(path)
         entry = self._models.get(key)

@@ -48,7 +48,10 @@ def find_in_store(store: Literal["ollama", "lmstudio"], name: str) -> StoredMode
 
 
 def find_by_missing_path(path: Path) -> StoredModel | None:
-    """Return the model that a missing path names as publisher/repo/file.gguf or registry/owner/name:tag."""
+    """Return the model whose name was parsed as a path, or None if the path exists.
+
+    Names in LM Studio can look like publisher/repo/file.gguf, and in Ollama like registry/owner/name:tag.
+    """
     text = path.as_posix()
     if path.is_absolute() or text.count("/") < 2 or text.startswith(("./", "../", "~")):
         return None

@@ -79,7 +79,7 @@ _HINT = "use a path, user/repo:quant or a name such as demo"
 def parse_reference(reference: str) -> Reference:
     """Parse a model reference.
 
-    Accesses the disk only to tell the repository `user/repo` from a local path.
+    Accesses the disk only to distinguish the repository `user/repo` from a local path.
 
     Raises:
         ModelNotFoundError: The string is not a valid reference.

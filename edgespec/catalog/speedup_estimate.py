@@ -10,8 +10,8 @@ __all__ = ["estimate_acceptance_rate", "estimate_speedup"]
 # For the demo models (21 %), the estimate is 0.80 and the measured rate 0.75.
 _RATE_AT_EQUAL_SIZE, _RATE_PER_DECADE = 0.86, 0.08
 _MIN_RATE, _MAX_RATE = 0.3, 0.95
-# Cost of each additional token in a verify pass, relative to one target step (measured with F16 weights on a
-# 2-core CPU).
+# Cost of verifying one more token in the same pass, relative to generating a token with the target model
+# (measured with F16 weights on a 2-core CPU).
 _COST_PER_ROW = 0.14
 # Longest draft length considered, in tokens.
 _MAX_DRAFT_LENGTH = 8

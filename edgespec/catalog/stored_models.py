@@ -77,7 +77,7 @@ class EntryBudget:
         self.skipped: Path | None = None
 
     def notice(self, store: Store) -> Iterator[StoredModel]:
-        """Yield an unusable placeholder model with a message about the limit, if the search reached it."""
+        """If the search reached a limit, yield an unusable placeholder model that reports it."""
         if self.skipped is not None:
             problem = (
                 f"the folder has too many files to search (at most {_MAX_ENTRIES:,} in all folders,"

@@ -28,7 +28,7 @@ class Suggestion(NamedTuple):
         draft: Model reference of the draft model.
         download_bytes: Approximate size of both files.
         needed_bytes: Approximate memory that both models need.
-        speedup: Expected speed-up over plain decoding where verifying several tokens at once is cheap.
+        speedup: Expected speed-up over plain decoding on machines that verify several tokens cheaply.
     """
 
     target: str

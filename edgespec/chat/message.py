@@ -12,7 +12,7 @@ from edgespec.errors import OptionError
 __all__ = ["Message", "Role", "as_message", "as_messages", "reply_message"]
 
 Role = Literal["user", "assistant", "system"]
-# The most common markers, used for reasoning written by another program.
+# The most common markers, used for reasoning that was passed without markers.
 _DEFAULT_MARKERS = ("<think>\n", "\n</think>\n\n")
 _ROLES: dict[str, Role] = {"system": "system", "user": "user", "assistant": "assistant"}
 

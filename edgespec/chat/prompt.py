@@ -79,8 +79,8 @@ class PromptBuilder:
         self._cached_prefixes = cached_prefixes
         self._scanner = TextScanner(vocabulary)
         self._added_tokens: int | None = None
-        # Newest last. Each prompt is remembered with and without its reply, because "regenerate" needs the
-        # latter.
+        # The newest prompt is last. Each is stored with and without its reply, because regenerating a reply
+        # needs the prompt alone.
         self._remembered: deque[RenderedPrompt] = deque(maxlen=2 * _REMEMBERED_CONVERSATIONS)
 
     def build(self, messages: Sequence[Message], progress: Progress | None = None) -> RenderedPrompt:
@@ -138,7 +138,7 @@ class PromptBuilder:
             ) from error
         opening = opening_marker(prompt.text)
         if opening and reply_start.startswith(opening):
-            # The template writes the opening marker itself.
+            # The prompt already ends with the opening marker, so remove it from the reply.
             reply_start = reply_start.removeprefix(opening)
             start_tokens = self._reply_tokens(reply_start)
         text = prompt.text + reply_start
@@ -290,12 +290,12 @@ class PromptBuilder:
 
     def _remembered_prefix(self, text: str) -> RenderedPrompt | None:
         """Return the longest remembered conversation that `text` continues."""
-        # Another thread may be counting tokens, so iterate over a copy.
+        # Iterate over a copy, because another thread may append to `_remembered` meanwhile.
         prefixes = [prefix for prefix in tuple(self._remembered) if text.startswith(prefix.text)]
         return max(prefixes, key=lambda prefix: len(prefix.text), default=None)
 
     def _cached_prefix(self, text: str) -> RenderedPrompt | None:
-        """Return the longest prefix of `text` in the prefix cache that ends with a control token."""
+        """Return the longest prefix of `text` in the prefix cache that ends before a control token."""
         encoded = text.encode("utf-8", "replace")
         prefixes = (self._spelled_prefix(tokens, encoded) for tokens in self._cached_prefixes())
         longest = max(prefixes, key=lambda prefix: len(prefix.text), default=None)

@@ -19,7 +19,7 @@ __all__ = [
     "split_reasoning",
 ]
 
-# The markers before and after reasoning, with models whose published chat templates contain them.
+# The markers before and after reasoning. The comments name models whose published chat templates use them.
 _MARKERS: Mapping[str, str] = MappingProxyType(
     {
         # Qwen 3, QwQ, DeepSeek R1, GLM 4.5, SmolLM 3, Nemotron Nano, MiniMax M2, Kimi K2 Thinking
@@ -49,7 +49,8 @@ _MARKER_TOKENS = frozenset(
 _MARKER_TOKEN = re.compile(f"({'|'.join(re.escape(marker.decode()) for marker in _MARKER_TOKENS)})")
 _LEADING = re.compile(rf"\s*(?:{'|'.join(map(re.escape, _MARKERS))})\s*")
 _OPENED = re.compile(rf"(?:{'|'.join(re.escape(start) for start, end in _MARKERS.items() if end)})\s*\Z")
-# Number of characters at the end of a prompt in which to look for an opening marker. The longest has 30.
+# Number of characters at the end of a prompt in which to look for an opening marker. The longest marker has
+# 30 characters.
 _PROMPT_END = 200
 
 

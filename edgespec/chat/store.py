@@ -143,7 +143,7 @@ class ChatStore:
     def save(self, chat: SavedChat) -> Path:
         """Save a chat atomically, replacing any older version. Raises ChatFileError."""
         path = self._path(chat.id)
-        # Pasted text can contain lone surrogates, which UTF-8 cannot encode.
+        # Pasted text can contain lone surrogates, which UTF-8 cannot encode. They are replaced below.
         text = json.dumps(chat.to_json(), ensure_ascii=False, indent=1) + "\n"
         try:
             if not path.exists():
@@ -179,7 +179,8 @@ class ChatStore:
         try:
             return self.load(chat_id).updated != known
         except ChatFileError:
-            # Recreate a deleted file, but keep an unreadable one: a newer edgespec may have written it.
+            # Recreate a deleted file, but keep an unreadable one, because a newer version of edgespec may
+            # have written it.
             return self._path(chat_id).exists()
 
     @contextmanager
@@ -285,8 +286,9 @@ def _checked(path: Path, json_value: object) -> SavedChat:
     version = _typed(data.get("version"), int, "`version`")
     if version != VERSION:
         raise ChatFileError(
-            f"{path.name} has format version {version}, but this edgespec reads only version {VERSION}",
-            "open it with the edgespec that wrote it, or upgrade edgespec",
+            f"{path.name} has format version {version}, but this version of edgespec reads only version"
+            f" {VERSION}",
+            "upgrade edgespec, or open the chat with the version that wrote it",
         )
     texts = {name: _typed(data.get(name), str, f"`{name}`") for name in _TEXTS}
     if texts["id"] != path.stem:
@@ -320,7 +322,7 @@ def _time(name: str, text: str) -> datetime:
         moment = datetime.fromisoformat(text)
         return moment.replace(tzinfo=UTC) if moment.tzinfo is None else moment.astimezone(UTC)
     except (ValueError, OverflowError):
-        raise ValueError(f"`{name}` must be a time, not {text[:40]!r}") from None
+        raise ValueError(f"`{name}` must be an ISO 8601 time, not {text[:40]!r}") from None
 
 
 def _setting(name: str, value: object) -> Setting:

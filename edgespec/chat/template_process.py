@@ -44,7 +44,7 @@ class TemplateProcess:
     """
 
     def __init__(self) -> None:
-        # In a frozen program, such as one made with PyInstaller, sys.executable is that program.
+        # In a frozen program, such as one made with PyInstaller, sys.executable is not a Python interpreter.
         if not sys.executable or getattr(sys, "frozen", False):
             raise TemplateError(
                 "the model's chat template cannot be used: no Python interpreter was found to run it in",
@@ -85,7 +85,7 @@ class TemplateProcess:
         def exchange() -> dict[str, str] | None:
             assert process.stdin
             assert process.stdout
-            # If the process ends during the exchange, the pipes break or `close` closes them.
+            # Ignore errors from broken or closed pipes, which only mean that the process has ended.
             with suppress(OSError, ValueError):
                 write_message(process.stdin, data)
                 if reply := read_message(process.stdout, output_limit_bytes(len(data))):
@@ -97,7 +97,7 @@ class TemplateProcess:
             polls += 1
             check_cancelled(progress)
             if polls > _MAX_POLLS:
-                raise _failure("it timed out after 20 seconds")
+                raise _failure("rendering timed out after 20 seconds")
             with suppress(psutil.Error):
                 if psutil.Process(process.pid).memory_info().rss > memory_limit_bytes(len(data)):
                     raise _failure(_too_much_memory(len(data)))
@@ -112,9 +112,9 @@ class TemplateProcess:
                     raise _failure(_too_much_memory(len(data)))
                 case "output":
                     limit = format_bytes(output_limit_bytes(len(data)))
-                    raise _failure(f"its output exceeds {limit}")
+                    raise _failure(f"the output exceeds {limit}")
                 case "nesting":
-                    raise _failure("it is too deeply nested")
+                    raise _failure("the template is too deeply nested")
             return reply
         except BaseException:
             self.close()
@@ -143,13 +143,13 @@ def _failure(reason: str) -> TemplateError:
 
 
 def _too_much_memory(request_bytes: int) -> str:
-    return f"it needs more than {format_bytes(memory_limit_bytes(request_bytes))} of memory"
+    return f"rendering needs more than {format_bytes(memory_limit_bytes(request_bytes))} of memory"
 
 
 def _exit_reason(status: int) -> str:
     if sys.platform != "win32" and status == -signal.SIGPROF:
-        return f"it used more than {CPU_SECONDS:g} seconds of CPU time"
-    return f"its process exited with status {status}"
+        return f"rendering used more than {CPU_SECONDS:g} seconds of CPU time"
+    return f"the rendering process exited with status {status}"
 
 
 def _import_folders() -> list[str]:

@@ -32,7 +32,7 @@ __all__ = [
 CPU_SECONDS = 2.0
 # Templates control their error text, so truncate it to this many characters.
 _MAX_ERROR_CHARACTERS = 300
-# Hint that Python appends to its error about long integers. It does not help end users.
+# Hint that Python appends to its error about long integers. Removed, because it does not help end users.
 _PYTHON_ADVICE = "; use sys.set_int_max_str_digits() to increase the limit"
 
 

@@ -1,4 +1,4 @@
-"""Tokenize long texts, which Ctrl-C can cancel, and reject texts that cannot fit in the context."""
+"""Tokenize texts so that Ctrl-C can interrupt long calls, and reject texts that cannot fit in the context."""
 
 from __future__ import annotations
 

@@ -194,7 +194,7 @@ def _all_methods(drafters: Sequence[str]) -> tuple[str, ...]:
 class _Progress(ProgressLine):
     """A progress bar that shows the current measurement and the remaining time."""
 
-    # Fraction and time at which the first reply finished. The remaining time is estimated from there on, so
+    # Fraction and time at which the first reply finished. The remaining time is estimated from that point, so
     # that it excludes loading and warm-up.
     _first = (0.0, 0.0)
 

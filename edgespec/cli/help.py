@@ -58,7 +58,7 @@ class HelpfulCommand(_Helpful):
     """A command with examples and titled groups of options in its help."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Parse arguments. If there are too many, the error tells how to choose a model."""
+        """Parse arguments. If there are too many, the error explains how to choose a model."""
         if not any(each.name == "target" and isinstance(each, click.Option) for each in self.params):
             return super().parse_args(ctx, args)
         ctx.allow_extra_args = True
@@ -71,7 +71,7 @@ class HelpfulCommand(_Helpful):
         return rest
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run the command, ignoring settings that its method does not use."""
+        """Run the command, ignoring settings that the chosen drafting method does not use."""
         # Commands without settings leave `ctx.meta` empty.
         if ctx.meta:
             from edgespec.cli.settings import ignore_unread_settings

@@ -54,8 +54,8 @@ class Stop:
 class _WorkerThread:
     """A daemon thread that runs one call after another and never ends.
 
-    When a thread that used MLX ends, MLX's thread-local destructors need Python's global lock. If the
-    interpreter is exiting by then, as after an error, this would abort the process.
+    When a thread that used MLX ends, MLX's thread-local destructors need the global interpreter lock (GIL).
+    If the interpreter is exiting by then, as after an error, this would abort the process.
     """
 
     def __init__(self) -> None:
@@ -64,7 +64,7 @@ class _WorkerThread:
 
     def submit(self, call: Callable[[], None]) -> None:
         """Run `call`, which must not raise exceptions, in the thread."""
-        # A forked process has no copy of the thread.
+        # Start the thread on first use, and again after a fork, which does not copy threads.
         if self._thread is None or not self._thread.is_alive():
             self._thread = threading.Thread(target=self._run, name="edgespec-work", daemon=True)
             self._thread.start()
@@ -118,7 +118,7 @@ def interruptible(work: Callable[[Stop], _Result]) -> _Result:
     limit_malloc_arenas()
     try:
         _WORKER.submit(run)
-        # The system may deliver a signal to another thread, which does not wake this one.
+        # Wake up regularly, because a signal delivered to another thread does not wake this one.
         while not outcome.done():
             wait([outcome], timeout=_SIGNAL_SECONDS)
         return outcome.result()

@@ -43,7 +43,7 @@ def reject_remember(options: dict[str, Any]) -> None:
     """Raise OptionError if `--remember` is given on the command line."""
     if options["remember"]:
         raise OptionError(
-            "--remember cannot be used here, because prompts repeat and the suffix method would find its own"
-            " earlier replies",
+            "--remember cannot be used for measurements, because the suffix method would draft from earlier"
+            " replies to the same prompts",
             "remove --remember",
         )

@@ -35,7 +35,7 @@ _MAX_UNUSABLE = 3
 
 
 class _Models(HelpfulGroup):
-    """The group of model commands. Also suggests what to use instead of Ollama's names for them."""
+    """The group of model commands. Suggests the equivalents of Ollama's commands."""
 
     foreign_commands = {"ls": "list", "rm": "remove MODEL", "cp": "alias", "download": "pull MODEL"}  # noqa: RUF012
 

@@ -139,7 +139,7 @@ def _resolve_and_prepare(
             found = resolve(reference, progress=progress)
             if not found.file_format.preparations:
                 raise OptionError(
-                    f"{found.name} needs no preparation: {found.backend.name} drafts with its own files",
+                    f"{found.name} needs no preparation: {found.backend.name} drafts with the original file",
                     "use the method directly, for example `edgespec chat --method layerskip`",
                 )
             if kind not in found.file_format.preparations:

@@ -65,7 +65,7 @@ class SettingValue:
     """The value of one setting.
 
     Attributes:
-        value: The value. Strings are already converted.
+        value: The value, converted to the type of its option.
         source: ENVIRONMENT for an environment variable, or DEFAULT_MAP for the settings file.
         where: The path of the file, or the name of the variable.
     """
@@ -267,7 +267,7 @@ def ignore_unread_settings(ctx: click.Context) -> None:
 
 
 def with_setting_source(error: EdgespecError, ctx: click.Context) -> EdgespecError:
-    """Add to an error where the invalid option was set, unless it was set on the command line."""
+    """If a setting caused the error, add to its message the file or variable that contains the setting."""
     used: dict[str, SettingValue] = ctx.meta.get(_USED_KEY, {})
     about_a_model = isinstance(error, ModelNotFoundError | ModelFileError | DownloadError)
     for name, found in used.items():

@@ -124,7 +124,7 @@ def quoted(text: str) -> str:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise OptionError(f"{text!r} is not UTF-8 text", "write it in UTF-8") from error
+        raise OptionError(f"{text!r} cannot be encoded as UTF-8", "remove the invalid characters") from error
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
@@ -152,7 +152,8 @@ def changed(text: str, path: KeyPath, literal: str | None) -> str:
     result = "\n".join(lines)
     found = _read(result)
     if found is not None and len(path) > 1:
-        # Removing the only key in a dotted table also removes the table.
+        # Removing the only key of a table written with dotted keys also removes the table. Add it back for
+        # the comparison.
         found.setdefault(path[0], {})
     if found != _wanted(tomllib.loads(text), path, literal):
         raise NotEditableError
@@ -162,7 +163,7 @@ def changed(text: str, path: KeyPath, literal: str | None) -> str:
 def _statements(lines: list[str]) -> Iterator[_Statement]:
     """Yield the statements of a valid TOML file, up to the first value of more than 500 lines.
 
-    A multi-line value ends at the first line where it parses.
+    A multi-line value ends at the first line that makes it valid TOML.
     """
     table: KeyPath = ()
     at = 0

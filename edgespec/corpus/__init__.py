@@ -1,4 +1,4 @@
-"""Provide the suffix drafter with replies from earlier chats and the user's files."""
+"""Create the suffix drafter, which drafts from replies in earlier chats and from the user's files."""
 
 from __future__ import annotations
 

@@ -54,8 +54,8 @@ class NoveltyFilter:
             starts = np.flatnonzero(self._hashes[nearest] == hashes)
             known[starts] += 1
             known[starts + _WINDOW] -= 1
-        # A token is new if no known window contains it. A position past the end is appended and always counts
-        # as new.
+        # A token is new if no known window contains it. The last entry, which is always True, stands for the
+        # end of the sequence.
         is_new = np.cumsum(known)[_WINDOW - 1 :] == 0
         edges = [0, *(np.flatnonzero(np.diff(is_new)) + 1).tolist(), len(text)]
         return [text[a:b] for a, b in pairwise(edges) if is_new[a] and (b == len(text) or b - a >= _STRIDE)]

@@ -26,8 +26,8 @@ __all__ = ["AdaptiveTreeGrowth"]
 _MAX_LOOKAHEAD_LEVELS = 4
 # Maximum number of tokens in a draft tree, including the root.
 _MAX_WIDTH = 64
-# If verifying two tokens costs at least this many target steps, a third token costs little extra. A forced
-# draft then has two levels instead of one.
+# If a pass of two tokens costs at least this many target steps, a third token costs little extra. A draft
+# that is forced for measurement then has two levels instead of one.
 _STEEP_COST = 1.9
 # Assumed cost of a draft model pass before the first measurement, in target steps.
 _ASSUMED_DRAFT_PASS_COST = 0.2
@@ -240,7 +240,7 @@ class _ChildAcceptance:
     _PRIOR = np.array([0.01, 0.035, 0.07, 0.15, 0.27, 0.42, 0.57, 0.72, 0.85, 0.93, 0.98])
     # Weight of the initial probabilities, as a number of drafted tokens.
     _PRIOR_WEIGHT = 4.0
-    # Maximum weight of the counts after a pause in drafting, as a number of drafted tokens.
+    # Maximum weight of the acceptance counts after a pause in drafting, as a number of drafted tokens.
     _WEIGHT_AFTER_PAUSE = 2.0
     # Initial acceptance probability of a node's most likely child, used if its draft probability is unknown.
     _TYPICAL_PRIOR = 0.7

@@ -45,8 +45,8 @@ class Drafter(ABC):
     """Proposes tokens for the target to verify. Drafts only affect how fast a reply is generated.
 
     In each draft-and-verify round, the caller calls `propose`, the target's `verify`, `observe`, the target's
-    `commit`, and `commit`, in that order. It may skip `propose`. Before a draft is verified, the caller may
-    shorten it or merge it with other drafts.
+    `commit`, and finally the drafter's `commit`. `propose` may be skipped. Before a draft is verified, the
+    caller may shorten it or merge it with other drafts.
 
     Attributes:
         name: Name of the method in options and reports.

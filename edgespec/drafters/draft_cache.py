@@ -43,7 +43,7 @@ class DraftCache:
 
     @property
     def pending_tokens(self) -> int:
-        """Number of tokens to prefill before drafting, except two tokens run by the first draft pass."""
+        """Number of tokens to prefill before drafting. Excludes two tokens that the first draft pass runs."""
         return max(self.lag_tokens - 2, 0)
 
     @property

@@ -179,7 +179,7 @@ class ModelDrafter(BudgetedDrafter):
         return expandable
 
     def observe(self, tree: TokenTree, logits: Logits, sampler: Sampler) -> None:
-        # If there is no draft of this drafter, another drafter proposed the tree.
+        # If this drafter has no draft, another drafter proposed the tree, so this pass is not recorded.
         if self._tree:
             self._growth.record_verify_pass(tree.width)
 
@@ -224,8 +224,8 @@ class _DraftTree:
         model_tree_run: Number of nodes in `model_tree` that the model has run.
         model_nodes: For each drafted node, the corresponding node in `model_tree`, or -1 if it is not
             expanded.
-        draws: For each node, the draft model's highest next-token probabilities, and the tokens drawn from
-            them.
+        draws: For each expanded node, the draft model's highest next-token probabilities, and the tokens
+            drawn from them.
     """
 
     def __init__(self, last_token: int, lag: Sequence[int]) -> None:

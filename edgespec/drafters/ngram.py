@@ -45,7 +45,7 @@ class NgramDrafter(Drafter):
         matched, position = self._longest_repeated_suffix()
         if matched < self._min_ngram_tokens:
             return TokenTree.chain(self._tokens[-1])
-        # If the text ends before the draft is long enough, it is assumed to repeat.
+        # If fewer than `draft_length` tokens follow the earlier occurrence, repeat them to fill the draft.
         following = self._tokens[position : position + draft_length]
         return TokenTree.chain(self._tokens[-1], [following[i % len(following)] for i in range(draft_length)])
 

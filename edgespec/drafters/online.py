@@ -88,7 +88,7 @@ class OnlineDrafter(ModelDrafter):
         super().observe(tree, logits, sampler)
 
     def commit(self, tokens: tuple[int, ...]) -> None:
-        """See `Drafter.commit`. The target's logits are still valid here. Its next pass overwrites them."""
+        """See `Drafter.commit`. Also records rejected tokens while the target's logits are still valid."""
         if self._proposed and self._verified:
             self.trainer.record_round(self._proposed, *self._verified, tokens)
         self._proposed = self._verified = None
@@ -130,8 +130,8 @@ class OnlineTrainer:
         self._pending: deque[tuple[TrainingExample, int]] = deque(maxlen=_MAX_EXAMPLES)
         self._examples: deque[TrainingExample] = deque(maxlen=_MAX_EXAMPLES)
         self._pending_steps = 0
-        # For each evaluated example, how many tokens the original weights and the adapter predicted
-        # correctly, and the number of tokens.
+        # For each evaluated example, the number of tokens predicted correctly by the original weights and by
+        # the adapter, and the total number of tokens.
         self._evaluations: deque[tuple[int, int, int]] = deque()
         self._trained_tokens = self._steps = 0
         self._random = np.random.default_rng(0)
@@ -140,7 +140,7 @@ class OnlineTrainer:
 
     @property
     def size_bytes(self) -> int:
-        """Memory used for training, in bytes. Excludes the memory of a step until one has been measured."""
+        """Bytes used for training, excluding the memory of a training step until one has been measured."""
         return self._trainer.state_bytes + self._trainer.peak_step_bytes
 
     def begin(self, tokens: Sequence[int]) -> None:
@@ -167,7 +167,7 @@ class OnlineTrainer:
         accepted_path = proposed.walk(tokens)
         accepted = len(accepted_path) - 1
         rows = verified.walk(tokens[:accepted])
-        # Nothing was rejected if the rest of the draft was not verified.
+        # If only the beginning of the draft was verified and all of it was accepted, no token was rejected.
         if len(rows) > accepted < len(tokens) and proposed.children(accepted_path[-1]):
             best, values = logits.limit_vocab(self._draft.facts.vocab_size).top(rows[-1], TARGET_TOKENS)
             # `top` can return more tokens than requested if there are ties, but all rows of an example must
@@ -204,7 +204,8 @@ class OnlineTrainer:
             if self._trainer.adapted != was_adapted or (has_trained and was_adapted):
                 self._draft.truncate(0)
                 self.cache.begin(self._tokens)
-                with suppress(CancelledError):  # `propose` will prefill the remaining tokens.
+                # If a new reply interrupts the prefill, `propose` prefills the remaining tokens.
+                with suppress(CancelledError):
                     self.cache.prefill(progress=lambda *_: should_continue())
         finally:
             self._trainer.release_thread_state()
@@ -279,5 +280,5 @@ class OnlineTrainer:
                     f" {original_hits / tokens:.0%} without training"
                 )
             if not self._trainer.adapted:
-                note += "; not used, the original model is better"
+                note += "; the training is not used because the original model is better"
         return " · ".join(filter(None, (note, self._store.notice if self._store else "")))

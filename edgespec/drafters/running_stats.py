@@ -57,10 +57,10 @@ class AcceptanceCounts:
         drafted: Decayed count of drafted tokens per category.
     """
 
-    # Factor by which old counts decrease with each new token in the category. With 0.98, a token loses half
-    # of its weight after 34 further tokens.
+    # Factor applied to old counts with each new token in the category. With 0.98, a token loses half of its
+    # weight after 34 further tokens.
     DECAY = 0.98
-    # Factor by which the counts for long-term rates decrease with each new token in the category.
+    # Factor applied to the counts for long-term rates with each new token in the category.
     _LONG_DECAY = 0.998
 
     def __init__(self, accepted: NDArray[np.float64], drafted: NDArray[np.float64]) -> None:
@@ -91,7 +91,7 @@ class AcceptanceCounts:
         self.accepted, self.drafted, self._long_accepted, self._long_drafted = saved.astype(np.float64)
 
     def limit_weight(self, max_drafted: float) -> None:
-        """Replace recent acceptance rates by long-term rates that weigh at most `max_drafted` tokens.
+        """Replace recent acceptance rates with long-term rates, weighted as at most `max_drafted` tokens.
 
         Called when drafting resumes after a pause, because recent rates might no longer apply.
         """

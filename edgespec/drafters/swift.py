@@ -23,7 +23,7 @@ from edgespec.saved_arrays import SavedArrays
 
 __all__ = ["LayerSet", "ScoredLayerSet", "SwiftDrafter", "SwiftSearch"]
 
-# Indices of the skipped layers in ascending order, starting at 0.
+# Zero-based indices of the skipped layers, in ascending order.
 LayerSet: TypeAlias = tuple[int, ...]
 
 # Number of recent tokens on which a set of skipped layers is evaluated in one pass: enough to compare sets,
@@ -128,7 +128,8 @@ class SwiftDrafter(Drafter):
             self._drafter.commit(tokens)
         if self._layer_set and self._proposed:
             accepted = len(self._proposed.walk(tokens)) - 1
-            # If the reply ended inside the draft, it is unknown whether the next drafted token was correct.
+            # If the reply ended inside the draft, do not count the next drafted token, because it is unknown
+            # whether it was correct.
             known = min(accepted + 1, self._proposed.drafted) if len(tokens) > accepted else accepted
             self._search.record(self._layer_set.layers, accepted, known)
         self._proposed = None
@@ -243,7 +244,7 @@ class SwiftSearch:
         self._scored[layers] = ScoredLayerSet(layers, agreement, speed_up, length)
 
     def next_set(self) -> LayerSet:
-        """Return the set to try next: every other time, one of the best sets with one layer replaced."""
+        """Return the set to try next: alternately a random set and a good set with one layer replaced."""
         if self.tried % 2:
             leaders = sorted(self._scored.values(), key=lambda scored: -scored.speed_up)[:4]
             layers = list(leaders[self._random.integers(len(leaders))].layers)

@@ -41,7 +41,8 @@ class TreeGrowth(ABC):
 
     Attributes:
         drafts_chains: Whether all trees are chains.
-        siblings: Number of children per node to pass to `record_outcome`, whether or not they were drafted.
+        siblings: Minimum number of tokens to draw for each node. `record_outcome` also reports those that
+            were not drafted.
         chooses_length: Whether the rule may end a draft before it reaches the draft length.
     """
 

@@ -1,7 +1,8 @@
 """Acceptance rules, which decide which drafted tokens to accept and which token comes next.
 
-Under both rules, emitted tokens follow the target distribution exactly. A rule also defines how a drafter
-samples from its own distribution, because drafting and accepting must match.
+There are two rules, invariant and rejection. Under both, emitted tokens follow the target distribution
+exactly. A rule also defines how a drafter samples from its own distribution, because drafting and accepting
+must match.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class AcceptedPath(NamedTuple):
 
 
 class Acceptance(Protocol):
-    """An acceptance rule."""
+    """An acceptance rule: draws tokens for drafters, and decides which drafted tokens to accept."""
 
     def draw(self, sampler: Sampler, logits: Logits, row: int, count: int) -> list[Draw]:
         """Draw up to `count` different tokens for a drafter, in the order in which they will be tried."""

@@ -56,7 +56,8 @@ class Logits(Protocol):
             noise: The Gumbel noise to add to the log-probabilities. None ranks by logit (temperature 0).
 
         Returns:
-            The tokens, and the row's largest logit before the chain. The row is invalid if it is not finite.
+            The tokens, and the row's largest logit before the chain. If that logit is not finite, the row is
+            invalid.
         """
 
     def top(self, row: int, count: int) -> Candidates:
@@ -87,7 +88,7 @@ def best_on_host(
     if count == 1:
         return [int(tokens[scores.argmax()])], peak
     best = np.argsort(-scores, kind="stable")[:count]
-    # Tokens with a score of -inf are forbidden.
+    # Drop tokens with a score of -inf, because they are forbidden.
     return tokens[best[scores[best] > -np.inf]].tolist(), peak
 
 
@@ -122,8 +123,8 @@ def candidates(
         touched = np.union1d(touched, more) if len(touched) else more
         if isinstance(processor, Temperature):
             scale = processor.temperature
-    # Processors can move touched tokens into or out of the top `count`, so fetch all touched tokens and that
-    # many extra top tokens.
+    # Processors can move the tokens that they change into or out of the top `count`, so fetch all of these
+    # tokens and as many extra top tokens.
     tokens, values = logits.top(row, count + len(touched) if count else 0)
     peak = float(values.max(initial=-np.inf))
     if count and len(touched):
@@ -172,7 +173,7 @@ class HostLogits:
 
     def above(self, row: int, margin: float) -> Candidates:
         logits = self.rows[row]
-        # Rounded down, so that a logit exactly at the bound is included.
+        # Round down, so that a logit exactly at the bound is included.
         return self._from(logits, np.nextafter(np.float32(float(logits.max()) - margin), np.float32(-np.inf)))
 
     def limit_vocab(self, vocab_size: int) -> HostLogits:

@@ -111,7 +111,7 @@ def decode(
         width = min(max_width, target.free_tokens)
         try:
             tree = drafter.propose(sampler, acceptance, depth) if drafter and depth > 0 else None
-            # A different root means that the draft was made for another sequence.
+            # Discard a draft with a different root, because it was made for another sequence.
             if tree is None or tree.tokens[0] != last_token:
                 tree = TokenTree.chain(last_token)
             tree = tree.pruned(vocab_size, depth, width, max_branches)

@@ -162,7 +162,7 @@ class Temperature(LogitsProcessor):
             return tokens, (logits - peak) / self.temperature
 
     def touched_tokens(self, vocab_size: int) -> NDArray[np.int64]:  # noqa: ARG002
-        return _NO_TOKENS  # Temperature does not reorder the logits.
+        return _NO_TOKENS  # Dividing all logits by the temperature keeps their order.
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,7 +29,7 @@ class Sampler:
         processors: Additional logits processors, such as constraints, whose state starts after `history`.
 
     Attributes:
-        position: Index of the next token in prompt and reply.
+        position: Index of the next token, counted from the start of the prompt.
     """
 
     def __init__(

@@ -28,7 +28,7 @@ class SettingRange(NamedTuple):
     hint: str
 
 
-# All settings except `logit_bias`.
+# The allowed ranges of all settings except `logit_bias`.
 SETTING_RANGES = {
     "temperature": SettingRange(
         0.0, 100.0, None, "use 0 for greedy decoding, or about 0.8 for varied replies"

@@ -31,7 +31,7 @@ class Stats:
             loss limit.
         worst_case_loss: Maximum time that this reply can lose, as a share of its plain decoding time. None
             without a loss limit.
-        draft_other_bytes: Other memory of drafters, such as lookup tables and training state.
+        draft_other_bytes: Memory of drafters for other data, such as lookup tables and training state.
         peak_memory_bytes: Peak memory of the process.
     """
 

@@ -11,14 +11,14 @@ from edgespec.engine.distribution import Distribution
 __all__ = ["TokenTree", "TreeBuilder"]
 
 
-# No slots: `cached_property` needs a `__dict__`, and each round reads these properties often.
+# Without slots, because `cached_property` needs a `__dict__`.
 @dataclass(frozen=True)
 class TokenTree:
     """The last emitted token (the root) and the tokens drafted after the root.
 
     Node 0 is the root, which is not in the KV cache yet. Nodes are in topological order (`parents[i] < i`,
     `parents[0] == -1`), and siblings are in the order in which they were drawn. A chain is a tree without
-    branches; a root alone is a target step.
+    branches. A verify pass of the root alone is a target step.
 
     Attributes:
         tokens: The token of each node.

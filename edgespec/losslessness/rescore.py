@@ -108,9 +108,9 @@ def is_near_tie(
 ) -> bool:
     """Return whether the measured rounding error explains why two replies differ.
 
-    The sampling chain is applied to logits shifted by the error, once in favour of each token. The error
-    explains the difference if each token is selected once. For `other`, it is also enough if the unchanged
-    logits of a wide pass select it.
+    The sampling chain is applied twice to logits shifted by the error, once in favour of each token. The
+    error explains the difference if the favoured token is selected both times. For `other`, it is also enough
+    if the unchanged logits of a wide pass select it.
 
     Args:
         rescored: The logits at the first difference.

@@ -130,7 +130,7 @@ class ResizableContext:
         size = self._smaller_size(model, tokens)
         if size is None:
             return
-        if model.length > size:  # Only a draft model can have more tokens, left over from an earlier prompt.
+        if model.length > size:  # A draft model can still hold tokens of an earlier prompt.
             model.truncate(size)
         # On failure, the context either keeps its old size or is lost, and reallocated for the next prompt.
         with suppress(MemoryBudgetError):

@@ -137,7 +137,7 @@ def _fits(plan: _Plan, choice: PlanChoice) -> bool:
 
 
 def _saves_memory(plan: _Plan, before: PlanChoice, after: PlanChoice) -> bool:
-    """Return whether `after` uses less memory than `before` in a pool that `before` exceeds."""
+    """Return whether `after` uses less memory than `before` in a memory pool that `before` exceeds."""
     try:
         old, new = plan(before), plan(after)
     except (OptionError, MemoryBudgetError):
@@ -211,7 +211,7 @@ def _decisions(start: PlanChoice, choice: PlanChoice, plan: _Plan) -> tuple[Deci
             continue
         before = plan(restored)
         saved = max(before.planned_bytes(pool) - chosen.planned_bytes(pool) for pool in chosen.pools)
-        # Another reduction can include this one: changing the target's cache also changes the draft's.
+        # Omit a reduction that another one includes: changing the target's cache also changes the draft's.
         if saved:
             decisions.append(Decision(what, why, saved))
     return tuple(decisions)

@@ -120,7 +120,7 @@ class TargetCache:
         length = self._target.length
         if (whole := self._reusable(length)) < length:
             self._target.truncate(whole)
-            # Some models can only clear their cache, not truncate it.
+            # Some models can only truncate their cache to certain lengths. Clear it if it is now too short.
             if self._target.length < whole:
                 self._target.truncate(0)
         return self._target.length

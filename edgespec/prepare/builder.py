@@ -202,7 +202,7 @@ def build(
         CancelledError: `progress` returned False.
     """
     source = absolute_path(source)
-    model_files(source)  # Raises ModelFileError if the source is not a model.
+    model_files(source)  # Fail early if the source is not a model.
     entry = store_folder() / kind / _entry_name(source, settings)
     folder = absolute_path(entry if to is None else to)
     if folder.is_symlink():

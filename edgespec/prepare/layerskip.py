@@ -31,8 +31,8 @@ __all__ = ["measured_exit", "prepare_layerskip"]
 # Load options for testing that the split model computes the same logits as the original.
 _TEST_OPTIONS = LoadOptions(context_tokens=256, gpu_layers=0)
 _TEST_PREFILL_TOKENS, _TEST_PASS_TOKENS, _TEST_STEPS = 40, 8, 8
-# Maximum difference between the logits of the split model and of the original, in standard deviations of a
-# row. It only allows for rounding errors caused by a different summation order.
+# Maximum difference between the logits of the split model and of the original, in standard deviations of the
+# logits at one position. Rounding errors from a different order of summation stay below it.
 _MAX_DIFFERENCE = 1e-3
 
 
@@ -209,7 +209,7 @@ def _test_split_model(
 
 
 def _test_logits(model: LanguageModel) -> NDArray[np.float32]:
-    """Return logits from one wide pass and several single steps after a prefill, float32 [rows, vocab]."""
+    """Return the logits of a pass over several tokens and of several single steps, float32 [rows, vocab]."""
     size = model.facts.vocab_size
     count = _TEST_PREFILL_TOKENS + _TEST_PASS_TOKENS + _TEST_STEPS
     tokens = np.random.default_rng(0).integers(0, size, count).tolist()

@@ -30,8 +30,8 @@ __all__ = ["ChatApp", "ChatEnd", "run_chat"]
 _TICK_SECONDS = 1 / 25
 # Maximum time to wait for the reply and the model thread when the user quits.
 _QUIT_SECONDS = 5.0
-# Python's thread switch interval during the chat. The default, 5 ms, is longer than a small model needs for a
-# token.
+# Thread switch interval during the chat, in seconds. Python's default of 5 ms could delay the model thread
+# for longer than a small model takes per token.
 _SWITCH_SECONDS = 5e-5
 _NO_CONTROLS = NoControls()
 
@@ -140,7 +140,8 @@ class ChatApp(App[None]):
         )
         self._leaving = False
         await self.switch_screen(chat)
-        # The screen opens a resumed chat itself, so that a message sent in the meantime waits for it.
+        # Queue the call on the chat screen, so that the screen handles messages from the user only after
+        # opening the resumed chat.
         if self._resume is None:
             chat.call_later(chat.offer_unfinished)
         else:
@@ -179,17 +180,17 @@ class ChatApp(App[None]):
     def stop_model(self) -> bool:
         """Stop the reply and close the model. Return False if it takes longer than five seconds."""
         if self.chat is not None:
-            # If the terminal was closed, the app is still running and may save the stopped reply itself.
+            # Mark the stopped reply as unfinished first, because the app may still be running and save it.
             self.chat.begin_leaving()
         self.model_thread.close()
         return self.model_thread.join(_QUIT_SECONDS)
 
     def leave_soon(self) -> bool:
-        """Quit from another thread. Return False if the app has not started yet."""
+        """Ask the app to quit, from any thread. Return False if the app has not started yet."""
         return self.is_running and self.call_later(self._quit_now)
 
     async def _quit_now(self) -> None:
-        # Loading cannot always be stopped at once, and a signal should not wait for it.
+        # If the model is still loading, quit immediately, because loading cannot always be stopped quickly.
         self._leaving = self._leaving or self.screen is self._loading
         await self.action_quit()
 
@@ -214,7 +215,7 @@ def run_chat(load: Load, **options: Any) -> ChatEnd:
         CancelledError: Loading was cancelled.
         ChatFileError: A chat could not be saved.
         ConfigurationError: An environment variable of Textual has a value with which the chat cannot run.
-        EdgespecError: Loading failed, or an error on the screen ended the chat.
+        EdgespecError: Loading failed, or an error in the user interface ended the chat.
     """
     check_textual_variables()
     app = ChatApp(load, **options)
@@ -241,10 +242,10 @@ def run_chat(load: Load, **options: Any) -> ChatEnd:
     if app.load_error is not None:
         raise app.load_error
     if app.return_code:
-        # Textual has printed the traceback.
+        # Textual has already printed the traceback.
         raise EdgespecError(
-            "an error on the screen ended the chat; the messages are saved",
-            "report the traceback above, and run `edgespec chat --resume` to go on",
+            "an error in the user interface ended the chat; the messages are saved",
+            "report the traceback above, and run `edgespec chat --resume` to continue",
         )
     return ChatEnd(watch.signalled, _resume_value(app))
 

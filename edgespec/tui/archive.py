@@ -16,7 +16,7 @@ __all__ = ["Archive"]
 
 # Seconds between saves of a reply that is being written.
 _SAVE_SECONDS = 1.0
-# Maximum share of the time spent saving. It lengthens the interval for very long chats and slow disks.
+# Maximum fraction of the time spent saving. Long chats and slow disks therefore lead to less frequent saves.
 _MAX_SAVING_SHARE = 0.1
 
 
@@ -26,7 +26,7 @@ class Archive:
     Attributes:
         unsaved: The errors of chats whose last save failed, by chat ID. Each message names the chat.
         branched: Set to True when a chat was saved under a new ID, because another program had changed it.
-            The code that tells the user resets it to False.
+            The caller resets it to False after telling the user.
     """
 
     def __init__(self, store: ChatStore) -> None:
@@ -42,8 +42,8 @@ class Archive:
     def save_now(self, chat: OpenChat, target: str, turn: RunningTurn | None = None) -> None:
         """Save the chat unless it is empty, assigning an ID if it has none. Can be called from any thread.
 
-        If another program has changed the file in the meantime, that version is kept and this chat is saved
-        under a new ID.
+        If another program has changed the file since this chat was last read or saved, that version is kept
+        and this chat is saved under a new ID.
 
         Args:
             chat: The chat.
@@ -91,7 +91,7 @@ class Archive:
             pause_seconds = max(_SAVE_SECONDS, (monotonic() - began) / _MAX_SAVING_SHARE)
 
     def check_saved(self) -> None:
-        """Raise ChatFileError if there is a chat whose last save failed."""
+        """Raise ChatFileError if the last save of any chat failed."""
         if self.unsaved:
             errors = [*self.unsaved.values()]
             raise ChatFileError("; ".join(error.what for error in errors), errors[-1].next_step)

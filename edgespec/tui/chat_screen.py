@@ -142,7 +142,7 @@ class ChatScreen(TurnScreen):
         await self.when_free(again)
 
     async def action_continue_reply(self) -> None:
-        """Finish the last reply, or open the newest unfinished chat first if this chat is empty."""
+        """Finish the last reply. If this chat is empty, open the newest unfinished chat first."""
         if self.writing:
             self.say("The reply is not finished yet.")
             return
@@ -186,7 +186,7 @@ class ChatScreen(TurnScreen):
         await self.copy(blocks[-1].rstrip("\n") if blocks else "", "code block")
 
     async def copy(self, text: str, name: str) -> None:
-        """Copy `text` to the clipboard and show a confirmation that calls it `name`."""
+        """Copy `text` to the clipboard and show a confirmation that refers to it as `name`."""
         if not text:
             self.say(f"There is no {name} to copy yet.")
             return
@@ -355,7 +355,7 @@ class ChatScreen(TurnScreen):
         self.post_message(self.PreferencesChanged())
 
     def action_origin(self) -> None:
-        """Show replies as Markdown, or with accepted draft tokens in a different colour."""
+        """Switch between Markdown and plain text with accepted draft tokens in a different colour."""
         self.preferences.origin = not self.preferences.origin
         self.transcript.set_origin(self.preferences.origin)
         if self.preferences.origin and not any(entry.chunks for entry in self.current_chat.entries):

@@ -40,10 +40,10 @@ _MEMORY_SECONDS = 3.0
 
 
 class ChatView(Screen[None]):
-    """The widgets of the chat screen and what they show. `TurnScreen` adds turns, `ChatScreen` the keys."""
+    """The widgets of the chat screen and their contents. Subclasses add turns and key bindings."""
 
     class PreferencesChanged(Event):
-        """The user changed the theme or the visible columns."""
+        """Posted when the user changes the theme or the visible columns."""
 
     def __init__(
         self,
@@ -95,7 +95,7 @@ class ChatView(Screen[None]):
     def on_mount(self) -> None:
         self.set_interval(_MEMORY_SECONDS, self._measure_memory)
         self.transcript.set_origin(self.preferences.origin)
-        # Enter was pressed before there was a chat to send the text to.
+        # Remove trailing line breaks, because Enter cannot send the text while the model is still loading.
         self.prompt.replace_text(self._typed.rstrip("\n"))
         self.prompt.focus()
 

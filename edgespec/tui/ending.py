@@ -13,7 +13,7 @@ from typing import Any
 
 __all__ = ["EndWatch"]
 
-# SIGHUP means that the terminal was closed. Windows does not have it.
+# Looked up by name, because Windows has no SIGHUP, the signal for a closed terminal.
 _SIGNALS = [each for each in signal.Signals if each.name in ("SIGHUP", "SIGINT", "SIGTERM")]
 # Seconds between checks that the terminal is still open.
 _CHECK_SECONDS = 1.0
@@ -27,9 +27,8 @@ _INTERRUPTED = 130
 class EndWatch:
     """Context manager that ends the chat on SIGHUP, SIGINT and SIGTERM, or when its terminal is closed.
 
-    Runs in its own thread, because a terminal that no longer reads can block the main thread. After a signal,
-    the app quits as if the user had quit. If the terminal is closed, the process exits without drawing
-    anything.
+    Runs in its own thread, because writing to an unresponsive terminal can block the main thread. After a
+    signal, the app quits normally. If the terminal is closed, the process exits without drawing anything.
 
     Args:
         save: Saves the chat.
@@ -54,7 +53,7 @@ class EndWatch:
 
     def __enter__(self) -> EndWatch:
         for number in _SIGNALS:
-            # `nohup` ignores SIGHUP. Keep it ignored.
+            # Signals that are already ignored stay ignored, such as SIGHUP under `nohup`.
             if signal.getsignal(number) is not signal.SIG_IGN:
                 self._handlers[number] = signal.signal(number, self._on_signal)
         Thread(target=self._watch, name="edgespec-end", daemon=True).start()

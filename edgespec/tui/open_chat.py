@@ -23,8 +23,8 @@ __all__ = ["ChatEntry", "OpenChat", "RunningTurn", "code_blocks"]
 class ChatEntry:
     """A message in the open chat.
 
-    Only replies generated since it was opened have `chunks`, `reply` and `thought_seconds`, the time that the
-    model spent on its reasoning.
+    Only replies generated since the chat was opened have `chunks`, `reply` and `thought_seconds`, the time
+    that the model spent on its reasoning.
     """
 
     role: Role
@@ -51,7 +51,7 @@ class RunningTurn:
     """A message and its reply while the model writes it.
 
     Attributes:
-        messages_before: The conversation up to the message.
+        messages_before: The conversation up to and including the user's message.
         reply_start: Text of the reply that is being continued, or an empty string.
         written: Text generated after `reply_start`. The model thread appends to this list.
         ended: Set when the turn has ended and must not be saved any more.
@@ -75,8 +75,8 @@ class OpenChat:
 
     Attributes:
         id: Empty until the chat is first saved.
-        saved_at: Time of the last save that this program wrote or read, or None.
-        unfinished: Whether the program ended before the last reply did.
+        saved_at: Timestamp of the saved version that this program last wrote or read, or None.
+        unfinished: Whether the program ended, or an error occurred, before the last reply was complete.
         turn: The message and the reply that the model is writing, or None. They are not among the entries.
     """
 
@@ -129,7 +129,7 @@ class OpenChat:
         self.entries[:] = [old[place] for place in range(len(messages))]
 
     def begin_turn(self, messages: tuple[Message, ...], reply_start: str = "") -> RunningTurn:
-        """Start a reply to `messages`, which `saved` includes from now on."""
+        """Start a reply to `messages`. Until `end_turn`, `saved` includes the text generated so far."""
         self.turn = RunningTurn(messages, reply_start)
         return self.turn
 
@@ -140,7 +140,7 @@ class OpenChat:
             self.turn = None
 
     def saved(self, target: str, turn: RunningTurn | None = None) -> SavedChat:
-        """Return a copy of the chat to save, with the given or else the running turn."""
+        """Return a copy of the chat to save, including `turn` or, by default, the running turn."""
         turn = turn or self.turn
         return SavedChat(
             id=self.id,

@@ -102,7 +102,7 @@ def default_text(name: str) -> str:
     """Return the default value of a setting as text."""
     if REPLY_OPTIONS[name].group == "sampling":
         return f"{REPLY_OPTIONS[name].default:g}"
-    # The command line sets the defaults of the other settings.
+    # The defaults of the other settings depend on the command line.
     return _DEFAULTS.get(name, "default")
 
 

@@ -38,7 +38,7 @@ _SOURCES = {
     "suffix": "repeated text",
     "swift": "some layers of the model",
 }
-# The phrases in which `DraftingStatus.reason` names the drafters.
+# Matches the drafter names in `DraftingStatus.reason`.
 _DRAFTERS_IN_REASON = re.compile(r"[a-z+]+(?= is retried occasionally| found no draft)")
 
 
@@ -56,7 +56,7 @@ def _sources(drafters: str) -> str:
 
 
 def reason_text(method: MethodReport) -> str:
-    """Return the reason for the method, with descriptions instead of the names of drafters."""
+    """Return the reason for using this method, with drafter names replaced by descriptions."""
     return _DRAFTERS_IN_REASON.sub(lambda found: _sources(found[0]), method.reason)
 
 
@@ -104,7 +104,7 @@ def welcome_rows(runtime: Runtime) -> list[tuple[str, str]]:
 
 
 def notices(runtime: Runtime) -> list[str]:
-    """Return notices about the models, for example that one is a demo, with a real model that fits."""
+    """Return notices about the loaded models. For the demo, suggest a real model that fits."""
     texts = [facts.notice for facts in (runtime.target, runtime.draft) if facts is not None and facts.notice]
     return list(dict.fromkeys([*texts, *_real_model(runtime)]))
 

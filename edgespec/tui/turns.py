@@ -74,7 +74,7 @@ class TurnScreen(ChatView):
                 self.archive.save_now(chat, self.runtime.target.name, chat.turn)
 
     async def _report_save(self) -> bool:
-        """Show once why the chat could not be saved, and return whether it is saved."""
+        """If the chat could not be saved, show the error once. Return whether the chat is saved."""
         if self.archive.branched:
             self.archive.branched = False
             await self.transcript.note(
@@ -92,7 +92,7 @@ class TurnScreen(ChatView):
         return self._job is None
 
     def begin_leaving(self) -> None:
-        """Mark a reply that is cancelled from now on as unfinished. Can be called from any thread."""
+        """From now on, mark cancelled replies as unfinished. Can be called from any thread."""
         self._leaving = True
 
     def stop_reply(self) -> None:
@@ -222,7 +222,7 @@ class TurnScreen(ChatView):
             await self.save()
             return
         if state is None and chat.turn is not None and chat.turn.written:
-            # The turn failed after part of the reply was shown. Keep that part, as when the user stops it.
+            # The turn failed after part of the reply was shown. Keep that part, as when a reply is stopped.
             chat.follow(chat.turn.messages)
             chat.unfinished = True
             chat.end_turn()

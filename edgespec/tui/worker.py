@@ -126,7 +126,8 @@ class ModelThread:
             except Exception as error:
                 future.set_exception(error)
             except BaseException as error:
-                # The user interface would treat these as requests to end the program.
+                # Wrap exceptions such as SystemExit, which the user interface would treat as requests to
+                # quit.
                 future.set_exception(RuntimeError(f"{type(error).__name__}: {error}"))
 
         self._jobs.put(run)
@@ -172,7 +173,7 @@ class ModelThread:
             # `cancel` may have been called before there was a stream to cancel.
             if self._cancelled.is_set():
                 stream.cancel()
-            # A continued reply already contains the start of the reply.
+            # The start of a continued reply is already in the conversation and must not be written again.
             continued = ask.act == "continue" and ask.messages[-1].role == "assistant"
             start = "" if continued else stream.reply_start
             for chunk in stream:

@@ -5,10 +5,10 @@
     scripts/fuzz --only chat --count 5000   # one subject
     scripts/fuzz --replay FOLDER            # replay one finding
 
-Inputs are small real files with random changes. Each subject runs in a child process, which is restarted if
-it dies. An input passes if edgespec accepts it, or rejects it with its own error, within 10 seconds. It is a
-finding if the process crashes, hangs, raises any other exception or uses more than 3 GiB. A process that
-grows by more than 32 MiB over its inputs is also a finding.
+Inputs are small valid files with random changes. Each subject, such as `chat` for saved chats, runs in a
+child process, which is restarted if it dies. An input passes if edgespec accepts it, or rejects it with its
+own error, within 10 seconds. It is a finding if the process crashes, hangs, raises any other exception or
+uses more than 3 GiB. A process that grows by more than 32 MiB over its inputs is also a finding.
 
 The first input of each kind of failure is minimised and written to the results folder, with the command that
 replays it. The next run first replays all findings and drops those that are fixed. The exit status is 1 if
@@ -28,7 +28,8 @@ _ROOT = Path(__file__).resolve().parents[2]
 SUBJECTS = tuple(
     Subject(name, f"scripts.fuzzing.{name.replace('-', '_')}", weight)
     for name, weight in (
-        # The last six get few inputs. They are slow, because they start processes or load models.
+        # Relative numbers of inputs. The last six subjects are slow, because they start processes
+        # or load models.
         ("gguf", 350),
         ("chat", 300),
         ("prefix-cache", 245),

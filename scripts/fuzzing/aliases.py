@@ -1,4 +1,4 @@
-"""Fuzz the user's catalogue: a TOML file with aliases, pairs and model references."""
+"""Fuzz the user's alias file: TOML with aliases and pairs of models."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ _GROWTH = "growth of memory"
 class Subject:
     """A fuzz target. Its module defines `make(rng) -> Files` and `run(folder)`.
 
-    `weight` is its share of all inputs.
+    `weight` is its relative number of inputs.
     """
 
     name: str
@@ -135,7 +135,7 @@ class Campaign:
                 if outcome.resident_bytes:
                     resident.append(outcome.resident_bytes)
                 else:
-                    resident.clear()  # The samples of the next worker are not comparable.
+                    resident.clear()  # Samples from different workers are not comparable.
         grown = _growth(resident)
         results.growth_bytes = max(results.growth_bytes, grown)
         if grown > LEAK_BYTES:

@@ -16,7 +16,7 @@ from scripts.fuzzing.mutations import NASTY_INTEGERS, damage, nasty_text, severa
 
 __all__ = ["make_gguf"]
 
-# Tokens and layer kept from the embedded draft model, so that the files are small.
+# The files are small because they keep only this many tokens and this layer of the embedded draft model.
 _TOKENS, _LAYER = 600, "blk.0."
 _ALIGNMENT = 32
 _UINT32, _FLOAT32, _BOOL, _STRING, _ARRAY = 4, 6, 7, 8, 9

@@ -1,4 +1,4 @@
-"""Fuzz `plan` with GGUF files. It first reads each new file in a child process, to see if that crashes."""
+"""Fuzz `edgespec.plan` with GGUF files, which it first reads in a child process, in case that crashes."""
 
 from __future__ import annotations
 

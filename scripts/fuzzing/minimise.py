@@ -15,8 +15,8 @@ def minimise(files: Files, fails: Callable[[Files], bool], seconds: float) -> di
 
     Args:
         files: The failing input.
-        fails: Whether an input still fails in the same way.
-        seconds: The search stops after this time.
+        fails: Returns whether an input still fails in the same way.
+        seconds: Time limit of the search.
     """
     end = time.monotonic() + seconds
     smallest = dict(files)

@@ -61,4 +61,4 @@ def _changed_json(rng: Random, text: bytes) -> bytes:
     try:
         return nested_json(rng, several(rng, json.loads(text), damage_json))
     except (ValueError, RecursionError):
-        return damage(rng, text)  # An earlier change has made the JSON invalid.
+        return damage(rng, text)  # The JSON is invalid after an earlier change.

@@ -1,4 +1,4 @@
-"""Random changes to bytes, JSON values and texts, from which all subjects build their inputs."""
+"""Random changes to bytes, JSON values and texts, with which all subjects create their inputs."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ class WorkerProcess:
 
     def __init__(self, module: str, subject: str, limits: Limits) -> None:
         self._module, self._subject, self._limits = module, subject, limits
-        shared_memory = Path("/dev/shm")  # A RAM disk, if available.
+        shared_memory = Path("/dev/shm")  # Use a RAM disk if available.
         self._folder = tempfile.TemporaryDirectory(
             prefix="edgespec-fuzz-", dir=shared_memory if shared_memory.is_dir() else None
         )

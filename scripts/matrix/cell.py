@@ -21,17 +21,18 @@ from edgespec.memory.budget import DEFAULT_RESERVE_BYTES
 
 __all__ = ["Cell"]
 
-# Tokens at the end of the context that are really prefilled, and single-token passes after them. Chosen.
+# Number of tokens at the end of the context that are prefilled instead of copied, and number of single-token
+# passes after them.
 _LAST_TOKENS, _STEPS = 1100, 3
-# Rows by which MLX caches grow, and tokens of the widest prefill pass.
+# Number of tokens by which MLX caches grow, and number of tokens in the widest prefill pass.
 _BLOCK_ROWS, _WIDE_TOKENS = 256, 512
-# Context of the tiny model that is loaded first. Chosen.
+# Context size of the tiny model that is loaded before the measurement.
 _WARM_TOKENS = 1024
-# The budget rounds free addresses down by less than this.
+# The memory budget rounds the free address space down by less than this.
 _ROUNDING_BYTES = 4 * 2**20
-# Sequences of a context that are left free for checkpoints.
+# Number of sequences in a llama.cpp context that are left free for checkpoints.
 _FREE_SEQUENCES = 2
-# Sequence ids from here on are unused by models. The checkpoints of a long prompt hold these shares of it.
+# First sequence id that models do not use, and the shares of a long prompt that its checkpoints contain.
 _FIRST_UNUSED_SEQUENCE, _CHECKPOINT_SHARES = 100, (1.0, 1.0, 0.3)
 
 
@@ -47,7 +48,7 @@ class Cell:
         grows: resize the context twice instead of allocating it in full.
         full: fill the context. Otherwise only a few passes run.
         warm: a tiny model that is loaded and closed before the measurement, so that all imports are done.
-        address_bytes: address space that the budget may use on top of that; 0 for no limit.
+        address_bytes: address space that the measured load may use; 0 for no limit.
         fixed: pass `context` and `kv_type` to the load. Otherwise the planner chooses them.
     """
 
@@ -82,16 +83,16 @@ def planned(cell: Cell) -> dict[str, Any]:
 
 
 def measured(cell: Cell) -> dict[str, Any]:
-    """Load the model, fill its context, and return the bytes used on top of those before the load.
+    """Load the model, fill its context, and return the increase in memory use in bytes.
 
-    If the load fails, the result has the error, and the bytes used after it and at the peak of planning.
+    If the load fails, return the error, and the increase in memory use after it and at the peak of planning.
     """
     with edgespec.load(
         cell.warm, "none", method="none", prefix_cache="none", context=_WARM_TOKENS
     ) as smallest:
         list(smallest.stream_tokens([1, 2, 3], max_tokens=2))
         _read(smallest._target, cell)
-    with suppress(edgespec.EdgespecError):  # imports the code for this error too
+    with suppress(edgespec.EdgespecError):  # Also import the code that rejects a load.
         edgespec.load(cell.warm, "none", memory="1MiB", method="none", prefix_cache="none").close()
     _free_unused()
     _reset_peak()
@@ -131,7 +132,7 @@ def measured(cell: Cell) -> dict[str, Any]:
 
 
 def _limit_addresses(before: dict[str, int], more_bytes: int) -> int:
-    """Limit the address space to the present size, `more_bytes` and the reserve. Return the limit."""
+    """Limit the address space to its current size plus `more_bytes` and the reserve. Return the limit."""
     _, hard_limit = resource.getrlimit(resource.RLIMIT_AS)
     limit = before["VmSize"] + more_bytes + min(more_bytes // 19, DEFAULT_RESERVE_BYTES) + _ROUNDING_BYTES
     resource.setrlimit(resource.RLIMIT_AS, (limit, hard_limit))
@@ -150,7 +151,7 @@ def _grow(runtime: edgespec.Runtime) -> None:
 
 
 def _read(model: Any, cell: Cell) -> None:
-    """Fill the context of a model. The last passes of each width attend to all of it."""
+    """Fill the context of a model, and run passes of several widths that attend to all of it."""
     room = model.facts.context_tokens - 8
     if cell.is_mlx and isinstance(model, ReplayModel):
         _read_turns(model, room if cell.full else _LAST_TOKENS)
@@ -176,7 +177,7 @@ def _read(model: Any, cell: Cell) -> None:
 
 
 def _verify(model: Any, width: int) -> None:
-    """Run a verify pass of this width, or of the model's largest, and keep only its first token."""
+    """Run a verify pass over `width` tokens, or the model's maximum, and keep only the first token."""
     capabilities = model.facts.capabilities
     tree = TokenTree.chain(
         5, range(6, 5 + min(width, capabilities.max_width if capabilities.rollback else 1))
@@ -189,7 +190,8 @@ def _verify(model: Any, width: int) -> None:
 def _fill_cells(model: Any, room: int) -> None:
     """Prefill part of the context, and copy its cells to other sequences until only `_LAST_TOKENS` are free.
 
-    This is faster than prefilling everything, and llama.cpp's attention runs over the cells of all sequences.
+    This is faster than prefilling everything. llama.cpp allocates the same buffers, because its attention
+    runs over the cells of all sequences.
     """
     context = getattr(model, "_inner", model)._context
     others = range(1, max(2, context.plan.sequences - _FREE_SEQUENCES))
@@ -213,18 +215,18 @@ def _fill_cells(model: Any, room: int) -> None:
 
 
 def _add_checkpoints(context: Any, sequence: int, tokens: int) -> None:
-    """Share the cells with as many sequences as the checkpoints of a long prompt do (replay.py)."""
+    """Share the cells with other sequences, as the checkpoints of a long prompt do (replay.py)."""
     for number, share in enumerate(_CHECKPOINT_SHARES):
         copy = _FIRST_UNUSED_SEQUENCE + number + len(_CHECKPOINT_SHARES) * sequence
         context.copy(sequence, copy, 0, int(share * tokens))
 
 
 def _fill_rows(model: Any, room: int) -> None:
-    """Prefill part of the context of an MLX model, and repeat its rows, like `_fill_cells`."""
+    """Prefill part of an MLX model's context, and copy its cache entries until the context is nearly full."""
     import mlx.core as mx
 
     model.prefill(_prompt(_LAST_TOKENS))
-    # Rows must move by whole blocks, because sliding-window caches consist of blocks.
+    # Copy whole blocks only, because sliding-window caches consist of blocks.
     more = (room - 2 * _LAST_TOKENS) // _BLOCK_ROWS * _BLOCK_ROWS
     for cache in model.caches.attention:
         (start, end), arrays = cache.dump(0, model.length)
@@ -250,7 +252,7 @@ def _read_turns(model: ReplayModel, room: int) -> None:
 
 
 def _import_cells(context: Any, parts: Sequence[memoryview], sequence: int) -> bool:
-    """Import cells like `LlamaContext.import_cells`, into a given sequence."""
+    """Import cells like `LlamaContext.import_cells`, but into the given sequence."""
     start = 0
     for part in parts:
         stop = start + (context.window or context.tokens)

@@ -1,7 +1,7 @@
-"""GGUF files with random weights, one for each kind of memory that llama.cpp allocates.
+"""Write GGUF files with random weights, one for each kind of memory that llama.cpp allocates.
 
-Most weights are in the embedding and the output layer, so that long prompts are prefilled quickly although
-the files are large enough to measure.
+Most weights are in the embedding and the output layer. The files are therefore large enough to measure, but
+long prompts are prefilled quickly.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ def _moe(writer: gguf.GGUFWriter, sizes: Sizes) -> Tensors:
 
 
 def _window(writer: gguf.GGUFWriter, sizes: Sizes) -> Tensors:
-    """Yield six layers, of which all but the last have a sliding attention window."""
+    """Yield the tensors of six layers. All but the last have a sliding attention window."""
     _heads(writer, sizes)
     writer.add_sliding_window(sizes.window)
     writer.add_final_logit_softcapping(30.0)
@@ -240,13 +240,13 @@ KINDS: dict[str, tuple[str, _Kind, str]] = {
 
 
 def write_gguf(path: Path, kind: str, type_name: str = "F16", sizes: Sizes | None = None) -> Path:
-    """Write a model of a kind, and return `path`.
+    """Write a model of the given kind and return `path`.
 
     Args:
         path: the file to write.
         kind: a key of `KINDS`.
         type_name: F16, or a type that llama.cpp's quantiser supports.
-        sizes: the dimensions; None for the defaults.
+        sizes: the dimensions, or None for the defaults.
     """
     sizes = sizes or Sizes()
     if type_name != "F16":

@@ -1,4 +1,4 @@
-"""MLX checkpoints with random weights, 30 to 150 MB each, one for each kind of memory."""
+"""Write MLX checkpoints with random weights, 30 to 150 MB each, one for each kind of memory."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 __all__ = ["MLX_KINDS", "write_mlx"]
 
 _ATTENTION = {"hidden_size": 512, "intermediate_size": 2048, "num_attention_heads": 8, "head_dim": 64}
-# Settings that make these models larger than those of the tests.
+# Settings that make these models larger than the test models.
 MLX_KINDS: dict[str, dict[str, Any]] = {
     "llama": {**_ATTENTION, "num_key_value_heads": 8, "num_hidden_layers": 8},
     "qwen3": {**_ATTENTION, "num_hidden_layers": 8},
@@ -27,13 +27,13 @@ MLX_KINDS: dict[str, dict[str, Any]] = {
 
 
 def write_mlx(folder: Path, kind: str, type_name: str, *, tiny: bool = False) -> Path:
-    """Write a checkpoint of a kind, and return its folder.
+    """Write a checkpoint of the given kind and return its folder.
 
     Args:
         folder: the folder to write.
         kind: a key of `MLX_KINDS`.
         type_name: `float32`, `float16`, or the bits of quantised weights, as in `4`.
-        tiny: keep the small sizes of the tests.
+        tiny: use the small sizes of the test models.
     """
     sys.path.append(str(Path(__file__).parents[2]))
     from tests.backends.mlx.tiny_checkpoints import write_checkpoint

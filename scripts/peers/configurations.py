@@ -11,9 +11,9 @@ from edgespec.errors import OptionError
 
 __all__ = ["GRID", "Configuration", "parse", "rotated_order", "server_flags"]
 
-# Default configurations of llama-server: plain decoding, a draft model (llama-server's default length is 3),
-# each n-gram method with its default sizes and with short n-grams, because short replies hold no long
-# repetitions, and n-grams combined with a draft model.
+# Default configurations of llama-server: plain decoding, a draft model with several draft lengths (the
+# default is 3), each n-gram method, and n-grams combined with a draft model. Most n-gram methods also run
+# with short n-grams, because short replies contain no long repetitions.
 GRID = (
     "none,draft:1,draft:2,draft:3,draft:4,draft:6,draft:8,draft:12,draft:16,"
     "ngram-simple,ngram-map-k,ngram-map-k4v,ngram-mod,ngram-cache,"
@@ -41,7 +41,7 @@ class Configuration:
 
 
 def parse(method: str) -> tuple[str, int | None]:
-    """Return the method and the draft length of a name such as `model:4`, or None if it has no length.
+    """Split a name such as `model:4` into the method and its draft length, which is None if missing.
 
     Raises:
         OptionError: The name is not METHOD or METHOD:LENGTH.
@@ -55,9 +55,9 @@ def parse(method: str) -> tuple[str, int | None]:
 
 
 def rotated_order(items: Sequence[T], index: int) -> list[T]:
-    """Return the order for one prompt or list, so that each item is equally often first and last.
+    """Return the items in an order that depends on `index`, so that each is first and last equally often.
 
-    The order rotates with the index, and every second one is reversed.
+    The order rotates with the index, and is reversed for odd indexes.
     """
     shift = index // 2 % len(items)
     rotated = [*items[shift:], *items[:shift]]
@@ -72,7 +72,7 @@ def server_flags(name: str, draft: str | None) -> list[str]:
         draft: Path of the draft model, or None.
 
     Raises:
-        OptionError: llama-server has no such configuration, or it needs a draft model.
+        OptionError: llama-server has no such configuration, or a draft model is missing.
     """
     if name == "none":
         return []
@@ -96,7 +96,7 @@ def _part_flags(part: str, kind: str, sizes: list[str], draft: str | None) -> li
     if kind in _MAPS and len(sizes) == 2:
         return [f"--spec-{kind}-size-n", sizes[0], f"--spec-{kind}-size-m", sizes[1]]
     if kind == "ngram-mod" and len(sizes) == 2:
-        # The default minimum is 48 tokens.
+        # Lower the minimum, which is 48 tokens by default.
         lengths = ["--spec-ngram-mod-n-min", "1", "--spec-ngram-mod-n-max", sizes[1]]
         return ["--spec-ngram-mod-n-match", sizes[0], *lengths]
-    raise OptionError(f"{part!r} is not a configuration of llama-server", _HINT)
+    raise OptionError(f"{part!r} is not a llama-server configuration", _HINT)

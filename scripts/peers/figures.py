@@ -22,7 +22,8 @@ __all__ = [
     "total_speed",
 ]
 
-# Fewest tokens of a speed. In shorter replies a single delay would dominate the result. Chosen.
+# Minimum number of tokens for computing a speed. In shorter replies, a single delay would dominate the
+# result.
 _MIN_TOKENS = 4
 
 Speed = Callable[[Run], float | None]
@@ -85,14 +86,14 @@ class Speeds:
                 self._categories[reply.prompt] = reply.category
 
     def mean(self, configuration: Configuration) -> float | None:
-        """Return the geometric mean over prompts of the median over repeats, or None without any reply."""
+        """Return the geometric mean of the prompts' median speeds, or None if there are no replies."""
         by_prompt: dict[str, list[float]] = defaultdict(list)
         for (prompt, _), rate in self._speeds[configuration].items():
             by_prompt[prompt].append(rate)
         return geometric_mean(list(by_prompt.values())) if by_prompt else None
 
     def ratios(self, configuration: Configuration, baseline: Configuration) -> dict[str, list[float]]:
-        """Return the speed-up over the baseline for each prompt, in each repeat that both have."""
+        """Return the speed-up over the baseline, by prompt, for the repeats that both have completed."""
         by_prompt: dict[str, list[float]] = defaultdict(list)
         for key, rate in self._speeds[configuration].items():
             if key in self._speeds[baseline]:
@@ -127,7 +128,7 @@ class Comparison:
 
 
 def compare(speeds: Speeds, configuration: Configuration, baseline: Configuration) -> Comparison | None:
-    """Return the speed-up over the baseline, or None without a common prompt."""
+    """Return the speed-up over the baseline, or None if they have no prompt in common."""
     ratios = speeds.ratios(configuration, baseline)
     if not ratios:
         return None

@@ -1,4 +1,4 @@
-"""llama-server, with one process per configuration, used over HTTP."""
+"""Start llama-server processes, one per configuration, and send them requests over HTTP."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ class LlamaServer:
         """Start the server and wait until the model is loaded.
 
         Raises:
-            EdgespecError: The server cannot be started, ended, or was not ready in time. The message
-                holds the last error line of its log.
+            EdgespecError: The server could not be started, exited, or was not ready in time. The message
+                contains the last error line of its log.
         """
         port = _free_port()
         self._address = f"http://127.0.0.1:{port}"
@@ -65,7 +65,7 @@ class LlamaServer:
         with tempfile.NamedTemporaryFile("wb", prefix="llama-server-", suffix=".log", delete=False) as log:
             self._log = log.name
             try:
-                # In its own session the server does not receive Ctrl-C. The script stops it.
+                # Start a new session, so that Ctrl-C does not reach the server. The script stops it instead.
                 self._process = subprocess.Popen(
                     command,
                     stdout=log,
@@ -82,7 +82,7 @@ class LlamaServer:
         while not self._ready():
             if self._process.poll() is not None:
                 raise self._failure(
-                    f"llama-server ended during its start with status {self._process.returncode}"
+                    f"llama-server exited during startup with status {self._process.returncode}"
                 )
             if monotonic() > deadline:
                 raise self._failure(f"llama-server was not ready after {_START_TIMEOUT_SECONDS:.0f} s")
@@ -128,7 +128,7 @@ class LlamaServer:
 
 
 def request_body(prompt: Sequence[int], options: GenerationOptions) -> dict[str, Any]:
-    """Return the request for /completion, with the prompt as tokens and only the samplers of the options."""
+    """Return the body of a /completion request, with the prompt as tokens and only the given samplers."""
     return {
         "prompt": list(prompt),
         "n_predict": options.max_tokens,
@@ -145,14 +145,14 @@ def request_body(prompt: Sequence[int], options: GenerationOptions) -> dict[str,
 
 
 def run_from_answer(answer: Mapping[str, Any], prompt_tokens: int, seconds: float) -> Run:
-    """Return the measurements of an answer of /completion.
+    """Convert a response from /completion to measurements.
 
-    llama-server counts the first token as part of the prompt, so `predicted_ms` is the time of the others.
+    llama-server counts the first token as part of the prompt, so `predicted_ms` covers only later tokens.
 
     Args:
-        answer: The JSON object.
-        prompt_tokens: Number of tokens of the prompt.
-        seconds: Seconds of the whole request, measured by the caller.
+        answer: The JSON object in the response.
+        prompt_tokens: Number of tokens in the prompt.
+        seconds: Duration of the whole request, measured by the caller.
 
     Raises:
         EdgespecError: A key is missing, or the server did not prefill the whole prompt.
@@ -164,7 +164,7 @@ def run_from_answer(answer: Mapping[str, Any], prompt_tokens: int, seconds: floa
         accepted = int(timings.get("draft_n_accepted", 0))
     except (KeyError, TypeError, ValueError) as error:
         raise EdgespecError(
-            f"the answer of llama-server has no key {error}",
+            f"the response of llama-server has no key {error}",
             "use a version that returns tokens and timings",
         ) from error
     if read != prompt_tokens:
@@ -183,7 +183,7 @@ def enabled_features(system_info: str) -> str:
 def binary_features(binary: Path) -> str:
     """Return the enabled features of a llama-server binary.
 
-    The server logs them before it loads the model, so it is started with the path of a missing model.
+    The server logs them before it loads the model, so it is started with a model path that does not exist.
     """
     with tempfile.TemporaryDirectory() as empty:
         command = [binary, "--log-verbosity", "4", "--offline", "--port", str(_free_port())]

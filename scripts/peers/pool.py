@@ -16,7 +16,7 @@ from scripts.peers.replies import GenerationOptions, Run
 __all__ = ["Peer", "Pool"]
 
 _WARM_UP_TOKENS = 4
-# Time for a program to finish its work after a reply, before it is stopped. Chosen.
+# Time for a program to finish its work after a reply, before it is suspended. A heuristic.
 _SETTLE_SECONDS = 0.02
 
 
@@ -62,7 +62,8 @@ class Pool:
                 self._free_memory()
                 peer = self._makers[configuration]()
                 peer.start()
-                # The warm-up loads the weights and compiles kernels. The reversed prompt shares no prefix.
+                # Warm up to load the weights and compile kernels. Reverse the prompt, so that no prefix can
+                # be reused.
                 peer.generate(prompt[::-1], replace(options, max_tokens=_WARM_UP_TOKENS))
             else:
                 os.kill(peer.pid, signal.SIGCONT)

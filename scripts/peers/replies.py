@@ -1,4 +1,4 @@
-"""Measurements of one reply, common to all programs, and a function that measures a reply of edgespec."""
+"""Measurements of a reply, the same for all programs, and a function that measures an edgespec reply."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ def _row(
         for baselines in (plain_of_other, plain_of_same)
     ]
     speeds = [f"{mean:.1f}" if (mean := each.mean(configuration)) else "-" for each in (decode, total)]
-    # Shown only if edgespec chose another method than the configuration names.
+    # Show the methods that edgespec used if they differ from the one in the configuration's name.
     used = sorted({run.method for run in runs if run.method} - {configuration.name.partition(":")[0]})
     row = f"  {configuration!s:40} {speeds[0]:>8} {speeds[1]:>8} {per_pass:>9.2f} {equal[0]:>22},"
     return f"{row} {equal[1]:>12}" + (f"  used: {', '.join(used)}" if used else "")

@@ -1,4 +1,4 @@
-"""edgespec and mlx-lm, with one process per configuration."""
+"""Run edgespec and mlx-lm, with one process per configuration."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class MlxLmProgram:
 
 
 class Worker:
-    """A process that holds one program."""
+    """A child process that runs one program."""
 
     def __init__(self, program: Program) -> None:
         self._program = program
@@ -135,7 +135,7 @@ def _serve(program: Program, connection: Connection) -> None:
 
     Sends None after loading, then one `Run` per request. An error is sent as a string.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # The parent handles Ctrl-C.
     try:
         with program.load() as generate:
             connection.send(None)

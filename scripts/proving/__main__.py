@@ -1,4 +1,4 @@
-"""Compare many tokens generated with drafts with plain decoding, and print a table.
+"""Compare drafted replies with plain decoding over many tokens, and print a table.
 
     scripts/prove --tokens 1000000           # takes a few hours; rerun to resume
     scripts/prove --tokens 0 --write         # write the table of all results to docs/exactness.md
@@ -6,7 +6,7 @@
 The embedded models answer prompts with and without drafting, with every method, on both backends, and at the
 temperatures 0, 0.7 and 1.2. Both replies must have the same tokens. The first difference is scored again as
 in `edgespec verify`: it is a near-tie if the rounding error of this machine explains it, and a violation
-otherwise. In every second group of prompts, the end token is suppressed, which gives longer texts.
+otherwise. In every second group of prompts, the end token is suppressed to get longer replies.
 
 Each finished group of replies is one line in the results, and a later run skips it. The exit status is 1 if
 there are violations, or if a method drafted nothing.

@@ -1,4 +1,4 @@
-"""Run shards of the comparison. Each finished shard is a line in the results, and later runs skip it."""
+"""Run the comparison in shards. Each finished shard is a line in the results, and later runs skip it."""
 
 from __future__ import annotations
 
@@ -23,11 +23,12 @@ from edgespec.losslessness import Prompt, read_prompts, verify
 __all__ = ["CONFIGURATIONS", "TEMPERATURES", "Configuration", "Shards", "prepare_models"]
 
 TEMPERATURES = (0.0, 0.7, 1.2)
-# Blocks to run before the next configuration is loaded, because loading a model takes about a second.
+# Number of blocks to run before loading the next configuration. More than one, because loading a model takes
+# about a second.
 _BLOCKS_PER_LOAD = 2
 _PROMPTS_PER_BLOCK = 6
 _DRAFT_LENGTHS = (4, 2, 7)
-# In every second block, no reply ends before this many tokens.
+# Maximum reply length in tokens. Every reply of every second block reaches it.
 _MAX_TOKENS = 192
 
 
@@ -79,7 +80,7 @@ def prepare_models(data_folder: Path) -> None:
 
 
 class Shards:
-    """The finished shards in a file of JSON lines. A shard is a backend, method, temperature and block.
+    """The finished shards in a file of JSON lines. A shard is one backend, method, temperature and block.
 
     Args:
         path: The file.

@@ -13,7 +13,7 @@ __all__ = ["CASES", "FLIPS", "markdown_table", "row"]
 
 RATES = (0.05, 0.3, 0.5, 0.7, 0.85, 0.95)
 _SEEDS = range(8)
-# Token at which acceptance rates change once.
+# Number of tokens after which the acceptance rate changes once.
 FLIP_AT = 100
 
 
@@ -22,17 +22,17 @@ def _stationary(rate: float, length: int = 200) -> list[Text]:
 
 
 def _cheaper(curve: CostCurve) -> CostCurve:
-    """Return a wrong curve: extra tokens cost a third of their true cost."""
+    """Return a wrong cost curve, in which extra tokens cost a third of their true cost."""
     return CostCurve(curve.widths, tuple(1.0 + (cost - 1.0) / 3.0 for cost in curve.seconds))
 
 
 def _dearer(curve: CostCurve) -> CostCurve:
-    """Return a wrong curve: wide passes cost twice their true cost."""
+    """Return a wrong cost curve, in which passes over several tokens cost twice their true cost."""
     return CostCurve(curve.widths, (1.0, *(2.0 * cost for cost in curve.seconds[1:])))
 
 
 def _busy(now: float) -> float:
-    """Return the slowdown by another program, which takes half of the machine after 60 target steps."""
+    """Return the slowdown caused by another program, which uses half of the machine after 60 target steps."""
     return 2.0 if now > 60.0 else 1.0
 
 

@@ -25,7 +25,7 @@ def make_controller(
     lookup: bool = False,
     count_replies: Callable[[], int] = lambda: 1,
 ) -> AutoController:
-    """Return a controller of the world's draft model and, if `lookup`, of its lookup.
+    """Return a controller for the simulated draft model and, if `lookup` is True, the lookup drafter.
 
     The controller starts with `initial_curve`, or with the machine's own cost curve.
     """

@@ -1,4 +1,4 @@
-"""Cost curves of machines, measured by others or here."""
+"""Cost curves of verify passes on several machines, published by others or measured by us."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ class SimulatedMachine:
     """A machine with a target and a draft model. Costs are in target steps.
 
     Attributes:
-        curve: v(m), with target steps of one second.
+        curve: Cost v(m) of a verify pass over m tokens. A target step takes one second.
         draft_cost: Cost of drafting a token.
-        source: Who measured v.
+        source: Who measured the curve.
         prefill_cost: Cost of prefilling a token of the prompt in the draft model.
     """
 
@@ -32,8 +32,9 @@ def _curve(*points: tuple[int, float]) -> CostCurve:
     return CostCurve(widths, costs)
 
 
-# Published measurements do not include a draft model. An eighth of the target's size is assumed for it, and a
-# prefill of fifty tokens per target step. Beyond the last width v continues with its last slope.
+# Assumed draft costs, because published measurements do not include a draft model: about an eighth of the
+# target's size. `prefill_cost` assumes that prefilling 50 tokens takes one target step. Beyond its last
+# width, a curve continues with its last slope.
 _APPLE, _SMALL = 0.12, 0.08
 
 MACHINES = (

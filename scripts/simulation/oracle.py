@@ -1,4 +1,4 @@
-"""The best fixed draft length in hindsight, with which the controller is compared."""
+"""Find the best fixed draft length in hindsight, with which the controller is compared."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from scripts.simulation.traces import Text
 
 __all__ = ["PLAIN", "Fixed", "best_fixed", "fixed_seconds"]
 
-# Longest draft length that is compared.
+# Longest draft length to compare.
 _MAX_DRAFT_LENGTH = 16
 
 
 @dataclass(frozen=True, slots=True)
 class Fixed:
-    """A draft length used in every round, 0 for plain decoding. The lookup drafts if `lookup`."""
+    """A draft length used in every round; 0 for plain decoding. `lookup` selects the lookup drafter."""
 
     draft_length: int
     lookup: bool = False

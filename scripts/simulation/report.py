@@ -26,7 +26,7 @@ def steady(_: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """Replies of one kind.
+    """A kind of replies on which the controller is evaluated.
 
     Attributes:
         warm: Number of other replies the controller generates before each evaluated one.
@@ -43,7 +43,7 @@ class Case:
 
 
 class Outcome(NamedTuple):
-    """Results of a case. Speeds are over plain decoding.
+    """Results of a case. Speeds are relative to plain decoding.
 
     Attributes:
         auto: Geometric mean of the controller's speeds.
@@ -117,7 +117,7 @@ _RECOVERED_SHARE = 0.9
 
 
 def recovery_tokens(machine: SimulatedMachine, texts: Sequence[Text], at: int) -> int:
-    """Return how many tokens after a change of the acceptance rate the controller has recovered.
+    """Return how many tokens the controller takes to recover from a change of the acceptance rate.
 
     It has recovered when its mean speed over the next 20 tokens and all replies is within 10% of the best
     fixed draft length for the tokens after the change.

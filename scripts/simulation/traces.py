@@ -31,7 +31,7 @@ class Trace:
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """A reply, with the predictions of a draft model and, if there is one, of a lookup."""
+    """A reply, with the predictions of a draft model and, if there is one, of a lookup drafter."""
 
     name: str
     model: Trace
@@ -65,7 +65,7 @@ def stretches(rates: Sequence[float], length: int, seed: int, *, informed: bool 
         rates: Acceptance rate of each stretch. The confidence is drawn from a Beta distribution around it.
         length: Tokens of the reply.
         seed: Seed of the random numbers.
-        informed: The draft model's probabilities are true: it is right with the probability that it states.
+        informed: Whether the draft model's confidence is the true probability that its prediction is right.
     """
     random = np.random.default_rng(seed)
     rate = np.array([rates[i * len(rates) // length] for i in range(length)])
@@ -79,15 +79,15 @@ def stretches(rates: Sequence[float], length: int, seed: int, *, informed: bool 
 def passages(
     text: Text, share: float, passage_tokens: int, seed: int, *, right: float = 0.97, stray: float = 0.05
 ) -> Text:
-    """Return the same reply with copied passages, which a lookup predicts.
+    """Return the same reply with copied passages, which a lookup drafter predicts.
 
     Args:
         text: The reply.
         share: Share of the reply that is copied.
         passage_tokens: Tokens of a passage.
         seed: Seed of the random numbers.
-        right: Acceptance rate of the lookup within passages.
-        stray: Share of other positions where the lookup drafts as well, mostly wrongly.
+        right: Acceptance rate of the lookup drafter within passages.
+        stray: Share of other positions where the lookup drafter drafts too, mostly wrongly.
     """
     random = np.random.default_rng(seed)
     length = text.length
@@ -121,7 +121,7 @@ def replies(temperature: float) -> tuple[Text, ...]:
 
 @cache
 def recorded(temperature: float) -> tuple[Text, ...]:
-    """Return these replies joined to one long reply per skill, such as code."""
+    """Return the recorded replies, joined into one long reply per skill, such as code."""
     skills: dict[str, list[Trace]] = {}
     for reply in replies(temperature):
         skills.setdefault(reply.name, []).append(reply.model)

@@ -74,7 +74,7 @@ class World:
         return self.machine.prefill_cost
 
     def verify(self, tree: TokenTree) -> Logits:
-        """Run a target pass. The most likely tokens of its logits are those of the reply."""
+        """Run a target pass. Its logits rank the reply's tokens highest."""
         self.spend(self.pass_cost(tree.width))
         rows = np.zeros((tree.width, WORDS), np.float32)
         for node, depth in enumerate(tree.depths):
@@ -89,7 +89,7 @@ class World:
         return _Model(self, growth)
 
     def lookup(self) -> Drafter:
-        """Return the lookup, which drafts up to the next position without a prediction and takes no time."""
+        """Return the lookup drafter, which takes no time and drafts up to the next missing prediction."""
         return _Lookup(self)
 
     def reply(self, drafter: Drafter | None, text: Text, draft_length: int = 16) -> float:
@@ -138,7 +138,8 @@ class World:
             whole: Whether the drafter has processed the whole prompt.
         """
         token, place = self._tokens[at], at - self.text.prompt_tokens
-        # Multiples of the golden ratio modulo 1 are spread evenly, and the same in every run.
+        # Choose the errors with multiples of the golden ratio modulo 1, which are spread evenly and the same
+        # in every run.
         right = trace.is_right[place] and (whole or place * 0.618034 % 1.0 < _TRUNCATED_SHARE)
         return token if right else (token + wrong) % WORDS
 
@@ -151,7 +152,7 @@ class _Model(BudgetedDrafter):
         self._growth = growth
         self.chooses_length = growth.chooses_length
         self._reply = self._length = self._run = 0
-        self._whole = True  # Whether the model has processed the whole sequence, not only the end.
+        self._whole = True  # True if the model has processed the whole sequence, not only its end.
         self._drafted: list[int] = []
 
     def begin(self, tokens: Sequence[int]) -> None:

@@ -8,7 +8,8 @@ is reported as used up, and the program is suspended and resumed. Some questions
 chat, which is then ended by a signal.
 
 Prints the events, the growth of the program's memory with a 95 % interval, and how many questions and replies
-are missing in the saved chats. The exit status is 1 if anything is lost, crashed, hung or grows.
+are missing from the saved chats. The exit status is 1 if a message is lost, the program crashes or hangs, or
+its memory use grows.
 """
 
 from __future__ import annotations

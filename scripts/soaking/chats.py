@@ -1,4 +1,4 @@
-"""The program under test. It chats through the Python API and saves each message, as its parent requests."""
+"""The program under test. It chats as requested by its parent process, and saves each message."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ class Soak:
 
     @property
     def seconds(self) -> float:
-        """How long the program has run in total, including earlier runs."""
+        """Total running time of the program in seconds, including earlier runs."""
         return float(sum(line["seconds"] for line in self.lines if line["kind"] == "event"))
 
     def run(self, seconds: float) -> None:

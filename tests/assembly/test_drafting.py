@@ -41,7 +41,9 @@ class TestAsked:
     def test_the_error_for_an_unloaded_drafter_tells_how_to_load_it(self, name: str) -> None:
         with (
             edgespec.load("demo", "none", context=512) as runtime,
-            pytest.raises(OptionError, match=f"{name} was not asked for .*; load with --method {name}"),
+            pytest.raises(
+                OptionError, match=f"{name} was not requested .*; load the model with --method {name}"
+            ),
         ):
             runtime.generate(PROMPT, method=name)
 
@@ -50,7 +52,7 @@ class TestAsked:
         [
             ("layerskip", "run `edgespec prepare layerskip demo` once"),
             ("lowbit", "run `edgespec prepare lowbit demo` once"),
-            ("swift", "that takes an MLX model"),
+            ("swift", "because it is not an MLX model"),
         ],
     )
     def test_the_error_for_a_missing_drafter_tells_what_to_do(

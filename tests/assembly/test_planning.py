@@ -55,7 +55,7 @@ def test_the_draft_is_dropped_before_the_chat_fails() -> None:
     planned = _planned(alone, fixed=PlanRequest(frozenset({"context", "kv_type"})))
     assert planned.plan.fits
     assert planned.pair.draft is None
-    assert "does not fit the memory" in planned.pair.why_no_draft
+    assert "does not fit in memory" in planned.pair.why_no_draft
     assert "no draft model" in planned.notice
 
 

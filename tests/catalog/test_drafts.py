@@ -95,7 +95,7 @@ def test_auto_takes_the_draft_and_gives_the_reason(lmstudio: Path) -> None:
 def test_the_runtime_reports_the_draft_and_replies_are_unchanged(lmstudio: Path) -> None:
     with edgespec.load("maker/Large-GGUF", context=256, threads=1) as runtime:
         assert runtime.draft is not None
-        assert "maker/Small-GGUF drafts: it has the same tokens" in runtime.target.notice
+        assert "drafting with maker/Small-GGUF: it has the same tokens" in runtime.target.notice
         reply = runtime.generate("How do I list files?", max_tokens=12, seed=3)
     with edgespec.load("demo", "none", context=256, threads=1, method="none") as runtime:
         assert runtime.generate("How do I list files?", max_tokens=12, seed=3).tokens == reply.tokens

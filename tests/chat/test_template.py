@@ -162,7 +162,7 @@ class TestLimits:
         [
             (ENDLESS, "used more than 2 seconds of CPU time"),
             ("{{ 'a' * 4000000000 }}", "needs more than 512 MiB of memory"),
-            ("{% for i in range(9999) %}{{ 'a' * 9999 }}{% endfor %}", "its output exceeds 1.0 MiB"),
+            ("{% for i in range(9999) %}{{ 'a' * 9999 }}{% endfor %}", "the output exceeds 1.0 MiB"),
             (HOSTILE["nested brackets"], "too deeply nested"),
             (HOSTILE["nested ifs"], "too deeply nested"),
             (HOSTILE["a macro without end"], "too deeply nested"),

@@ -106,7 +106,7 @@ def test_set_changes_a_value_and_keeps_comments(run: Run, file: Path) -> None:
         (["set", "seed", "x"], "seed must be a non-negative integer, not 'x'"),
         (["set", "mmap", "x"], "mmap must be True or False, not 'x'"),
         (["set", "temperature", "-1"], "temperature must be a number from 0 to 100, not -1.0; "),
-        (["set", "system", "\udce9"], "is not UTF-8 text"),
+        (["set", "system", "\udce9"], "cannot be encoded as UTF-8"),
         (["unset", "zzz"], "there is no setting 'zzz'"),
         (["get", "zzz"], "there is no setting 'zzz'"),
         (["sett", "seed"], "did you mean 'set'?"),

@@ -82,7 +82,7 @@ def test_what_does_not_fit_says_what_to_do(run: Run) -> None:
     assert done.exit_code == 0
     said = json.loads(done.stdout)
     assert said["fits"] is False
-    assert said["why_no_draft"] == "the draft model demo-draft does not fit the memory"
+    assert said["why_no_draft"] == "the draft model demo-draft does not fit in memory"
     assert "raise --memory" in said["advice"]
     assert {tuple(each) for each in said["decisions"]} == {("what", "why", "bytes")}
 

@@ -162,7 +162,7 @@ def test_settings_that_the_method_does_not_read_are_left_out(run: Run, file: Pat
         ("seed = 1\ntarget = demo\n", "line 2, column 10: invalid value; write lines such as target"),
         ("seed = 1\nseed = 2\n", "line 2, column 9: cannot overwrite a value"),
         ('seed = 1\nsystem = """\n', "line 2: "),
-        ("seed = " + "[" * 5000, "config.toml: it is nested too deeply"),
+        ("seed = " + "[" * 5000, "config.toml: the text is nested too deeply"),
         ("remember" + ".a" * 5000 + " = 1\n", "config.toml: a key has more than 100 dots"),
         (f"seed = {'9' * 5000}", "config.toml: a number has too many digits; write lines"),
         ("k" * 5000 + " = 1", f"line 1: there is no setting '{'k' * 60}'; "),

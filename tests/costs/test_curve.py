@@ -53,7 +53,7 @@ class TestCostCurve:
         [((), ()), ((2, 3), (1, 1)), ((1, 1), (1, 1)), ((1, 3, 2), (1, 1, 1)), ((1,), (0,)), ((1, 2), (1,))],
     )
     def test_invalid_curves_raise(self, widths: tuple[int, ...], seconds: tuple[float, ...]) -> None:
-        with pytest.raises(ValueError, match="Widths"):
+        with pytest.raises(ValueError, match="widths"):
             CostCurve(widths, seconds)
 
 

@@ -201,7 +201,7 @@ def test_probe_results_of_other_load_options_are_not_used(
     """In a smaller context, with fewer threads, with weights in one piece."""
     monkeypatch.setenv("EDGESPEC_DATA_DIR", str(tmp_path))
     small = restrict_to_exact(table(3, context_tokens=20), "", None)
-    assert small == "exact: this model cannot draft, replies are read again for the next reply"
+    assert small == "exact: this model cannot draft; each reply is processed again before the next reply"
     assert "17 tokens" in restrict_to_exact(table(3), "", None)
     monkeypatch.setattr(exact, "find_bit_exact_passes", lambda *_: BitExactPasses(5, True, True))
     assert "17 tokens" in restrict_to_exact(table(3), "", None)

@@ -194,7 +194,7 @@ def test_the_error_of_a_failed_reply_is_one_line(binary: Path, message: str) -> 
 def test_the_error_of_a_failed_start_holds_the_log_line(binary: Path) -> None:
     server = LlamaServer(binary, ["--spec-type", "ngram-cache"])
     with pytest.raises(
-        EdgespecError, match=r"during its start with status 1: E error: failed to load the model;"
+        EdgespecError, match=r"during startup with status 1: E error: failed to load the model;"
     ):
         server.start()
     server.stop()
@@ -378,7 +378,7 @@ def test_failed_configurations_are_left_out_and_an_interrupt_keeps_the_results(
     bench_peers.main()
     printed = capfd.readouterr()
     assert "warning: llama-server has other features: AVX2 OPENMP" in printed.out
-    assert "llama-server ngram-cache is left out: llama-server ended during its start" in printed.err
+    assert "llama-server ngram-cache is left out: llama-server exited during startup" in printed.err
     assert "Interrupted" in printed.err
     assert "temperature 0, 2 prompts" in printed.out
     content = json.loads(out.read_text("utf-8"))

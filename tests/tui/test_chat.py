@@ -214,7 +214,7 @@ async def test_invalid_option_is_shown_as_an_error_panel(demo: Load, tmp_path: P
         assert "telepathy" in d.transcript()
         d.chat.prompt.clear()
         await d.say("/set method lowbit")
-        assert "lowbit was not asked for" in d.transcript()
+        assert "lowbit was not requested" in d.transcript()
         assert "method" not in d.chat.current_chat.settings
         d.chat.prompt.clear()
         await d.say("/set method none")

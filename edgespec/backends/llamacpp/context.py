@@ -301,8 +301,8 @@ class LlamaContext:
     def compact_branch(self, source: int, start: int, end: int) -> None:
         """Move positions [start, end) of `source` to sequence 0, and remove all other sequences.
 
-        Cells of sequence 0 from `start` onwards are replaced. The moved cells become contiguous, because
-        attention sums over cells in memory order, and a later token in a gap would change the rounding.
+        Cells of sequence 0 from `start` onwards are replaced. The moved cells become contiguous. Attention
+        sums over cells in memory order, so a later token stored in a gap would change the rounding.
         """
         parts = self.export_cells(source, start, end)
         for sequence in range(self._scratch + 1):
@@ -316,11 +316,12 @@ class LlamaContext:
     def export_cells(self, source: int, start: int, end: int) -> list[memoryview]:
         """Return the KV cells of `source` at positions [start, end) as a list of parts for `import_cells`.
 
-        No part is longer than the sliding window. When llama.cpp exports a sequence, it omits cells outside
-        the window of the last token, but a later rollback needs them.
+        No part is longer than the sliding window. From a longer one, llama.cpp would omit the cells outside
+        the window of the last token, which a later rollback may need.
         """
         parts = []
-        self.drop(self._scratch, 0)  # An interrupted call may have left cells in the scratch sequence.
+        # Remove any cells that an interrupted call left in the scratch sequence.
+        self.drop(self._scratch, 0)
         for begin, stop in self._parts(start, end):
             self.copy(source, self._scratch, begin, stop)
             parts.append(self.export_sequence(self._scratch))
@@ -340,7 +341,7 @@ class LlamaContext:
         return True
 
     def _parts(self, start: int, end: int) -> list[tuple[int, int]]:
-        """Split [start, end) at multiples of the sliding window."""
+        """Split [start, end) at multiples of the sliding window's size."""
         window = self.window or max(1, end)
         cuts = [start, *range((start // window + 1) * window, end, window), end]
         return list(pairwise(cuts)) if start < end else []

@@ -149,19 +149,19 @@ def choose_split_contexts(lower: Any, upper: Any, options: LoadOptions) -> tuple
 
 
 def work_bytes(lower: Any, options: LoadOptions) -> int:
-    """Return the memory in bytes for the lower part's logits and a copy of them."""
+    """Return the memory in bytes for the logits of a split model's lower part and for a copy of them."""
     return 2 * logits_bytes(lower, min(MAX_WIDTH, _lower_rows(lower, options)))
 
 
 def split_load_options(lower: Any, options: LoadOptions) -> tuple[LoadOptions, LoadOptions]:
-    """Return the load options for the lower and the upper part, which differ only in `batch_tokens`."""
+    """Return the load options for both parts of a split model, which differ only in `batch_tokens`."""
     below, above = _lower_rows(lower, options), min(MAX_WIDTH, options.batch_tokens)
     return replace(options, batch_tokens=below), replace(options, batch_tokens=above)
 
 
 def _lower_rows(lower: Any, options: LoadOptions) -> int:
     fitting = _UNREAD_BYTES // logits_bytes(lower, 1) // _FEWEST_ROWS * _FEWEST_ROWS
-    # llama.cpp allocates the logits of at least one row per sequence.
+    # Allow one row per sequence, because llama.cpp allocates logits for at least that many rows.
     return min(options.batch_tokens, max(fitting, _FEWEST_ROWS, options.max_branches + 1))
 
 
@@ -177,7 +177,7 @@ def check_contexts_fit(plans: Sequence[ContextPlan], other_bytes: int, options: 
     total_bytes, token_bytes = sum(plan.kv_bytes for plan in plans), sum(plan.token_bytes for plan in plans)
     if total_bytes > left:
         tokens = plans[0].tokens
-        # Recurrent states take the same memory in a shorter context.
+        # Subtract the recurrent states, which take the same memory in a shorter context.
         left_for_tokens = max(0, left - (total_bytes - tokens * token_bytes))
         fitting = left_for_tokens // token_bytes // BLOCK_TOKENS * BLOCK_TOKENS if token_bytes else 0
         raise cache_too_large_error(tokens, total_bytes, left, fitting)

@@ -85,14 +85,14 @@ def _check(path: Path, _size_bytes: int, _changed_ns: int) -> None:
 def _count_problem(header: GgufHeader) -> str:
     layers = header.architecture_value("block_count")
     if isinstance(layers, int) and not 0 < layers <= _MAX_LAYERS:
-        return f"its layer count is {layers:,}, outside 1 to {_MAX_LAYERS}"
+        return f"its layer count is {layers:,}, but must be from 1 to {_MAX_LAYERS}"
     mtp_layers = header.architecture_value("nextn_predict_layers", 0)
     if isinstance(layers, int) and isinstance(mtp_layers, int) and mtp_layers > layers:
         return f"its {layers:,} layers include {mtp_layers:,} multi-token prediction layers"
     for key, max_value in _MAX_COUNTS.items():
         value = header.architecture_value(key)
         if isinstance(value, int) and value > max_value:
-            return f"its {key} is {value:,}, above {max_value:,}"
+            return f"its {key} is {value:,}, but must not exceed {max_value:,}"
     scaling = header.architecture_value("rope.scaling.type", "none")
     if isinstance(scaling, str) and scaling not in _ROPE_SCALINGS:
         return f"its rope.scaling.type is {scaling[:40]!r}, which llama.cpp does not support"
@@ -140,7 +140,7 @@ def _vocabulary_problem(header: GgufHeader) -> str:
     if duplicates := _duplicate_count(tokens):
         return f"its vocabulary has {duplicates:,} duplicate tokens"
     if header.metadata.get("tokenizer.ggml.model") == "llama":
-        # llama.cpp splits characters without a token into bytes, and aborts if one of them has no token.
+        # llama.cpp splits characters without a token into bytes, and aborts if a byte has no token.
         byte_tokens = {name: byte for byte in range(256) for name in (b"<0x%02X>" % byte, bytes([byte]))}
         bytes_present = {byte_tokens[name] for name in _token_texts(tokens) if name in byte_tokens}
         if missing := 256 - len(bytes_present):

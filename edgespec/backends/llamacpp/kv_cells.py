@@ -136,7 +136,8 @@ class KvCells:
 
         If the cache cannot be rolled back and no checkpoints are used, it is cleared instead.
         """
-        if not self._replays:  # With replay, the other sequences contain checkpoints, which must be kept.
+        # Remove the other sequences, unless they contain checkpoints for replay.
+        if not self._replays:
             self.context.drop_others()
         self.length = length
         if not self.context.drop(0, length) and not self._replays:

@@ -91,7 +91,7 @@ def choose_kv_types(options: LoadOptions, f16_bytes: int, *, same_type: bool = F
         OptionError: `options.kv_type` is unknown, or specifies two types although `same_type` is set.
     """
     if options.kv_type == "auto":
-        # Rounding errors in a draft model do not affect the output.
+        # A draft model needs no exact kernel, because its rounding errors do not affect the output.
         prefers_exact = (options.exact or f16_bytes <= _SMALL_CACHE_BYTES) and not options.is_draft
         supported = on_cpu(options) and options.flash_attention != "off" and not same_type
         return KvTypes("f16", "bf16") if prefers_exact and supported else KvTypes("f16", "f16")
@@ -105,10 +105,10 @@ def choose_kv_types(options: LoadOptions, f16_bytes: int, *, same_type: bool = F
 
 
 def prefill_kernel_differs(types: KvTypes, options: LoadOptions, threads: int) -> bool:
-    """Return whether prefill uses a different attention kernel than target steps and verify passes.
+    """Return whether prefill uses a different attention kernel than single-token and verify passes.
 
-    This function only returns True for a single CPU thread. With more threads, even target steps and verify
-    passes use different kernels.
+    This function only returns True for a single CPU thread. With more threads, single-token and verify passes
+    do not share a kernel either.
     """
     return threads == 1 and on_cpu(options) and not types.has_single_kernel
 

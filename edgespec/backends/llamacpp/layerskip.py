@@ -57,7 +57,7 @@ _SINGLE_POSITION_ROPES = (-1, 0, 2)
 def load_layerskip(
     folder: str, name: str, options: LoadOptions, progress: Progress | None = None
 ) -> LayerSkipModel:
-    """Load the lower and the upper split of a model.
+    """Load a model that is split into its lower and its upper layers.
 
     Both splits memory-map their shared tensors from the same file, so these are in memory only once. If
     llama.cpp repacks the weights, they cannot be mapped, and the shared tensors are in memory twice.
@@ -160,7 +160,7 @@ class LayerSkipModel(GgufModel):
         return self._context.run(hidden, positions, sequences)
 
     def draft(self, tree: TokenTree, first: int) -> HostLogits:
-        """Run the tree's nodes, starting at index `first`, through the lower split.
+        """Run the tree's nodes, starting at index `first`, through the lower layers.
 
         The next call to `verify` reuses their hidden states.
         """
@@ -189,7 +189,7 @@ class LayerSkipModel(GgufModel):
 
 
 class EarlyExitView(SelfDraftView[LayerSkipModel]):
-    """A draft model that runs the lower split of its target and shares the target's KV cache."""
+    """A draft model that runs the lower layers of its target and shares the target's KV cache."""
 
     def __init__(self, target: LayerSkipModel) -> None:
         super().__init__(target)
@@ -285,8 +285,7 @@ class LowerSplit:
         self._map_nodes(tree, first)
         whole = self._tree.build()
         if first == 0 and done and not self._fits(whole):
-            # Drafted nodes that the target does not verify occupy cells that its tree needs. Start over
-            # without the draft.
+            # The drafted nodes leave no room for the rest of the target's tree. Start over without the draft.
             self.end_round()
             return self.hidden_of(tree, 0)
         if whole.width > done:

@@ -144,7 +144,7 @@ def _identity(weights: Sequence[Any]) -> dict[str, str]:
 
 
 def _plan(target: GgufModel, weights: Any, method: LowBit, options: LoadOptions) -> ContextPlan:
-    """Plan the low-bit copy's context: the size of the target's, or of the attention window if smaller."""
+    """Return the low-bit copy's context plan. An attention window can make it smaller than the target's."""
     tokens = target.max_plan.tokens
     if method.window_tokens is not None:
         windowed = method.sink_tokens + method.window_tokens + WINDOW_EXTRA_TOKENS
@@ -179,8 +179,8 @@ class LowBitView(SelfDraftView["GgufModel"]):
         threads = threads_for(weights, options)
         plan = max_plan.with_tokens(target.facts.context_tokens) if full else max_plan
         self._context = LlamaContext(weights, options, plan, threads)
-        # `length` also counts the tokens between the sinks and the window, which have no cells here, because
-        # it is the position of the next drafted token.
+        # `length` is the position of the next drafted token, so it also counts the tokens between the sinks
+        # and the window, which have no cells here.
         self._cells = KvCells(self._context, options.max_branches)
         self._unchanged = target.cells.track_prefix()
         try:
@@ -283,10 +283,12 @@ class LowBitView(SelfDraftView["GgufModel"]):
             # A rollback moves the window back to tokens whose cells may have been removed. Copy all cells.
             same = 0
         if begin > self._begin and self._context.window:
-            # Copy all cells. In sliding-window layers, drafted tokens may overwrite removed cells too early.
+            # Copy all cells. If some were removed from the middle of the cache instead, sliding-window layers
+            # would store drafted tokens in their place.
             same = 0
         try:
-            cells.truncate(same)  # This also removes the drafted tokens.
+            # Remove all drafted and rolled-back tokens.
+            cells.truncate(same)
             if same <= self._sinks:
                 self._copy_range(same, min(self._sinks, length))
             elif begin > self._begin:

@@ -41,11 +41,11 @@ _COMPUTE = re.compile(r": +(\S+) compute buffer size = *([\d.]+) MiB")
 # The size of the context that is created to measure the bytes per token. llama.cpp rounds logged sizes to
 # 0.01 MiB, which is less than 1 byte per token for a context of this size.
 _MEASURED_TOKENS = 32768
-# The maximum size of a simulated context. The buffers of longer contexts are extrapolated in proportion,
-# because simulating them would need tens of MiB of memory.
+# The maximum size of a simulated context. The buffer sizes of longer contexts are extrapolated, because
+# simulating them would need tens of MiB of memory.
 _MAX_SIMULATED_TOKENS = 2**18
-# The memory of a vocabulary in bytes per token, for its text, its merge rule, the map from text to id and
-# Python's tables (measured with the vocabularies in llama.cpp's test suite).
+# Bytes of memory per vocabulary token, for its text, its merge rule and its entries in lookup tables
+# (measured with the vocabularies in llama.cpp's test suite).
 _TOKEN_BYTES = 300
 
 

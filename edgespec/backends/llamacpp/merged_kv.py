@@ -1,4 +1,4 @@
-"""Merge the exported KV cells of the lower and upper split into the unsplit model's export format.
+"""Merge the KV cells of a split model's lower and upper layers into the unsplit model's export format.
 
 llama.cpp exports cells in this format (llama_kv_cache::state_write):
 
@@ -67,7 +67,7 @@ class _Memory:
 def merge_kv(
     lower: Sequence[memoryview], upper: Sequence[memoryview], name: str
 ) -> Sequence[bytes | memoryview]:
-    """Merge the exported KV cells of the lower and upper split into those of the unsplit model.
+    """Merge the exported KV cells of a split model's lower and upper layers into those of the unsplit model.
 
     Returns:
         The parts that the unsplit model would export.

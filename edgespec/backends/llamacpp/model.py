@@ -43,7 +43,8 @@ def load(path: str, name: str, options: LoadOptions, progress: Progress | None =
         CancelledError: `progress` returned False.
     """
     if options.kv_type != "auto":
-        parse_kv_types(options.kv_type)  # Report an invalid type first, because loading may take minutes.
+        # Report an invalid KV-cache type before loading, which may take minutes.
+        parse_kv_types(options.kv_type)
     weights = load_weights(path, name, options, progress)
     try:
         model = LlamaCppModel(weights, path, name, options)

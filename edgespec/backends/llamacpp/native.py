@@ -99,7 +99,7 @@ def _open_log() -> None:
         for file in (log, log.with_name(f"{log.name}.1")):
             if file.exists():
                 regular_file_bytes(file)  # Raise OSError for a pipe, because opening it would block.
-                # Log files created before version 0.2 were readable by other users.
+                # Make log files from before version 0.2 private, because other users could read them.
                 file.chmod(0o600)
         handler = _PrivateLog(log, maxBytes=1_000_000, backupCount=1, encoding="utf-8")
     handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
@@ -127,7 +127,7 @@ def _resend_interrupts_in_callbacks() -> None:
 
 
 def _interrupt_main_thread() -> None:
-    """Send Ctrl-C to the main thread. If the platform supports it, also interrupt a blocking system call."""
+    """Send Ctrl-C to the main thread. Where possible, this also interrupts a blocking system call."""
     main = threading.main_thread().ident
     if sys.platform != "win32" and main is not None:
         signal.pthread_kill(main, signal.SIGINT)

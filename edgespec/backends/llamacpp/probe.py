@@ -61,7 +61,7 @@ def probe(context: LlamaContext, weights: Any, options: LoadOptions) -> ProbeRes
 
 
 def _probe_cells(context: LlamaContext, options: LoadOptions) -> ProbeResult:
-    """Check whether tokens can be removed from the KV cache, and cells can be exported and imported."""
+    """Check whether tokens can be removed from the KV cache and whether cells can be copied."""
     context.append([0, 0], 0)
     if not context.drop(0, 1):
         return _without_rollback("its cache cannot be rolled back")
@@ -71,8 +71,8 @@ def _probe_cells(context: LlamaContext, options: LoadOptions) -> ProbeResult:
     tree = options.max_branches > 1
     reason = "" if tree else "it was loaded with --draft-branches 1"
     prefix_reuse_exact = not prefill_kernel_differs(context.plan.kv_types, options, context.threads)
-    # A verify pass with more tokens would use the prefill kernel, which rounds differently. This does not
-    # matter in a draft model.
+    # Keep verify passes too small for the prefill kernel if it rounds differently. In a draft model, rounding
+    # does not matter.
     max_width = context.max_width
     if not prefix_reuse_exact and not options.is_draft:
         max_width = min(max_width, SMALL_KERNEL_MAX_ROWS)
@@ -83,7 +83,7 @@ def _probe_cells(context: LlamaContext, options: LoadOptions) -> ProbeResult:
             reason,
             max_width,
             options.max_branches,
-            # A low-bit copy needs copies of the KV cells to draft.
+            # Drafting with a low-bit copy of the model requires copying KV cells.
             self_draft_methods=frozenset({"lowbit"}) if copyable else frozenset(),
             prefix_reuse_exact=prefix_reuse_exact,
         ),

@@ -102,9 +102,9 @@ def quantise(source: Path, copy: Path, type_name: str, progress: Progress | None
         CancelledError: `progress` returned False.
         OSError: The copy cannot be written.
     """
-    # Use a unique name, because a killed quantiser from an earlier run may still be writing its file.
     for leftover in copy.parent.glob(f"{glob.escape(copy.name)}.*{_PARTIAL_SUFFIX}"):
         leftover.unlink(missing_ok=True)
+    # Use a unique name, because a killed quantiser from an earlier run may still be writing its file.
     partial = copy.with_name(f"{copy.name}.{token_hex(4)}{_PARTIAL_SUFFIX}")
     try:
         _run(source, partial, type_name, progress, f"making a {type_name} copy")
@@ -139,7 +139,7 @@ def _run(source: Path, copy: Path | None, type_name: str, progress: Progress | N
             assert process.stdout is not None
             for line in process.stdout:
                 if match := re.match(r"\[ *(\d+)/ *(\d+)\]", line):
-                    # llama.cpp prints this line before it quantises the tensor with this number.
+                    # llama.cpp prints a tensor's number before quantising it, so this one is not done yet.
                     fraction = (int(match[1]) - 1) / int(match[2])
                 elif line.strip():
                     output.append(line.strip())
@@ -165,7 +165,7 @@ def _run(source: Path, copy: Path | None, type_name: str, progress: Progress | N
 def importance_matrix_error(type_name: str) -> CapabilityError:
     """Return the error for a type that requires an importance matrix."""
     return CapabilityError(
-        f"{type_name} needs an importance matrix, which edgespec cannot make",
+        f"{type_name} needs an importance matrix, which edgespec cannot create",
         "choose Q2_K, Q3_K_S, IQ4_NL or Q4_0",
     )
 
@@ -177,7 +177,8 @@ def _main(source: str, copy: str, type_number: str) -> int:
     """
     import llama_cpp
 
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # On Ctrl-C, the parent process kills this one.
+    # Ignore Ctrl-C, because the parent process then kills this one.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     lock = threading.Lock()
 
     def write(text: str) -> None:

@@ -62,7 +62,8 @@ def check_resize_fits(
         check_contexts_fit(after, weight_bytes, options)
     elif in_main_memory(options):
         # Only main memory is checked, because failed GPU allocations are handled safely. The weights are
-        # already loaded, and the exported cells need no more memory than the freed contexts.
+        # already loaded and the exported cells take no more memory than the freed contexts, so only the new
+        # contexts count.
         check_contexts_fit(after, 0, options)
 
 

@@ -37,7 +37,7 @@ _PIECES = 256
 
 
 def try_model(path: str, name: str, runs: bool, progress: Progress | None = None) -> None:
-    """Plan a GGUF model's memory and, if `runs` is set, load its weights and run a few tokens.
+    """Estimate a GGUF model's memory and, if `runs` is set, load its weights and run a few tokens.
 
     Raises:
         EdgespecError: The model cannot be loaded.

@@ -76,11 +76,12 @@ class LlamaVocabulary:
     def _longest_piece_bytes(self) -> int:
         lib, tokens = self._lib, range(self.size)
         with self._open():
-            # Other types can merge unknown words of any length into one token.
+            # Other vocabulary types can merge an unknown word of any length into one token, so their
+            # pieces have no maximum length.
             if lib.llama_vocab_type(self._vocab) not in (lib.LLAMA_VOCAB_TYPE_SPM, lib.LLAMA_VOCAB_TYPE_BPE):
                 return 0
             entries = list(map(lib.llama_vocab_get_text, repeat(self._vocab), tokens))
-        # Decoding must not shorten a damaged entry.
+        # Decode invalid bytes as escapes, because an entry must not have fewer bytes than its piece.
         texts = (entry.decode("utf-8", "backslashreplace") for entry in entries)
         return longest_piece_bytes(dict(zip(texts, tokens, strict=True)), self.raw_piece)
 

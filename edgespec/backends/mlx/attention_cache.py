@@ -15,8 +15,8 @@ from edgespec.backends.mlx.pass_layout import PassLayout
 
 __all__ = ["AttentionCache", "QuantizedAttentionCache", "cache_rows"]
 
-# Cached keys or values: one array [batch, heads, rows, head size], or, in a quantised cache, three arrays:
-# packed values, scales and biases.
+# Cached keys or values. An unquantised cache uses one array [batch, heads, rows, head size]. A quantised
+# cache uses three: packed values, scales and biases.
 Rows: TypeAlias = tuple[mx.array, ...]
 
 # Caches grow in steps of this many rows, as in mlx-lm.
@@ -91,7 +91,7 @@ class AttentionCache:
     def make_mask(
         self, count: int, return_array: bool = False, window_size: int | None = None
     ) -> mx.array | str | None:
-        """Return the next `count` tokens' attention mask over the rows that `update_and_fetch` returns.
+        """Return the attention mask of the next `count` tokens over the rows that `update_and_fetch` returns.
 
         Returns:
             A bool array [count, keys], the string `"causal"`, or None if a single token attends to every row.
@@ -142,7 +142,7 @@ class AttentionCache:
         self.offset = round_start + len(path)
 
     def dump(self, first: int, end: int) -> tuple[list[int], list[mx.array]]:
-        """Return `[start, end]` and the arrays for positions `first` to `end` (exclusive), for a snapshot."""
+        """Return a snapshot's data: `[start, end]` and the rows at positions `first` to `end` (exclusive)."""
         low, high = max(0, first - self.start), end - self.start
         return [self.start, end], [array[..., low:high, :] for array in self.state]
 
@@ -163,7 +163,7 @@ class AttentionCache:
                 if before > sinks + recent:
                     return [(0, sinks), (before - recent, end)]
             return [(0, end)]
-        # In a tree pass, `offset` can be past the root, but the window is relative to the root.
+        # In a tree pass, measure the window from the root, because `offset` can already be past it.
         first = self.offset if layout.offsets is None else before
         oldest = (first - self.window + 1) // _BLOCK_ROWS * _BLOCK_ROWS
         return [(max(self.start, oldest), end)]

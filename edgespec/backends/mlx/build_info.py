@@ -15,7 +15,7 @@ from edgespec.installation import setup_command
 
 __all__ = ["MlxBuildInfo", "build_info", "mlx_core", "mlx_lm_utils", "runs_on_cpu"]
 
-# Raise the limit on open files to at least this, which is enough for a model split into hundreds of files.
+# Minimum value for the limit on open files, which allows loading a model split into hundreds of files.
 _MIN_OPEN_FILES = 2048
 
 
@@ -58,7 +58,7 @@ def mlx_lm_utils() -> Any:
     """Import and return `mlx_lm.utils`. Raises BackendMissingError if that fails."""
     mx = mlx_core()
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    # Silence the warnings that transformers prints without torch and tokenizers prints after a fork.
+    # Silence two warnings: transformers warns if torch is missing, and tokenizers warns after a fork.
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     try:

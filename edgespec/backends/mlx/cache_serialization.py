@@ -77,7 +77,7 @@ def deserialize_caches(
             )
         if not start <= header["length"] <= context_tokens:
             raise ValueError(
-                f"the snapshot has {header['length']} tokens, but the context only fits {context_tokens}"
+                f"the snapshot has {header['length']} tokens, but the context is limited to {context_tokens}"
             )
         offset = 0
         for cache, part in zip([*caches.attention, *caches.recurrent], header["parts"], strict=True):

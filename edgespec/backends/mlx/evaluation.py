@@ -1,4 +1,4 @@
-"""Evaluate MLX arrays, translate MLX exceptions, and free MLX's buffers and per-thread state."""
+"""Evaluate MLX arrays, translate MLX exceptions, limit MLX's buffer cache, and free its per-thread state."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from edgespec.errors import BackendError, OutOfMemoryError
 
 __all__ = ["evaluate", "freed_buffers_bytes", "release_thread_state", "start_evaluation", "translate_errors"]
 
-# Limits on MLX's cache of freed buffers, in bytes. The CPU limit is enough for one target step. The GPU limit
-# is higher, because allocating GPU memory is slow.
+# Limits on MLX's cache of freed buffers, in bytes. The CPU limit is enough for a single-token pass. The GPU
+# limit is higher, because allocating GPU memory is slow.
 _CPU_FREED_BUFFERS_BYTES, _GPU_FREED_BUFFERS_BYTES = 2 * 2**20, 64 * 2**20
 
 
 @contextmanager
 def translate_errors(failure: str) -> Iterator[None]:
-    """Translate MLX exceptions raised inside the block into BackendErrors that start with `failure`."""
+    """Translate MLX exceptions inside the block into BackendErrors whose text starts with `failure`."""
     try:
         yield
     except (RuntimeError, ValueError, TypeError, IndexError, AttributeError, MemoryError) as error:

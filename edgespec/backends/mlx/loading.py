@@ -42,8 +42,7 @@ __all__ = [
     "prefill_batch_tokens",
 ]
 
-# Maximum width of a verify pass in tokens. Memory estimates include the buffers for a pass this wide, and no
-# controller requests a wider one.
+# Maximum width of a verify pass in tokens. Memory estimates include the buffers for a pass of this width.
 MAX_WIDTH = 64
 # Bits per element in the KV cache, keyed by `LoadOptions.kv_type`. None means that the cache is not quantised
 # and uses the model's compute data type.
@@ -60,7 +59,7 @@ class LoadedModel(NamedTuple):
     Attributes:
         skeleton: The model and its properties. Its weights are no longer lazy.
         tokenizer: mlx_lm's TokenizerWrapper.
-        weight_bytes: Memory used by the weights in bytes, excluding what low-bit weights add.
+        weight_bytes: Size of the weights in bytes, excluding the arrays added for low-bit drafting.
         widened: Whether 16-bit weights were widened to float32.
         dtype: Compute data type (`mx.Dtype`).
     """
@@ -79,7 +78,7 @@ def load(path: str, name: str, options: LoadOptions, progress: Progress | None =
         path: Path of the model folder.
         name: Model name for error messages.
         options: Load options. Those that MLX does not support must have their default values.
-        progress: Called with the progress of loading. Returns False to cancel.
+        progress: Called with a description and the completed fraction. Returning False cancels loading.
 
     Raises:
         ModelFileError: The folder does not contain a model, or the model is damaged or unsupported.
@@ -89,7 +88,7 @@ def load(path: str, name: str, options: LoadOptions, progress: Progress | None =
         CancelledError: `progress` returned False.
     """
     check_options(options)
-    # Call this before the imports below, which would not raise BackendMissingError without mlx.
+    # Without mlx, this raises BackendMissingError, whereas the imports below would raise ImportError.
     mx = mlx_core()
     from edgespec.backends.mlx.evaluation import freed_buffers_bytes, release_thread_state
 
@@ -175,7 +174,7 @@ def check_options(options: LoadOptions) -> None:
     if options.kv_type not in KV_BITS:
         raise OptionError(
             f"kv_type {options.kv_type!r} is not available for MLX models",
-            f"for MLX models, choose one of {', '.join(KV_BITS)}; auto uses the model's compute data type",
+            f"choose one of {', '.join(KV_BITS)} (auto uses the model's compute data type)",
         )
     for name, is_set, reason in (
         ("threads", options.threads is not None, "MLX chooses the number of threads itself"),

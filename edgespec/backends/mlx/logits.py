@@ -21,7 +21,7 @@ __all__ = ["DeviceLogits"]
 
 # Number of extra candidates to fetch, to detect logits that tie with the last requested one.
 _SPARE_CANDIDATES = 16
-# Number of candidates that `above` fetches first. If more could qualify, it fetches the whole row.
+# Number of candidates that `above` fetches first. If more could qualify, it fetches all logits.
 _ABOVE_CANDIDATES = 64
 
 
@@ -79,7 +79,7 @@ class DeviceLogits:
 
         Args:
             rows: Logits [rows, vocab], possibly not evaluated yet.
-            depths: Depth of each row's token in the token tree, which determines the noise position.
+            depths: Depth of each row's token in the token tree, which determines its random noise.
             on_best_started: Callback that receives the best token in the last row (uint32 [1] on the device)
                 while it is still being computed, to launch the next pass without waiting.
         """
@@ -138,7 +138,7 @@ class DeviceLogits:
     def top(self, row: int, count: int) -> Candidates:
         if 0 < count < self.vocab_size - _SPARE_CANDIDATES:
             tokens, values = self._largest(row, count + _SPARE_CANDIDATES)
-            # If the values are equal, the row could contain more ties than were fetched.
+            # If these values are equal, fetch the whole row, because it could contain further ties.
             if values[count - 1] != values[-1]:
                 return _ascending(tokens, values, values >= values[count - 1])
         return self._host_row(row).top(0, count)
@@ -236,7 +236,7 @@ def _drawn(
         keep = likely if keep is None else keep & likely
     if keep is not None:
         scores = mx.where(keep, scores, -mx.inf)
-    if count == 1:  # At least one token always passes the filters.
+    if count == 1:  # The filters keep at least one token, so the best one passes them.
         return mx.take_along_axis(tokens, mx.argmax(scores, axis=-1, keepdims=True), axis=-1), None
     place = mx.argsort(-scores, axis=-1)[:, :count]
     kept = None if keep is None else mx.minimum(keep.sum(axis=-1), count)

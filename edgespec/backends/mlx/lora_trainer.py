@@ -103,7 +103,8 @@ class MlxTrainer:
     def train_step(self, example: TrainingExample) -> float:
         tokens, weights = mx.array([example.tokens]), self._weights()
         corrected = np.isin(np.arange(len(example.tokens)), example.rows)
-        # The weights of corrected tokens sum to 1, as do those of all other tokens.
+        # Give corrected tokens a total weight of 1, and all other tokens as well, so that both groups count
+        # equally.
         row_weights = mx.array(
             np.where(corrected, 1.0 / corrected.sum(), 1.0 / max(1, (~corrected).sum())), mx.float32
         )
@@ -185,7 +186,7 @@ class MlxTrainer:
 
 
 def _adapted_layers(net: Any) -> Iterator[_AdaptedLayer]:
-    """Yield every linear layer in the transformer blocks, with a LoRA layer that initially adds nothing."""
+    """Yield every linear layer in the transformer blocks, with a LoRA layer that initially has no effect."""
     random = np.random.default_rng(0)
     for index, block in enumerate(net.layers):
         for parent_name, parent in sorted(block.named_modules()):

@@ -32,7 +32,7 @@ class LowBitWeights:
     Attributes:
         weights: Modules whose weights can be read at reduced precision.
         low: Whether passes currently read the weights at reduced precision.
-        zeros: Arrays of zeros, keyed by shape and data type. Created by the first full-precision pass.
+        zeros: Arrays of zeros to use as the biases of low halves, keyed by shape and data type.
     """
 
     def __init__(self) -> None:

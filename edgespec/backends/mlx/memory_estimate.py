@@ -101,7 +101,7 @@ class MlxMemoryEstimator:
                 f"{self.name} does not support kv_type {options.kv_type!r}", "use --kv-type auto"
             )
         cache = shape.caches[bits, widened](tokens)
-        # Growing the caches temporarily needs a copy of the largest layer's cache.
+        # Include a second copy of the largest layer's cache, because a cache is copied when it grows.
         compute = self._pass_bytes(tokens if cache.largest_layer else 0, options, widened)
         compute += cache.largest_layer + cache.states + freed_buffers_bytes()
         parts = (
@@ -114,7 +114,7 @@ class MlxMemoryEstimator:
         return MemoryEstimate(tokens, kv_type, parts)
 
     def _pass_bytes(self, tokens: int, options: LoadOptions, widened: bool) -> int:
-        """Return the bytes used by the largest pass. The factors were determined experimentally."""
+        """Return the bytes used by the largest pass. The constant factors were determined experimentally."""
         shape, on_cpu, rows = self._shape, runs_on_cpu(), prefill_batch_tokens(options)
         # Attention on a CPU stores all scores in memory, unlike the fused attention kernels on a GPU.
         scores = shape.attention_heads * tokens if on_cpu else 0
@@ -163,7 +163,7 @@ def _shape_of(skeleton: ModelSkeleton) -> _ModelShape:
     for widened in (False, True):
         if widened:
             model.set_dtype(mlx_core().float32)
-        # The first pass allocates the zero arrays that low-bit weights share.
+        # Add the arrays of zeros that low-bit weights share, because they do not exist before the first pass.
         zero_bytes = low_bits.nbytes - low_bits.array_bytes if low_bits else 0
         weight_bytes.append(zero_bytes + parameter_bytes(model))
         for bits in KV_BITS.values():
@@ -179,8 +179,8 @@ def _shape_of(skeleton: ModelSkeleton) -> _ModelShape:
 def _scans(model: Any) -> Iterator[Callable[[int], int]]:
     """Yield `_ModelShape.scans`: one function per recurrent layer.
 
-    Infers each layer's dimensions from the shapes of its states. Some layers have only a convolution. The
-    factors were determined experimentally.
+    Infers each layer's dimensions from the shapes of its states. The constant factors were determined
+    experimentally.
     """
     for states in trace_one_token(model)[1].states:
         # Convolution states have shape [1, tokens, channels], with fewer tokens than channels.

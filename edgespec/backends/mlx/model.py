@@ -65,7 +65,7 @@ class MlxModel(BaseModel):
         self._runner = PassRunner(self._net, facts.context_tokens, facts.capabilities.max_width, kv_bits)
         self.caches = self._runner.caches
         self._fingerprint = f"{facts.architecture} {facts.quantisation} {kv_bits} {_weights_crc(self._net)}"
-        # Replaced by `loading` after the model has been probed.
+        # A placeholder until the loader has tested the model's capabilities.
         self.kv_bytes_for: Callable[[int], int] = lambda _: 0
         self.partial_models = PartialModelFactory(self._net, self._runner.layout, loaded.skeleton.low_bits)
         # The last pass of the full model in `top1_agreement`: checkpoint, input tokens and best next tokens.

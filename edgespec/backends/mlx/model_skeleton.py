@@ -79,7 +79,7 @@ class ModelSkeleton:
         model: An mlx `nn.Module`.
         config: The contents of config.json.
         parameters: Number of parameters.
-        quantisation: Quantisation, or else data type, of most weights.
+        quantisation: Quantisation of most weights, or their data type if they are not quantised.
         vocab_size: Number of logits per token, which can exceed the tokenizer's vocabulary.
         low_bits: Weights that can be read at reduced precision, or None if they were not requested.
     """
@@ -152,7 +152,8 @@ def _read_config(folder: Path) -> dict[str, Any]:
     # The tokenizer is optional, because `edgespec plan` does not download it.
     if missing := [name for name in missing_files(folder) if name != "tokenizer.json"]:
         raise ModelFileError(f"{folder} has no {', '.join(missing[:3])}", "download the model again")
-    # mlx-lm and transformers open optional files without a check, and a named pipe would block them for ever.
+    # Reject named pipes, because mlx-lm and transformers open optional files without a check and would block
+    # forever.
     if special := [path for path in sorted(folder.iterdir()) if path.exists() and not _is_ordinary(path)]:
         raise ModelFileError(f"{special[0]} is a pipe or a device, not a file", "delete it")
     config = read_json_object(folder / "config.json")
@@ -193,7 +194,7 @@ def _install_low_bits(model: Any) -> LowBitWeights:
 def _check_architecture(folder: Path, config: dict[str, Any]) -> None:
     """Raise ModelFileError if mlx-lm does not support the architecture."""
     if re.fullmatch(r"[\w-]+", config["model_type"]):
-        # mlx-lm's OLMo implementation calls exit() if its library is missing.
+        # Suppress SystemExit, because mlx-lm's OLMo implementation calls exit() if its library is missing.
         with contextlib.suppress(ValueError, AttributeError, SystemExit):
             mlx_lm_utils()._get_classes(config)
             return

@@ -1,7 +1,7 @@
 """Partial models, which let a target draft for itself with fewer layers or at lower precision.
 
 A partial model changes the target only while the graph of a draft pass is being built. Draft passes append
-rows to the target's caches, which are never committed and are discarded before the draft is verified.
+temporary rows to the target's caches, which are discarded before the draft is verified.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ class PartialModel:
         self._activate = activate
 
     def active(self, first: int) -> AbstractContextManager[None]:  # noqa: ARG002
-        """Return a context manager inside which passes over nodes from `first` onwards use this model."""
+        """Return a context manager that makes passes over nodes from `first` onwards use this model."""
         return self._activate()
 
     def background_arrays(self) -> list[mx.array]:
-        """Return the arrays from the last draft pass that later passes need."""
+        """Return the arrays that the last draft pass created for use by later passes."""
         return []
 
     def end_round(self) -> None:
@@ -81,7 +81,7 @@ class EarlyExitModel(PartialModel):
     def active(self, first: int) -> Iterator[None]:
         with self._activate():
             yield
-        # A discarded early pass can have stored states for the same nodes.
+        # Drop the states that a discarded early pass may have stored for the same nodes.
         self._states = [(node, states) for node, states in self._states if node < first]
         assert self._first_skipped.last_input is not None
         self._states.append((first, self._first_skipped.last_input))
@@ -98,7 +98,7 @@ class EarlyExitModel(PartialModel):
         return mx.concatenate([states for _, states in self._states], axis=1)[:, :count]
 
     def resumed_from(self, states: mx.array) -> AbstractContextManager[None]:
-        """Return a context manager inside which passes resume after the exit layer with `states`."""
+        """Return a context manager that makes passes start after the exit layer, with `states` as input."""
         return self._list.replaced(self._list.resumed_at(self._exit_layer, states))
 
 

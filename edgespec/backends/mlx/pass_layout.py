@@ -26,8 +26,8 @@ class PassLayout:
         offsets: Position of each token in the pass, or None for a chain, whose positions are consecutive.
         known: Position of each tree node in this and earlier passes over the same tree.
         visible: For each token in the pass, whether it attends to each tree node.
-        window: Method whose `sink_tokens` and `window_tokens` limit which tokens full-attention layers attend
-            to. If None, they attend to all cached tokens.
+        window: Self-draft method whose `sink_tokens` and `window_tokens` limit which tokens full-attention
+            layers attend to. If None, they attend to all cached tokens.
         scratch: Whether the pass leaves its keys and values out of the caches.
     """
 

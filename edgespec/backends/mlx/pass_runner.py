@@ -171,7 +171,7 @@ class PassRunner:
             raise
 
     def end_round(self) -> None:
-        """Discard uncommitted tokens and early passes."""
+        """Discard uncommitted tokens and passes that were launched early."""
         if self._partial_model:
             self._partial_model.end_round()
         self._partial_model = self._prelaunched = None
@@ -199,7 +199,7 @@ class PassRunner:
             self.clear()
 
     def commit(self, path: tuple[int, ...]) -> None:
-        """See `LanguageModel.commit`. Raises CapabilityError if that would truncate a recurrent state."""
+        """See `LanguageModel.commit`. Raises CapabilityError if this would truncate a recurrent state."""
         if self._partial_model:
             # Commit no tokens, because the draft has not been verified.
             self.end_round()
@@ -317,7 +317,7 @@ class PassRunner:
         if self._partial_model.run_ahead if self._partial_model else self.run_ahead:
             self._prelaunch((), token, source)
         elif not self._partial_model and self._target and not len(self._target._round):
-            # If the draft model's cache is shorter, its chain starts with tokens that the target has cached.
+            # The draft model's cache can be shorter, so skip the tokens that the target has already cached.
             chain = tuple(self._round.tokens[max(0, self._target.length - self.length) :])
             if 0 < len(chain) < self._target._max_width:
                 self._target._prelaunch(chain, token, source)
@@ -340,7 +340,7 @@ class PassRunner:
         self._prelaunched = _PrelaunchedPass(known, source, logits, before)
 
     def _take_prelaunched(self, tree: TokenTree, first: int) -> _PrelaunchedPass | None:
-        """Return the early pass if it matches the requested one. Otherwise, discard it and return None."""
+        """Return the prelaunched pass if it matches the requested one. Otherwise, discard it."""
         prelaunched, self._prelaunched = self._prelaunched, None
         if prelaunched:
             follows = first == len(self._round) and tree.is_chain

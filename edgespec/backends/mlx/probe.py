@@ -25,9 +25,10 @@ __all__ = ["PROBE_TOKENS", "ProbeResult", "probe"]
 
 # Number of tokens in a capability test.
 PROBE_TOKENS = 8
-# Maximum difference between logits that counts as a rounding error, relative to the largest logit: this many
-# machine epsilons of the data type or this share, whichever is larger. The share applies in float32, where
-# recurrent layers and quantised products are less precise than the data type. Heuristics.
+# Maximum difference between logits that counts as a rounding error, as a fraction of the largest logit:
+# `_MAX_EPSILONS` machine epsilons or `_MAX_LOGIT_SHARE`, whichever is larger. The latter applies in float32,
+# where recurrent layers and quantised products are less precise than the data type. Both values are
+# heuristic.
 _MAX_EPSILONS, _MAX_LOGIT_SHARE = 32, 1e-3
 
 
@@ -180,7 +181,7 @@ class _Checks:
 
     def _self_draft(self, method: SelfDraft) -> str:
         """Check that drafting with a partial model leaves the target's logits unchanged."""
-        model, subject = self._model, "drafting for itself"
+        model, subject = self._model, "self-drafting"
         partial_model = model.partial_models.create(method, model.facts.name)
         model.truncate(0)
         model.prefill(self._tokens[:2])

@@ -11,8 +11,7 @@ __all__ = ["try_model"]
 def try_model(path: str, name: str) -> None:
     """Build a model with lazy weights and trace one token, which checks all shapes.
 
-    Nothing is computed, because mlx-lm reads all weights to run a token, and would read them again in the
-    real load.
+    The token is not computed, because that would read all weights twice: here and in the actual load.
 
     Raises:
         EdgespecError: The model cannot be loaded.

@@ -105,7 +105,7 @@ class MlxVocabulary:
     @cached_property
     def _longest_piece_bytes(self) -> int:
         tokenizer = self._check_open()
-        # Only the Rust tokenizers expose whether they remove text before tokenizing.
+        # Return 0 if the tokenizer removes text, or if that is unknown because it is not a Rust tokenizer.
         if not tokenizer.is_fast or _REMOVES_TEXT.search(str(tokenizer.backend_tokenizer.pre_tokenizer)):
             return 0
         return longest_piece_bytes(tokenizer.get_vocab(), self._known_piece)
@@ -218,7 +218,7 @@ def _byte_level_bytes(text: str) -> bytes:
 
 @cache
 def _byte_alphabet() -> dict[str, bytes]:
-    """Return the byte for each character in GPT-2's byte alphabet."""
+    """Return a map from each character in GPT-2's byte alphabet to the byte it represents."""
     from transformers.convert_slow_tokenizer import bytes_to_unicode
 
     return {character: bytes([byte]) for byte, character in bytes_to_unicode().items()}

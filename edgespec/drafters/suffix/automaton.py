@@ -200,10 +200,10 @@ class SuffixAutomaton:
         return others.get(token, 0) if others is not None else 0
 
     def follow(self, match: tuple[int, int], tokens: Sequence[int]) -> tuple[int, int]:
-        """Update the longest match with the end of another sequence after `tokens` are appended to it.
+        """Return the longest match with the end of another sequence after appending `tokens` to it.
 
-        A match consists of a state and a length of at most MAX_MATCH_TOKENS; (0, 0) if nothing matches. It
-        becomes invalid when this automaton grows.
+        `match` is the longest match before `tokens`. A match consists of a state and a length of at most
+        MAX_MATCH_TOKENS; (0, 0) if nothing matches. It becomes invalid when this automaton grows.
         """
         state, length = match
         for token in tokens:

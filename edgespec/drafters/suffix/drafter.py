@@ -19,7 +19,7 @@ from edgespec.engine.tree import TokenTree
 
 __all__ = ["IndexedSource", "ReplyRecorder", "SuffixCorpus", "SuffixDrafter", "draft_from_automaton"]
 
-# The tokens after each occurrence of a match, and how many of them are already part of the draft's path.
+# The tokens after each occurrence of a match, and how many of these tokens the draft already contains.
 _Rows: TypeAlias = tuple[list[list[int]], int]
 
 _DEFAULT_CONFIG = SuffixConfig()

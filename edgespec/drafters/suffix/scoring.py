@@ -86,8 +86,8 @@ def best_draft(
         draft = grow(config.max_draft_tokens(length), place)
         if (score := draft.score) > best_score:
             best, best_score = draft, score
-        # Every node and every level adds at most 1 to the score, so this is the highest possible score of a
-        # shorter match.
+        # Every node and every level adds at most 1 to the score, so no shorter match can score higher than
+        # this.
         if best_score >= min(depth, config.max_draft_tokens(length - 1)):
             break
     return best

@@ -82,7 +82,7 @@ class SuffixArray:
             yield length, (low, high)
 
     def _last_with_prefix(self, entry: int, step: int, prefix: bytes) -> int:
-        """Find the last entry that begins with `prefix`, by a galloping search from `entry` by `step`."""
+        """Return the last entry that begins with `prefix`, searching from `entry` with a growing `step`."""
         positions, reverse, size = self._positions, self._reversed, len(self._positions)
         end, growing = len(reverse), True
         while step:

@@ -51,7 +51,7 @@ class VocabularyComparison:
             return ""
         shared, total = len(self.translation.target_ids), self.translation.target_token_count
         share = f"{shared:,} of {self.target_name}'s {total:,} tokens"
-        fewer = "ewer of its tokens will be accepted than of a draft model of the same family"
+        fewer = "ewer of its tokens will be accepted than with a draft model from the same family"
         if self.mapping == "retokenised":
             return f"{self.draft_name} has only {share}. Its text is tokenized again, and f{fewer}"
         warning = f". F{fewer}" if self.shared_fraction < _MIN_GOOD_FRACTION else ""
@@ -74,7 +74,7 @@ def compare_vocabularies(
     translation = TokenTranslation(target, draft)
     if not len(translation.target_ids):
         raise VocabularyMismatchError(
-            f"{draft_name} cannot draft for {target_name}: they have no token in common ({difference})",
+            f"{draft_name} cannot draft for {target_name}: they have no tokens in common ({difference})",
             "choose a draft model from the same family, or use --draft none",
         )
     fraction = len(translation.target_ids) / translation.target_token_count

@@ -111,7 +111,7 @@ class RetokenisedDrafter(BudgetedDrafter):
         self._lag = len(self._missing_tokens())
 
     def _missing_tokens(self) -> list[int]:
-        """Remove tokens from the KV cache that differ from the input, and return the missing tokens."""
+        """Truncate the KV cache to the prefix that matches the input, and return the missing tokens."""
         tokens = self._input.tokens
         if not tokens:
             return []
@@ -167,7 +167,7 @@ class RetokenisedDrafter(BudgetedDrafter):
         """Tokenize the drafted text for the target."""
         incomplete = self._input.incomplete_bytes
         if not text.startswith(incomplete):
-            return []  # the draft contradicts the character that the target has begun
+            return []  # The drafted text does not continue the target's incomplete character.
         text = text[len(incomplete) : len(text) - _incomplete_byte_count(text)]
         tokens = self._tokenize_in_context(text) if text else []
         if ended and self._translation.target_end_token is not None:

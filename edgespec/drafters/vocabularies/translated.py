@@ -65,7 +65,7 @@ class TranslatedModel(WrappedModel):
 
     @property
     def free_tokens(self) -> int:
-        """See `LanguageModel.free_tokens`. Assumes that the draft model has all tokens after the next two."""
+        """See `LanguageModel.free_tokens`. Assumes that both models share all tokens after the next two."""
         lag = len(self._translated) - self._model.length
         left = self._model.free_tokens - lag - self._margin
         return max(0, min(self.facts.context_tokens - len(self._tokens), left))
@@ -189,8 +189,8 @@ class TranslatedLogits:
     def above(self, row: int, margin: float) -> Candidates:
         tokens, values = self.top(row, 1)
         floor = values.max(initial=-np.inf) - margin
-        # The draft model measures margins from its largest logit, which can belong to a token that is not
-        # shared.
+        # The draft model applies a margin to its largest logit, which can belong to a token that is not
+        # shared, so adjust the margin to that logit.
         _, best = self._logits.top(self._rows[row], 1)
         draft_margin = float(best.max(initial=-np.inf)) - floor
         if not np.isfinite(draft_margin):

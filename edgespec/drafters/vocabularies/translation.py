@@ -12,8 +12,8 @@ from edgespec.backends.base import Vocabulary
 
 __all__ = ["ByteTokenizer", "TokenTranslation"]
 
-# Maximum number of draft tokens used to spell a target token that the draft's vocabulary lacks. If more are
-# needed, only the last ones are kept.
+# Maximum number of draft tokens used to spell a target token that the draft model's vocabulary lacks. If more
+# are needed, only the last ones are kept.
 MAX_SPELLING_TOKENS = 16
 
 

@@ -80,7 +80,7 @@ class Welcome(Vertical):
 
 
 class ReplyMessage(Widget):
-    """A reply: its reasoning, folded, its answer, and how it ended.
+    """Widget for a reply: its reasoning, which can be folded, its answer, and how it ended.
 
     The answer is shown as Markdown, or with tokens coloured by origin (draft or target).
 
@@ -159,7 +159,7 @@ class ReplyMessage(Widget):
         if self._stream is not None:
             await self._stream.stop()
             self._stream = None
-        # Render it again, because a Markdown table rendered row by row can show outdated cells.
+        # Render the whole text again, because a Markdown table rendered row by row can show outdated cells.
         if text != self.text or self._markdown.query("MarkdownTable"):
             self.text = text
             await self._markdown.update(text)
@@ -180,7 +180,7 @@ class ReplyMessage(Widget):
 
     def _refresh_thoughts(self) -> None:
         chunks = [chunk for chunk in self.chunks if chunk.reasoning]
-        # The text from before a continued reply has no chunks.
+        # The first part of a continued reply may have no chunks. The reasoning is then shown without colours.
         coloured = self.coloured and "".join(chunk.text for chunk in chunks) == self.reasoning
         text = _origin_content(chunks) if coloured else Content(self.reasoning)
         if self.writing and not self.text:

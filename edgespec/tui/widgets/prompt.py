@@ -33,7 +33,7 @@ class PromptInput(TextArea):
 
     @dataclass
     class Sent(Event):
-        """Enter was pressed."""
+        """Posted when Enter is pressed."""
 
         text: str
 
@@ -42,7 +42,7 @@ class PromptInput(TextArea):
         self._sent = sent
 
     def render_line(self, y: int) -> Strip:
-        """Render a line. In a terminal of a few columns, there may be no room for any text."""
+        """Render a line. In a very narrow terminal, there may be no room for any text."""
         if self.content_size.width < 1:
             # Textual would raise an exception, which would end the chat.
             return Strip.blank(self.size.width)

@@ -16,7 +16,7 @@ from edgespec.tui.numbers import count, percent, rate
 __all__ = ["StatusFacts", "StatusLine", "wrapped"]
 
 _GAP = " · "
-# The context is shown as nearly full from this fraction on. One or two more turns may still fit.
+# The context is shown as nearly full when this fraction of it is used. One or two more turns may still fit.
 _NEARLY_FULL = 0.85
 
 

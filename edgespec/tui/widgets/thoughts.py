@@ -34,7 +34,7 @@ class Thoughts(Collapsible):
 
     def show_growing(self, text: Content, tokens: int) -> None:
         """Show the reasoning generated so far, while the model is still thinking."""
-        # The time is unknown if the first part was generated in an earlier run of the program.
+        # Do not measure the time if an earlier run of the program generated the first part.
         if self._began is None and (self.seconds is not None or not self.display):
             self._began = monotonic() - (self.seconds or 0.0)
         self._update(text, f"Thinking… {count(tokens, 'token')}")

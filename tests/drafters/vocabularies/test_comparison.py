@@ -76,7 +76,7 @@ class TestPieces:
         assert found.mapping == "translated"
         assert found.explanation == (
             "two has 5 of one's 7 tokens, under other ids, and drafts only those."
-            " Fewer of its tokens will be accepted than of a draft model of the same family"
+            " Fewer of its tokens will be accepted than with a draft model from the same family"
         )
 
     def test_no_common_token_is_an_error(self) -> None:
@@ -84,5 +84,5 @@ class TestPieces:
             def is_end(self, token: int) -> bool:
                 return False
 
-        with pytest.raises(VocabularyMismatchError, match=r"no token in common \(token 0 is 'a' in one"):
+        with pytest.raises(VocabularyMismatchError, match=r"no tokens in common \(token 0 is 'a' in one"):
             compare_vocabularies(Endless("abcd"), Endless("xyzw"), "one", "two")
