@@ -58,8 +58,8 @@ _WRITE_REASONS = {
     EDQUOT: "your disk quota is used up",
     EFBIG: "the file size limit was reached",
 }
-# Number of bytes that `write_error` and `append_error` write. A tiny file would prove nothing, because some file
-# systems can store tiny files even when the disk is full.
+# Number of bytes that `write_error` and `append_error` write. A tiny file would prove nothing, because some
+# file systems can store tiny files even when the disk is full.
 _TRIAL_BYTES = 1 << 16
 
 
