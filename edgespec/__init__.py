@@ -57,7 +57,7 @@ __all__ = [
     "plan",
 ]
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _HOMES = {
     "edgespec.assembly.loading": ("load",),

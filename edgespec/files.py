@@ -169,7 +169,7 @@ def parse_toml(text: str) -> dict[str, Any]:
     Raises:
         ValueError: The text is not valid TOML, or is nested too deeply.
     """
-    # tomllib takes quadratic time for a key with many parts.
+    # Reject keys with many parts, because tomllib takes quadratic time for them.
     if any(part.count(".") > _MAX_KEY_DOTS for part in re.split(r"[\n=,{}\[\]]", text)):
         raise ValueError(f"a key has more than {_MAX_KEY_DOTS} dots")
     try:

@@ -65,9 +65,9 @@ class TimedReply:
         prompt: Name of the prompt.
         tokens: Tokens of the reply.
         arrivals: For each chunk, the seconds since the first request and the number of tokens.
-        rounds: Number of rounds.
-        drafting_rounds: Rounds that verified a draft.
-        drafted_tokens: Tokens that were drafted.
+        rounds: Number of target passes.
+        drafting_rounds: Number of target passes that verified a draft.
+        drafted_tokens: Number of drafted tokens.
     """
 
     prompt: str

@@ -13,7 +13,7 @@ from edgespec.backends.trial_load import TrialModel, check_loadable
 from edgespec.catalog import Resolved, find_installed, load_catalogue, smaller_models
 from edgespec.errors import EdgespecError
 from edgespec.files import format_bytes
-from edgespec.memory import Budget, MemoryPlan, PlanChoice, PlanOption, compute_headroom_bytes
+from edgespec.memory import Budget, MemoryPlan, PlanChoice, PlanOption, shared_items
 
 __all__ = ["find_advice"]
 
@@ -53,7 +53,7 @@ def find_advice(
     for smaller in smaller_models(pair.target, find_installed()):
         if weight_bytes := _weight_bytes_if_it_fits(smaller, options, room, headroom_bytes):
             size = format_bytes(weight_bytes)
-            return f"choose {smaller.name} ({size}), the nearest model on this machine, or {more}"
+            return f"choose {smaller.name} ({size}), which fits and is on this machine, or {more}"
     fitting = [
         entry
         for entry in load_catalogue().entries
@@ -86,6 +86,6 @@ def _weight_bytes_if_it_fits(
         return 0
     finally:
         estimator.close()
-    headroom = compute_headroom_bytes(estimate.total_bytes, headroom_bytes)
-    fits = estimate.total_bytes + headroom + model.backend.process_bytes <= room_bytes
+    shared = shared_items(estimate.total_bytes, model.backend.process_bytes, headroom_bytes)
+    fits = estimate.total_bytes + sum(item.bytes for item in shared) <= room_bytes
     return estimate.bytes_of("weights") if fits else 0

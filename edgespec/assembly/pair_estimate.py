@@ -13,7 +13,7 @@ from edgespec.backends.memory_estimate import MemoryEstimator
 from edgespec.catalog import Resolved, find_installed, smaller_quantisations
 from edgespec.drafters.windowed import AttentionWindow, choose_draft_window
 from edgespec.errors import EdgespecError
-from edgespec.memory import Budget, Item, MemoryPlan, PlanChoice, compute_headroom_bytes, create_items
+from edgespec.memory import Budget, Item, MemoryPlan, PlanChoice, create_items, shared_items
 
 __all__ = ["PairEstimator", "open_estimator"]
 
@@ -55,15 +55,14 @@ class PairEstimator:
             self._drafts[""] = pair.draft, self._open_draft(pair.draft)
         self._copy: MemoryEstimator | None = None
         if copy := _find_low_bit_copy(pair, drafting):
-            self._copy = open_estimator(copy, options)
+            self._copy = open_estimator(copy, replace(options, adapter=None))
             undo.callback(self._copy.close)
         self._process_bytes = max(
             each.backend.process_bytes for each in (pair.target, pair.draft) if each is not None
         )
 
     def _open_draft(self, draft: Resolved) -> MemoryEstimator:
-        options = replace(self._options, low_bits=False, is_draft=True, adapter=None, exact=False)
-        estimator = open_estimator(draft, options)
+        estimator = open_estimator(draft, self._options.for_draft())
         self._undo.callback(estimator.close)
         return estimator
 
@@ -115,9 +114,7 @@ class PairEstimator:
             items += create_items(
                 "low-bit copy", self._copy.estimate(replace(options, context_tokens=tokens))
             )
-        headroom = compute_headroom_bytes(sum(item.bytes for item in items), self._headroom_bytes)
-        items.append(Item("Python", "Python and its libraries", "process", self._process_bytes))
-        items.append(Item("free", "headroom", "headroom", headroom))
+        items += shared_items(sum(item.bytes for item in items), self._process_bytes, self._headroom_bytes)
         return MemoryPlan(self._budget, target.context_tokens, target.kv_type, tuple(items))
 
     def _draft_items(self, choice: PlanChoice, options: LoadOptions, target_tokens: int) -> Sequence[Item]:

@@ -300,14 +300,10 @@ def draft_load_options(
     """
     adapts = drafting.arguments["draft_branches"] in ((), "auto")
     return replace(
-        options,
+        options.for_draft(),
         context_tokens=context_tokens,
         memory_bytes=memory_bytes,
         max_logit_rows=_DRAFT_ROWS if adapts else None,
-        is_draft=True,
-        adapter=None,
-        exact=False,
-        low_bits=False,
     )
 
 

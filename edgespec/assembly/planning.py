@@ -189,8 +189,8 @@ def plan_pair(
     )
     # Backends check weights and caches against this limit. It includes the headroom, because backends count
     # some memory that the plan ignores, such as file headers.
-    others = ("process", "compute", "output", "vocabulary")
-    left = budget.total_bytes - sum(item.bytes for item in plan.items if item.kind in others)
+    checked = ("weights", "cache", "headroom")
+    left = budget.total_bytes - sum(item.bytes for item in plan.items if item.kind not in checked)
     chosen = replace(
         chosen,
         memory_bytes=max(0, left),

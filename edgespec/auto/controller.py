@@ -60,7 +60,7 @@ class _Round:
     Attributes:
         started: Time at which the round began.
         was_considered: Whether the loss limit and the backoff permitted a draft.
-        was_asked: Whether the drafters were asked for a draft.
+        was_asked: Whether a draft was requested from the drafters.
         draft_done: Time at which the draft was complete.
         pass_seconds: Duration of the target's pass.
         width: Number of tokens in the target's pass.
@@ -84,7 +84,7 @@ class AutoController(Drafter):
     - The backoff does not pause drafting.
     - The worst case of the draft stays within the loss limit. This also limits the draft length.
 
-    The combined drafter then decides by expected gain which drafters to ask. Worst cases and backoffs are
+    The combined drafter then decides by expected gain which drafters to run. Worst cases and backoffs are
     tracked separately for each number of concurrent replies.
 
     Args:

@@ -43,11 +43,11 @@ class DraftingStatus:
         is_faster: Whether speculation has saved time in this reply so far.
         tokens: Tokens emitted in this reply.
         has_drafted: Whether any draft of this reply was verified.
-        asked_rounds: Rounds in which drafters were asked for a draft.
+        asked_rounds: Rounds in which a draft was requested from drafters.
         unaffordable_rounds: Rounds in which the loss limit ruled out a draft.
         draft_cost_steps: Worst-case cost of the shortest draft.
         allowance_steps: How much the next round can lose.
-        round_gain_steps: Mean gain of recent rounds in which drafters were asked for a draft.
+        round_gain_steps: Mean gain of recent rounds in which a draft was requested.
         replies: Concurrent replies in this process.
     """
 

@@ -23,7 +23,7 @@ _CONTEXT_BUCKETS = (2048, 8192, 32768)
 _MAX_REPLIES = 8
 # Number of target steps to measure before trusting the costs for a new number of concurrent replies.
 _MIN_TARGET_STEPS = 3
-# Number of wide passes after which a bucket adapts at the usual rate. New buckets adapt faster.
+# Number of multi-token passes after which a bucket adapts at the usual rate. New buckets adapt faster.
 _SETTLED_PASSES = 20
 # Saved costs that differ from the measured curve by more than a factor of 1,000 are treated as damaged.
 _MAX_LOG_RATIO = math.log(1000.0)
@@ -60,11 +60,11 @@ class LiveCosts:
 
     # Fraction of a target step's deviation from the estimate by which the estimate is corrected.
     _TARGET_STEP_RATE = 0.25
-    # Fraction of a wider pass's deviation from the estimate by which the estimate is corrected.
+    # Fraction of a multi-token pass's deviation from the estimate by which the estimate is corrected.
     _WIDE_PASS_RATE = 0.15
     # Logarithm of the largest factor by which a single pass can change an estimate.
     _MAX_LOG_CHANGE = math.log(4.0)
-    # Mean deviation of wide passes, as a logarithm, that triggers a target step.
+    # Mean deviation of multi-token passes, as a logarithm, that triggers a target step.
     _MAX_LOG_DEVIATION = math.log(1.25)
     # Weight of the newest pass in the mean deviation.
     _DEVIATION_RATE = 0.3

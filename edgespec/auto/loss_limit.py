@@ -53,7 +53,7 @@ class LossLimit:
         self._draft_round_tokens, self._draft_round_plain_seconds = 0, 0.0
 
     def record_target_step(self, tokens: int, draft_seconds: float = 0.0) -> None:
-        """Record a round that verified no draft, and charge the time spent looking for one."""
+        """Record a round that verified no draft, and charge the time spent trying to draft."""
         self.tokens += tokens
         self.credit_seconds -= draft_seconds
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol, TypeAlias
 
 from edgespec.engine.logits import Logits
@@ -114,6 +114,10 @@ class LoadOptions:
     adapter: str | None = None
     exact: bool = False
     low_bits: bool = False
+
+    def for_draft(self) -> LoadOptions:
+        """Return these options for a draft model, without those that apply only to the target."""
+        return replace(self, is_draft=True, adapter=None, exact=False, low_bits=False)
 
 
 @dataclass(frozen=True, slots=True)

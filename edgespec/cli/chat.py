@@ -12,7 +12,7 @@ from click.core import ParameterSource
 
 from edgespec.cli.failures import DONE, INTERRUPTED
 from edgespec.cli.help import HelpfulCommand
-from edgespec.cli.options import LOAD_NAMES, REPLY_NAMES, SAMPLING_NAMES, declared_options, pick
+from edgespec.cli.options import LOAD_NAMES, REPLY_NAMES, declared_options, pick
 from edgespec.cli.screen import is_terminal
 from edgespec.errors import OptionError
 
@@ -74,12 +74,10 @@ def command(
 
     # The chat shows and saves only settings that the user changed.
     settings = {
-        name: options[name]
-        for name in (*SAMPLING_NAMES, "max_tokens", "seed")
-        if name in options and ctx.get_parameter_source(name) is not ParameterSource.DEFAULT
+        name: list(options[name]) if isinstance(options[name], tuple) else options[name]
+        for name in _REPLY_NAMES
+        if name not in LOAD_NAMES and ctx.get_parameter_source(name) is not ParameterSource.DEFAULT
     }
-    if options["stop"]:
-        settings["stop"] = list(options["stop"])
     ended = run_chat(
         load, model_name=options["target"], system=system, settings=settings, resume=resume, light=light
     )

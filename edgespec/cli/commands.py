@@ -6,7 +6,7 @@ from importlib import import_module
 
 import click
 
-__all__ = ["COMMANDS", "OLLAMA_COMMANDS", "OLLAMA_SERVER_COMMANDS", "load_command"]
+__all__ = ["COMMANDS", "MISSING_COMMANDS", "OLLAMA_COMMANDS", "load_command"]
 
 # In the order of the help text.
 COMMANDS = (
@@ -35,7 +35,10 @@ OLLAMA_COMMANDS = {
     "cp": "models alias",
     "help": "--help",
 }
-OLLAMA_SERVER_COMMANDS = ("serve", "ps", "stop")
+# Ollama's commands that edgespec lacks, and the reason.
+MISSING_COMMANDS = dict.fromkeys(
+    ("serve", "ps", "stop"), "edgespec has no server, and a model is loaded only while a command uses it"
+)
 
 
 def load_command(name: str) -> click.Command | None:

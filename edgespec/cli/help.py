@@ -86,8 +86,8 @@ class HelpfulGroup(_Helpful, click.Group):
     command_class = HelpfulCommand
     # Commands of other programs, and what to suggest instead. MODEL stands for the next argument.
     foreign_commands: Mapping[str, str] = {}
-    # Commands of other programs that control a server.
-    server_commands: Sequence[str] = ()
+    # Commands of other programs that have no counterpart, and the reason.
+    missing_commands: Mapping[str, str] = {}
 
     def __init__(self, *args: Any, **settings: Any) -> None:
         super().__init__(*args, no_args_is_help=False, **settings)
@@ -111,8 +111,8 @@ class HelpfulGroup(_Helpful, click.Group):
         if name not in known and not name.startswith("-") and not ctx.resilient_parsing:
             foreign = self.foreign_commands.get(name)
             near = [foreign] if foreign else difflib.get_close_matches(name, known, 1)
-            if name in self.server_commands:
-                hint = "edgespec has no server, and a model is loaded only while a command uses it"
+            if name in self.missing_commands:
+                hint = self.missing_commands[name]
             elif near:
                 model = shlex.quote(args[1]) if args[1:] and not args[1].startswith("-") else "MODEL"
                 hint = f"did you mean '{near[0].replace('MODEL', model)}'?"

@@ -17,7 +17,6 @@ from edgespec.options import LOAD_OPTIONS, MODEL_OPTIONS, REPLY_OPTIONS, SETTING
 
 __all__ = [
     "LOAD_NAMES",
-    "MEMORY_NAMES",
     "METHODS",
     "METHOD_NAMES",
     "MODEL_NAMES",
@@ -39,8 +38,7 @@ def _names(options: Mapping[str, Option], *groups: str) -> tuple[str, ...]:
     return tuple(name for name, each in options.items() if each.group in groups and not each.api_only)
 
 
-MEMORY_NAMES = (*MODEL_OPTIONS, *_names(LOAD_OPTIONS, "model"))
-MODEL_NAMES = (*MEMORY_NAMES, *_names(LOAD_OPTIONS, "drafting"))
+MODEL_NAMES = (*MODEL_OPTIONS, *_names(LOAD_OPTIONS, "model"), *_names(LOAD_OPTIONS, "drafting"))
 PREFIX_CACHE_NAMES = _names(LOAD_OPTIONS, "prefix_cache")
 METHOD_NAMES = _names(LOAD_OPTIONS, "method")
 LOAD_NAMES = (*MODEL_NAMES, *METHOD_NAMES, *PREFIX_CACHE_NAMES)

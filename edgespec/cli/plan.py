@@ -10,7 +10,7 @@ import click
 from edgespec.cli.failures import DONE
 from edgespec.cli.help import HelpfulCommand
 from edgespec.cli.interrupt import Stop, interruptible
-from edgespec.cli.options import MEMORY_NAMES, PREFIX_CACHE_NAMES, declared_options, json_option
+from edgespec.cli.options import LOAD_NAMES, declared_options, json_option
 from edgespec.cli.screen import ProgressLine, note, print_json, terminal_width
 
 if TYPE_CHECKING:
@@ -19,13 +19,12 @@ if TYPE_CHECKING:
 __all__ = ["command"]
 
 _WIDTH = 100
-_DRAFTING_NAMES = ("method", "draft_branches", "draft_window", "draft_sinks")
 
 
 @click.command(
     "plan",
     cls=HelpfulCommand,
-    params=declared_options(*MEMORY_NAMES, *_DRAFTING_NAMES, *PREFIX_CACHE_NAMES),
+    params=declared_options(*LOAD_NAMES),
     short_help="Show how much memory a model needs, without loading it.",
     examples=(
         "edgespec plan",

@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 import click
 
 from edgespec import __version__
-from edgespec.cli.commands import COMMANDS, OLLAMA_COMMANDS, OLLAMA_SERVER_COMMANDS, load_command
+from edgespec.cli.commands import COMMANDS, MISSING_COMMANDS, OLLAMA_COMMANDS, load_command
 from edgespec.cli.failures import DONE, FAILED, INTERRUPTED, describe, exit_status
 from edgespec.cli.help import HelpfulGroup
 from edgespec.cli.screen import printable
@@ -23,7 +23,7 @@ class Program(HelpfulGroup):
     """The group of all commands. Commands are imported on use, so that edgespec starts quickly."""
 
     foreign_commands = OLLAMA_COMMANDS
-    server_commands = OLLAMA_SERVER_COMMANDS
+    missing_commands = MISSING_COMMANDS
 
     def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002
         return list(COMMANDS)

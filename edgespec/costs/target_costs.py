@@ -45,8 +45,8 @@ class TargetCosts:
     Args:
         model: The loaded target model.
         options: The options that the target was loaded with.
-        is_measuring: Whether to measure wide passes. If False and there is no valid saved curve, measures
-            only the target step and estimates the cost of wider passes.
+        is_measuring: Whether to measure multi-token passes. If False and there is no valid saved curve,
+            measures only the target step and estimates the cost of multi-token passes.
 
     Attributes:
         settings_key: Key that identifies all settings that affect the duration of a pass.

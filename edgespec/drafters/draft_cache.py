@@ -92,7 +92,7 @@ def replace_unknown_ids(model: LanguageModel, tokens: Sequence[int]) -> list[int
 
 
 def top_probs(logits: Logits, row: int) -> Candidates:
-    """Return the 64 most probable tokens in a row and their probabilities at temperature 1.
+    """Return the 64 most probable tokens of a logits row and their probabilities at temperature 1.
 
     Returns:
         Token ids in ascending order, and their renormalised probabilities (float64), which sum to 1.

@@ -1,4 +1,4 @@
-"""Verify that speculative decoding gives the same tokens as plain decoding, for any model pair."""
+"""Verify that speculative decoding gives the same tokens as plain decoding."""
 
 from edgespec.losslessness.prompts import Prompt, prompt_tokens, read_prompts
 from edgespec.losslessness.report import Divergence, MethodResult, Report

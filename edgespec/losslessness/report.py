@@ -72,7 +72,7 @@ class MethodResult:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """The results for one model pair, keyed by method. `target` and `draft` are the names of the models."""
+    """The results of each method, and the names of the target and the draft model."""
 
     target: str
     draft: str | None

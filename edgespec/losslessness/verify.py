@@ -1,4 +1,4 @@
-"""Compare every method with plain decoding on a loaded model pair."""
+"""Compare every method with plain decoding on the loaded models."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from edgespec.memory.budget import (
 )
 from edgespec.memory.fitting import PlanChoice, PlanOption, Preference, fit_to_budget
 from edgespec.memory.limits import Limit
-from edgespec.memory.plan import Decision, Item, MemoryPlan, compute_headroom_bytes, create_items
+from edgespec.memory.plan import Decision, Item, MemoryPlan, create_items, shared_items
 
 __all__ = [
     "Budget",
@@ -23,10 +23,10 @@ __all__ = [
     "Preference",
     "available_bytes",
     "check_room_to_plan",
-    "compute_headroom_bytes",
     "create_items",
     "find_budget",
     "fit_to_budget",
     "peak_bytes",
     "resident_bytes",
+    "shared_items",
 ]

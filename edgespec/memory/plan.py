@@ -8,7 +8,7 @@ from typing import Any, Literal
 from edgespec.backends.memory_estimate import MemoryEstimate, ModelMemoryKind, Pool
 from edgespec.memory.budget import Budget
 
-__all__ = ["Decision", "Item", "ItemKind", "MemoryPlan", "compute_headroom_bytes", "create_items"]
+__all__ = ["Decision", "Item", "ItemKind", "MemoryPlan", "create_items", "shared_items"]
 
 ItemKind = ModelMemoryKind | Literal["process", "headroom"]
 
@@ -124,8 +124,17 @@ def create_items(role: str, estimate: MemoryEstimate) -> tuple[Item, ...]:
     )
 
 
-def compute_headroom_bytes(planned_bytes: int, headroom_bytes: int | None = None) -> int:
-    """Return `headroom_bytes` or, if None, 5 % of `planned_bytes` but at least 64 MiB."""
-    if headroom_bytes is not None:
-        return headroom_bytes
-    return max(_MIN_HEADROOM_BYTES, int(planned_bytes * _HEADROOM_SHARE))
+def shared_items(models_bytes: int, process_bytes: int, headroom_bytes: int | None) -> tuple[Item, ...]:
+    """Return the plan's items that belong to no single model: the process and the headroom.
+
+    Args:
+        models_bytes: Planned memory of all models.
+        process_bytes: Memory of Python and its libraries.
+        headroom_bytes: The headroom, or None for 5 % of `models_bytes` but at least 64 MiB.
+    """
+    if headroom_bytes is None:
+        headroom_bytes = max(_MIN_HEADROOM_BYTES, int(models_bytes * _HEADROOM_SHARE))
+    return (
+        Item("Python", "Python and its libraries", "process", process_bytes),
+        Item("free", "headroom", "headroom", headroom_bytes),
+    )

@@ -28,7 +28,7 @@ _TRUNCATED_SHARE = 0.8
 
 
 class World:
-    """One machine, its clock and the running reply. The decode loop uses it as its target.
+    """A simulated machine with its clock and the current reply. The decode loop uses it as its target.
 
     Args:
         machine: The machine.

@@ -141,7 +141,7 @@ class Soak:
         chat.wait_for("never shown", rng.uniform(0.0, 3.0), stop_early=False)
         seconds = chat.end("SIGTERM")
         if not shown or seconds >= 10:
-            raise Hang("the terminal chat did not start or did not end")
+            raise Hang("the terminal chat did not start or end in time")
         if sent:
             self._write("saved", texts=[question])
 
@@ -172,7 +172,7 @@ class Soak:
         while not select.select([process.stdout], [], [], 1.0)[0]:
             self._sample(process.pid)
             if time.monotonic() > deadline:
-                raise Hang(f"no answer in {_ANSWER_SECONDS:.0f} seconds")
+                raise Hang(f"the program did not answer within {_ANSWER_SECONDS:.0f} seconds")
         self._sample(process.pid)
         line = process.stdout.readline()
         if not line:

@@ -181,7 +181,7 @@ class TestInstalledModels:
         )
         planned = _planned(smaller.plan.total_bytes, options=quarter, draft=None, fixed=fixed)
         assert not planned.plan.fits
-        with pytest.raises(MemoryBudgetError, match=r"choose maker/Large-GGUF \(.*the nearest model on this"):
+        with pytest.raises(MemoryBudgetError, match=r"choose maker/Large-GGUF \(.*which fits and is on this"):
             check_fits(planned)
         other = _planned(smaller.plan.total_bytes - 1, options=quarter, draft=None, fixed=fixed)
         assert "choose maker/Small-GGUF (" in other.advice

@@ -10,6 +10,8 @@ import edgespec
 import edgespec.tui.app
 from edgespec.cli import chat
 from edgespec.errors import ModelFileError
+from edgespec.load_options import LOAD_OPTIONS
+from edgespec.reply_options import REPLY_OPTIONS
 from edgespec.tui.app import ChatEnd
 from tests.cli.conftest import Run, one_line_error
 
@@ -92,6 +94,13 @@ def test_only_the_settings_that_were_written_are_set(run: Run, opened: Opened) -
     assert opened.options["settings"] == {"temperature": 0.5, "seed": 0, "stop": ["X"], "max_tokens": 9}
     assert opened.options["system"] == "Be brief."
     assert opened.options["light"] is True
+
+
+def test_every_reply_option_becomes_a_setting(run: Run, opened: Opened) -> None:
+    names = set(REPLY_OPTIONS) - set(LOAD_OPTIONS) - {"logit_bias"}
+    result = run("chat", *(word for name in names for word in (f"--{name.replace('_', '-')}", "1")))
+    assert result.exit_code == 0, result.stderr
+    assert set(opened.options["settings"]) == names
 
 
 def test_absurd_settings_are_refused_before_the_chat_opens(run: Run, opened: Opened) -> None:

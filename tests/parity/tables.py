@@ -19,7 +19,6 @@ rejected. With `--acceptance rejection` this holds at temperature 0, and `tests/
 distribution above that. **in trees** means that some passes verified several candidates for one position.
 The tests treat wide passes as free, so that every method drafts.
 """
-_NUMBERS = "①②③④⑤⑥⑦⑧⑨⑩⑪⑫"
 
 
 @dataclass(frozen=True)
@@ -46,7 +45,7 @@ class _Notes:
     def number(self, text: str) -> str:
         if text not in self._texts:
             self._texts.append(text)
-        return _NUMBERS[self._texts.index(text)]
+        return chr(ord("①") + self._texts.index(text))  # Unicode has circled numbers up to 20.
 
     def lines(self) -> str:
         return " \\\n".join(f"{self.number(text)} {text}" for text in self._texts) + "\n"

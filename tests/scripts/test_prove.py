@@ -10,6 +10,7 @@ import pytest
 
 from edgespec.losslessness import Report
 from edgespec.losslessness.report import MethodResult
+from edgespec.method_names import DRAFTER_NAMES
 from scripts.proving import shards
 from scripts.proving.__main__ import is_proved, table
 from scripts.proving.shards import CONFIGURATIONS, TEMPERATURES, Configuration, Shards, prompts_of
@@ -72,3 +73,12 @@ def test_the_prompts_of_blocks_differ() -> None:
     assert prompts_of(3) == prompts_of(3)
     backends = [configuration.backend for configuration in CONFIGURATIONS]
     assert len(set(backends)) == len(backends)
+
+
+def test_every_drafter_is_proved_and_documented() -> None:
+    root = Path(__file__).parents[2]
+    methods = {name for each in CONFIGURATIONS for method in each.methods for name in method.split("+")}
+    for name in DRAFTER_NAMES:
+        assert name in methods
+        for page in ("README.md", "docs/methods.md"):
+            assert f"`{name}`" in (root / page).read_text("utf-8"), page
