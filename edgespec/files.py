@@ -20,6 +20,7 @@ from typing import Any
 from edgespec.errors import ConfigurationError
 
 __all__ = [
+    "append_error",
     "cache_folder",
     "config_folder",
     "data_folder",
@@ -40,6 +41,7 @@ __all__ = [
     "sync_to_disk",
     "touch_private",
     "write_advice",
+    "write_all",
     "write_error",
     "write_private_file",
 ]
@@ -51,9 +53,13 @@ _HEAD_BYTES = 1 << 20
 _BLOCK_BYTES = 1 << 16
 _BLOCKS = 16
 _SIZE_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
-_DISK_FULL_REASONS = {ENOSPC: "the disk is full", EDQUOT: "your disk quota is used up"}
-# Number of bytes that `write_error` writes. A tiny file would prove nothing, because some file systems can
-# store tiny files even when the disk is full.
+_WRITE_REASONS = {
+    ENOSPC: "the disk is full",
+    EDQUOT: "your disk quota is used up",
+    EFBIG: "the file size limit was reached",
+}
+# Number of bytes that `write_error` and `append_error` write. A tiny file would prove nothing, because some
+# file systems can store tiny files even when the disk is full.
 _TRIAL_BYTES = 1 << 16
 
 
@@ -153,7 +159,7 @@ def read_regular_file(path: Path, max_bytes: int | None = None) -> bytes:
     """
     size_bytes = regular_file_bytes(path)
     if max_bytes is not None and size_bytes > max_bytes:
-        raise OSError(EFBIG, f"the file has {size_bytes:,} bytes, but at most {max_bytes:,} are expected")
+        raise OSError(EINVAL, f"the file has {size_bytes:,} bytes, but at most {max_bytes:,} are expected")
     return path.read_bytes()
 
 
@@ -231,13 +237,17 @@ def delete_stale_temporaries(folder: Path, name: str = "", older_seconds: float 
 def replace_when_written(path: Path) -> Iterator[Path]:
     """Yield a temporary path to write to. If the block succeeds, rename that file to `path`.
 
-    Allows only one writer at once. If the block fails, the temporary file remains until the next write.
-    Raises OSError.
+    If the block fails, the temporary file is deleted. Allows only one writer at once. Raises OSError.
     """
     temporary = path.with_name(f"{path.name}.tmp")
-    yield temporary
-    sync_to_disk(temporary)
-    temporary.replace(path)
+    try:
+        yield temporary
+        sync_to_disk(temporary)
+        temporary.replace(path)
+    except BaseException:
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise
 
 
 def sync_to_disk(path: Path) -> None:
@@ -294,9 +304,10 @@ def format_bytes(size_bytes: int) -> str:
 
 def error_reason(error: Exception) -> str:
     """Return the reason for an error in lower case, such as `the disk is full` or `permission denied`."""
-    if isinstance(error, OSError) and error.errno in _DISK_FULL_REASONS:
-        return _DISK_FULL_REASONS[error.errno]
-    reason = error.strerror if isinstance(error, OSError) else str(error)
+    if isinstance(error, OSError):
+        reason = _WRITE_REASONS.get(error.errno or 0, error.strerror)
+    else:
+        reason = str(error)
     return (reason or type(error).__name__).lower()
 
 
@@ -310,10 +321,12 @@ def write_advice(error: OSError, folder: Path, setting: str = "") -> str:
             Empty if there is none.
     """
     choose = f"use {setting} with" if setting.startswith("-") else f"set {setting} to"
-    if error.errno in _DISK_FULL_REASONS:
+    if error.errno in (ENOSPC, EDQUOT):
         step = (
             f"free some space on the disk of {folder}, for example with `edgespec delete-data prefix-cache`"
         )
+    elif error.errno == EFBIG:
+        step = "raise the limit with `ulimit -f unlimited` (a FAT32 disk allows at most 4 GiB per file)"
     elif error.errno == EROFS and setting:
         return f"{choose} a folder that you can write to"
     elif error.errno in (EACCES, EPERM, EROFS):
@@ -333,13 +346,35 @@ def write_error(folder: Path) -> OSError | None:
     """
     try:
         with tempfile.TemporaryFile(dir=_existing(folder), prefix=".edgespec-", buffering=0) as file:
-            # Random bytes, because some file systems store zeros without using space.
-            if file.write(os.urandom(_TRIAL_BYTES)) != _TRIAL_BYTES:
-                return OSError(ENOSPC, os.strerror(ENOSPC))
-            os.fsync(file.fileno())
+            _write_trial(file.fileno())
     except OSError as error:
         return error
     return None
+
+
+def append_error(path: Path) -> OSError | None:
+    """Append random bytes to a file that a library failed to write, and return the error, if any."""
+    try:
+        with path.open("ab", buffering=0) as file:
+            _write_trial(file.fileno())
+    except OSError as error:
+        return error
+    return None
+
+
+def _write_trial(handle: int) -> None:
+    # Random bytes, because some file systems store zeros without using space.
+    write_all(handle, os.urandom(_TRIAL_BYTES))
+    os.fsync(handle)
+
+
+def write_all(handle: int, payload: bytes) -> None:
+    """Write all bytes to an open file. Raises OSError.
+
+    If the disk becomes full, `os.write` writes a part without an error, and only the next call fails.
+    """
+    while payload:
+        payload = payload[os.write(handle, payload) :]
 
 
 def free_bytes(folder: Path) -> int:

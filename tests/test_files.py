@@ -14,6 +14,7 @@ import pytest
 
 from edgespec.errors import ConfigurationError
 from edgespec.files import (
+    append_error,
     cache_folder,
     config_folder,
     data_folder,
@@ -103,6 +104,23 @@ def test_what_to_do_about_a_full_disk_and_a_read_only_folder(tmp_path: Path) -> 
     )
 
 
+def test_a_file_size_limit_is_not_a_full_disk(tmp_path: Path) -> None:
+    resource = pytest.importorskip("resource")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 15, before[1]))
+    try:
+        errors = [write_error(tmp_path), append_error(tmp_path / "new")]
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    for error in errors:
+        assert error is not None
+        assert error_reason(error) == "the file size limit was reached"
+        assert write_advice(error, tmp_path, "HF_HOME") == (
+            "raise the limit with `ulimit -f unlimited` (a FAT32 disk allows at most 4 GiB per file),"
+            " or set HF_HOME to a folder on another disk"
+        )
+
+
 def test_a_write_that_is_tried(tmp_path: Path) -> None:
     assert write_error(tmp_path / "a" / "b") is None
     assert free_bytes(tmp_path / "a" / "b") > 0
@@ -180,6 +198,7 @@ def test_a_file_is_replaced_only_when_complete(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="half-way"):
         write("half", ValueError("half-way"))
     assert path.read_text() == "before"
+    assert [entry.name for entry in tmp_path.iterdir()] == ["model.gguf"]
     write("after")
     assert path.read_text() == "after"
     assert [entry.name for entry in tmp_path.iterdir()] == ["model.gguf"]

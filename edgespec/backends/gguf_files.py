@@ -8,9 +8,21 @@ from pathlib import Path
 from edgespec.errors import ModelFileError
 from edgespec.files import regular_file_bytes
 
-__all__ = ["gguf_files"]
+__all__ = ["describe_start", "gguf_files"]
 
 _PART = re.compile(r"(.*)-\d{5}-of-(\d{5})(\.gguf)", re.IGNORECASE)
+# Number of bytes to read from the start of a file, and to show if it is not a GGUF file.
+_SHOWN_BYTES = 16
+
+
+def describe_start(data: bytes) -> str:
+    """Describe the start of a file, such as `begins with the text 'hi'`, to follow the file's name."""
+    if not data:
+        return "is empty"
+    text = " ".join(data.decode("utf-8", "replace").split())
+    if text and text.isprintable() and "\ufffd" not in text:
+        return f"begins with the text {text!r}"
+    return f"begins with the bytes {data[:4].hex(' ').upper()}"
 
 
 def gguf_files(path: Path) -> list[Path]:
@@ -25,12 +37,13 @@ def gguf_files(path: Path) -> list[Path]:
     try:
         regular_file_bytes(path)
         with path.open("rb") as stream:
-            magic = stream.read(4)
+            start = stream.read(_SHOWN_BYTES)
     except OSError as error:
         raise ModelFileError(f"{path} cannot be read: {error.strerror or error}", "check the path") from error
-    if magic != b"GGUF":
-        begins = f"it begins with {magic!r}" if magic else "it is empty"
-        raise ModelFileError(f"{path} is not a GGUF file: {begins}", "select the .gguf file of a model")
+    if not start.startswith(b"GGUF"):
+        raise ModelFileError(
+            f"{path} is not a GGUF file: it {describe_start(start)}", "select the .gguf file of a model"
+        )
     match = _PART.fullmatch(path.name)
     count = int(match[2]) if match else 0
     if match is None or not count:

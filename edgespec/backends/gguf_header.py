@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from edgespec.backends.gguf_files import describe_start
 from edgespec.errors import ModelFileError
 
 __all__ = ["GgufHeader", "GgufTensor", "StringArray", "TruncatedHeader", "parse_header", "read_header"]
@@ -139,7 +140,7 @@ def parse_header(data: bytes) -> GgufHeader:
     """
     reader = _Reader(data)
     if data[:4] != b"GGUF"[: len(data)]:
-        raise ValueError(f"the header begins with {data[:4]!r} instead of b'GGUF'")
+        raise ValueError(f"it {describe_start(data[:16])} instead of 'GGUF'")
     reader.at = 4
     version = reader.scalar(4)
     if version not in (2, 3):
@@ -152,7 +153,7 @@ def parse_header(data: bytes) -> GgufHeader:
     tensors = tuple(reader.tensor() for _ in range(tensor_count))
     alignment = metadata.get("general.alignment", 32)
     if not isinstance(alignment, int) or alignment < 1:
-        raise ValueError(f"general.alignment must be a positive integer, but is {alignment!r}")
+        raise ValueError("general.alignment must be a positive integer")
     return GgufHeader(metadata, tensors, -(-reader.at // alignment) * alignment)
 
 

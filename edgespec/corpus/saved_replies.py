@@ -11,7 +11,6 @@ import os
 import struct
 from collections.abc import Sequence
 from contextlib import suppress
-from errno import ENOSPC
 from pathlib import Path
 from typing import TYPE_CHECKING
 from zlib import crc32
@@ -28,6 +27,7 @@ from edgespec.files import (
     read_regular_file,
     regular_file_bytes,
     touch_private,
+    write_all,
     write_private_file,
 )
 
@@ -171,9 +171,7 @@ class SavedReplies:
             return
         handle = os.open(self.path, os.O_WRONLY | os.O_APPEND | getattr(os, "O_BINARY", 0))
         try:
-            payload = b"".join(map(_record, texts))
-            if os.write(handle, payload) < len(payload):
-                raise OSError(ENOSPC, "no space left on the disk")
+            write_all(handle, b"".join(map(_record, texts)))
         finally:
             os.close(handle)
 

@@ -11,6 +11,7 @@ from edgespec.catalog.catalogue import models_folder
 from edgespec.chat.message import Message
 from edgespec.chat.prompt import PromptBuilder
 from edgespec.errors import OptionError
+from edgespec.files import error_reason
 from edgespec.runtime import Runtime
 
 __all__ = ["Prompt", "prompt_tokens", "read_prompts"]
@@ -43,7 +44,8 @@ def read_prompts(path: str | Path | None = None) -> list[Prompt]:
     try:
         text = file.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
-        raise OptionError(f"cannot read prompts from {file}: {error}", "check the path") from error
+        reason = "it is not UTF-8 text" if isinstance(error, UnicodeDecodeError) else error_reason(error)
+        raise OptionError(f"cannot read prompts from {file}: {reason}", "check the path") from error
     prompts = [_prompt(line, at, file) for at, line in enumerate(text.splitlines(), 1) if line.strip()]
     if not prompts:
         raise OptionError(f"{file} contains no prompts", 'write one per line, such as {"prompt": "Hello"}')
@@ -53,21 +55,30 @@ def read_prompts(path: str | Path | None = None) -> list[Prompt]:
 def _prompt(line: str, number: int, file: Path) -> Prompt:
     try:
         entry: Any = json.loads(line)
-        if "messages" in entry:
-            messages = tuple(Message(m["role"], m["content"]) for m in entry["messages"])
-        else:
-            messages = (Message("user", entry["prompt"]),)
-        broken = [m for m in messages if str(m.role) not in _ROLES or not str.strip(m.content)]
-        if broken or not messages or messages[-1].role != "user":
-            raise ValueError("the last message must have the role user, and no message may be empty")
-    except (ValueError, KeyError, TypeError) as error:
+        messages = _messages(entry)
+    except ValueError as error:
+        reason = "it is not JSON" if isinstance(error, json.JSONDecodeError) else error
         raise OptionError(
-            f"line {number} of {file} is not a valid prompt: {error!r}",
+            f"line {number} of {file} is not a valid prompt: {reason}",
             'write {"prompt": "..."} or {"messages": [{"role": "user", "content": "..."}]}',
         ) from error
     name = str(entry.get("id", f"line {number}"))
     category = entry.get("category") or entry.get("skill") or name.rpartition("-")[0] or "other"
     return Prompt(name, messages, str(category))
+
+
+def _messages(entry: Any) -> tuple[Message, ...]:
+    """Return the messages of a line of the file. Raises ValueError."""
+    if not isinstance(entry, dict) or not entry.keys() & {"prompt", "messages"}:
+        raise ValueError("it has neither a prompt nor messages")
+    items = entry.get("messages", [{"role": "user", "content": entry.get("prompt")}])
+    is_list = isinstance(items, list) and all(isinstance(item, dict) for item in items)
+    if not is_list or not all(isinstance(item.get("content"), str) for item in items):
+        raise ValueError("the prompt or the content of a message is not text")
+    broken = [item for item in items if item.get("role") not in _ROLES or not item["content"].strip()]
+    if broken or not items or items[-1]["role"] != "user":
+        raise ValueError("the last message must have the role user, and no message may be empty")
+    return tuple(Message(item["role"], item["content"]) for item in items)
 
 
 def prompt_tokens(runtime: Runtime, prompt: Prompt) -> list[int]:

@@ -221,15 +221,25 @@ def build(
                 build_folder = BuildFolder(kind, folder, source, settings, progress)
                 prepared = build_folder.build(write_files, needed_bytes)
             if to is not None:
-                # Register a folder outside the store, for `find_prepared` to find it.
-                entry.parent.mkdir(parents=True, exist_ok=True)
-                with replace_when_written(entry.with_name(f"{entry.name}.elsewhere")) as temporary:
-                    temporary.write_bytes(os.fsencode(folder))
+                _register(entry, folder)
             return prepared
     except OSError as error:
         raise ModelFileError(
             f"{folder} cannot be written: {error_reason(error)}",
             f"{write_advice(error, folder.parent, '--to')}; then run it again to resume",
+        ) from error
+
+
+def _register(entry: Path, folder: Path) -> None:
+    """Save the path of a folder outside the store, so that `find_prepared` finds it."""
+    try:
+        entry.parent.mkdir(parents=True, exist_ok=True)
+        with replace_when_written(entry.with_name(f"{entry.name}.elsewhere")) as temporary:
+            temporary.write_bytes(os.fsencode(folder))
+    except OSError as error:
+        raise ModelFileError(
+            f"{folder} is complete, but its path cannot be saved in {entry.parent}: {error_reason(error)}",
+            f"{write_advice(error, entry.parent, 'EDGESPEC_CACHE_DIR')}; then run it again",
         ) from error
 
 

@@ -15,6 +15,7 @@ import gguf
 from edgespec.backends.base import Progress
 from edgespec.backends.llamacpp import layerskip_files
 from edgespec.errors import CancelledError, ModelFileError
+from edgespec.files import append_error
 
 __all__ = ["GgufModel", "Metadata", "Tensors", "merged_file", "split_metadata", "write_gguf"]
 
@@ -167,8 +168,8 @@ def write_gguf(
             if progress and not progress(what, done_bytes / total_bytes):
                 raise CancelledError(f"{what} was cancelled")
     except OSError as error:
-        if error.errno is None:  # NumPy sets no error number after a partial write, so add one.
-            raise OSError(EIO, "only part of the file was written") from error
+        if error.errno is None:  # NumPy does not say why it wrote only part of an array.
+            raise append_error(path) or OSError(EIO, "only part of the file was written") from error
         raise
     finally:
         writer.close()

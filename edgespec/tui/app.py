@@ -18,6 +18,7 @@ from edgespec.tui.archive import Archive
 from edgespec.tui.chat_screen import ChatScreen
 from edgespec.tui.controls import NoControls
 from edgespec.tui.ending import EndWatch
+from edgespec.tui.environment import check_textual_variables
 from edgespec.tui.preferences import Preferences
 from edgespec.tui.screens.loading import LoadingScreen
 from edgespec.tui.themes import DARK, THEMES
@@ -213,8 +214,10 @@ def run_chat(load: Load, **options: Any) -> ChatEnd:
     Raises:
         CancelledError: Loading was cancelled.
         ChatFileError: A chat could not be saved.
+        ConfigurationError: An environment variable of Textual has a value with which the chat cannot run.
         EdgespecError: Loading failed, or an error in the user interface ended the chat.
     """
+    check_textual_variables()
     app = ChatApp(load, **options)
     # The model thread needs the global interpreter lock (GIL) after every pass. With the default interval,
     # drawing the screen would hold it for too long.

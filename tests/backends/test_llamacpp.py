@@ -44,7 +44,7 @@ class TestErrorMessages:
     def test_a_text_file(self, tmp_path: Path) -> None:
         path = tmp_path / "notes.gguf"
         path.write_text("These are my notes.")
-        self.refused(ModelFileError, path, "is not a GGUF file: it begins with b'Thes'")
+        self.refused(ModelFileError, path, "is not a GGUF file: it begins with the text 'These are my not'")
 
     def test_an_empty_file(self, tmp_path: Path) -> None:
         path = tmp_path / "empty.gguf"

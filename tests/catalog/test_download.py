@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import os
 import resource
@@ -18,7 +17,6 @@ import pytest
 from filelock import FileLock
 from huggingface_hub import constants, try_to_load_from_cache
 
-from edgespec import files
 from edgespec.catalog.download import fetch
 from edgespec.errors import CancelledError, DownloadError, EdgespecError, ModelNotFoundError
 from tests.catalog.stand_in_hub import REPOSITORY, StandInHub
@@ -251,16 +249,14 @@ def test_disk_space_is_checked_before_the_download(hub: StandInHub, monkeypatch:
     assert not any("resolve" in request for request in hub.requests)
 
 
-def test_a_full_disk_keeps_the_partial_file(
-    hub: StandInHub, cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A limit on file sizes simulates a full disk."""
+def test_a_file_size_limit_keeps_the_partial_file(hub: StandInHub, cache: Path) -> None:
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (600_000, before[1]))
-    monkeypatch.setitem(files._DISK_FULL_REASONS, errno.EFBIG, "the disk is full")
     try:
-        with pytest.raises(DownloadError, match="the disk is full; free some space .* or set HF_HOME"):
+        with pytest.raises(
+            DownloadError, match="the file size limit was reached; raise the limit .* or set HF_HOME"
+        ):
             fetch(REPOSITORY, None)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)

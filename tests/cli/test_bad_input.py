@@ -82,13 +82,36 @@ def test_a_name_there_is_not(run: Run) -> None:
     assert "did you mean demo" in one_line_error(run("generate", "--target", "dmeo", "hello"), 1)
 
 
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [
+        (b"hi", "line 1 of {} is not a valid prompt: it is not JSON; write"),
+        (b'["hi"]', "line 1 of {} is not a valid prompt: it has neither a prompt nor messages; write"),
+        (
+            b'{"prompt": 3}',
+            "is not a valid prompt: the prompt or the content of a message is not text; write",
+        ),
+        (b'{"prompt": ""}', "is not a valid prompt: the last message must have the role user, and no"),
+        (b'{"messages": [3]}', "the prompt or the content of a message is not text; write"),
+        (b"\xff\xfe", "cannot read prompts from {}: it is not UTF-8 text; check"),
+    ],
+)
+def test_files_that_are_no_prompts(run: Run, tmp_path: Path, data: bytes, reason: str) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_bytes(data)
+    line = one_line_error(run("bench", "--target", "demo", "--prompts", str(file)), 2)
+    assert reason.format(file) in line
+
+
 def test_files_that_are_no_model(run: Run, tmp_path: Path) -> None:
     (tmp_path / "text.gguf").write_text("this is not a model")
+    (tmp_path / "archive.gguf").write_bytes(b"PK\3\4 and more")
     (tmp_path / "empty.gguf").touch()
     (tmp_path / "short.gguf").write_bytes(TARGET.read_bytes()[:5_000_000])
     (tmp_path / "header.gguf").write_bytes(TARGET.read_bytes()[:2_000])
     for name, says in [
-        ("text.gguf", "is not a GGUF file: it begins with b'this'"),
+        ("text.gguf", "is not a GGUF file: it begins with the text 'this is not a mo'; select"),
+        ("archive.gguf", "is not a GGUF file: it begins with the bytes 50 4B 03 04; select"),
         ("empty.gguf", "is not a GGUF file: it is empty"),
         ("short.gguf", "is incomplete or damaged (5,000,000 bytes)"),
         ("header.gguf", "is incomplete or damaged (2,000 bytes)"),

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from tests.backends.tiny_models import write_llama
-from tests.cli.conftest import Run
+from tests.cli.conftest import Run, one_line_error
 
 
 @pytest.fixture(autouse=True)
@@ -90,15 +93,72 @@ def test_what_was_prepared_for_early_exit_gets_a_copy(run: Run, model: Path, tmp
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="there are no such limits")
-def test_a_file_that_may_not_grow_is_said_in_words(tmp_path: Path) -> None:
+@pytest.mark.parametrize("command", ["layerskip", "lowbit"])
+def test_a_file_that_may_not_grow_is_said_in_words(tmp_path: Path, command: str) -> None:
     import resource
 
     model = write_llama(tmp_path / "model.gguf", layers=3)
-    at_most_bytes = model.stat().st_size // 4
+    at_most_bytes = model.stat().st_size // 6
     result = subprocess.run(
-        [sys.executable, "-m", "edgespec", "prepare", "layerskip", str(model), "--exit", "1"],
+        [sys.executable, "-m", "edgespec", "prepare", command, str(model)]
+        + (["--exit", "1"] if command == "layerskip" else []),
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (at_most_bytes, at_most_bytes)),
         capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
     assert result.returncode == 1
-    assert "cannot be written: only part of the file was written; check " in result.stderr
+    assert (
+        "cannot be written: the file size limit was reached; raise the limit with `ulimit -f" in result.stderr
+    )
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 1 MiB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    options = ("-t", "tmpfs", "-o", "size=1M", "tmpfs", str(folder))
+    if sys.platform != "linux" or subprocess.run(["mount", *options], check=False).returncode:
+        pytest.skip("needs Linux and the right to mount a file system")
+    yield folder
+    subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+@pytest.mark.parametrize("free_kib", [0, 4, 40, 120, 208])
+def test_a_disk_that_becomes_full_leaves_nothing_half_written(
+    run: Run, model: Path, small_disk: Path, monkeypatch: pytest.MonkeyPatch, free_kib: int
+) -> None:
+    """Another program fills the disk after the free space was checked."""
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1 << 40))
+    (small_disk / "other").write_bytes(bytes((1024 - free_kib) << 10))
+    to = small_disk / "halves"
+    command = ("prepare", "layerskip", str(model), "--exit", "1", "--to", str(to))
+    line = one_line_error(run(*command), 1)
+    assert f"{to} cannot be written: the disk is full; free some space on the disk of {small_disk}" in line
+    assert not to.exists()
+    assert list(small_disk.glob("*/*.tmp")) == []
+    (small_disk / "other").unlink()
+    assert run(*command).exit_code == 0
+    assert run("generate", "--target", str(to), "--raw", "a", "--max-tokens", "2").exit_code == 0
+
+
+def test_a_low_bit_copy_on_a_disk_that_becomes_full(
+    run: Run, model: Path, small_disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1 << 40))
+    (small_disk / "other").write_bytes(bytes((1024 - 20) << 10))
+    to = small_disk / "copy"
+    line = one_line_error(run("prepare", "lowbit", str(model), "--to", str(to)), 1)
+    assert f"{to} cannot be written: the disk is full; free some space" in line
+    assert [path.name for path in small_disk.glob("*/*")] == ["journal.json"]
+
+
+def test_a_full_disk_of_the_store_is_not_confused_with_the_disk_of_the_result(
+    run: Run, model: Path, small_disk: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("EDGESPEC_CACHE_DIR", str(small_disk))
+    (small_disk / "other").write_bytes(bytes(1 << 20))
+    to = tmp_path / "halves"
+    line = one_line_error(run("prepare", "layerskip", str(model), "--exit", "1", "--to", str(to)), 1)
+    store = small_disk / "prepared" / "layerskip"
+    assert f"{to} is complete, but its path cannot be saved in {store}: the disk is full; free some" in line
+    assert "set EDGESPEC_CACHE_DIR to a folder on another disk; then run it again" in line

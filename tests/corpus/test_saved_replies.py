@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 import stat
@@ -274,8 +275,14 @@ def test_an_unreadable_file_is_reported(folder: Path) -> None:
 def test_a_full_disk_loses_only_the_current_reply(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fill(folder)
     real = os.write
+
+    def write_part(handle: int, data: bytes) -> int:
+        if len(data) > 7:
+            return real(handle, data[:7])
+        raise OSError(errno.ENOSPC, "No space left on device")
+
     with monkeypatch.context() as full:
-        full.setattr(os, "write", lambda handle, data: real(handle, data[:7]))
+        full.setattr(os, "write", write_part)
         lost = store(folder)
         lost.add([8, 9])
         assert "the disk is full" in lost.notice

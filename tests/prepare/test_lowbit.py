@@ -150,9 +150,7 @@ def test_the_disk_becomes_full(source: Path, tmp_path: Path, monkeypatch: pytest
         return "device"
 
     monkeypatch.setattr(quantise_module, "token_hex", named)
-    with pytest.raises(
-        BackendError, match=r"llama\.cpp could not create a Q2_K copy of .*; check the file and the free"
-    ):
+    with pytest.raises(OSError, match="No space left on device"):
         quantise(source, full, "Q2_K")
     assert [path.name for path in tmp_path.iterdir()] == ["model.gguf"]
 

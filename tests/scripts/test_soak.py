@@ -20,11 +20,14 @@ def test_a_short_soak_loses_nothing(tmp_path: Path) -> None:
     soak = Soak(tmp_path)
     soak.run(8.0)
     soak = Soak(tmp_path)  # resumes with the next event
-    soak.run(16.0)
+    for seconds in (16.0, 32.0, 64.0):  # A busy machine needs longer for four kinds of events.
+        soak.run(seconds)
+        kinds = {line["name"] for line in soak.lines if line["kind"] == "event"}
+        if len(kinds) >= 4:
+            break
     printed: list[str] = []
     assert report(soak, printed.append), printed
-    names = [line["name"] for line in soak.lines if line["kind"] == "event"]
-    assert len(set(names)) >= 4
+    assert len(kinds) >= 4
     assert any(line["kind"] == "memory" for line in soak.lines)
     saved = [line["texts"] for line in soak.lines if line["kind"] == "saved"]
     assert sum(map(len, saved)) > 10

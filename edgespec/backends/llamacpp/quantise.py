@@ -23,6 +23,7 @@ from typing import Any
 
 from edgespec.backends.base import Progress
 from edgespec.errors import BackendError, CancelledError, CapabilityError, OptionError
+from edgespec.files import append_error
 
 __all__ = [
     "QuantisedSize",
@@ -99,6 +100,7 @@ def quantise(source: Path, copy: Path, type_name: str, progress: Progress | None
         CapabilityError: The type requires an importance matrix.
         BackendError: llama.cpp failed to quantise the model.
         CancelledError: `progress` returned False.
+        OSError: The copy cannot be written.
     """
     for leftover in copy.parent.glob(f"{glob.escape(copy.name)}.*{_PARTIAL_SUFFIX}"):
         leftover.unlink(missing_ok=True)
@@ -107,9 +109,13 @@ def quantise(source: Path, copy: Path, type_name: str, progress: Progress | None
     try:
         _run(source, partial, type_name, progress, f"making a {type_name} copy")
         partial.replace(copy)
-    except BaseException:
+    except BaseException as error:
+        # llama.cpp does not report that the disk is full.
+        write_failure = append_error(partial) if isinstance(error, BackendError) else None
         partial.unlink(missing_ok=True)
         copy.unlink(missing_ok=True)
+        if write_failure:
+            raise write_failure from error
         raise
 
 

@@ -1,0 +1,51 @@
+"""Environment variables of Textual with values that the chat cannot use."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from textual import constants
+
+from edgespec.errors import ConfigurationError
+from edgespec.tui.app import run_chat
+from edgespec.tui.worker import Load
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        (
+            "COLOR_SYSTEM",
+            "zzz",
+            (
+                "the environment variable TEXTUAL_COLOR_SYSTEM is 'zzz', which cannot be used;"
+                " unset it, or use one of auto, standard, 256, truecolor, windows"
+            ),
+        ),
+        ("COLOR_SYSTEM", "", "the environment variable TEXTUAL_COLOR_SYSTEM is '', which cannot be used;"),
+        ("DRIVER", "a:b", "TEXTUAL_DRIVER is 'a:b', which cannot be used; unset it, or use the module and"),
+        ("DRIVER", "", "TEXTUAL_DRIVER is '', which cannot be used;"),
+        ("DRIVER", "os:path", "TEXTUAL_DRIVER is 'os:path', which cannot be used;"),
+        ("DRIVER", "textual.driver.Driver", "TEXTUAL_DRIVER is 'textual.driver.Driver', which cannot be"),
+        ("MAX_FPS", 10**9, "TEXTUAL_FPS is '1000000000', which cannot be used; unset it, or use a number"),
+        (
+            "LOG_FILE",
+            "/none/x",
+            "TEXTUAL_LOG is '/none/x', which cannot be written: no such file or directory;",
+        ),
+    ],
+)
+def test_a_bad_value_is_named(
+    monkeypatch: pytest.MonkeyPatch, demo: Load, name: str, value: str | int, message: str
+) -> None:
+    monkeypatch.setattr(constants, name, value)
+    with pytest.raises(ConfigurationError, match=re.escape(message)):
+        run_chat(demo)
+
+
+def test_a_missing_folder_for_screenshots(monkeypatch: pytest.MonkeyPatch, demo: Load) -> None:
+    monkeypatch.setattr(constants, "SCREENSHOT_DELAY", 1)
+    monkeypatch.setattr(constants, "SCREENSHOT_LOCATION", "/none")
+    with pytest.raises(ConfigurationError, match="TEXTUAL_SCREENSHOT_LOCATION is '/none', which cannot be"):
+        run_chat(demo)
