@@ -14,15 +14,15 @@ from edgespec.files import error_reason
 
 __all__ = ["check_textual_variables"]
 
-# With more frames per second than this, the chat draws all the time and does not react.
+# With a higher frame rate, the chat redraws constantly and no longer responds to input.
 _MAX_FRAMES_PER_SECOND = 1000
 
 
 def check_textual_variables() -> None:
-    """Check the variables named TEXTUAL_*, whose values Textual uses unchecked.
+    """Check the environment variables named TEXTUAL_*, whose values Textual uses unchecked.
 
     Raises:
-        ConfigurationError: The chat cannot run with one of the values.
+        ConfigurationError: A value would prevent the chat from running.
     """
     colours = ("auto", *COLOR_SYSTEMS)
     if constants.COLOR_SYSTEM not in colours:
