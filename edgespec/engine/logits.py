@@ -101,7 +101,7 @@ def candidates(
         logits: The logits of the pass.
         row: Index of the row.
         processors: The logits processors, in order.
-        count: Number of best tokens that the caller needs, or 0 for all. Processors can require more.
+        count: Number of best tokens needed, or 0 for all. Ignored if a processor determines the number.
 
     Returns:
         The candidates, which can include tokens that the processors will drop, and the row's largest logit.

@@ -70,8 +70,8 @@ class RetokenisedDrafter(BudgetedDrafter):
         self._input = IncrementalRetokeniser(self._vocabulary, self._translation)
         # Whether `_input` contains the whole sequence, not only its end.
         self._is_complete = True
-        # Number of leading tokens in the KV cache that need not be compared with the input again, because
-        # neither can change.
+        # Number of leading tokens in the KV cache that match the input and can no longer change, so that they
+        # need not be compared again.
         self._matching = 0
 
     @property
