@@ -94,7 +94,7 @@ class ChatScreen(TurnScreen):
             await commands.run(self, typed)
         except OptionError as error:
             await self.transcript.note(sentences(error.what, error.next_step))
-            # Select an unknown command, so that typing replaces it.
+            # If the command is unknown, select its text in the input, so that typing replaces it.
             if self._give_back(text) and typed.command is None:
                 self.prompt.select_all()
             return

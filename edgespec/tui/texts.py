@@ -158,10 +158,10 @@ def show_rows(
 def worst_case(
     stats: Stats, method: MethodReport, limits: tuple[float, float] | None
 ) -> tuple[str, str] | None:
-    """Return how much slower than without the speed-up a reply can be, and why.
+    """Return the most by which drafting could have slowed down a reply, and an explanation.
 
     Args:
-        stats: Stats of the reply.
+        stats: Statistics of the reply.
         method: Its drafting method.
         limits: `Runtime.loss_limits`.
 
