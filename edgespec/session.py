@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import gc
 import threading
 import weakref
 from collections import deque
@@ -227,6 +228,9 @@ class Session:
             self.memory_pressure.check_during_reply()
 
     def _start(self, request: object) -> None:
+        if self._active_request is not None:
+            # A reference cycle may keep an abandoned stream alive, whose finalizer ends the reply.
+            gc.collect()
         self._end_abandoned()
         with self._state_lock:
             if self._closing:
