@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import atexit
 import threading
-import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from queue import SimpleQueue
@@ -20,10 +18,6 @@ from edgespec.runtime import Runtime
 from edgespec.stream import ReplyStream
 
 __all__ = ["QueuedReply", "RequestQueue"]
-
-
-# Maximum time to wait at exit for a queue's thread, which a callback of the caller can block.
-_EXIT_SECONDS = 5.0
 
 
 class RequestQueue:
@@ -44,11 +38,10 @@ class RequestQueue:
         self._max_waiting = check_integer("max_waiting", max_waiting, 0, (1 << 31) - 1)
         self._waiting: deque[QueuedReply] = deque()
         self._running: QueuedReply | None = None
-        self._closed = self._closes_runtime = False
+        self._closed = False
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._serve, name="edgespec-requests", daemon=True)
         self._thread.start()
-        _open_queues.add(self)
 
     @property
     def waiting(self) -> int:
@@ -119,11 +112,6 @@ class RequestQueue:
             return True
 
     def _serve(self) -> None:
-        self._serve_requests()
-        if self._closes_runtime:
-            self._runtime.close()
-
-    def _serve_requests(self) -> None:
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._waiting or self._closed)
@@ -139,9 +127,6 @@ class RequestQueue:
 
     def close(self) -> None:
         """Cancel the running reply, fail waiting requests with ClosedError, and stop the thread."""
-        self._close()
-
-    def _close(self, wait_seconds: float | None = None) -> None:
         with self._changed:
             self._closed = True
             waiting, running = list(self._waiting), self._running
@@ -152,16 +137,7 @@ class RequestQueue:
         if running:
             running.cancel()
         if self._thread is not threading.current_thread():
-            self._thread.join(wait_seconds)
-
-    def _close_at_exit(self) -> None:
-        """Close the queue, and the runtime in the queue's thread, because Python is about to exit.
-
-        Python ends all remaining threads while it exits. MLX aborts the process if such a thread still has
-        MLX's data, which only closing the model in the same thread frees.
-        """
-        self._closes_runtime = not self._closed
-        self._close(_EXIT_SECONDS)
+            self._thread.join()
 
     def __enter__(self) -> RequestQueue:
         return self
@@ -247,13 +223,3 @@ class QueuedReply:
 
     def _end(self, error: Exception | None) -> None:
         self._chunks.put(error)
-
-
-_open_queues: weakref.WeakSet[RequestQueue] = weakref.WeakSet()
-
-
-@atexit.register
-def _close_all() -> None:
-    """Close all queues at exit."""
-    for queue in list(_open_queues):
-        queue._close_at_exit()
