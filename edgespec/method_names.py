@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
-
 from edgespec.errors import OptionError
+from edgespec.spelling import nearest
 
 __all__ = ["DRAFTER_NAMES", "SELF_DRAFTS", "parse_method"]
 
-# The order in which drafts are merged. Self-drafts come first, so that the target can reuse their
-# computation. Lookups come last, because they must not influence tokens that other drafters sample.
+# Drafts are merged in this order. Self-drafts come first, so that the target can reuse their computation.
+# Lookups come last, because tokens that they add earlier would bias what other drafters sample.
 DRAFTER_NAMES = ("layerskip", "lowbit", "swift", "model", "lookahead", "suffix", "ngram")
 # Drafters that use the target's own weights and cache. A method can include only one of them.
 SELF_DRAFTS = ("layerskip", "lowbit", "swift")
@@ -32,7 +31,7 @@ def parse_method(method: str) -> tuple[str, ...]:
     names = tuple(method.split("+"))
     for name in names:
         if name not in DRAFTER_NAMES:
-            near = difflib.get_close_matches(name, ("auto", "none", *DRAFTER_NAMES), 1)
+            near = nearest(name, ("auto", "none", *DRAFTER_NAMES))
             hint = f"did you mean {near[0]!r}? " if near else ""
             known = ", ".join(DRAFTER_NAMES)
             raise OptionError(

@@ -4,7 +4,6 @@ These declarations define the keyword arguments of the Python API, the command l
 file's keys, the EDGESPEC_ environment variables and the table in the documentation.
 """
 
-import difflib
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Any, cast
@@ -15,6 +14,7 @@ from edgespec.method_names import parse_method
 from edgespec.option import ACCEPTANCES, MAX_DRAFT_LENGTH, Option
 from edgespec.option_kinds import ModelName, Text
 from edgespec.reply_options import REPLY_OPTIONS, ReplyArguments
+from edgespec.spelling import nearest
 
 __all__ = [
     "ACCEPTANCES",
@@ -68,7 +68,7 @@ def check_names(given: Iterable[str], known: Mapping[str, Option]) -> None:
     """Raise OptionError for the first unknown option. The message suggests the most similar name."""
     for name in given:
         if name not in known:
-            near = difflib.get_close_matches(name, known, 1)
+            near = nearest(name, known)
             raise OptionError(
                 f"unknown option {name!r}",
                 f"did you mean {near[0]!r}?" if near else f"choose from {', '.join(known)}",

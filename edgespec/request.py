@@ -14,10 +14,17 @@ from edgespec.engine.sampling_params import SamplingParams
 from edgespec.errors import ContextFullError, OptionError
 from edgespec.options import REPLY_OPTIONS, ReplyArguments, check_names
 
-__all__ = ["DEFAULT_MAX_TOKENS", "Request", "StreamArguments", "build_request", "check_options"]
+__all__ = [
+    "Request",
+    "StreamArguments",
+    "build_request",
+    "check_options",
+    "default_draft_length",
+    "default_max_tokens",
+]
 
 # Default maximum reply length in tokens, so that a reply stuck in a loop does not fill the whole context.
-DEFAULT_MAX_TOKENS = 8192
+_DEFAULT_MAX_TOKENS = 8192
 # Default draft length in tokens for drafters with a fixed length, and default maximum for drafters that
 # choose their own length.
 _FIXED_DRAFT_LENGTH = 4
@@ -52,7 +59,12 @@ class Request:
 
     def max_draft_length(self, adapts: bool) -> int:
         """Return the maximum draft length in tokens. `adapts` is True for drafters that choose their own."""
-        return self.draft_length or (_MAX_ADAPTIVE_DRAFT_LENGTH if adapts else _FIXED_DRAFT_LENGTH)
+        return self.draft_length or default_draft_length(adapts)
+
+
+def default_draft_length(adapts: bool) -> int:
+    """Return the maximum draft length of replies that do not set one."""
+    return _MAX_ADAPTIVE_DRAFT_LENGTH if adapts else _FIXED_DRAFT_LENGTH
 
 
 def build_request(
@@ -92,8 +104,13 @@ def build_request(
     _check_vocabulary("prompt", tokens, facts)
     if values["seed"] is None:
         values["seed"] = secrets.randbits(32)
-    values["max_tokens"] = values["max_tokens"] or min(context_tokens, DEFAULT_MAX_TOKENS)
+    values["max_tokens"] = values["max_tokens"] or default_max_tokens(context_tokens)
     return Request(tokens, params, processors=tuple(processors), **values)
+
+
+def default_max_tokens(context_tokens: int) -> int:
+    """Return the maximum length of replies that do not set one."""
+    return min(context_tokens, _DEFAULT_MAX_TOKENS)
 
 
 def check_options(facts: ModelFacts, options: Mapping[str, Any]) -> tuple[SamplingParams, dict[str, Any]]:

@@ -27,7 +27,13 @@ from edgespec.memory.prefix_cache import PrefixCache, PrefixCacheUsage
 from edgespec.methods import DrafterSet
 from edgespec.options import ReplyArguments
 from edgespec.reply import MethodReport, Reply
-from edgespec.request import StreamArguments, build_request, check_options
+from edgespec.request import (
+    StreamArguments,
+    build_request,
+    check_options,
+    default_draft_length,
+    default_max_tokens,
+)
 from edgespec.session import Session
 from edgespec.stream import ReplyStream
 
@@ -131,14 +137,17 @@ class Runtime:
 
     @property
     def context_tokens(self) -> int:
-        """Maximum length of prompt and reply in tokens. `target.context_tokens` are allocated so far."""
+        """Maximum length of prompt and reply in tokens.
+
+        The allocated context, `target.context_tokens`, can be smaller, and grows when needed.
+        """
         return self._session.context.limit_tokens
 
     @property
     def loss_limits(self) -> tuple[float, float] | None:
-        """The time that drafting may lose compared with plain decoding. None if unlimited.
+        """Maximum slowdown from drafting, compared with plain decoding. None if unlimited.
 
-        The tuple contains a fraction of the plain decoding time, and a number of target steps.
+        It is given as a fraction of the plain decoding time, and a number of additional target steps.
         """
         return self._session.drafters.loss_limits
 
@@ -164,6 +173,32 @@ class Runtime:
     def method_for(self, method: str) -> MethodReport:
         """Report which drafters a method uses with this target. Raises OptionError if one is unavailable."""
         return self._session.drafters.choose(method)[1]
+
+    def reply_defaults(self, method: str | None = None) -> ReplyArguments:
+        """Return the values of options that a reply does not set and whose default depends on the models.
+
+        Args:
+            method: The reply's method, which determines `draft_length`. Defaults to the method passed to
+                `load`.
+
+        Returns:
+            `method`, `acceptance`, `max_tokens` and `draft_length`, which is 0 if the method drafts nothing.
+
+        Raises:
+            OptionError: The method is unknown or unavailable.
+        """
+        values = self._with_defaults({"method": method})
+        drafter, _ = self._session.drafters.choose(values["method"])
+        if drafter is None:
+            draft_length = 0
+        else:
+            draft_length = values["draft_length"] or default_draft_length(drafter.chooses_length)
+        return ReplyArguments(
+            method=values["method"],
+            acceptance=values["acceptance"],
+            max_tokens=default_max_tokens(self.context_tokens),
+            draft_length=draft_length,
+        )
 
     def measure_costs(self, progress: Progress | None = None) -> CostCurve:
         """Measure the cost of the target's verify passes and save it for the next load.

@@ -81,8 +81,8 @@ class Session:
         self._reader = threading.current_thread()
         self._closed_by_reader = threading.Event()
         self._idle_worker = IdleWorker()
-        # Drafters of the last reply that have idle work. Cleared when the next reply starts, because idle
-        # work uses the last reply's tokens in their caches.
+        # Drafters with idle work for the last reply. Cleared when the next reply starts, because it changes
+        # the KV caches that idle work uses.
         self._idle_drafters: Sequence[Drafter] = ()
         self.target_step_seconds = self._measure_target_step()
         store = prefix_cache.store if prefix_cache else None
@@ -173,8 +173,7 @@ class Session:
     ) -> Iterator[Step]:
         """Prepare the caches for the prompt and decode, updating statistics and resizing the context."""
         drafter, _ = self.drafters.choose(request.method)
-        # Copy the prompt, because the reply's tokens are appended to this list, which the target cache
-        # shares.
+        # Copy the prompt, so that appending the reply's tokens does not change `request.tokens`.
         tokens = list(request.tokens)
         self._idle_drafters = ()
         started = now()
@@ -402,7 +401,7 @@ class Session:
         """Return the duration of a target step, after an untimed warm-up step."""
         rows = np.array([0])
         self.target.verify(TokenTree.chain(0)).at(0, rows)
-        # Clear the cache, because the context can be as small as one token.
+        # Remove the token of the warm-up step, because the context may have room for only one token.
         self.target.truncate(0)
         started = now()
         self.target.verify(TokenTree.chain(0)).at(0, rows)

@@ -23,7 +23,7 @@ from edgespec.engine.logits import HostLogits
 from edgespec.engine.sampling_params import SamplingParams
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import CancelledError, OptionError
-from edgespec.losslessness import Prompt, Report, read_prompts, verify
+from edgespec.losslessness import Prompt, Report, count_replies, read_prompts, verify
 from edgespec.losslessness.rescore import MAX_ROUNDING_ERROR, Rescored, is_near_tie, rescore, score_gap
 from edgespec.losslessness.statistics import holm, p_value
 from tests.tables import Saying, near, runtime, table, with_drafter
@@ -373,6 +373,29 @@ class TestOptions:
         with pytest.raises(CancelledError):
             prove(pair, progress=lambda what, fraction: fraction < 0.5)
         assert prove(pair).violations == 0
+
+    @pytest.mark.parametrize("acceptance", ["invariant", "rejection"])
+    def test_the_number_of_replies_is_known_before(self, pair: Runtime, acceptance: str) -> None:
+        fractions: list[float] = []
+        asked: dict[str, Any] = {
+            "methods": ("none", "ngram"),
+            "temperatures": (0.0, 0.8),
+            "draft_lengths": (1, 3),
+            "acceptance": acceptance,
+            "samples": 3,
+        }
+        verify(
+            pair,
+            PROMPTS,
+            **asked,
+            max_tokens=3,
+            idle_seconds=0,
+            progress=lambda _, fraction: not fractions.append(fraction),  # type: ignore[func-returns-value]
+        )
+        replies = count_replies(PROMPTS, **asked)
+        assert replies == {"invariant": 32, "rejection": 4 + 12 + 12 * 3}[acceptance]
+        # All replies here have at most three tokens, so they take equal parts of the progress.
+        assert sorted(set(fractions)) == pytest.approx([done / replies for done in range(replies + 1)])
 
 
 class TestPrompts:

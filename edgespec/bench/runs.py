@@ -88,7 +88,8 @@ def run(
         runtime: The runtime to measure. Its prefix cache is cleared before every reply.
         plan: The replies to measure.
         max_seconds: Time limit in seconds, after which no new reply starts. Unlimited if None.
-        progress: Called with (description, fraction). Returning False cancels the run.
+        progress: Called with a description and the fraction of the replies that are finished. Returning False
+            cancels the run.
         meter: Energy meter. Tests pass a fake one.
 
     Returns:
@@ -159,7 +160,7 @@ class _Bench:
         """Measure and yield replies until the plan is complete or the time is up. Raises CancelledError."""
         for each in self.plan.rounds():
             for position, config in enumerate(each.configs):
-                if self._time_share() >= 1.0:
+                if self.max_seconds and monotonic() - self._began >= self.max_seconds:
                     return
                 yield self._row(each, position, config)
                 self._done += 1
@@ -200,11 +201,6 @@ class _Bench:
             raise CancelledError("the benchmark was cancelled")
         return stream.reply
 
-    def _time_share(self) -> float:
-        """Return the fraction of the time limit that has elapsed, or 0 if there is no limit."""
-        return (monotonic() - self._began) / self.max_seconds if self.max_seconds else 0.0
-
     def _report_progress(self, description: str) -> None:
-        share = max(self._done / self.plan.replies, self._time_share())
-        if self.progress and not self.progress(description, min(1.0, share)):
+        if self.progress and not self.progress(description, self._done / self.plan.replies):
             raise CancelledError("the benchmark was cancelled")

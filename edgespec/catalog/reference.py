@@ -85,7 +85,7 @@ class Resolved:
 def resolve(reference: str, *, allow_download: bool = True, progress: Progress | None = None) -> Resolved:
     """Return the model that a reference names.
 
-    Models on this machine take precedence, in this order: embedded models, the Hugging Face cache, LM Studio
+    Models on this machine take precedence, in this order: built-in models, the Hugging Face cache, LM Studio
     and Ollama.
 
     Args:
@@ -171,7 +171,7 @@ def _resolve_entry(typed: str, entry: ModelEntry, quantisation: str, download: D
         )
     if entry.embedded_path is not None:
         path = _resolve_path(entry.embedded_path).path
-        return Resolved(typed, path, "embedded", entry, f"{typed} -> embedded: {path}", entry.format)
+        return Resolved(typed, path, "embedded", entry, f"{typed} -> built in: {path}", entry.format)
     reference = HubReference(entry.repository, quantisation if several else None, explicit=True)
     return _resolve_hub(typed, reference, download)
 

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -18,7 +16,10 @@ from edgespec.cli.help import HelpfulCommand
 from edgespec.cli.interrupt import Stop, interruptible
 from edgespec.cli.loading import loaded
 from edgespec.cli.measuring import (
+    RepliesProgress,
+    counted,
     draft_lengths_option,
+    duration_text,
     max_tokens_option,
     methods_option,
     prompts_option,
@@ -27,17 +28,15 @@ from edgespec.cli.measuring import (
     temperatures_option,
 )
 from edgespec.cli.options import MODEL_NAMES, KindType, declared_options, json_option, pick
-from edgespec.cli.screen import ProgressLine, is_terminal, note, print_json, printable
+from edgespec.cli.screen import note, print_json, printable
 from edgespec.errors import OptionError
 from edgespec.option_kinds import Integer, ListOf, Text
 
 if TYPE_CHECKING:
-    from edgespec.bench import Report
+    from edgespec.bench import BenchPlan, Report
     from edgespec.losslessness import Prompt
 
 __all__ = ["command"]
-
-_BAR = 20
 
 
 @click.command(
@@ -180,9 +179,14 @@ def _bench(stop: Stop, texts: Sequence[Prompt], options: dict[str, Any]) -> Repo
     BenchPlan(tuple(texts), configs(methods or ()), **settings)
     # Reserve the full context, because enlarging it mid-reply would slow down only that reply.
     wanted = {**pick(options, MODEL_NAMES), "reserve_full_context": True}
-    with loaded(stop, **wanted, methods=methods or ()) as runtime, _Progress(stop) as progress:
+    max_seconds = options["max_seconds"]
+    with (
+        loaded(stop, **wanted, methods=methods or ()) as runtime,
+        RepliesProgress(stop, max_seconds) as progress,
+    ):
         plan = BenchPlan(tuple(texts), configs(methods or _all_methods(runtime.drafters)), **settings)
-        bench_run = run(runtime, plan, max_seconds=options["max_seconds"], progress=progress)
+        click.echo(_planned(plan, max_seconds), err=True)
+        bench_run = run(runtime, plan, max_seconds=max_seconds, progress=progress)
         return make_report(runtime, plan, bench_run)
 
 
@@ -191,30 +195,18 @@ def _all_methods(drafters: Sequence[str]) -> tuple[str, ...]:
     return ("auto", *drafters, *(("model+suffix",) if "model" in drafters else ()))
 
 
-class _Progress(ProgressLine):
-    """A progress bar that shows the current measurement and the remaining time."""
-
-    # Fraction and time at which the first reply finished. The remaining time is estimated from that point, so
-    # that it excludes loading and warm-up.
-    _first = (0.0, 0.0)
-
-    def __call__(self, description: str, fraction: float) -> bool:
-        if not is_terminal(sys.stderr):
-            return super().__call__("measuring", fraction)
-        now = monotonic()
-        if fraction and not self._first[0]:
-            self._first = (fraction, now)
-        share, since = self._first
-        left = (now - since) * (1 - fraction) / (fraction - share) if fraction > share else 0.0
-        bar = f"[{'#' * round(_BAR * fraction):-<{_BAR}}]"
-        rest = f"{_duration(left)} left, " if left >= 1 else ""
-        return super().__call__(f"{bar} {rest}{description}", fraction)
-
-
-def _duration(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s" if minutes else f"{rest} s"
+def _planned(plan: BenchPlan, max_seconds: int | None) -> str:
+    """Describe how many replies the plan has, and why."""
+    factors = [
+        counted(len(plan.prompts), "prompt"),
+        counted(len(plan.temperatures), "temperature"),
+        counted(plan.repeats, "repeat"),
+        counted(len(plan.configs), "method"),
+    ]
+    names = ", ".join(config.name for config in plan.configs)
+    limit = f"; no new ones after {duration_text(max_seconds)}" if max_seconds else ""
+    replies = f"plan: {plan.replies:,} replies of up to {plan.max_tokens} tokens"
+    return f"{replies} ({' x '.join(factors)}: {names}){limit}"
 
 
 def _machine() -> dict[str, object]:

@@ -10,6 +10,7 @@ import click
 
 from edgespec.errors import CancelledError, EdgespecError, OptionError
 from edgespec.files import error_reason, write_advice
+from edgespec.spelling import nearest
 
 __all__ = ["DONE", "FAILED", "INTERRUPTED", "WRONG_USAGE", "describe", "exit_status"]
 
@@ -53,8 +54,7 @@ def _line(error: Exception) -> str:
 
 def _wrong_usage(error: click.UsageError) -> str:
     if isinstance(error, click.NoSuchOption):
-        # Most other programs call this option --model.
-        near = ["--target"] if error.option_name == "--model" else error.possibilities or ()
+        near = nearest(error.option_name, _options(error.ctx))
         hint = f"did you mean {' or '.join(near)}?" if near else "--help lists all options"
         line = f"no such option {error.option_name}; {hint}"
     else:
@@ -64,6 +64,14 @@ def _wrong_usage(error: click.UsageError) -> str:
     usage = " ".join(error.ctx.get_usage().split())
     usage = usage[0].lower() + usage[1:]
     return f"error: {line}\n{usage} (see `{error.ctx.command_path} --help`)"
+
+
+def _options(context: click.Context | None) -> list[str]:
+    """Return the long names of a command's options."""
+    if context is None:
+        return []
+    options = (each for each in context.command.get_params(context) if isinstance(each, click.Option))
+    return [name for each in options for name in (*each.opts, *each.secondary_opts) if name.startswith("--")]
 
 
 def _plain(message: str) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import click
 
 from edgespec.cli.failures import WRONG_USAGE
+from edgespec.spelling import nearest
 
 __all__ = ["HelpfulCommand", "HelpfulGroup", "SectionOption"]
 
@@ -109,13 +109,13 @@ class HelpfulGroup(_Helpful, click.Group):
         """Return the subcommand. For an unknown name, raise an error that suggests the nearest one."""
         name, known = args[0], self.list_commands(ctx)
         if name not in known and not name.startswith("-") and not ctx.resilient_parsing:
-            foreign = self.foreign_commands.get(name)
-            near = [foreign] if foreign else difflib.get_close_matches(name, known, 1)
+            near = nearest(name, dict.fromkeys([*known, *self.foreign_commands]))
             if name in self.missing_commands:
                 hint = self.missing_commands[name]
             elif near:
                 model = shlex.quote(args[1]) if args[1:] and not args[1].startswith("-") else "MODEL"
-                hint = f"did you mean '{near[0].replace('MODEL', model)}'?"
+                meant = self.foreign_commands.get(near[0], near[0])
+                hint = f"did you mean '{meant.replace('MODEL', model)}'?"
             else:
                 hint = f"there are {', '.join(known)}"
             raise click.UsageError(f"no such command {name!r}; {hint}", ctx)

@@ -1,20 +1,28 @@
-"""Options shared by `bench`, `verify` and `tune`."""
+"""Options and progress of the commands that measure replies: `bench`, `verify` and `tune`."""
 
 from __future__ import annotations
 
+import sys
 from functools import partial
+from math import inf
 from pathlib import Path
+from time import monotonic
 from typing import Any
 
 import click
 
+from edgespec.cli.interrupt import Stop
 from edgespec.cli.options import KindType
+from edgespec.cli.screen import ProgressLine, is_terminal
 from edgespec.errors import OptionError
 from edgespec.option_kinds import Integer, ListOf, MethodName, Number
 from edgespec.options import MAX_DRAFT_LENGTH
 
 __all__ = [
+    "RepliesProgress",
+    "counted",
     "draft_lengths_option",
+    "duration_text",
     "max_tokens_option",
     "methods_option",
     "prompts_option",
@@ -24,6 +32,9 @@ __all__ = [
 ]
 
 _MAX_SEED = (1 << 63) - 1
+_BAR_CELLS = 20
+# In a pipe, the remaining time is not printed if it is shorter than this.
+_MIN_REPORTED_SECONDS = 10.0
 _shown = partial(click.option, show_default=True)
 
 methods_option = partial(click.option, "--methods", type=KindType(ListOf(MethodName())), metavar="A,B")
@@ -47,3 +58,59 @@ def reject_remember(options: dict[str, Any]) -> None:
             " replies to the same prompts",
             "remove --remember",
         )
+
+
+def counted(number: int, noun: str) -> str:
+    """Format a number with its noun, such as `1 prompt` and `2 prompts`."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def duration_text(seconds: float) -> str:
+    """Format a duration, such as `2 h 5 min`, `2 min 5 s` or `5 s`."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s" if minutes else f"{rest} s"
+
+
+class RepliesProgress(ProgressLine):
+    """A progress bar that shows the current reply and, once the first one is finished, the remaining time.
+
+    In a pipe, the remaining time is printed once, after the first reply.
+    """
+
+    def __init__(self, stop: Stop, max_seconds: float | None = None) -> None:
+        super().__init__(stop)
+        self._ends = monotonic() + max_seconds if max_seconds else inf
+        self._current = ""
+        # When the current step began, and the fraction and time at which the first reply finished. The time
+        # before the first reply, such as that of the warm-up, does not count.
+        self._step_began = 0.0
+        self._first: tuple[float, float] | None = None
+
+    def __call__(self, description: str, fraction: float) -> bool:
+        """Show progress. Return False if a stop was requested."""
+        left = self._seconds_left(description, fraction)
+        if not is_terminal(sys.stderr):
+            return super().__call__("measuring", fraction)
+        bar = f"[{'#' * round(_BAR_CELLS * fraction):-<{_BAR_CELLS}}]"
+        rest = f"about {duration_text(left)} left, " if left >= 1 else ""
+        return super().__call__(f"{bar} {rest}{description}", fraction)
+
+    def _seconds_left(self, description: str, fraction: float) -> float:
+        """Estimate the remaining time. Return 0 if it is unknown, because no reply is finished."""
+        now = monotonic()
+        if not fraction:
+            if description != self._current:
+                self._current, self._step_began = description, now
+            return 0.0
+        is_first = self._first is None
+        done, since = self._first = self._first or (fraction, now)
+        if fraction > done:
+            # The first reply may be slower than the others.
+            seconds = (now - since) * (1 - fraction) / (fraction - done)
+        else:
+            seconds = (since - self._step_began) * (1 - fraction) / fraction
+        left = min(seconds, self._ends - now)
+        if is_first and not is_terminal(sys.stderr) and left >= _MIN_REPORTED_SECONDS:
+            click.echo(f"about {duration_text(left)} left", err=True)
+        return left

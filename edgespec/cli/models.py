@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -67,10 +68,11 @@ def list_models(as_json: bool) -> None:
 
     The DOWNLOADED column shows which versions of a model are on this machine; others are downloaded on first
     use. The second table lists models from Ollama, LM Studio and the Hugging Face cache, which edgespec uses
-    without copying them. For details of one model, run `edgespec models show REF`.
+    without copying them. A narrow terminal shows fewer columns. For details of one model, run `edgespec
+    models show REF`.
     """
     from edgespec.catalog import find_installed, load_catalogue
-    from edgespec.catalog.catalogue import user_aliases, user_aliases_path, user_pairs
+    from edgespec.catalog.catalogue import user_aliases, user_pairs
 
     entries = sorted(load_catalogue().entries, key=lambda entry: not entry.embedded_file)
     listed = [(entry, _files(entry)) for entry in entries]
@@ -102,6 +104,7 @@ def list_models(as_json: bool) -> None:
             )
             for entry, files in listed
         ],
+        optional=("FORMAT", "ALSO CALLED"),
     )
     _print_list(
         ("ON THIS MACHINE", "FORMAT", "SIZE", "QUANTISATION", "STORED BY"),
@@ -115,15 +118,20 @@ def list_models(as_json: bool) -> None:
             )
             for model in installed.models
         ],
+        optional=("FORMAT", "QUANTISATION", "STORED BY"),
     )
     _print_list(
         ("PREPARED FOR", "SIZE", "MADE FROM", "PATH"),
-        [(p.kind, format_bytes(p.size_bytes), str(p.source), str(p.folder)) for p in installed.prepared],
+        [
+            (p.kind, format_bytes(p.size_bytes), _short_path(p.source), _short_path(p.folder))
+            for p in installed.prepared
+        ],
+        optional=("PATH",),
     )
     _print_list(("YOUR ALIAS", "MODEL"), sorted(own.items()))
     _print_list(("YOUR MODEL", "DRAFT MODEL"), sorted(pairs.items()))
     if not own and not pairs:
-        note(f"To give models names of your own, see `edgespec models alias --help` ({user_aliases_path()}).")
+        note("To give models names of your own, see `edgespec models alias --help`.")
     for each in installed.unusable[:_MAX_UNUSABLE]:
         note(f"Not usable: {each.name}: {each.reason}.")
     if len(installed.unusable) > _MAX_UNUSABLE:
@@ -133,15 +141,23 @@ def list_models(as_json: bool) -> None:
 
 def _short_names(entry: ModelEntry) -> str:
     """Return the first alias of a catalogue model and, if it has another one, its name in Ollama."""
-    ollama = (alias for alias in entry.aliases if ":" in alias and not alias.endswith("-mlx"))
-    names = dict.fromkeys([*list(entry.aliases)[:1], *list(ollama)[:1]])
+    # Aliases such as `qwen3:8b-mlx` are as long as the name, and unknown to Ollama.
+    short = [alias for alias in entry.aliases if not (":" in alias and alias.endswith("-mlx"))]
+    ollama = [alias for alias in short if ":" in alias]
+    names = dict.fromkeys([*short[:1], *ollama[:1]])
     return ", ".join(names) or "-"
 
 
-def _print_list(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+def _short_path(path: Path) -> str:
+    """Return a path as text, with `~` for the home folder."""
+    home = Path.home()
+    return f"~/{path.relative_to(home)}" if path.is_relative_to(home) else str(path)
+
+
+def _print_list(heads: Sequence[str], rows: Sequence[Sequence[str]], *, optional: Sequence[str] = ()) -> None:
     """Print a table unless it is empty. On a terminal, add a blank line."""
     if rows:
-        print_table(heads, rows)
+        print_table(heads, rows, optional)
         if is_terminal(sys.stdout):
             click.echo()
 

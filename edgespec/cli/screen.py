@@ -9,9 +9,12 @@ import shutil
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from typing import Self, TextIO
+from typing import TYPE_CHECKING, Self, TextIO
 
 from edgespec.cli.interrupt import Stop
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 __all__ = [
     "ProgressLine",
@@ -81,10 +84,34 @@ def warn(text: str) -> None:
     sys.stderr.flush()
 
 
-def print_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print a table, wrapped to the terminal width. In a pipe, it is not wrapped."""
-    from rich.box import SIMPLE_HEAD
+def print_table(heads: Sequence[str], rows: Sequence[Sequence[str]], optional: Sequence[str] = ()) -> None:
+    """Print a table, wrapped to the terminal width. In a pipe, it is not wrapped.
+
+    Args:
+        heads: The headings of the columns.
+        rows: The cells of each row.
+        optional: Headings of columns to leave out if the terminal is too narrow, least useful first.
+    """
     from rich.console import Console
+
+    on_terminal = is_terminal(sys.stdout)
+    shown = list(heads)
+    table = _table(heads, rows, shown)
+    unlimited = Console(width=10_000, highlight=False)
+    console = Console(highlight=False) if on_terminal else unlimited
+    for head in optional:
+        if unlimited.measure(table).maximum > console.width:
+            shown.remove(head)
+            table = _table(heads, rows, shown)
+    with console.capture() as capture:
+        console.print(table)
+    lines = (line.rstrip() for line in capture.get().splitlines())
+    sys.stdout.write("\n".join(line for line in lines if line) + "\n")
+
+
+def _table(heads: Sequence[str], rows: Sequence[Sequence[str]], shown: Sequence[str]) -> Table:
+    """Return a table with the columns whose headings are in `shown`."""
+    from rich.box import SIMPLE_HEAD
     from rich.table import Table
     from rich.text import Text
 
@@ -93,17 +120,14 @@ def print_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     # Users copy the first column to the command line, so wrap it only if it exceeds half the terminal.
     longest = max((len(row[0]) for row in rows), default=0)
     first_folds = 2 * longest > shutil.get_terminal_size().columns
-    for column, head in enumerate(heads):
+    columns = [column for column, head in enumerate(heads) if head in shown]
+    for column in columns:
         folds = on_terminal and (column > 0 or first_folds)
-        table.add_column(Text(head), overflow="fold", no_wrap=not folds)
+        table.add_column(Text(heads[column]), overflow="fold", no_wrap=not folds)
     for row in rows:
         # File names may contain newlines, which would break the table.
-        table.add_row(*(Text(line_of(cell)) for cell in row))
-    console = Console(width=None if on_terminal else 10_000, highlight=False)
-    with console.capture() as capture:
-        console.print(table)
-    lines = (line.rstrip() for line in capture.get().splitlines())
-    sys.stdout.write("\n".join(line for line in lines if line) + "\n")
+        table.add_row(*(Text(line_of(row[column])) for column in columns))
+    return table
 
 
 class ProgressLine:

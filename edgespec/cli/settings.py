@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
 import tomllib
@@ -27,6 +26,7 @@ from edgespec.errors import (
 )
 from edgespec.files import config_folder
 from edgespec.options import SETTINGS, Option, unread_options
+from edgespec.spelling import nearest
 
 __all__ = [
     "ALL_COMMANDS",
@@ -161,10 +161,13 @@ def settings_of(command: str) -> dict[str, SettingOption]:
 
 
 def suggestion(name: str, known: Iterable[str], prefix: str = "") -> str:
-    """Return a hint that suggests the nearest known name, without `prefix`."""
-    stems = [each.removeprefix(prefix) for each in known]
-    near = difflib.get_close_matches(name.removeprefix(prefix), stems, 1)
-    return f"did you mean {prefix}{near[0]}?" if near else "`edgespec config` shows all settings"
+    """Return a hint that suggests the names most similar to `name`. Does not compare their `prefix`."""
+    near = nearest(name.removeprefix(prefix), [each.removeprefix(prefix) for each in known])
+    return (
+        f"did you mean {' or '.join(prefix + each for each in near)}?"
+        if near
+        else "`edgespec config` shows all settings"
+    )
 
 
 def setting_value(name: str, given: Any) -> Any:

@@ -13,6 +13,8 @@ from edgespec.cli.help import HelpfulCommand
 from edgespec.cli.interrupt import Stop, interruptible
 from edgespec.cli.loading import loaded
 from edgespec.cli.measuring import (
+    RepliesProgress,
+    counted,
     draft_lengths_option,
     max_tokens_option,
     methods_option,
@@ -21,7 +23,7 @@ from edgespec.cli.measuring import (
     temperatures_option,
 )
 from edgespec.cli.options import MODEL_NAMES, KindType, declared_options, json_option, pick
-from edgespec.cli.screen import ProgressLine, print_json, print_table, printable
+from edgespec.cli.screen import print_json, print_table, printable
 from edgespec.errors import CancelledError
 from edgespec.option_kinds import Number
 
@@ -124,28 +126,47 @@ def _verify(
     options: dict[str, Any],
 ) -> Report:
     from edgespec.assembly.loading import always_draft
-    from edgespec.losslessness import verify
+    from edgespec.losslessness import count_replies, verify
 
     wanted = pick(options, MODEL_NAMES)
     with (
         always_draft(),
         loaded(stop, **wanted, methods=methods or (), acceptance=acceptance) as runtime,
-        ProgressLine(stop) as progress,
+        RepliesProgress(stop) as progress,
     ):
+        compared = {
+            "methods": methods or _all_methods(runtime.drafters),
+            "acceptance": acceptance,
+            **pick(options, ("temperatures", "draft_lengths")),
+        }
+        replies = count_replies(prompts, **compared)
+        click.echo(_planned(replies, options["max_tokens"], len(prompts), compared), err=True)
         report = verify(
             runtime,
             prompts,
-            methods=methods or _all_methods(runtime.drafters),
-            acceptance=acceptance,
-            idle_seconds=options["idle_seconds"],
+            **compared,
+            **pick(options, ("max_tokens", "seed", "idle_seconds")),
             progress=progress,
-            **pick(options, ("temperatures", "draft_lengths", "max_tokens", "seed")),
         )
         if stop.requested:
             raise CancelledError(
                 "verify was cancelled", "run it again, because a partial comparison proves nothing"
             )
         return report
+
+
+def _planned(replies: int, max_tokens: int, prompts: int, compared: dict[str, Any]) -> str:
+    """Describe how many replies `verify` generates, and why."""
+    factors = [
+        counted(prompts, "prompt"),
+        counted(len(compared["temperatures"]), "temperature"),
+        counted(len(compared["draft_lengths"]), "draft length"),
+        counted(len(compared["methods"]), "method"),
+    ]
+    names = ", ".join(compared["methods"])
+    sampled = compared["acceptance"] == "rejection"
+    rest = "; above temperature 0, each is sampled many times" if sampled else ", and without drafting"
+    return f"plan: {replies:,} replies of up to {max_tokens} tokens ({' x '.join(factors)}: {names}{rest})"
 
 
 def _few_of_each_category(prompts: Sequence[Prompt]) -> list[Prompt]:

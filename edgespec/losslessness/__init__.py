@@ -2,6 +2,15 @@
 
 from edgespec.losslessness.prompts import Prompt, prompt_tokens, read_prompts
 from edgespec.losslessness.report import Divergence, MethodResult, Report
-from edgespec.losslessness.verify import verify
+from edgespec.losslessness.verify import count_replies, verify
 
-__all__ = ["Divergence", "MethodResult", "Prompt", "Report", "prompt_tokens", "read_prompts", "verify"]
+__all__ = [
+    "Divergence",
+    "MethodResult",
+    "Prompt",
+    "Report",
+    "count_replies",
+    "prompt_tokens",
+    "read_prompts",
+    "verify",
+]

@@ -23,7 +23,7 @@ from edgespec.losslessness.statistics import Sample, holm, p_value
 from edgespec.reply import Reply
 from edgespec.runtime import Runtime
 
-__all__ = ["verify"]
+__all__ = ["count_replies", "verify"]
 
 # Number of tokens at the start of a reply that statistical tests cover.
 _TESTED_POSITIONS = 3
@@ -33,6 +33,9 @@ _MIN_SAMPLES = 5
 _SIGNIFICANCE = 0.001
 # Statistical tests run without filters, because rounding can move a token across a filter's threshold.
 _NO_FILTERS = SamplingParams.disabled_filters()
+
+# Default number of replies per prompt, method, temperature and draft length in rejection mode.
+_SAMPLES = 200
 
 _Progress = Callable[[str, float], bool]
 
@@ -47,7 +50,7 @@ def verify(
     max_tokens: int = 64,
     seed: int = 0,
     acceptance: str = "invariant",
-    samples: int = 200,
+    samples: int = _SAMPLES,
     idle_seconds: float = 2.0,
     progress: _Progress | None = None,
     **sampling: Any,
@@ -95,19 +98,14 @@ def verify(
         raise OptionError(f"invalid idle_seconds: {idle_seconds}", "use 0 or more")
     if len({prompt.name for prompt in prompts}) < len(prompts):
         raise OptionError("two prompts have the same id", "give each prompt a unique id")
-    run = _Verification(runtime, max_tokens, seed, acceptance, samples, idle_seconds, progress, sampling)
-    cases = [
-        _Case(method, prompt, temperature, draft_length)
-        for prompt in prompts
-        for temperature in temperatures
-        for method in methods
-        for draft_length in (draft_lengths if method != "none" else draft_lengths[:1])
-    ]
+    cases = _cases(prompts, methods, temperatures, draft_lengths)
+    compared, sampled = _count_replies(cases, acceptance, samples)
+    run = _Verification(
+        *(runtime, max_tokens, seed, acceptance, samples, idle_seconds, progress, sampling),
+        planned_tokens=compared * max_tokens + sampled * min(_TESTED_POSITIONS, max_tokens),
+    )
     findings = {method: _MethodFindings(len(prompts)) for method in methods}
-    for done, case in enumerate(cases):
-        run.status = f"{case.prompt.name}, {case.method}, temperature {case.temperature:g}", done / len(cases)
-        if not run.should_continue():
-            raise CancelledError("verification was cancelled")
+    for case in cases:
         run.check(case, findings[case.method])
     if progress:
         progress("done", 1.0)
@@ -121,6 +119,54 @@ class _Case(NamedTuple):
     prompt: Prompt
     temperature: float
     draft_length: int
+
+
+def _cases(
+    prompts: Sequence[Prompt],
+    methods: Sequence[str],
+    temperatures: Sequence[float],
+    draft_lengths: Sequence[int],
+) -> list[_Case]:
+    return [
+        _Case(method, prompt, temperature, draft_length)
+        for prompt in prompts
+        for temperature in temperatures
+        for method in methods
+        for draft_length in (draft_lengths if method != "none" else draft_lengths[:1])
+    ]
+
+
+def count_replies(
+    prompts: Sequence[Prompt],
+    *,
+    methods: Sequence[str],
+    temperatures: Sequence[float],
+    draft_lengths: Sequence[int],
+    acceptance: str = "invariant",
+    samples: int = _SAMPLES,
+) -> int:
+    """Return the number of replies that `verify` generates with these arguments.
+
+    Args:
+        prompts: The prompts.
+        methods: The methods to compare.
+        temperatures: The temperatures of the replies.
+        draft_lengths: The draft lengths of the replies.
+        acceptance: The acceptance rule: `invariant` or `rejection`.
+        samples: Number of replies per case in rejection mode, as for `verify`.
+    """
+    return sum(_count_replies(_cases(prompts, methods, temperatures, draft_lengths), acceptance, samples))
+
+
+def _count_replies(cases: Sequence[_Case], acceptance: str, samples: int) -> tuple[int, int]:
+    sampled = [case for case in cases if _is_sampled(case, acceptance)]
+    plain = {(case.prompt.name, case.temperature) for case in cases if not _is_sampled(case, acceptance)}
+    return len(plain) + len(cases) - len(sampled), samples * len(sampled)
+
+
+def _is_sampled(case: _Case, acceptance: str) -> bool:
+    """Return whether the reply's distribution is tested, rather than its tokens."""
+    return acceptance == "rejection" and case.temperature > 0
 
 
 class _MethodFindings:
@@ -151,7 +197,10 @@ class _MethodFindings:
 
 @dataclass
 class _Verification:
-    """One run of `verify`. Holds the plain decoding replies that all methods are compared with."""
+    """One run of `verify`. Holds the plain decoding replies that all methods are compared with.
+
+    Progress is counted in tokens. Replies that end early count as if they had the maximum length.
+    """
 
     runtime: Runtime
     max_tokens: int
@@ -161,16 +210,21 @@ class _Verification:
     idle_seconds: float
     progress: _Progress | None
     sampling: dict[str, Any]
-    status: tuple[str, float] = ("", 0.0)
+    planned_tokens: int
+    done_tokens: float = 0
+    description: str = ""
     tokens: dict[str, list[int]] = field(default_factory=dict)
     plain: dict[tuple[str, float], Reply] = field(default_factory=dict)
 
     def should_continue(self) -> bool:
-        return self.progress is None or self.progress(*self.status)
+        return self.progress is None or self.progress(
+            self.description, self.done_tokens / self.planned_tokens
+        )
 
     def check(self, case: _Case, findings: _MethodFindings) -> None:
         """Verify one method for one prompt, temperature and draft length."""
-        if self.acceptance == "rejection" and case.temperature > 0:
+        self.description = f"{case.prompt.name}, {case.method}, temperature {case.temperature:g}"
+        if _is_sampled(case, self.acceptance):
             self._check_distribution(case, findings)
         else:
             self._check_tokens(case, findings)
@@ -186,7 +240,9 @@ class _Verification:
         return self.tokens[prompt.name]
 
     def _reply(self, case: _Case, enough_tokens: float = inf, **options: Any) -> Reply:
-        """Generate a reply, and stop after `enough_tokens`."""
+        """Generate a reply, and stop after `enough_tokens`. Raises CancelledError."""
+        if not self.should_continue():
+            raise CancelledError("verification was cancelled")
         stream = self.runtime.stream_tokens(
             self._prompt_tokens(case.prompt),
             temperature=case.temperature,
@@ -201,6 +257,7 @@ class _Verification:
             if stream.reply.finish_reason == "cancelled":
                 raise CancelledError("verification was cancelled")
         stream.close()
+        self.done_tokens += min(enough_tokens, self.max_tokens)
         return stream.reply
 
     def _check_tokens(self, case: _Case, findings: _MethodFindings) -> None:

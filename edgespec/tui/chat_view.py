@@ -95,7 +95,7 @@ class ChatView(Screen[None]):
     def on_mount(self) -> None:
         self.set_interval(_MEMORY_SECONDS, self._measure_memory)
         self.transcript.set_origin(self.preferences.origin)
-        # Remove trailing line breaks, because Enter cannot send the text while the model is still loading.
+        # Remove trailing line breaks, which come from pressing Enter while the model was loading.
         self.prompt.replace_text(self._typed.rstrip("\n"))
         self.prompt.focus()
 
@@ -161,7 +161,14 @@ class ChatView(Screen[None]):
             entry = self.current_chat.last_reply
             reply = None if self.writing or entry is None else entry.reply
             self._details.show(
-                partial(details_content, stats, method=method, reply=reply, memory_bytes=self._memory_bytes)
+                partial(
+                    details_content,
+                    stats,
+                    method=method,
+                    reply=reply,
+                    memory_bytes=self._memory_bytes,
+                    loss_limits=self.runtime.loss_limits,
+                )
             )
 
     def _refresh_hints(self) -> None:

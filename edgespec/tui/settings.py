@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from edgespec.chat.store import Setting
 from edgespec.errors import OptionError
 from edgespec.reply_options import REPLY_OPTIONS
+from edgespec.spelling import FOREIGN_NAMES, nearest
+
+if TYPE_CHECKING:
+    from edgespec import Runtime
 
 __all__ = ["SETTINGS", "Description", "accepted", "default_text", "parse", "setting_named", "shown"]
 
@@ -38,16 +41,6 @@ SETTINGS = {
     "draft_length": Description("Draft length", "tokens to guess at once, 1 to 64"),
     "acceptance": Description("Acceptance", "invariant (repeatable) or rejection"),
 }
-_DEFAULTS = {"max_tokens": "8,192", "seed": "random", "stop": "none"}
-_OTHER_NAMES = {
-    "temp": "temperature",
-    "num_predict": "max_tokens",
-    "n_predict": "max_tokens",
-    "repeat_penalty": "repetition_penalty",
-    "repeat_last_n": "penalty_window",
-    "typical": "typical_p",
-    "stops": "stop",
-}
 _ESCAPES = {"\n": "\\n", "\t": "\\t", ",": "\\c", " ": "\\s"}
 
 
@@ -75,17 +68,17 @@ def accepted(settings: Mapping[str, Setting]) -> tuple[dict[str, Setting], list[
 def setting_named(name: str) -> str:
     """Return the canonical name of a setting. Accepts Ollama's and llama.cpp's names. Raises OptionError."""
     wanted = name.strip().lower().replace("-", "_")
-    if wanted in ("context", "num_ctx", "ctx", "n_ctx"):
+    wanted = FOREIGN_NAMES.get(wanted, wanted)
+    if wanted == "context":
         raise OptionError(
             "The context size cannot change while a model is loaded", "Quit and restart with --context N"
         )
-    wanted = _OTHER_NAMES.get(wanted, wanted)
     if wanted in SETTINGS:
         return wanted
-    close = difflib.get_close_matches(wanted, SETTINGS, n=1, cutoff=0.5)
+    close = nearest(name, SETTINGS)
     raise OptionError(
         f"Unknown setting {name!r}",
-        f"Did you mean {close[0]}?" if close else "Type /show to see all settings",
+        f"Did you mean {' or '.join(close)}?" if close else "Type /show to see all settings",
     )
 
 
@@ -98,12 +91,24 @@ def shown(value: Setting) -> str:
     return ", ".join(map(_escaped, value)) if isinstance(value, list) else str(value)
 
 
-def default_text(name: str) -> str:
-    """Return the default value of a setting as text."""
+def default_text(name: str, runtime: Runtime, settings: Mapping[str, Setting]) -> str:
+    """Return the value that a setting has if it is not among the `settings`, as text."""
     if REPLY_OPTIONS[name].group == "sampling":
         return f"{REPLY_OPTIONS[name].default:g}"
-    # The defaults of the other settings depend on the command line.
-    return _DEFAULTS.get(name, "default")
+    fixed = {"seed": "random", "stop": "none", "method": runtime.method.requested}
+    if name in fixed:
+        return fixed[name]
+    method = settings.get("method")
+    defaults: dict[str, object]
+    try:
+        defaults = dict(runtime.reply_defaults(None if method is None else str(method)))
+    except OptionError:
+        # The method of a saved chat may need other models. If so, show the default values without it.
+        defaults = dict(runtime.reply_defaults())
+    value = defaults[name]
+    if name == "draft_length" and defaults["method"] == "auto":
+        return f"up to {value}"
+    return f"{value:,}" if isinstance(value, int) else str(value)
 
 
 def _stops(text: str) -> list[str]:

@@ -26,6 +26,7 @@ __all__ = [
     "speed_up_short",
     "speed_up_text",
     "welcome_rows",
+    "worst_case",
 ]
 
 # Where each drafter's tokens come from, as shown on screen.
@@ -124,7 +125,7 @@ def _real_model(runtime: Runtime) -> list[str]:
 def show_rows(
     runtime: Runtime, chat: OpenChat, method: MethodReport, stats: Stats | None
 ) -> list[tuple[str, str]]:
-    """Return the rows that /show displays: models, speed-up, context and settings.
+    """Return the rows that /show displays, most useful first: models, speed-up, context and settings.
 
     Args:
         runtime: The loaded models.
@@ -132,26 +133,46 @@ def show_rows(
         method: The drafting method of the current or last reply.
         stats: Stats of that reply, if there was one.
     """
-    rows = [("model", facts_line(runtime.target)), ("file", runtime.target.path)]
-    if runtime.draft is not None:
-        rows.append(("draft model", facts_line(runtime.draft)))
-    rows.append(("speed-up", speed_up_text(method)))
+    rows = [("model", facts_line(runtime.target)), ("speed-up", speed_up_text(method))]
     if method.effective != "none":
         rows.append(("reason", reason_text(method)))
-    if stats is not None and stats.worst_case_loss is not None and method.gain is not None:
-        rows.append(("at worst", f"{percent(stats.worst_case_loss)} slower than without the speed-up"))
+    if runtime.draft is not None:
+        rows.append(("draft model", facts_line(runtime.draft)))
     rows += [
         ("context", _context(runtime.context_tokens, runtime.target.context_tokens)),
         ("memory", format_bytes(runtime.memory_bytes())),
-        ("system prompt", chat.system or "none"),
     ]
-    for name in SETTINGS:
-        if name in chat.settings:
-            rows.append((name, shown(chat.settings[name])))
-        else:
-            default = runtime.method.requested if name == "method" else default_text(name)
-            rows.append((name, default if default == "default" else f"{default} (default)"))
-    return rows
+    rows += [(name, shown(chat.settings[name])) for name in SETTINGS if name in chat.settings]
+    if stats is not None and (worst := worst_case(stats, method, runtime.loss_limits)):
+        share, why = worst
+        rows.append(("at worst", f"{share} slower than without the speed-up ({why})"))
+    rows.append(("system prompt", chat.system or "none"))
+    rows += [
+        (name, f"{default_text(name, runtime, chat.settings)} (default)")
+        for name in SETTINGS
+        if name not in chat.settings
+    ]
+    return [*rows, ("file", runtime.target.path)]
+
+
+def worst_case(
+    stats: Stats, method: MethodReport, limits: tuple[float, float] | None
+) -> tuple[str, str] | None:
+    """Return the most by which drafting could have slowed down a reply, and an explanation.
+
+    Args:
+        stats: Statistics of the reply.
+        method: Its drafting method.
+        limits: `Runtime.loss_limits`.
+
+    Returns:
+        A percentage and an explanation, or None while the reply is too short to tell.
+    """
+    if stats.worst_case_loss is None or method.gain is None or limits is None:
+        return None
+    rate, steps = limits
+    why = f"{percent(rate)} plus the time of {steps:g} tokens, a larger share of a short reply"
+    return percent(stats.worst_case_loss), why
 
 
 def _context(max_tokens: int, current_tokens: int) -> str:

@@ -36,6 +36,7 @@ class TurnScreen(ChatView):
     _unsent = ""
     _stopped = False
     _leaving = False
+    _said_while_writing = False
     _failure_shown = False
     _ticks = 0
     _drawn_at = _spent_at = 0.0
@@ -94,6 +95,11 @@ class TurnScreen(ChatView):
     def begin_leaving(self) -> None:
         """From now on, mark cancelled replies as unfinished. Can be called from any thread."""
         self._leaving = True
+
+    def say_while_writing(self, text: str) -> None:
+        """Show a short message that disappears when the reply ends, or after a few seconds."""
+        self.say(text)
+        self._said_while_writing = True
 
     def stop_reply(self) -> None:
         """Stop the running reply."""
@@ -187,6 +193,9 @@ class TurnScreen(ChatView):
 
     async def _end_job(self, job: Future[ChatState], reply: ReplyMessage | None) -> None:
         failure = None
+        if self._said_while_writing:
+            self._said_while_writing = False
+            self.app.clear_notifications()
         try:
             self._state = job.result()
         except Exception as error:
@@ -232,7 +241,8 @@ class TurnScreen(ChatView):
             entry.thought_seconds = reply.thoughts.seconds
             await self.save()
             return
-        # There is no reply, so restore the conversation. A new message stays in the saved chat as unanswered.
+        # There is no reply to keep, so show the conversation as it was before. A sent message stays in the
+        # saved chat.
         chat.end_turn()
         await reply.finish(reply.text, reply.reasoning, None)
         self._give_back_text()

@@ -125,3 +125,11 @@ def test_speed_up_stays_right_when_target_steps_become_faster() -> None:
     assert loss_limit.speed_up(0.5) == pytest.approx(4.0)
     loss_limit.record_target_step(60)
     assert loss_limit.speed_up(0.5) == pytest.approx(70.0 / 40.0)
+
+
+@pytest.mark.parametrize(("tokens", "share"), [(50, 0.06), (100, 0.04), (1000, 0.022)])
+def test_the_fixed_steps_are_a_larger_share_of_a_short_reply(tokens: int, share: float) -> None:
+    """docs/automatic-mode.md and the README state these shares."""
+    loss_limit = LossLimit()
+    loss_limit.record_target_step(tokens)
+    assert loss_limit.max_loss == pytest.approx(share)

@@ -150,3 +150,13 @@ def test_repositories_without_a_complete_model() -> None:
         choose(["model.safetensors"], None)
     with pytest.raises(ModelNotFoundError, match="has only 1 of the 2 parts"):
         choose(["a-Q8_0-00001-of-00002.gguf"], "Q8_0")
+
+
+def test_the_demo_models_are_called_built_in() -> None:
+    """`embedded` is the word of the code. Nothing that a user reads contains it."""
+    for entry in load_catalogue().entries:
+        assert "embedded" not in entry.notice
+    assert "built-in demo" in load_catalogue().find("demo")[0].notice  # type: ignore[index]
+    root = models_folder().parent
+    for page in (root / "README.md", root / "models" / "MODEL_CARD.md", *(root / "docs").glob("*.md")):
+        assert not re.search(r"\bembedded\b", page.read_text("utf-8"), re.IGNORECASE), page

@@ -96,7 +96,7 @@ def test_the_demo_pair_is_embedded() -> None:
     assert draft is not None
     assert [model.path.name for model in (target, draft)] == ["demo-target-q8_0.gguf", "demo-draft-q8_0.gguf"]
     assert target.source == "embedded"
-    assert target.note == f"demo -> embedded: {target.path}"
+    assert target.note == f"demo -> built in: {target.path}"
     assert target.entry is not None
     assert "demo" in target.entry.notice
 

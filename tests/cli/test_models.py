@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
+from itertools import takewhile
 from pathlib import Path
 
 import pytest
@@ -34,6 +36,26 @@ def test_the_list_in_a_pipe_is_a_line_for_each_model(run: Run) -> None:
     assert len(result.stdout.splitlines()) == count + 1
     assert "llama-3.1-8b" in result.stdout
     assert "8b-q4, llama3.1:8b" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("columns", "heads"),
+    [
+        (80, ["NAME", "ALSO CALLED", "FORMAT", "SIZE", "DOWNLOADED"]),
+        (60, ["NAME", "SIZE", "DOWNLOADED"]),
+    ],
+)
+def test_the_list_in_a_terminal_has_a_line_for_each_model(
+    run: Run, monkeypatch: pytest.MonkeyPatch, columns: int, heads: list[str]
+) -> None:
+    count = len(json_of(run("models", "list", "--json"))["models"])
+    monkeypatch.setattr("edgespec.cli.screen.is_terminal", lambda _: True)
+    result = run("models", "list", env={"COLUMNS": str(columns), "NO_COLOR": "1"})
+    first, _rule, *rows = result.stdout.splitlines()
+    assert re.split(r"  +", first.strip()) == heads
+    assert all(len(line) < columns for line in rows)
+    sized = [line for line in rows if re.search(r" \d[\d.]* [MG]iB ", line)]
+    assert len(sized) == count == len(list(takewhile(str.strip, rows)))
 
 
 def test_a_model_in_the_shared_cache_is_here(run: Run, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 
 import pytest
 
@@ -93,3 +94,26 @@ def test_a_table_in_a_pipe_is_not_wrapped(capsys: pytest.CaptureFixture[str]) ->
 def test_a_cell_is_one_line_whatever_is_in_it(capsys: pytest.CaptureFixture[str]) -> None:
     screen.print_table(("NAME", "WHERE"), [("a\nb\u2028c\x1b[2Jd", "here")])
     assert capsys.readouterr().out.splitlines()[1].split("  ") == ["a b c[2Jd", "here"]
+
+
+@pytest.mark.parametrize(
+    ("columns", "heads"), [(60, "NAME FORMAT PLACE"), (30, "NAME PLACE"), (20, "NAME"), (8, "NAME")]
+)
+def test_a_narrow_terminal_leaves_out_columns(
+    monkeypatch: pytest.MonkeyPatch, columns: int, heads: str
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    terminal = Terminal()
+    monkeypatch.setattr("sys.stdout", terminal)
+    screen.print_table(
+        ("NAME", "FORMAT", "PLACE"), [("n" * 12, "gguf", "p" * 12)], optional=("FORMAT", "PLACE")
+    )
+    assert re.sub(r"\x1b\[[\d;]*m", "", terminal.getvalue().splitlines()[0]).split() == heads.split()
+
+
+def test_a_pipe_gets_all_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "10")
+    pipe = io.StringIO()
+    monkeypatch.setattr("sys.stdout", pipe)
+    screen.print_table(("NAME", "FORMAT"), [("n" * 12, "gguf")], optional=("FORMAT",))
+    assert pipe.getvalue().split() == ["NAME", "FORMAT", "n" * 12, "gguf"]

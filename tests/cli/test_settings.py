@@ -134,7 +134,7 @@ def test_settings_that_the_method_does_not_read_are_left_out(run: Run, file: Pat
         ("gpu-layers = 1", "line 1: there is no setting 'gpu-layers'; did you mean gpu_layers?"),
         ("zzz = 1", "line 1: there is no setting 'zzz'; `edgespec config` shows all settings"),
         ("[chta]\nseed = 1", "line 1: there is no setting 'chta'; did you mean chat?"),
-        ("[chat]\n\ntop_q = 1", "line 3: chat has no setting 'top_q'; did you mean top_p?"),
+        ("[chat]\n\ntop_q = 1", "line 3: chat has no setting 'top_q'; did you mean top_k or top_p?"),
         ("[chat]\nlogit_bias = []", "line 2: chat has no setting 'logit_bias'"),
         ("[doctor]\n", "line 1: doctor has no settings; remove this section"),
         ("[aliases]\nbig = 'demo'", "line 1: aliases are not settings; add them to "),

@@ -34,6 +34,27 @@ def test_json(run: Run, prompts: str) -> None:
         assert method["violations"] == 0
 
 
+@pytest.mark.parametrize(
+    ("acceptance", "replies", "rest"),
+    [
+        # Two prompts at two temperatures, with four methods, and without drafting.
+        ("invariant", 20, "and without drafting"),
+        # At temperature 0.8, each of the eight cases is sampled 200 times.
+        ("rejection", 1610, "above temperature 0, each is sampled many times"),
+    ],
+)
+def test_the_number_of_replies_is_printed_first(
+    run: Run, prompts: str, monkeypatch: pytest.MonkeyPatch, acceptance: str, replies: int, rest: str
+) -> None:
+    monkeypatch.setattr(losslessness, "verify", Verified(prompts=2, identical=2))
+    result = run("verify", *QUICK, "--prompts", prompts, "--acceptance", acceptance)
+    plan = result.stderr.splitlines()[-1]
+    assert plan.startswith(
+        f"plan: {replies:,} replies of up to 8 tokens (2 prompts x 2 temperatures x 1 draft"
+    )
+    assert f"4 methods: model, suffix, ngram, model+suffix{',' if replies == 20 else ';'} {rest})" in plan
+
+
 def test_to_the_last_bit(run: Run, prompts: str) -> None:
     report = json_of(run("verify", *QUICK, "--prompts", prompts, "--methods", "model", "--exact", "--json"))
     method = report["methods"]["model"]

@@ -216,3 +216,21 @@ class TestTemplates:
                 text = "".join(piece.text for piece in stream)
                 said = b"".join(runtime.vocabulary.piece(token) for token in stream.reply.tokens)
                 assert text == stream.reply.text == said.decode("utf-8", "replace")
+
+
+def test_the_defaults_that_depend_on_the_models() -> None:
+    with edgespec.load("demo", threads=1, context=512, acceptance="rejection") as pair:
+        lengths = {
+            method: pair.reply_defaults(method)["draft_length"] for method in ("auto", "suffix", "none")
+        }
+        assert lengths == {"auto": 16, "suffix": 4, "none": 0}
+        defaults = pair.reply_defaults()
+        assert (defaults["method"], defaults["acceptance"], defaults["max_tokens"]) == (
+            "auto",
+            "rejection",
+            512,
+        )
+        with pytest.raises(OptionError):
+            pair.reply_defaults("lowbit")
+    with edgespec.load("demo", "none", threads=1, context=512, draft_length=6) as pair:
+        assert pair.reply_defaults()["draft_length"] == 6

@@ -24,6 +24,8 @@ from edgespec.chat.message import Message, reply_message
 from edgespec.chat.reasoning import ReasoningSplitter, split_reasoning
 from edgespec.errors import CancelledError, OptionError
 from edgespec.method_names import parse_method
+from edgespec.options import ReplyArguments
+from edgespec.request import default_max_tokens
 from edgespec.tui.worker import Load
 
 METHOD = MethodReport("auto", "model+suffix", "guesses while that pays")
@@ -218,6 +220,7 @@ class ScriptedRuntime:
     draft: ModelFacts | None = field(default_factory=lambda: facts("demo-draft"))
     method: MethodReport = METHOD
     context_tokens: int = 1024
+    loss_limits: tuple[float, float] | None = (0.02, 2.0)
     asked: list[tuple[str | None, str, dict[str, Any]]] = field(default_factory=list)
     closed: bool = False
 
@@ -225,6 +228,17 @@ class ScriptedRuntime:
         if "lowbit" in parse_method(method):
             raise OptionError("method 'lowbit' cannot be used: demo has no copy with fewer bits", "make one")
         return MethodReport(method, method, "asked for")
+
+    def reply_defaults(self, method: str | None = None) -> ReplyArguments:
+        method = method or self.method.requested
+        self.method_for(method)
+        length = {"auto": 16, "none": 0}.get(method, 4)
+        return ReplyArguments(
+            method=method,
+            acceptance="invariant",
+            max_tokens=default_max_tokens(self.context_tokens),
+            draft_length=length,
+        )
 
     def memory_bytes(self) -> int:
         return 123_000_000

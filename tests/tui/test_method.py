@@ -21,6 +21,8 @@ SMALL = replace(
     gain=-0.004,
     gain_uncertainty=0.02,
 )
+LIMITS = (0.02, 2.0)
+WHY = "2% plus the time of 2 tokens, a larger share of a short reply"
 
 
 async def test_speed_up_is_shown_during_the_reply(tmp_path: Path) -> None:
@@ -49,7 +51,7 @@ async def test_show_contains_the_speed_up_and_the_loss_limit_at_any_size(
         shown = " ".join(d.transcript().split())
         assert "1.6× as fast, automatic (draft model + repeated text)" in shown
         assert LIVE.reason in shown
-        assert "at worst 9% slower than without the speed-up" in shown
+        assert f"at worst 9% slower than without the speed-up ({WHY})" in shown
         assert "method auto (default)" in shown
         assert "rollback" not in shown
         assert " speed-up 1.6× " in " ".join(d.screen_text())
@@ -75,10 +77,13 @@ def test_the_reason_describes_the_drafters(reason: str, shown: str) -> None:
 
 @pytest.mark.parametrize("width", [24, 36, 60])
 def test_details_of_a_plain_reply_contain_the_reason_and_no_speed_up(width: int) -> None:
-    text = details_content(made_up_stats(9), width, method=SMALL, reply=None, memory_bytes=1).plain
+    text = details_content(
+        made_up_stats(9), width, method=SMALL, reply=None, memory_bytes=1, loss_limits=LIMITS
+    ).plain
     assert f"Off for now: {SMALL.reason}" in text
     assert text.index("Speed-up") < text.index("This reply")
-    assert text[text.index("Worst-case slowdown") :].split()[2] == "9%"
+    worst = " ".join(text[text.index("Worst-case slowdown") :].split())
+    assert worst.startswith(f"Worst-case slowdown 9% {WHY} ")
     assert "Speed-up" not in text[text.index("This reply") :]
     assert speed_up_short(SMALL) == "speed-up off"
 
@@ -94,5 +99,7 @@ def test_speed_up_text_contains_the_speed_up_or_a_measured_loss() -> None:
 
 
 def test_peak_memory_is_never_below_current_memory() -> None:
-    text = details_content(made_up_stats(9), 34, method=LIVE, reply=None, memory_bytes=200 << 20).plain
+    text = details_content(
+        made_up_stats(9), 34, method=LIVE, reply=None, memory_bytes=200 << 20, loss_limits=LIMITS
+    ).plain
     assert text.split("Memory")[1].count("200 MiB") == 2

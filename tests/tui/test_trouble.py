@@ -332,3 +332,16 @@ async def test_dropped_messages_are_counted_in_the_status(tmp_path: Path) -> Non
         assert "the model no longer sees the 1 message above" in d.transcript()
         assert d.chat.query_one(StatusLine).facts.dropped_messages == 1
         assert not d.chat.query(Panel)
+
+
+async def test_the_message_that_a_reply_is_not_finished_ends_with_the_reply(tmp_path: Path) -> None:
+    gate = threading.Event()
+    async with driving(loading(ScriptedRuntime(scripts=[Script(gate=gate)])), tmp_path) as d:
+        await d.send("a question")
+        await d.send("another one")
+        await d.sees("The reply is not finished yet")
+        gate.set()
+        await d.settled()
+        # Well before its timeout of four seconds.
+        await until(d.pilot, lambda: "not finished" not in "\n".join(d.screen_text()), seconds=1)
+        assert d.chat.prompt.text == "another one"

@@ -13,7 +13,6 @@ from edgespec.chat.message import Message
 from edgespec.chat.store import Setting
 from edgespec.errors import OptionError
 from edgespec.reply_options import REPLY_OPTIONS
-from edgespec.request import DEFAULT_MAX_TOKENS
 from edgespec.tui import commands, numbers
 from edgespec.tui.chat_screen import ChatScreen
 from edgespec.tui.history import History
@@ -133,9 +132,22 @@ def test_every_option_of_a_reply_can_be_set_in_the_chat() -> None:
     assert set(SETTINGS) == set(REPLY_OPTIONS) - {"logit_bias"}
 
 
-def test_every_setting_has_a_default_to_show() -> None:
-    assert all(default_text(name) for name in SETTINGS)
-    assert default_text("max_tokens") == f"{DEFAULT_MAX_TOKENS:,}"
+@pytest.mark.parametrize(
+    ("settings", "draft_length"),
+    [
+        ({}, "up to 16"),
+        ({"method": "none"}, "0"),
+        ({"method": "suffix"}, "4"),
+        ({"method": "lowbit"}, "up to 16"),
+    ],
+)
+def test_every_setting_shows_the_value_that_is_used(settings: dict[str, Setting], draft_length: str) -> None:
+    runtime = as_runtime(ScriptedRuntime(context_tokens=65536))
+    defaults = {name: default_text(name, runtime, settings) for name in SETTINGS}
+    assert "default" not in defaults.values()
+    assert defaults["draft_length"] == draft_length
+    assert (defaults["method"], defaults["acceptance"]) == ("auto", "invariant")
+    assert (defaults["max_tokens"], defaults["seed"], defaults["stop"]) == ("8,192", "random", "none")
 
 
 def test_a_saved_chats_settings_are_checked() -> None:
@@ -206,7 +218,9 @@ def test_a_nearly_full_context_is_marked() -> None:
 
 @pytest.mark.parametrize("width", [20, 34, 60])
 def test_details_fit_their_width(width: int) -> None:
-    text = details_content(made_up_stats(23), width, method=METHOD, reply=None, memory_bytes=1).plain
+    text = details_content(
+        made_up_stats(23), width, method=METHOD, reply=None, memory_bytes=1, loss_limits=None
+    ).plain
     told = text[text.index("This reply") :].splitlines()
     assert max(Content(line).cell_length for line in told) <= max(width, 32)
     assert "92%" in text
@@ -219,8 +233,7 @@ def test_pairs_wrap_with_a_hanging_indent_or_stack() -> None:
         "       three",
     ]
     stacked = pairs_content(rows, 16, label_style="", stack_below=12).plain.splitlines()
-    assert stacked[0] == "label"
-    assert stacked[1].startswith("  one")
+    assert stacked == ["label  one two", "  three four", "whole line"]
 
 
 def test_unchanged_messages_keep_their_stats() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from textual import on
 from textual.app import ComposeResult
@@ -19,6 +19,9 @@ from edgespec.tui.screens.dialogs import FormScreen
 from edgespec.tui.settings import SETTINGS, default_text, parse, shown
 from edgespec.tui.texts import sentences
 
+if TYPE_CHECKING:
+    from edgespec import Runtime
+
 __all__ = ["SettingsScreen"]
 
 
@@ -31,9 +34,10 @@ class SettingsScreen(FormScreen[dict[str, Setting]]):
     ]
     heading = "Settings for this chat (empty = default)"
 
-    def __init__(self, settings: Mapping[str, Setting]) -> None:
+    def __init__(self, settings: Mapping[str, Setting], runtime: Runtime) -> None:
         super().__init__()
         self._settings = settings
+        self._runtime = runtime
 
     def compose_fields(self) -> ComposeResult:
         with VerticalScroll(id="settings-rows", can_focus=False):
@@ -43,7 +47,7 @@ class SettingsScreen(FormScreen[dict[str, Setting]]):
                         yield Static(Content(label), classes="setting-label")
                         yield Input(
                             shown(self._settings[name]) if name in self._settings else "",
-                            placeholder=default_text(name),
+                            placeholder=default_text(name, self._runtime, self._settings),
                             validators=_SettingValidator(name),
                             valid_empty=True,
                             compact=True,

@@ -11,7 +11,7 @@ from textual.widgets import Static
 
 from edgespec.files import format_bytes
 from edgespec.tui.numbers import bar, count, percent, rate, seconds_text
-from edgespec.tui.texts import reason_text, sentences, speed_up_text
+from edgespec.tui.texts import reason_text, sentences, speed_up_text, worst_case
 
 if TYPE_CHECKING:
     from edgespec import MethodReport, Reply, Stats
@@ -23,14 +23,21 @@ _MAX_POSITIONS = 16
 
 
 def details_content(
-    stats: Stats | None, width: int, *, method: MethodReport, reply: Reply | None, memory_bytes: int
+    stats: Stats | None,
+    width: int,
+    *,
+    method: MethodReport,
+    reply: Reply | None,
+    memory_bytes: int,
+    loss_limits: tuple[float, float] | None,
 ) -> Content:
     """Return the contents of the details panel, laid out for `width` cells."""
     parts = [_speed_up(method)]
     if stats is None or not (stats.generated_tokens or stats.prompt_tokens):
         parts.append(Content("Statistics appear with the first reply.\n").stylize("$muted"))
     else:
-        parts += [_speed(stats, method, reply, width), _positions(stats, width), _phases(stats, width)]
+        parts.append(_speed(stats, width, method, reply, loss_limits))
+        parts += [_positions(stats, width), _phases(stats, width)]
     parts.append(_memory(stats, memory_bytes, width))
     return Content("\n").join([part for part in parts if part])
 
@@ -51,7 +58,13 @@ def _row(label: str, value: str, width: int) -> Content:
     return Content.assemble((label, "$muted"), gap, value, "\n")
 
 
-def _speed(stats: Stats, method: MethodReport, reply: Reply | None, width: int) -> Content:
+def _speed(
+    stats: Stats,
+    width: int,
+    method: MethodReport,
+    reply: Reply | None,
+    loss_limits: tuple[float, float] | None,
+) -> Content:
     cached = stats.cached_prompt_tokens
     read = f"{count(stats.prompt_tokens - cached)} of {count(stats.prompt_tokens)}"
     rows = [
@@ -70,11 +83,13 @@ def _speed(stats: Stats, method: MethodReport, reply: Reply | None, width: int) 
         rows.append(("Speed-up", method.speed_up_text))
     elif method.gain is None and stats.drafted_tokens and stats.speedup_estimate is not None:
         rows.append(("Speed-up", f"{stats.speedup_estimate:.2f}x"))
-    if stats.worst_case_loss is not None and method.gain is not None:
-        rows.append(("Worst-case slowdown", percent(stats.worst_case_loss)))
+    lines = [_row(label, value, width) for label, value in rows]
+    if worst := worst_case(stats, method, loss_limits):
+        share, why = worst
+        lines += [_row("Worst-case slowdown", share, width), Content(f"{why}\n").stylize("$muted")]
     if reply is not None:
-        rows.append(("Seed", str(reply.seed)))
-    return Content.assemble(_heading("This reply"), *(_row(label, value, width) for label, value in rows))
+        lines.append(_row("Seed", str(reply.seed), width))
+    return Content.assemble(_heading("This reply"), *lines)
 
 
 def _positions(stats: Stats, width: int) -> Content:

@@ -190,7 +190,8 @@ class ReplyMessage(Widget):
 
     def _refresh_thoughts(self) -> None:
         chunks = [chunk for chunk in self.chunks if chunk.reasoning]
-        # The first part of a continued reply may have no chunks. The reasoning is then shown without colours.
+        # If a reply was continued, its chunks may not cover the whole reasoning. Show it without colours
+        # then.
         coloured = self.coloured and "".join(chunk.text for chunk in chunks) == self.reasoning
         text = (
             _origin_content(chunks)

@@ -70,6 +70,16 @@ class Transcript(VerticalScroll):
         await self._column.mount(widget)
         self.anchor()
 
+    async def show_panel(self, panel: Panel) -> None:
+        """Append a panel and scroll to it. If it is taller than the view, show its first lines."""
+        await self.add(panel)
+        self.call_after_refresh(self._show_top, panel)
+
+    def _show_top(self, panel: Panel) -> None:
+        if panel.outer_size.height > self.scrollable_content_region.height:
+            self.release_anchor()
+            self.scroll_relative(y=panel.region.y - self.region.y, animate=False)
+
     async def start_reply(self, *, resume: bool = False) -> ReplyMessage:
         """Return a reply widget that is ready to receive text: a new one, or the last one if `resume`."""
         last = self._messages[-1] if resume else None
