@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import gc
 import threading
 import weakref
 from collections import deque
@@ -40,6 +41,8 @@ __all__ = ["Session"]
 _PASSES_PER_REPORT = 8
 # Weight of the newest measurement in the moving average of the target step time.
 _STEP_WEIGHT = 0.2
+# Maximum time at exit to wait for the thread that reads a reply. It may be busy with the last chunk.
+_EXIT_SECONDS = 2.0
 
 
 class Session:
@@ -74,6 +77,9 @@ class Session:
         self._abandoned: deque[Callable[[], None]] = deque()
         self._stopping = False
         self._closing = self._closed = False
+        # The thread that last read a reply, and whether it has closed the session.
+        self._reader = threading.current_thread()
+        self._closed_by_reader = threading.Event()
         self._idle_worker = IdleWorker()
         # Drafters with idle work for the last reply. Cleared when the next reply starts, because it changes
         # the KV caches that idle work uses.
@@ -121,10 +127,13 @@ class Session:
             BackendError: The model failed.
             ClosedError: The session was closed.
         """
+        self._reader = threading.current_thread()
         with self._compute_lock:
-            if self._closing:
-                raise ClosedError("the runtime was closed during the reply", "load the model again")
-            return next(steps, None)
+            if not self._closing:
+                return next(steps, None)
+        self.close()
+        self._closed_by_reader.set()
+        raise ClosedError("the runtime was closed during the reply", "load the model again")
 
     def end(self, request: object, *, wait: bool = True) -> bool:
         """End a reply, so that another one can start. Has no effect if the reply is not running.
@@ -226,6 +235,9 @@ class Session:
             self.memory_pressure.check_during_reply()
 
     def _start(self, request: object) -> None:
+        if self._active_request is not None:
+            # A reference cycle may keep an abandoned stream alive, whose finalizer ends the reply.
+            gc.collect()
         self._end_abandoned()
         with self._state_lock:
             if self._closing:
@@ -368,6 +380,19 @@ class Session:
         if self.prefix_cache:
             self.prefix_cache.store.write()
 
+    def close_at_exit(self) -> None:
+        """Close the session because Python exits, if possible in the thread that reads a reply.
+
+        MLX keeps data for each thread. It aborts the process if Python ends such a thread while it exits,
+        unless the model was closed in that thread.
+        """
+        reader = self._reader
+        if self._active_request and reader is not threading.current_thread() and reader.is_alive():
+            self._closing = True
+            self.cancel()
+            self._closed_by_reader.wait(_EXIT_SECONDS)
+        self.close()
+
     def _interrupt(self, interrupted: bool) -> None:
         self.target.interrupt(interrupted)
         self.drafters.interrupt(interrupted)
@@ -398,4 +423,4 @@ _open_sessions: weakref.WeakSet[Session] = weakref.WeakSet()
 def _close_all() -> None:
     """Close all sessions at exit. Unloading a library while a thread runs its code could crash."""
     for session in list(_open_sessions):
-        session.close()
+        session.close_at_exit()
