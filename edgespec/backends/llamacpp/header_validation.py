@@ -77,6 +77,7 @@ def _check(path: Path, _size_bytes: int, _changed_ns: int) -> None:
         or _expert_problem(header)
         or _epsilon_problem(header)
         or _vocabulary_problem(header)
+        or _template_problem(header)
         or _tensor_problem(header)
     )
     if problem:
@@ -102,6 +103,17 @@ def _count_problem(header: GgufHeader) -> str:
     if header.architecture in _DOUBLE_WIDTH_SSM and has_sizes and inner != 2 * size:
         return f"its ssm.inner_size is {inner:,}, not twice its embedding_length"
     return ""
+
+
+def _template_problem(header: GgufHeader) -> str:
+    """Return a problem if llama.cpp, whose strings end at a null character, would cut the chat template."""
+    template = header.metadata.get("tokenizer.chat_template")
+    if not isinstance(template, str) or "\0" not in template.rstrip("\0"):
+        return ""
+    return (
+        f"its chat template of {len(template):,} characters contains a null character at position"
+        f" {template.index(chr(0)) + 1:,}, where llama.cpp would cut it off"
+    )
 
 
 def _expert_problem(header: GgufHeader) -> str:
