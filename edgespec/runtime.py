@@ -137,14 +137,17 @@ class Runtime:
 
     @property
     def context_tokens(self) -> int:
-        """Maximum length of prompt and reply in tokens. `target.context_tokens` are allocated so far."""
+        """Maximum length of prompt and reply in tokens.
+
+        The allocated context, `target.context_tokens`, can be smaller, and grows when needed.
+        """
         return self._session.context.limit_tokens
 
     @property
     def loss_limits(self) -> tuple[float, float] | None:
-        """The time that drafting may lose compared with plain decoding. None if unlimited.
+        """Maximum slowdown from drafting, compared with plain decoding. None if unlimited.
 
-        The tuple contains a fraction of the plain decoding time, and a number of target steps.
+        It is given as a fraction of the plain decoding time, and a number of additional target steps.
         """
         return self._session.drafters.loss_limits
 

@@ -44,7 +44,7 @@ class Rewindable(LanguageModel, Protocol):
         """Save a checkpoint of the cache between two rounds, and return a handle for `rewind`."""
 
     def rewind(self, checkpoint: Any) -> None:
-        """Restore a checkpoint, including `length`, and end the round.
+        """Restore a checkpoint, including `length`, and discard any uncommitted tokens.
 
         A checkpoint can be restored several times. It becomes invalid when an earlier checkpoint is restored
         or the context is resized.
