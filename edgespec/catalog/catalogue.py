@@ -78,7 +78,7 @@ class ModelEntry:
 
     @property
     def repository(self) -> str:
-        """The Hugging Face repository to download from. Empty for an embedded model."""
+        """The Hugging Face repository to download from. Empty for a model that edgespec includes."""
         return self.gguf_repository or self.mlx_repository
 
     @property
@@ -140,7 +140,7 @@ class Catalogue:
 
 
 def models_folder() -> Path:
-    """Return the folder that contains the catalogue and the embedded models."""
+    """Return the folder that contains the catalogue and the models that edgespec includes."""
     package = Path(__file__).resolve().parent.parent
     installed = package / "models"
     return installed if installed.is_dir() else package.parent / "models"
