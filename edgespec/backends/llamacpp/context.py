@@ -219,10 +219,9 @@ class LlamaContext:
     def run_to_hook(
         self, tokens: Sequence[int], positions: Sequence[int], sequences: Sequence[Sequence[int]]
     ) -> None:
-        """Run a pass of at most `max_width` tokens, and stop it once the hook has copied its tensor."""
+        """Run a pass of at most `max_width` tokens, and stop it once its hidden states have been copied."""
         assert self._hook is not None
-        # Request logits for all rows, because llama.cpp drops other rows before the tensor that the hook
-        # copies.
+        # Request logits for all tokens. Otherwise, llama.cpp does not compute their final hidden states.
         self._batch.put(tokens, positions, sequences, logits=True)
         self._hook.stop_after = True
         try:
@@ -316,8 +315,8 @@ class LlamaContext:
     def export_cells(self, source: int, start: int, end: int) -> list[memoryview]:
         """Return the KV cells of `source` at positions [start, end) as a list of parts for `import_cells`.
 
-        No part is longer than the sliding window. From a longer one, llama.cpp would omit the cells outside
-        the window of the last token, which a later rollback may need.
+        No part is longer than the sliding window, because llama.cpp omits all cells of a part that are
+        outside the window of its last token. A later rollback may need these cells.
         """
         parts = []
         # Remove any cells that an interrupted call left in the scratch sequence.
@@ -375,7 +374,7 @@ class LlamaContext:
     def import_sequence(
         self, data: bytes | memoryview, sequence: int = 0, *, recurrent_only: bool = False
     ) -> bool:
-        """Load an exported sequence into an empty one."""
+        """Import a copy made by `export_sequence` into an empty sequence, and return whether it is valid."""
         self._check_allocated()
         self._others.add(sequence)
         exported = np.frombuffer(data, np.uint8)

@@ -20,8 +20,9 @@ from edgespec.errors import ModelFileError
 
 __all__ = ["check_header"]
 
-# The values of LLAMA_MAX_LAYERS and LLAMA_MAX_EXPERTS in llama.cpp.
+# LLAMA_MAX_LAYERS in llama.cpp.
 _MAX_LAYERS = 512
+# LLAMA_MAX_EXPERTS in llama.cpp.
 _MAX_EXPERTS = 1024
 # The largest accepted value of each key. llama.cpp divides by these values or allocates memory for them
 # without a check. The limits are far above the values of any real model.
