@@ -106,9 +106,9 @@ def _acceptance(axes: Axes, found: Sequence[MethodFigures]) -> None:
             axes.plot(depths, each.acceptance_by_depth, marker="o", label=each.config.name)
     axes.set_ylim(0.0, 1.05)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.set_xlabel("depth in the draft")
+    axes.set_xlabel("position of the token in the draft")
     axes.set_ylabel("acceptance rate")
-    axes.set_title("Acceptance by depth")
+    axes.set_title("Acceptance rate by position in the draft")
     _add_legend(axes)
 
 

@@ -221,7 +221,7 @@ def _info_lines(info: ModelInfo) -> list[tuple[str, str]]:
         ("trained context", trained),
         ("vocabulary", f"{info.vocab_size:,} tokens ({same})"),
         ("context memory", f"{format_bytes(info.kv_bytes * 1000)} per 1,000 tokens at f16"),
-        ("has chat template", "yes" if info.chat_template else "no: use `edgespec generate --raw`"),
+        ("has chat template", "yes" if info.chat_template else "no (use `edgespec generate --raw` instead of a chat)"),
     ]
     if info.heads:
         lines.append(("drafting heads", ", ".join(info.heads)))
@@ -231,7 +231,8 @@ def _info_lines(info: ModelInfo) -> list[tuple[str, str]]:
 def _capability_lines(facts: ModelFacts) -> list[tuple[str, str]]:
     """Return the lines for properties known only after loading."""
     capabilities = facts.capabilities
-    trees = "including token trees" if capabilities.tree else f"without token trees: {capabilities.reason}"
+    one_only = f"but with only one candidate per position, because {capabilities.reason}"
+    trees = "also with several candidates per position" if capabilities.tree else one_only
     speculation = f"yes, {trees}" if capabilities.rollback else f"no: {capabilities.reason}"
     return [("drafting works", speculation), ("rollback", facts.rollback)]
 

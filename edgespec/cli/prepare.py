@@ -31,7 +31,7 @@ _to_option = click.option(
 @click.group(
     "prepare",
     cls=HelpfulGroup,
-    short_help="Prepare a GGUF model for layerskip or lowbit.",
+    short_help="Make the files that a GGUF model needs to draft for itself.",
     examples=("edgespec prepare layerskip demo", "edgespec prepare lowbit ./my-f16.gguf"),
 )
 def command() -> None:

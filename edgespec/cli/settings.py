@@ -245,7 +245,7 @@ def _from_file(
         elif name in ("aliases", "pairs"):
             from edgespec.catalog.catalogue import user_aliases_path
 
-            refuse((name,), f"{name} are not settings", f"add them to {user_aliases_path()}")
+            refuse((name,), f"{name} are not settings", f"move the {name} to {user_aliases_path()}")
         else:
             known = COMMANDS if isinstance(given, dict) else SETTINGS
             refuse((name,), f"there is no setting {name[:_MAX_NAME]!r}", suggestion(name, known))
