@@ -88,7 +88,7 @@ def find_bit_exact_passes(model: LanguageModel, progress: Progress | None = None
 
 def _report(progress: Progress | None, fraction: float) -> None:
     if progress and not progress("testing which passes are bit-exact", fraction):
-        raise CancelledError("loading was cancelled")
+        raise CancelledError("loading the model was cancelled")
 
 
 class _Trial:
