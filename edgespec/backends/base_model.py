@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 __all__ = ["MAX_CACHED_PIECES", "BaseModel", "in_batches", "scaled_progress"]
 
-# Maximum number of tokens whose bytes a vocabulary caches. Caching all tokens would take tens of MiB.
+# A vocabulary caches the bytes of at most this many tokens. Caching all of them would take tens of MiB.
 MAX_CACHED_PIECES = 8192
 
 
@@ -30,7 +30,7 @@ def in_batches(
         batch = tokens[start : start + batch_tokens]
         yield batch
         if progress and not progress("prefill", (start + len(batch)) / len(tokens)):
-            raise CancelledError("the prefill was cancelled")
+            raise CancelledError("processing the prompt was cancelled")
 
 
 def scaled_progress(progress: Progress, begin: float, share: float) -> Progress:
@@ -69,7 +69,7 @@ class BaseModel(ABC):
         return weakref.WeakSet()
 
     def _span(self, start: int, end: int | None) -> tuple[int, int]:
-        """Return the range of tokens for a snapshot: all tokens if only the whole cache can be copied."""
+        """Return the range of tokens to copy for a snapshot, which is everything if no part can be copied."""
         if not self.facts.capabilities.partial_truncate:
             return 0, self.length
         end = self.length if end is None else min(end, self.length)

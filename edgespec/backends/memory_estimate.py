@@ -54,12 +54,12 @@ class MemoryEstimate:
     parts: tuple[MemoryPart, ...]
 
     def bytes_of(self, *kinds: ModelMemoryKind) -> int:
-        """Return the total size of all parts of the given kinds."""
+        """Return the estimated memory in bytes that the model uses for the given purposes."""
         return sum(part.bytes for part in self.parts if part.kind in kinds)
 
     @property
     def total_bytes(self) -> int:
-        """The total size of all parts."""
+        """The estimated memory of the model in bytes."""
         return sum(part.bytes for part in self.parts)
 
 
@@ -87,4 +87,4 @@ class MemoryEstimator(Protocol):
         """
 
     def close(self) -> None:
-        """Free the metadata."""
+        """Free the model's metadata, which the estimator holds in memory."""

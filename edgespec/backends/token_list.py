@@ -20,15 +20,14 @@ from edgespec.files import read_regular_file
 
 __all__ = ["TokenList", "tokens_of_folder", "tokens_of_header"]
 
-# Tokenizer kinds that encode bytes as other characters. `_KINDS` maps the tokenizer names in GGUF files to
-# these kinds.
+# Kinds of tokenizers that store bytes as other characters.
 _BYTE_LEVEL, _SENTENCEPIECE = "byte-level", "sentencepiece"
 _KINDS = {"gpt2": _BYTE_LEVEL, "llama": _SENTENCEPIECE, "t5": _SENTENCEPIECE}
-# Padding tokens that converters add at the end of an embedding table.
+# Names of the padding tokens that model converters add at the end of a vocabulary.
 _PADDING = re.compile(rb"\[PAD\d+\]")
 _BYTE = re.compile(rb"<0x([0-9A-Fa-f]{2})>")
 _MAX_TOKENS = 1 << 22
-# Exceptions raised while parsing an invalid tokenizer.json.
+# Exceptions that an invalid tokenizer.json can cause while it is parsed.
 _PARSE_ERRORS = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError)
 
 

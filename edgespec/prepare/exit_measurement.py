@@ -22,10 +22,10 @@ __all__ = ["measure_exits"]
 
 _CONTEXT_TOKENS = 256
 _MAX_EXITS = 16
-# Dequantise the output head in blocks of this many rows to limit memory use.
+# Convert this many rows of the output head to floating point at a time, to limit memory use.
 _HEAD_ROWS = 8192
-# If fewer of the predictions from the last layer are correct, this module computes the model's final norm or
-# output head incorrectly, so the exit layers cannot be measured.
+# Minimum fraction of correct predictions from the last layer. Below it, the exit layers cannot be measured,
+# because this module computes the model's output incorrectly.
 _MIN_LAST_LAYER_AGREEMENT = 0.9
 
 

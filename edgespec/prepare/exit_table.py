@@ -14,9 +14,10 @@ from edgespec.engine.draft_length import best_draft_length
 __all__ = ["EXIT_WIDTHS", "Exit", "ExitTable", "exit_table"]
 
 _MAX_DRAFT_LENGTH = 12
-# Numbers of tokens per verify pass, including the root, for which `exit_table` needs the cost.
+# Sizes of verify passes in tokens, for which `exit_table` needs the cost.
 EXIT_WIDTHS = range(1, _MAX_DRAFT_LENGTH + 2)
-# Minimum agreement with the full model that suggests training for early exit (a heuristic).
+# A model was probably trained for early exit if its lower layers predict the same token as the full model at
+# least this often. A heuristic.
 _MIN_TRAINED_AGREEMENT = 0.6
 
 
@@ -54,7 +55,7 @@ class Exit:
         return f"{reason} early exit, so it would not be faster here"
 
     def to_json(self) -> dict[str, float]:
-        """Return the values as a JSON object."""
+        """Return the exit layer's values as a JSON object."""
         return {
             "exit_layer": self.exit_layer,
             "agreement": round(self.agreement, 4),
@@ -73,7 +74,7 @@ class ExitTable:
 
     @property
     def best(self) -> Exit:
-        """The exit with the highest expected speed-up. Ties favour the lowest exit."""
+        """The exit layer with the highest expected speed-up. Ties favour the lowest layer."""
         return max(self.exits, key=lambda one: one.speed_up)
 
     @property
@@ -115,8 +116,7 @@ def exit_table(
         draft_cost = lower_cost + head_bytes / total
 
         def cost(length: int, lower_cost: float = lower_cost, draft_cost: float = draft_cost) -> float:
-            # The verify pass reuses the lower layers' results for all tokens except the last drafted one,
-            # which the lower layers have not processed yet.
+            # The verify pass reuses the lower layers' results for all tokens but the last drafted one.
             return length * draft_cost + lower_cost + (1 - lower_cost) * v(length + 1)
 
         length, speed_up = best_draft_length(agreement, cost, _MAX_DRAFT_LENGTH)

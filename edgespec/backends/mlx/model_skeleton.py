@@ -38,7 +38,7 @@ _OUT_OF_MEMORY = re.compile(
     r"unable to allocate|out of memory|maximum allowed buffer|bad_alloc", re.IGNORECASE
 )
 _DENSE_NAMES = {"F16": "float16", "BF16": "bfloat16", "F32": "float32"}
-# Maximum length of an exception's text in an error message.
+# Maximum number of characters of an exception's text that an error message quotes.
 _MAX_DETAIL_CHARACTERS = 300
 
 
@@ -95,7 +95,7 @@ class ModelSkeleton:
 
 
 def read_skeleton(path: str, name: str, options: LoadOptions) -> ModelSkeleton:
-    """Create the model in a folder with lazy weights.
+    """Build the model in a folder without reading its weights.
 
     Uses only the adapter, `low_bits` and the memory limit from `options`.
 
@@ -117,12 +117,12 @@ def read_skeleton(path: str, name: str, options: LoadOptions) -> ModelSkeleton:
     if not by_dtype:
         raise ModelFileError(f"{files[0]} contains no tensors", "download the model again")
     check_weights_fit(name, by_dtype.total(), options)
-    # Some architectures print to stdout, which is reserved for results.
+    # Redirect stdout, which is reserved for results, because some of mlx-lm's models print to it.
     with translate_load_errors(path), contextlib.redirect_stdout(sys.stderr):
         _check_architecture(folder, config)
         model, config = mlx_lm_utils().load_model(folder, lazy=True)
-    # mlx-lm initialises all layers with random weights, which are never used. Evaluate MLX's random state to
-    # free the unevaluated operations that depend on it.
+    # mlx-lm initialises all layers with random weights that are never used. Evaluating MLX's random state
+    # frees the memory of these operations.
     mlx_core().eval(mlx_core().random.state)
     if adapter is not None:
         with translate_load_errors(adapter):
@@ -152,8 +152,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
     # The tokenizer is optional, because `edgespec plan` does not download it.
     if missing := [name for name in missing_files(folder) if name != "tokenizer.json"]:
         raise ModelFileError(f"{folder} has no {', '.join(missing[:3])}", "download the model again")
-    # Reject named pipes, because mlx-lm and transformers open optional files without a check and would block
-    # forever.
+    # Reject named pipes, because mlx-lm and transformers would wait forever when opening them.
     if special := [path for path in sorted(folder.iterdir()) if path.exists() and not _is_ordinary(path)]:
         raise ModelFileError(f"{special[0]} is a pipe or a device, not a file", "delete it")
     config = read_json_object(folder / "config.json")
@@ -221,7 +220,7 @@ def named_arrays(tree: Any) -> list[tuple[str, Any]]:
 
 @contextlib.contextmanager
 def translate_load_errors(path: str) -> Iterator[None]:
-    """Translate file system, mlx, mlx-lm and transformers exceptions into one-line EdgespecErrors."""
+    """Convert exceptions from files, mlx, mlx-lm and transformers inside the block to EdgespecErrors."""
     try:
         yield
     except EdgespecError:
