@@ -369,7 +369,7 @@ class LanguageModel(Protocol):
         """
 
     def pipeline_with(self, draft: LanguageModel | None) -> None:
-        """Announce that this model will verify chains exactly as `draft` proposes them, or None to stop this.
+        """Announce that this model will verify the chains that `draft` proposes unchanged, or None to stop.
 
         If both models compute asynchronously on one device, the verify pass can start before the last drafted
         token is copied to the host. Results do not change.

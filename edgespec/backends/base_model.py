@@ -25,7 +25,7 @@ MAX_CACHED_PIECES = 8192
 def in_batches(
     tokens: Sequence[int], batch_tokens: int, progress: Progress | None
 ) -> Iterator[Sequence[int]]:
-    """Yield prefill batches and report progress after each one. Raises CancelledError if cancelled."""
+    """Split a prompt into prefill batches, and report progress after each. Raises CancelledError."""
     for start in range(0, len(tokens), batch_tokens):
         batch = tokens[start : start + batch_tokens]
         yield batch
@@ -34,7 +34,7 @@ def in_batches(
 
 
 def scaled_progress(progress: Progress, begin: float, share: float) -> Progress:
-    """Return a callback for a subtask that makes up the fraction `share` of the work, starting at `begin`."""
+    """Return a progress callback for a part of a task, from the fraction `begin` to `begin + share`."""
     return lambda what, fraction: progress(what, begin + share * fraction)
 
 
@@ -65,7 +65,7 @@ class BaseModel(ABC):
 
     @cached_property
     def _views(self) -> weakref.WeakSet[SelfDraftView[Any]]:
-        """Draft models that share this model's cache and are still referenced."""
+        """Draft models that share this model's KV cache."""
         return weakref.WeakSet()
 
     def _span(self, start: int, end: int | None) -> tuple[int, int]:

@@ -49,8 +49,7 @@ class StringArray:
     """
 
     def __init__(self, data: bytes, begins: array[int]) -> None:
-        # `begins` holds the offset of each string in `data`, and the offset where a further string would
-        # begin.
+        # Offsets of the strings in `data`, and one more that marks the end of the last string.
         self._data, self._begins = data, begins
 
     def __len__(self) -> int:

@@ -70,7 +70,8 @@ class MemoryEstimator(Protocol):
         trained_context_tokens: Context length that the model was trained for. 0 if the files do not state it.
         layers: Number of layers that can be offloaded to graphics cards individually. 0 if this is not
             supported.
-        longrope_switch_tokens: See `initial_context` in memory_check.py.
+        longrope_switch_tokens: Context size in tokens above which the model uses different LongRoPE factors.
+            0 if it always uses the same ones.
     """
 
     name: str

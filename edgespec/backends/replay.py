@@ -86,9 +86,9 @@ class ReplayModel(BaseModel):
         self._first_known = 0
         self._known: list[int] = []
         self._checkpoints: list[_Checkpoint] = []
-        # Tokens of the draft that is being verified, and how many of them the wrapped model has run but not
-        # committed.
+        # Tokens of the draft that is being verified.
         self._round: list[int] = []
+        # Number of tokens that the wrapped model has run but not committed.
         self._open = 0
 
     @property
@@ -258,7 +258,7 @@ class ReplayModel(BaseModel):
             try:
                 self._inner.rewind(self._checkpoints[-1].handle)
                 return
-            except CapabilityError:  # Older checkpoints cannot be restored either.
+            except CapabilityError:
                 self._checkpoints = []
         self._inner.truncate(0)
         if self._first_known:

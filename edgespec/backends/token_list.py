@@ -54,7 +54,7 @@ class TokenList:
         return digest.hexdigest()
 
     def same_ids(self, other: TokenList) -> bool:
-        """Return whether both lists are equal, apart from up to `MAX_VOCAB_PADDING` tokens at the end."""
+        """Return whether two models use the same token IDs, apart from padding tokens at the end."""
         count = min(len(self.tokens), len(other.tokens))
         alike = self.kind == other.kind and self.tokens[:count] == other.tokens[:count]
         return alike and abs(len(self.tokens) - len(other.tokens)) <= MAX_VOCAB_PADDING
@@ -132,7 +132,6 @@ def _ids(tokenizer: Mapping[str, Any]) -> Iterable[tuple[int, str]]:
 
 
 def _kind_of(tokenizer: Mapping[str, Any]) -> str:
-    """Return the tokenizer kind, based on its decoder."""
     if "ByteLevel" in json.dumps(tokenizer.get("decoder")):
         return _BYTE_LEVEL
     model = tokenizer["model"]

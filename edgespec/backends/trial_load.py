@@ -144,11 +144,11 @@ def _failure(model: TrialModel, reason: str) -> ModelFileError:
 
 
 def _key(model: TrialModel) -> str | None:
-    """Return a digest that changes with the files and the backend, or None if a file cannot be read."""
+    """Return a digest of a model's files and backend version, or None if a file cannot be read."""
     try:
         states = [file_state(file) for file in model.form.files(model.path)]
     except (OSError, ModelFileError):
-        return None  # The files cannot be read, for which loading the model raises a clearer error.
+        return None  # Loading the model raises a clearer error.
     versions = []
     for package in backend_of(model.form.name).packages:
         with suppress(PackageNotFoundError):
@@ -266,7 +266,7 @@ class _Child:
         return message or name
 
     def _crash_message(self) -> str:
-        """Return the failed assertion or the last line of stderr, without the folder of a source file."""
+        """Return the failed assertion or, if there is none, the last line that the process printed."""
         self._errors.seek(0)
         lines = self._errors.read(2**20).decode("utf-8", "replace").split("\n")
         found = [line.strip() for line in lines if line.strip()]
@@ -358,7 +358,7 @@ def _limit_process(cpu_seconds: int) -> None:
 
 
 def _exit_with_parent() -> None:
-    """Exit when the parent process ends, which closes stdin."""
+    """Exit this process when its parent process ends, which closes stdin."""
     os.read(0, 1)
     os._exit(1)
 

@@ -79,8 +79,8 @@ def find_budget(
 
     def usable(limit: Limit) -> tuple[int, str]:
         kept_free = reserve(limit.free_bytes)
-        # Count the memory of this process as usable, because the memory plan includes it.
         source = f"{limit.what}, less {format_bytes(kept_free)} for other programs"
+        # Count the memory of this process as usable, because the memory plan includes it.
         return max(0, limit.free_bytes - kept_free + process_bytes()), source
 
     limits = process_limits()

@@ -127,7 +127,7 @@ class ResizableContext:
         size = self._smaller_size(model, tokens)
         if size is None:
             return
-        if model.length > size:  # Drop tokens of an earlier prompt.
+        if model.length > size:
             model.truncate(size)
         # If a resize fails, the context is left as it is, or lost and then allocated again for the next
         # prompt.

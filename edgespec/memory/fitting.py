@@ -152,7 +152,7 @@ def _values(name: PlanOption, choice: PlanChoice) -> dict[str, Any]:
 
 
 def _steps(start: PlanChoice, prefer: Preference, layers: int, draft_forms: Sequence[str]) -> list[_Step]:
-    """Return the options to reduce with their reduced values, in the order in which to try them."""
+    """Return the load options that can be reduced and their reduced values, in the order to try them."""
     short = replace(start, context_tokens=min(start.context_tokens, _SHORT_CONTEXT_TOKENS))
     shortest = replace(start, context_tokens=min(start.context_tokens, _MIN_CONTEXT_TOKENS))
     no_drafter: list[_Step] = [("draft", replace(start, draft=False)), ("copy", replace(start, copy=False))]
@@ -210,7 +210,6 @@ def _decisions(start: PlanChoice, choice: PlanChoice, plan: _Plan) -> tuple[Deci
             continue
         before = plan(restored)
         saved = max(before.planned_bytes(pool) - chosen.planned_bytes(pool) for pool in chosen.pools)
-        # Omit changes that save no memory.
         if saved:
             decisions.append(Decision(what, why, saved))
     return tuple(decisions)

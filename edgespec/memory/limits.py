@@ -108,7 +108,7 @@ def apple_limit() -> Limit:
 
 @functools.cache
 def _wired_bytes() -> int:
-    """Return the wired memory limit, or 0 if it is not set. Cached, because replies check it repeatedly."""
+    """Return the user's limit on memory that macOS keeps resident for the GPU, or 0 if it is not set."""
     with suppress(OSError, ValueError, subprocess.SubprocessError):
         command = ["/usr/sbin/sysctl", "-n", "iogpu.wired_limit_mb"]
         done = subprocess.run(command, capture_output=True, text=True, timeout=2, check=True)

@@ -44,11 +44,11 @@ class TargetCache:
         return self._prefix_cache is not None and self._prefix_cache.saves_to_disk
 
     def sync_length(self) -> None:
-        """Truncate the recorded tokens to the length of the target's cache. Call this only between passes."""
+        """Drop recorded tokens that are no longer in the target's KV cache. Call this only between passes."""
         self._tokens = self._tokens[: self._target.length]
 
     def invalidate(self) -> None:
-        """Discard the recorded tokens, so that the next prompt is prefilled from the beginning."""
+        """Forget which tokens are in the target's cache, so that the next prompt is prefilled completely."""
         self._tokens = []
 
     def save(self) -> None:

@@ -204,7 +204,7 @@ def build(
         CancelledError: `progress` returned False.
     """
     source = absolute_path(source)
-    model_files(source)  # Raise an error if the source is not a model.
+    model_files(source)
     entry = store_folder() / kind / _entry_name(source, settings)
     folder = absolute_path(entry if to is None else to)
     if folder.is_symlink():
@@ -320,7 +320,7 @@ def _in_store(folder: Path) -> bool:
 
 
 def _file_states(parts: list[Path]) -> list[list[int]]:
-    """Return the identity, size and timestamps of files, which change when a file is replaced or written."""
+    """Return each file's identity, size and timestamps, which show whether it was replaced or written."""
     stats = [part.stat() for part in parts]
     return [[one.st_dev, one.st_ino, one.st_size, one.st_mtime_ns, one.st_ctime_ns] for one in stats]
 
@@ -328,7 +328,7 @@ def _file_states(parts: list[Path]) -> list[list[int]]:
 def _is_unchanged(
     parts: list[Path], records: tuple[FileRecord, ...], states: Any, progress: Progress | None
 ) -> bool:
-    """Return whether the source is unchanged. Hash it again if its file timestamps have changed."""
+    """Return whether the source model is unchanged. Reads its files only if their timestamps differ."""
     if len(parts) != len(records) or not all(map(matches_record, parts, records)):
         return False
     if _file_states(parts) == states:

@@ -77,13 +77,12 @@ def measure_exits(
 
 
 def _candidates(layer_count: int) -> list[int]:
-    """Return up to `_MAX_EXITS` evenly spaced exit layers."""
     step = -(-(layer_count - 1) // _MAX_EXITS)
     return list(range(step, layer_count, step))
 
 
 def _layer_bytes(source: GgufModel) -> tuple[list[int], int]:
-    """Return the weight bytes of each layer and of the output head."""
+    """Return the size in bytes of each layer's weights and of the output head."""
     layers = [source.layers(at, at + 1).values() for at in range(source.layer_count)]
     head = source.output_head()
     return [sum(tensor.n_bytes for tensor in layer) for layer in layers], head.n_bytes if head else 0

@@ -28,7 +28,7 @@ class Exit:
     Attributes:
         exit_layer: Number of layers run in a draft pass.
         agreement: Fraction of positions where these layers predict the same token as the full model.
-        cost: Cost of a drafted token, in target steps.
+        cost: Cost of drafting a token, as a multiple of the cost of a single-token pass of the full model.
         draft_length: Draft length with the highest expected speed-up.
         speed_up: Expected speed-up over plain decoding; 1.0 means no speed-up.
     """
@@ -46,7 +46,7 @@ class Exit:
 
     @property
     def shortfall(self) -> str:
-        """Reason why this exit is not faster, phrased to follow the model's name; empty if it is faster."""
+        """User-facing reason why this exit layer is not faster than plain decoding, or an empty string."""
         if self.is_faster:
             return ""
         reason = (
@@ -84,7 +84,7 @@ class ExitTable:
 
     @property
     def verdict(self) -> str:
-        """User-facing summary of the result, phrased to follow the model's name and a colon."""
+        """User-facing summary of whether early exit is faster, to follow the model's name and a colon."""
         best = self.best
         accuracy = (
             f"after {best.exit_layer} of {self.layer_count} layers it predicts the full model's token"
@@ -101,13 +101,14 @@ def exit_table(
     head_bytes: int,
     v: CostFunction = assumed_cost,
 ) -> ExitTable:
-    """Estimate the speed-up of each exit from the weight bytes that its passes read.
+    """Estimate the speed-up of drafting with each exit layer from the bytes of weights that passes read.
 
     Args:
         agreements: Agreement with the full model for each exit layer, from 1 to the number of layers - 1.
         layer_bytes: Weight bytes of each layer.
         head_bytes: Weight bytes of the output head, which is read after the last layer.
-        v: Cost of a verify pass with the full model by width, in target steps.
+        v: Function that returns the cost of a verify pass for a number of tokens, as a multiple of the cost
+            of a single-token pass.
     """
     total = sum(layer_bytes) + head_bytes
     exits = []

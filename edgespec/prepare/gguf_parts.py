@@ -58,7 +58,7 @@ class GgufModel:
         self.layer_count = int(self.value("block_count", 0))
 
     def value(self, key: str, default: Any) -> Any:
-        """Return the metadata value for `key`, which excludes the architecture prefix."""
+        """Return the metadata value for `key` without its architecture prefix, such as `block_count`."""
         field = self._fields.get(f"{self.architecture}.{key}")
         return default if field is None else field.contents()
 
@@ -169,7 +169,8 @@ def write_gguf(
             if progress and not progress(what, done_bytes / total_bytes):
                 raise CancelledError(f"{what} was cancelled")
     except OSError as error:
-        if error.errno is None:  # NumPy does not report why a write failed, so try again in another way.
+        # NumPy does not report why a write failed, so write to the file again to find out.
+        if error.errno is None:
             raise append_error(path) or OSError(EIO, "only part of the file was written") from error
         raise
     finally:

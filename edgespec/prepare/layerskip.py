@@ -114,7 +114,7 @@ def _choose_exit(
 ) -> tuple[int, tuple[Exit, ...] | None]:
     """Return the exit layer with the highest expected speed-up, and all measurements.
 
-    If a build was interrupted, return its exit layer without measuring again, to resume that build.
+    An interrupted build is resumed with its exit layer, without measuring again.
     """
     settings = interrupted_settings("layerskip", path)
     if settings is not None:

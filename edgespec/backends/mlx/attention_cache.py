@@ -58,8 +58,6 @@ class AttentionCache:
         self._keys: Rows = ()
         self._values: Rows = ()
 
-    # Methods that mlx-lm's models call.
-
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Any, Any]:
         """Append keys and values to the cache, and return all keys and values that the pass attends to.
 
@@ -113,8 +111,6 @@ class AttentionCache:
         """All arrays in the cache: the keys, then the values."""
         return self._keys + self._values
 
-    # Methods that only this backend calls.
-
     @property
     def bytes_per_token(self) -> int:
         """Size of the keys and values of one token in bytes. The cache must not be empty."""
@@ -167,7 +163,7 @@ class AttentionCache:
         return [(max(self.start, oldest), end)]
 
     def _make_room(self, added: int, keys: Rows, values: Rows) -> None:
-        """Make room for `added` rows, and drop rows needed by neither the sliding window nor a rollback."""
+        """Make room for `added` rows, and drop old rows that are no longer needed."""
         used = self.offset - self.start
         if self._keys and used + added <= self._keys[0].shape[2]:
             return
@@ -177,7 +173,6 @@ class AttentionCache:
             drop = max(0, oldest // _BLOCK_ROWS * _BLOCK_ROWS - self.start)
         rows = -(-(used - drop + added) // _GROWTH_ROWS) * _GROWTH_ROWS
         if drop:
-            # Allocate spare rows, so that the next passes do not have to allocate new arrays.
             rows += _GROWTH_ROWS
 
         def moved(cached: Rows, like: Rows) -> Rows:
@@ -229,6 +224,5 @@ class QuantizedAttentionCache(AttentionCache):
 
 
 def _positions(spans: list[tuple[int, int]]) -> mx.array:
-    """Return all positions in the given ranges as an integer array [1, n]."""
     parts = [mx.arange(begin, end) for begin, end in spans]
     return (parts[0] if len(parts) == 1 else mx.concatenate(parts))[None]

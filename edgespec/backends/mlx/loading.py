@@ -190,7 +190,10 @@ def check_options(options: LoadOptions) -> None:
 def _checked_kv_bytes(
     kv_bytes_for: Callable[[int], int], weight_bytes: int, options: LoadOptions, context_tokens: int
 ) -> int:
-    """Return the size of the full caches in bytes. Raise MemoryBudgetError if they do not fit."""
+    """Return the size of the KV cache at full context in bytes.
+
+    Raise MemoryBudgetError if it does not fit.
+    """
     limit = options.memory_bytes
     free_bytes = psutil.virtual_memory().available if limit is None else limit - weight_bytes
     needed_bytes = kv_bytes_for(context_tokens)

@@ -138,8 +138,7 @@ class DeviceLogits:
     def top(self, row: int, count: int) -> Candidates:
         if 0 < count < self.vocab_size - _SPARE_CANDIDATES:
             tokens, values = self._largest(row, count + _SPARE_CANDIDATES)
-            # Further tokens could have the same logit as the last requested one, in which case all are
-            # fetched.
+            # If more tokens could have the same logit as the last requested one, fetch all logits.
             if values[count - 1] != values[-1]:
                 return _ascending(tokens, values, values >= values[count - 1])
         return self._host_row(row).top(0, count)
@@ -162,7 +161,6 @@ class DeviceLogits:
         return DeviceLogits(self._rows[:, :vocab_size], self._depths, self._on_best_started)
 
     def _largest(self, row: int, count: int) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-        """Return the tokens and values of a row's `count` largest logits."""
         if count not in self._fetched:
             tokens, values = _largest(self._rows, count)
             fetched = self._host(values)

@@ -163,7 +163,6 @@ def _shape_of(skeleton: ModelSkeleton) -> _ModelShape:
     for widened in (False, True):
         if widened:
             model.set_dtype(mlx_core().float32)
-        # Add the arrays of zeros that low-bit weights share, because `parameter_bytes` does not count them.
         zero_bytes = low_bits.nbytes - low_bits.array_bytes if low_bits else 0
         weight_bytes.append(zero_bytes + parameter_bytes(model))
         for bits in KV_BITS.values():
@@ -207,7 +206,6 @@ def _scan_elements(row: int, heads: int, head_size: int, state_size: int, copies
 
 
 def _cache_sizes(model: Any, bits: int | None) -> _CacheSizes:
-    """Return a function that maps a context length in tokens to the full cache sizes."""
     from edgespec.backends.mlx.attention_cache import cache_rows
 
     _, memory = trace_one_token(model, bits)

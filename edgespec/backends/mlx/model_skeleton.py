@@ -148,7 +148,6 @@ def _is_ordinary(path: Path) -> bool:
 
 
 def _read_config(folder: Path) -> dict[str, Any]:
-    """Read a model folder's config.json. Raise ModelFileError if files are missing or unsupported."""
     # The tokenizer is optional, because `edgespec plan` does not download it.
     if missing := [name for name in missing_files(folder) if name != "tokenizer.json"]:
         raise ModelFileError(f"{folder} has no {', '.join(missing[:3])}", "download the model again")
@@ -191,7 +190,6 @@ def _install_low_bits(model: Any) -> LowBitWeights:
 
 
 def _check_architecture(folder: Path, config: dict[str, Any]) -> None:
-    """Raise ModelFileError if mlx-lm does not support the architecture."""
     if re.fullmatch(r"[\w-]+", config["model_type"]):
         # Suppress SystemExit, because mlx-lm's OLMo implementation calls exit() if its library is missing.
         with contextlib.suppress(ValueError, AttributeError, SystemExit):
@@ -242,7 +240,6 @@ def translate_load_errors(path: str) -> Iterator[None]:
 
 
 def _describe_quantisation(model: Any, config: dict[str, Any], by_dtype: Counter[str]) -> str:
-    """Return the quantisation of most weights, or their data type if they are not quantised."""
     kinds: Counter[str] = Counter()
     for module in model.modules():
         # mlx modules are dicts of arrays. Only quantised ones have both a weight and scales.
@@ -273,7 +270,6 @@ def trace_one_token(model: Any, kv_bits: int | None = None) -> tuple[int, LayerC
 
 
 def _kv_elements(caches: LayerCaches) -> int:
-    """Return the number of array elements per token in the KV caches."""
     arrays = named_arrays([cache.state for cache in (*caches.attention, *caches.unsupported)])
     # Cached keys and values have shape [batch, heads, tokens, size].
     return sum(array.shape[1] * array.shape[3] for _, array in arrays if array.ndim == 4)

@@ -272,8 +272,8 @@ class PassRunner:
         """End drafting with a partial model, and discard the drafted tokens.
 
         Returns:
-            The early-exit model and its hidden states [1, nodes, size] for the leading nodes that the draft
-            and `tree` have in common, or None if the tree was not drafted by early exit.
+            The early-exit model and its hidden states [1, nodes, size] for the nodes at which `tree` begins
+            like the draft. None if the draft did not use early exit.
         """
         partial_model = self._partial_model
         if partial_model is None:
@@ -282,8 +282,7 @@ class PassRunner:
         requested = zip(tree.tokens, tree.parents, strict=True)
         common = sum(takewhile(bool, map(eq, drafted, requested)))
         exit_states = None
-        # Reuse the lower layers' hidden states only if their rows remain in the KV cache. Without committed
-        # tokens, the cache is about to be cleared.
+        # Reuse the lower layers' hidden states only if their rows remain in the KV cache.
         if isinstance(partial_model, EarlyExitModel) and common and self.length:
             exit_states = partial_model, partial_model.exit_states(common)
         self.end_round()

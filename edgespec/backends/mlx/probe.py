@@ -178,12 +178,12 @@ class _Checks:
         return self._self_draft(LowBit())
 
     def _self_draft(self, method: SelfDraft) -> str:
-        """Check that drafting with a partial model leaves the target's logits unchanged."""
+        """Check that drafting for itself does not change the model's logits."""
         model, subject = self._model, "self-drafting"
         partial_model = model.partial_models.create(method, model.facts.name)
         model.truncate(0)
         model.prefill(self._tokens[:2])
-        for end in (1, 2, 3):  # The last drafted token is wrong.
+        for end in (1, 2, 3):  # Draft a wrong token at the end, to test that it is discarded.
             model.draft(partial_model, self._tree([2, 3, 6][:end], range(-1, 2)), end - 1)
         problem = self._differs(subject, self._chain(2, 3, 4), [2, 3, 4])
         model.commit((1, 2))

@@ -163,7 +163,6 @@ def _ids(texts: str, vocab: dict[str, int]) -> set[int]:
 
 
 def _with_control_tokens(tokenizer: Any, added: dict[int, Any], control: frozenset[int]) -> Any:
-    """Return a tokenizer in which exactly the added tokens in `control` are control tokens."""
     if not tokenizer.is_fast or all(entry.special == (token in control) for token, entry in added.items()):
         return tokenizer
     from tokenizers import Tokenizer

@@ -186,7 +186,7 @@ class PrefixCache:
         return max(1, ceil(tokens * self._bytes_per_token() / max(1, self._max_segment_bytes)))
 
     def _copy_segments(self, sequence: Tokens, parent: Segment | None) -> Segment | None:
-        """Copy the part of a sequence after `parent` from the model's cache into as many segments as needed.
+        """Copy the part of a sequence after `parent` from the model's cache, in as many segments as needed.
 
         Returns:
             The last segment, or None if the whole part did not fit.

@@ -134,7 +134,7 @@ class SegmentStore:
         return written
 
     def _sync_with_disk(self, disk: PrefixCacheDisk) -> None:
-        """Update the segments after files were deleted to meet the quota or by another process."""
+        """Update the segments after files on disk were deleted, for example by another process."""
         for segment in list(self.tree):
             if segment.on_disk and not disk.has(segment.name):
                 segment.on_disk = False
