@@ -40,7 +40,7 @@ class AcceptanceStats:
     # row applies to one range of consecutive accepted tokens.
     _LOOKUP_PRIOR = np.array([[0.4, 0.1, 0.05], [0.6, 0.1, 0.05], [0.75, 0.1, 0.05], [0.9, 0.05, 0.02]])
     # Assumed acceptance probability of a node's first, second and later children for drafters that run a
-    # model. It is high to make sure that such drafters are tried.
+    # model. The first value is high, so that such drafters are tried.
     _MODEL_PRIOR = np.array([[0.85, 0.1, 0.05]])
     # Weight of the assumed acceptance probabilities, as a number of drafted tokens.
     _PRIOR_WEIGHT = 4.0
