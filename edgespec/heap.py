@@ -20,11 +20,10 @@ __all__ = [
     "unmap_freed_buffers",
 ]
 
-# mallopt parameters, from malloc.h.
+# Numbers of the parameters of glibc's `mallopt`, as in malloc.h.
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8
-# Thresholds set by `unmap_freed_buffers`. Buffers of at least the first size get their own memory mapping,
-# and the heap keeps at most the second number of free bytes at its end. By default, glibc starts at 128 KiB
-# for both and raises them over time.
+# Thresholds for glibc's malloc, in bytes. It allocates buffers of at least the first size outside its heap,
+# and keeps at most the second amount of free memory at the end of the heap.
 _LARGE_BUFFER_BYTES, _RETAINED_BYTES = 128 * 2**10, 2**20
 
 

@@ -7,7 +7,7 @@ from edgespec.drafters.running_stats import RunningMean
 
 __all__ = ["WorstCaseCosts"]
 
-# Assumed cost of drafting one level, in target steps, until it is measured.
+# Assumed time to draft one token until it is measured, relative to a single-token target pass.
 _ASSUMED_LEVEL_COST = 0.3
 # Assumed worst-case cost of a verify pass, as a multiple of its expected cost, after the number of concurrent
 # replies has changed.

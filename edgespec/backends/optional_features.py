@@ -22,7 +22,7 @@ class Skippable(LanguageModel, Protocol):
         """Number of layers. The first and last layers cannot be skipped."""
 
     def top1_agreement(self, layers: Sequence[int], tokens: Sequence[int]) -> float:
-        """Return the fraction of `tokens` after which the most likely token is the same without `layers`.
+        """Return how often the model predicts the same next token with and without `layers` (0 to 1).
 
         The results with all layers are reused if the next call has the same cache contents and `tokens`.
         Discards uncommitted tokens, and leaves all others in the cache.
@@ -73,11 +73,11 @@ class Trainer(Protocol):
 
     @property
     def state_bytes(self) -> int:
-        """Memory used by the adapter and the optimiser state."""
+        """Memory used by the adapter and the optimiser state, in bytes."""
 
     @property
     def peak_step_bytes(self) -> int:
-        """Peak additional memory used by a training step so far. 0 before the first step."""
+        """Peak additional memory of a training step so far, in bytes. 0 before the first step."""
 
     def set_adapted(self, enabled: bool) -> None:
         """Enable or disable the adapter."""

@@ -29,9 +29,9 @@ _VERSION = 1
 _MAX_PAIRS, _MAX_FILE_BYTES = 500, 2**20
 # Minimum number of drafted tokens for a usable rate. At 200, the standard error is about 0.03.
 _MIN_DRAFTED = 200
-# Counts are halved once a pair exceeds this many drafted tokens, to give recent replies more weight.
+# A model pair's token counts are halved above this number, so that recent replies have more weight.
 _MAX_DRAFTED = 20_000
-# Number of drafted tokens after which a recorder saves its counts. A crash loses at most this many.
+# Number of drafted tokens after which the counts are saved to disk.
 _SAVE_EVERY_DRAFTED = 2_000
 
 Counts: TypeAlias = tuple[int, int]
@@ -50,7 +50,6 @@ class AcceptanceHistory:
         try:
             drafted, accepted = self._read().get(_key(target, draft), (0, 0))
         except ModelFileError:
-            # One of the models was deleted.
             return None
         return accepted / drafted if drafted >= _MIN_DRAFTED else None
 

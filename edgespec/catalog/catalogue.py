@@ -31,9 +31,8 @@ ModelFormat: TypeAlias = str
 """The name of a file format in the registry of backends (`backends/registry.py`)."""
 
 _MLX_SUFFIX = "-mlx"
-# Maximum size of the user's alias file, enough for thousands of aliases.
 _MAX_ALIASES_BYTES = 1 << 20
-# catalogue.toml keys whose `ModelEntry` attribute has a different name.
+# Maps keys of catalogue.toml to the `ModelEntry` attributes that have different names.
 _ATTRIBUTES = {"gguf": "gguf_repository", "mlx": "mlx_repository", "file": "embedded_file"}
 
 
@@ -133,7 +132,6 @@ class Catalogue:
             also: Additional names to suggest.
         """
         known = [*also, *self.names]
-        # Prefer names that start with the typed text, such as "llama-3.1", to similar spellings.
         starts = [candidate for candidate in known if candidate.startswith(name.lower())]
         close = difflib.get_close_matches(name.lower(), known, n=3, cutoff=0.5)
         return list(dict.fromkeys([*starts, *close]))[:3]
@@ -165,7 +163,7 @@ def _with_mlx_forms(entries: list[ModelEntry]) -> Iterator[ModelEntry]:
 
 def _mlx_form(entry: ModelEntry, drafts: list[str]) -> ModelEntry:
     bits = int(entry.mlx_repository.rpartition("-")[2].removesuffix("bit"))
-    # The alias `8b-q4` becomes `8b-mlx`. Aliases for other quantisations have no MLX counterpart.
+    # Derive the aliases of the MLX model from those of the GGUF model: `8b-q4` becomes `8b-mlx`.
     stems = [
         alias.removesuffix("-q4")
         for alias, quantisation in entry.aliases.items()
@@ -176,7 +174,7 @@ def _mlx_form(entry: ModelEntry, drafts: list[str]) -> ModelEntry:
         name=entry.name + _MLX_SUFFIX,
         format="mlx",
         quantisation=f"{bits}-bit",
-        # Each group of 64 weights has a 16-bit scale and a 16-bit bias, which add half a bit per weight.
+        # MLX stores a 16-bit scale and a 16-bit bias per 64 weights, which adds half a bit per weight.
         approximate_file_bytes=round(entry.parameters * (bits + 0.5) / 8),
         gguf_repository="",
         drafts=tuple(drafts),

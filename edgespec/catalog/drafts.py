@@ -37,7 +37,7 @@ _MIN_SHARED_FRACTION = 0.5
 _AUTO_MIN_SHARED_FRACTION = 0.9
 # Speed-up estimates count as equal if their ratio is at least this. The catalogue's order then decides.
 _EQUAL_SPEEDUP_RATIO = 0.97
-# Context length for estimating the size of KV caches, as in backends/memory_check.py.
+# Context length in tokens for estimating the size of KV caches.
 _DEFAULT_CONTEXT_TOKENS = 8192
 
 
@@ -152,7 +152,7 @@ def choose_draft(
     if preferred is not None:
         return _preferred_choice(target, preferred)
     if target.entry is not None and target.entry.embedded_path is not None:
-        # Skip the search: the demo must start quickly, and only its own draft model shares its vocabulary.
+        # The demo must start quickly and has its own draft model, so do not search for others.
         return _first_recommended(target)
     installed = find_installed()
     info = model_info_or_none(target, installed.metadata)
@@ -164,7 +164,6 @@ def choose_draft(
     faster = [option for option in fitting if option.speedup > 1.0]
     if not faster:
         return DraftChoice(None, _why_none(target, usable, fitting))
-    # Among options with about the same speed-up, prefer the one that the catalogue lists first.
     highest = max(option.speedup for option in faster)
     equal = [option for option in faster if option.speedup >= _EQUAL_SPEEDUP_RATIO * highest]
     best = min(equal, key=lambda option: (option.rank, *_order(option)))

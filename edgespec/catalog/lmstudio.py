@@ -78,7 +78,6 @@ def lmstudio_models() -> Iterator[StoredModel]:
     budget = EntryBudget()
     for repository in _repositories(budget):
         for name, model in _stored(repository).items():
-            # Several symbolic links can lead to the same file.
             if (file := (repository.folder / name).resolve()) not in seen:
                 seen.add(file)
                 yield model

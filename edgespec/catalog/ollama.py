@@ -89,7 +89,7 @@ def _gguf_file(folder: Path, manifest: Path) -> Path:
     except OSError as error:
         raise ModelFileError(f"the model's manifest cannot be read: {error_reason(error)}") from error
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        # The manifest belongs to Ollama, which may change its format at any time.
+        # Ollama may change the format of its manifests at any time.
         raise ModelFileError("edgespec cannot parse the model's manifest") from error
     digest = _DIGEST.fullmatch(kinds.get(_MODEL, ""))
     if digest is None:

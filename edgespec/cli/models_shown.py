@@ -148,7 +148,6 @@ def prepared_json(prepared: PreparedModel) -> dict[str, Any]:
 
 
 def _info_json(info: ModelInfo) -> dict[str, Any]:
-    """Return metadata read from the model files as a JSON object."""
     return {
         "family": info.family,
         "architecture": info.architecture,
@@ -181,7 +180,6 @@ def _loaded_json(facts: ModelFacts) -> dict[str, Any]:
 
 
 def _draft_json(option: DraftOption) -> dict[str, Any]:
-    """Return a possible draft model as a JSON object."""
     return {
         "reference": option.reference,
         "on_this_machine": option.path is not None,

@@ -44,7 +44,6 @@ METHOD_NAMES = _names(LOAD_OPTIONS, "method")
 LOAD_NAMES = (*MODEL_NAMES, *METHOD_NAMES, *PREFIX_CACHE_NAMES)
 SAMPLING_NAMES = _names(REPLY_OPTIONS, "sampling")
 REPLY_NAMES = (*_names(REPLY_OPTIONS, "reply"), *SAMPLING_NAMES)
-# Methods that shell completion suggests. Other combinations are also valid.
 METHODS = ("auto", "none", *DRAFTER_NAMES, "model+suffix", "layerskip+suffix", "lowbit+suffix")
 _DECLARATIONS = {**MODEL_OPTIONS, **LOAD_OPTIONS, **SETTINGS}
 _HEADINGS = {

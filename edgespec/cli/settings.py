@@ -161,7 +161,7 @@ def settings_of(command: str) -> dict[str, SettingOption]:
 
 
 def suggestion(name: str, known: Iterable[str], prefix: str = "") -> str:
-    """Return a hint that suggests the names most similar to `name`. Does not compare their `prefix`."""
+    """Return a hint with the most similar names in `known`. All names may begin with `prefix`."""
     near = nearest(name.removeprefix(prefix), [each.removeprefix(prefix) for each in known])
     return (
         f"did you mean {' or '.join(prefix + each for each in near)}?"
@@ -264,7 +264,6 @@ def ignore_unread_settings(ctx: click.Context) -> None:
     params = ctx.params
     for name in unread_options((params.get("method") or "auto", *(params.get("methods") or ()))):
         if name in used:
-            # Without the setting, `load` uses the default value.
             del params[name]
             note(f"{name} ({used.pop(name).where}) is ignored: this method does not use it")
 

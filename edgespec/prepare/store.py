@@ -103,10 +103,11 @@ def list_prepared() -> list[PreparedModel]:
 
 
 def _prepared(kind: PreparedKind) -> Iterator[tuple[PreparedModel, int]]:
-    """Yield the prepared models of a kind and the modification times of their entries in the store."""
+    """Yield the prepared models of a kind, and when the entry of each one in the store was last modified."""
     for entry in sorted((store_folder() / kind).glob("*")):
         with suppress(ModelFileError, OSError):
-            if entry.suffix == ".elsewhere":  # The entry contains the path of a folder outside the store.
+            # A file with this suffix contains the path of a prepared model in another folder.
+            if entry.suffix == ".elsewhere":
                 yield read_prepared(Path(os.fsdecode(read_regular_file(entry)))), entry.stat().st_mtime_ns
             elif not entry.suffix:
                 yield read_prepared(entry), entry.stat().st_mtime_ns

@@ -92,7 +92,7 @@ def shown(value: Setting) -> str:
 
 
 def default_text(name: str, runtime: Runtime, settings: Mapping[str, Setting]) -> str:
-    """Return the value that a setting has if it is not among the `settings`, as text."""
+    """Return the default value of a setting as text. It can depend on the model and on other settings."""
     if REPLY_OPTIONS[name].group == "sampling":
         return f"{REPLY_OPTIONS[name].default:g}"
     fixed = {"seed": "random", "stop": "none", "method": runtime.method.requested}
@@ -103,7 +103,7 @@ def default_text(name: str, runtime: Runtime, settings: Mapping[str, Setting]) -
     try:
         defaults = dict(runtime.reply_defaults(None if method is None else str(method)))
     except OptionError:
-        # The method of a saved chat may need other models. If so, show the default values without it.
+        # If the chat's method cannot be used with the loaded models, show the defaults of their usual method.
         defaults = dict(runtime.reply_defaults())
     value = defaults[name]
     if name == "draft_length" and defaults["method"] == "auto":
@@ -125,7 +125,7 @@ def _escaped(text: str) -> str:
     for meant, written in (("\\", "\\\\"), *_ESCAPES.items()):
         if meant != " ":
             text = text.replace(meant, written)
-    # Escape leading and trailing spaces, because spaces around commas are stripped.
+    # Escape leading and trailing spaces, which would otherwise be removed when the text is parsed.
     inner = text.strip(" ")
     if not inner:
         return "\\s" * len(text)

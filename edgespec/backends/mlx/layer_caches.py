@@ -109,7 +109,7 @@ class LayerCaches:
         return arrays + [cache.state for cache in self.unsupported if not cache.empty()]
 
     def detach_states(self) -> None:
-        """Copy recurrent states that are slices, because a slice keeps its entire source array in memory."""
+        """Copy recurrent states that are slices of larger arrays, so that MLX can free these arrays."""
         for cache in self.recurrent:
             cache.cache = [array if array is None else mx.contiguous(array) for array in cache.cache]
 
@@ -134,7 +134,7 @@ class LayerCaches:
         return not self.recurrent and self.can_restore(length)
 
     def rewind(self, length: int) -> None:
-        """Drop all KV cache rows from position `length` onwards. Leaves recurrent states unchanged."""
+        """Drop the KV cache rows from position `length` onwards, without changing recurrent states."""
         for cache in self.attention:
             cache.rewind(length)
         self.length = length
@@ -146,7 +146,7 @@ class LayerCaches:
         self.length = length
 
     def keep_path(self, round_start: int, path: list[int]) -> None:
-        """Keep a tree's accepted path and drop its other nodes. See `AttentionCache.keep_path`."""
+        """Keep the cached rows of a token tree's accepted path, and drop those of its other nodes."""
         for cache in self.attention:
             cache.keep_path(round_start, path)
         self.length = round_start + len(path)

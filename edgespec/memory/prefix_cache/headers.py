@@ -13,10 +13,10 @@ __all__ = ["block_checksums", "encode_header", "read_header"]
 
 VERSION = 1
 _MAGIC = b"edgespec kept %d\n" % VERSION
-# Size of the header in bytes, and its CRC-32 checksum.
+# A segment file contains its header's size in bytes and CRC-32 checksum.
 _SIZES = struct.Struct("<II")
 _BLOCK_BYTES = 1 << 20
-# Limits on untrusted headers, far above what edgespec writes.
+# Reject files with larger headers or numbers, which edgespec never writes.
 _MAX_HEADER_BYTES = 1 << 24
 _MAX_COUNT = 1 << 62
 _TEXTS = ("identity", "name", "after")
@@ -25,7 +25,7 @@ _DIGEST = re.compile(r"[0-9a-f]*")
 
 
 def encode_header(header: Mapping[str, Any]) -> bytes:
-    """Encode the header, which precedes the tokens in a segment's file."""
+    """Encode the header of a segment's file as bytes."""
     encoded = json.dumps(header).encode()
     return b"".join((_MAGIC, _SIZES.pack(len(encoded), crc32(encoded)), encoded))
 
