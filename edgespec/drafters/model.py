@@ -123,8 +123,7 @@ class ModelDrafter(BudgetedDrafter):
             return TokenTree.chain(last)
         if not self._growth.begin_round(draft_length):
             return TokenTree.chain(last)
-        # Run the token before the root too if it is missing from the draft model's KV cache. This happens
-        # after a draft that was accepted completely.
+        # After a draft that was accepted completely, the draft model must run the last drafted token too.
         lag = replace_unknown_ids(self._model, cache.visible_tokens[self._model.length :])
         tree = self._tree = _DraftTree(last, lag)
         is_fixed_chain = self._growth.drafts_chains and not self.chooses_length
