@@ -39,12 +39,12 @@ class DraftCache:
 
     @property
     def lag_tokens(self) -> int:
-        """Number of visible tokens that are missing from the draft model's KV cache."""
+        """Number of tokens that the draft model has yet to run."""
         return len(self.visible_tokens) - self.model.length
 
     @property
     def pending_tokens(self) -> int:
-        """Number of tokens to prefill before drafting, which excludes the last two visible tokens."""
+        """Number of tokens to prefill before drafting. Drafting itself runs the last two tokens."""
         return max(self.lag_tokens - 2, 0)
 
     @property

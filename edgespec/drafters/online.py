@@ -236,7 +236,7 @@ class OnlineTrainer:
 
     @property
     def evaluation(self) -> tuple[int, int, int]:
-        """Recent tokens predicted correctly by the original weights, by the adapter, and in total."""
+        """Numbers of recent tokens: correct with the original weights, correct with the adapter, and all."""
         original_hits, adapted_hits, tokens = np.sum([(0, 0, 0), *self._evaluations], axis=0).tolist()
         return original_hits, adapted_hits, tokens
 

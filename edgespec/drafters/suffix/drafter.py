@@ -191,7 +191,7 @@ class IndexedSource:
         self._cached_grow = lru_cache(_MAX_CACHED_DRAFTS)(self._grow)
 
     def propose(self, last_tokens: Sequence[int], depth: int) -> ScoredDraft:
-        """Return the best draft after the last tokens of the chat, of which at most 32 are given."""
+        """Return the best draft to follow `last_tokens`, the last tokens of the chat (at most 32)."""
         root = last_tokens[-1]
 
         def grow(max_tokens: int, matches: SuffixRange) -> ScoredDraft:
