@@ -15,8 +15,7 @@ from edgespec.engine.tree import TokenTree
 
 __all__ = ["MAX_PROB_SUM", "AcceptanceStats"]
 
-# Upper limit on the sum of the acceptance probabilities of a node's children. The rest is left for tokens
-# from other drafters.
+# Upper limit on the total acceptance probability of a node's children.
 MAX_PROB_SUM = 0.98
 
 
@@ -34,18 +33,17 @@ class AcceptanceStats:
         was_empty: Whether the last draft was empty.
     """
 
-    # Boundaries between ranges of consecutive accepted tokens, for which acceptance is counted separately.
+    # Numbers of consecutively accepted tokens that separate the ranges in which acceptance is counted.
     _STREAKS = (1, 4, 16)
-    # Assumed acceptance probability of a node's first, second and later children for lookup drafters. Each
-    # row applies to one range of consecutive accepted tokens.
+    # Assumed acceptance probability of a node's first, second and later children in drafts from lookups. Each
+    # row applies to one range of consecutively accepted tokens.
     _LOOKUP_PRIOR = np.array([[0.4, 0.1, 0.05], [0.6, 0.1, 0.05], [0.75, 0.1, 0.05], [0.9, 0.05, 0.02]])
-    # Assumed acceptance probability of a node's first, second and later children for drafters that run a
-    # model. The first value is high, so that such drafters are tried.
+    # Assumed acceptance probability of a node's first, second and later children in drafts from draft models.
+    # The first value is high, so that such drafters are tried.
     _MODEL_PRIOR = np.array([[0.85, 0.1, 0.05]])
     # Weight of the assumed acceptance probabilities, as a number of drafted tokens.
     _PRIOR_WEIGHT = 4.0
-    # After a long pause, old statistics count as at most this many drafted tokens, so new results soon
-    # outweigh them.
+    # Maximum weight of earlier acceptance counts after a long pause, as a number of drafted tokens.
     _WEIGHT_AFTER_PAUSE = 2.0
 
     def __init__(self, is_lookup: bool) -> None:
@@ -89,7 +87,6 @@ class AcceptanceStats:
     def reach_probs(self, levels: int) -> list[float]:
         """Return, for each level of the next draft, how likely one of its tokens is to be accepted."""
         probs = self._probs()
-        # Add up the probabilities of siblings, because at most one of them can be accepted.
         is_chain = self.rows.value <= self.levels.value
         level_probs = probs[:, 0] if is_chain else np.minimum(probs.sum(axis=1), MAX_PROB_SUM)
         return list(accumulate((float(level_probs[min(level, 1)]) for level in range(levels)), mul))

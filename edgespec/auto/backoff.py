@@ -12,21 +12,19 @@ from edgespec.drafters.running_stats import RunningMean
 
 __all__ = ["Backoff"]
 
-# Drafting pauses if it saves less time per round than this on average, relative to a single-token target
-# pass.
+# Drafting pauses if its mean gain per round is lower, relative to the duration of a single-token target pass.
 _MIN_GAIN = -0.01
-# Drafting never pauses if searching for a draft takes less time than this, relative to a single-token target
-# pass.
+# Drafting never pauses if an unsuccessful search for a draft takes less time, relative to a single-token
+# target pass.
 _NEGLIGIBLE_COST = 0.005
-# Number of draft-and-verify rounds before drafting can be paused for the first time.
+# Number of drafts before drafting can be paused for the first time.
 _TRIAL_ROUNDS = 8
-# Number of draft-and-verify rounds in each attempt to resume drafting after a pause.
+# Number of drafts in each attempt to resume drafting after a pause.
 _RETRY_ROUNDS = 4
-# Initial and maximum length of a pause in drafting, as a number of target passes. The pause doubles after
-# each unsuccessful attempt to resume drafting.
+# Initial and maximum pause in drafting, as a number of target passes. The pause doubles after each
+# unsuccessful attempt to resume drafting.
 _MIN_PAUSE_ROUNDS, _MAX_PAUSE_ROUNDS = 32, 512
-# Factor applied to the estimated cost of resuming drafting. It makes such attempts rarer, because they seldom
-# succeed.
+# Factor applied to the estimated cost of resuming drafting, to make such attempts rarer.
 _RETRY_COST_FACTOR = 3
 
 

@@ -25,21 +25,19 @@ from edgespec.engine.tree import TokenTree
 
 __all__ = ["CombinedDrafter"]
 
-# Share of the time that a round may lose that can be spent on prefilling draft models. The rest is left for
-# drafting.
+# Maximum share of the permitted time loss to spend on prefilling draft models. The rest is left for drafting.
 _PREFILL_SHARE = 0.5
 # Minimum number of tokens to prefill. A draft model that sees fewer tokens rarely predicts correctly.
 _MIN_PREFILL_TOKENS = 32
 # Draft lengths to compare for drafters that choose their own length.
 _DRAFT_LENGTHS = (1, 2, 3, 4, 5, 6, 8, 12, 16)
-# Maximum number of accepted tokens expected from other drafters in rounds that retry a drafter.
+# Retry a drafter that has not saved time only if other drafters are expected to have at most this many tokens
+# accepted.
 _MAX_TOKENS_AT_RISK = 0.5
 
 
 @dataclass(frozen=True)
 class _Proposal:
-    """One drafter's draft in the current draft-and-verify round."""
-
     tree: TokenTree
     # For each node, the probability that it is accepted, given that its parent is accepted.
     node_probs: list[float]
@@ -202,7 +200,7 @@ class CombinedDrafter(Drafter):
     def _first_prefill_cost(self, stats: DrafterStats) -> float:
         """Return how long a drafter's first prefill takes, relative to a single-token target pass.
 
-        Returns 0 if the drafter has already prefilled in this reply.
+        Returns 0 if the drafter has already prefilled tokens in this reply.
         """
         step = self._target_step_seconds.value
         if stats.has_prefilled or step <= 0.0:
@@ -210,7 +208,7 @@ class CombinedDrafter(Drafter):
         return self._prefill_tokens(stats) * stats.prefill_token_seconds(step) / step
 
     def _prefill(self, stats: DrafterStats) -> bool:
-        """Prefill a draft model as far as the round's time limit permits. Return whether it can draft now."""
+        """Prefill a draft model within the permitted time loss. Return whether it can draft afterwards."""
         tokens = self._prefill_tokens(stats)
         if not tokens:
             return not stats.pending_tokens
@@ -222,7 +220,7 @@ class CombinedDrafter(Drafter):
         return True
 
     def _prefill_tokens(self, stats: DrafterStats) -> int:
-        """Return how many tokens a draft model can prefill within the round's time limit."""
+        """Return how many tokens to prefill in this round without exceeding the permitted time loss."""
         pending, all_pending = stats.pending_tokens, stats.full_pending_tokens
         allowance = self._allowance_seconds()
         token_seconds = stats.prefill_token_seconds(self._target_step_seconds.value)

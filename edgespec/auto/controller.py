@@ -31,7 +31,7 @@ _PAUSED_ROUNDS = 15
 # Minimum time between saves of the statistics.
 _SAVE_INTERVAL_SECONDS = 60.0
 # A reply with less than one draft per this many tokens is reported as plain decoding, unless drafting saved
-# time. Such rare drafts are only retries.
+# time.
 _TOKENS_PER_RETRY = 16
 # Minimum length of a reply for which a speed-up is reported. Shorter replies vary too much.
 _MIN_COMPARED_TOKENS = 16

@@ -15,7 +15,7 @@ from edgespec.engine.tree import TokenTree
 
 __all__ = ["MEASURED_ROUNDS", "DrafterStats"]
 
-# Number of rounds before a duration counts as measured. The first rounds are slow because caches are cold.
+# Number of rounds before a duration counts as measured, because the first rounds are slower.
 MEASURED_ROUNDS = 2
 # Assumed time to prefill one token until it is measured, relative to a single-token target pass.
 _ASSUMED_PREFILL_COST = 0.03

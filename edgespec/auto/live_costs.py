@@ -131,7 +131,7 @@ class LiveCosts:
 
     @property
     def uncertainty(self) -> float:
-        """Relative standard error of `target_step_seconds`."""
+        """Relative standard error of the estimated duration of a single-token pass."""
         return self._spread / math.sqrt(max(1, min(self._steps, 4)))
 
     def record_pass(self, width: int, seconds: float) -> None:

@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 __all__ = ["LossLimit", "LossLimits"]
 
-# Maximum share of a reply's plain decoding time that drafts without an expected gain can cost, in addition to
-# `LossLimits.rate`.
+# Share of a reply's plain decoding time that drafts may cost although no gain is expected from them, in
+# addition to `LossLimits.rate`.
 _EXPLORATION_RATE = 0.01
 
 
@@ -49,8 +49,6 @@ class LossLimit:
         """Reset all counts at the start of a new reply."""
         self.credit_seconds = 0.0
         self.tokens = self.draft_rounds = 0
-        # Tokens generated in rounds that verified a draft, and the seconds that plain decoding would have
-        # taken to generate them.
         self._draft_round_tokens, self._draft_round_plain_seconds = 0, 0.0
 
     def record_target_step(self, tokens: int, draft_seconds: float = 0.0) -> None:

@@ -7,9 +7,9 @@ from numpy.typing import NDArray
 
 __all__ = ["RetrySchedule"]
 
-# Maximum share of the decoding time that retries of drafters that save no time may take in the long run.
+# Maximum share of the decoding time to spend on retrying drafters that save no time.
 _RETRY_SHARE = 0.0075
-# Retries count as rare once the interval between them has grown by at least this factor.
+# Retries count as rare if the interval between them has grown by at least this factor.
 _RARE_FACTOR = 8
 
 

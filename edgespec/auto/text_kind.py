@@ -20,7 +20,7 @@ _DIGIT_SHARE = 0.06
 
 
 def text_kind(text: str) -> str:
-    """Classify a prompt as one of `TEXT_KINDS`, such as code or prose, by its last 2,000 characters."""
+    """Classify a prompt by its last 2,000 characters as one of `TEXT_KINDS`, such as `code`."""
     text = text[-_INSPECTED_CHARACTERS:]
     lines = [line for line in text.splitlines() if line.strip()]
     code_lines = sum(bool(_CODE_BEGIN.match(line) or _CODE_END.search(line)) for line in lines)

@@ -45,7 +45,7 @@ class WorstCaseCosts:
         self.level_seconds *= self._costs.target_step_seconds / previous_step_seconds
 
     def extra_pass_seconds(self, width: int) -> float:
-        """Return how much longer than a target step a `width`-token pass takes in the worst case."""
+        """Return how much longer a `width`-token pass takes than a single-token pass, at worst."""
         return max(self._pass_ratio * self._costs.v(width) - 1.0, 0.0) * self._costs.target_step_seconds
 
     def loss_seconds(self, levels: int, level_seconds: float) -> float:

@@ -325,10 +325,10 @@ class LanguageModel(Protocol):
         """
 
     def remove_range(self, start: int, end: int) -> None:
-        """Remove tokens [start, end) and any uncommitted token tree, and shift later tokens down.
+        """Remove tokens [start, end) from the cache, and move later tokens to earlier positions.
 
-        The later keys and values are not recomputed; only their positions change (StreamingLLM,
-        arXiv 2309.17453).
+        Any uncommitted token tree is discarded. The keys and values of later tokens are not recomputed; only
+        their positions change (StreamingLLM, arXiv 2309.17453).
 
         Raises:
             CapabilityError: The model does not support this. The cache is unchanged.

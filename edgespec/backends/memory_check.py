@@ -34,7 +34,7 @@ def round_up_to_block(tokens: int) -> int:
 
 
 def initial_context(whole_tokens: int, initial_context_tokens: int, longrope_switch_tokens: int) -> int:
-    """Return the context size to allocate at load, in tokens.
+    """Return the context size in tokens to allocate when a model is loaded.
 
     Args:
         whole_tokens: The maximum size that the context can grow to.
@@ -65,7 +65,7 @@ def check_weights_fit(name: str, weight_bytes: int, options: LoadOptions) -> Non
 
 
 def check_tokens_fit(model: BaseModel | SelfDraftView[Any], more: int) -> None:
-    """Raise ContextFullError if `more` tokens do not fit in the context."""
+    """Raise ContextFullError if the model's context has no room for `more` tokens."""
     if more > model.free_tokens:
         raise ContextFullError(
             f"{model.length} cached tokens and {more} new tokens exceed the context of"

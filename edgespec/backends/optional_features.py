@@ -93,7 +93,7 @@ class Trainer(Protocol):
         """Return how many of `tokens[first:]` the model predicts as the most likely next token."""
 
     def adapter_weights(self) -> dict[str, NDArray[np.float32]]:
-        """Return the weights of the adapter by name."""
+        """Return the adapter's weights, keyed by name."""
 
     def load_adapter(self, weights: Mapping[str, NDArray[np.float32]]) -> bool:
         """Load saved adapter weights. Returns False and changes nothing if their names or shapes differ."""
@@ -103,7 +103,7 @@ class Trainer(Protocol):
 
 
 class Trainable(LanguageModel, Protocol):
-    """A model whose `facts.capabilities.trainable` is True."""
+    """A model that can be trained online as a draft model. Its `facts.capabilities.trainable` is True."""
 
     def trainer(self) -> Trainer:
         """Return a new trainer for this model.

@@ -57,7 +57,7 @@ _MAX_MEMORY_BYTES = 4 * 2**30
 
 
 class TrialModel(NamedTuple):
-    """A model to load in a child process, as a trial.
+    """A model to load on trial in a child process, which may crash.
 
     Attributes:
         name: The model's name, for messages.
@@ -172,11 +172,11 @@ class _Results:
         self._path = cache_folder() / "trials.json"
 
     def get(self, key: str) -> _Result | None:
-        """Return the saved result for a model's `_key`, or None if there is none."""
+        """Return the saved result of a trial load, or None if there is none."""
         return self._read().get(key)
 
     def add(self, key: str, result: _Result) -> None:
-        """Save the result for a model's `_key`. If this fails, the next load repeats the trial."""
+        """Save the result of a trial load. If this fails, the next load repeats the trial."""
         results = self._read()
         results.pop(key, None)
         results[key] = result
@@ -223,7 +223,7 @@ class _Child:
         self._reader.join()
 
     def wait_for(self, model: TrialModel, progress: Progress | None) -> str:
-        """Return the outcome of a model's trial, or an empty string if the process ended first."""
+        """Return the outcome of loading a model, or an empty string if the process ended before that."""
         fraction = 0.0
         while True:
             if progress and not progress(f"checking {model.name} (first load only)", fraction):

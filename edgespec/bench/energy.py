@@ -10,7 +10,7 @@ from pathlib import Path
 __all__ = ["EnergyMeter"]
 
 _POWERCAP = Path("/sys/class/powercap")
-# Matches the energy counters of whole processors. Adding those of their parts would count energy twice.
+# Matches the energy counters of whole processors but not of their parts, which would be counted twice.
 _ZONE = re.compile(r"intel-rapl:\d+")
 
 

@@ -166,7 +166,6 @@ def _by_config(
 
 
 def _pairing_key(row: Measurement) -> tuple[str, float, int]:
-    """Return (prompt, temperature, repeat). Replies with the same key are comparable."""
     return row.prompt, row.temperature, row.repeat
 
 
@@ -183,7 +182,7 @@ def _ratios(
     plain: Mapping[tuple[str, float, int], Measurement],
     speed: Callable[[Measurement], float],
 ) -> dict[str, list[float]]:
-    """Return each repeat's speed relative to plain decoding in the same repeat, grouped by prompt."""
+    """Return the speed relative to plain decoding in the same repeat, grouped by prompt."""
     found: dict[str, list[float]] = defaultdict(list)
     for row in rows:
         other = plain.get(_pairing_key(row))

@@ -19,7 +19,7 @@ __all__ = ["DrafterResult", "PassCost", "Tuning", "break_even", "tune"]
 # Minimum speed-up for recommending a method. A smaller one could be measurement noise.
 _MIN_SPEED_UP = 1.05
 _DRAFT_LENGTH = 4  # Draft length with which every drafter is tried.
-_MAX_DRAFT_LENGTH = 16  # Longest draft length to recommend.
+_MAX_DRAFT_LENGTH = 16  # Longest draft length that can be recommended.
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ __all__ = ["NoveltyFilter"]
 
 # Sequences are compared by hashes of 32-token windows. A hash is stored for every eighth position.
 _WINDOW, _STRIDE = 32, 8
-# Multiplier of the hash function: 2^64 divided by the golden ratio, rounded to an odd number.
+# Multiplier of the hash function, derived from the golden ratio.
 _MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
 
 

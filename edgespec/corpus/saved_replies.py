@@ -84,8 +84,6 @@ class SavedReplies:
         try:
             if not self.path.exists():
                 return []
-            # Read without a lock if the file system does not support locks, because then nothing is ever
-            # written.
             with suppress(OSError, NotImplementedError), self._lock():
                 return self._texts(read_regular_file(self.path))
             return self._texts(read_regular_file(self.path))
@@ -103,7 +101,7 @@ class SavedReplies:
             )
         texts = self._newest(texts)
         if texts:
-            # Concatenate the turns of a chat, which are saved one by one, to recognise the whole chat later.
+            # Join the turns of a chat, which are saved one by one, to recognise the whole chat later.
             self._seen.add(np.concatenate(texts))
         return texts
 
@@ -126,8 +124,7 @@ class SavedReplies:
         if (deletion_ns := self._last_deletion_ns()) != self._deletion_ns:
             self._deletion_ns, self._unwritten = deletion_ns, []
             return []
-        # Limit each part to a quarter of the maximum file size, so that a long prompt does not replace
-        # everything else.
+        # Shorten long prompts, so that they do not displace all other saved texts.
         *others, last = (part[-(self._max_tokens // 4) :] for part in new_parts)
         texts = [*others, np.concatenate([last, turn[len(prompt) :]])]
         self._save(texts)

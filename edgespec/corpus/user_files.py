@@ -129,7 +129,6 @@ def _list_files(root: Path) -> tuple[list[tuple[Path, str]], Counter[str]]:
             f"--corpus {root} does not exist", "specify a text file or a folder of text files"
         ) from None
     except (OSError, ValueError) as error:
-        # Python raises ValueError if the path is invalid.
         raise OptionError(
             f"--corpus {root} cannot be read: {error_reason(error)}", "check its permissions"
         ) from error

@@ -65,7 +65,6 @@ class Distribution:
     def sample(self, uniform: float) -> int:
         """Return the token at the quantile `uniform`, a random number in [0, 1)."""
         cumulative = np.cumsum(self.probs)
-        # Limit the index, so that rounding cannot select a token with probability 0.
         last = np.searchsorted(cumulative, cumulative[-1], side="left")
         i = np.searchsorted(cumulative, uniform * cumulative[-1], side="right")
         return int(self.tokens[min(i, last)])

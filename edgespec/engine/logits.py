@@ -125,7 +125,7 @@ def candidates(
         touched = np.union1d(touched, more) if len(touched) else more
         if isinstance(processor, Temperature):
             scale = processor.temperature
-    # Processors can make the `touched` tokens less likely, so fetch additional tokens that can replace them.
+    # Fetch additional tokens, because the logits processors can make some of the best tokens less likely.
     tokens, values = logits.top(row, count + len(touched) if count else 0)
     peak = float(values.max(initial=-np.inf))
     if count and len(touched):
@@ -167,14 +167,11 @@ class HostLogits:
             return np.arange(len(logits)), logits.astype(np.float64)
         if blocks <= count:
             return self._from(logits, np.partition(logits, -count)[-count])
-        # Use the maxima of blocks of logits to find a lower bound for the count-th largest logit, which is
-        # faster than finding the exact value.
         peaks = logits[: blocks * self._BLOCK].reshape(self._BLOCK, blocks).max(axis=0)
         return self._from(logits, np.partition(peaks, -count)[-count])
 
     def above(self, row: int, margin: float) -> Candidates:
         logits = self.rows[row]
-        # Round down, so that a logit that differs from the largest by exactly `margin` is included.
         return self._from(logits, np.nextafter(np.float32(float(logits.max()) - margin), np.float32(-np.inf)))
 
     def limit_vocab(self, vocab_size: int) -> HostLogits:

@@ -68,7 +68,7 @@ def rescore(
         The logits after the last token, and the largest difference over the last 64 tokens of the reply.
     """
     plain = _rows(model, prompt, reply, 1)
-    # A wider pass would not fit into the context.
+    # Limit the number of tokens in a pass to those that fit into the context.
     widest = max(1, model.facts.context_tokens - len(prompt) - len(reply) + 1)
     wide = [_rows(model, prompt, reply, min(width, widest)) for width in widths]
     wide += [_rows(model, prompt, reply, 1, batch) for batch in batch_sizes]
@@ -87,7 +87,6 @@ def _rows(
     rows: list[NDArray[np.float32]] = []
     for start in range(0, len(tokens), width):
         real = tokens[start : start + width]
-        # Fill up the last pass, because a pass over fewer tokens has a different rounding error.
         logits = model.verify(TokenTree.chain(real[0], [*real[1:], *[real[-1]] * (width - len(real))]))
         rows += [logits.at(row, everything).astype(np.float32) for row in range(len(real))]
         del rows[:-_MAX_ROWS]

@@ -27,7 +27,7 @@ __all__ = ["count_replies", "verify"]
 
 # Number of tokens at the start of a reply that statistical tests cover.
 _TESTED_POSITIONS = 3
-# Minimum number of replies that begin with the same tokens for testing the token after them.
+# Test the next token after a prefix only if at least this many replies begin with the prefix.
 _MIN_SAMPLES = 5
 # P-values below this, after Holm's correction for multiple tests, count as a violation.
 _SIGNIFICANCE = 0.001
@@ -330,7 +330,7 @@ class _Verification:
 def _distribution(
     target: LanguageModel, params: SamplingParams, start: Sequence[int], prefix: Sequence[int]
 ) -> Distribution:
-    """Return the next-token distribution after `start + prefix`. The KV cache holds `start[:-1]`."""
+    """Return the next-token distribution after `start + prefix`. `start[:-1]` is already in the KV cache."""
     *before, last = [start[-1], *prefix]
     for token in before:
         target.verify(TokenTree.chain(token))

@@ -49,7 +49,10 @@ class Limit:
 
 
 def process_limits(root: Path = Path("/")) -> tuple[Limit, ...]:
-    """Return all limits on this process, available memory first. `root` contains /proc and /sys."""
+    """Return all limits on this process's memory, the available memory first.
+
+    `root` contains /proc and /sys.
+    """
     limits = [Limit(int(psutil.virtual_memory().available), "the available memory of this machine")]
     limits += cgroup_limits(root)
     if limit := address_limit():

@@ -246,7 +246,7 @@ def _register(entry: Path, folder: Path) -> None:
 
 
 def interrupted_settings(kind: PreparedKind, source: Path) -> BuildSettings | None:
-    """Return the settings of an interrupted build in the store, or None if there is none."""
+    """Return the settings with which the preparation of a model was interrupted, or None."""
     for journal in sorted((store_folder() / kind).glob(f"*.partial/{_JOURNAL}")):
         with suppress(OSError, ValueError, KeyError, TypeError):
             value = json.loads(read_regular_file(journal).decode("utf-8"))

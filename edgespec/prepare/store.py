@@ -63,11 +63,11 @@ class PreparedModel:
 
     @property
     def size_bytes(self) -> int:
-        """Total size of the files in bytes."""
+        """Total size of the prepared model's files in bytes."""
         return sum(file.size_bytes for file in self.files)
 
     def path(self, name: str) -> Path:
-        """Return the path of the file `name` in the folder."""
+        """Return the path of the file `name` in the prepared model's folder."""
         return self.folder / name
 
 

@@ -121,7 +121,7 @@ class AttentionCache:
         return self.start == 0 or (self.window is not None and length - self.window + 1 >= self.start)
 
     def rewind(self, length: int) -> None:
-        """Drop all rows from position `length` onwards."""
+        """Drop the cached keys and values from token position `length` onwards."""
         self.offset = min(self.offset, length)
 
     def keep_path(self, round_start: int, path: list[int]) -> None:
@@ -176,7 +176,6 @@ class AttentionCache:
             rows += _GROWTH_ROWS
 
         def moved(cached: Rows, like: Rows) -> Rows:
-            """Copy the cached rows that are still needed into larger arrays."""
             kept = used - drop if cached else 0
             result = []
             for i, new in enumerate(like):

@@ -56,7 +56,7 @@ def serialize_caches(caches: LayerCaches, start: int, end: int, fingerprint: str
 def deserialize_caches(
     caches: LayerCaches, snapshot: Snapshot, fingerprint: str, context_tokens: int
 ) -> None:
-    """Append the rows in a snapshot to the caches.
+    """Append the keys, values and states in a snapshot to the model's caches.
 
     The snapshot must come from `serialize_caches`, and the caches must hold exactly the `snapshot.start`
     tokens that precede it.

@@ -56,7 +56,7 @@ class LayerCaches:
         unsupported: list[Any] = []
 
         def replace(cache: Any) -> Any:
-            """Return the replacement for one of mlx-lm's caches.
+            """Return the cache that a model uses in place of one of mlx-lm's caches.
 
             Subclasses of known types count as unsupported, because they could behave differently.
             """
@@ -152,7 +152,7 @@ class LayerCaches:
         self.length = round_start + len(path)
 
     def checkpoint(self) -> CacheCheckpoint:
-        """Return a checkpoint of the caches without copying any arrays."""
+        """Save the current state of the caches, without copying any arrays."""
         return CacheCheckpoint(
             self.length,
             tuple(cache.offset for cache in self.attention),
@@ -160,7 +160,7 @@ class LayerCaches:
         )
 
     def restore(self, checkpoint: CacheCheckpoint) -> None:
-        """Roll back to a checkpoint. The caches must still hold all tokens before it."""
+        """Return the caches to a checkpoint. They must still hold all tokens that precede it."""
         for cache, state in zip(self.recurrent, checkpoint.states, strict=True):
             cache.cache = list(state)
         for attention, offset in zip(self.attention, checkpoint.offsets, strict=True):

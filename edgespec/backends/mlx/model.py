@@ -143,7 +143,7 @@ class MlxModel(BaseModel):
         """Return the model's caches to a state saved by `checkpoint`.
 
         Raises:
-            CapabilityError: A sliding-window cache has already dropped required rows.
+            CapabilityError: A sliding-window layer has already dropped keys and values that this state needs.
         """
         self.end_round()
         if not self.caches.can_restore(checkpoint.length):

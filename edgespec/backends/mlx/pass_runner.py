@@ -108,7 +108,7 @@ class PassRunner:
     def best_tokens(
         self, tokens: Sequence[int], start: int, partial_model: AbstractContextManager[None]
     ) -> NDArray[np.uint32]:
-        """Return the most likely next token after each token, without changing any cached rows.
+        """Return the most likely next token after each of `tokens`, without changing the KV cache.
 
         The first token is at position `start`. The pass runs inside the context manager `partial_model`.
         """

@@ -307,7 +307,7 @@ class PrefixCache:
         return reusable_tokens(self._model.facts.capabilities, length)
 
     def _restore_segment(self, segment: Segment) -> bool:
-        """Append a segment to the model's cache, or delete the segment if this fails."""
+        """Append a cached segment to the model's KV cache, or delete the segment if this fails."""
         began = now()
         snapshot = self.store.read(segment)
         if snapshot is None or snapshot.start != self._model.length or snapshot.length != segment.end:

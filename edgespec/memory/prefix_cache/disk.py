@@ -64,7 +64,7 @@ class StoredSegment:
 
 
 def kept_folder() -> Path:
-    """Return the folder of saved prefixes. It has a subfolder for each combination of model and settings."""
+    """Return the folder of cached prefixes, which has a subfolder for each model and its settings."""
     return data_folder() / "kept"
 
 
@@ -98,7 +98,10 @@ class PrefixCacheDisk:
         self._cleared_ns = self._last_cleared_ns()
 
     def list_segments(self) -> list[StoredSegment]:
-        """Return this model's segments on disk, each after those that it continues. Delete unusable files."""
+        """Return the model's cached segments on disk, in the order of their position.
+
+        Delete unusable files.
+        """
         if self.used_bytes() > self.quota_bytes:
             with suppress(OSError, Timeout, NotImplementedError), _lock(self._root, _LOCK_SECONDS):
                 self._make_room(0, set())
@@ -121,7 +124,7 @@ class PrefixCacheDisk:
         return complete
 
     def read(self, name: str) -> Snapshot | None:
-        """Return a segment's KV state, or None if its file is missing, damaged or from another model."""
+        """Return the KV state of a cached segment, or None if its file is missing or unusable."""
         path = self._path(name)
         try:
             with _opened(path) as file:
@@ -188,11 +191,11 @@ class PrefixCacheDisk:
         return True
 
     def has(self, name: str) -> bool:
-        """Return whether the segment's file exists, without validating it."""
+        """Return whether the file of a cached segment exists, without validating it."""
         return self._path(name).exists()
 
     def remove(self, names: Iterable[str]) -> None:
-        """Delete the files of the given segments."""
+        """Delete the files of the cached segments with these names."""
         for name in names:
             _delete(self._path(name))
 

@@ -32,7 +32,7 @@ def tokens_digest(tokens: Tokens) -> str:
 
 
 def name_of(tokens: Tokens, start: int) -> str:
-    """Return the name of the segment `tokens[start:]`, which combines the digest of `tokens` with `start`."""
+    """Return the name of the cached segment `tokens[start:]`, which contains a digest of all `tokens`."""
     return f"{tokens_digest(tokens)}-{start}"
 
 
@@ -118,7 +118,7 @@ class SegmentTree:
         return all(part in following for part, following in zip(chain, lists, strict=False))
 
     def add(self, segment: Segment) -> None:
-        """Add a segment whose parent is in the tree."""
+        """Add a segment to the tree. Its parent must already be in the tree."""
         (segment.parent.children if segment.parent else self._roots).append(segment)
 
     def remove(self, segment: Segment) -> list[Segment]:

@@ -80,22 +80,22 @@ class SegmentStore:
         return size_bytes < self.available() - self._reserve_bytes
 
     def read(self, segment: Segment) -> Snapshot | None:
-        """Return the KV state of a segment from memory or disk, or None if it is damaged or missing."""
+        """Return the KV state of a cached segment, or None if it is damaged or missing."""
         return segment.snapshot or (self.disk.read(segment.name) if self.disk else None)
 
     def keep_in_memory(self, segment: Segment, snapshot: Snapshot) -> None:
-        """Keep a KV state in memory after reading it from disk, if the size limit allows it."""
+        """Keep a cached segment in memory after reading it from disk, if the size limit allows it."""
         if self.max_bytes >= segment.size_bytes:
             segment.snapshot = snapshot
 
     def touch(self, segment: Segment) -> None:
-        """Mark a segment, and all segments before it in the sequence, as used now."""
+        """Mark a cached segment, and all segments before it in the sequence, as used now."""
         clock = time.time()
         for part in segment.chain():
             part.last_used = clock
 
     def remove(self, segment: Segment) -> None:
-        """Remove a segment and those that continue it from memory and disk."""
+        """Remove a cached segment and those that continue it from memory and disk."""
         names = [one.name for one in self.tree.remove(segment) if one.on_disk]
         if self.disk and names:
             self.disk.remove(names)
@@ -157,7 +157,7 @@ class SegmentStore:
             return before - self.memory_bytes
 
     def enforce_limits(self, write: bool = True) -> None:
-        """Drop the least valuable segments until the size limit is met and enough memory is free."""
+        """Drop the least valuable cached segments until the size limit is met and enough memory is free."""
         in_memory = [segment for segment in self.tree if segment.snapshot]
         total = sum(segment.size_bytes for segment in in_memory)
         limit = min(self.max_bytes, total + self.available() - self._reserve_bytes)
