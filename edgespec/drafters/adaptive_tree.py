@@ -26,8 +26,8 @@ __all__ = ["AdaptiveTreeGrowth"]
 _MAX_LOOKAHEAD_LEVELS = 4
 # Maximum number of tokens in a draft tree, including the root.
 _MAX_WIDTH = 64
-# If a two-token verify pass takes at least this many times as long as a single-token pass, a third token
-# usually costs little more. Drafts that only measure the acceptance rate then have two tokens instead of one.
+# If a two-token pass takes at least this many times as long as a single-token pass, adding a third token
+# usually takes little more time.
 _STEEP_COST = 1.9
 # Assumed duration of a draft model pass until it is measured, relative to a single-token target pass.
 _ASSUMED_DRAFT_PASS_COST = 0.2
@@ -109,7 +109,6 @@ class AdaptiveTreeGrowth(TreeGrowth):
             this_round.width += 1
             path_prob = path_probs[0] * self._acceptance.prob(0, draft_probs(0)[0])
             return [Children((path_prob,), this_round.passes < (2 if self._v(2) >= _STEEP_COST else 1))]
-        # Each candidate is (path probability, index of the parent in the frontier, rank among its siblings).
         candidates = [
             (path_prob * self._acceptance.prob(rank, draft_prob), node, rank)
             for node, path_prob in enumerate(path_probs)
@@ -234,9 +233,9 @@ class _ChildAcceptance:
     Initially, the draft model's probabilities are assumed to be correct.
     """
 
-    # Boundaries between the ranges of draft probability for which acceptance is counted separately.
+    # Draft probabilities that separate the ranges in which acceptance is counted.
     _EDGES = (0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.9, 0.97)
-    # Assumed acceptance probability for each range of draft probability, until enough tokens have been
+    # Assumed acceptance probability for each range of draft probabilities, before any tokens have been
     # counted.
     _PRIOR = np.array([0.01, 0.035, 0.07, 0.15, 0.27, 0.42, 0.57, 0.72, 0.85, 0.93, 0.98])
     # Weight of the assumed acceptance probabilities, as a number of drafted tokens.
@@ -244,8 +243,7 @@ class _ChildAcceptance:
     # Maximum weight of earlier acceptance counts when drafting resumes after a pause, as a number of drafted
     # tokens.
     _WEIGHT_AFTER_PAUSE = 2.0
-    # Assumed acceptance probability of the draft model's most likely next token, if that token's draft
-    # probability is unknown.
+    # Assumed acceptance probability of the draft model's most likely next token.
     _TYPICAL_PRIOR = 0.7
 
     def __init__(self, ranks: int) -> None:

@@ -16,8 +16,8 @@ __all__ = ["DraftCache", "is_confident", "replace_unknown_ids", "top_probs"]
 # Number of tokens at the beginning of a sequence that are always kept, because attention concentrates on
 # them. StreamingLLM (arXiv 2309.17453) calls them "attention sinks".
 _SINK_TOKENS = 4
-# Number of most likely tokens for which draft probabilities are computed. Sorting the whole vocabulary would
-# be slow.
+# Number of most likely tokens to compute draft probabilities for, because sorting the whole vocabulary is
+# slow.
 _TOP_TOKENS = 64
 
 
@@ -39,12 +39,12 @@ class DraftCache:
 
     @property
     def lag_tokens(self) -> int:
-        """Number of visible tokens that are missing from the draft model's KV cache."""
+        """Number of tokens that the draft model has yet to run."""
         return len(self.visible_tokens) - self.model.length
 
     @property
     def pending_tokens(self) -> int:
-        """Number of tokens to prefill before drafting, which excludes the last two visible tokens."""
+        """Number of tokens to prefill before drafting. Drafting itself runs the last two tokens."""
         return max(self.lag_tokens - 2, 0)
 
     @property

@@ -27,14 +27,13 @@ from edgespec.errors import OptionError
 
 __all__ = ["LookaheadDrafter", "LookaheadWindow", "NgramPool", "choose_window"]
 
-# Draft length assumed when the size of the lookahead window is first chosen.
+# Draft length assumed until the first draft is requested.
 _INITIAL_DRAFT_LENGTH = 16
-# Initial guesses for future tokens are drawn at random from this many recent tokens.
+# Number of recent tokens from which the initial guesses for future tokens are drawn at random.
 _RECENT_TOKENS = 512
 # Number of tokens at the end of the prompt whose n-grams are indexed for drafting.
 _PROMPT_TOKENS = 1 << 14
-# Typical probability that a token of an n-gram is correct, and typical number of verify passes per useful
-# n-gram.
+# Typical probability that a token of an n-gram is correct, and number of passes per n-gram that helps.
 _TOKEN_PROBABILITY, _PASSES_PER_HIT = 0.4, 3.0
 
 
@@ -92,10 +91,10 @@ class LookaheadWindow(NamedTuple):
         return self.rows <= capabilities.max_width and self.leaves <= max_leaves
 
 
-# Candidate windows for targets that can verify trees. The largest are similar to those in the lookahead
-# decoding paper (arXiv 2402.02057).
+# Sizes of the lookahead window to choose from if the target can verify token trees. The largest are similar
+# to those in the paper (arXiv 2402.02057).
 _TREE_WINDOWS = [LookaheadWindow(w, n, g) for w in range(2, 17) for n in range(3, 7) for g in range(1, w + 1)]
-# Candidate windows for targets that can verify only chains of tokens.
+# Sizes of the lookahead window to choose from if the target can verify only chains of tokens.
 _CHAIN_WINDOWS = [LookaheadWindow(0, n, 1) for n in range(3, 7)]
 
 
@@ -223,7 +222,7 @@ class LookaheadDrafter(Drafter):
         self._add_tokens(tokens[-_PROMPT_TOKENS:])
 
     def propose(self, sampler: Sampler, acceptance: Acceptance, draft_length: int) -> TokenTree:
-        # Do not reduce the window when the draft length shrinks, because that happens only near the end of a
+        # Keep the size of the lookahead window when the draft length shrinks, which happens near the end of a
         # reply.
         if draft_length > self._draft_length and not self._forced:
             self._window = choose_window(self._curve, self._capabilities, draft_length)
@@ -269,7 +268,6 @@ class LookaheadDrafter(Drafter):
             if predicted >= len(column.tokens):
                 self._pool.add((*column.tokens, column.next))
             columns.append(_Column([*column.tokens[1:], column.next], min(predicted, len(column.tokens))))
-        # Drop the columns whose first position has been emitted.
         self._columns = columns[max(0, len(tokens) - 1) :]
         self._add_tokens(tokens)
 

@@ -123,8 +123,7 @@ class ModelDrafter(BudgetedDrafter):
             return TokenTree.chain(last)
         if not self._growth.begin_round(draft_length):
             return TokenTree.chain(last)
-        # Run the token before the root too if it is missing from the draft model's KV cache. This happens
-        # after a draft that was accepted completely.
+        # After a draft that was accepted completely, the draft model must run the last drafted token too.
         lag = replace_unknown_ids(self._model, cache.visible_tokens[self._model.length :])
         tree = self._tree = _DraftTree(last, lag)
         is_fixed_chain = self._growth.drafts_chains and not self.chooses_length
@@ -180,7 +179,7 @@ class ModelDrafter(BudgetedDrafter):
             self._growth.record_verify_pass(tree.width)
 
     def commit(self, tokens: tuple[int, ...]) -> None:
-        """See `Drafter.commit`. Emitted tokens missing from the KV cache run with the next draft pass."""
+        """See `Drafter.commit`. Tokens missing from the KV cache are run when the next draft is made."""
         if (tree := self._tree) and tree.model_tree_run:
             nodes = tree.drafted.build().walk(tokens)
             self._model.commit(tree.model_path(nodes[1 : len(tokens)]))
@@ -237,7 +236,7 @@ class _DraftTree:
     def add(
         self, parent: int, token: int, probs: Distribution | None, path_prob: float, expands: bool
     ) -> int:
-        """Add a drafted token and return its node. If `expands`, the draft model will run the token."""
+        """Add a drafted token and return its node. If `expands`, children can be drafted for it."""
         self.model_nodes.append(self.model_tree.add(self.model_nodes[parent], token) if expands else -1)
         self.path_probs.append(path_prob)
         return self.drafted.add(parent, token, probs)

@@ -165,7 +165,7 @@ class OnlineTrainer:
         accepted_path = proposed.walk(tokens)
         accepted = len(accepted_path) - 1
         rows = verified.walk(tokens[:accepted])
-        # A draft token was rejected if the draft continues after the last accepted token.
+        # Record what the target predicted if it rejected a draft token.
         if len(rows) > accepted < len(tokens) and proposed.children(accepted_path[-1]):
             best, values = logits.limit_vocab(self._draft.facts.vocab_size).top(rows[-1], TARGET_TOKENS)
             # Sort and truncate, because `top` can return extra tokens with equal logits.
@@ -236,7 +236,7 @@ class OnlineTrainer:
 
     @property
     def evaluation(self) -> tuple[int, int, int]:
-        """Recent tokens predicted correctly by the original weights, by the adapter, and in total."""
+        """Numbers of recent tokens: correct with the original weights, correct with the adapter, and all."""
         original_hits, adapted_hits, tokens = np.sum([(0, 0, 0), *self._evaluations], axis=0).tolist()
         return original_hits, adapted_hits, tokens
 

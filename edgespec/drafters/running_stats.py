@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 __all__ = ["AcceptanceCounts", "RunningMean"]
 
-# Number of values after which old values fade: every new value has a weight of at least 1/10.
+# Approximate number of recent values that determine the mean: each new value has a weight of at least 1/10.
 _MEAN_VALUES = 10
 # Maximum weight of a mean restored from an earlier run, as a number of values, so that new values soon
 # outweigh it.
@@ -58,10 +58,10 @@ class AcceptanceCounts:
         drafted: Decayed count of drafted tokens per category.
     """
 
-    # Factor applied to a category's counts before each new token is added. With 0.98, a token loses half of
-    # its weight after 34 further tokens.
+    # Factor by which earlier counts shrink with each new token. With 0.98, a token loses half of its weight
+    # after 34 further tokens.
     DECAY = 0.98
-    # Factor applied to the slowly decaying counts before each new token is added.
+    # Factor by which earlier counts shrink with each new token, for the long-term acceptance rates.
     _LONG_DECAY = 0.998
 
     def __init__(self, accepted: NDArray[np.float64], drafted: NDArray[np.float64]) -> None:

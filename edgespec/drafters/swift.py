@@ -37,7 +37,7 @@ MAX_SETS_PER_IDLE_PERIOD = 48
 MAX_SETS = 1000
 # Fraction of the layers to skip in random layer sets, from the SWIFT paper (arXiv 2410.06916).
 _SKIP_RATIO = 0.45
-# Maximum draft length to consider.
+# Maximum number of tokens to draft.
 _MAX_DRAFT_LENGTH = 8
 # Maximum number of layer sets whose acceptance counts are kept.
 _MAX_SAVED_SETS = 256
@@ -129,7 +129,7 @@ class SwiftDrafter(Drafter):
             self._drafter.commit(tokens)
         if self._layer_set and self._proposed:
             accepted = len(self._proposed.walk(tokens)) - 1
-            # Do not count drafted tokens after the end of the reply, because nobody knows whether they were
+            # Do not count drafted tokens after the end of the reply, because it is unknown whether they were
             # correct.
             known = min(accepted + 1, self._proposed.drafted) if len(tokens) > accepted else accepted
             self._search.record(self._layer_set.layers, accepted, known)

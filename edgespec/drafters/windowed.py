@@ -105,7 +105,7 @@ class WindowedModel(WrappedModel):
     def __init__(self, model: LanguageModel, window: AttentionWindow, context_tokens: int) -> None:
         super().__init__(model, model.vocabulary)
         inner = model.facts
-        # Maximum number of tokens in the draft model's KV cache before a pass.
+        # Maximum number of tokens in the draft model's KV cache when a pass begins.
         self._max_cached_tokens = window.sink_tokens + window.window_tokens + window.slack_tokens
         spare = inner.context_tokens - self._max_cached_tokens
         if spare < 1:
@@ -163,7 +163,7 @@ class WindowedModel(WrappedModel):
                 self._model.remove_range(sinks, sinks + start - self._start)
                 self._start = start
                 return
-            except CapabilityError:  # Recompute only half of the window, so that it has room to grow.
+            except CapabilityError:  # Recompute half of the window, so that it has room to grow.
                 start = max(sinks, len(self._tokens) - max(1, window_tokens // 2))
         self._model.truncate(min(sinks, self._model.length))
         self._start = start

@@ -30,7 +30,7 @@ class WrappedModel(BaseModel):
         self._model = model
         self.vocabulary = vocabulary
         self._tokens: list[int] = []
-        # The tokens of the last verified tree, until its accepted part is committed.
+        # The tokens of the draft tree that was verified last, or empty after the commit.
         self._round: tuple[int, ...] = ()
 
     @property

@@ -11,11 +11,10 @@ from edgespec.drafters.suffix.tokens import MAX_CONTINUATION_TOKENS, MAX_MATCH_T
 __all__ = ["StateContinuation", "SuffixAutomaton"]
 
 # A token that follows a match: (number of occurrences, position of the last occurrence, token, automaton
-# state after the token). In descending order, frequent tokens come first, and recent ones precede old ones.
+# state after the token). Tuples compare by frequency first, then by recency.
 StateContinuation = tuple[int, int, int, int]
 
-# Maximum length of the substrings whose occurrences are counted, which is that of a match with its
-# continuation.
+# Maximum length, in tokens, of the sequences whose occurrences are counted.
 _MAX_COUNTED_TOKENS = MAX_MATCH_TOKENS + MAX_CONTINUATION_TOKENS
 # Approximate memory used by one integer in a dict.
 _INTEGER_BYTES = 32
@@ -48,14 +47,13 @@ class SuffixAutomaton:
         self.tokens = array("i")
         self._dropped_tokens = 0
         self._lengths, self._links = array("i", [0]), array("i", [-1])
-        # The first transition of each state. Target 0 means that there is none, because no transition leads
-        # to the root.
+        # For each automaton state, the token and the target of its first transition. The target is 0 if there
+        # is no transition.
         self._labels, self._targets = array("i", [SEPARATOR]), array("i", [0])
         self._more: dict[int, dict[int, int]] = {}
-        # How often the substrings of each state occur in the sequence, and where the latest occurrence ends.
+        # For each automaton state, how often its token sequence occurs, and where the latest occurrence ends.
         self._counts, self._latest = array("i", [0]), array("i", [0])
         self._last = 0
-        # State and length of the longest suffix of the sequence for which occurrences are counted.
         self._near = self._near_length = 0
 
     @property
@@ -191,8 +189,7 @@ class SuffixAutomaton:
         total = sum([counts[t] for t in others.values()]) + counts[target]
         if across := self._step(state, SEPARATOR):
             total -= counts[across]
-        # Skip rare next tokens, because sorting the thousands of tokens that can follow a short match is
-        # slow.
+        # Leave out rare tokens, because sorting thousands of candidates would be slow.
         enough = total * self._min_probability / 2
         branches = [(counts[t], latest[t], token, t) for token, t in others.items() if counts[t] >= enough]
         branches.append((counts[target], latest[target], label, target))

@@ -19,7 +19,7 @@ from edgespec.engine.tree import TokenTree
 
 __all__ = ["IndexedSource", "ReplyRecorder", "SuffixCorpus", "SuffixDrafter", "draft_from_automaton"]
 
-# The tokens after each occurrence of a match, and how many of them the draft already contains.
+# The tokens after each earlier occurrence of a match, and how many of these tokens have been drafted already.
 _Rows: TypeAlias = tuple[list[list[int]], int]
 
 _DEFAULT_CONFIG = SuffixConfig()
@@ -85,12 +85,13 @@ class SuffixDrafter(Drafter):
         self._indexed: IndexedSource | None = None
         self._chat = SuffixAutomaton(config.min_probability)
         self._other_chats = SuffixAutomaton(config.min_probability, capacity_tokens=_OTHER_CHATS_TOKENS)
-        # State and length of the longest match between the end of the current chat and the other chats.
+        # Longest match between the end of the current chat and other chats: automaton state and number of
+        # tokens.
         self._other_match = 0, 0
         self._prompt: Sequence[int] = ()
         self._reply: list[int] = []
-        # New texts in the current chat, which are added to the other chats when the drafter switches to
-        # another chat.
+        # New texts in the current chat. They are added to the other chats when the user switches to another
+        # chat.
         self._chat_texts: list[Sequence[int]] = []
 
     def warm_up(self) -> None:
@@ -190,7 +191,7 @@ class IndexedSource:
         self._cached_grow = lru_cache(_MAX_CACHED_DRAFTS)(self._grow)
 
     def propose(self, last_tokens: Sequence[int], depth: int) -> ScoredDraft:
-        """Return the best draft after the last tokens of the chat, of which at most 32 are given."""
+        """Return the best draft to follow `last_tokens`, the last tokens of the chat (at most 32)."""
         root = last_tokens[-1]
 
         def grow(max_tokens: int, matches: SuffixRange) -> ScoredDraft:

@@ -12,7 +12,7 @@ from edgespec.engine.tree import TreeBuilder
 
 __all__ = ["Continuation", "ScoredDraft", "SuffixConfig", "best_draft", "grow_draft", "merge_drafts"]
 
-# Type of a position in an index. It depends on the kind of index.
+# Position of a match in an index. The type depends on the kind of index.
 Place = TypeVar("Place")
 # A token that follows a match: (number of occurrences, tie-breaker, token, index position after the token).
 Continuation: TypeAlias = tuple[int, int, int, Place]

@@ -43,7 +43,7 @@ class SuffixArray:
         whole: TokenArray = np.concatenate([*parts, np.full(MAX_CONTINUATION_TOKENS, SEPARATOR, np.int32)])
         self._order = _sorted_positions(whole)
         self._positions = self._order.data
-        # The reversed text, in which the tokens before each position follow it, nearest first.
+        # All texts in reverse order, as bytes.
         self._reversed = whole[::-1].astype(_TOKEN).tobytes()
         self.text = np.frombuffer(self._reversed, _TOKEN)[::-1]
         self.token_count = int(np.count_nonzero(whole != SEPARATOR))
@@ -69,7 +69,6 @@ class SuffixArray:
 
         low = high = bisect_left(positions, key, key=before)
         while True:
-            # Number of tokens that the entries just outside the current range share with the end of the chat.
             left = _shared_tokens(before(positions[low - 1]), key) if low else 0
             right = _shared_tokens(before(positions[high]), key) if high < size else 0
             length = max(left, right)

@@ -18,7 +18,8 @@ __all__ = ["IncrementalRetokeniser", "RetokenisedDrafter"]
 # Number of preceding tokens to tokenize again together with the drafted text, because tokens can merge with
 # it.
 _CONTEXT_TOKENS = 8
-# If more tokens than this are missing from the draft model's KV cache, they are prefilled before drafting.
+# Maximum number of tokens missing from the draft model's KV cache that are run as part of drafting. If more
+# are missing, they are prefilled separately.
 _MAX_TOKENS_WITH_PROPOSAL = 16
 # Minimum and approximate maximum number of bytes at the end of the text to tokenize again when text is
 # appended, because their tokens can change.
@@ -61,15 +62,13 @@ class RetokenisedDrafter(BudgetedDrafter):
         self._min_confidence = min_confidence
         self._tokens: list[int] = []
         self._new_input()
-        # Tokens in the draft model's KV cache.
         self._cached: list[int] = []
-        # Number of draft model tokens to run before the next draft.
+        # Number of tokens that the draft model must run before its next draft.
         self._lag = 0
 
     def _new_input(self) -> None:
         # The emitted tokens, converted to tokens of the draft model.
         self._input = IncrementalRetokeniser(self._vocabulary, self._translation)
-        # Whether the draft model sees the whole sequence, not only its end.
         self._is_complete = True
         # Number of tokens in the draft model's KV cache that are known to match the sequence.
         self._matching = 0
@@ -112,7 +111,7 @@ class RetokenisedDrafter(BudgetedDrafter):
         self._lag = len(self._missing_tokens())
 
     def _missing_tokens(self) -> list[int]:
-        """Drop cached tokens that no longer match the sequence, and return the tokens to prefill."""
+        """Remove cached tokens that no longer match the sequence, and return the tokens to prefill."""
         tokens = self._input.tokens
         if not tokens:
             return []
@@ -167,7 +166,7 @@ class RetokenisedDrafter(BudgetedDrafter):
     def _target_tokens(self, text: bytes, ended: bool) -> list[int]:
         incomplete = self._input.incomplete_bytes
         if not text.startswith(incomplete):
-            return []  # The drafted text contradicts the target's last, incomplete character.
+            return []  # The drafted text does not complete the target's last character.
         text = text[len(incomplete) : len(text) - _incomplete_byte_count(text)]
         tokens = self._tokenize_in_context(text) if text else []
         if ended and self._translation.target_end_token is not None:
@@ -244,7 +243,7 @@ class IncrementalRetokeniser:
             self._finalize(tokens)
 
     def _finalize(self, open_tokens: list[int]) -> None:
-        """Mark tokens that appended text is unlikely to change as final."""
+        """Mark tokens as final if appending text is unlikely to change them."""
         position, boundaries = 0, [(0, 0)]
         for count, token in enumerate(open_tokens):
             raw = self._translation.draft_token_bytes(token)

@@ -18,7 +18,7 @@ from edgespec.engine.tree import TokenTree, TreeBuilder
 
 __all__ = ["TranslatedLogits", "TranslatedModel"]
 
-# Number of extra top tokens to request, because the target may lack some of the draft model's best tokens.
+# Number of extra tokens to request from the draft model, because the target may lack some of its best tokens.
 _EXTRA_TOKENS = 16
 
 
@@ -51,13 +51,11 @@ class TranslatedModel(WrappedModel):
             chat_template=vocabulary.chat_template is not None,
             capabilities=wrapped_capabilities(capabilities, capabilities.max_width - self._margin),
         )
-        # The sequence of target tokens, translated to draft model tokens.
         self._translated: list[int] = []
-        # Number of draft model tokens that represent the first i target tokens, for each i.
+        # For each number of target tokens, the number of draft model tokens that they become.
         self._ends: list[int] = [0]
-        # The draft tree to verify, translated to draft model tokens.
         self._inner_tree = TreeBuilder()
-        # For each node of the target's draft tree, the last corresponding node of the translated tree.
+        # For each node of the target's draft tree, the last node of its translation.
         self._inner_nodes: list[int] = []
 
     @property
@@ -185,8 +183,6 @@ class TranslatedLogits:
     def above(self, row: int, margin: float) -> Candidates:
         tokens, values = self.top(row, 1)
         floor = values.max(initial=-np.inf) - margin
-        # Convert `margin`, which is relative to the best token that the target has, to the draft model's best
-        # token.
         _, best = self._logits.top(self._rows[row], 1)
         draft_margin = float(best.max(initial=-np.inf)) - floor
         if not np.isfinite(draft_margin):
