@@ -38,8 +38,9 @@ def estimate_speedup(
 
     Args:
         size_ratio: Parameters of the draft model divided by those of the target.
-        step_cost: Cost of a draft step, relative to a target step. Because decoding is limited by memory
-            bandwidth, this is the ratio of the bytes that the two models read per token.
+        step_cost: Time for one pass of the draft model, as a fraction of a single-token pass of the target.
+            Because decoding is limited by memory bandwidth, this is the ratio of the bytes that the two
+            models read per token.
         shared_token_fraction: Fraction of the target's tokens that the draft model has.
         acceptance_rate: The measured acceptance rate. If None, it is estimated from the sizes.
     """

@@ -336,7 +336,7 @@ class ChatScreen(TurnScreen):
                 )
 
     async def set_settings(self, settings: dict[str, Setting], note: str) -> None:
-        """Apply settings, starting with the next message, and show `note`. Raises OptionError."""
+        """Apply settings from the next message on, and show `note`. Raises OptionError for an unusable method."""
         if "method" in settings:
             self.runtime.method_for(str(settings["method"]))
         self.current_chat.settings = settings

@@ -66,7 +66,11 @@ def accepted(settings: Mapping[str, Setting]) -> tuple[dict[str, Setting], list[
 
 
 def setting_named(name: str) -> str:
-    """Return the canonical name of a setting. Accepts Ollama's and llama.cpp's names. Raises OptionError."""
+    """Return edgespec's name of a setting, given its name in edgespec, Ollama or llama.cpp.
+
+    Raises:
+        OptionError: The setting is unknown, or cannot be changed in the chat.
+    """
     wanted = name.strip().lower().replace("-", "_")
     wanted = FOREIGN_NAMES.get(wanted, wanted)
     if wanted == "context":
