@@ -24,7 +24,7 @@ class ControlGroup:
     version_1: bool
 
     def read(self, file: str) -> str:
-        """Return the contents of one of the group's files, or "" if it cannot be read."""
+        """Return the contents of a file in the control group's folder, or "" if it cannot be read."""
         try:
             return (self.folder / file).read_text(encoding="ascii").strip()
         except (OSError, ValueError):

@@ -46,9 +46,8 @@ __all__ = [
     "write_private_file",
 ]
 
-# Maximum number of dots in a TOML key.
 _MAX_KEY_DOTS = 100
-# `sampled_sha256` hashes the first MiB of a file, and smaller blocks spread over the rest.
+# The hash of a model file covers its first MiB and 16 smaller blocks spread over the rest.
 _HEAD_BYTES = 1 << 20
 _BLOCK_BYTES = 1 << 16
 _BLOCKS = 16
@@ -58,7 +57,7 @@ _WRITE_REASONS = {
     EDQUOT: "your disk quota is used up",
     EFBIG: "the file size limit was reached",
 }
-# Number of bytes in a test write. Some file systems can store tiny files even when the disk is full.
+# Number of bytes written to test a folder. Some file systems can store tiny files even on a full disk.
 _TRIAL_BYTES = 1 << 16
 
 

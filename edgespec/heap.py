@@ -20,10 +20,10 @@ __all__ = [
     "unmap_freed_buffers",
 ]
 
-# Numbers of the parameters of glibc's `mallopt`, as in malloc.h.
+# Parameter numbers of glibc's `mallopt`, from malloc.h.
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8
-# Thresholds for glibc's malloc, in bytes. It allocates buffers of at least the first size outside its heap,
-# and keeps at most the second amount of free memory at the end of the heap.
+# Buffers of at least the first size in bytes are allocated outside malloc's heap. The second number limits
+# the free bytes at the end of the heap.
 _LARGE_BUFFER_BYTES, _RETAINED_BYTES = 128 * 2**10, 2**20
 
 

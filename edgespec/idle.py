@@ -13,10 +13,9 @@ from edgespec.errors import CancelledError, EdgespecError
 
 __all__ = ["IdleWorker", "drafters_with_idle_work"]
 
-# A function that does work between replies until its argument `should_continue()` returns False.
+# Type of a function that does work between replies. It stops when its argument returns False.
 _IdleWork: TypeAlias = Callable[[Callable[[], bool]], None]
-# A function that is called at regular intervals between replies, with `should_continue` as its argument. It
-# returns False if it need not be called again.
+# Type of a function that is called regularly between replies, until it returns False.
 _Watch: TypeAlias = Callable[[Callable[[], bool]], bool]
 
 # Seconds without a reply before background work begins. Scripts usually start their next reply sooner.
@@ -67,7 +66,7 @@ class IdleWorker:
             self._thread.join()
 
     def run_drafters(self, drafters: Sequence[Drafter], should_continue: Callable[[], bool]) -> bool:
-        """Run the idle work of each drafter once.
+        """Run the work that each drafter does between replies, such as online training, once.
 
         Returns:
             False if a drafter's idle work failed. `failures` contains the reason.

@@ -35,7 +35,7 @@ def setup_command(packages: str = "") -> str:
     """
     source = Path(__file__).resolve().parent.parent
     script = source / "scripts" / "setup"
-    # Use the relative path in the source folder, or if the location of that folder is unknown.
+    # In the source folder, the relative path is enough.
     path = str(script) if script.is_file() and Path.cwd() != source else "scripts/setup"
     return f"{shlex.quote(path)} {packages}".rstrip()
 

@@ -118,7 +118,7 @@ class RequestQueue:
                     return
                 self._running = running = self._waiting.popleft()
             error = running._run()
-            # Make the queue ready for the caller's next request before reporting the end of this one.
+            # Let the caller submit its next request as soon as this reply ends.
             with self._changed:
                 self._running = None
             running._end(error)
@@ -157,7 +157,7 @@ class QueuedReply:
         self._remove = remove
         self._stream: ReplyStream | None = None
         self._cancelled = threading.Event()
-        # Text chunks of the reply. The last item is the error that ended the reply, or None.
+        # Text chunks of the reply. The last item is None or the error that ended the reply.
         self._chunks: SimpleQueue[TextChunk | Exception | None] = SimpleQueue()
         self._ended: Exception | None = None
 
@@ -183,12 +183,12 @@ class QueuedReply:
         if isinstance(chunk, TextChunk):
             return chunk
         self._ended = chunk or StopIteration()
-        # Put the end marker back for other threads that wait for the same reply.
+        # Put the end marker back for other threads that iterate over this reply.
         self._chunks.put(chunk)
         raise self._ended
 
     def wait(self) -> Reply:
-        """Wait for the end of the reply and return it."""
+        """Wait until the reply is complete, and return it."""
         for _ in self:
             pass
         return self.reply
@@ -205,7 +205,7 @@ class QueuedReply:
         """Generate the reply. Return the error that ended it, if any."""
         try:
             self._stream = stream = self._start()
-            # The caller may have cancelled the request before its stream was created.
+            # The caller may have cancelled the request before the stream was created.
             if self._cancelled.is_set():
                 stream.cancel()
             for chunk in stream:
@@ -213,8 +213,7 @@ class QueuedReply:
         except Exception as error:
             return error
         except BaseException as error:
-            # The caller's callback may raise SystemExit, which must not end the thread that runs all
-            # requests.
+            # A callback that raises SystemExit must not end the queue's thread.
             failure = EdgespecError(f"the reply was ended by {type(error).__name__}", "submit it again")
             failure.__cause__ = error
             return failure

@@ -379,7 +379,7 @@ class Runtime:
         request = build_request(tokens, self.target, self.context_tokens, values, processors)
 
         def record(reply: Reply | None) -> None:
-            # Count the drafts whose first token was accepted, for this model pair's acceptance rate.
+            # Count the drafts whose first token was accepted, to measure this model pair's acceptance rate.
             if reply and self._record and reply.method.effective == "model" and reply.stats.drafted_tokens:
                 stats = reply.stats
                 self._record.count(stats.drafted_per_position[0], stats.accepted_per_position[0])

@@ -39,7 +39,7 @@ __all__ = ["Session"]
 # Number of target passes between updates of the drafting statistics. Updating them after every pass would
 # slow down small models.
 _PASSES_PER_REPORT = 8
-# Weight of the newest measurement in the moving average of the target's time per single-token pass.
+# Weight of the newest measurement in a moving average of the time per token.
 _STEP_WEIGHT = 0.2
 # Maximum time in seconds, when Python exits, to wait for the thread that reads a reply.
 _EXIT_SECONDS = 2.0
@@ -69,20 +69,19 @@ class Session:
         self.prefix_cache = prefix_cache
         self.context = ResizableContext(target, draft)
         self.drafters = drafters
-        # Held while a model computes, but not while the caller processes the generated tokens.
+        # Held while a model computes, but not while the caller processes the tokens.
         self._compute_lock = threading.Lock()
         self._state_lock = threading.Lock()
         self._active_request: object | None = None
-        # Functions that end replies whose streams were garbage-collected. They are called before the next
-        # reply.
+        # Functions that end replies whose streams were garbage-collected.
         self._abandoned: deque[Callable[[], None]] = deque()
         self._stopping = False
         self._closing = self._closed = False
-        # The thread that last read a reply, which closes the session when Python exits.
+        # The thread that last read a reply. At exit, MLX models must be closed in this thread.
         self._reader = threading.current_thread()
         self._closed_by_reader = threading.Event()
         self._idle_worker = IdleWorker()
-        # Drafters that have work to do until the next reply starts.
+        # Drafters that have work to do between replies.
         self._idle_drafters: Sequence[Drafter] = ()
         self.target_step_seconds = self._measure_target_step()
         store = prefix_cache.store if prefix_cache else None

@@ -31,7 +31,7 @@ FOREIGN_NAMES = {
 """Option names of Ollama, LM Studio and llama.cpp, and edgespec's names for the same options."""
 
 _MAX_NAMES = 4
-# Added to the number of typing errors if only part of a name was typed, as in --temp or --tokens.
+# Penalty added to the number of typing errors if only part of a name was typed, such as --temp.
 _END_MISSING = _START_MISSING = 0.5
 
 

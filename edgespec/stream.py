@@ -40,7 +40,7 @@ class ReplyStream:
         reply_start: Text at the end of the prompt that belongs to the reply, such as an opening `<think>`.
     """
 
-    # Makes `__del__` ignore objects whose constructor raised an exception.
+    # Class attribute for `__del__`, in case the constructor raises an exception.
     _ended = True
 
     def __init__(
@@ -122,8 +122,7 @@ class ReplyStream:
             self._reading.release()
 
     def __del__(self) -> None:
-        # Garbage collection can run in the thread that holds the session's lock, so waiting for it could
-        # deadlock.
+        # Do not wait for the lock, because garbage collection can run in a thread that holds it.
         if not self._ended and not self._finish(failed=False, wait=False):
             self._session.end_later(self.close)
 
@@ -204,7 +203,6 @@ def _text_chunks(
         if reasoning:
             text = "".join(part.reasoning for part in parts)
             yield TextChunk(text, tokens_per_text * len(parts), accepted, True, "".join(raw))
-            # The last text of the reasoning can also contain the beginning of the answer.
             if answer:
                 yield TextChunk(answer, 0, accepted)
         else:

@@ -29,7 +29,7 @@ def restrict_to_exact(model: LanguageModel, computation: str, progress: Progress
     """
     facts = model.facts
     capabilities = facts.capabilities
-    # The available methods affect rounding, because MLX splits the weights for low-bit drafting.
+    # Take low-bit drafting into account, because MLX splits the weights for it, which changes rounding.
     methods = sorted(capabilities.self_draft_methods)
     limits = f"{usable_cores()} {facts.context_tokens} {capabilities.tree} {methods}"
     model_identity = f"{models_fingerprint(facts)} {facts.cache_variant} {facts.weight_bytes}"

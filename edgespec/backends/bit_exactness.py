@@ -29,7 +29,6 @@ _STEPS_OF_SMALL_MODELS, _SMALL_MODEL_BYTES = 136, 256 * 2**20
 # Batch sizes for a second prefill, whose cache must equal that of the first. Some are larger than a kernel's
 # tile.
 _BATCHES = (5, 37, 1, 3, 100, 64, 16, 1, 2, 8, 9, 4, 11, 7, 13, 6, 33, 130)
-# Number of token trees to compare with single-token passes.
 _TREES = 3
 # Number of single-token passes to run after each test, to check that its KV cache is bit-identical too.
 _STEPS_AFTER = 3
@@ -74,7 +73,6 @@ def find_bit_exact_passes(model: LanguageModel, progress: Progress | None = None
             _report(progress, i / len(_CONTEXT_LENGTHS))
             trial = _Trial(model, length, steps)
             prefill = prefill and trial.prefill_is_exact()
-            # If the prefill is bit-identical for all batch sizes, a short test of the output head suffices.
             width = trial.max_width(width, thorough=not prefill)
             trees = trees and width > 3 and trial.trees_are_exact()
             steps = min(steps, _STEPS)

@@ -23,7 +23,6 @@ __all__ = ["GgufHeader", "GgufTensor", "StringArray", "TruncatedHeader", "parse_
 _FIRST_READ_BYTES, _MAX_READ_BYTES = 1 << 20, 1 << 29
 # A GGUF file is treated as damaged if a tensor has more dimensions than this. ggml supports 4.
 _MAX_DIMENSIONS = 8
-# Type numbers of strings and arrays in the GGUF specification.
 _STRING, _ARRAY = 8, 9
 _SCALARS = {
     kind: struct.Struct(f"<{code}")
@@ -121,7 +120,6 @@ def read_header(path: Path) -> GgufHeader:
                 try:
                     return parse_header(data)
                 except TruncatedHeader:
-                    # The header is longer than the data read so far, so read more and parse it again.
                     if len(data) < size or size >= _MAX_READ_BYTES:
                         raise
                     size *= 8

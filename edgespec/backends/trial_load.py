@@ -148,7 +148,7 @@ def _key(model: TrialModel) -> str | None:
     try:
         states = [file_state(file) for file in model.form.files(model.path)]
     except (OSError, ModelFileError):
-        return None  # Loading the model raises a clearer error.
+        return None
     versions = []
     for package in backend_of(model.form.name).packages:
         with suppress(PackageNotFoundError):

@@ -27,11 +27,11 @@ __all__ = ["AcceptanceHistory", "AcceptanceRecorder", "Model"]
 _VERSION = 1
 # Limits on the number of model pairs in the history file and on its size. Real files are far smaller.
 _MAX_PAIRS, _MAX_FILE_BYTES = 500, 2**20
-# Minimum number of drafted tokens for a usable rate. At 200, the standard error is about 0.03.
+# Minimum number of drafted tokens for a usable acceptance rate. At 200, its standard error is about 0.03.
 _MIN_DRAFTED = 200
-# A model pair's token counts are halved above this number, so that recent replies have more weight.
+# Counts of drafted tokens are halved above this number, so that recent replies have more weight.
 _MAX_DRAFTED = 20_000
-# Number of drafted tokens after which the counts are saved to disk.
+# Counts are saved to disk after this many drafted tokens.
 _SAVE_EVERY_DRAFTED = 2_000
 
 Counts: TypeAlias = tuple[int, int]
@@ -102,7 +102,7 @@ class AcceptanceRecorder:
             self.save()
 
     def save(self) -> None:
-        """Save the counts collected since the last save."""
+        """Save the token counts collected since the last save."""
         if self._drafted:
             with suppress(ModelFileError):
                 self._history.add(*self._pair, self._drafted, self._accepted)

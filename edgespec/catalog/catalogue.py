@@ -32,7 +32,6 @@ ModelFormat: TypeAlias = str
 
 _MLX_SUFFIX = "-mlx"
 _MAX_ALIASES_BYTES = 1 << 20
-# Maps keys of catalogue.toml to the `ModelEntry` attributes that have different names.
 _ATTRIBUTES = {"gguf": "gguf_repository", "mlx": "mlx_repository", "file": "embedded_file"}
 
 
@@ -105,7 +104,7 @@ class Catalogue:
 
     @property
     def names(self) -> list[str]:
-        """All names and aliases in lower case, in catalogue order."""
+        """The lower-case names and aliases of all models, in catalogue order."""
         return list(self._by_name)
 
     def find(self, name: str) -> tuple[ModelEntry, str] | None:
@@ -113,7 +112,7 @@ class Catalogue:
         return self._by_name.get(name.lower())
 
     def of_repository(self, repository: str) -> ModelEntry | None:
-        """Return the entry whose files are in `repository`, or None."""
+        """Return the catalogue entry whose files are in a Hugging Face repository, or None."""
         matches = (entry for entry in self.entries if entry.repository.lower() == repository.lower())
         return next(matches, None)
 
@@ -163,7 +162,7 @@ def _with_mlx_forms(entries: list[ModelEntry]) -> Iterator[ModelEntry]:
 
 def _mlx_form(entry: ModelEntry, drafts: list[str]) -> ModelEntry:
     bits = int(entry.mlx_repository.rpartition("-")[2].removesuffix("bit"))
-    # Derive the aliases of the MLX model from those of the GGUF model: `8b-q4` becomes `8b-mlx`.
+    # Aliases of the MLX model are made from those of the GGUF model: `8b-q4` becomes `8b-mlx`.
     stems = [
         alias.removesuffix("-q4")
         for alias, quantisation in entry.aliases.items()

@@ -27,7 +27,6 @@ from edgespec.files import error_reason, format_bytes, replace_when_written, wri
 __all__ = ["Progress", "choose", "fetch", "list_repository", "stream_chunks", "translate_errors"]
 
 _CHUNK_BYTES = 1 << 18
-# Number of characters in a git hash and in a SHA-256 checksum. A server sends one of them as the ETag.
 _GIT_ETAG_CHARACTERS, _SHA256_ETAG_CHARACTERS = 40, 64
 # Number of consecutive retries without progress before a download fails.
 _MAX_RETRIES = 5

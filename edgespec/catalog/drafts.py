@@ -27,15 +27,14 @@ __all__ = ["DraftChoice", "DraftOption", "choose_draft", "draft_options"]
 
 Source = Literal["catalogue", "tokens"]
 
-# Maximum bytes that a draft model reads per token, as a fraction of the target's. A larger model would not be
-# much faster than the target.
+# Maximum size of a draft model relative to the target, in bytes read per token. A larger draft model would be
+# too slow.
 _MAX_STEP_COST = 0.5
-# Minimum fraction of the target's tokens that a draft model must have. Below this, most proposals would have
-# to be retokenised.
+# Minimum fraction of the target's tokens that a draft model must also have.
 _MIN_SHARED_FRACTION = 0.5
-# Minimum fraction of shared tokens for `--draft auto`. If a pair shares fewer, loading it shows a warning.
+# Minimum fraction of the target's tokens that a draft model chosen by `--draft auto` must also have.
 _AUTO_MIN_SHARED_FRACTION = 0.9
-# Speed-up estimates count as equal if their ratio is at least this. The catalogue's order then decides.
+# Speed-up estimates count as equal if the ratio of the smaller to the larger is at least this.
 _EQUAL_SPEEDUP_RATIO = 0.97
 # Context length in tokens for estimating the size of KV caches.
 _DEFAULT_CONTEXT_TOKENS = 8192
@@ -78,7 +77,7 @@ class DraftOption:
 
     @property
     def reason(self) -> str:
-        """The expected speed-up and its source, for messages."""
+        """The expected speed-up and how it was determined, as text for messages."""
         if self.acceptance_rate is None:
             return f"its expected speed-up is {self.speedup:.1f}x (estimated from its size)"
         return (

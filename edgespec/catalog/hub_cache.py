@@ -14,7 +14,6 @@ from edgespec.files import read_regular_file
 
 __all__ = ["cached_model", "hub_cache_folder", "hub_models", "repository_folder"]
 
-# Maximum depth of subfolders to search for GGUF files in a snapshot.
 _MAX_DEPTH = 3
 _PREFIX = "models--"
 # Maximum size in bytes of a ref file, which contains only a commit hash.
@@ -74,7 +73,7 @@ def _snapshots(folder: Path, budget: EntryBudget) -> Iterator[Path]:
         ref = read_regular_file(folder / "refs" / "main", _MAX_REF_BYTES)
         main = ref.decode("utf-8", "replace").strip()
     with suppress(OSError):
-        # Skip links that lead outside the repository's folder, because they could lead to a whole disk.
+        # Skip links that lead outside the repository, because they could lead to a whole disk.
         snapshots = [path for path in folders_in(folder / "snapshots", budget) if is_inside(path, folder)]
         yield from sorted(snapshots, key=lambda path: (path.name == main, path.stat().st_mtime), reverse=True)
 

@@ -18,12 +18,12 @@ from edgespec.errors import CancelledError, DownloadError
 
 __all__ = ["resolve_metadata"]
 
-# Number of bytes to download before first trying to parse the header. Doubled after each failed attempt.
+# Number of bytes to download before first trying to parse a model's header.
 _FIRST_PARSE_BYTES = 1 << 20
 # Maximum size of a header. The largest known headers are a few dozen megabytes.
 _MAX_HEADER_BYTES = 1 << 29
 _CHUNK_BYTES = 1 << 16
-# Size in bytes of the integer at the start of a safetensors file, which is the length of the header.
+# Size of the header length at the start of a safetensors file, in bytes.
 _LENGTH_BYTES = 8
 _WITH_METADATA = (".gguf", ".safetensors", "config.json", ".index.json")
 

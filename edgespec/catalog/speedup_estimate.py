@@ -13,7 +13,6 @@ _MIN_RATE, _MAX_RATE = 0.3, 0.95
 # Cost of verifying one more token in the same pass, as a multiple of a single-token pass of the target.
 # Measured with F16 weights on a 2-core CPU.
 _COST_PER_ROW = 0.14
-# Longest draft length considered, in tokens.
 _MAX_DRAFT_LENGTH = 8
 
 

@@ -12,7 +12,7 @@ from edgespec.errors import OptionError
 __all__ = ["Message", "Role", "as_message", "as_messages", "reply_message"]
 
 Role = Literal["user", "assistant", "system"]
-# The most common markers of reasoning, used if a message has reasoning but no markers.
+# The most common reasoning markers. Used for reasoning that comes without markers.
 _DEFAULT_MARKERS = ("<think>\n", "\n</think>\n\n")
 _ROLES: dict[str, Role] = {"system": "system", "user": "user", "assistant": "assistant"}
 
@@ -35,7 +35,7 @@ class Message:
 
     @property
     def text(self) -> str:
-        """The whole text, exactly as the model wrote it."""
+        """The whole text of the message, including any reasoning and its markers."""
         unmarked = self.reasoning and not any(self.markers)
         before, after = _DEFAULT_MARKERS if unmarked else self.markers
         return before + self.reasoning + after + self.content

@@ -22,11 +22,10 @@ __all__ = ["ContextFull", "PromptBuilder", "RenderedPrompt", "check_context_full
 
 ContextFull = Literal["slide", "refuse"]
 
-# Number of tokens to keep free for the reply, but at most a quarter of the context.
+# Number of context tokens reserved for the reply, but at most a quarter of the context.
 _REPLY_TOKENS = 512
 # Upper limit on the size of a control token's text, in bytes.
 _MAX_CONTROL_TOKEN_BYTES = 512
-# Maximum number of conversations whose exact tokens are remembered. Few are active at once.
 _REMEMBERED_CONVERSATIONS = 8
 
 
@@ -102,8 +101,8 @@ class PromptBuilder:
             if len(prefix.text) == len(text):
                 return RenderedPrompt(text, list(prefix.tokens))
             rest = self._tokenize(text[len(prefix.text) :], escaping, False, progress)
-            # Append new tokens only if they begin with a control token. Other text could merge with the text
-            # before it.
+            # Append tokens only if the first is a control token, because other tokens could merge with
+            # earlier text.
             if rest and self._vocabulary.piece(rest[0]) == b"":
                 return RenderedPrompt(text, prefix.tokens + rest)
         start = not (self._vocabulary.bos_text and text.startswith(self._vocabulary.bos_text))
@@ -161,8 +160,8 @@ class PromptBuilder:
     def _plain_tokens(self, text: str) -> list[int]:
         """Return tokens that decode to exactly `text`, without control tokens."""
         vocabulary, spelled = self._vocabulary, text.encode("utf-8", "replace")
-        # Some tokenizers prepend a space. In that case, try variants of the text and drop the extra tokens at
-        # the start.
+        # Some tokenizers prepend a space. Try variants of the text until the tokens decode to exactly the
+        # text.
         for anchored in (text, text.removeprefix(" "), f"\n{text}"):
             tokens = vocabulary.tokenize(anchored, special=False, start=False)
             for first in range(3):
@@ -256,7 +255,7 @@ class PromptBuilder:
         Reasoning is not counted, because most templates drop it.
         """
         content = message.content
-        # A lower bound is enough for a very long message, because it will be dropped anyway.
+        # A lower bound is enough for a message that is too long for the context.
         least = self._vocabulary.min_tokens(content) if len(content) > context_tokens else 0
         if least <= context_tokens:
             least = self._scanner.scan(content, progress).token_count
@@ -270,7 +269,6 @@ class PromptBuilder:
                 short, long = (len(self.build([*turn * count, turn[0]], progress).tokens) for count in (1, 2))
                 self._added_tokens = max(0, (long - short) // len(turn) - 1)
             except TemplateError:
-                # The template rejects the sample conversation. Assume that it adds no tokens.
                 self._added_tokens = 0
         return self._added_tokens
 
@@ -306,7 +304,7 @@ class PromptBuilder:
             piece = self._vocabulary.raw_piece(token) if control else self._vocabulary.piece(token)
             if not encoded.startswith(piece, at):
                 if i == 0 and control:
-                    # Skip the start token, which the tokenizer adds but the template does not write.
+                    # Skip the start token, which the tokenizer adds and chat templates do not write.
                     continue
                 break
             if control:
@@ -328,15 +326,13 @@ class PromptBuilder:
         tokens = tokenize(vocabulary, text, special=True, start=start, progress=progress)
         if not escaping.literals:
             return tokens
-        # Keep the control tokens that the template wrote, and tokenize the user's text between them as plain
-        # text.
+        # Keep the template's control tokens. Tokenize the user's text between them as plain text.
         control_tokens, tokens = [token for token in tokens if is_control(vocabulary, token)], []
         at = 0
         for token in control_tokens:
             spelling = literal(vocabulary, token)
             begin = text.find(spelling, at)
             if begin < 0:
-                # Keep the start token, which the tokenizer adds although the text does not contain it.
                 tokens.append(token)
                 continue
             if begin > at:

@@ -64,7 +64,7 @@ def piece_with_markers(vocabulary: Vocabulary, token: int) -> bytes:
 
 
 def opening_marker(prompt: str) -> str:
-    """Return the opening marker and whitespace at the end of a prompt, or an empty string.
+    """Return the marker that opens reasoning at the end of a prompt, with whitespace, or an empty string.
 
     The templates of DeepSeek R1, QwQ and others write the opening marker themselves, so that the model must
     reason. The reply then starts inside the reasoning.
@@ -79,7 +79,7 @@ def split_at_markers(text: str) -> list[tuple[str, bool]]:
 
 
 def leading_marker(text: str) -> str:
-    """Return the opening marker and whitespace at the start of a reply, or an empty string."""
+    """Return the marker that opens reasoning at the start of a reply, with whitespace, or an empty string."""
     leading = _LEADING.match(text)
     return leading[0] if leading else ""
 
@@ -111,9 +111,9 @@ class ReasoningSplitter:
         self._close = ""
         self._phase: Literal["start", "reasoning", "answer"] = "start"
         self._held = ""
-        # Whether to drop whitespace. True until the reasoning, or later the answer, has its first text.
+        # Whether to drop leading whitespace of the reasoning or the answer.
         self._drops_space = False
-        # Number of buffered characters that are already in the prompt and must not be returned.
+        # Number of buffered characters that are not returned, because they belong to the prompt.
         self._skipped = 0
         self.feed(reply_start)
         self._skipped = len(self._held)

@@ -133,7 +133,7 @@ class ChatStore:
         self.folder = folder if folder is not None else data_folder() / "chats"
 
     def new_id(self) -> str:
-        """Return a new, unused ID made of the current time and random digits."""
+        """Return an unused chat ID made of the current time and random digits."""
         while True:
             chat_id = f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{secrets.token_hex(4)}"
             if not os.path.exists(self._path(chat_id)):

@@ -28,8 +28,7 @@ from edgespec.files import format_bytes
 
 __all__ = ["TemplateProcess"]
 
-# Maximum number of 50 ms waits for a reply, about 20 seconds in total. Time during which edgespec is
-# suspended does not count.
+# Maximum number of 50 ms waits for a rendered prompt, about 20 seconds.
 _MAX_POLLS = 400
 
 
@@ -52,8 +51,8 @@ class TemplateProcess:
             )
         script = str(Path(__file__).with_name("template_worker.py"))
         try:
-            # Python's -I option ignores the current folder and PYTHONPATH. In a new session, the process does
-            # not receive the terminal's Ctrl-C.
+            # The -I option ignores the current folder and PYTHONPATH. In a new session, the process does not
+            # receive the terminal's Ctrl-C.
             self._process = subprocess.Popen(
                 [sys.executable, "-I", script, *_import_folders()],
                 stdin=subprocess.PIPE,
@@ -70,7 +69,7 @@ class TemplateProcess:
 
     @property
     def alive(self) -> bool:
-        """Whether the process can handle requests."""
+        """Whether the child process can still handle requests."""
         return self._end.alive and self._process.poll() is None
 
     def ask(self, request: dict[str, Any], progress: Progress | None = None) -> dict[str, str]:

@@ -30,9 +30,9 @@ __all__ = [
 
 # Maximum CPU time in seconds for rendering a prompt. A chat of 5,000 messages takes 0.2 seconds.
 CPU_SECONDS = 2.0
-# Maximum length of an error message. Chat templates can raise errors with messages of any length.
+# Maximum length of a template's error message in characters.
 _MAX_ERROR_CHARACTERS = 300
-# Part of Python's error message about long integers. It is removed, because it does not help users.
+# Advice that Python appends to its error about long integers. It does not help users, so remove it.
 _PYTHON_ADVICE = "; use sys.set_int_max_str_digits() to increase the limit"
 
 
@@ -59,7 +59,6 @@ def read_message(stream: IO[bytes], max_bytes: int | None = None) -> tuple[dict[
     data = stream.read(size_bytes)
     if len(data) < size_bytes:
         return None
-    # Accept lone surrogates, which messages can contain although they are not valid UTF-8.
     return json.loads(data.decode("utf-8", "surrogatepass")), size_bytes
 
 
@@ -105,7 +104,7 @@ def compile_template(source: str) -> Template:
 
 def main() -> None:
     """Answer requests until stdin is closed."""
-    # Add the folders that contain Jinja, which `python -I` may not search.
+    # Add the folders that contain Jinja, because `python -I` may not find it.
     sys.path += sys.argv[1:]
     template: Template | None = None
     while message := read_message(sys.stdin.buffer):

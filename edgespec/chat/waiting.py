@@ -13,7 +13,6 @@ from edgespec.errors import CancelledError
 __all__ = ["check_cancelled", "wait_for"]
 
 _Result = TypeVar("_Result")
-# Seconds between checks for cancellation during a long call.
 _POLL_SECONDS = 0.05
 
 

@@ -203,7 +203,6 @@ def _demo(stop: Stop) -> Check:
 
 def _print(checks: list[Check]) -> None:
     width = max(len(check.name) for check in checks)
-    # None makes click remove colours if stdout is not a terminal.
     colour = False if os.environ.get("NO_COLOR") else None
     for check in checks:
         warns = not check.ok or bool(check.next_step)

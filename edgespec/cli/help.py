@@ -72,7 +72,6 @@ class HelpfulCommand(_Helpful):
 
     def invoke(self, ctx: click.Context) -> Any:
         """Run the command, ignoring settings that the chosen drafting method does not use."""
-        # The context's `meta` is empty for commands without settings.
         if ctx.meta:
             from edgespec.cli.settings import ignore_unread_settings
 

@@ -23,7 +23,6 @@ from edgespec.cli.failures import INTERRUPTED
 __all__ = ["Stop", "interruptible"]
 
 _Result = TypeVar("_Result")
-# Seconds between checks for signals in the main thread.
 _SIGNAL_SECONDS = 0.1
 
 
@@ -74,7 +73,7 @@ class _WorkerThread:
         while True:
             call = self._calls.get()
             call()
-            # Do not keep the models that the call used in memory while waiting for the next call.
+            # Free the call's models while waiting for the next call.
             del call
 
 
@@ -106,7 +105,7 @@ def interruptible(work: Callable[[Stop], _Result]) -> _Result:
 
     def on_signal(_number: int, _frame: FrameType | None) -> None:
         if stop.requested:
-            # End the process without waiting for the running command, because a native call may hang.
+            # Do not wait for the running command, because a native call may hang.
             click.echo("interrupted", err=True)
             sys.stdout.flush()
             os._exit(INTERRUPTED)

@@ -33,7 +33,7 @@ __all__ = [
 
 _MAX_SEED = (1 << 63) - 1
 _BAR_CELLS = 20
-# If stderr is not a terminal, the remaining time is printed only if it is at least this long.
+# Remaining times shorter than this are printed only on a terminal.
 _MIN_REPORTED_SECONDS = 10.0
 _shown = partial(click.option, show_default=True)
 
@@ -81,7 +81,7 @@ class RepliesProgress(ProgressLine):
         super().__init__(stop)
         self._ends = monotonic() + max_seconds if max_seconds else inf
         self._current = ""
-        # The time when the current step, such as the warm-up or the first reply, began.
+        # Start time of the current step, such as the warm-up or the first reply.
         self._step_began = 0.0
         self._first: tuple[float, float] | None = None
 

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 __all__ = ["STORED_BY", "Shown", "entry_json", "installed_json", "prepared_json"]
 
 STORED_BY = {"embedded": "edgespec", "ollama": "Ollama", "lmstudio": "LM Studio", "hub": "Hugging Face"}
-# Maximum number of draft models that `edgespec models show` lists.
 _MAX_DRAFTS = 8
 
 

@@ -59,8 +59,6 @@ class Program(HelpfulGroup):
                 sys.stderr.write("error: there is nowhere to print to, because stdout is closed\n")
             sys.exit(FAILED)
         with suppress(AttributeError):
-            # Replace characters that the terminal cannot show. They would otherwise raise an error during a
-            # reply.
             sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]
             sys.stderr.reconfigure(errors="replace")  # type: ignore[union-attr]
         extra |= {"prog_name": "edgespec", "standalone_mode": False}

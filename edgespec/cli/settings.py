@@ -56,7 +56,6 @@ VARIABLES = {
 
 _SETTINGS_KEY = "edgespec.cli.settings"
 _USED_KEY = "edgespec.cli.settings used"
-# Maximum number of characters of an unknown setting's name to quote in an error message.
 _MAX_NAME = 60
 
 
@@ -138,7 +137,7 @@ class Settings:
         return cls(path, environment, file, tuple(problems))
 
     def find(self, command: str, name: str) -> SettingValue | None:
-        """Look up a setting in the environment, then in the command's section, then in the common section."""
+        """Return a setting from the environment, the file's section for a command, or its common section."""
         places = (self.environment, self.file.get(command, {}), self.file.get(ALL_COMMANDS, {}))
         return next((place[name] for place in places if name in place), None)
 

@@ -22,7 +22,7 @@ __all__ = ["KeyPath", "NotEditableError", "changed", "line_number", "quoted", "r
 KeyPath: TypeAlias = tuple[str, ...]
 """The names that lead to a value: `("temperature",)`, `("chat", "temperature")`."""
 _LOCK_SECONDS = 10
-# Maximum size of a settings file in bytes, and maximum number of lines in one value. They keep editing fast.
+# Maximum size of a settings file in bytes, and maximum number of lines in one value.
 _MAX_BYTES, _MAX_VALUE_LINES = 64 << 10, 500
 _PLACE = re.compile(r" \(at (?:line (\d+), column (\d+)|end of document)\)$")
 

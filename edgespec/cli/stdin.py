@@ -18,7 +18,7 @@ __all__ = ["read_piped_text", "read_stdin"]
 # Seconds to wait for the first byte from a pipe. Editors and schedulers often start programs with an open
 # pipe to which they never write.
 _WAIT_SECONDS = 10.0
-# Seconds to wait for a pipe before telling the user what edgespec is waiting for.
+# Seconds to wait for piped text before printing that edgespec is waiting.
 _NOTICE_SECONDS = 2.0
 # Maximum size of the text read from stdin, far more than any context holds.
 _MAX_BYTES = 64 << 20
@@ -67,7 +67,7 @@ def read_piped_text() -> str:
         number = sys.stdin.fileno()
         mode = os.fstat(number).st_mode
     except io.UnsupportedOperation:
-        return read_stdin()  # stdin is a buffer in memory, set by a Python program.
+        return read_stdin()
     except (OSError, ValueError):
         return ""
     if stat.S_ISREG(mode):

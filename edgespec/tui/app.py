@@ -28,7 +28,6 @@ __all__ = ["ChatApp", "ChatEnd", "run_chat"]
 
 # Seconds between updates of the loading screen.
 _TICK_SECONDS = 1 / 25
-# Maximum time to wait for the reply and the model thread when the user quits.
 _QUIT_SECONDS = 5.0
 # Python's thread switch interval during the chat, in seconds. The default of 5 ms can slow down small models.
 _SWITCH_SECONDS = 5e-5
@@ -217,7 +216,7 @@ def run_chat(load: Load, **options: Any) -> ChatEnd:
     """
     check_textual_variables()
     app = ChatApp(load, **options)
-    # Switch threads more often, so that drawing the screen does not delay the model.
+    # Switch threads more often, so that drawing the screen does not slow down the model.
     before = sys.getswitchinterval()
     sys.setswitchinterval(_SWITCH_SECONDS)
     with EndWatch(app.save_turn, app.leave_soon, app.stop_model) as watch:
@@ -228,8 +227,7 @@ def run_chat(load: Load, **options: Any) -> ChatEnd:
             model_stopped = app.stop_model()
             app.save_turn()
         if not model_stopped:
-            # The model does not stop. End the process without Python's normal cleanup, which could crash
-            # while the model computes.
+            # A native call does not return, so end the process without cleaning up.
             for error in app.archive.unsaved.values():
                 sys.stderr.write(f"error: {error}\n")
             sys.stdout.flush()
@@ -239,7 +237,6 @@ def run_chat(load: Load, **options: Any) -> ChatEnd:
     if app.load_error is not None:
         raise app.load_error
     if app.return_code:
-        # Textual has already printed the traceback of the original error.
         raise EdgespecError(
             "an error in the user interface ended the chat; the messages are saved",
             "report the traceback above, and run `edgespec chat --resume` to continue",

@@ -16,8 +16,7 @@ __all__ = ["Archive"]
 
 # Seconds between saves of a reply while it is generated.
 _SAVE_SECONDS = 1.0
-# Maximum fraction of the time spent saving a reply while it is generated. If saving is slow, it is done less
-# often.
+# Maximum fraction of time spent saving. Chats that take long to save are saved less often.
 _MAX_SAVING_SHARE = 0.1
 
 

@@ -26,7 +26,7 @@ from edgespec.tui.worker import Act
 
 __all__ = ["ChatScreen"]
 
-# Pressing Ctrl+C twice within this many seconds quits the chat.
+# Maximum time in seconds between two presses of Ctrl+C that quit the chat.
 _TWICE_SECONDS = 2.0
 _MAIN, _OTHER = Binding.Group("Most used"), Binding.Group("Other keys")
 

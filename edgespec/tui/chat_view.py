@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 
 __all__ = ["ChatView"]
 
-# Seconds between measurements of the process's memory.
 _MEMORY_SECONDS = 3.0
 
 

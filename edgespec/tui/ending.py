@@ -53,7 +53,6 @@ class EndWatch:
 
     def __enter__(self) -> EndWatch:
         for number in _SIGNALS:
-            # Keep ignoring signals that are already ignored, such as SIGHUP under `nohup`.
             if signal.getsignal(number) is not signal.SIG_IGN:
                 self._handlers[number] = signal.signal(number, self._on_signal)
         Thread(target=self._watch, name="edgespec-end", daemon=True).start()

@@ -45,7 +45,7 @@ _ESCAPES = {"\n": "\\n", "\t": "\\t", ",": "\\c", " ": "\\s"}
 
 
 def parse(name: str, text: str) -> Setting:
-    """Parse `text` as a value of the setting `name`. Raises OptionError."""
+    """Convert `text` to a value of the setting `name`. Raises OptionError if it is invalid."""
     if name == "stop":
         return _stops(text)
     kind = REPLY_OPTIONS[name].kind
@@ -83,7 +83,7 @@ def setting_named(name: str) -> str:
 
 
 def shown(value: Setting) -> str:
-    """Format a value as text that `parse` accepts."""
+    """Format a setting's value as text that `parse` can convert back."""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, float):
@@ -103,7 +103,7 @@ def default_text(name: str, runtime: Runtime, settings: Mapping[str, Setting]) -
     try:
         defaults = dict(runtime.reply_defaults(None if method is None else str(method)))
     except OptionError:
-        # If the chat's method cannot be used with the loaded models, show the defaults of their usual method.
+        # If the chat's method needs a model that is not loaded, show the default values instead.
         defaults = dict(runtime.reply_defaults())
     value = defaults[name]
     if name == "draft_length" and defaults["method"] == "auto":

@@ -29,7 +29,6 @@ __all__ = [
     "worst_case",
 ]
 
-# Where each drafter's tokens come from, as shown on screen.
 _SOURCES = {
     "layerskip": "first layers of the model",
     "lookahead": "parallel guesses",
@@ -181,7 +180,7 @@ def _context(max_tokens: int, current_tokens: int) -> str:
 
 
 def memory_rows(use: MemoryUse) -> list[tuple[str, str]]:
-    """Return the rows that /memory displays."""
+    """Return the labels and values that the /memory command displays, such as the size of the KV cache."""
     cache = use.prefix_cache
     rows = [
         ("model files", format_bytes(use.weight_bytes)),

@@ -17,11 +17,10 @@ from edgespec.tui.worker import Act, Ask, ChatState
 
 __all__ = ["TurnScreen"]
 
-# Seconds between screen updates.
 _TICK_SECONDS = 1 / 25
-# Number of screen updates per update of the details panel. Numbers that change more often are hard to read.
+# Update the details panel only after this many screen updates, so that its numbers are readable.
 _TICKS_PER_DETAILS = 5
-# Maximum fraction of CPU time spent drawing, and the longest pause in seconds between screen updates.
+# Maximum fraction of CPU time for drawing, and longest pause between screen updates in seconds.
 _MAX_DRAWING_SHARE = 0.25
 _MAX_PAUSE_SECONDS = 0.2
 
@@ -159,7 +158,7 @@ class TurnScreen(ChatView):
         self._tick_timer.resume()
 
     async def _tick(self) -> None:
-        # Draw less often if drawing is slow, so that the model gets enough CPU time.
+        # Draw less often if drawing is slow, to leave CPU time for the model.
         now, spent = monotonic(), thread_time()
         pause = min((spent - self._spent_at) / _MAX_DRAWING_SHARE, _MAX_PAUSE_SECONDS)
         if now - self._drawn_at < pause:
@@ -231,8 +230,7 @@ class TurnScreen(ChatView):
             await self.save()
             return
         if state is None and chat.turn is not None and chat.turn.written:
-            # The reply failed after some text was generated. Keep that text, as for a reply that the user
-            # stops.
+            # Keep the text that was generated before the reply failed.
             chat.follow(chat.turn.messages)
             chat.unfinished = True
             chat.end_turn()
@@ -242,7 +240,7 @@ class TurnScreen(ChatView):
             entry.thought_seconds = reply.thoughts.seconds
             await self.save()
             return
-        # No text was generated, so show the conversation as it was before.
+        # No text was generated, so restore the conversation from before the message.
         chat.end_turn()
         await reply.finish(reply.text, reply.reasoning, None)
         self._give_back_text()

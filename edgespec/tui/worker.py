@@ -86,7 +86,7 @@ class ModelThread:
         return loaded
 
     def open_chat(self, system: str | None, messages: Sequence[Message]) -> Future[ChatState]:
-        """Open another conversation."""
+        """Let the model thread continue another conversation, such as a saved chat."""
         copy = tuple(messages)
         return self._submit(lambda: _state(self._loaded().chat(system, copy)))
 

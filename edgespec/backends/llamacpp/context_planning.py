@@ -49,8 +49,8 @@ UNDO_TOKENS = 8
 # writes them.
 _SMALL_STATES_BYTES = 128 * 2**20
 _F16 = KvTypes("f16", "f16")
-# Maximum size of the logits buffer for the lower layers of a split model. It limits the tokens per forward
-# pass.
+# Maximum size in bytes of the logits buffer for a split model's lower layers. It limits the tokens per
+# forward pass.
 _UNREAD_BYTES = 16 * 2**20
 # Minimum number of tokens per forward pass of a split model's lower layers, even if their logits need much
 # memory.
@@ -64,10 +64,10 @@ class States:
     """The memory needed by a model with recurrent layers.
 
     Attributes:
-        state_bytes: The size of a sequence's recurrent state, which is independent of the context length.
-        f16_bytes_per_token: The size of a token's keys and values if they are stored as f16.
-        keeps_earlier: Whether llama.cpp can roll back the last `UNDO_TOKENS` tokens by keeping earlier
-            recurrent states.
+        state_bytes: The size of a sequence's recurrent state in bytes, which is independent of the context
+            length.
+        f16_bytes_per_token: The size of a token's keys and values in bytes if they are stored as f16.
+        keeps_earlier: Whether llama.cpp can undo the most recent tokens by keeping earlier recurrent states.
     """
 
     state_bytes: int

@@ -16,8 +16,8 @@ class UnchangedPrefix:
     """Counts the tokens at the start of the target's KV cache that a draft model has valid copies of.
 
     Attributes:
-        tokens: The number of these tokens. The draft model sets it, and every rollback of the target reduces
-            it.
+        tokens: The number of tokens. The draft model sets it after copying, and every rollback of the target
+            reduces it.
     """
 
     tokens: int = 0

@@ -88,7 +88,6 @@ def load(path: str, name: str, options: LoadOptions, progress: Progress | None =
         CancelledError: `progress` returned False.
     """
     check_options(options)
-    # Raises BackendMissingError if mlx is not installed.
     mx = mlx_core()
     from edgespec.backends.mlx.evaluation import freed_buffers_bytes, release_thread_state
 

@@ -235,7 +235,7 @@ def _drawn(
         keep = likely if keep is None else keep & likely
     if keep is not None:
         scores = mx.where(keep, scores, -mx.inf)
-    if count == 1:  # The best token always passes the filters.
+    if count == 1:
         return mx.take_along_axis(tokens, mx.argmax(scores, axis=-1, keepdims=True), axis=-1), None
     place = mx.argsort(-scores, axis=-1)[:, :count]
     kept = None if keep is None else mx.minimum(keep.sum(axis=-1), count)

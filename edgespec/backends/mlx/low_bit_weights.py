@@ -211,7 +211,7 @@ def install_low_bit_weights(model: Any, trace_pass: Callable[[], object]) -> Low
     lookups = {name for name in replaced if isinstance(before[name], _TABLES) and not replaced[name].is_head}
     model.update_modules(tree_unflatten([(name, before[name]) for name in lookups]))
     low_bits.weights = [new for name, new in replaced.items() if name not in lookups]
-    low_bits.zeros.clear()  # Free the arrays of the traced pass, which is never run.
+    low_bits.zeros.clear()
     return low_bits
 
 

@@ -169,7 +169,6 @@ class PassRunner:
             self._round.extend(tree, first)
             return prelaunched.logits if prelaunched else self._logits(self._run(tree.tokens, first), first)
         except BaseException:
-            # After an error, stored hidden states could be incomplete, so discard the draft.
             self.end_round()
             raise
 

@@ -183,7 +183,7 @@ class _Checks:
         partial_model = model.partial_models.create(method, model.facts.name)
         model.truncate(0)
         model.prefill(self._tokens[:2])
-        for end in (1, 2, 3):  # Draft a wrong token at the end, to test that it is discarded.
+        for end in (1, 2, 3):
             model.draft(partial_model, self._tree([2, 3, 6][:end], range(-1, 2)), end - 1)
         problem = self._differs(subject, self._chain(2, 3, 4), [2, 3, 4])
         model.commit((1, 2))

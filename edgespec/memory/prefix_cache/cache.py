@@ -87,7 +87,6 @@ class PrefixCache:
         self.reuse_costs = reuse_costs
         self.hits = self.reused_tokens = 0
         self._model = model
-        # Whether the model can remove tokens from the end of its KV cache.
         self._can_truncate = model.facts.capabilities.partial_truncate
         self._max_copied_bytes = max_copied_bytes
         self.store = SegmentStore(max_bytes, disk, available, reuse_costs, reserve_bytes)

@@ -174,7 +174,6 @@ class PrefixCacheDisk:
             with _lock(self._root, _LOCK_SECONDS):
                 if self.was_cleared:
                     return False
-                # Delete incomplete files that a killed process left behind.
                 for path in self._root.glob("*/.*.tmp"):
                     _delete(path)
                 if not self._make_room(size_bytes, self._chain(after)):

@@ -133,7 +133,6 @@ def _bar_row(label: str, share: float, value: str, style: str, width: int) -> Co
 def _memory(stats: Stats | None, memory_bytes: int, width: int) -> Content:
     rows = [_heading("Memory"), _row("Now", format_bytes(memory_bytes), width)]
     if stats is not None:
-        # Memory may have grown since the peak was measured at the end of the reply.
         peak_bytes = max(stats.peak_memory_bytes, memory_bytes) if stats.peak_memory_bytes else 0
         named = (
             ("Peak", peak_bytes),

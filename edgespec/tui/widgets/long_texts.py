@@ -15,8 +15,7 @@ __all__ = ["drawing_seconds", "hidden_note", "limited_chunks", "limited_markdown
 
 # Maximum number of characters of plain text to show. Textual wraps about 200,000 characters per second.
 _MAX_CHARACTERS = 100_000
-# Seconds that Textual takes per character and per widget to draw Markdown, measured on a busy machine with
-# two cores. Each block, such as a paragraph, and each table cell is a widget.
+# Seconds that Textual needs to draw one Markdown character and one widget, measured on two cores.
 _CHARACTER_SECONDS, _WIDGET_SECONDS = 3e-5, 4e-3
 _LIST_ITEM_WIDGETS = 4
 _LIST_ITEM = re.compile(r"\s*(?:[-*+]|\d+[.)])\s")

@@ -189,7 +189,7 @@ class ReplyMessage(Widget):
 
     def _refresh_thoughts(self) -> None:
         chunks = [chunk for chunk in self.chunks if chunk.reasoning]
-        # Show no colours if the chunks do not cover the whole reasoning, as in a continued reply.
+        # The chunks of a continued reply may lack part of the reasoning. Show it without colours.
         coloured = self.coloured and "".join(chunk.text for chunk in chunks) == self.reasoning
         text = (
             _origin_content(chunks)
