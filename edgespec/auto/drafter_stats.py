@@ -32,8 +32,8 @@ class DrafterStats:
     Attributes:
         acceptance: Acceptance statistics for the current kind of text.
         retries: Retry schedule for the current kind of text.
-        empty_draft_levels: Maximum length of the last requested draft if the drafter chose to draft nothing,
-            otherwise 0.
+        empty_draft_levels: Draft length last requested, if the drafter then chose to draft nothing; otherwise
+            0.
         has_prefilled: Whether the drafter has prefilled tokens in this reply.
     """
 

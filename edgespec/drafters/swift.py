@@ -51,7 +51,7 @@ class SwiftDrafter(Drafter):
 
     Between replies, the drafter searches for the best layers to skip, using the end of the current chat as
     test data. Nothing is drafted until skipping some set of layers is expected to be faster than plain
-    decoding. The paper skips attention and feed-forward blocks separately; here, whole layers are skipped.
+    decoding. Unlike in the paper, only whole layers are skipped.
 
     Args:
         target: The target model.

@@ -23,12 +23,8 @@ _INTEGER_BYTES = 32
 class SuffixAutomaton:
     """A suffix automaton for a token sequence (Blumer et al. 1985).
 
-    A state represents all substrings that end at exactly the same positions. `lengths[state]` is the length
-    of the longest one. Its suffix link leads to the state of the longest suffix that also occurs elsewhere.
-    Appending a token adds one or two states in amortised constant time and follows at most
-    `_MAX_COUNTED_TOKENS` links to update the counts. States are stored in flat arrays; only states with
-    several transitions have a dict. Memory use is about 100 bytes per token for code or prose, and at most
-    350.
+    A state represents all substrings that end at exactly the same positions. Appending a token takes
+    amortised constant time. Memory use is about 100 bytes per token for code or prose, and at most 350.
 
     Args:
         min_probability: Tokens that follow a smaller fraction of occurrences may be missing from
@@ -203,7 +199,7 @@ class SuffixAutomaton:
         return others.get(token, 0) if others is not None else 0
 
     def follow(self, match: tuple[int, int], tokens: Sequence[int]) -> tuple[int, int]:
-        """Extend a match with the end of another sequence by the tokens appended to that sequence.
+        """Update the longest match with the end of another sequence after tokens are appended to it.
 
         Args:
             match: State and length of the longest match before the tokens were appended; (0, 0) if nothing

@@ -25,10 +25,8 @@ _TOKEN = np.dtype(">i4")
 class SuffixArray:
     """A suffix array of reversed texts, in which all occurrences of a match are adjacent.
 
-    Positions are sorted by the preceding MAX_MATCH_TOKENS tokens with prefix doubling (Manber and Myers
-    1990), which needs log2(MAX_MATCH_TOKENS) sorts of all n tokens. The index uses 8 bytes per token. A
-    lookup binary-searches for the insertion point of the current suffix. The longest match is next to this
-    point, and shorter matches surround it.
+    Positions are sorted by the 32 tokens before them with prefix doubling (Manber and Myers 1990). A binary
+    search finds the longest match. The index uses 8 bytes per token.
 
     Attributes:
         text: All texts, with separators around each, as big-endian int32 [n].
