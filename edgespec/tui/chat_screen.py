@@ -336,7 +336,7 @@ class ChatScreen(TurnScreen):
                 )
 
     async def set_settings(self, settings: dict[str, Setting], note: str) -> None:
-        """Apply settings from the next message on, and show `note`. Raises OptionError for an unusable method."""
+        """Apply settings from the next message on, and show `note`. Raises OptionError if that fails."""
         if "method" in settings:
             self.runtime.method_for(str(settings["method"]))
         self.current_chat.settings = settings
