@@ -218,7 +218,10 @@ def _info_lines(info: ModelInfo) -> list[tuple[str, str]]:
         ("trained context", trained),
         ("vocabulary", f"{info.vocab_size:,} tokens ({same})"),
         ("context memory", f"{format_bytes(info.kv_bytes * 1000)} per 1,000 tokens at f16"),
-        ("has chat template", "yes" if info.chat_template else "no (use `edgespec generate --raw` instead of a chat)"),
+        (
+            "has chat template",
+            "yes" if info.chat_template else "no (use `edgespec generate --raw` instead of a chat)",
+        ),
     ]
     if info.heads:
         lines.append(("drafting heads", ", ".join(info.heads)))

@@ -118,7 +118,11 @@ def _real_model(runtime: Runtime) -> list[str]:
         return []
     budget_bytes = plan.budget_bytes("memory")
     suggestion = suggest_model(budget_bytes, "mlx" if is_mlx else "gguf")
-    return [f"To chat with a larger model, run: {suggestion.describe(chat_command(), budget_bytes)}"] if suggestion else []
+    return (
+        [f"To chat with a larger model, run: {suggestion.describe(chat_command(), budget_bytes)}"]
+        if suggestion
+        else []
+    )
 
 
 def show_rows(
