@@ -1,4 +1,4 @@
-"""The names of drafters, and a parser for method names."""
+"""The names of the drafters, and a parser for method names such as `model+suffix`, which combine drafters."""
 
 from __future__ import annotations
 

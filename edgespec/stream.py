@@ -155,7 +155,7 @@ class ReplyStream:
             self._reading.release()
 
     def _add(self, step: Step) -> None:
-        """Add a step's text as chunks, separating reasoning from answer and drafted from other text."""
+        """Split the text of a step into chunks by reasoning or answer, and by drafted or not."""
         self._tokens.extend(step.tokens)
         self._finish_reason = step.finish_reason or self._finish_reason
         texts, accepted = self._text.drain(), step.accepted

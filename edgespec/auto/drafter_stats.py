@@ -84,7 +84,10 @@ class DrafterStats:
         self.has_prefilled = True
 
     def select_text_kind(self, kind: str) -> None:
-        """Switch to the statistics for a kind of text, such as code. A new kind starts with a copy."""
+        """Switch to the statistics for a kind of text, such as code.
+
+        A new kind starts with the statistics of the previous kind.
+        """
         if kind not in self._acceptance_by_kind:
             acceptance = AcceptanceStats(self.is_lookup)
             acceptance.restore_statistics(self.acceptance.saved_statistics())

@@ -60,7 +60,7 @@ class LiveCosts:
 
     # Weight of the newest single-token pass in the estimated duration of a target step.
     _TARGET_STEP_RATE = 0.25
-    # Weight of the newest multi-token pass in the estimated cost of its width.
+    # Weight of the newest pass in the moving average of the cost of passes with this many tokens.
     _WIDE_PASS_RATE = 0.15
     # Logarithm of the largest factor by which a single pass can change an estimate.
     _MAX_LOG_CHANGE = math.log(4.0)

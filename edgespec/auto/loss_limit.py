@@ -12,8 +12,7 @@ from typing import NamedTuple
 
 __all__ = ["LossLimit", "LossLimits"]
 
-# Share of a reply's plain decoding time that drafts may cost although no gain is expected from them, in
-# addition to `LossLimits.rate`.
+# Maximum time for trying drafters that do not seem to help, as a share of a reply's plain decoding time.
 _EXPLORATION_RATE = 0.01
 
 

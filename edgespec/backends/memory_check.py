@@ -1,4 +1,4 @@
-"""Choose context sizes, and check that a model fits in memory and its tokens fit in the context."""
+"""Choose context sizes, and check that models fit in memory and prompts in the context."""
 
 from __future__ import annotations
 

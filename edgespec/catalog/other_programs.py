@@ -87,7 +87,7 @@ def ollama_names() -> list[str]:
 
 
 def installed_names() -> list[str]:
-    """Return the shortest names of all usable models in Ollama and LM Studio."""
+    """Return the shortest name of each usable model in Ollama and LM Studio."""
     return [*ollama_names(), *(one.names[0] for one in lmstudio_models() if one.path)]
 
 

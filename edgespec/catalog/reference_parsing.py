@@ -132,7 +132,7 @@ def _reject_near_misses(text: str) -> None:
     if revision := _REVISION.match(text):
         requested = f"revision {revision[2]}" if revision[2] else "a revision"
         raise ModelNotFoundError(
-            f"{_shorten(text)} names {requested}, but edgespec supports only the newest revision",
+            f"{_shorten(text)} specifies {requested}, but edgespec supports only the newest revision",
             f"write {_shorten(revision[1])}{revision[3] or ''}",
         )
     if text.endswith(":"):

@@ -65,7 +65,7 @@ def find_child(folder: Path, name: str) -> Path | None:
 
 
 class EntryBudget:
-    """The number of folder entries that the search of a store may still read.
+    """The number of folder entries that may still be read while searching for models.
 
     Attributes:
         left: Entries that may still be read. 0 or less once the limit is exceeded.

@@ -47,7 +47,7 @@ class ReplyText:
         return False
 
     def _undecided(self) -> int:
-        """Return the length of the longest end of the withheld text that could begin a stop string."""
+        """Return the length of the longest suffix of the withheld text that could begin a stop string."""
         longest = max((len(stop) for stop in self._stop), default=1) - 1
         for length in range(min(longest, len(self._held)), 0, -1):
             if any(stop.startswith(self._held[-length:]) for stop in self._stop):

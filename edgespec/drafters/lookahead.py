@@ -33,7 +33,7 @@ _INITIAL_DRAFT_LENGTH = 16
 _RECENT_TOKENS = 512
 # Number of tokens at the end of the prompt whose n-grams are indexed for drafting.
 _PROMPT_TOKENS = 1 << 14
-# Typical probability that a token of an n-gram is correct, and number of passes per n-gram that helps.
+# Typical probability that a drafted token of an n-gram is accepted, and number of passes per accepted n-gram.
 _TOKEN_PROBABILITY, _PASSES_PER_HIT = 0.4, 3.0
 
 

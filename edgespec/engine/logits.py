@@ -65,7 +65,7 @@ class Logits(Protocol):
         """Return at least the `count` largest logits of a row, including ties, or all if `count` is 0."""
 
     def above(self, row: int, margin: float) -> Candidates:
-        """Return every logit of a row that is at most `margin` less than the largest one."""
+        """Return every logit of a row that is within `margin` of the largest one."""
 
     def limit_vocab(self, vocab_size: int) -> Logits:
         """Return the same logits without token ids of `vocab_size` and above."""

@@ -123,7 +123,7 @@ class TargetCache:
         length = self._target.length
         if (whole := self._reusable(length)) < length:
             self._target.truncate(whole)
-            # Clear the cache of a model that could only be truncated to an earlier token.
+            # Clear the cache if it could not be truncated at exactly this token.
             if self._target.length < whole:
                 self._target.truncate(0)
         return self._target.length

@@ -106,7 +106,7 @@ def _interrupted_after(context: LlamaContext, cpu_seconds: float) -> Iterator[No
 
 
 def _use_vocabulary(weights: Any) -> None:
-    """Tokenize a text and look up tokens, to see whether the vocabulary makes llama.cpp crash."""
+    """Tokenize some text and look up tokens, to see whether the vocabulary makes llama.cpp crash."""
     vocabulary = LlamaVocabulary(weights)
     for special in (False, True):
         vocabulary.tokenize(_TEXT, special=special, start=True)

@@ -140,7 +140,7 @@ _COPY_NAMES = ("copy_weight", "copy_scales", "copy_biases")
 
 
 class _CopiedWeight:
-    """Mixin for modules that store an additional copy of their weight with fewer bits."""
+    """Mixin for modules that store an additional, lower-bit copy of their weight."""
 
     _low_bits: LowBitWeights
     copy_group_size: int

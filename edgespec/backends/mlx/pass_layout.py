@@ -39,7 +39,7 @@ class PassLayout:
     scratch: bool = False
 
     def set_chain(self, round_start: int) -> None:
-        """Prepare a pass over a chain that follows the first `round_start` cached tokens."""
+        """Prepare to run a chain of tokens after the first `round_start` cached tokens."""
         self.round_start, self.offsets = round_start, None
 
     def set_tree(self, round_start: int, parents: Sequence[int], depths: Sequence[int], first: int) -> None:

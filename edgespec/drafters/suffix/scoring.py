@@ -136,7 +136,7 @@ def grow_draft(
 
 
 def merge_drafts(drafts: Sequence[ScoredDraft], config: SuffixConfig) -> ScoredDraft:
-    """Extend the draft with the highest score by likely branches from the other drafts.
+    """Add likely branches from the other drafts to the draft with the highest score.
 
     A branch is added only if its estimated probability reaches `config.min_probability`.
     """
