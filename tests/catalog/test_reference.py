@@ -68,8 +68,14 @@ def test_the_home_folder_is_expanded(own_home: Path) -> None:
         ("hf:user/repo with spaces", "is not a Hugging Face repository; write it as"),
         ("hf:user/repo:", "ends in a colon without a quantisation; write hf:user/repo:Q4_K_M, or"),
         ("8b-q4:", "ends in a colon without a quantisation; write 8b-q4:Q4_K_M, or remove"),
-        ("8b-q4@main", "specifies revision main, but edgespec supports only the newest revision; write 8b-q4"),
-        ("user/repo@", "specifies a revision, but edgespec supports only the newest revision; write user/repo"),
+        (
+            "8b-q4@main",
+            "specifies revision main, but edgespec supports only the newest revision; write 8b-q4",
+        ),
+        (
+            "user/repo@",
+            "specifies a revision, but edgespec supports only the newest revision; write user/repo",
+        ),
         (
             "hf:user/repo@v1:Q8_0",
             "specifies revision v1, but .* only the newest revision; write hf:user/repo:Q8_0",
