@@ -32,7 +32,7 @@ _to_option = click.option(
     "prepare",
     cls=HelpfulGroup,
     short_help="Make the files that a GGUF model needs to draft for itself.",
-    examples=("edgespec prepare layerskip demo", "edgespec prepare lowbit ./my-f16.gguf"),
+    examples=("edgespec prepare layerskip demo --exit 4", "edgespec prepare lowbit ./my-f16.gguf"),
 )
 def command() -> None:
     """Make the files that a GGUF model needs to draft for itself. If interrupted, run the command again."""
@@ -42,7 +42,7 @@ def command() -> None:
     "layerskip",
     short_help="Split a model so that its first layers can draft.",
     examples=(
-        "edgespec prepare layerskip demo",
+        "edgespec prepare layerskip demo --exit 4",
         "edgespec prepare layerskip ./my.gguf --exit 8 --to ./my-layerskip",
     ),
 )
