@@ -28,7 +28,7 @@ def chat_command() -> str:
 def setup_command(packages: str = "") -> str:
     """Return the command that installs edgespec's own or optional packages, such as `scripts/setup mlx`.
 
-    edgespec is not on PyPI, so `pip install edgespec` could install an unrelated project.
+    edgespec is not on PyPI, so pip could install an unrelated project of that name.
 
     Args:
         packages: `mlx`, `mlx-cuda` or `dev`. Empty for the packages that edgespec always needs.

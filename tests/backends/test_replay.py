@@ -122,6 +122,8 @@ class History:
         if len(tokens) <= self.model.free_tokens:
             self.model.verify(TokenTree.chain(tokens[0], tokens[1:]))
         self.model.truncate(len(self.kept))
+        if self.inner.reach < 1000:  # The tokens of a snapshot are not known, so they cannot be run again.
+            self.kept = self.kept[: self.model.length]
 
     def truncate(self, act: Act, tokens: list[int]) -> None:
         length = max(0, len(self.kept) - act.seed % 40)

@@ -275,7 +275,7 @@ def test_prepared_models_are_tried(children: list[Any], demo_target: Path) -> No
 def command(path: Path) -> subprocess.Popen[bytes]:
     """Start `edgespec generate` as from a terminal."""
     return subprocess.Popen(
-        [sys.executable, "-m", "edgespec", "generate", "--target", str(path), "hi"],
+        [sys.executable, "-m", "edgespec", "generate", "-n", "4000", "--target", str(path), "hi"],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

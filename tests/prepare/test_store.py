@@ -142,7 +142,7 @@ def test_a_folder_with_an_invalid_manifest_is_kept(source: Path, tmp_path: Path,
     mine.mkdir()
     (mine / "letter.txt").write_text("dear")
     (mine / "edgespec.json").write_text(manifest)
-    with pytest.raises(OptionError, match="exists, and"):
+    with pytest.raises(OptionError, match="already exists but is not usable"):
         _made(source, to=mine)
     assert (mine / "edgespec.json").read_text() == manifest
     assert (mine / "letter.txt").read_text() == "dear"

@@ -203,6 +203,6 @@ def test_impossible_low_bit_options_are_rejected(llama: Any, folder: Path) -> No
     with pytest.raises(CapabilityError, match="without low_bits"):
         llama.self_draft(LowBit())
     model = load(folder / "llama", low_bits=True)
-    with pytest.raises(CapabilityError, match="cannot use a separate copy"):
+    with pytest.raises(CapabilityError, match="cannot use a separate low-bit copy"):
         model.self_draft(LowBit(copy="other"))
     model.close()
