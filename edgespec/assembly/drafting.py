@@ -151,7 +151,7 @@ class _DrafterFactory:
 
         return AutoConfig(
             limits,
-            LiveCosts(self._curve),
+            LiveCosts(self._curve, self._model.threads),
             saved_statistics,
             controls_named=max_loss is not None,
             adapts_length=adapts,

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from edgespec.auto.live_costs import LiveCosts
+from edgespec.auto.live_costs import Conditions, LiveCosts
 from edgespec.drafters.running_stats import RunningMean
 
 __all__ = ["WorstCaseCosts"]
 
 # Assumed cost of drafting one level, in target steps, until it is measured.
 _ASSUMED_LEVEL_COST = 0.3
-# Assumed worst case of a pass with a new number of concurrent replies, as a multiple of its expected cost.
+# Assumed worst case of a pass under new conditions, as a multiple of its expected cost.
 _ASSUMED_PASS_RATIO = 2.0
 # Factor by which worst cases decay in each round with a draft.
 _DRAFT_ROUND_DECAY = 0.97
@@ -35,12 +35,12 @@ class WorstCaseCosts:
         self._mean_level_seconds = RunningMean()
         # Highest recent ratio of the actual to the expected duration of a verify pass.
         self._pass_ratio = 1.0
-        self._pass_ratio_by_replies: dict[int, float] = {}
+        self._pass_ratio_under: dict[Conditions, float] = {}
 
-    def change_replies(self, previous_replies: int, previous_step_seconds: float) -> None:
-        """Adapt to a new number of concurrent replies. Call `LiveCosts.set_active_replies` first."""
-        self._pass_ratio_by_replies[previous_replies] = self._pass_ratio
-        self._pass_ratio = self._pass_ratio_by_replies.get(self._costs.replies, _ASSUMED_PASS_RATIO)
+    def change_conditions(self, previous: Conditions, previous_step_seconds: float) -> None:
+        """Adapt to the new conditions of `costs`. Call `LiveCosts.set_conditions` first."""
+        self._pass_ratio_under[previous] = self._pass_ratio
+        self._pass_ratio = self._pass_ratio_under.get(self._costs.conditions, _ASSUMED_PASS_RATIO)
         self.level_seconds *= self._costs.target_step_seconds / previous_step_seconds
 
     def extra_pass_seconds(self, width: int) -> float:

@@ -14,9 +14,10 @@ from numpy.typing import NDArray
 from edgespec.backends.base import LoadOptions
 from edgespec.backends.llamacpp.batch import Batch, Inputs
 from edgespec.backends.llamacpp.hidden_state_hook import HiddenStateHook
-from edgespec.backends.llamacpp.kv_types import KvTypes
+from edgespec.backends.llamacpp.kv_types import KvTypes, prefill_kernel_differs
 from edgespec.backends.llamacpp.metadata import vocabulary_size
 from edgespec.backends.llamacpp.native import Interrupt, library, recent_errors
+from edgespec.backends.llamacpp.thread_count import ThreadCount
 from edgespec.errors import (
     BackendError,
     CancelledError,
@@ -69,8 +70,21 @@ class ContextPlan:
         return replace(self, tokens=tokens, kv_bytes=self.kv_bytes + added_bytes)
 
 
+def _adapts_threads(options: LoadOptions, plan: ContextPlan) -> bool:
+    """Return whether the number of threads can change between passes.
+
+    With some cache types, attention rounds differently with one thread than with several.
+    """
+    return options.threads is None and not (
+        options.exact and prefill_kernel_differs(plan.kv_types, options, threads=1)
+    )
+
+
 class LlamaContext:
     """A llama_context with a unified KV cache. Not thread-safe, except for `interrupt`.
+
+    Uses `threads` threads on an idle machine, and fewer while other programs need the cores, unless the user
+    chose a number.
 
     Sequence 0 holds the committed tokens. The last sequence is scratch space for copying cells, and the
     others hold branches or checkpoints. If `allocate` fails, the context has no KV cache (see `is_lost`).
@@ -100,6 +114,7 @@ class LlamaContext:
         # The ids of all sequences other than 0 that may contain cells.
         self._others: set[int] = set()
         params.n_outputs_max = min(plan.rows, options.batch_tokens)
+        self._thread_count = ThreadCount(threads) if _adapts_threads(options, plan) else None
         params.n_threads = params.n_threads_batch = self.threads = threads
         params.type_k, params.type_v = plan.kv_types.ggml_types
         params.flash_attn_type = _FLASH_ATTENTION[options.flash_attention]
@@ -240,6 +255,7 @@ class LlamaContext:
         if self.interrupt.requested:
             raise CancelledError("the pass was cancelled")
         self._check_allocated()
+        self._adapt_threads()
         count = batch.native.n_tokens
         recent_errors(clear=True)
         status = self._lib.llama_decode(self._context, batch.native)
@@ -259,6 +275,13 @@ class LlamaContext:
             f"llama.cpp failed on a pass over {count} tokens with status {status}: {detail}",
             "close other programs or use a smaller --context",
         )
+
+    def _adapt_threads(self) -> None:
+        """Use as many threads for the next pass as there are cores that other programs leave free."""
+        if self._thread_count and (threads := self._thread_count.update()) != self.threads:
+            self._lib.llama_set_n_threads(self._context, threads, threads)
+            # A resize creates a new context from these parameters.
+            self._params.n_threads = self._params.n_threads_batch = self.threads = threads
 
     def copy(self, source: int, sequence: int, start: int = -1, end: int = -1) -> None:
         """Make `sequence` share the cells of `source` at positions [start, end), by default all of them.
