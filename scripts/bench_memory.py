@@ -39,6 +39,7 @@ from typing import Any
 import psutil
 
 import edgespec
+from edgespec.backends.memory_estimate import MODEL_MEMORY_KINDS
 from edgespec.catalog import resolve
 from edgespec.catalog.catalogue import models_folder
 
@@ -235,7 +236,6 @@ def _measure(args: argparse.Namespace, method: str, context: int) -> Measurement
         planned = (stats.draft_weight_bytes, stats.draft_kv_bytes + stats.draft_other_bytes)
         if method == "none":
             planned = (runtime.target.weight_bytes, runtime.target.kv_bytes)
-    other_kinds = ("process", "headroom")
     items = runtime.plan.items if runtime.plan else ()
     return Measurement(
         method,
@@ -247,7 +247,7 @@ def _measure(args: argparse.Namespace, method: str, context: int) -> Measurement
         sampler.peak,
         drafted,
         tuple(tokens),
-        sum(item.bytes for item in items if item.kind not in other_kinds),
+        sum(item.bytes for item in items if item.kind in MODEL_MEMORY_KINDS),
         args.kv_types,
     )
 

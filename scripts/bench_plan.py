@@ -40,9 +40,10 @@ from matrix.cell import Cell
 from matrix.gguf_models import KINDS, Sizes, write_gguf
 from matrix.mlx_models import MLX_KINDS, write_mlx
 
+from edgespec.backends.memory_estimate import MODEL_MEMORY_KINDS
+
 _MIB = 2**20
 _NEAR_SHARE, _NEAR_BYTES = 0.03, 64 * _MIB
-_OTHER_KINDS = ("process", "headroom")
 _PROGRAM = Path(__file__).parent / "matrix" / "cell.py"
 # Address space limits for --limits, relative to the planned memory: two below it and two above.
 _LIMITS = (0.5, 0.9, 1.03, 1.3)
@@ -69,8 +70,8 @@ class Row:
 
     @property
     def planned(self) -> int:
-        """The planned bytes of the models, without the process and the headroom."""
-        return sum(item["bytes"] for item in self.plan["items"] if item["kind"] not in _OTHER_KINDS)
+        """The planned bytes of the models."""
+        return sum(item["bytes"] for item in self.plan["items"] if item["kind"] in MODEL_MEMORY_KINDS)
 
     @property
     def measured(self) -> int:

@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, Protocol, get_args
 
 from edgespec.backends.base import LoadOptions
 
-__all__ = ["GPU", "MEMORY", "MemoryEstimate", "MemoryEstimator", "MemoryPart", "ModelMemoryKind", "Pool"]
+__all__ = [
+    "GPU",
+    "MEMORY",
+    "MODEL_MEMORY_KINDS",
+    "MemoryEstimate",
+    "MemoryEstimator",
+    "MemoryPart",
+    "ModelMemoryKind",
+    "Pool",
+]
 
 ModelMemoryKind = Literal["weights", "cache", "compute", "output", "vocabulary"]
+MODEL_MEMORY_KINDS: tuple[ModelMemoryKind, ...] = get_args(ModelMemoryKind)
 """The purposes for which a model uses memory.
 
 - weights: the model's tensors.

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from edgespec.backends.base import LoadOptions
+from edgespec.backends.memory_estimate import MODEL_MEMORY_KINDS
 from edgespec.catalog import resolve
 from edgespec.heap import release_free_memory
 from scripts.matrix.gguf_models import Sizes, write_gguf
@@ -40,8 +41,8 @@ def _own_bytes() -> int:
 
 
 def _planned_bytes(plan: dict[str, Any]) -> int:
-    """Return the planned bytes of the models, without the process and the headroom."""
-    return sum(item["bytes"] for item in plan["items"] if item["kind"] not in ("process", "headroom"))
+    """Return the planned bytes of the models."""
+    return sum(item["bytes"] for item in plan["items"] if item["kind"] in MODEL_MEMORY_KINDS)
 
 
 def _check_near(planned: int, measured: int) -> None:
