@@ -23,10 +23,11 @@ if TYPE_CHECKING:
     from edgespec.load_options import LoadArguments
     from edgespec.memory.plan import MemoryPlan
     from edgespec.memory.prefix_cache.cache import PrefixCacheUsage
+    from edgespec.memory.use import MemoryUse
     from edgespec.reply import MethodReport, Reply, TextChunk
     from edgespec.reply_options import ReplyArguments
     from edgespec.request_queue import QueuedReply, RequestQueue
-    from edgespec.runtime import MemoryUse, Runtime
+    from edgespec.runtime import Runtime
     from edgespec.saved_data import delete_data
     from edgespec.stream import ReplyStream
 
@@ -71,10 +72,11 @@ _HOMES = {
     "edgespec.load_options": ("LoadArguments",),
     "edgespec.memory.plan": ("MemoryPlan",),
     "edgespec.memory.prefix_cache.cache": ("PrefixCacheUsage",),
+    "edgespec.memory.use": ("MemoryUse",),
     "edgespec.reply": ("MethodReport", "Reply", "TextChunk"),
     "edgespec.reply_options": ("ReplyArguments",),
     "edgespec.request_queue": ("QueuedReply", "RequestQueue"),
-    "edgespec.runtime": ("MemoryUse", "Runtime"),
+    "edgespec.runtime": ("Runtime",),
     "edgespec.saved_data": ("delete_data",),
     "edgespec.stream": ("ReplyStream",),
 }

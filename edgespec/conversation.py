@@ -142,8 +142,8 @@ class Chat:
             on_end=on_end,
             **options,
         )
-        # Copy these values, because a reference cycle between `on_end` and the stream would delay its
-        # finalizer.
+        # `on_end` must not refer to the stream, because such a reference cycle would delay the cleanup of an
+        # abandoned stream. It uses these copies instead.
         prompt_tokens, written_before = stream.prompt_tokens, stream.reply_start
         self.messages, self.dropped_messages = messages, stream.dropped_messages
         self._used_tokens = prompt_tokens

@@ -81,7 +81,7 @@ class CpuLoad:
         return self._clock(), self._busy_seconds() - self._own_seconds()
 
     def busy_cores(self) -> float:
-        """Return the number of cores that other programs used on average over the last quarter of a second."""
+        """Return how many cores other programs used on average during the last quarter of a second."""
         with self._lock:
             if self._clock() - self._reading[0] >= _READ_INTERVAL_SECONDS:
                 before, self._reading = self._reading, self._read()

@@ -353,7 +353,7 @@ def write_error(folder: Path) -> OSError | None:
 
 
 def append_error(path: Path) -> OSError | None:
-    """Append random bytes to a file that a library failed to write, and return the error, if any."""
+    """Find out why a library could not write a file: append random bytes, and return the error, if any."""
     try:
         with path.open("ab", buffering=0) as file:
             _write_trial(file.fileno())
@@ -371,7 +371,8 @@ def _write_trial(handle: int) -> None:
 def write_all(handle: int, payload: bytes) -> None:
     """Write all bytes to an open file. Raises OSError.
 
-    If the disk becomes full, `os.write` writes a part without an error, and only the next call fails.
+    A single call of `os.write` can write fewer bytes without raising an error, for example if the disk
+    becomes full.
     """
     while payload:
         payload = payload[os.write(handle, payload) :]

@@ -15,12 +15,13 @@ __all__ = ["IdleWorker", "drafters_with_idle_work"]
 
 # Idle work, called with a function `should_continue`.
 _IdleWork: TypeAlias = Callable[[Callable[[], bool]], None]
-# A watch function, called with `should_continue`. Returns True if it should be called again.
+# A function that the background thread calls with `should_continue` at regular intervals. Returns False to
+# end these calls.
 _Watch: TypeAlias = Callable[[Callable[[], bool]], bool]
 
 # Idle time before background work begins. Scripts usually start their next reply sooner.
 QUIET_SECONDS = 0.3
-# Interval between calls to the watch function.
+# Interval at which the background thread calls the `watch` argument of `IdleWorker.start`.
 WATCH_SECONDS = 2.0
 
 
@@ -94,7 +95,7 @@ def _run(stopped: threading.Event, pending_work: list[_IdleWork], weak_watch: We
 
     if stopped.wait(QUIET_SECONDS):
         return
-    # Pop the work from the list, so that no reference to it remains while the watch function runs.
+    # Remove the work from the list, so that no reference keeps its objects alive after it has finished.
     pending_work.pop()(should_continue)
     while (watch := weak_watch()) and watch(should_continue):
         watch = None

@@ -7,8 +7,8 @@ from edgespec.spelling import nearest
 
 __all__ = ["DRAFTER_NAMES", "SELF_DRAFTS", "parse_method"]
 
-# The order in which drafts are merged. Self-drafts come first, so that the target can reuse their
-# computation. Lookups come last, because they must not influence tokens that other drafters sample.
+# Drafts are merged in this order. Self-drafts come first, so that the target can reuse their computation.
+# Lookups come last, because tokens that they add earlier would bias what other drafters sample.
 DRAFTER_NAMES = ("layerskip", "lowbit", "swift", "model", "lookahead", "suffix", "ngram")
 # Drafters that use the target's own weights and cache. A method can include only one of them.
 SELF_DRAFTS = ("layerskip", "lowbit", "swift")

@@ -91,9 +91,9 @@ class DrafterSet:
 
     @property
     def loss_limits(self) -> tuple[float, float] | None:
-        """The time that drafting may lose compared with plain decoding. None if unlimited.
+        """Maximum slowdown from drafting, compared with plain decoding. None if unlimited.
 
-        The tuple contains a fraction of the plain decoding time, and a number of target steps.
+        It is given as a fraction of the plain decoding time, and a number of additional target steps.
         """
         return self._auto_config.limits if self._auto_config else None
 
@@ -115,7 +115,6 @@ class DrafterSet:
         self._resolve(method)
 
     def _resolve(self, method: str) -> tuple[tuple[str, ...], MethodReport]:
-        """Return the names of a method's drafters in merge order, and the report. Raises OptionError."""
         names = parse_method(method)
         capabilities = self._target.capabilities
         if names and not capabilities.rollback:
@@ -188,7 +187,7 @@ class DrafterSet:
         return self._combinations[names]
 
     def chain_model(self, method: str) -> LanguageModel | None:
-        """Return the draft model if the method uses its token chains unchanged, otherwise None."""
+        """Return the draft model if the method drafts only with it and only token chains, otherwise None."""
         is_controlled = self._auto_config is not None and self._auto_config.controls_named
         return self._chain_model if method == "model" and not is_controlled else None
 

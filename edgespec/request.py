@@ -19,8 +19,8 @@ __all__ = [
     "StreamArguments",
     "build_request",
     "check_options",
-    "default_draft_length",
     "default_max_tokens",
+    "defaults_for",
 ]
 
 # Default maximum reply length in tokens, so that a reply stuck in a loop does not fill the whole context.
@@ -59,10 +59,10 @@ class Request:
 
     def max_draft_length(self, adapts: bool) -> int:
         """Return the maximum draft length in tokens. `adapts` is True for drafters that choose their own."""
-        return self.draft_length or default_draft_length(adapts)
+        return self.draft_length or _default_draft_length(adapts)
 
 
-def default_draft_length(adapts: bool) -> int:
+def _default_draft_length(adapts: bool) -> int:
     """Return the maximum draft length of replies that do not set one."""
     return _MAX_ADAPTIVE_DRAFT_LENGTH if adapts else _FIXED_DRAFT_LENGTH
 
@@ -111,6 +111,22 @@ def build_request(
 def default_max_tokens(context_tokens: int) -> int:
     """Return the maximum length of replies that do not set one."""
     return min(context_tokens, _DEFAULT_MAX_TOKENS)
+
+
+def defaults_for(values: Mapping[str, Any], adapts: bool | None, context_tokens: int) -> ReplyArguments:
+    """Return the defaults of a reply's options that depend on the models.
+
+    Args:
+        values: The runtime's values of `method`, `acceptance` and `draft_length`.
+        adapts: Whether the method's drafter chooses its own draft length. None if the method drafts nothing.
+        context_tokens: Size of the context.
+    """
+    return ReplyArguments(
+        method=values["method"],
+        acceptance=values["acceptance"],
+        max_tokens=default_max_tokens(context_tokens),
+        draft_length=0 if adapts is None else values["draft_length"] or _default_draft_length(adapts),
+    )
 
 
 def check_options(facts: ModelFacts, options: Mapping[str, Any]) -> tuple[SamplingParams, dict[str, Any]]:

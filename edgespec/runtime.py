@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, Unpack
 
@@ -14,58 +14,25 @@ from edgespec.catalog.acceptance_history import AcceptanceRecorder
 from edgespec.chat.message import Message, as_messages
 from edgespec.chat.prompt import ContextFull, PromptBuilder, check_context_full
 from edgespec.chat.reasoning import opening_marker
+from edgespec.chat.single_prompt import build_single_prompt
 from edgespec.chat.template import ChatTemplate
-from edgespec.chat.tokenizing import check_size, tokenize
 from edgespec.conversation import Chat
 from edgespec.costs.curve import CostCurve
 from edgespec.costs.target_costs import TargetCosts
 from edgespec.engine.processors import LogitsProcessor
-from edgespec.errors import ClosedError, OptionError, TemplateError
+from edgespec.errors import ClosedError, TemplateError
 from edgespec.memory import MemoryPlan, resident_bytes
 from edgespec.memory.budget import DEFAULT_RESERVE_BYTES
 from edgespec.memory.prefix_cache import PrefixCache, PrefixCacheUsage
+from edgespec.memory.use import MemoryUse
 from edgespec.methods import DrafterSet
 from edgespec.options import ReplyArguments
 from edgespec.reply import MethodReport, Reply
-from edgespec.request import (
-    StreamArguments,
-    build_request,
-    check_options,
-    default_draft_length,
-    default_max_tokens,
-)
+from edgespec.request import StreamArguments, build_request, check_options, defaults_for
 from edgespec.session import Session
 from edgespec.stream import ReplyStream
 
-__all__ = ["MemoryUse", "Runtime"]
-
-
-@dataclass(frozen=True, slots=True)
-class MemoryUse:
-    """Memory currently used by a runtime.
-
-    Attributes:
-        weight_bytes: Size of the target's and draft model's weights.
-        kv_bytes: Current size of the target's and draft model's KV caches.
-        resident_bytes: Resident memory of the process, including memory-mapped weights read so far.
-        plan: The memory plan that was made before loading.
-        context_tokens: Current context size of the target.
-        max_context_tokens: Maximum context size.
-        available_bytes: Memory still available to other programs.
-        reclaimed_bytes: Total memory freed for other programs so far.
-        last_reclaim: What was last freed, and why.
-    """
-
-    weight_bytes: int
-    kv_bytes: int
-    resident_bytes: int
-    prefix_cache: PrefixCacheUsage
-    plan: MemoryPlan | None = None
-    context_tokens: int = 0
-    max_context_tokens: int = 0
-    available_bytes: int = 0
-    reclaimed_bytes: int = 0
-    last_reclaim: str = ""
+__all__ = ["Runtime"]
 
 
 _DEFAULTS: Mapping[str, Any] = MappingProxyType(
@@ -137,14 +104,17 @@ class Runtime:
 
     @property
     def context_tokens(self) -> int:
-        """Maximum length of prompt and reply in tokens. `target.context_tokens` are allocated so far."""
+        """Maximum length of prompt and reply in tokens.
+
+        The allocated context, `target.context_tokens`, can be smaller, and grows when needed.
+        """
         return self._session.context.limit_tokens
 
     @property
     def loss_limits(self) -> tuple[float, float] | None:
-        """The time that drafting may lose compared with plain decoding. None if unlimited.
+        """Maximum slowdown from drafting, compared with plain decoding. None if unlimited.
 
-        The tuple contains a fraction of the plain decoding time, and a number of target steps.
+        It is given as a fraction of the plain decoding time, and a number of additional target steps.
         """
         return self._session.drafters.loss_limits
 
@@ -186,16 +156,8 @@ class Runtime:
         """
         values = self._with_defaults({"method": method})
         drafter, _ = self._session.drafters.choose(values["method"])
-        if drafter is None:
-            draft_length = 0
-        else:
-            draft_length = values["draft_length"] or default_draft_length(drafter.chooses_length)
-        return ReplyArguments(
-            method=values["method"],
-            acceptance=values["acceptance"],
-            max_tokens=default_max_tokens(self.context_tokens),
-            draft_length=draft_length,
-        )
+        adapts = drafter.chooses_length if drafter else None
+        return defaults_for(values, adapts, self.context_tokens)
 
     def measure_costs(self, progress: Progress | None = None) -> CostCurve:
         """Measure the cost of the target's verify passes and save it for the next load.
@@ -274,24 +236,17 @@ class Runtime:
         **options: Unpack[StreamArguments],
     ) -> ReplyStream:
         """Stream the reply to one prompt. See `generate` and `stream_tokens` for the arguments."""
-        if not isinstance(prompt, str):
-            raise OptionError(f"the prompt must be a string, not {type(prompt).__name__}", "pass a string")
-        progress = options.get("progress")
-        if raw or self.template is None:
-            if system:
-                raise TemplateError(
-                    "a system prompt requires the model's chat template",
-                    "omit --system or --raw, or use an instruct model",
-                )
-            check_size(self.vocabulary, [prompt], self.context_tokens)
-            text = prompt
-            tokens = tokenize(self.vocabulary, prompt, special=True, start=True, progress=progress)
-        else:
-            messages = [*([Message("system", system)] if system else []), Message("user", prompt)]
-            check_size(self.vocabulary, [message.content for message in messages], self.context_tokens)
-            built = PromptBuilder(self.template, self.vocabulary).build(messages, progress)
-            text, tokens = built.text, built.tokens
-        return self.stream_tokens(tokens, reply_start=opening_marker(text), on_end=on_end, **options)
+        built = build_single_prompt(
+            self.vocabulary,
+            None if raw else self.template,
+            prompt,
+            system,
+            self.context_tokens,
+            options.get("progress"),
+        )
+        return self.stream_tokens(
+            built.tokens, reply_start=opening_marker(built.text), on_end=on_end, **options
+        )
 
     def reply(
         self,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import gc
 import threading
 import weakref
 from collections import deque
@@ -40,6 +41,8 @@ __all__ = ["Session"]
 _PASSES_PER_REPORT = 8
 # Weight of the newest measurement in the moving average of the target step time.
 _STEP_WEIGHT = 0.2
+# Maximum time at exit to wait for the thread that reads a reply. It may be busy with the last chunk.
+_EXIT_SECONDS = 2.0
 
 
 class Session:
@@ -74,9 +77,12 @@ class Session:
         self._abandoned: deque[Callable[[], None]] = deque()
         self._stopping = False
         self._closing = self._closed = False
+        # The thread that last read a reply, and whether it has closed the session.
+        self._reader = threading.current_thread()
+        self._closed_by_reader = threading.Event()
         self._idle_worker = IdleWorker()
-        # Drafters of the last reply that have idle work. Cleared when the next reply starts, because idle
-        # work uses the last reply's tokens in their caches.
+        # Drafters with idle work for the last reply. Cleared when the next reply starts, because it changes
+        # the KV caches that idle work uses.
         self._idle_drafters: Sequence[Drafter] = ()
         self.target_step_seconds = self._measure_target_step()
         store = prefix_cache.store if prefix_cache else None
@@ -121,10 +127,13 @@ class Session:
             BackendError: The model failed.
             ClosedError: The session was closed.
         """
+        self._reader = threading.current_thread()
         with self._compute_lock:
-            if self._closing:
-                raise ClosedError("the runtime was closed during the reply", "load the model again")
-            return next(steps, None)
+            if not self._closing:
+                return next(steps, None)
+        self.close()
+        self._closed_by_reader.set()
+        raise ClosedError("the runtime was closed during the reply", "load the model again")
 
     def end(self, request: object, *, wait: bool = True) -> bool:
         """End a reply, so that another one can start. Has no effect if the reply is not running.
@@ -164,8 +173,7 @@ class Session:
     ) -> Iterator[Step]:
         """Prepare the caches for the prompt and decode, updating statistics and resizing the context."""
         drafter, _ = self.drafters.choose(request.method)
-        # Copy the prompt, because the reply's tokens are appended to this list, which the target cache
-        # shares.
+        # Copy the prompt, so that appending the reply's tokens does not change `request.tokens`.
         tokens = list(request.tokens)
         self._idle_drafters = ()
         started = now()
@@ -229,6 +237,9 @@ class Session:
             self.memory_pressure.check_during_reply()
 
     def _start(self, request: object) -> None:
+        if self._active_request is not None:
+            # A reference cycle may keep an abandoned stream alive, whose finalizer ends the reply.
+            gc.collect()
         self._end_abandoned()
         with self._state_lock:
             if self._closing:
@@ -371,6 +382,19 @@ class Session:
         if self.prefix_cache:
             self.prefix_cache.store.write()
 
+    def close_at_exit(self) -> None:
+        """Close the session because Python exits, if possible in the thread that reads a reply.
+
+        MLX keeps data for each thread. It aborts the process if Python ends such a thread while it exits,
+        unless the model was closed in that thread.
+        """
+        reader = self._reader
+        if self._active_request and reader is not threading.current_thread() and reader.is_alive():
+            self._closing = True
+            self.cancel()
+            self._closed_by_reader.wait(_EXIT_SECONDS)
+        self.close()
+
     def _interrupt(self, interrupted: bool) -> None:
         self.target.interrupt(interrupted)
         self.drafters.interrupt(interrupted)
@@ -379,7 +403,7 @@ class Session:
         """Return the duration of a target step, after an untimed warm-up step."""
         rows = np.array([0])
         self.target.verify(TokenTree.chain(0)).at(0, rows)
-        # Clear the cache, because the context can be as small as one token.
+        # Remove the token of the warm-up step, because the context may have room for only one token.
         self.target.truncate(0)
         started = now()
         self.target.verify(TokenTree.chain(0)).at(0, rows)
@@ -401,4 +425,4 @@ _open_sessions: weakref.WeakSet[Session] = weakref.WeakSet()
 def _close_all() -> None:
     """Close all sessions at exit. Unloading a library while a thread runs its code could crash."""
     for session in list(_open_sessions):
-        session.close()
+        session.close_at_exit()

@@ -40,7 +40,7 @@ def nearest(typed: str, names: Iterable[str]) -> list[str]:
 
     A swapped, missing, extra or wrong letter counts as one error, and at most a third of the letters may be
     wrong. `typed` may also be the beginning of a name, or lack its first words. Case, dashes and underscores
-    are ignored. Other programs' names for a valid name are suggested too, as that valid name.
+    are ignored. For another program's name of an option, edgespec's name is suggested.
 
     Args:
         typed: What the user typed.
@@ -68,7 +68,7 @@ def _words(name: str) -> list[str]:
 
 
 def _score(typed: str, words: list[str]) -> float:
-    """Return how many errors `typed` contains if it means the name with these words."""
+    """Return the number of typing errors that separate `typed` from a name, which is given as its words."""
     scores = []
     for first in range(len(words)):
         *beginnings, whole = _errors(typed, "".join(words[first:]))

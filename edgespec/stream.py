@@ -157,7 +157,7 @@ class ReplyStream:
             self._reading.release()
 
     def _add(self, step: Step) -> None:
-        """Add the text of a step to the chunks, split by reasoning or answer, and by draft or target."""
+        """Add a step's text as chunks, separating reasoning from answer and drafted from other text."""
         self._tokens.extend(step.tokens)
         self._finish_reason = step.finish_reason or self._finish_reason
         texts, accepted = self._text.drain(), step.accepted
@@ -205,7 +205,7 @@ def _text_chunks(
         if reasoning:
             text = "".join(part.reasoning for part in parts)
             yield TextChunk(text, tokens_per_text * len(parts), accepted, True, "".join(raw))
-            # A text can hold both the end of the reasoning and the start of the answer.
+            # The last text of the reasoning can also contain the beginning of the answer.
             if answer:
                 yield TextChunk(answer, 0, accepted)
         else:

@@ -110,7 +110,8 @@ class _DrafterFactory:
             self.made["model"] = self._make_model(draft)
         elif self._arguments["learn"]:
             raise OptionError(
-                "learn needs a draft model, but none is loaded", "pass an MLX draft model with --draft REF"
+                "--learn trains the draft model, but no draft model is loaded",
+                "pass an MLX draft model with --draft REF",
             )
         changes_chains = self._arguments["learn"] or self._arguments["draft_branches"]
         config = self._auto_config(draft)

@@ -143,7 +143,8 @@ def _mapped_files(pair: ModelPair, options: LoadOptions, *, has_copy: bool) -> M
     paths: list[Path] = []
     for found in (pair.target, pair.draft):
         if found and found.file_format.mapped and options.mmap:
-            # Deleted files need no check, because their mapped pages remain valid.
+            # Skip files that have been deleted. Their mapped pages stay valid, so there is no need to check
+            # them for changes.
             with suppress(OSError, ModelFileError):
                 paths += found.file_format.files(found.path)
     if has_copy and pair.target.file_format.low_bit_copy_format and options.mmap:

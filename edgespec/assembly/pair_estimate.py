@@ -24,8 +24,10 @@ _UNLIMITED_BYTES = 1 << 62
 class PairEstimator:
     """Estimates the memory needed by a target and all its drafters.
 
-    The exit stack `undo` closes the metadata. `headroom_bytes` is each plan's headroom, or None for the
-    default.
+    Args:
+        undo: Exit stack that closes the opened model files.
+        headroom_bytes: Memory that each plan reserves for everything it does not model, or None for the
+            default.
 
     Attributes:
         target: The target's estimator.
@@ -80,11 +82,11 @@ class PairEstimator:
         return [name for name in self._drafts if name]
 
     def draft_file(self, choice: PlanChoice) -> Resolved:
-        """Return the draft model that a choice uses."""
+        """Return the draft model to load for a choice of load options."""
         return self._drafts[choice.draft_form][0]
 
     def load_options(self, choice: PlanChoice) -> LoadOptions:
-        """Return the load options for the target under a choice."""
+        """Return the target's load options with the values from `choice`."""
         return replace(
             self._options,
             context_tokens=choice.context_tokens,
@@ -93,7 +95,7 @@ class PairEstimator:
         )
 
     def plan(self, choice: PlanChoice) -> MemoryPlan:
-        """Return the plan for exactly this choice. Can raise OptionError or MemoryBudgetError."""
+        """Return the memory plan for a choice of load options. Can raise OptionError or MemoryBudgetError."""
         if choice not in self._plans:
             self._plans[choice] = self._make_plan(choice)
         return self._plans[choice]
@@ -102,8 +104,7 @@ class PairEstimator:
         options = self.load_options(choice)
         pair = self._pair
         target_options = options_in_pair(pair.target, pair.draft, options)
-        # MLX converts weights to float32 if there is enough memory. To exclude this, set the memory limit to
-        # 0.
+        # MLX converts weights to float32 only if the memory limit leaves room, so a limit of 0 prevents this.
         room = _UNLIMITED_BYTES if choice.float32 else 0
         target = self.target.estimate(replace(target_options, memory_bytes=room))
         items = list(create_items("target", target))
@@ -136,7 +137,7 @@ class PairEstimator:
         )
 
     def _draft_tokens(self, choice: PlanChoice, target_tokens: int, trained_tokens: int) -> int:
-        """Return the context size of the draft model's attention window, or the target's if it has none."""
+        """Return how many tokens the draft model's KV cache must hold."""
         window = self._window(choice, target_tokens, trained_tokens)
         return window.context_tokens if window else target_tokens
 
@@ -148,9 +149,10 @@ class PairEstimator:
         return self._window(choice, target_tokens, trained)
 
     def max_context_for_draft(self, choice: PlanChoice) -> int:
-        """Return the longest target context that leaves the draft model's attention window unchanged.
+        """Return the longest target context that the draft model supports.
 
-        A draft model without a window supports contexts up to its own trained length.
+        A draft model with an attention window supports any length. Without one, the limit is the context
+        length that it was trained for.
         """
         longest = self.target.trained_context_tokens
         if not self._drafts or not choice.draft or self.draft_window(choice, choice.context_tokens):
@@ -158,7 +160,7 @@ class PairEstimator:
         return self._drafts[choice.draft_form][1].trained_context_tokens or longest
 
     def _copy_context_tokens(self, choice: PlanChoice, target_tokens: int) -> int:
-        """Return a low-bit copy's context size: its window plus drafted tokens, or the target's context."""
+        """Return how many tokens the KV cache of the target's low-bit copy must hold."""
         if not choice.draft_window:
             return target_tokens
         from edgespec.backends.llamacpp.lowbit import WINDOW_EXTRA_TOKENS

@@ -145,7 +145,7 @@ def _prepared_for_early_exit(found: Resolved, drafting: DraftingOptions, has_dra
 def _find_draft(
     target: Resolved, draft: str | None, find_model: FindModel, options: LoadOptions
 ) -> tuple[Resolved | None, str, str]:
-    """Return the draft model or None, the reason if there is none, and the reason for a surprising choice."""
+    """Return the draft model or None, why there is none, and why `auto` made an unexpected choice."""
     if draft is None or draft == "none":
         return None, "no draft model was requested", ""
     if draft != "auto":
@@ -230,7 +230,7 @@ def _adapted_to_target(
     compared: VocabularyComparison,
     window_for: Callable[[int], AttentionWindow | None],
 ) -> LoadedDraft:
-    """Set a draft model's context size, and wrap the model if it uses a window or a different vocabulary."""
+    """Set a draft model's context size, limit its attention, and translate its tokens, as needed."""
     assert pair.draft is not None
     name = pair.draft.name
     window = window_for(model.facts.trained_context_tokens)
@@ -295,8 +295,8 @@ def draft_load_options(
 ) -> LoadOptions:
     """Derive the draft model's load options from those of the target.
 
-    The draft model sees the target's full `context_tokens`. The number of logits per pass is limited, unless
-    the user chose the number of branches.
+    The draft model gets the target's context size. Its logits buffer is kept small, unless the user chose the
+    number of branches, which can make drafts large.
     """
     adapts = drafting.arguments["draft_branches"] in ((), "auto")
     return replace(

@@ -96,7 +96,8 @@ class LoadPlan:
         kinds = ("weights", "cache")
         draft_bytes = sum(i.bytes for i in self.plan.items if i.role == "draft" and i.kind in kinds)
         left = (self.options.memory_bytes or 0) - draft_bytes
-        # MLX converts weights to float32 if memory allows, so a plan without float32 sets a tight limit.
+        # MLX converts weights to float32 if the memory limit leaves room. To prevent this, lower the limit to
+        # the planned size.
         if not self.float32:
             target = (i.bytes for i in self.plan.items if i.role == "target" and i.kind in kinds)
             left = min(left, sum(target))
@@ -112,7 +113,7 @@ class LoadPlan:
 
     @property
     def notice(self) -> str:
-        """User-facing description of the planner's reductions. Empty if there are none."""
+        """What was reduced to fit the memory budget, as text for the user. Empty if nothing was."""
         given_up = ", ".join(decision.what for decision in self.plan.decisions)
         return f"to fit {format_bytes(self.plan.budget.bytes)}: {given_up}" if given_up else ""
 
@@ -183,12 +184,13 @@ def plan_pair(
     drafting = replace(
         drafting,
         window_tokens=choice.draft_window,
-        # Plans with a draft model leave no memory for a low-bit copy, even if the draft model is dropped.
+        # Do not load a low-bit copy in place of a draft model that did not fit, because the plan includes no
+        # memory for the copy.
         has_room_for_copy=choice.copy and start.draft == choice.draft,
         draft_kv_type=choice.draft_kv_type,
     )
-    # Backends check weights and caches against this limit. It includes the headroom, because backends count
-    # some memory that the plan ignores, such as file headers.
+    # Backends check weights and KV caches against `memory_bytes`. This limit includes the headroom, because
+    # backends count some memory that the plan ignores, such as file headers.
     checked = ("weights", "cache", "headroom")
     left = budget.total_bytes - sum(item.bytes for item in plan.items if item.kind not in checked)
     chosen = replace(
@@ -234,9 +236,10 @@ def _prefix_cache_bytes(plan: MemoryPlan, requested_bytes: int | None) -> int:
 def _extend_context(
     choice: PlanChoice, plan: MemoryPlan, estimator: PairEstimator
 ) -> tuple[PlanChoice, MemoryPlan]:
-    """Return the choice with the longest context that requires no further reductions, and its plan.
+    """Return the load options with the longest context that fits in memory, and their memory plan.
 
-    Candidates are the context length that both models were trained for, and smaller powers of two.
+    Only the context length changes. Candidates are the length that both models were trained for, and smaller
+    powers of two.
     """
     max_tokens = min(estimator.target.trained_context_tokens, estimator.max_context_for_draft(choice))
     powers = (1 << exponent for exponent in reversed(range(max_tokens.bit_length())))

@@ -83,8 +83,8 @@ def _identity(target: LanguageModel, options: LoadOptions, costs: PassCosts, sta
         *states,
     ]
     if not target.facts.capabilities.prefix_reuse_exact:
-        # Include whether reuse is exact, because this depends on the number of cores and determines which
-        # prefixes are cached.
+        # Whether prefix reuse is bit-exact depends on the number of CPU cores and determines which prefixes
+        # are cached. Do not mix the prefixes of both cases.
         parts.append("read in whole pieces")
     if options.adapter is not None:
         for path in sorted(Path(options.adapter).iterdir()):

@@ -23,8 +23,10 @@ class AcceptanceStats:
     """Acceptance probabilities of one drafter's nodes by depth and rank, and the cost of its drafts.
 
     For lookup drafters, acceptance is also recorded by streak (the number of tokens accepted in a row so
-    far): once a lookup has found the passage that the model is copying, its tokens keep being accepted. The
-    statistics depend only on tree shapes and emitted tokens, never on which tokens were drawn.
+    far): once a lookup has found the passage that the model is copying, its tokens keep being accepted.
+
+    The statistics use only the shapes of drafts and the emitted tokens. If they also used rejected tokens,
+    rejection sampling would be biased.
 
     Attributes:
         draft_seconds: Mean duration of non-empty drafts.
@@ -33,17 +35,18 @@ class AcceptanceStats:
         was_empty: Whether the last draft was empty.
     """
 
-    # Boundaries of the streak buckets, in consecutive accepted tokens: 0, 1-3, 4-15, 16+.
+    # Boundaries between ranges of consecutive accepted tokens: 0, 1-3, 4-15, 16+.
     _STREAKS = (1, 4, 16)
-    # Assumed acceptance probability of a node's first, second and later children for lookup drafters, one row
-    # per streak bucket.
+    # Assumed acceptance probability of a node's first, second and later children for lookup drafters. Each
+    # row applies to one range of `_STREAKS`.
     _LOOKUP_PRIOR = np.array([[0.4, 0.1, 0.05], [0.6, 0.1, 0.05], [0.75, 0.1, 0.05], [0.9, 0.05, 0.02]])
     # Assumed acceptance probability of a node's first, second and later children for drafters that run a
     # model. The first value is high to make sure that such drafters are tried.
     _MODEL_PRIOR = np.array([[0.85, 0.1, 0.05]])
     # Weight of the assumed probabilities, as a number of drafted tokens.
     _PRIOR_WEIGHT = 4.0
-    # Maximum weight of the statistics after a long pause, as a number of drafted tokens.
+    # After a long pause, old statistics count as at most this many drafted tokens, so new results soon
+    # outweigh them.
     _WEIGHT_AFTER_PAUSE = 2.0
 
     def __init__(self, is_lookup: bool) -> None:
@@ -61,7 +64,6 @@ class AcceptanceStats:
         return bisect_right(self._STREAKS, self._streak) if self._has_streaks else 0
 
     def _probs(self) -> NDArray[np.float64]:
-        """Return acceptance probabilities at the current streak, float64 [first or later level, rank]."""
         at = self._streak_class
         probs: NDArray[np.float64] = self._counts.accepted[at] / self._counts.drafted[at]
         return probs
@@ -89,7 +91,8 @@ class AcceptanceStats:
     def reach_probs(self, levels: int) -> list[float]:
         """Return, for each level of a future draft, the probability that one of its tokens is accepted."""
         probs = self._probs()
-        # In a tree, a level is reached if any of its nodes is accepted, so their probabilities add up.
+        # A level of a tree is reached if any of its tokens is accepted, so add up the probabilities of
+        # siblings. A chain has only one token per level.
         is_chain = self.rows.value <= self.levels.value
         level_probs = probs[:, 0] if is_chain else np.minimum(probs.sum(axis=1), MAX_PROB_SUM)
         return list(accumulate((float(level_probs[min(level, 1)]) for level in range(levels)), mul))

@@ -24,7 +24,10 @@ class ActiveReplies:
         return len(self._ids)
 
     def add(self, reply: object) -> None:
-        """Add a reply. The caller must keep it alive until it is discarded."""
+        """Add a reply.
+
+        The caller must keep a reference to the reply until `discard`, because the set stores only its id.
+        """
         self._ids.add(id(reply))
 
     def discard(self, reply: object) -> None:

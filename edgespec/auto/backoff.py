@@ -16,13 +16,15 @@ __all__ = ["Backoff"]
 _MIN_GAIN = -0.01
 # If an attempt that yields no draft costs less than this, in target steps, drafting never pauses.
 _NEGLIGIBLE_COST = 0.005
-# Number of rounds to draft before the first decision whether to pause.
+# Number of rounds in which to draft before drafting can be paused for the first time.
 _TRIAL_ROUNDS = 8
 # Number of rounds to draft in each retry after a pause.
 _RETRY_ROUNDS = 4
-# Initial and maximum number of rounds between retries. The interval doubles after each retry.
+# Initial and maximum length of a pause in drafting, in rounds. The length doubles after each unsuccessful
+# attempt to resume drafting.
 _MIN_PAUSE_ROUNDS, _MAX_PAUSE_ROUNDS = 32, 512
-# Factor applied to the estimated cost of a retry, because drafting rarely saves time again after a pause.
+# Factor applied to the estimated cost of drafting again after a pause. It makes such attempts rarer, because
+# they seldom succeed.
 _RETRY_COST_FACTOR = 3
 
 
@@ -39,7 +41,7 @@ class Backoff:
 
     @property
     def gain(self) -> float:
-        """Mean gain of recent rounds in which drafting was attempted, in target steps per round."""
+        """Mean time that drafting saved per recent round, relative to a single-token pass of the target."""
         return self._gain.value
 
     @property
@@ -57,12 +59,12 @@ class Backoff:
             return True
         if not self._retries.is_due(_RETRY_COST_FACTOR * _RETRY_ROUNDS * self._empty_cost.value):
             return False
-        # Judge the retry only by the gain of its own rounds.
+        # Start a new mean, so that only the coming rounds decide whether drafting is paused again.
         self._trial_rounds, self._gain = _RETRY_ROUNDS, RunningMean()
         return True
 
     def skip_rounds(self, rounds: int) -> None:
-        """Advance a pause by `rounds` rounds in which `may_draft` was not called."""
+        """Count rounds of a pause in which `may_draft` was not called."""
         self._retries.skip_rounds(rounds)
 
     def record_empty_draft(self, cost: float) -> None:
@@ -71,7 +73,7 @@ class Backoff:
         self.record_draft(-cost)
 
     def record_unaffordable_draft(self, cost: float) -> None:
-        """Record a round in which the loss limit ruled out a draft. The check took `cost` target steps."""
+        """Record a round in which `--max-loss` ruled out a draft. Deciding this took `cost` target steps."""
         if cost > _NEGLIGIBLE_COST:
             self.record_empty_draft(cost)
 
@@ -87,7 +89,7 @@ class Backoff:
         return {f"patience.{name}": part.saved() for name, part in self._parts.items()}
 
     def restore_statistics(self, saved: Mapping[str, NDArray[Any]]) -> None:
-        """Restore the arrays returned by `saved_statistics`, without another trial period."""
+        """Restore the arrays returned by `saved_statistics`, which may pause drafting from the start."""
         for name, part in self._parts.items():
             part.restore(saved[f"patience.{name}"])
         self._trial_rounds = 0

@@ -168,7 +168,6 @@ class CombinedDrafter(Drafter):
 
     @property
     def _asked(self) -> list[DrafterStats]:
-        """The drafters that ran in this round, in merge order."""
         return [stats for stats in self._stats if stats in self._proposals]
 
     def _prepare(self, stats: DrafterStats, levels: int) -> bool:
@@ -201,9 +200,9 @@ class CombinedDrafter(Drafter):
         return stats.retries.is_due(cost)
 
     def _first_prefill_cost(self, stats: DrafterStats) -> float:
-        """Return the cost of the first prefill in this reply, in target steps; 0 after the first prefill.
+        """Return the cost of a drafter's first prefill in this reply, in target steps; 0 if it is done.
 
-        Later prefills do not count, because retrying less often would not shorten them.
+        Later prefills are ignored: they process each new token once, no matter how rarely the drafter runs.
         """
         step = self._target_step_seconds.value
         if stats.has_prefilled or step <= 0.0:
@@ -211,7 +210,7 @@ class CombinedDrafter(Drafter):
         return self._prefill_tokens(stats) * stats.prefill_token_seconds(step) / step
 
     def _prefill(self, stats: DrafterStats) -> bool:
-        """Prefill as many tokens as the allowance permits. Return whether the drafter can then draft."""
+        """Prefill a drafter as far as the round's time limit permits. Return whether it can then draft."""
         tokens = self._prefill_tokens(stats)
         if not tokens:
             return not stats.pending_tokens
@@ -223,7 +222,7 @@ class CombinedDrafter(Drafter):
         return True
 
     def _prefill_tokens(self, stats: DrafterStats) -> int:
-        """Return how many tokens to prefill now; 0 if none are pending or the allowance is too small."""
+        """Return how many tokens to prefill within the round's time limit; 0 if there is too little time."""
         pending, all_pending = stats.pending_tokens, stats.full_pending_tokens
         allowance = self._allowance_seconds()
         token_seconds = stats.prefill_token_seconds(self._target_step_seconds.value)
@@ -258,7 +257,7 @@ class CombinedDrafter(Drafter):
         )
 
     def _best_chain(self) -> list[DrafterStats]:
-        """Return the drafter whose chain is verified: one that ran a model, or otherwise the best lookup."""
+        """Select the only draft to verify: a draft model's, or else the most promising lookup draft."""
         drafted = [stats for stats in self._asked if self._proposals[stats].tree.drafted]
         if models := [stats for stats in drafted if not stats.is_lookup]:
             return models[:1]
@@ -281,9 +280,10 @@ class CombinedDrafter(Drafter):
         return estimate
 
     def _expected_gain(self, stats: DrafterStats, draft_length: int) -> float:
-        """Return the ratio of the round's expected speed with this drafter to its speed without it.
+        """Return the expected decoding speed with this drafter divided by the speed without it.
 
-        If the drafter's cost is unknown, the gain is infinite, or 0 if its last draft was empty.
+        As long as the drafter's cost is unknown, the result is infinite so that the drafter is tried, but 0
+        if its last draft was empty.
         """
         acceptance = stats.acceptance
         if not self._is_measured(stats):

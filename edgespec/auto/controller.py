@@ -1,4 +1,4 @@
-"""The controller behind `--method auto`: draft while drafting saves time, within the loss limit."""
+"""Control drafting for `--method auto`: draft only while it saves time, and within `--max-loss`."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ _REMEASURE_TOKENS = 96
 _PAUSED_ROUNDS = 15
 # Minimum time between saves of the statistics.
 _SAVE_INTERVAL_SECONDS = 60.0
-# A reply that lost time is reported as plain decoding if it drafted less than once per this many tokens.
+# A reply with less than one draft per this many tokens is reported as plain decoding, unless drafting saved
+# time. Such rare drafts are only retries.
 _TOKENS_PER_RETRY = 16
 # Minimum length of a reply for which a speed-up is reported. Shorter replies vary too much.
 _MIN_COMPARED_TOKENS = 16
@@ -38,11 +39,11 @@ _MIN_COMPARED_TOKENS = 16
 
 @dataclass(frozen=True, slots=True)
 class AutoConfig:
-    """Settings of the controller for one target.
+    """Settings of `AutoController` for one target.
 
     Attributes:
         open_store: Returns the statistics store for the named drafters, such as "model+suffix".
-        controls_named: Whether the controller also runs for methods that name drafters, not only for `auto`.
+        controls_named: Whether methods that name drafters are controlled too, not only `auto`.
         adapts_length: Whether draft models choose their draft length in each round.
     """
 
@@ -55,11 +56,11 @@ class AutoConfig:
 
 @dataclass(slots=True)
 class _Round:
-    """Timing of the current round.
+    """Timing of one round, which consists of a draft, a verify pass and a commit.
 
     Attributes:
         started: Time at which the round began.
-        was_considered: Whether the loss limit and the backoff permitted a draft.
+        was_considered: Whether drafting was neither paused nor ruled out by `--max-loss`.
         was_asked: Whether a draft was requested from the drafters.
         draft_done: Time at which the draft was complete.
         pass_seconds: Duration of the target's pass.
@@ -130,9 +131,9 @@ class AutoController(Drafter):
         self._tokens_since_target_step = _REMEASURE_TOKENS
         # Whether emitted tokens are passed on to the drafters.
         self._is_drafting = False
-        # None in rounds without a call to `propose`, and in rounds skipped during a pause.
+        # None if the current round is not timed, because `propose` was not called or drafting is paused.
         self._round: _Round | None = None
-        # Mean duration of a target step, excluding the target's pass.
+        # Mean time per single-token round that is spent outside the target's pass, such as on sampling.
         self._overhead_seconds = RunningMean()
         self._worst_case = WorstCaseCosts(costs)
         self._backoff = Backoff()
@@ -197,7 +198,7 @@ class AutoController(Drafter):
         return tree
 
     def _affordable_lengths(self, this_round: _Round, draft_length: int) -> tuple[int, int]:
-        """Return the draft lengths for lookups and for draft models that the loss limit permits."""
+        """Return the maximum draft lengths for lookups and for draft models that stay within `--max-loss`."""
         allowance = self.allowance_seconds
         if allowance <= 0.0:
             return 0, 0
@@ -214,10 +215,10 @@ class AutoController(Drafter):
         return self._worst_case.affordable_length(draft_length, allowance, 0.0), model_length
 
     def _cut(self, tree: TokenTree, allowance_seconds: float) -> TokenTree:
-        """Drop tokens from the end of a draft until its worst-case loss is within the allowance.
+        """Drop tokens from the end of a draft until rejecting all of it costs at most `allowance_seconds`.
 
-        Tokens drawn from a distribution are never dropped: the tree's shape depends on the draws, so dropping
-        tokens by shape would bias rejection mode.
+        Tokens sampled from a distribution are never dropped, because which ones are dropped would depend on
+        the sampled values. This would bias rejection sampling.
         """
         width = tree.width
         while (
@@ -232,7 +233,7 @@ class AutoController(Drafter):
         return Conditions(self._count_replies(), self._count_threads())
 
     def _follow_conditions(self) -> None:
-        """Switch costs, worst cases and backoff when the replies or threads have changed."""
+        """Switch to the timing statistics for the current number of concurrent replies and CPU threads."""
         self._now = self._current_conditions()
         previous, step_seconds = self.costs.conditions, self.costs.target_step_seconds
         self.costs.set_conditions(self._now)
@@ -262,7 +263,7 @@ class AutoController(Drafter):
         self._round = None
 
     def _record_round(self, this_round: _Round, tokens: int, seconds: float) -> None:
-        """Update costs, loss limit and backoff after a round that emitted `tokens` tokens in `seconds`."""
+        """Update all timing statistics after a round that emitted `tokens` tokens in `seconds` seconds."""
         step_seconds = self.target_step_seconds
         draft_seconds = this_round.draft_done - this_round.started
         expected_seconds = self.costs.pass_seconds(this_round.width)
@@ -292,7 +293,7 @@ class AutoController(Drafter):
     def _record_target_step(
         self, this_round: _Round, tokens: int, seconds: float, step_seconds: float, draft_seconds: float
     ) -> None:
-        """Update costs, loss limit and backoff after a round in which no draft was requested."""
+        """Update all timing statistics after a round in which no draft was requested."""
         self.costs.set_context_tokens(len(self._tokens))
         self._overhead_seconds.add(seconds - this_round.pass_seconds - draft_seconds)
         self._worst_case.record_target_step()
@@ -308,7 +309,7 @@ class AutoController(Drafter):
         self._run_ahead(self._backoff.is_paused)
 
     def report(self) -> ControllerReport:
-        """Return the state of the current or last reply."""
+        """Return the speed-up of the current or last reply, and why drafts are used or not."""
         step_seconds, loss_limit = self.target_step_seconds, self.loss_limit
         speed_up = loss_limit.speed_up(step_seconds)
         shortest_loss = self._worst_case.loss_seconds(1, self._worst_case.level_seconds)

@@ -26,13 +26,13 @@ _PREFILL_ROUNDS = 48
 class DrafterStats:
     """A drafter with its acceptance statistics, costs and retry schedule.
 
-    The prefill methods do nothing for lookups and other drafters whose work cannot be limited.
+    `prefill` and `force_draft` have an effect only if the drafter is a `BudgetedDrafter`.
 
     Attributes:
         acceptance: Acceptance statistics for the current kind of text.
         retries: Retry schedule for the current kind of text.
-        empty_draft_levels: Draft length limit of the last request if the drafter chose to draft nothing; 0 if
-            its last draft was not empty.
+        empty_draft_levels: Maximum length of the last requested draft if the drafter chose to draft nothing,
+            otherwise 0.
         has_prefilled: Whether the drafter has prefilled tokens in this reply.
     """
 

@@ -47,15 +47,17 @@ class RoundEstimate:
         max_width: int,
         can_branch: bool,
     ) -> float:
-        """Return the expected tokens per target step with another draft added. That draft is never cut.
+        """Return the expected tokens per target step if one more draft is added.
+
+        The added draft is verified in full. The earlier drafts are cut at the most profitable depth.
 
         Args:
-            reach_probs: Per level of the other draft, the probability that one of its tokens is accepted.
-            rows: Number of tokens in the other draft.
-            cost: Cost of the other draft, in target steps.
+            reach_probs: Per level of the added draft, the probability that one of its tokens is accepted.
+            rows: Number of tokens in the added draft.
+            cost: Cost of the added draft, in target steps.
             v: Cost of a verify pass by width, in target steps.
             max_width: Maximum width of a pass.
-            can_branch: Whether a pass can verify a tree. If False, it verifies only the other draft.
+            can_branch: Whether a pass can verify a tree. If False, it verifies only the added draft.
         """
         alone = chain(reach_probs, repeat(0.0))
         either = _either_prob(self.reach_probs, reach_probs)

@@ -13,11 +13,11 @@ _MEASURING = "measuring how long one token takes without drafting"
 
 
 class ControllerReport(NamedTuple):
-    """The controller's report on a reply.
+    """Report on how drafting affects the speed of a reply.
 
     Attributes:
         credit_seconds: Time saved so far; negative if speculation has cost more than it saved.
-        max_loss: The loss limit as a share of the plain decoding time.
+        max_loss: Maximum time that speculation may cost, as a share of the plain decoding time.
         speed_up: Speed over plain decoding. None while the reply is too short to tell.
         uncertainty: Standard error of `speed_up`.
         drafters: Names of the drafters in use. Empty if drafting was off and only briefly retried.

@@ -23,7 +23,7 @@ _CONTEXT_BUCKETS = (2048, 8192, 32768)
 _MAX_REPLIES = 8
 # Number of target steps to measure before trusting the costs of new conditions.
 _MIN_TARGET_STEPS = 3
-# Number of multi-token passes after which a bucket adapts at the usual rate. New buckets adapt faster.
+# New estimates of pass costs adapt faster until about this many multi-token passes have been measured.
 _SETTLED_PASSES = 20
 # Saved costs that differ from the measured curve by more than a factor of 1,000 are treated as damaged.
 _MAX_LOG_RATIO = math.log(1000.0)
@@ -74,15 +74,16 @@ class LiveCosts:
         threads: Number of CPU threads with which the curve was measured.
     """
 
-    # Fraction of a target step's deviation from the estimate by which the estimate is corrected.
+    # Weight of the newest single-token pass in the estimated duration of a target step.
     _TARGET_STEP_RATE = 0.25
-    # Fraction of a multi-token pass's deviation from the estimate by which the estimate is corrected.
+    # Weight of the newest multi-token pass in the estimated cost of its width.
     _WIDE_PASS_RATE = 0.15
     # Logarithm of the largest factor by which a single pass can change an estimate.
     _MAX_LOG_CHANGE = math.log(4.0)
-    # Mean deviation of multi-token passes, as a logarithm, that triggers a target step.
+    # If multi-token passes deviate from their estimated durations by more than this on average (as the
+    # logarithm of a ratio), a single-token pass checks whether the whole machine has changed speed.
     _MAX_LOG_DEVIATION = math.log(1.25)
-    # Weight of the newest pass in the mean deviation.
+    # Weight of the newest multi-token pass in the mean deviation from the estimated durations.
     _DEVIATION_RATE = 0.3
 
     def __init__(self, curve: CostCurve, threads: int = 0) -> None:
@@ -106,7 +107,7 @@ class LiveCosts:
 
     @property
     def conditions(self) -> Conditions:
-        """The conditions to which the current costs apply."""
+        """The conditions for which pass costs are currently estimated."""
         return self._key[1]
 
     def set_conditions(self, conditions: Conditions) -> None:
@@ -167,8 +168,8 @@ class LiveCosts:
         self._steps += 1
         self._spread += (abs(change) - self._spread) / min(self._steps, 10)
         if self._is_deviating and change / self._deviation > 0.5:
-            # The whole machine changed speed, so undo the changes to the cost ratios since the last target
-            # step.
+            # Single-token passes deviate too, so the whole machine has changed speed. Restore the relative
+            # costs of multi-token passes.
             bucket.target_step_seconds *= math.exp(change)
             bucket.log_ratios = dict(self._at_last_target_step.log_ratios)
             bucket.common_log_ratio = self._at_last_target_step.common_log_ratio
@@ -188,9 +189,9 @@ class LiveCosts:
         self._deviation += self._DEVIATION_RATE * (change - self._deviation)
 
     def saved_statistics(self) -> dict[str, NDArray[Any]]:
-        """Return the costs as named arrays to save for a run with the same curve.
+        """Return the costs of passes as named arrays to save for later runs with the same cost curve.
 
-        Costs measured beside other replies or programs are not saved, because they depend on what those did.
+        Costs measured beside other replies or programs are left out, because they depend on what those did.
         """
         step = self.curve.target_step_seconds
         single = {context: bucket for (context, at), bucket in self._buckets.items() if at == self._measured}
@@ -204,12 +205,14 @@ class LiveCosts:
         for context, steps, common in saved["found"].reshape(-1, 3).tolist():
             is_known = 0 <= context <= len(_CONTEXT_BUCKETS)
             if not (is_known and steps > 0.0 and max(abs(math.log(steps)), abs(common)) < _MAX_LOG_RATIO):
-                raise ValueError(f"invalid saved costs: {steps} target steps, log ratio {common}")
+                raise ValueError(f"invalid saved costs: {steps} and exp({common}) times the measured costs")
             seconds = steps * self.curve.target_step_seconds
             buckets[int(context)] = _Bucket(seconds, common_log_ratio=common)
         for context, width, log_ratio in saved["extra"].reshape(-1, 3).tolist():
             if not (abs(log_ratio) < _MAX_LOG_RATIO and 1 < width < math.inf):
-                raise ValueError(f"invalid saved cost of width {width}: log ratio {log_ratio}")
+                raise ValueError(
+                    f"invalid saved cost of a {width}-token pass: exp({log_ratio}) times the measured cost"
+                )
             buckets[int(context)].log_ratios[int(width)] = log_ratio
         self._buckets = {(context, self._measured): bucket for context, bucket in buckets.items()}
         self._key = (0, self._measured)

@@ -29,10 +29,11 @@ class LossLimits(NamedTuple):
 
 
 class LossLimit:
-    """The credit of one reply: the time that speculation has saved minus the time it has cost.
+    """Tracks how much time speculation has saved or cost in one reply, to limit the loss.
 
     Rounds without a draft only add to `tokens`, because plain decoding would have taken the same time.
-    Everything else is charged: drafting, wider verify passes, prefill of a draft model, and the controller.
+    Everything else counts as a cost: drafting, wider verify passes, prefill of a draft model, and deciding
+    whether to draft.
 
     Attributes:
         credit_seconds: Time saved so far; negative while speculation has cost more than it saved.
@@ -45,7 +46,7 @@ class LossLimit:
         self.begin()
 
     def begin(self) -> None:
-        """Start a reply with no credit from earlier replies."""
+        """Reset all counts at the start of a reply."""
         self.credit_seconds = 0.0
         self.tokens = self.draft_rounds = 0
         # Tokens generated in rounds that verified a draft, and the seconds that plain decoding would have
@@ -53,7 +54,7 @@ class LossLimit:
         self._draft_round_tokens, self._draft_round_plain_seconds = 0, 0.0
 
     def record_target_step(self, tokens: int, draft_seconds: float = 0.0) -> None:
-        """Record a round that verified no draft, and charge the time spent trying to draft."""
+        """Record a round that verified no draft, and count `draft_seconds` as lost time."""
         self.tokens += tokens
         self.credit_seconds -= draft_seconds
 
@@ -66,7 +67,7 @@ class LossLimit:
         self.credit_seconds += tokens * target_step_seconds - seconds
 
     def allowance_seconds(self, target_step_seconds: float) -> float:
-        """Return how much time the next round can lose; negative once the limit is exceeded."""
+        """Return how much time the next draft may waste; negative once speculation has cost too much."""
         limit_steps = self.limits.rate * self.tokens + self.limits.steps
         return self.credit_seconds + limit_steps * target_step_seconds
 
@@ -81,8 +82,8 @@ class LossLimit:
     def speed_up(self, target_step_seconds: float) -> float:
         """Return the reply's speed-up over plain decoding so far.
 
-        For rounds with a draft, the plain decoding time is based on the target step time measured in that
-        round.
+        The time of plain decoding is estimated from `target_step_seconds` for tokens emitted without a draft,
+        and from the value passed to `record_draft_round` for the others.
         """
         other_tokens = self.tokens - self._draft_round_tokens
         plain_seconds = self._draft_round_plain_seconds + other_tokens * target_step_seconds

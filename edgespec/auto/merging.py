@@ -96,9 +96,9 @@ def prune_optional(
 def _path_probs(tree: TokenTree, probs: Sequence[float], is_required: Sequence[bool]) -> list[float]:
     """Return each node's probability that its whole path is accepted.
 
-    At most one of several siblings can be accepted. Let c be the probability of an optional node, and r the
-    total probability of its required siblings. If the drafters are independent, Bayes' rule gives
-    c (1 - r) / (1 - c r) for the optional node, given that at most one of the drafters is right.
+    Required nodes cannot be pruned; optional nodes can. At most one of several siblings can be accepted, so
+    Bayes' rule for independent drafters lowers an optional node's probability from c to
+    c (1 - r) / (1 - c r), where r is the total probability of its required siblings.
     """
     required_sums = [0.0] * tree.width
     for node in range(1, tree.width):

@@ -7,10 +7,9 @@ from numpy.typing import NDArray
 
 __all__ = ["RetrySchedule"]
 
-# Share of total decoding time that retries can take up in the long run.
+# Maximum share of the decoding time to spend in the long run on retrying drafters that save no time.
 _RETRY_SHARE = 0.0075
-# Retries count as rare if the interval is at least this many times the initial one, because several retries
-# in a row have then failed.
+# Factor by which the retry interval must have grown for retries to count as rare.
 _RARE_FACTOR = 8
 
 
@@ -31,7 +30,7 @@ class RetrySchedule:
 
     @property
     def is_rare(self) -> bool:
-        """Whether several retries in a row have failed."""
+        """Whether retries are rare, because several in a row saved no time."""
         return self._interval >= _RARE_FACTOR * self._min_interval
 
     def is_due(self, cost: float) -> bool:
@@ -47,23 +46,23 @@ class RetrySchedule:
         return True
 
     def skip_rounds(self, rounds: int) -> None:
-        """Advance the schedule by `rounds` rounds in which `is_due` was not called."""
+        """Count `rounds` rounds towards the next retry, in place of calls to `is_due`."""
         self._waited += rounds
 
     def retry_next_round(self) -> None:
-        """Schedule a retry for the next round, because the whole draft of this retry was accepted."""
+        """Let the drafter run again in the next round, because its last draft was accepted in full."""
         self._waited = self._interval
 
     def shorten(self) -> None:
-        """Halve the interval, because drafting saved time in this round."""
+        """Halve the number of rounds between retries, because drafting saved time."""
         self._interval, self._waited = max(self._interval // 2, self._min_interval), 0
 
     def saved(self) -> NDArray[np.float64]:
-        """Return the current interval as float64 [1] to save for a later run."""
+        """Return the number of rounds between retries as float64 [1] to save for a later run."""
         return np.array([self._interval])
 
     def restore(self, saved: NDArray[np.float64]) -> None:
-        """Restore the interval from an earlier run. Raises ValueError if it is out of range."""
+        """Restore the retry interval from an earlier run. Raises ValueError if it is out of range."""
         if saved.shape != (1,) or not self._min_interval <= saved[0] <= self._max_interval:
             limits = f"{self._min_interval} to {self._max_interval}"
             raise ValueError(f"the saved retry interval must be {limits} rounds, not {saved}")

@@ -9,16 +9,17 @@ __all__ = ["WorstCaseCosts"]
 
 # Assumed cost of drafting one level, in target steps, until it is measured.
 _ASSUMED_LEVEL_COST = 0.3
-# Assumed worst case of a pass under new conditions, as a multiple of its expected cost.
+# Assumed worst-case cost of a verify pass, as a multiple of its expected cost, after the number of concurrent
+# replies or of CPU threads has changed.
 _ASSUMED_PASS_RATIO = 2.0
-# Factor by which worst cases decay in each round with a draft.
+# Factor by which the estimated worst-case costs shrink after each draft, to forget old outliers.
 _DRAFT_ROUND_DECAY = 0.97
-# Factor by which worst cases decay in each target step.
+# Factor by which the estimated worst-case costs shrink after each round without a draft.
 _TARGET_STEP_DECAY = 0.995
-# Number of initial rounds with a draft, and the share of the allowance that each of them can spend. The rest
-# is left for another draft if the first one is rejected.
+# Number of drafts at the start of a reply that are kept short, and the share of the permitted time loss that
+# each of them may use. This leaves time for another draft if the first one is rejected.
 _FIRST_ROUNDS, _FIRST_ROUNDS_SHARE = 2, 0.5
-# Shorten a draft to save loss allowance only if that raises its cost per level by at most this factor.
+# Shorten the first drafts of a reply only if their cost per token rises by at most this factor.
 _MAX_LEVEL_COST_RATIO = 1.25
 
 
@@ -48,18 +49,18 @@ class WorstCaseCosts:
         return max(self._pass_ratio * self._costs.v(width) - 1.0, 0.0) * self._costs.target_step_seconds
 
     def loss_seconds(self, levels: int, level_seconds: float) -> float:
-        """Return the worst-case loss of a chain of `levels` tokens, drafted in `level_seconds` each."""
+        """Return the time lost in the worst case if a chain of `levels` drafted tokens is rejected."""
         return levels * level_seconds + self.extra_pass_seconds(levels + 1)
 
     def affordable_length(self, draft_length: int, allowance_seconds: float, level_seconds: float) -> int:
-        """Return the largest draft length whose worst-case loss is within the allowance; 0 if none is."""
+        """Return the largest draft length that costs at most `allowance_seconds` if the draft is rejected."""
         for levels in range(draft_length, 0, -1):
             if self.loss_seconds(levels, level_seconds) <= allowance_seconds:
                 return levels
         return 0
 
     def model_draft_length(self, draft_length: int, allowance_seconds: float, draft_rounds: int) -> int:
-        """Return the affordable draft length for a draft model, reduced in the first rounds of a reply."""
+        """Return the maximum draft length for a draft model, which is reduced at the start of a reply."""
         level = self.level_seconds
         longest = self.affordable_length(draft_length, allowance_seconds, level)
         if longest and draft_rounds < _FIRST_ROUNDS:
@@ -72,7 +73,7 @@ class WorstCaseCosts:
         return longest
 
     def record_target_step(self) -> None:
-        """Decay the worst cases after a round without a draft."""
+        """Lower the estimated worst-case costs after a round without a draft."""
         self._set_level_seconds(self.level_seconds * _TARGET_STEP_DECAY)
         self._pass_ratio = max(self._pass_ratio * _TARGET_STEP_DECAY, 1.0)
 

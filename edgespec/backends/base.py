@@ -319,17 +319,17 @@ class LanguageModel(Protocol):
         """
 
     def commit(self, path: tuple[int, ...]) -> None:
-        """Keep the root and the nodes of `path` (ordered from the root) in the cache, and end the round."""
+        """Keep the root and the nodes of `path` (ordered from the root). Discard the tree's other nodes."""
 
     def truncate(self, length: int) -> None:
-        """Keep at most the first `length` cached tokens and end the round.
+        """Keep at most the first `length` cached tokens, and discard any uncommitted token tree.
 
-        `truncate(model.length)` only discards an open round. Recurrent models may keep fewer tokens than
-        requested, because they can only return to a checkpoint. Check `length` afterwards.
+        `truncate(model.length)` only discards the uncommitted tree. Recurrent models may keep fewer tokens
+        than requested, because they can only return to a checkpoint. Check `length` afterwards.
         """
 
     def remove_range(self, start: int, end: int) -> None:
-        """Remove tokens [start, end) from the cache, shift later tokens down, and end the round.
+        """Remove tokens [start, end) and any uncommitted token tree, and shift later tokens down.
 
         The later keys and values are not recomputed; only their positions change (StreamingLLM,
         arXiv 2309.17453).
@@ -339,7 +339,7 @@ class LanguageModel(Protocol):
         """
 
     def snapshot(self, start: int = 0, end: int | None = None) -> Snapshot:
-        """Copy tokens [start, end) of the cache and end the round.
+        """Copy tokens [start, end) of the cache, and discard any uncommitted token tree.
 
         Without `partial_truncate`, the copy always contains the whole cache.
         """
@@ -356,7 +356,7 @@ class LanguageModel(Protocol):
         """
 
     def resize(self, context_tokens: int) -> None:
-        """Change the size of the context without changing the cached tokens, and end the round.
+        """Change the context size, keep the cached tokens, and discard any uncommitted token tree.
 
         The backend may round the size up. Self-draft views are resized too, as far as memory allows.
         Recurrent models may lose checkpoints, even if the call fails.
@@ -382,9 +382,10 @@ class LanguageModel(Protocol):
     def self_draft(self, method: SelfDraft) -> LanguageModel:
         """Return a draft model that uses the KV cache of this model (its target).
 
-        The draft model has the same `length` as the target. Its `verify` opens its own round, which the
-        target's next `verify`, `commit` or `truncate` ends and may reuse. Its `prefill`, `commit`, `truncate`
-        and `close` do not change the target. Only one such model may draft per round.
+        The draft model has the same `length` as the target. Tokens run by the draft model's `verify` are
+        discarded or reused by the target's next `verify`, `commit` or `truncate`. The draft model's
+        `prefill`, `commit`, `truncate` and `close` do not change the target. Only one such model may draft
+        before each verify pass of the target.
 
         Raises:
             CapabilityError: The model does not support this method. The message explains why.

@@ -69,11 +69,11 @@ class BaseModel(ABC):
 
     @cached_property
     def _views(self) -> weakref.WeakSet[SelfDraftView[Any]]:
-        """Self-draft views of this model that are still referenced."""
+        """Draft models that share this model's cache and are still referenced."""
         return weakref.WeakSet()
 
     def _span(self, start: int, end: int | None) -> tuple[int, int]:
-        """Return the token range of a snapshot. Without `partial_truncate`, this is the whole cache."""
+        """Return the range of tokens for a snapshot: all tokens if only the whole cache can be copied."""
         if not self.facts.capabilities.partial_truncate:
             return 0, self.length
         end = self.length if end is None else min(end, self.length)
@@ -89,7 +89,7 @@ class BaseModel(ABC):
             )
 
     def _now_sized(self, context_tokens: int, kv_bytes: int) -> None:
-        """Update `facts` and the self-draft views after a resize."""
+        """Update `facts` after a resize, and resize the draft models that share this model's cache."""
         self.facts = replace(self.facts, context_tokens=context_tokens, kv_bytes=kv_bytes)
         for view in list(self._views):
             if not view.closed:

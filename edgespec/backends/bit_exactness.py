@@ -74,8 +74,8 @@ def find_bit_exact_passes(model: LanguageModel, progress: Progress | None = None
             _report(progress, i / len(_CONTEXT_LENGTHS))
             trial = _Trial(model, length, steps)
             prefill = prefill and trial.prefill_is_exact()
-            # If all batch sizes give the same cache, the layers are exact, so a short test of the output head
-            # suffices.
+            # If prefill gives the same cache for all batch sizes, only the output head is still untested, so
+            # a short test suffices.
             width = trial.max_width(width, thorough=not prefill)
             trees = trees and width > 3 and trial.trees_are_exact()
             steps = min(steps, _STEPS)
@@ -128,14 +128,18 @@ class _Trial:
         return digests == self._expected[first - self._length :][:steps]
 
     def max_width(self, limit: int, *, thorough: bool) -> int:
-        """Return the largest width up to which all chains are exact."""
+        """Return the most tokens per pass, up to `limit`, that give the same logits as single-token passes.
+
+        `thorough` runs more passes of each size.
+        """
         widths = range(2, limit + 1)
         return next((width - 1 for width in widths if not self._width_is_exact(width, thorough)), limit)
 
     def _width_is_exact(self, width: int, thorough: bool) -> bool:
-        """Return whether chains of `width` tokens are exact, even after half of a chain is rejected.
+        """Return whether passes of `width` tokens give the same logits as single-token passes.
 
-        Runs about two passes, or enough to cover all steps if `thorough` is set.
+        Runs about two passes, or as many as there are reference logits for if `thorough` is set. Half of the
+        first pass is rejected, to test rollback as well.
         """
         self._rewind()
         end = self._steps if thorough else min(self._steps, 2 * width)
@@ -151,7 +155,7 @@ class _Trial:
         return self._steps_after_are_exact(1)
 
     def trees_are_exact(self) -> bool:
-        """Return whether the accepted path of a tree is exact when rejected branches precede its nodes."""
+        """Return whether the logits of an accepted branch are bit-identical if another branch is rejected."""
         self._rewind()
         for first in range(0, 2 * _TREES, 2):
             root, right = self._tokens[self._length + first :][:2]

@@ -140,7 +140,7 @@ def parse_header(data: bytes) -> GgufHeader:
     """
     reader = _Reader(data)
     if data[:4] != b"GGUF"[: len(data)]:
-        raise ValueError(f"it {describe_start(data[:16])} instead of 'GGUF'")
+        raise ValueError(f"the file {describe_start(data[:16])} instead of 'GGUF'")
     reader.at = 4
     version = reader.scalar(4)
     if version not in (2, 3):

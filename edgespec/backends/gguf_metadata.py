@@ -41,7 +41,8 @@ def read_split_info(folder: Path) -> ModelInfo:
     from edgespec.backends.llamacpp.layerskip_files import FILES, LOWER_FIRST, UPPER_FIRST
 
     info = _of_parts([folder / name for name in FILES])
-    # Add the sizes of both splits, because each header describes only the layers of its own split.
+    # The lower and the upper layers are in separate files, and each header describes only its own layers. Add
+    # the KV cache sizes of both.
     kv_bytes = sum(_kv_bytes(read_header(folder / first)) for first in (LOWER_FIRST, UPPER_FIRST))
     return replace(info, kv_bytes=kv_bytes)
 

@@ -16,19 +16,20 @@ _BYTE_FALLBACK = frozenset(
 
 
 def longest_piece_bytes(entries: Mapping[str, int], raw_piece: Callable[[int], bytes]) -> int:
-    """Return the length of the longest piece in bytes.
+    """Return the length of the longest token in bytes.
 
-    Returns 0 if the vocabulary has no token for some bytes. Tokenizers may then skip parts of a text, so its
-    length says nothing about its number of tokens.
+    Returns 0 if the vocabulary has no tokens for some bytes. Tokenizers may then skip parts of a text, so a
+    long text can have few tokens.
 
     Args:
-        entries: The token ids by vocabulary entry. An entry has at least as many bytes as its piece.
+        entries: The token ids by vocabulary entry. No entry has fewer bytes than its token.
         raw_piece: Function that returns the bytes of a token.
     """
     if not (entries.keys() >= _BYTE_LEVEL or entries.keys() >= _BYTE_FALLBACK):
         return 0
     longest = 0
-    # Start with the longest entries, so that only a few pieces have to be decoded.
+    # Look up the longest entries first, and stop when no other entry can be longer than the longest token so
+    # far.
     for entry in sorted(entries, key=lambda entry: len(entry.encode()), reverse=True):
         if len(entry.encode()) <= longest:
             break

@@ -83,7 +83,7 @@ class MemoryEstimator(Protocol):
 
         Raises:
             OptionError: The model cannot be loaded with these options.
-            MemoryBudgetError: There is not enough memory to simulate the context.
+            MemoryBudgetError: There is not enough memory to compute the estimate.
         """
 
     def close(self) -> None:

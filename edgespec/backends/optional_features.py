@@ -15,7 +15,7 @@ __all__ = ["Skippable", "Trainable", "Trainer", "TrainingExample"]
 
 
 class Skippable(LanguageModel, Protocol):
-    """A model that can draft with some layers skipped. Calling `self_draft(SkippedLayers(...))` is cheap."""
+    """A model that can draft with some layers skipped, and can quickly change which layers it skips."""
 
     @property
     def layer_count(self) -> int:

@@ -44,7 +44,7 @@ class Rewindable(LanguageModel, Protocol):
         """Save a checkpoint of the cache between two rounds, and return a handle for `rewind`."""
 
     def rewind(self, checkpoint: Any) -> None:
-        """Restore a checkpoint, including `length`, and end the round.
+        """Restore a checkpoint, including `length`, and discard any uncommitted tokens.
 
         A checkpoint can be restored several times. It becomes invalid when an earlier checkpoint is restored
         or the context is resized.
@@ -81,11 +81,13 @@ class ReplayModel(BaseModel):
         limits = replace(inner.facts.capabilities, tree=False, max_branches=1, partial_truncate=False)
         capabilities = replace(limits, rollback=True, reason=reason)
         self.facts: ModelFacts = replace(inner.facts, capabilities=capabilities)
-        # The tokens from position `_first_known` onwards. Earlier tokens were restored from a snapshot.
+        # `_known` holds the committed tokens from position `_first_known` onwards. Earlier tokens are
+        # unknown, because they were restored from a snapshot.
         self._first_known = 0
         self._known: list[int] = []
         self._checkpoints: list[_Checkpoint] = []
-        # The tokens of the open round, and the number of tokens in the inner model's open round.
+        # `_round` holds the tokens of the tree being verified. `_open` is the number of uncommitted tokens in
+        # the wrapped model.
         self._round: list[int] = []
         self._open = 0
 
@@ -149,7 +151,7 @@ class ReplayModel(BaseModel):
             )
 
     def _begin_round(self, width: int) -> list[int]:
-        """Prepare a pass of `width` tokens and return the pending tokens to run before them."""
+        """Prepare a verify pass of `width` tokens. Return the committed tokens that it must replay first."""
         pending = self._pending
         if len(pending) > _MAX_PENDING_TOKENS or len(pending) + width > self.facts.capabilities.max_width:
             self._run([])
@@ -160,9 +162,9 @@ class ReplayModel(BaseModel):
         return pending
 
     def _grow_round(self) -> None:
-        """Commit the inner model's round to let the tree grow.
+        """Commit the wrapped model's last pass, so that the next pass can verify further nodes of the tree.
 
-        Also save a checkpoint, unless there is one from the start of the round or later.
+        Also save a checkpoint, unless the last one already covers all tokens before that pass.
         """
         begun_at = self._inner.length
         self._commit_inner(self._open)
@@ -243,7 +245,7 @@ class ReplayModel(BaseModel):
         return self._known[self._inner.length - self._first_known :]
 
     def _commit_inner(self, count: int) -> None:
-        """Commit the first `count` tokens of the inner round."""
+        """Commit the first `count` tokens of the wrapped model's last pass."""
         self._open = 0
         self._inner.commit(tuple(range(1, count)))
 

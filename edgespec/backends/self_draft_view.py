@@ -63,7 +63,7 @@ class SelfDraftView(ABC, Generic[M]):
         self._check()
 
     def remove_range(self, start: int, end: int) -> None:  # noqa: ARG002
-        raise self._no_cache_error("remove the range from the target's cache")
+        raise self._no_cache_error("call `remove_range` on the target instead")
 
     def snapshot(self, start: int = 0, end: int | None = None) -> Snapshot:  # noqa: ARG002
         """Return an empty snapshot, because the target's snapshot contains the cache."""
@@ -71,10 +71,10 @@ class SelfDraftView(ABC, Generic[M]):
         return Snapshot(self.length, b"")
 
     def restore(self, snapshot: Snapshot) -> None:  # noqa: ARG002
-        raise self._no_cache_error("restore the target's snapshot")
+        raise self._no_cache_error("call `restore` on the target instead")
 
     def resize(self, context_tokens: int) -> None:  # noqa: ARG002
-        raise self._no_cache_error("resize the target's context")
+        raise self._no_cache_error("call `resize` on the target instead")
 
     def _no_cache_error(self, next_step: str) -> CapabilityError:
         self._check()

@@ -29,7 +29,7 @@ from edgespec.heap import limit_malloc_arenas
 __all__ = ["TrialModel", "check_loadable", "main"]
 
 _VERSION = 1
-# Limits on the number of results in the file and on its size. Each result takes about 100 bytes.
+# Limits on the number of saved trial results and on the size of their file. A result takes about 100 bytes.
 _MAX_RESULTS, _MAX_FILE_BYTES = 1000, 2**20
 # Signals that mean the process crashed. Others come from outside, such as from the OOM killer, and say
 # nothing about the file.
@@ -176,7 +176,7 @@ class _Results:
         return self._read().get(key)
 
     def add(self, key: str, result: _Result) -> None:
-        """Save a result. If writing fails, the next load tries the files again."""
+        """Save a result. If writing fails, the next load repeats the trial."""
         results = self._read()
         results.pop(key, None)
         results[key] = result
@@ -250,8 +250,8 @@ class _Child:
             return ""
         name = _signal_name(status)
         if name == "SIGXCPU":
-            # Loading the file could hang forever, so raise an error. Do not save this result, because a slow
-            # processor can also be the cause.
+            # Refuse the file, because loading it could hang forever. Do not save this result of the trial,
+            # because the file may be intact and the processor just slow.
             raise BackendError(
                 f"{model.path} seems to be damaged or not supported: loading it and generating a few tokens"
                 f" took {backend_of(model.form.name).name} more than {self._cpu_seconds} seconds of CPU time",

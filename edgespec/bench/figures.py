@@ -1,4 +1,4 @@
-"""Compute benchmark results: each method compared with plain decoding, and `auto` with the oracle."""
+"""Compare benchmarked methods with plain decoding, and `auto` with the best method for each prompt."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ class OracleComparison:
 def figures(
     rows: Sequence[Measurement], configs: Sequence[MethodConfig], *, equal_tokens: Callable[[float], bool]
 ) -> list[MethodFigures]:
-    """Compute results by temperature, category (all prompts first) and method.
+    """Compute results by temperature, category and method. The first category contains all prompts.
 
     Args:
         rows: Measured replies.

@@ -1,4 +1,4 @@
-"""Statistics of speed ratios: geometric means, confidence intervals and the oracle."""
+"""Statistics of speed ratios: geometric means, confidence intervals, and the best method per prompt."""
 
 from __future__ import annotations
 

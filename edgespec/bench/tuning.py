@@ -144,11 +144,11 @@ def tune(
 
 
 def break_even(v: float, width: int) -> float | None:
-    """Return the acceptance rate above which cost-free drafts make decoding faster.
+    """Return the acceptance rate above which drafting speeds up decoding, if drafts take no time.
 
     Args:
-        v: Duration of the pass, divided by that of a plain decoding step.
-        width: Number of tokens in the pass.
+        v: Duration of a verify pass, divided by that of a plain decoding step.
+        width: Number of tokens in the verify pass.
 
     Returns:
         The lowest rate at which a pass emits `v` tokens on average, or None if there is none. This is the
@@ -201,8 +201,8 @@ def _drafter_result(
     # Seconds per verify pass for sampling, rollback and the engine's own overhead.
     other = sum(_sum(replies, f"{phase}_seconds") for phase in ("sampling", "rollback", "overhead")) / rounds
     acceptance = _acceptance(replies)
-    # Number of passes with a draft. Limited to the number of passes, because a tree can have several tokens
-    # at depth 1.
+    # Estimate the number of passes with a draft from the drafted tokens at depth 1. A tree can have several
+    # of these, so limit the result to the number of passes.
     share = sum(
         min(*each.stats.drafted_per_position[:1], each.stats.target_passes)
         for each in replies

@@ -78,7 +78,7 @@ class ModelEntry:
 
     @property
     def repository(self) -> str:
-        """The Hugging Face repository to download from. Empty for an embedded model."""
+        """The Hugging Face repository to download from. Empty for a model that edgespec includes."""
         return self.gguf_repository or self.mlx_repository
 
     @property
@@ -88,7 +88,7 @@ class ModelEntry:
 
     @property
     def embedded_path(self) -> Path | None:
-        """Path of an embedded model, or None for other models."""
+        """Path of the model's file if edgespec includes the model, or None."""
         return models_folder() / self.embedded_file if self.embedded_file else None
 
 
@@ -119,7 +119,7 @@ class Catalogue:
         return next(matches, None)
 
     def embedded_at(self, path: Path) -> ModelEntry | None:
-        """Return the entry for the embedded model at `path`, or None."""
+        """Return the entry of the model at `path` if edgespec includes that model, or None."""
         for entry in self.entries:
             if entry.embedded_path is not None and entry.embedded_path.resolve() == path.resolve():
                 return entry
@@ -140,7 +140,7 @@ class Catalogue:
 
 
 def models_folder() -> Path:
-    """Return the folder that contains the catalogue and the embedded models."""
+    """Return the folder that contains the catalogue and the models that edgespec includes."""
     package = Path(__file__).resolve().parent.parent
     installed = package / "models"
     return installed if installed.is_dir() else package.parent / "models"

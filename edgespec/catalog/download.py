@@ -29,7 +29,7 @@ __all__ = ["Progress", "choose", "fetch", "list_repository", "stream_chunks", "t
 _CHUNK_BYTES = 1 << 18
 # Number of characters in a git hash and in a SHA-256 checksum. The server sends one of them as the ETag.
 _GIT_ETAG_CHARACTERS, _SHA256_ETAG_CHARACTERS = 40, 64
-# Number of attempts without progress before a download fails, and the delay between attempts.
+# Number of consecutive retries without progress before a download fails.
 _MAX_RETRIES = 5
 _RETRY_SECONDS = 1.0
 # Maximum time to wait while another program downloads the same file. Long enough for a small file.

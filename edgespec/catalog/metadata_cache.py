@@ -54,7 +54,7 @@ class MetadataCache:
         return info
 
     def same_token_ids(self, target: Model, draft: Model) -> bool:
-        """Return whether token ids have the same meaning in both models. True if the tokens are unknown."""
+        """Return whether both models use the same token ids. If a vocabulary is unknown, assume so."""
         if not target[2] or not draft[2] or target[2] == draft[2]:
             return True
         target_tokens, draft_tokens = self._read_tokens(target, draft)

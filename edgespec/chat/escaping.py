@@ -14,7 +14,8 @@ from edgespec.chat.waiting import check_cancelled
 
 __all__ = ["ControlTokenEscaping", "TextScanner", "is_control", "literal"]
 
-# Maximum number of cached scans, about 5 MB. A longer conversation is rescanned on each turn.
+# Maximum number of texts whose tokenization results are cached, about 5 MB. A conversation with more texts is
+# tokenized again on each turn.
 _MAX_CACHED_SCANS = 16_384
 
 

@@ -124,7 +124,7 @@ class PromptBuilder:
     ) -> RenderedPrompt:
         """Return the prompt followed by the partial reply for the model to continue.
 
-        Reuses the tokens that the model generated, if the builder still has them. Takes the arguments of
+        Reuses the tokens that the model generated, if they are still known. Takes the arguments of
         `build_fitting` and raises the same exceptions.
         """
         start_tokens = self._reply_tokens(reply_start)
@@ -229,10 +229,10 @@ class PromptBuilder:
         step_tokens: int,
         progress: Progress | None,
     ) -> RenderedPrompt:
-        """Drop the oldest turns in steps until the prompt has at most `limit_tokens`, if possible.
+        """Drop the oldest turns until the prompt has at most `limit_tokens`, if possible.
 
-        The number of steps is computed from estimated tokens per message, so it stays stable as the
-        conversation grows. If the prompt is still too long, one more step of turns is dropped.
+        Drops about `step_tokens` tokens at a time. As the conversation grows, most prompts therefore have the
+        same beginning as the previous one, and its KV cache can be reused.
         """
         system = [message for message in messages[:1] if message.role == "system"]
         turns = messages[len(system) :]
@@ -302,7 +302,7 @@ class PromptBuilder:
         return longest if longest and longest.text else None
 
     def _spelled_prefix(self, tokens: Sequence[int], encoded: bytes) -> RenderedPrompt:
-        """Return the longest prefix of `encoded` that `tokens` decode to, ending before a control token."""
+        """Return the longest common prefix of `encoded` and the decoded `tokens`, up to a control token."""
         at = spelled_bytes = spelled_tokens = 0
         for i, token in enumerate(tokens):
             control = is_control(self._vocabulary, token)

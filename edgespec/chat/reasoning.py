@@ -34,7 +34,7 @@ _MARKERS: Mapping[str, str] = MappingProxyType(
         "<|START_THINKING|>": "<|END_THINKING|>",
         # Gemma 4
         "<|channel>thought": "<channel|>",
-        # gpt-oss. A reply that starts in the final channel has no reasoning, hence the empty closing marker.
+        # gpt-oss. The final channel holds the answer. A reply that starts with it has no reasoning to close.
         "<|channel|>analysis<|message|>": "<|start|>assistant<|channel|>final<|message|>",
         "<|channel|>final<|message|>": "",
     }
@@ -49,8 +49,8 @@ _MARKER_TOKENS = frozenset(
 _MARKER_TOKEN = re.compile(f"({'|'.join(re.escape(marker.decode()) for marker in _MARKER_TOKENS)})")
 _LEADING = re.compile(rf"\s*(?:{'|'.join(map(re.escape, _MARKERS))})\s*")
 _OPENED = re.compile(rf"(?:{'|'.join(re.escape(start) for start, end in _MARKERS.items() if end)})\s*\Z")
-# Number of characters at the end of a prompt in which to look for an opening marker. The longest marker has
-# 30 characters.
+# Number of characters to search at the end of a prompt for a marker that opens the reasoning, such as
+# `<think>`. The longest marker has 30 characters.
 _PROMPT_END = 200
 
 
@@ -88,7 +88,7 @@ class SplitText(NamedTuple):
     """The reasoning and the answer in a part of a reply, without markers.
 
     Attributes:
-        in_reasoning: Whether the part belongs to the reasoning, even if all its text is withheld.
+        in_reasoning: Whether the part belongs to the reasoning. Also set if both texts are empty.
     """
 
     reasoning: str
@@ -167,7 +167,7 @@ class ReasoningSplitter:
         return reasoning
 
     def _read(self, length: int) -> str:
-        """Consume and return `length` characters, without whitespace before the reasoning or the answer."""
+        """Consume and return `length` characters, but drop whitespace before the reasoning or the answer."""
         text, self._held = self._held[:length], self._held[length:]
         if self._drops_space:
             text = text.lstrip()

@@ -123,7 +123,7 @@ def main() -> None:
         except RecursionError:
             data = encode({"error": "nesting"})
         except Exception as error:
-            # A template can raise any exception, for example through a filter.
+            # Templates can raise any exception, with a message of any length.
             text = " ".join(str(error).replace(_PYTHON_ADVICE, "").split())[:_MAX_ERROR_CHARACTERS]
             data = encode({"error": "syntax" if template is None else "rejected", "message": text})
         if len(data) > output_limit_bytes(size_bytes):

@@ -113,5 +113,5 @@ def _items(plan: MemoryPlan) -> Table:
 
 
 def _label(name: str) -> str:
-    """Return a user-facing name for an item."""
+    """Return the name of a memory item to show to the user."""
     return name.replace("target ", "model ").replace("draft ", "draft model ")

@@ -196,7 +196,7 @@ def _all_methods(drafters: Sequence[str]) -> tuple[str, ...]:
 
 
 def _planned(plan: BenchPlan, max_seconds: int | None) -> str:
-    """Describe how many replies the plan has, and why."""
+    """Describe the number of replies in a benchmark, and the factors that make up this number."""
     factors = [
         counted(len(plan.prompts), "prompt"),
         counted(len(plan.temperatures), "temperature"),

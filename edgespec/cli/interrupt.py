@@ -45,7 +45,7 @@ class Stop:
             action()
 
     def request(self) -> None:
-        """Request a stop and call the registered action."""
+        """Request a stop, and call the action set with `on_request`."""
         self._event.set()
         if self._action is not None:
             self._action()

@@ -82,8 +82,8 @@ class RepliesProgress(ProgressLine):
         super().__init__(stop)
         self._ends = monotonic() + max_seconds if max_seconds else inf
         self._current = ""
-        # When the current step began, and the fraction and time at which the first reply finished. The time
-        # before the first reply, such as that of the warm-up, does not count.
+        # `_step_began` is when the current step, such as the warm-up or the first reply, began. `_first`
+        # holds the completed fraction and the time when the first reply finished.
         self._step_began = 0.0
         self._first: tuple[float, float] | None = None
 
@@ -97,7 +97,7 @@ class RepliesProgress(ProgressLine):
         return super().__call__(f"{bar} {rest}{description}", fraction)
 
     def _seconds_left(self, description: str, fraction: float) -> float:
-        """Estimate the remaining time. Return 0 if it is unknown, because no reply is finished."""
+        """Estimate the remaining time in seconds. Return 0 until the first reply has finished."""
         now = monotonic()
         if not fraction:
             if description != self._current:
@@ -106,7 +106,7 @@ class RepliesProgress(ProgressLine):
         is_first = self._first is None
         done, since = self._first = self._first or (fraction, now)
         if fraction > done:
-            # The first reply may be slower than the others.
+            # Exclude the first reply from the estimate, because it may be slower than the others.
             seconds = (now - since) * (1 - fraction) / (fraction - done)
         else:
             seconds = (since - self._step_began) * (1 - fraction) / fraction

@@ -80,7 +80,7 @@ class Program(HelpfulGroup):
 
 
 def _reader_left() -> int:
-    """Discard buffered output, so that Python does not report a broken pipe at exit."""
+    """Redirect output to the null device after the reader has closed the pipe. Return the exit status."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return DONE
 

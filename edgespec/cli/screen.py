@@ -33,7 +33,7 @@ _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]
 _CLEAR_LINE = "\r\x1b[K"
 # On a terminal, operations shorter than this show no progress line.
 _TERMINAL_DELAY_SECONDS = 0.3
-# In a pipe, steps that take longer than this print one line.
+# If stderr is not a terminal, only operations longer than this print a progress line.
 _PIPE_DELAY_SECONDS = 5.0
 
 

@@ -152,8 +152,8 @@ def changed(text: str, path: KeyPath, literal: str | None) -> str:
     result = "\n".join(lines)
     found = _read(result)
     if found is not None and len(path) > 1:
-        # Removing the only key of a table written with dotted keys also removes the table. Add it back for
-        # the comparison.
+        # Removing the only key of a table that is written with dotted keys also removes the table. `_wanted`
+        # keeps an empty table, so add one.
         found.setdefault(path[0], {})
     if found != _wanted(tomllib.loads(text), path, literal):
         raise NotEditableError

@@ -188,7 +188,7 @@ def _smallest_p_value(facts: dict[str, Any]) -> float:
 
 
 def _verdict(facts: dict[str, Any]) -> str:
-    """Return the conclusion for a report without violations, in one sentence."""
+    """Return a one-sentence conclusion for a report in which all checks passed."""
     if facts["acceptance"] == "rejection":
         return "Passed: drafting did not change the probabilities of the replies measurably."
     near_ties = sum(method["near_tie"] for method in facts["methods"].values())

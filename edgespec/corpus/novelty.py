@@ -16,8 +16,8 @@ from edgespec.drafters.suffix.tokens import SEPARATOR, TokenArray
 
 __all__ = ["NoveltyFilter"]
 
-# Number of tokens per hashed window, and number of tokens between the starts of stored windows. Both values
-# are heuristics.
+# Sequences are compared by hashes of windows of `_WINDOW` tokens. Stored windows start every `_STRIDE`
+# tokens. Both values are heuristics.
 _WINDOW, _STRIDE = 32, 8
 # Multiplier of the hash function: 2^64 divided by the golden ratio, rounded to an odd number.
 _MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
@@ -36,7 +36,7 @@ class NoveltyFilter:
         self._hashes: NDArray[np.uint64] = np.empty(0, np.uint64)
 
     def add(self, text: TokenArray) -> None:
-        """Mark a non-empty sequence as known."""
+        """Store hashes of a non-empty sequence, so that `new_parts` recognises its text later."""
         starts = np.append(np.arange(0, len(text), _STRIDE), len(text) - 1)
         new_hashes = np.unique(_hashes(_padded(text), starts))
         has_room = len(self._hashes) + len(new_hashes) <= self._max_hashes
@@ -54,15 +54,15 @@ class NoveltyFilter:
             starts = np.flatnonzero(self._hashes[nearest] == hashes)
             known[starts] += 1
             known[starts + _WINDOW] -= 1
-        # A token is new if no known window contains it. The last entry, which is always True, stands for the
-        # end of the sequence.
+        # `known` is +1 where a recognised window begins and -1 where it ends, so the sum is 0 at new tokens.
+        # The last entry, which is always True, marks the end of the sequence.
         is_new = np.cumsum(known)[_WINDOW - 1 :] == 0
         edges = [0, *(np.flatnonzero(np.diff(is_new)) + 1).tolist(), len(text)]
         return [text[a:b] for a, b in pairwise(edges) if is_new[a] and (b == len(text) or b - a >= _STRIDE)]
 
 
 def _padded(text: TokenArray) -> TokenArray:
-    """Prepend separators to the sequence, so that the first window ends at the first token."""
+    """Prepend separators, so that every token is the end of a window of `_WINDOW` tokens."""
     return np.concatenate([np.full(_WINDOW - 1, SEPARATOR, np.int32), text])
 
 

@@ -95,7 +95,7 @@ class SavedReplies:
             return []
 
     def _texts(self, data: bytes) -> list[TokenArray]:
-        """Return the newest token sequences in a file, and mark them as known."""
+        """Return the newest token sequences in a file, and record that they need not be saved again."""
         texts, damaged_bytes = self._parse(data)
         if damaged_bytes:
             self._must_rewrite = True

@@ -56,9 +56,15 @@ class CostCurve:
 
     def __post_init__(self) -> None:
         if len(self.widths) != len(self.seconds) or self.widths[:1] != (1,):
-            raise ValueError(f"widths {self.widths} must start at 1 and match durations {self.seconds}")
+            raise ValueError(
+                "a cost curve needs one duration per width, starting with width 1, but got"
+                f" widths {self.widths} and durations {self.seconds}"
+            )
         if any(a >= b for a, b in pairwise(self.widths)) or not all(s > 0 for s in self.seconds):
-            raise ValueError(f"widths {self.widths} must ascend, and durations {self.seconds} be positive")
+            raise ValueError(
+                f"a cost curve needs ascending widths and positive durations, but got widths {self.widths}"
+                f" and durations {self.seconds}"
+            )
 
     @property
     def target_step_seconds(self) -> float:

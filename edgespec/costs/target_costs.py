@@ -19,8 +19,8 @@ from edgespec.saved_arrays import SavedArrays, models_fingerprint
 
 __all__ = ["FreeCosts", "PassCosts", "TargetCosts"]
 
-# Discard a saved curve if a target step is now slower or faster by more than this factor, for example because
-# other programs are running or the clock speed has changed.
+# Discard saved pass durations if a single-token pass is now slower or faster by more than this factor, for
+# example because other programs are running or the clock speed has changed.
 _MAX_STEP_RATIO = 2.0
 
 
@@ -64,7 +64,7 @@ class TargetCosts:
 
     @property
     def notice(self) -> str:
-        """Reason why the curve could not be saved or loaded; empty if there was no error."""
+        """Reason why the cost curve could not be saved or loaded; empty if there was no error."""
         return next((store.notice for store in self._stores.values() if store.notice), "")
 
     def _store(self) -> SavedArrays:
@@ -76,7 +76,7 @@ class TargetCosts:
         return self._stores[threads]
 
     def curve(self, progress: Progress | None = None) -> CostCurve:
-        """Return the saved curve if a target step still takes about as long, or else measure a new one.
+        """Return the saved cost curve if the target's speed has not changed much, or else measure a new one.
 
         Args:
             progress: Called before a measurement. Returns False to cancel it.
@@ -99,7 +99,7 @@ class TargetCosts:
     def remeasure(
         self, progress: Progress | None = None, repeats: int = 5, budget_seconds: float = 2.0
     ) -> CostCurve:
-        """Measure the curve and save it.
+        """Measure the durations of passes of different widths, and save them as a cost curve.
 
         Args:
             progress: Called before the measurement. Returns False to cancel it.

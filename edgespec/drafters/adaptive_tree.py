@@ -26,8 +26,8 @@ __all__ = ["AdaptiveTreeGrowth"]
 _MAX_LOOKAHEAD_LEVELS = 4
 # Maximum number of tokens in a draft tree, including the root.
 _MAX_WIDTH = 64
-# If a pass of two tokens costs at least this many target steps, a third token costs little extra. A draft
-# that is forced for measurement then has two levels instead of one.
+# If verifying two tokens costs at least this many target steps, verifying a third usually costs little more.
+# Drafts made only to measure the acceptance rate then have two tokens instead of one.
 _STEEP_COST = 1.9
 # Assumed cost of a draft model pass before the first measurement, in target steps.
 _ASSUMED_DRAFT_PASS_COST = 0.2
@@ -100,7 +100,7 @@ class AdaptiveTreeGrowth(TreeGrowth):
     def record_verify_pass(self, width: int) -> None:
         if self._round.passes:
             self._target_step_seconds.add((self._clock() - self._round.started) / self._v(width))
-            # Ignore the next verify pass if another drafter proposes its draft.
+            # Do not time the next verify pass if its draft comes from another drafter.
             self._round.passes = 0
 
     def grow_level(self, path_probs: Sequence[float], draft_probs: DraftProbs) -> list[Children]:
@@ -137,7 +137,10 @@ class AdaptiveTreeGrowth(TreeGrowth):
         return children
 
     def _add_children(self, drafted: int, rank: int) -> int:
-        """Return how many children to add so that the child at `rank` is included; 0 if they do not fit."""
+        """Return how many children to add to a node with `drafted` children so that it has one at `rank`.
+
+        Also counts them as added. Returns 0 if the draft tree would become too large.
+        """
         this_round = self._round
         added = max(rank + 1 - drafted, 0)
         width = this_round.width + added
@@ -160,11 +163,15 @@ class AdaptiveTreeGrowth(TreeGrowth):
     def _best_addition(
         self, candidates: NDArray[np.float64], width: int, expected_tokens: float
     ) -> tuple[int, int, NDArray[np.int64]]:
-        """Find how many candidates and descendants to add to a tree to maximise the expected speed.
+        """Choose the nodes to add to a draft tree so that the expected speed is highest.
 
-        Returns the number of descendant levels, the number of nodes to add, and the indices of all nodes in
-        descending order of probability. Index i * (levels + 1) + d stands for the expected descendant d
-        levels below candidate i, or for the candidate itself if d = 0.
+        Considers the candidates, whose probabilities are given, and one expected descendant of each candidate
+        per level.
+
+        Returns:
+            The number of levels of descendants, the number of nodes to add, and the indices of the nodes in
+            descending order of probability. A node d levels below candidate i has the index
+            i * (levels + 1) + d. The candidate itself has d = 0.
         """
         this_round = self._round
         if len(candidates) == 1:
@@ -223,7 +230,7 @@ class _Round:
     expected_tokens: float = 1.0
 
     def pass_costs(self, width: int, count: int) -> NDArray[np.float64]:
-        """Return the verify costs of `count` widths from `width` up. Width 0 costs one target step."""
+        """Return the costs of verify passes of `width` to `width + count - 1` tokens, in target steps."""
         return self.costs[np.maximum(np.arange(width, width + count) - 1, 0)]
 
 
@@ -236,7 +243,7 @@ class _ChildAcceptance:
 
     # Boundaries of the draft probability buckets.
     _EDGES = (0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.9, 0.97)
-    # Initial acceptance probability of each bucket.
+    # Initial acceptance probability for each draft probability bucket.
     _PRIOR = np.array([0.01, 0.035, 0.07, 0.15, 0.27, 0.42, 0.57, 0.72, 0.85, 0.93, 0.98])
     # Weight of the initial probabilities, as a number of drafted tokens.
     _PRIOR_WEIGHT = 4.0

@@ -38,12 +38,12 @@ class DraftCache:
 
     @property
     def lag_tokens(self) -> int:
-        """Number of visible tokens that are not in the KV cache, including the last token."""
+        """Number of tokens in `visible_tokens` that the draft model's KV cache does not contain."""
         return len(self.visible_tokens) - self.model.length
 
     @property
     def pending_tokens(self) -> int:
-        """Number of tokens to prefill before drafting. Excludes two tokens that the first draft pass runs."""
+        """Number of tokens to prefill before drafting. The first draft pass runs the last two tokens."""
         return max(self.lag_tokens - 2, 0)
 
     @property

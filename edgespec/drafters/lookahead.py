@@ -27,11 +27,11 @@ from edgespec.errors import OptionError
 
 __all__ = ["LookaheadDrafter", "LookaheadWindow", "NgramPool", "choose_window"]
 
-# Draft length assumed for the first window, which is chosen before the actual draft length is known.
+# Draft length for which the initial window size is chosen, before a draft is requested.
 _INITIAL_DRAFT_LENGTH = 16
-# New columns are filled with tokens drawn at random from this many recent tokens.
+# Initial guesses for future tokens are drawn at random from this many recent tokens.
 _RECENT_TOKENS = 512
-# Number of tokens at the end of the prompt whose n-grams are added to the pool.
+# Number of tokens at the end of the prompt whose n-grams can be drafted.
 _PROMPT_TOKENS = 1 << 14
 # Typical probability that an n-gram token is correct, and typical number of passes per useful n-gram.
 _TOKEN_PROBABILITY, _PASSES_PER_HIT = 0.4, 3.0
@@ -56,7 +56,7 @@ class LookaheadWindow(NamedTuple):
 
     @property
     def levels(self) -> int:
-        """Number of tokens in a column. A candidate n-gram has one more token."""
+        """Number of tokens that an n-gram predicts. Excludes its first token, which is the lookup key."""
         return self.ngram_tokens - 1
 
     @property
@@ -81,13 +81,13 @@ class LookaheadWindow(NamedTuple):
         If every token is correct with probability a, the best of G candidates of N - 1 tokens begins with
         sum(1 - (1 - a^i)^G for i < N) correct tokens on average.
         """
-        # Each column adds only one n-gram per pass, so more candidates than columns do not help.
+        # A pass finds at most `columns` new n-grams, so verifying more candidates than that does not help.
         tries = min(self.candidates, self.columns or 1)
         right = sum(1 - (1 - _TOKEN_PROBABILITY**i) ** tries for i in range(1, self.ngram_tokens))
         return right / _PASSES_PER_HIT
 
     def fits(self, capabilities: Capabilities) -> bool:
-        """Return whether a target with these capabilities can verify the trees of this window."""
+        """Return whether a target with these capabilities can verify draft trees of this size."""
         max_leaves = capabilities.max_branches if capabilities.tree else 1
         return self.rows <= capabilities.max_width and self.leaves <= max_leaves
 
@@ -135,14 +135,14 @@ class NgramPool:
 
 @dataclass(slots=True)
 class _Column:
-    """One column of the window of guessed tokens.
+    """A sequence of guessed tokens at consecutive future positions, advanced by each verify pass.
 
     Attributes:
-        tokens: The tokens in the column, starting with level 0.
-        predicted: Number of tokens at the end that were predicted by the target. The tokens before them are
-            the initial random tokens.
-        next: The token that the target predicted after the column in the last verify pass. None if the pass
-            did not include the column.
+        tokens: The guessed tokens.
+        predicted: Number of tokens at the end that the target predicted. The tokens before them were drawn at
+            random.
+        next: The token that the target predicted after `tokens` in the last verify pass, or None if the pass
+            did not include them.
     """
 
     tokens: list[int]
@@ -224,7 +224,8 @@ class LookaheadDrafter(Drafter):
         self._add_tokens(tokens[-_PROMPT_TOKENS:])
 
     def propose(self, sampler: Sampler, acceptance: Acceptance, draft_length: int) -> TokenTree:
-        # The draft length only shrinks at the end of a reply, where a new window is not needed.
+        # Choose a new window size only if the draft length has grown, because it shrinks only near the end of
+        # a reply.
         if draft_length > self._draft_length and not self._forced:
             self._window = choose_window(self._curve, self._capabilities, draft_length)
         self._draft_length = max(self._draft_length, draft_length)
@@ -248,7 +249,7 @@ class LookaheadDrafter(Drafter):
         return builder.build()
 
     def observe(self, tree: TokenTree, logits: Logits, sampler: Sampler) -> None:
-        """Sample the token after each column with the target's own sampler settings."""
+        """Sample the token after each guessed sequence with the target's own sampler settings."""
         nodes = tree.walk([column.tokens[0] for column in self._columns])[1:]
         for node, column in zip(nodes, self._columns, strict=False):
             first, *others = column.tokens
@@ -265,13 +266,14 @@ class LookaheadDrafter(Drafter):
         columns: list[_Column] = []
         for column in self._columns:
             if column.next is None:
-                # The last verify pass did not include this column or any later one.
+                # The last verify pass did not include this guessed sequence or any later one.
                 break
             predicted = column.predicted + 1
             if predicted >= len(column.tokens):
                 self._pool.add((*column.tokens, column.next))
             columns.append(_Column([*column.tokens[1:], column.next], min(predicted, len(column.tokens))))
-        # Each column advanced by one position. Drop the columns for positions that have been emitted.
+        # All guessed sequences have moved on by one position. Drop those whose first position has been
+        # emitted.
         self._columns = columns[max(0, len(tokens) - 1) :]
         self._add_tokens(tokens)
 

@@ -22,7 +22,7 @@ from edgespec.engine.tree import TokenTree, TreeBuilder
 
 __all__ = ["ModelDrafter"]
 
-# Number of tokens to prefill during warm-up. Most prompts are at least this long.
+# Number of tokens to prefill during warm-up, as in a short prompt.
 _WARM_UP_TOKENS = 16
 _NO_PROBS: NDArray[np.float64] = np.zeros(0)
 
@@ -240,13 +240,13 @@ class _DraftTree:
     def add(
         self, parent: int, token: int, probs: Distribution | None, path_prob: float, expands: bool
     ) -> int:
-        """Add a drafted token and return its node. Only children of expanded nodes may be expanded."""
+        """Add a drafted token and return its node. If `expands`, the draft model will run the token."""
         self.model_nodes.append(self.model_tree.add(self.model_nodes[parent], token) if expands else -1)
         self.path_probs.append(path_prob)
         return self.drafted.add(parent, token, probs)
 
     def model_path(self, nodes: Sequence[int]) -> tuple[int, ...]:
-        """Return the `model_tree` nodes to commit: `lag` without its first token, and `nodes` already run."""
+        """Return the path that the draft model must commit to keep the accepted `nodes` in its KV cache."""
         has_run = takewhile(lambda node: 0 <= self.model_nodes[node] < self.model_tree_run, nodes)
         return (*range(1, self._lag_tokens), *(self.model_nodes[node] for node in has_run))
 

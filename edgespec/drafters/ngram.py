@@ -53,7 +53,8 @@ class NgramDrafter(Drafter):
         """Return the length of the longest repeated suffix and the end of its latest earlier occurrence."""
         tokens = np.frombuffer(self._tokens, np.int32)
         suffix = self._tokens[-self._max_ngram_tokens :][::-1]
-        # Ends of the earlier occurrences of the last token. Each iteration adds one token to the suffix.
+        # Find all earlier occurrences of the last token. The loop then keeps only those where ever longer
+        # suffixes match.
         ends = np.flatnonzero(tokens[:-1] == suffix[0]) + 1
         matched = latest = 0
         while len(ends):

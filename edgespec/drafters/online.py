@@ -88,7 +88,7 @@ class OnlineDrafter(ModelDrafter):
         super().observe(tree, logits, sampler)
 
     def commit(self, tokens: tuple[int, ...]) -> None:
-        """See `Drafter.commit`. Also records rejected tokens while the target's logits are still valid."""
+        """See `Drafter.commit`. Also records what the target predicted instead of a rejected token."""
         if self._proposed and self._verified:
             self.trainer.record_round(self._proposed, *self._verified, tokens)
         self._proposed = self._verified = None
@@ -123,8 +123,8 @@ class OnlineTrainer:
         self._tokens: list[int] = []
         self._prompt_tokens = 0
         self._has_drafted = False
-        # For each rejected draft token, the position before it, and the target's best tokens there and their
-        # probabilities.
+        # For each rejected draft token: the position of the token before it, and the target's most likely
+        # next tokens with their probabilities.
         self._rejections: list[tuple[int, NDArray[np.int64], NDArray[np.float32]]] = []
         # Each entry consists of an example and the index of its first token after the context.
         self._pending: deque[tuple[TrainingExample, int]] = deque(maxlen=_MAX_EXAMPLES)
@@ -140,7 +140,7 @@ class OnlineTrainer:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes used for training, excluding the memory of a training step until one has been measured."""
+        """Bytes used for training. Temporary memory is counted once a training step has been measured."""
         return self._trainer.state_bytes + self._trainer.peak_step_bytes
 
     def begin(self, tokens: Sequence[int]) -> None:
@@ -167,7 +167,8 @@ class OnlineTrainer:
         accepted_path = proposed.walk(tokens)
         accepted = len(accepted_path) - 1
         rows = verified.walk(tokens[:accepted])
-        # If only the beginning of the draft was verified and all of it was accepted, no token was rejected.
+        # A draft token was rejected if the emitted tokens leave the draft before its end. Record this only if
+        # the target's logits at that point are available.
         if len(rows) > accepted < len(tokens) and proposed.children(accepted_path[-1]):
             best, values = logits.limit_vocab(self._draft.facts.vocab_size).top(rows[-1], TARGET_TOKENS)
             # `top` can return more tokens than requested if there are ties, but all rows of an example must
@@ -241,7 +242,7 @@ class OnlineTrainer:
 
     @property
     def evaluation(self) -> tuple[int, int, int]:
-        """Recent tokens predicted correctly by the original weights and by the adapter, and their total."""
+        """Counts of recent tokens: predicted correctly by the original weights, by the adapter, and all."""
         original_hits, adapted_hits, tokens = np.sum([(0, 0, 0), *self._evaluations], axis=0).tolist()
         return original_hits, adapted_hits, tokens
 

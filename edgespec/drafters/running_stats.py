@@ -9,7 +9,7 @@ __all__ = ["AcceptanceCounts", "RunningMean"]
 
 # Every new value has a weight of at least 1/10, so that the mean adapts within about ten values.
 _MEAN_VALUES = 10
-# Maximum weight of a mean restored from an earlier run, as a number of values. New values soon outweigh it.
+# A mean restored from an earlier run counts as at most this many values, so that new values soon outweigh it.
 _MAX_RESTORED_COUNT = 5
 
 
@@ -43,10 +43,10 @@ class RunningMean:
 
 
 class AcceptanceCounts:
-    """Counts of drafted and accepted tokens per category, with exponential decay.
+    """Counts of drafted and accepted tokens per category, such as per tree rank, with exponential decay.
 
     Every token is counted twice: with fast decay in `accepted` and `drafted`, and with slow decay for the
-    long-term rates that `limit_weight` uses.
+    long-term acceptance rates. These replace the recent rates when drafting resumes after a pause.
 
     Args:
         accepted: Initial number of accepted tokens per category, float64.
@@ -57,10 +57,10 @@ class AcceptanceCounts:
         drafted: Decayed count of drafted tokens per category.
     """
 
-    # Factor applied to old counts with each new token in the category. With 0.98, a token loses half of its
-    # weight after 34 further tokens.
+    # Factor applied to a category's counts before each new token is added. With 0.98, a token loses half of
+    # its weight after 34 further tokens.
     DECAY = 0.98
-    # Factor applied to the counts for long-term rates with each new token in the category.
+    # The same factor for the counts behind the long-term acceptance rates.
     _LONG_DECAY = 0.998
 
     def __init__(self, accepted: NDArray[np.float64], drafted: NDArray[np.float64]) -> None:
@@ -69,7 +69,7 @@ class AcceptanceCounts:
         self._long_accepted, self._long_drafted = accepted.copy(), drafted.copy()
 
     def record(self, category: tuple[int, ...], accepted: bool) -> None:
-        """Count one drafted token in the category with this index."""
+        """Count a drafted token in a category, which is an index into the arrays of counts."""
         self.drafted[category] = self.drafted[category] * self.DECAY + 1.0
         self.accepted[category] = self.accepted[category] * self.DECAY + accepted
         self._long_drafted[category] = self._long_drafted[category] * self._LONG_DECAY + 1.0
@@ -91,7 +91,7 @@ class AcceptanceCounts:
         self.accepted, self.drafted, self._long_accepted, self._long_drafted = saved.astype(np.float64)
 
     def limit_weight(self, max_drafted: float) -> None:
-        """Replace recent acceptance rates with long-term rates, weighted as at most `max_drafted` tokens.
+        """Replace recent acceptance rates with long-term rates that count as at most `max_drafted` tokens.
 
         Called when drafting resumes after a pause, because recent rates might no longer apply.
         """

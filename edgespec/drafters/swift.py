@@ -41,7 +41,8 @@ _SKIP_RATIO = 0.45
 _MAX_DRAFT_LENGTH = 8
 # Maximum number of layer sets to keep. This value is a heuristic.
 _MAX_SAVED_SETS = 256
-# When the counts of a set exceed this many tokens, they are halved, so that old observations lose weight.
+# When more drafted tokens than this have been counted for a set of skipped layers, its counts are halved, so
+# that old observations lose weight.
 _MAX_COUNTED_TOKENS = 2048
 
 
@@ -89,7 +90,6 @@ class SwiftDrafter(Drafter):
         self._tokens: list[int] = []
         # The set of layers skipped in the current reply.
         self._layer_set: ScoredLayerSet | None = None
-        # The drafter that skips this set of layers.
         self._drafter: ModelDrafter | None = None
         self._proposed: TokenTree | None = None
 
@@ -138,8 +138,8 @@ class SwiftDrafter(Drafter):
     def run_idle_work(self, should_continue: Callable[[], bool]) -> None:
         """Evaluate how well the target predicts the end of the chat when some layers are skipped.
 
-        The best set so far is evaluated first, even if `MAX_SETS` sets have been evaluated, because it may be
-        worse for the current text.
+        The best set of skipped layers so far is evaluated again first, because its accuracy may be different
+        on the current text.
         """
         tokens = self._tokens[: self._target.length][-EVALUATION_TOKENS:]
         if len(tokens) < _MIN_EVALUATION_TOKENS:
@@ -262,7 +262,7 @@ class SwiftSearch:
         return tuple(sorted((chosen + 1).tolist()))
 
     def saved_arrays(self) -> dict[str, NDArray[Any]]:
-        """Return the counts as named arrays to save for a later search."""
+        """Return the acceptance counts of all layer sets as named arrays, to save for later runs."""
         sets = np.zeros((len(self._counts), self._layer_count), np.uint8)
         for row, layers in zip(sets, self._counts, strict=True):
             row[list(layers)] = 1

@@ -41,8 +41,8 @@ class TreeGrowth(ABC):
 
     Attributes:
         drafts_chains: Whether all trees are chains.
-        siblings: Minimum number of tokens to draw for each node. `record_outcome` also reports those that
-            were not drafted.
+        siblings: Minimum number of candidate tokens to choose for each node. `record_outcome` covers all of
+            them, even if the tree contains fewer.
         chooses_length: Whether the rule may end a draft before it reaches the draft length.
     """
 

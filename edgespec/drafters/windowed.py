@@ -49,7 +49,7 @@ class AttentionWindow:
 
     @property
     def description(self) -> str:
-        """User-facing description of the window."""
+        """User-facing description of the attention window."""
         return f"the first {self.sink_tokens:,} and the last {self.window_tokens:,} tokens"
 
     def limited_to(self, trained_tokens: int) -> AttentionWindow:
@@ -127,7 +127,7 @@ class WindowedModel(WrappedModel):
 
     @property
     def _end(self) -> int:
-        """Sequence position just after the last token in the inner KV cache."""
+        """Sequence position just after the last token in the wrapped draft model's KV cache."""
         cached, sinks = self._model.length, self._window.sink_tokens
         return cached if cached < sinks else cached - sinks + self._start
 

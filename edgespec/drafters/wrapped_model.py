@@ -15,7 +15,7 @@ __all__ = ["WrappedModel", "wrapped_capabilities"]
 
 
 def wrapped_capabilities(inner: Capabilities, max_width: int) -> Capabilities:
-    """Return the inner model's capabilities, limited to those that a wrapped model supports."""
+    """Return a model's capabilities, limited to those that it keeps when wrapped in a `WrappedModel`."""
     return replace(inner, max_width=max_width, partial_truncate=False, trainable=False)
 
 

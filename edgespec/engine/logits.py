@@ -95,16 +95,16 @@ def best_on_host(
 def candidates(
     logits: Logits, row: int, processors: Sequence[LogitsProcessor], count: int = 0
 ) -> tuple[Candidates, float]:
-    """Return every token that could survive a sampling chain, without applying the chain.
+    """Return every token that the logits processors could keep, without running them.
 
     Args:
         logits: The logits of the pass.
         row: Index of the row.
-        processors: The sampling chain.
-        count: Number of tokens needed after the chain, if the logits alone rank them. 0 means all.
+        processors: The logits processors, in order.
+        count: Number of best tokens needed, or 0 for all. Ignored if a processor determines the number.
 
     Returns:
-        The candidates, which can include tokens that the chain will drop, and the row's largest logit.
+        The candidates, which can include tokens that the processors will drop, and the row's largest logit.
     """
     touched, scale = np.zeros(0, np.int64), 1.0
     for processor in processors:
@@ -123,8 +123,8 @@ def candidates(
         touched = np.union1d(touched, more) if len(touched) else more
         if isinstance(processor, Temperature):
             scale = processor.temperature
-    # Processors can move the tokens that they change into or out of the top `count`, so fetch all of these
-    # tokens and as many extra top tokens.
+    # Processors can lower the logits of the `touched` tokens, so fetch as many additional top tokens to
+    # replace them.
     tokens, values = logits.top(row, count + len(touched) if count else 0)
     peak = float(values.max(initial=-np.inf))
     if count and len(touched):
@@ -166,8 +166,8 @@ class HostLogits:
             return np.arange(len(logits)), logits.astype(np.float64)
         if blocks <= count:
             return self._from(logits, np.partition(logits, -count)[-count])
-        # In interleaved blocks, the count-th largest block maximum is at most the count-th largest logit.
-        # Finding this lower bound takes two fast passes; partitioning the row would take a millisecond.
+        # The count-th largest of the block maxima is never above the count-th largest logit. This lower bound
+        # is much faster to find than the exact value.
         peaks = logits[: blocks * self._BLOCK].reshape(self._BLOCK, blocks).max(axis=0)
         return self._from(logits, np.partition(peaks, -count)[-count])
 

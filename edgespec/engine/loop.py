@@ -47,12 +47,12 @@ class Proposer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """The result of one round.
+    """The result of one draft-and-verify round.
 
     Attributes:
         tokens: The emitted tokens.
         accepted: Number of leading `tokens` that are accepted draft tokens.
-        finish_reason: Why the reply ends with this round, or None if it continues.
+        finish_reason: Why the reply ends after these tokens, or None if it continues.
     """
 
     tokens: tuple[int, ...]

@@ -59,10 +59,10 @@ class LogitsProcessor(ABC):
         """Return candidates with changed logits, or fewer candidates. A logit of -inf forbids a token."""
 
     def push(self, token: int) -> None:  # noqa: B027
-        """Append a token to the current path."""
+        """Append a token to the sequence that precedes the token to sample."""
 
     def pop(self, count: int) -> None:  # noqa: B027
-        """Remove the last `count` tokens from the current path."""
+        """Remove the last `count` pushed tokens."""
 
     def touched_tokens(self, vocab_size: int) -> NDArray[np.int64] | None:  # noqa: ARG002
         """Return the ids of all tokens whose logits `apply` can change, or None if it needs the whole row.
@@ -84,8 +84,8 @@ class LogitsProcessor(ABC):
 class Penalties(LogitsProcessor):
     """Repetition, presence and frequency penalties for the last `window` tokens (all if negative).
 
-    The repetition penalty is that of CTRL (Keskar et al. 2019, arXiv 1909.05858), except that it
-    multiplies negative logits. The state starts after `history`, the tokens of the prompt.
+    The repetition penalty is that of CTRL (Keskar et al. 2019, arXiv 1909.05858), except that it multiplies
+    negative logits. Tokens of the prompt, `history`, are penalised too.
     """
 
     def __init__(
@@ -282,7 +282,7 @@ def max_logit(logits: NDArray[np.float64]) -> float:
     peak = float(logits.max(initial=-np.inf))
     if not peak < np.inf:
         what = f"a logits processor returned a logit of {peak}"
-        raise BackendError(what, "change the processor to return finite logits, or -inf to forbid a token")
+        raise BackendError(what, "make the logits processor return finite logits, or -inf to forbid a token")
     return peak
 
 

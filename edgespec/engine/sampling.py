@@ -72,7 +72,7 @@ class Sampler:
         return tokens
 
     def scores(self, logits: Logits, row: int) -> Candidates:
-        """Return the tokens that remain after the chain, with log p + noise up to a constant."""
+        """Return the tokens that the logits processors keep, and log p + Gumbel noise up to a constant."""
         tokens, log_probs = self._survivors(logits, row)
         return tokens, log_probs + gumbel(self.seed, Stream.TOKEN, self.position, tokens)
 

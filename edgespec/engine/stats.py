@@ -154,10 +154,10 @@ class RoundTimer:
 
         Args:
             stats: The statistics of the reply.
-            overlapped_seconds: Time in the draft phase that belongs to the verify pass, because the pass
-                had already started.
-            waited_seconds: Time in the sampling phase that belongs to the verify pass, because sampling
-                waited for it.
+            overlapped_seconds: Part of the draft time to count as verify time, because the target was already
+                running its verify pass.
+            waited_seconds: Part of the sampling time to count as verify time, because sampling waited for the
+                verify pass.
         """
         seconds = self._seconds
         stats.draft_seconds += seconds["draft"] - overlapped_seconds

@@ -111,8 +111,8 @@ class TokenTree:
     ) -> TokenTree:
         """Return this tree without the nodes that exceed the limits, and without their descendants.
 
-        To keep rejection mode unbiased, the choice of nodes does not depend on the drawn tokens, except for
-        tokens outside the vocabulary.
+        Token ids in the vocabulary do not affect which nodes are removed, because that would bias rejection
+        sampling.
 
         Args:
             vocab_size: Token ids must be smaller than this.

@@ -57,7 +57,7 @@ def _prompt(line: str, number: int, file: Path) -> Prompt:
         entry: Any = json.loads(line)
         messages = _messages(entry)
     except ValueError as error:
-        reason = "it is not JSON" if isinstance(error, json.JSONDecodeError) else error
+        reason = "the line is not JSON" if isinstance(error, json.JSONDecodeError) else error
         raise OptionError(
             f"line {number} of {file} is not a valid prompt: {reason}",
             'write {"prompt": "..."} or {"messages": [{"role": "user", "content": "..."}]}',
@@ -70,7 +70,7 @@ def _prompt(line: str, number: int, file: Path) -> Prompt:
 def _messages(entry: Any) -> tuple[Message, ...]:
     """Return the messages of a line of the file. Raises ValueError."""
     if not isinstance(entry, dict) or not entry.keys() & {"prompt", "messages"}:
-        raise ValueError("it has neither a prompt nor messages")
+        raise ValueError("the line has neither a prompt nor messages")
     items = entry.get("messages", [{"role": "user", "content": entry.get("prompt")}])
     is_list = isinstance(items, list) and all(isinstance(item, dict) for item in items)
     if not is_list or not all(isinstance(item.get("content"), str) for item in items):

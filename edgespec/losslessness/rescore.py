@@ -31,12 +31,13 @@ _MAX_ROWS = 64
 
 
 class Rescored(NamedTuple):
-    """The logits of one position, computed in several ways.
+    """The logits at one token position, computed in passes of different widths.
 
     Attributes:
         plain: Logits of a single-token pass, float32 [vocab].
-        wide: Logits of each variant to compare, such as a wider pass, float32 [vocab].
-        error: Largest difference between `plain` and the variants over the last tokens of the reply.
+        wide: Logits of each other pass, float32 [vocab].
+        error: The rounding error: the largest difference between single-token and other passes, also measured
+            at preceding positions.
     """
 
     plain: NDArray[np.float32]
@@ -108,9 +109,9 @@ def is_near_tie(
 ) -> bool:
     """Return whether the measured rounding error explains why two replies differ.
 
-    The sampling chain is applied twice to logits shifted by the error, once in favour of each token. The
-    error explains the difference if the favoured token is selected both times. For `other`, it is also enough
-    if the unchanged logits of a wide pass select it.
+    For each of the two tokens, its logit is raised by the error, the other token's logit is lowered, and the
+    sampling chain is applied. The error explains the difference if each token is selected when it is favoured
+    in this way. Alternatively, `other` may be selected with the logits of a wide pass.
 
     Args:
         rescored: The logits at the first difference.

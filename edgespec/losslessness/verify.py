@@ -159,7 +159,6 @@ def count_replies(
 
 
 def _count_replies(cases: Sequence[_Case], acceptance: str, samples: int) -> tuple[int, int]:
-    """Return the number of whole replies to compare, and of starts of replies to sample."""
     sampled = [case for case in cases if _is_sampled(case, acceptance)]
     plain = {(case.prompt.name, case.temperature) for case in cases if not _is_sampled(case, acceptance)}
     return len(plain) + len(cases) - len(sampled), samples * len(sampled)

@@ -14,7 +14,7 @@ from edgespec.files import format_bytes
 from edgespec.memory.limits import Limit, process_limits
 
 if sys.platform != "win32":
-    # Import at the top, because imports fail during interpreter shutdown, when a reply can still end.
+    # Import now, because `peak_bytes` may be called during interpreter shutdown, when imports fail.
     import resource
 
 __all__ = [

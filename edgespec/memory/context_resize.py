@@ -17,7 +17,7 @@ __all__ = ["INITIAL_CONTEXT_TOKENS", "MIN_ROOM_TOKENS", "ResizableContext", "has
 INITIAL_CONTEXT_TOKENS = 2048
 # Grow the context when fewer free tokens than this remain. Enough for the widest verify pass.
 MIN_ROOM_TOKENS = 256
-# Context size of the draft model after its memory has been freed for the target.
+# Context size to which the draft model is reduced when the target needs its memory.
 _MIN_DRAFT_TOKENS = 256
 
 
@@ -85,8 +85,8 @@ class ResizableContext:
         if 2 * generous > self.limit_tokens:
             generous = self.limit_tokens
         if not self._grow_target(generous, least):
-            # A failed resize can leave no cache at all. If so, keep the limit, so that the next prompt
-            # retries.
+            # If the failed resize left no cache at all (size 0), keep `limit_tokens`, so that the next prompt
+            # tries again.
             size = self._target.facts.context_tokens
             self.limit_tokens = size or self.limit_tokens
             self.notice = f"the context cannot grow beyond {size} tokens: {self._failure}"

@@ -35,7 +35,7 @@ PlanOption = Literal[
 # turns, the second a short question and its answer.
 _SHORT_CONTEXT_TOKENS, _MIN_CONTEXT_TOKENS = 2048, 512
 _WINDOW_TOKENS = 1024
-# Options whose reductions are undone, in this order, if a later one made them unnecessary.
+# Options that are restored to their initial values, in this order, if later changes have saved enough memory.
 _RESTORABLE: tuple[PlanOption, ...] = (
     "float32",
     "kv_type",
@@ -211,7 +211,7 @@ def _decisions(start: PlanChoice, choice: PlanChoice, plan: _Plan) -> tuple[Deci
             continue
         before = plan(restored)
         saved = max(before.planned_bytes(pool) - chosen.planned_bytes(pool) for pool in chosen.pools)
-        # Omit a reduction that another one includes: changing the target's cache also changes the draft's.
+        # Omit a change that saves nothing by itself, because it follows from another one.
         if saved:
             decisions.append(Decision(what, why, saved))
     return tuple(decisions)

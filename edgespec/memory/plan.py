@@ -67,7 +67,7 @@ class MemoryPlan:
 
     @property
     def fits(self) -> bool:
-        """Whether the items fit in every pool."""
+        """Whether the plan fits in system memory and, if it is separate, in graphics memory."""
         return all(self.free_bytes(pool) >= 0 for pool in self.pools)
 
     @property
@@ -76,20 +76,20 @@ class MemoryPlan:
         return ("memory",) if self.budget.gpu_bytes is None else ("memory", "gpu")
 
     def budget_bytes(self, pool: Pool) -> int:
-        """Return the usable bytes in a pool."""
+        """Return the usable bytes in a memory pool."""
         return (self.budget.gpu_bytes or 0) if pool == "gpu" else self.budget.bytes
 
     def planned_bytes(self, pool: Pool) -> int:
-        """Return the bytes that the items need in a pool."""
+        """Return the bytes that the plan needs in a memory pool."""
         return sum(item.bytes for item in self.items if item.pool == pool)
 
     def free_bytes(self, pool: Pool) -> int:
-        """Return the bytes that the items leave free in a pool; negative if they do not fit."""
+        """Return the bytes of a memory pool that the plan leaves free; negative if the pool is too small."""
         return self.budget_bytes(pool) - self.planned_bytes(pool)
 
     @property
     def total_bytes(self) -> int:
-        """Total size of all items in all pools, in bytes."""
+        """Total memory that the plan needs, in bytes."""
         return sum(item.bytes for item in self.items)
 
     def to_json(self) -> dict[str, Any]:

@@ -116,7 +116,7 @@ class TargetCache:
             self.sync_length()
 
     def _truncate_to_blocks(self) -> int:
-        """Truncate the cache to whole blocks if reuse requires it, and return the number of tokens left."""
+        """Truncate the KV cache to the tokens that can be reused exactly, and return their number."""
         length = self._target.length
         if (whole := self._reusable(length)) < length:
             self._target.truncate(whole)

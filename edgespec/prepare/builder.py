@@ -94,7 +94,10 @@ class BuildFolder:
     def build(
         self, write_files: Callable[[BuildFolder], Mapping[str, Any]], needed_bytes: int
     ) -> PreparedModel:
-        """Write all files that an interrupted build has not finished yet, and rename the folder."""
+        """Write the files of the prepared model, except those that an interrupted build has already finished.
+
+        The folder gets its final name when all files are complete.
+        """
         # If a build was interrupted just after deleting the journal, the manifest has the same entries.
         journals = [path for path in (self._journal, self.folder / MANIFEST) if path.exists()]
         is_resumed = bool(journals) and self._resume(journals[0])
@@ -137,7 +140,6 @@ class BuildFolder:
         return hash_files([path], f"checking {path.name}", self._progress)[0]
 
     def _save(self, path: Path, **more: Any) -> None:
-        """Write the journal or the manifest."""
         state = {
             "source_files": [asdict(record) for record in self._records],
             "source_states": self._states,
@@ -226,12 +228,12 @@ def build(
     except OSError as error:
         raise ModelFileError(
             f"{folder} cannot be written: {error_reason(error)}",
-            f"{write_advice(error, folder.parent, '--to')}; then run it again to resume",
+            f"{write_advice(error, folder.parent, '--to')}; then prepare the model again to resume",
         ) from error
 
 
 def _register(entry: Path, folder: Path) -> None:
-    """Save the path of a folder outside the store, so that `find_prepared` finds it."""
+    """Save the path of a prepared model outside the default folder, so that `find_prepared` finds it."""
     try:
         entry.parent.mkdir(parents=True, exist_ok=True)
         with replace_when_written(entry.with_name(f"{entry.name}.elsewhere")) as temporary:
@@ -239,7 +241,7 @@ def _register(entry: Path, folder: Path) -> None:
     except OSError as error:
         raise ModelFileError(
             f"{folder} is complete, but its path cannot be saved in {entry.parent}: {error_reason(error)}",
-            f"{write_advice(error, entry.parent, 'EDGESPEC_CACHE_DIR')}; then run it again",
+            f"{write_advice(error, entry.parent, 'EDGESPEC_CACHE_DIR')}; then prepare the model again",
         ) from error
 
 
@@ -274,7 +276,9 @@ def _existing(
     except ModelFileError as error:
         if not _in_store(folder):
             # The folder may belong to another program, so do not delete it.
-            raise OptionError(f"{folder} already exists, and {error.what}", _USE_NEW_FOLDER) from error
+            raise OptionError(
+                f"{folder} already exists but is not usable: {error.what}", _USE_NEW_FOLDER
+            ) from error
         _delete(folder)
         return None
     if (existing.kind, existing.source, dict(existing.settings)) != (kind, source, dict(settings)):

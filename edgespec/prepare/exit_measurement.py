@@ -24,8 +24,8 @@ _CONTEXT_TOKENS = 256
 _MAX_EXITS = 16
 # Dequantise the output head in blocks of this many rows to limit memory use.
 _HEAD_ROWS = 8192
-# Minimum agreement between this module's predictions from the last layer and the model's own. A lower value
-# means that the model computes its final norm or output head differently.
+# If fewer of the predictions from the last layer are correct, this module computes the model's final norm or
+# output head incorrectly, so the exit layers cannot be measured.
 _MIN_LAST_LAYER_AGREEMENT = 0.9
 
 
@@ -53,7 +53,7 @@ def measure_exits(
         curve = measure_costs(model, EXIT_WIDTHS)
     finally:
         model.close()
-    # With this input, row i of the hidden states predicts token i of the reply.
+    # Omit the last token of the reply, because there is no token after it to predict.
     tokens = [*prompt, *reply[:-1]]
     # Read hidden states on the CPU, because every llama.cpp build supports that.
     options = LoadOptions(context_tokens=_CONTEXT_TOKENS, gpu_layers=0)

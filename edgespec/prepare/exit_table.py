@@ -40,7 +40,7 @@ class Exit:
 
     @property
     def is_faster(self) -> bool:
-        """Whether this exit is expected to be faster than plain decoding on this machine."""
+        """Whether drafting with this exit layer is expected to be faster than plain decoding."""
         return self.speed_up > 1.0
 
     @property
@@ -66,7 +66,7 @@ class Exit:
 
 @dataclass(frozen=True, slots=True)
 class ExitTable:
-    """One or more exits for a model with `layer_count` layers, lowest first."""
+    """Measured early-exit layers of a model with `layer_count` layers, lowest first."""
 
     exits: tuple[Exit, ...]
     layer_count: int
@@ -78,7 +78,7 @@ class ExitTable:
 
     @property
     def is_faster(self) -> bool:
-        """Whether the best exit is expected to be faster than plain decoding on this machine."""
+        """Whether drafting with the best exit layer is expected to be faster than plain decoding."""
         return self.best.is_faster
 
     @property

@@ -100,7 +100,7 @@ def prepare_lowbit(
         build_folder.file(_COPY, write_copy)
         return facts
 
-    # The copy's header is as large as the source's header.
+    # `size` excludes the GGUF headers. The header of the low-bit copy is about as large as the original one.
     header_bytes = max(0, source_bytes - size.source_bytes) + _HEADER_BYTES
     needed_bytes = size.copy_bytes + header_bytes + (source_bytes if path.is_dir() else 0)
     settings = {"type": type_name}
@@ -108,7 +108,6 @@ def prepare_lowbit(
 
 
 def _size(path: Path, type_name: str) -> QuantisedSize:
-    """Return the size of a copy. Raises the errors of `prepare_lowbit` if the type is unsuitable."""
     from edgespec.backends.llamacpp.quantise import importance_matrix_error, quantised_size
 
     try:
@@ -190,5 +189,5 @@ def find_valid_lowbit(path: Path) -> PreparedModel | None:
 
 
 def lowbit_file(prepared: PreparedModel) -> Path:
-    """Return the path of a copy's GGUF file, as required by `LowBit(copy=...)`."""
+    """Return the path of the GGUF file of a low-bit copy, as required by `LowBit(copy=...)`."""
     return prepared.path(_COPY)

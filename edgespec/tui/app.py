@@ -140,8 +140,7 @@ class ChatApp(App[None]):
         )
         self._leaving = False
         await self.switch_screen(chat)
-        # Queue the call on the chat screen, so that the screen handles messages from the user only after
-        # opening the resumed chat.
+        # Queue this first call on the chat screen, so that it runs before the screen handles user input.
         if self._resume is None:
             chat.call_later(chat.offer_unfinished)
         else:
@@ -180,7 +179,8 @@ class ChatApp(App[None]):
     def stop_model(self) -> bool:
         """Stop the reply and close the model. Return False if it takes longer than five seconds."""
         if self.chat is not None:
-            # Mark the stopped reply as unfinished first, because the app may still be running and save it.
+            # First mark the reply as unfinished, because the app may still save the chat after the reply is
+            # stopped.
             self.chat.begin_leaving()
         self.model_thread.close()
         return self.model_thread.join(_QUIT_SECONDS)
@@ -214,7 +214,7 @@ def run_chat(load: Load, **options: Any) -> ChatEnd:
     Raises:
         CancelledError: Loading was cancelled.
         ChatFileError: A chat could not be saved.
-        ConfigurationError: An environment variable of Textual has a value with which the chat cannot run.
+        ConfigurationError: An environment variable of Textual has an invalid value.
         EdgespecError: Loading failed, or an error in the user interface ended the chat.
     """
     check_textual_variables()
@@ -242,7 +242,7 @@ def run_chat(load: Load, **options: Any) -> ChatEnd:
     if app.load_error is not None:
         raise app.load_error
     if app.return_code:
-        # Textual has already printed the traceback.
+        # Do not repeat the details, because Textual has already printed the traceback.
         raise EdgespecError(
             "an error in the user interface ended the chat; the messages are saved",
             "report the traceback above, and run `edgespec chat --resume` to continue",
@@ -251,7 +251,7 @@ def run_chat(load: Load, **options: Any) -> ChatEnd:
 
 
 def _resume_value(app: ChatApp) -> str:
-    """Return the value of `--resume` that opens the chat shown last, or an empty string if it is empty."""
+    """Return the value of `--resume` that opens the chat shown last. Empty if that chat has no messages."""
     if app.chat is None or not app.chat.current_chat.entries:
         return ""
     chat_id = app.chat.current_chat.id

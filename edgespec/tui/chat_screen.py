@@ -28,7 +28,7 @@ __all__ = ["ChatScreen"]
 
 # Pressing Ctrl+C twice within this time quits the chat.
 _TWICE_SECONDS = 2.0
-_REPLIES, _CHATS, _VIEW = (Binding.Group(name) for name in ("Replies", "Chats", "View"))
+_MAIN, _OTHER = Binding.Group("Most used"), Binding.Group("Other keys")
 
 
 def _key(keys: str, action: str, help_text: str, group: Binding.Group) -> Binding:
@@ -37,28 +37,28 @@ def _key(keys: str, action: str, help_text: str, group: Binding.Group) -> Bindin
 
 
 class ChatScreen(TurnScreen):
-    """The complete chat screen, with key bindings and actions. The help page lists the bindings by group."""
+    """The complete chat screen, with key bindings and actions. The help page lists the bindings."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
-        _key("escape", "back", "stop the reply or cancel editing", _REPLIES),
-        _key("ctrl+r", "regenerate", "regenerate the last reply", _REPLIES),
-        _key("ctrl+p", "edit_last", "edit your last message", _REPLIES),
-        _key("ctrl+y", "copy_reply", "copy the last reply", _REPLIES),
-        _key("ctrl+o", "copy_code", "copy its last code block", _REPLIES),
-        _key("ctrl+home", "earlier", "go to the top; again for older messages", _REPLIES),
-        _key("ctrl+end", "to_end", "go to the end", _REPLIES),
-        _key("ctrl+n", "new_chat", "new chat", _CHATS),
-        _key("ctrl+l", "clear", "new chat with the same settings", _CHATS),
-        _key("f2,ctrl+b", "chats", "list of saved chats", _CHATS),
-        _key("f5", "system", "system prompt", _CHATS),
-        _key("f6,ctrl+s", "settings", "settings", _CHATS),
-        _key("f3", "details", "speed, time and memory of the last reply", _VIEW),
-        _key("f4,ctrl+t", "origin", "colour the words that were guessed correctly", _VIEW),
-        _key("f7", "thoughts", "show or hide what the model thought", _VIEW),
-        _key("f8", "theme", "switch between light and dark", _VIEW),
-        _key("f1", "help", "show this page", _VIEW),
-        _key("ctrl+c", "interrupt", "copy the selection or stop; press twice to quit", _VIEW),
-        _key("ctrl+q", "app.quit", "quit; the chat is saved", _VIEW),
+        _key("escape", "back", "stop the reply, cancel editing", _MAIN),
+        _key("ctrl+r", "regenerate", "regenerate the last reply", _MAIN),
+        _key("ctrl+n", "new_chat", "new chat", _MAIN),
+        _key("f2,ctrl+b", "chats", "list of saved chats", _MAIN),
+        _key("f3", "details", "speed and memory of a reply", _MAIN),
+        _key("f6,ctrl+s", "settings", "settings", _MAIN),
+        _key("ctrl+q", "app.quit", "quit; the chat is saved", _MAIN),
+        _key("f1", "help", "show this page", _OTHER),
+        _key("f4,ctrl+t", "origin", "colour the words that were guessed correctly", _OTHER),
+        _key("f5", "system", "system prompt", _OTHER),
+        _key("f7", "thoughts", "show or hide what the model thought", _OTHER),
+        _key("f8", "theme", "switch between light and dark", _OTHER),
+        _key("ctrl+p", "edit_last", "edit your last message", _OTHER),
+        _key("ctrl+y", "copy_reply", "copy the last reply", _OTHER),
+        _key("ctrl+o", "copy_code", "copy its last code block", _OTHER),
+        _key("ctrl+l", "clear", "new chat with the same settings", _OTHER),
+        _key("ctrl+home", "earlier", "go to the top; again for older messages", _OTHER),
+        _key("ctrl+end", "to_end", "go to the end", _OTHER),
+        _key("ctrl+c", "interrupt", "copy the selection or stop; press twice to quit", _OTHER),
         Binding("question_mark", "help", show=False),
     ]
 
@@ -94,7 +94,7 @@ class ChatScreen(TurnScreen):
             await commands.run(self, typed)
         except OptionError as error:
             await self.transcript.note(sentences(error.what, error.next_step))
-            # Select an unknown command, so that typing replaces it.
+            # If the command is unknown, select its text in the input, so that typing replaces it.
             if self._give_back(text) and typed.command is None:
                 self.prompt.select_all()
             return
@@ -347,7 +347,10 @@ class ChatScreen(TurnScreen):
 
     def action_help(self) -> None:
         self.app.push_screen(
-            HelpScreen([key for key in self.BINDINGS if isinstance(key, Binding) and key.group])
+            HelpScreen(
+                [key for key in self.BINDINGS if isinstance(key, Binding) and key.group is _MAIN],
+                [key for key in self.BINDINGS if isinstance(key, Binding) and key.group is _OTHER],
+            )
         )
 
     async def action_details(self) -> None:

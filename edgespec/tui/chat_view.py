@@ -95,7 +95,7 @@ class ChatView(Screen[None]):
     def on_mount(self) -> None:
         self.set_interval(_MEMORY_SECONDS, self._measure_memory)
         self.transcript.set_origin(self.preferences.origin)
-        # Remove trailing line breaks, because Enter cannot send the text while the model is still loading.
+        # Remove trailing line breaks, which come from pressing Enter while the model was loading.
         self.prompt.replace_text(self._typed.rstrip("\n"))
         self.prompt.focus()
 

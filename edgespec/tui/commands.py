@@ -74,12 +74,12 @@ async def _set(screen: ChatScreen, argument: str) -> None:
 
 async def _show(screen: ChatScreen, _argument: str) -> None:
     rows = show_rows(screen.runtime, screen.current_chat, screen.method, screen.stats)
-    await screen.transcript.add(Panel("In use", Pairs(rows, stack_below=24)))
+    await screen.transcript.show_panel(Panel("In use", Pairs(rows, stack_below=24)))
 
 
 async def _memory(screen: ChatScreen, _argument: str) -> None:
     rows = memory_rows(screen.runtime.memory())
-    await screen.transcript.add(Panel("Memory", Pairs(rows, stack_below=24)))
+    await screen.transcript.show_panel(Panel("Memory", Pairs(rows, stack_below=24)))
 
 
 async def _save(screen: ChatScreen, argument: str) -> None:
@@ -127,24 +127,25 @@ class Command:
     aliases: tuple[str, ...] = ()
 
 
+# In the order of the help page: the most useful ones first.
 COMMANDS = (
     Command("help", "", "show all keys and commands", "help", ("?", "h")),
+    Command("show", "", "show the models, the speed-up and the settings", _show, ("info",)),
+    Command("set", "[name value]", "show all settings, or change one of them", _set, ("settings",)),
+    Command("system", "[text|none]", "show or change the system prompt", _system),
     Command("new", "", "start a new chat; this one stays saved", "new_chat"),
-    Command("clear", "", "start a new chat with the same system prompt and settings", "clear", ("reset",)),
+    Command("load", "[title]", "open a saved chat", _load, ("open", "chats", "list")),
     Command("regen", "", "regenerate the last reply", "regenerate", ("regenerate", "retry", "again")),
     Command("continue", "", "finish an interrupted reply, in this chat or the last one", "continue_reply"),
     Command("edit", "", "edit and resend your last message", "edit_last"),
     Command("copy", "[code|chat]", "copy the last reply, its last code block, or the whole chat", _copy),
-    Command("system", "[text|none]", "show or change the system prompt", _system),
-    Command("set", "[name value]", "show all settings, or change one of them", _set, ("settings",)),
-    Command("show", "", "show the models, the speed-up and the settings", _show, ("info",)),
-    Command("memory", "", "show memory use", _memory),
+    Command("quit", "", "quit; the chat is saved", "app.quit", ("exit", "bye", "q")),
+    Command("clear", "", "start a new chat with the same system prompt and settings", "clear", ("reset",)),
     Command("save", "[title]", "save the chat now, optionally under a new title", _save),
-    Command("load", "[title]", "open a saved chat", _load, ("open", "chats", "list")),
     Command("details", "", "show or hide details of the last reply", "details", ("stats",)),
+    Command("memory", "", "show memory use", _memory),
     Command("colours", "", "colour the words that were guessed correctly", "origin", ("colors", "origin")),
     Command("theme", "[light|dark]", "switch between light and dark", _theme),
-    Command("quit", "", "quit; the chat is saved", "app.quit", ("exit", "bye", "q")),
 )  # fmt: skip
 
 _BY_NAME = {name: command for command in COMMANDS for name in (command.name, *command.aliases)}

@@ -14,32 +14,38 @@ from edgespec.files import error_reason
 
 __all__ = ["check_textual_variables"]
 
-# With more frames per second than this, the chat draws all the time and does not react.
+# With a higher frame rate, the chat redraws constantly and no longer responds to input.
 _MAX_FRAMES_PER_SECOND = 1000
 
 
 def check_textual_variables() -> None:
-    """Check the variables named TEXTUAL_*, whose values Textual uses unchecked.
+    """Check the environment variables named TEXTUAL_*, whose values Textual uses unchecked.
 
     Raises:
-        ConfigurationError: The chat cannot run with one of the values.
+        ConfigurationError: A value would prevent the chat from running.
     """
     colours = ("auto", *COLOR_SYSTEMS)
     if constants.COLOR_SYSTEM not in colours:
-        raise _error("COLOR_SYSTEM", constants.COLOR_SYSTEM, f"use one of {', '.join(colours)}")
+        raise _error("TEXTUAL_COLOR_SYSTEM", constants.COLOR_SYSTEM, f"use one of {', '.join(colours)}")
     if constants.DRIVER is not None and not _is_driver(constants.DRIVER):
-        raise _error("DRIVER", constants.DRIVER, "use the module and class of a Textual driver, as in a.b:C")
+        raise _error(
+            "TEXTUAL_DRIVER", constants.DRIVER, "use the module and class of a Textual driver, as in a.b:C"
+        )
     if constants.MAX_FPS > _MAX_FRAMES_PER_SECOND:
-        raise _error("FPS", str(constants.MAX_FPS), f"use a number from 1 to {_MAX_FRAMES_PER_SECOND}")
+        raise _error(
+            "TEXTUAL_FPS", str(constants.MAX_FPS), f"use a number from 1 to {_MAX_FRAMES_PER_SECOND}"
+        )
     if constants.LOG_FILE is not None:
         try:
             open(constants.LOG_FILE, "a").close()
         except OSError as error:
             reason = f"cannot be written: {error_reason(error)}"
-            raise _error("LOG", constants.LOG_FILE, "use a file that you can write to", reason) from error
+            raise _error(
+                "TEXTUAL_LOG", constants.LOG_FILE, "use a file that you can write to", reason
+            ) from error
     folder = constants.SCREENSHOT_LOCATION
     if constants.SCREENSHOT_DELAY >= 0 and folder and not Path(folder).is_dir():
-        raise _error("SCREENSHOT_LOCATION", folder, "use an existing folder")
+        raise _error("TEXTUAL_SCREENSHOT_LOCATION", folder, "use an existing folder")
 
 
 def _is_driver(name: str) -> bool:
@@ -55,5 +61,5 @@ def _is_driver(name: str) -> bool:
 
 def _error(name: str, value: str | None, advice: str, reason: str = "cannot be used") -> ConfigurationError:
     return ConfigurationError(
-        f"the environment variable TEXTUAL_{name} is {value!r}, which {reason}", f"unset it, or {advice}"
+        f"the environment variable {name} is {value!r}, which {reason}", f"unset it, or {advice}"
     )

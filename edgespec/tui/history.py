@@ -27,7 +27,7 @@ class History:
         self._unsent = ""
 
     def seed(self, texts: Iterable[str]) -> None:
-        """Append the messages of an opened chat."""
+        """Add the user messages of an opened chat to the input history."""
         for text in texts:
             self.add(text)
 

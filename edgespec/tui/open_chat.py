@@ -77,7 +77,7 @@ class OpenChat:
         id: Empty until the chat is first saved.
         saved_at: Timestamp of the saved version that this program last wrote or read, or None.
         unfinished: Whether the program ended, or an error occurred, before the last reply was complete.
-        turn: The message and the reply that the model is writing, or None. They are not among the entries.
+        turn: The reply that the model is writing and its message, both not yet in `entries`, or None.
     """
 
     system: str | None = None
@@ -101,7 +101,7 @@ class OpenChat:
 
     @property
     def messages(self) -> tuple[Message, ...]:
-        """The messages without chunks and stats."""
+        """The messages of the chat, without data that is used only for display."""
         return tuple(entry.message for entry in self.entries)
 
     @property
@@ -134,7 +134,7 @@ class OpenChat:
         return self.turn
 
     def end_turn(self) -> None:
-        """End the turn. `saved` then returns the entries again."""
+        """End the running turn, so that `saved` no longer includes it."""
         if self.turn is not None:
             self.turn.ended.set()
             self.turn = None

@@ -103,7 +103,7 @@ def default_text(name: str, runtime: Runtime, settings: Mapping[str, Setting]) -
     try:
         defaults = dict(runtime.reply_defaults(None if method is None else str(method)))
     except OptionError:
-        # A saved chat can contain a method that needs other models.
+        # The method of a saved chat may need other models. If so, show the default values without it.
         defaults = dict(runtime.reply_defaults())
     value = defaults[name]
     if name == "draft_length" and defaults["method"] == "auto":

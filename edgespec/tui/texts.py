@@ -125,7 +125,7 @@ def _real_model(runtime: Runtime) -> list[str]:
 def show_rows(
     runtime: Runtime, chat: OpenChat, method: MethodReport, stats: Stats | None
 ) -> list[tuple[str, str]]:
-    """Return the rows that /show displays: models, speed-up, context and settings.
+    """Return the rows that /show displays, most useful first: models, speed-up, context and settings.
 
     Args:
         runtime: The loaded models.
@@ -133,35 +133,35 @@ def show_rows(
         method: The drafting method of the current or last reply.
         stats: Stats of that reply, if there was one.
     """
-    rows = [("model", facts_line(runtime.target)), ("file", runtime.target.path)]
-    if runtime.draft is not None:
-        rows.append(("draft model", facts_line(runtime.draft)))
-    rows.append(("speed-up", speed_up_text(method)))
+    rows = [("model", facts_line(runtime.target)), ("speed-up", speed_up_text(method))]
     if method.effective != "none":
         rows.append(("reason", reason_text(method)))
-    if stats is not None and (worst := worst_case(stats, method, runtime.loss_limits)):
-        share, why = worst
-        rows.append(("at worst", f"{share} slower than without the speed-up ({why})"))
+    if runtime.draft is not None:
+        rows.append(("draft model", facts_line(runtime.draft)))
     rows += [
         ("context", _context(runtime.context_tokens, runtime.target.context_tokens)),
         ("memory", format_bytes(runtime.memory_bytes())),
-        ("system prompt", chat.system or "none"),
     ]
-    for name in SETTINGS:
-        if name in chat.settings:
-            rows.append((name, shown(chat.settings[name])))
-        else:
-            rows.append((name, f"{default_text(name, runtime, chat.settings)} (default)"))
-    return rows
+    rows += [(name, shown(chat.settings[name])) for name in SETTINGS if name in chat.settings]
+    if stats is not None and (worst := worst_case(stats, method, runtime.loss_limits)):
+        share, why = worst
+        rows.append(("at worst", f"{share} slower than without the speed-up ({why})"))
+    rows.append(("system prompt", chat.system or "none"))
+    rows += [
+        (name, f"{default_text(name, runtime, chat.settings)} (default)")
+        for name in SETTINGS
+        if name not in chat.settings
+    ]
+    return [*rows, ("file", runtime.target.path)]
 
 
 def worst_case(
     stats: Stats, method: MethodReport, limits: tuple[float, float] | None
 ) -> tuple[str, str] | None:
-    """Return how much slower than without the speed-up a reply can be, and why.
+    """Return the most by which drafting could have slowed down a reply, and an explanation.
 
     Args:
-        stats: Stats of the reply.
+        stats: Statistics of the reply.
         method: Its drafting method.
         limits: `Runtime.loss_limits`.
 

@@ -241,7 +241,8 @@ class TurnScreen(ChatView):
             entry.thought_seconds = reply.thoughts.seconds
             await self.save()
             return
-        # There is no reply, so restore the conversation. A new message stays in the saved chat as unanswered.
+        # There is no reply to keep, so show the conversation as it was before. A sent message stays in the
+        # saved chat.
         chat.end_turn()
         await reply.finish(reply.text, reply.reasoning, None)
         self._give_back_text()

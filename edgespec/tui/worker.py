@@ -28,12 +28,12 @@ class Ask:
     """A request for one reply.
 
     Attributes:
-        act: Whether to send a message, edit the last one, or regenerate or continue the last reply.
+        act: What to do: send a message, edit the last one, or regenerate or continue the last reply.
         text: The message. Empty for `regenerate` and `continue`.
         system: The system prompt.
         messages: The conversation so far.
         options: Options for `Chat.stream`.
-        written: The model thread appends the reply's text to this list.
+        written: Pieces of the reply's text so far. The model thread appends to this list.
     """
 
     act: Act

@@ -190,7 +190,7 @@ class TestMlx:
     def test_learn_needs_an_mlx_draft(self) -> None:
         with pytest.raises(OptionError, match="demo-draft cannot learn: only MLX draft models"):
             edgespec.load("demo", "demo-draft", context=256, learn=True)
-        with pytest.raises(OptionError, match="learn needs a draft model"):
+        with pytest.raises(OptionError, match="--learn trains the draft model"):
             edgespec.load("demo", "none", context=256, learn=True)
 
     def test_learn_with_a_low_bit_target(self) -> None:

@@ -125,6 +125,18 @@ def test_invalid_optional_values_are_refused(key: str, value: int | str, match: 
     refuse(with_value(write_llama(tmp_path / "model.gguf"), key, value), match)
 
 
+def test_a_chat_template_with_a_null_character_is_refused(tmp_path: Path) -> None:
+    path = write_llama(tmp_path / "model.gguf", template="{{ messages }}\0{{ more }}")
+    refuse(
+        path, "its chat template of 25 characters contains a null character at position 15, where llama.cpp"
+    )
+
+
+def test_a_chat_template_that_ends_with_null_characters_is_accepted(tmp_path: Path) -> None:
+    path = write_llama(tmp_path / "model.gguf", template="{{ messages }}\0\0")
+    assert edgespec.plan(str(path), None).plan.fits
+
+
 def test_a_valid_optional_value_is_accepted(tmp_path: Path) -> None:
     path = with_value(write_llama(tmp_path / "model.gguf"), "llama.rope.scaling.type", "linear")
     assert edgespec.plan(str(path), None).plan.fits

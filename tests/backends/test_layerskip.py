@@ -333,7 +333,7 @@ class TestReusedDrafts:
         [
             (EarlyExit(5), "was loaded for exit layer 4, not 5"),
             (LowBit(), "was specified; create one with `edgespec prepare lowbit`"),
-            (SkippedLayers((1,)), "cannot skip layers, because the method swift requires an MLX model"),
+            (SkippedLayers((1,)), "cannot skip layers, because it is not an MLX model"),
         ],
     )
     def test_unsupported_self_draft_methods_are_refused(

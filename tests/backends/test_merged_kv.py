@@ -131,10 +131,10 @@ class TestInvalidBytes:
     @pytest.mark.parametrize(
         ("at", "value", "says"),
         [
-            (0, 1, "the lower and the upper split have different headers"),
+            (0, 1, "the KV caches of the lower and the upper layers have different headers"),
             (8, 2, "the exported KV data has more than one stream"),
             (12, 2, "the exported KV data has an unknown layout"),
-            (16, 9, "the lower and the upper split contain different cells"),
+            (16, 9, "the KV caches of the lower and the upper layers contain different tokens"),
             (20, 2, "a KV cell belongs to several sequences"),
             (52, 2, "the exported KV data has an unknown layout"),
             (52, 1, "the exported KV data is truncated"),

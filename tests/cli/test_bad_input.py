@@ -85,8 +85,8 @@ def test_a_name_there_is_not(run: Run) -> None:
 @pytest.mark.parametrize(
     ("data", "reason"),
     [
-        (b"hi", "line 1 of {} is not a valid prompt: it is not JSON; write"),
-        (b'["hi"]', "line 1 of {} is not a valid prompt: it has neither a prompt nor messages; write"),
+        (b"hi", "line 1 of {} is not a valid prompt: the line is not JSON; write"),
+        (b'["hi"]', "line 1 of {} is not a valid prompt: the line has neither a prompt nor messages; write"),
         (
             b'{"prompt": 3}',
             "is not a valid prompt: the prompt or the content of a message is not text; write",

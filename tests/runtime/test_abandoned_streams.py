@@ -52,6 +52,14 @@ class TestWithoutGarbageCollection:
             next(demo.stream(HOWTO, **OPTIONS))
         equal(demo.generate(REPEATS, **OPTIONS), plain(REPEATS, **OPTIONS))
 
+    def test_a_stream_in_a_reference_cycle(self, demo: Runtime, plain: Callable[..., Reply]) -> None:
+        stream = demo.stream(HOWTO, **OPTIONS)
+        next(stream)
+        cycle: list[Any] = [stream]
+        cycle.append(cycle)
+        del stream, cycle
+        equal(demo.generate(REPEATS, **OPTIONS), plain(REPEATS, **OPTIONS))
+
     def test_chat_keeps_the_text_so_far(self, demo: Runtime) -> None:
         chat = demo.chat()
         text = next(chat.stream(HOWTO, **OPTIONS)).text

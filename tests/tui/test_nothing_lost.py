@@ -269,7 +269,7 @@ class TestNothingHangs:
         message = Message("user", "word " * 400_000)
         ChatStore(tmp_path / "chats").save(SavedChat("one", (message,), NOON, NOON))
         async with driving(loading(ScriptedRuntime()), tmp_path, resume="one") as d:
-            await d.said("(1,900,000 more characters are not shown)")
+            await d.said("(1,900,000 more characters are not shown; type /copy chat to copy the whole chat)")
             assert d.chat.current_chat.messages == (message,)
 
     async def test_terminal_of_a_few_columns_does_not_end_the_chat(self, tmp_path: Path) -> None:

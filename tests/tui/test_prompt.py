@@ -76,7 +76,7 @@ async def test_tab_completes_a_command(tmp_path: Path) -> None:
 async def test_the_input_hints_at_commands(tmp_path: Path) -> None:
     async with driving(loading(ScriptedRuntime()), tmp_path) as d:
         await d.write("/")
-        await d.sees("/help /new /clear")
+        await d.sees("/help /show /set")
         await d.sees("… F1 lists all")
         await d.write("re")
         await d.sees("/regen · regenerate the last reply")

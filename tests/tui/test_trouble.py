@@ -16,6 +16,7 @@ from edgespec.chat.message import Message
 from edgespec.chat.store import ChatStore, SavedChat
 from edgespec.errors import BackendError, CancelledError, ChatFileError, ModelFileError
 from edgespec.tui.app import ChatApp, run_chat
+from edgespec.tui.chat_view import ChatView
 from edgespec.tui.screens.loading import LoadingScreen
 from edgespec.tui.widgets.messages import Panel, ReplyMessage
 from edgespec.tui.widgets.status import StatusLine
@@ -334,7 +335,13 @@ async def test_dropped_messages_are_counted_in_the_status(tmp_path: Path) -> Non
         assert not d.chat.query(Panel)
 
 
-async def test_the_message_that_a_reply_is_not_finished_ends_with_the_reply(tmp_path: Path) -> None:
+async def test_the_message_that_a_reply_is_not_finished_ends_with_the_reply(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def say(self: ChatView, text: str) -> None:
+        self.notify(text, timeout=600)
+
+    monkeypatch.setattr(ChatView, "say", say)
     gate = threading.Event()
     async with driving(loading(ScriptedRuntime(scripts=[Script(gate=gate)])), tmp_path) as d:
         await d.send("a question")
@@ -342,6 +349,5 @@ async def test_the_message_that_a_reply_is_not_finished_ends_with_the_reply(tmp_
         await d.sees("The reply is not finished yet")
         gate.set()
         await d.settled()
-        # Well before its timeout of four seconds.
-        await until(d.pilot, lambda: "not finished" not in "\n".join(d.screen_text()), seconds=1)
+        await until(d.pilot, lambda: "not finished" not in "\n".join(d.screen_text()), "no message")
         assert d.chat.prompt.text == "another one"

@@ -14,10 +14,10 @@ from numpy.typing import NDArray
 from edgespec.backends.base import LoadOptions
 from edgespec.backends.llamacpp.batch import Batch, Inputs
 from edgespec.backends.llamacpp.hidden_state_hook import HiddenStateHook
-from edgespec.backends.llamacpp.kv_types import KvTypes, prefill_kernel_differs
+from edgespec.backends.llamacpp.kv_types import KvTypes
 from edgespec.backends.llamacpp.metadata import vocabulary_size
 from edgespec.backends.llamacpp.native import Interrupt, library, recent_errors
-from edgespec.backends.llamacpp.thread_count import ThreadCount
+from edgespec.backends.llamacpp.thread_count import ThreadCount, adapts_threads
 from edgespec.errors import (
     BackendError,
     CancelledError,
@@ -70,16 +70,6 @@ class ContextPlan:
         return replace(self, tokens=tokens, kv_bytes=self.kv_bytes + added_bytes)
 
 
-def _adapts_threads(options: LoadOptions, plan: ContextPlan) -> bool:
-    """Return whether the number of threads can change between passes.
-
-    With some cache types, attention rounds differently with one thread than with several.
-    """
-    return options.threads is None and not (
-        options.exact and prefill_kernel_differs(plan.kv_types, options, threads=1)
-    )
-
-
 class LlamaContext:
     """A llama_context with a unified KV cache. Not thread-safe, except for `interrupt`.
 
@@ -114,7 +104,7 @@ class LlamaContext:
         # The ids of all sequences other than 0 that may contain cells.
         self._others: set[int] = set()
         params.n_outputs_max = min(plan.rows, options.batch_tokens)
-        self._thread_count = ThreadCount(threads) if _adapts_threads(options, plan) else None
+        self._thread_count = ThreadCount(threads) if adapts_threads(options, plan.kv_types) else None
         params.n_threads = params.n_threads_batch = self.threads = threads
         params.type_k, params.type_v = plan.kv_types.ggml_types
         params.flash_attn_type = _FLASH_ATTENTION[options.flash_attention]
@@ -234,10 +224,9 @@ class LlamaContext:
     def run_to_hook(
         self, tokens: Sequence[int], positions: Sequence[int], sequences: Sequence[Sequence[int]]
     ) -> None:
-        """Run a pass of at most `max_width` tokens, and stop it once the hook has copied its tensor."""
+        """Run a pass of at most `max_width` tokens, and stop it once its hidden states have been copied."""
         assert self._hook is not None
-        # Request logits for all rows, because llama.cpp drops other rows before the tensor that the hook
-        # copies.
+        # Request logits for all tokens. Otherwise, llama.cpp does not compute their final hidden states.
         self._batch.put(tokens, positions, sequences, logits=True)
         self._hook.stop_after = True
         try:
@@ -339,8 +328,8 @@ class LlamaContext:
     def export_cells(self, source: int, start: int, end: int) -> list[memoryview]:
         """Return the KV cells of `source` at positions [start, end) as a list of parts for `import_cells`.
 
-        No part is longer than the sliding window. From a longer one, llama.cpp would omit the cells outside
-        the window of the last token, which a later rollback may need.
+        No part is longer than the sliding window, because llama.cpp omits all cells of a part that are
+        outside the window of its last token. A later rollback may need these cells.
         """
         parts = []
         # Remove any cells that an interrupted call left in the scratch sequence.
@@ -398,7 +387,7 @@ class LlamaContext:
     def import_sequence(
         self, data: bytes | memoryview, sequence: int = 0, *, recurrent_only: bool = False
     ) -> bool:
-        """Load an exported sequence into an empty one."""
+        """Import a copy made by `export_sequence` into an empty sequence, and return whether it is valid."""
         self._check_allocated()
         self._others.add(sequence)
         exported = np.frombuffer(data, np.uint8)

@@ -60,12 +60,13 @@ _CELL_BYTES = 12
 
 @dataclass(frozen=True, slots=True)
 class States:
-    """The memory requirements of one sequence in a model with recurrent layers.
+    """The memory that a model with recurrent layers needs per sequence.
 
     Attributes:
         state_bytes: The size of the recurrent state, which is independent of the context length.
         f16_bytes_per_token: The size of the keys and values per token in f16.
-        keeps_earlier: Whether llama.cpp can keep the states after each of the last `UNDO_TOKENS` tokens.
+        keeps_earlier: Whether llama.cpp can roll back the last `UNDO_TOKENS` tokens by keeping earlier
+            recurrent states.
     """
 
     state_bytes: int
@@ -186,8 +187,8 @@ def check_contexts_fit(plans: Sequence[ContextPlan], other_bytes: int, options: 
 def _measured(weights: Any, options: LoadOptions) -> States:
     """Measure the state sizes in a small context, because the model's metadata does not contain them.
 
-    llama.cpp reports the combined size of the recurrent state and the keys in a sliding window. In a model
-    with both, the size of the state is unknown, so earlier states are never kept.
+    If the model also has sliding-window layers, llama.cpp reports only their combined size with the recurrent
+    state. The size of the state is then unknown, so earlier states are not kept for rollback.
     """
     small = ContextPlan(BLOCK_TOKENS, _F16, 1, undo_tokens=UNDO_TOKENS)
     context = LlamaContext(weights, replace(options, batch_tokens=BLOCK_TOKENS), small, threads=1)

@@ -102,7 +102,7 @@ class GgufModel(BaseModel):
     def _run(
         self, tree: TokenTree, first: int, run: Callable[[TokenTree, int], NDArray[np.float32]]
     ) -> HostLogits:
-        """Check the tree and call `run`. End the round on failure."""
+        """Run a token tree with the function `run`. On failure, discard the uncommitted tokens."""
         try:
             self._check(tree.width)
             self._check_shape(tree)
@@ -125,7 +125,7 @@ class GgufModel(BaseModel):
         self._cut(min(length, self.length))
 
     def _cut(self, length: int) -> None:
-        """Keep the first `length` tokens in all contexts and end the round."""
+        """Keep the first `length` tokens in all contexts, and discard the uncommitted token tree."""
         for cells in self._all_cells:
             cells.truncate(length)
 
@@ -215,7 +215,7 @@ class GgufModel(BaseModel):
         self._check(0)
         if isinstance(method, SkippedLayers):
             raise CapabilityError(
-                f"{self.facts.name} cannot skip layers, because the method swift requires an MLX model",
+                f"{self.facts.name} cannot skip layers, because it is not an MLX model",
                 "choose another method or load an MLX version of the model",
             )
         view: SelfDraftView[Any]

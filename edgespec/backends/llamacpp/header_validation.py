@@ -20,8 +20,9 @@ from edgespec.errors import ModelFileError
 
 __all__ = ["check_header"]
 
-# The values of LLAMA_MAX_LAYERS and LLAMA_MAX_EXPERTS in llama.cpp.
+# LLAMA_MAX_LAYERS in llama.cpp.
 _MAX_LAYERS = 512
+# LLAMA_MAX_EXPERTS in llama.cpp.
 _MAX_EXPERTS = 1024
 # The largest accepted value of each key. llama.cpp divides by these values or allocates memory for them
 # without a check. The limits are far above the values of any real model.
@@ -76,6 +77,7 @@ def _check(path: Path, _size_bytes: int, _changed_ns: int) -> None:
         or _expert_problem(header)
         or _epsilon_problem(header)
         or _vocabulary_problem(header)
+        or _template_problem(header)
         or _tensor_problem(header)
     )
     if problem:
@@ -101,6 +103,17 @@ def _count_problem(header: GgufHeader) -> str:
     if header.architecture in _DOUBLE_WIDTH_SSM and has_sizes and inner != 2 * size:
         return f"its ssm.inner_size is {inner:,}, not twice its embedding_length"
     return ""
+
+
+def _template_problem(header: GgufHeader) -> str:
+    """Return a problem if llama.cpp, whose strings end at a null character, would cut the chat template."""
+    template = header.metadata.get("tokenizer.chat_template")
+    if not isinstance(template, str) or "\0" not in template.rstrip("\0"):
+        return ""
+    return (
+        f"its chat template of {len(template):,} characters contains a null character at position"
+        f" {template.index(chr(0)) + 1:,}, where llama.cpp would cut it off"
+    )
 
 
 def _expert_problem(header: GgufHeader) -> str:

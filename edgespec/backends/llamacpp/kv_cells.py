@@ -52,7 +52,7 @@ class KvCells:
             prefix.tokens = min(prefix.tokens, length)
 
     def track_prefix(self) -> UnchangedPrefix:
-        """Return a prefix that every rollback shortens until it is passed to `untrack_prefix`."""
+        """Return an object that tracks how many cached tokens stay unchanged, until `untrack_prefix`."""
         prefix = UnchangedPrefix()
         self._tracked.append(prefix)
         return prefix
@@ -98,8 +98,8 @@ class KvCells:
             raise CapabilityError(
                 f"the draft tree has more than {self._max_branches} branches", "use a larger --draft-branches"
             )
-        # Ancestors that are placed by the same call are not in the cache yet, so there are no cells to share.
-        # Add the new sequence to their rows in the batch instead.
+        # Ancestors in the same batch have no KV cells to share yet. Assign their tokens in the batch to the
+        # new sequence too.
         while parent >= first:
             passing[parent - first].append(sequence)
             parent = tree.parents[parent]

@@ -105,10 +105,10 @@ def choose_kv_types(options: LoadOptions, f16_bytes: int, *, same_type: bool = F
 
 
 def prefill_kernel_differs(types: KvTypes, options: LoadOptions, threads: int) -> bool:
-    """Return whether prefill uses a different attention kernel than single-token and verify passes.
+    """Return whether prefill, but no verify pass, uses another attention kernel than single tokens.
 
-    This function only returns True for a single CPU thread. With more threads, single-token and verify passes
-    do not share a kernel either.
+    This is possible only with a single CPU thread. With more threads, verify passes use a different kernel
+    too.
     """
     return threads == 1 and on_cpu(options) and not types.has_single_kernel
 

@@ -111,11 +111,13 @@ class LayerSkipModel(GgufModel):
             above = LlamaContext(upper, upper_options, plans[1], threads, takes_hidden=True)
             undo.callback(above.close)
             probe(below, lower, options)
-            # Report the limits of the upper split. The lower split can run a wide tree in several passes.
+            # Only the upper layers limit the size of a verify pass. The lower layers can process a wide tree
+            # in several passes.
             result = probe(above, upper, options)
             self._lower = LowerSplit(below, hook, exit_name, options.max_branches)
             if options.memory_bytes is not None:
-                # Reserve memory for the lower split's logits. A low-bit copy may use the rest of the budget.
+                # Reserve memory for the logits of the lower layers. The rest of the budget is available for
+                # loading a low-bit copy of the model.
                 left = max(0, options.memory_bytes - work_bytes(lower, options))
                 options = replace(options, memory_bytes=left)
             cells = [self._lower.cells, KvCells(above, options.max_branches)]
@@ -137,7 +139,8 @@ class LayerSkipModel(GgufModel):
                 capabilities=capabilities,
                 cache_variant=cache_variant(lower, max_plans[0]),
             )
-            # A low-bit copy is not split, so it can only draft if the cells of both splits can be merged.
+            # Test with two tokens whether the KV caches of the lower and upper layers can be merged. A
+            # low-bit copy of the model needs this, because its layers are not split.
             self.prefill([0, 0])
             try:
                 self.export_cells(0, 2)
@@ -207,10 +210,10 @@ class EarlyExitView(SelfDraftView[LayerSkipModel]):
 
 
 class LowerSplit:
-    """Runs the lower layers and stores the hidden states of the uncommitted token tree.
+    """Runs the lower layers of a model and stores the hidden states of uncommitted tokens.
 
-    The drafted nodes come first. `hidden_of` adds nodes from the target's tree that were not drafted. Nodes
-    are identified by the tokens on the path from the root, so a node that is in both trees runs only once.
+    `draft` runs the drafted tokens. In the verify pass, `hidden_of` runs only those tokens that were not
+    drafted after the same preceding tokens.
     """
 
     def __init__(
@@ -225,7 +228,7 @@ class LowerSplit:
 
     def _reset(self) -> None:
         self._tree = TreeBuilder()
-        # The index in `_tree` of each node in the target's tree.
+        # For each node of the tree to verify, its index in `_tree`, which also contains the draft.
         self._nodes: list[int] = []
         # The hidden state of each node in `_tree`.
         self._hidden: list[NDArray[np.float32]] = []
@@ -285,7 +288,8 @@ class LowerSplit:
         self._map_nodes(tree, first)
         whole = self._tree.build()
         if first == 0 and done and not self._fits(whole):
-            # The drafted nodes leave no room for the rest of the target's tree. Start over without the draft.
+            # The draft and the tree to verify do not fit in the KV cache together. Remove the draft and start
+            # over.
             self.end_round()
             return self.hidden_of(tree, 0)
         if whole.width > done:

@@ -22,8 +22,8 @@ LOWER_FIRST, UPPER_FIRST = "lower-first.gguf", "upper-first.gguf"
 PARTS = ((LOWER_FIRST, SHARED, LOWER), (UPPER_FIRST, SHARED, UPPER))
 FILES = (LOWER_FIRST, UPPER_FIRST, SHARED, LOWER, UPPER)
 
-# Metadata that `edgespec prepare layerskip` adds to the first file of each split: the size of SHARED, and the
-# parameter count and description of the whole model.
+# Metadata keys that `edgespec prepare layerskip` adds: the size of `shared.gguf`, and the parameter count and
+# the description of the whole model.
 SHARED_BYTES_KEY = "edgespec.layerskip.shared_bytes"
 PARAMETERS_KEY = "edgespec.layerskip.parameters"
 DESCRIPTION_KEY = "edgespec.layerskip.description"

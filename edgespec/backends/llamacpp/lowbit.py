@@ -48,7 +48,8 @@ __all__ = ["WINDOW_EXTRA_TOKENS", "LowBitView", "check_can_share_cache", "load_l
 
 # The minimum number of cells reserved for drafted tokens in a context with an attention window.
 _DRAFT_TOKENS = 64
-# The attention window advances in steps of this many tokens, which keeps copies of cells rare.
+# The attention window advances in steps of this many tokens, because some models need new copies of all KV
+# cells after each step.
 _WINDOW_STEP_TOKENS = 64
 # Number of cells that a context needs in addition to the attention window and the attention sinks (the first
 # tokens of the text).
@@ -179,8 +180,8 @@ class LowBitView(SelfDraftView["GgufModel"]):
         threads = threads_for(weights, options)
         plan = max_plan.with_tokens(target.facts.context_tokens) if full else max_plan
         self._context = LlamaContext(weights, options, plan, threads)
-        # `length` is the position of the next drafted token, so it also counts the tokens between the sinks
-        # and the window, which have no cells here.
+        # `length` is the position of the next drafted token. It also counts the tokens outside the attention
+        # window, which have no cells in this context.
         self._cells = KvCells(self._context, options.max_branches)
         self._unchanged = target.cells.track_prefix()
         try:
@@ -280,11 +281,12 @@ class LowBitView(SelfDraftView["GgufModel"]):
         begin = self._sinks + max(0, passed)
         same = min(cells.length, self._unchanged.tokens)
         if same < cells.length and self._begin > self._sinks:
-            # A rollback moves the window back to tokens whose cells may have been removed. Copy all cells.
+            # After a rollback, the attention window may include earlier tokens again whose KV cells were
+            # removed. Copy all cells again.
             same = 0
         if begin > self._begin and self._context.window:
-            # Copy all cells. If some were removed from the middle of the cache instead, sliding-window layers
-            # would store drafted tokens in their place.
+            # Copy all KV cells again. If only those outside the attention window were removed, sliding-window
+            # layers would store drafted tokens in the gap.
             same = 0
         try:
             # Remove all drafted and rolled-back tokens.
@@ -311,8 +313,9 @@ class LowBitView(SelfDraftView["GgufModel"]):
             stop = min(begin + _COPY_CHUNK_TOKENS, end)
             if not self._context.import_cells(self._target.export_cells(begin, stop), begin, stop):
                 raise BackendError(
-                    f"{stop - begin} KV cells of {self._target.facts.name} cannot be copied to its draft",
-                    "use another method",
+                    f"{stop - begin} KV cells of {self._target.facts.name} cannot be loaded into its"
+                    " low-bit copy",
+                    "use another --method",
                 )
             self._cells.length = stop
 

@@ -118,7 +118,8 @@ class GgufMemoryEstimator:
     def _open(self, gpu_layers: int | None) -> None:
         self.close()
         self._gpu_layers = gpu_layers
-        # Buffers of the longest simulated contexts, keyed by the arguments that affect them.
+        # Buffer sizes of contexts with `_MAX_SIMULATED_TOKENS`, from which longer contexts are extrapolated.
+        # The keys are the arguments that affect the sizes.
         self._longest: dict[tuple[Any, ...], ContextBuffers] = {}
         try:
             for files in self._files:
@@ -201,7 +202,7 @@ def _simulate_states(weights: Any, options: LoadOptions) -> States:
 
 
 def _is_on_gpu(buffer: str) -> bool:
-    """Return whether a buffer is in GPU memory, such as `CUDA0`, unlike `CPU` and `CUDA_Host`."""
+    """Return whether a llama.cpp buffer with this name, such as `CUDA0` or `CPU`, is in GPU memory."""
     return not (buffer.startswith("CPU") or buffer.endswith("_Host"))
 
 

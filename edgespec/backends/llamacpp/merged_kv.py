@@ -86,14 +86,14 @@ def merge_kv(
 
 def _join(lower: memoryview, upper: memoryview) -> bytes:
     if lower[:_HEADER_BYTES] != upper[:_HEADER_BYTES]:
-        raise ValueError("the lower and the upper split have different headers")
+        raise ValueError("the KV caches of the lower and the upper layers have different headers")
     pieces: list[bytes | memoryview] = [lower[:_HEADER_BYTES]]
     for below, above in zip(_memories(lower), _memories(upper), strict=True):
         if not np.array_equal(below.cells, above.cells):
             # The two contexts may have stored the same tokens in a different order.
             below, above = below.sorted_by_position(), above.sorted_by_position()
         if not np.array_equal(below.cells, above.cells) or below.transposed != above.transposed:
-            raise ValueError("the lower and the upper split contain different cells")
+            raise ValueError("the KV caches of the lower and the upper layers contain different tokens")
         pieces += [_COUNT.pack(1), _COUNT.pack(len(below.cells)), below.cells.tobytes()]
         pieces += [_COUNT.pack(below.transposed), _COUNT.pack(len(below.keys) + len(above.keys))]
         for layer in (*below.keys, *above.keys, *below.values, *above.values):

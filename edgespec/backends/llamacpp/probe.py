@@ -71,8 +71,8 @@ def _probe_cells(context: LlamaContext, options: LoadOptions) -> ProbeResult:
     tree = options.max_branches > 1
     reason = "" if tree else "it was loaded with --draft-branches 1"
     prefix_reuse_exact = not prefill_kernel_differs(context.plan.kv_types, options, context.threads)
-    # Keep verify passes too small for the prefill kernel if it rounds differently. In a draft model, rounding
-    # does not matter.
+    # If llama.cpp uses another attention kernel from 64 tokens per pass, it rounds differently, so keep
+    # verify passes smaller. In a draft model, rounding does not matter.
     max_width = context.max_width
     if not prefix_reuse_exact and not options.is_draft:
         max_width = min(max_width, SMALL_KERNEL_MAX_ROWS)

@@ -110,7 +110,7 @@ def quantise(source: Path, copy: Path, type_name: str, progress: Progress | None
         _run(source, partial, type_name, progress, f"making a {type_name} copy")
         partial.replace(copy)
     except BaseException as error:
-        # llama.cpp does not report that the disk is full.
+        # llama.cpp does not report a full disk, so test whether the file can still be written.
         write_failure = append_error(partial) if isinstance(error, BackendError) else None
         partial.unlink(missing_ok=True)
         copy.unlink(missing_ok=True)

@@ -61,9 +61,8 @@ def check_resize_fits(
     if options.memory_bytes is not None:
         check_contexts_fit(after, weight_bytes, options)
     elif in_main_memory(options):
-        # Only main memory is checked, because failed GPU allocations are handled safely. The weights are
-        # already loaded and the exported cells take no more memory than the freed contexts, so only the new
-        # contexts count.
+        # Check only main memory, because failed GPU allocations are handled safely. The weights are already
+        # loaded and the old KV caches are freed, so only the new KV caches count.
         check_contexts_fit(after, 0, options)
 
 

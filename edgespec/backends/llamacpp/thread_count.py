@@ -7,9 +7,11 @@ from math import ceil
 
 import psutil
 
+from edgespec.backends.base import LoadOptions
+from edgespec.backends.llamacpp.kv_types import KvTypes, prefill_kernel_differs
 from edgespec.cores import CPU_LOAD
 
-__all__ = ["ThreadCount"]
+__all__ = ["ThreadCount", "adapts_threads"]
 
 # Give up a core if other programs keep more than this share of it busy. A pass waits for its slowest thread,
 # so a thread that shares its core slows down all the others.
@@ -17,6 +19,15 @@ _GIVE_UP_SHARE = 0.4
 # Use the core again when its share is below this. Lower than `_GIVE_UP_SHARE`, so that the number of threads
 # does not change back and forth.
 _TAKE_BACK_SHARE = 0.3
+
+
+def adapts_threads(options: LoadOptions, kv_types: KvTypes) -> bool:
+    """Return whether the number of threads can change between passes.
+
+    With `--exact` it cannot if attention rounds differently with one thread than with several.
+    """
+    changes_rounding = options.exact and prefill_kernel_differs(kv_types, options, threads=1)
+    return options.threads is None and not changes_rounding
 
 
 class ThreadCount:

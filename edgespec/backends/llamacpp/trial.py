@@ -32,7 +32,7 @@ _PASS_CPU_SECONDS = 0.3
 _POLL_SECONDS = 0.02
 # Text with characters of one to four bytes in UTF-8.
 _TEXT = "".join(map(chr, range(1, 0x250))) + " The quick brown fox. \u4f60\u597d \U0001f642"
-# Number of tokens to look up, spread over the vocabulary.
+# Number of tokens to look up in order to test the vocabulary.
 _PIECES = 256
 
 
@@ -106,7 +106,7 @@ def _interrupted_after(context: LlamaContext, cpu_seconds: float) -> Iterator[No
 
 
 def _use_vocabulary(weights: Any) -> None:
-    """Tokenize a text with a wide range of characters, and look up some tokens."""
+    """Tokenize a text and look up tokens, to see whether the vocabulary makes llama.cpp crash."""
     vocabulary = LlamaVocabulary(weights)
     for special in (False, True):
         vocabulary.tokenize(_TEXT, special=special, start=True)

@@ -30,9 +30,9 @@ class LlamaVocabulary:
 
     def __init__(self, model: Any) -> None:
         self._lib = library()
-        # Tokenizing a long text can take minutes and cannot be interrupted. The last running call therefore
-        # frees the model, so that `close` does not block. The lock is reentrant, because garbage collection
-        # during a call can finalize an abandoned reply, which looks up tokens.
+        # Tokenizing a long text can take minutes and cannot be interrupted. If `close` is called meanwhile,
+        # it returns at once, and the model is freed after the call. The lock is reentrant, because garbage
+        # collection can look up tokens while the lock is held.
         self._lock = threading.RLock()
         self._running_calls = 0
         self._free_model: Callable[[], None] | None = None
@@ -81,7 +81,8 @@ class LlamaVocabulary:
             if lib.llama_vocab_type(self._vocab) not in (lib.LLAMA_VOCAB_TYPE_SPM, lib.LLAMA_VOCAB_TYPE_BPE):
                 return 0
             entries = list(map(lib.llama_vocab_get_text, repeat(self._vocab), tokens))
-        # Decode invalid bytes as escapes, because an entry must not have fewer bytes than its piece.
+        # Replace invalid UTF-8 with escapes, because `longest_piece_bytes` needs entries that are not shorter
+        # than their tokens.
         texts = (entry.decode("utf-8", "backslashreplace") for entry in entries)
         return longest_piece_bytes(dict(zip(texts, tokens, strict=True)), self.raw_piece)
 
@@ -134,7 +135,7 @@ class LlamaVocabulary:
         self._update(free_model=free_model)
 
     def _update(self, calls: int = 0, free_model: Callable[[], None] | None = None) -> None:
-        """Change the number of running calls or close the vocabulary, and free the model if it is unused."""
+        """Add `calls` to the running calls. Free the model if none is left and `close` was called."""
         with self._lock:
             self._running_calls += calls
             self._free_model = self._free_model or free_model

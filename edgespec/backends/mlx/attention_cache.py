@@ -163,7 +163,8 @@ class AttentionCache:
                 if before > sinks + recent:
                     return [(0, sinks), (before - recent, end)]
             return [(0, end)]
-        # In a tree pass, measure the window from the root, because `offset` can already be past it.
+        # For a draft tree, compute the sliding window from the root, because `offset` may include earlier
+        # tree nodes.
         first = self.offset if layout.offsets is None else before
         oldest = (first - self.window + 1) // _BLOCK_ROWS * _BLOCK_ROWS
         return [(max(self.start, oldest), end)]
@@ -179,11 +180,12 @@ class AttentionCache:
             drop = max(0, oldest // _BLOCK_ROWS * _BLOCK_ROWS - self.start)
         rows = -(-(used - drop + added) // _GROWTH_ROWS) * _GROWTH_ROWS
         if drop:
-            # Allocate spare rows, so that the next few passes need not copy the window again.
+            # Allocate spare rows, so that the arrays do not have to be reallocated for each of the next
+            # passes.
             rows += _GROWTH_ROWS
 
         def moved(cached: Rows, like: Rows) -> Rows:
-            """Return new arrays of `rows` rows that begin with rows `drop` to `used` of `cached`."""
+            """Copy the cached rows that are still needed into larger arrays."""
             kept = used - drop if cached else 0
             result = []
             for i, new in enumerate(like):

@@ -99,7 +99,7 @@ class LayerCaches:
 
     @property
     def states(self) -> list[list[mx.array]]:
-        """State arrays of each recurrent layer. They must be evaluated separately from a pass's logits."""
+        """State arrays of each recurrent layer."""
         return [[array for array in cache.cache if array is not None] for cache in self.recurrent]
 
     @property

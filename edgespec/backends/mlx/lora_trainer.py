@@ -58,10 +58,10 @@ class MlxTrainer:
 
         Args:
             net: The mlx `nn.Module` of the model.
-            layout: The pass layout that the model uses.
+            layout: Positions and attention masks of the model's passes.
             model_name: Model name for error messages.
             identity: Fingerprint of the model, including its weights.
-            end_round: Callback that discards uncommitted tokens. Called before the weights change.
+            end_round: Function that discards uncommitted draft tokens. Called before the weights change.
         """
         self.identity = identity
         self.adapted = False

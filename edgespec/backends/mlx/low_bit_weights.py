@@ -32,7 +32,8 @@ class LowBitWeights:
     Attributes:
         weights: Modules whose weights can be read at reduced precision.
         low: Whether passes currently read the weights at reduced precision.
-        zeros: Arrays of zeros to use as the biases of low halves, keyed by shape and data type.
+        zeros: Arrays of zeros, keyed by shape and data type. Used as the biases of the low four bits of 8-bit
+            weights.
     """
 
     def __init__(self) -> None:
@@ -41,7 +42,7 @@ class LowBitWeights:
         self.zeros: dict[tuple[Any, ...], mx.array] = {}
 
     def zeros_like(self, array: mx.array) -> mx.array:
-        """Return zeros for use as the biases of a low half. Weights of the same shape share one array."""
+        """Return zeros with the shape and type of `array`. Calls with equal shapes return the same array."""
         key = (array.shape, array.dtype)
         if key not in self.zeros:
             self.zeros[key] = mx.zeros_like(array)
@@ -49,12 +50,12 @@ class LowBitWeights:
 
     @property
     def array_bytes(self) -> int:
-        """Bytes added to the original model, excluding the shared arrays of zeros."""
+        """Bytes that the low-bit weights add to the model, excluding the arrays in `zeros`."""
         return sum(weight.extra_bytes for weight in self.weights)
 
     @property
     def nbytes(self) -> int:
-        """Bytes added to the original model, including the shared arrays of zeros."""
+        """Bytes that the low-bit weights add to the model, including the arrays in `zeros`."""
         scales = (weight.scales for weight in self.weights if isinstance(weight, _SplitWeight))
         return self.array_bytes + sum({(one.shape, one.dtype): one.nbytes for one in scales}.values())
 
@@ -84,7 +85,7 @@ class _SplitWeight(Module):
 
     @property
     def extra_bytes(self) -> int:
-        """Bytes added to the original 8-bit weight."""
+        """Bytes of the scales and biases added for reduced precision."""
         return int(self.high_scales.nbytes + self.draft_biases.nbytes)
 
     def _multiply(self, x: mx.array) -> mx.array:
@@ -145,7 +146,7 @@ class _CopiedWeight:
 
     @property
     def extra_bytes(self) -> int:
-        """Size of the copy in bytes."""
+        """Bytes of the additional low-bit copy."""
         return sum(self[name].nbytes for name in _COPY_NAMES)  # type: ignore[index]
 
     def _multiply_copy(self, x: mx.array) -> mx.array:
@@ -155,7 +156,7 @@ class _CopiedWeight:
 
 
 def _copied_linear(base: type) -> type:
-    """Return a subclass of a linear layer class that uses the low-bit copy in draft passes."""
+    """Return a linear layer subclass that uses a low-bit copy of its weight in draft passes."""
 
     class CopiedLinear(_CopiedWeight, base):  # type: ignore[misc]
         def __call__(self, x: mx.array) -> Any:
@@ -165,7 +166,7 @@ def _copied_linear(base: type) -> type:
 
 
 def _copied_embedding(base: type) -> type:
-    """Return a subclass of an embedding class whose output head uses the low-bit copy in draft passes."""
+    """Return an embedding subclass that computes logits with a low-bit copy of its weight in draft passes."""
 
     class CopiedEmbedding(_CopiedWeight, base):  # type: ignore[misc]
         def as_linear(self, x: mx.array) -> Any:
@@ -179,7 +180,8 @@ _TABLES = (Embedding, QuantizedEmbedding)
 _COPIES: dict[type, Any] = {kind: _copied_linear(kind) for kind in (Linear, QuantizedLinear)}
 _COPIES |= {kind: _copied_embedding(kind) for kind in _TABLES}
 _SPLITS: dict[type, Any] = {QuantizedLinear: SplitLinear, QuantizedEmbedding: SplitEmbedding}
-# Pairs (minimum bits of the original weight, bits of its copy). The first match applies.
+# Precision of low-bit copies: pairs (minimum bits per original weight, bits per weight in the copy). The
+# first match applies.
 _COPY_BITS = ((8, 4), (4, 3), (3, 2))
 
 
@@ -225,7 +227,8 @@ def _low_bit_module(module: Any, low_bits: LowBitWeights) -> Any:
     if group_size is None or copy_bits is None:
         return None
     copied = _COPIES[kind].__new__(_COPIES[kind])
-    # Move the arrays and attributes to an instance of the subclass that also holds the copy.
+    # Move the module's arrays and attributes to the new module, which also holds a low-bit copy of the
+    # weight.
     dict.update(copied, module)
     vars(copied).update(vars(module))
     copied._low_bits, copied.copy_group_size, copied.copy_bits = low_bits, group_size, copy_bits

@@ -55,7 +55,7 @@ class _ModelShape(NamedTuple):
     """Model properties that determine its memory use.
 
     Attributes:
-        sizes: Sizes used to decide whether to widen weights to float32.
+        sizes: Sizes of the weights and the KV cache, used to decide whether to widen the weights to float32.
         weight_bytes: Bytes of the weights in memory, as stored and after widening to float32.
         intermediate_size: Size of the feed-forward network.
         scans: For each recurrent layer, a function that maps the number of tokens in a pass to the number
@@ -163,7 +163,8 @@ def _shape_of(skeleton: ModelSkeleton) -> _ModelShape:
     for widened in (False, True):
         if widened:
             model.set_dtype(mlx_core().float32)
-        # Add the arrays of zeros that low-bit weights share, because they do not exist before the first pass.
+        # `parameter_bytes` does not count the arrays of zeros that low-bit weights share, because the first
+        # pass creates them.
         zero_bytes = low_bits.nbytes - low_bits.array_bytes if low_bits else 0
         weight_bytes.append(zero_bytes + parameter_bytes(model))
         for bits in KV_BITS.values():
@@ -177,10 +178,10 @@ def _shape_of(skeleton: ModelSkeleton) -> _ModelShape:
 
 
 def _scans(model: Any) -> Iterator[Callable[[int], int]]:
-    """Yield `_ModelShape.scans`: one function per recurrent layer.
+    """Yield functions that map the number of tokens in a pass to the memory of each recurrent layer.
 
-    Infers each layer's dimensions from the shapes of its states. The constant factors were determined
-    experimentally.
+    The memory is given in array elements. Each layer's dimensions are inferred from the shapes of its states.
+    The constant factors were determined experimentally.
     """
     for states in trace_one_token(model)[1].states:
         # Convolution states have shape [1, tokens, channels], with fewer tokens than channels.

@@ -121,8 +121,8 @@ def read_skeleton(path: str, name: str, options: LoadOptions) -> ModelSkeleton:
     with translate_load_errors(path), contextlib.redirect_stdout(sys.stderr):
         _check_architecture(folder, config)
         model, config = mlx_lm_utils().load_model(folder, lazy=True)
-    # mlx-lm initialises all layers with random weights, which are never used. Evaluating the random state
-    # frees their graph.
+    # mlx-lm initialises all layers with random weights, which are never used. Evaluate MLX's random state to
+    # free the unevaluated operations that depend on it.
     mlx_core().eval(mlx_core().random.state)
     if adapter is not None:
         with translate_load_errors(adapter):

@@ -47,7 +47,11 @@ class PartialModel:
         self._activate = activate
 
     def active(self, first: int) -> AbstractContextManager[None]:  # noqa: ARG002
-        """Return a context manager that makes passes over nodes from `first` onwards use this model."""
+        """Return a context manager in which the target runs only this partial model.
+
+        Args:
+            first: Index in the draft tree of the first token that the target runs.
+        """
         return self._activate()
 
     def background_arrays(self) -> list[mx.array]:
@@ -81,7 +85,8 @@ class EarlyExitModel(PartialModel):
     def active(self, first: int) -> Iterator[None]:
         with self._activate():
             yield
-        # Drop the states that a discarded early pass may have stored for the same nodes.
+        # Drop hidden states stored for the same nodes by a draft pass that was launched early and then
+        # discarded.
         self._states = [(node, states) for node, states in self._states if node < first]
         assert self._first_skipped.last_input is not None
         self._states.append((first, self._first_skipped.last_input))
@@ -94,11 +99,11 @@ class EarlyExitModel(PartialModel):
         self._states = []
 
     def exit_states(self, count: int) -> mx.array:
-        """Return the hidden states [1, count, size] of the first `count` nodes after the exit layer."""
+        """Return the lower layers' output [1, count, size] for the first `count` nodes of the draft tree."""
         return mx.concatenate([states for _, states in self._states], axis=1)[:, :count]
 
     def resumed_from(self, states: mx.array) -> AbstractContextManager[None]:
-        """Return a context manager that makes passes start after the exit layer, with `states` as input."""
+        """Return a context manager in which passes take `states` as the lower layers' output."""
         return self._list.replaced(self._list.resumed_at(self._exit_layer, states))
 
 
@@ -164,8 +169,8 @@ class PartialModelFactory:
         if isinstance(method, LowBit):
             if method.copy is not None:
                 raise CapabilityError(
-                    f"{name} already stores low-bit weights, so it cannot use a separate copy",
-                    "omit the copy",
+                    f"{name} already contains low-bit weights, so it cannot use a separate low-bit copy",
+                    "do not set `LowBit.copy`",
                 )
             assert self.low_bits is not None
             activate = partial(_low_precision, self.low_bits, self._layout, method)

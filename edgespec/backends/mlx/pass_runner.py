@@ -76,7 +76,8 @@ class PassRunner:
         # The partial model that is drafting the current tree, if the model drafts for itself.
         self._partial_model: PartialModel | None = None
         self._prelaunched: _PrelaunchedPass | None = None
-        # The runners of this model's target and draft model. None unless the two are pipelined.
+        # If the passes of a target and its draft model are pipelined, the draft model's runner refers to the
+        # target's in `_target`, and the target's to the draft model's in `_draft`.
         self._target: PassRunner | None = None
         self._draft: PassRunner | None = None
         self._clear_at = _CLEAR_EVERY_TOKENS
@@ -156,7 +157,9 @@ class PassRunner:
     def draft(self, partial_model: PartialModel, tree: TokenTree, first: int) -> DeviceLogits:
         """Run a draft pass with a partial model. The next call to the target discards the drafted tokens."""
         if first > 0 and partial_model is not self._partial_model:
-            raise BackendError("the target has discarded this draft's tree", "start a new tree")
+            raise BackendError(
+                "the draft cannot be extended, because the target has discarded it", "begin a new draft"
+            )
         prelaunched = self._take_prelaunched(tree, first) if first > 0 else None
         try:
             if first == 0:
@@ -280,8 +283,8 @@ class PassRunner:
         requested = zip(tree.tokens, tree.parents, strict=True)
         common = sum(takewhile(bool, map(eq, drafted, requested)))
         exit_states = None
-        # The verify pass can reuse the lower layers' work only if their cache rows remain. Without committed
-        # tokens, `end_round` clears the caches.
+        # The verify pass can reuse the lower layers' results unless their KV cache rows are lost. `end_round`
+        # clears the caches if no tokens are committed.
         if isinstance(partial_model, EarlyExitModel) and common and self.length:
             exit_states = partial_model, partial_model.exit_states(common)
         self.end_round()
@@ -317,7 +320,8 @@ class PassRunner:
         if self._partial_model.run_ahead if self._partial_model else self.run_ahead:
             self._prelaunch((), token, source)
         elif not self._partial_model and self._target and not len(self._target._round):
-            # The draft model's cache can be shorter, so skip the tokens that the target has already cached.
+            # If the draft model has cached fewer tokens than the target, its tree begins with tokens that the
+            # target already has. Skip these.
             chain = tuple(self._round.tokens[max(0, self._target.length - self.length) :])
             if 0 < len(chain) < self._target._max_width:
                 self._target._prelaunch(chain, token, source)
@@ -350,7 +354,7 @@ class PassRunner:
         return None
 
     def close(self) -> None:
-        """Free the weights and caches. Existing `DeviceLogits` can no longer launch passes."""
+        """Free the weights and caches, and stop launching passes early."""
         self._closed = True
         self.pipeline_with(None)
         if self._target:

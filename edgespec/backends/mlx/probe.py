@@ -205,7 +205,7 @@ class _Checks:
         return self._model.verify(self._tree(indices, range(-1, len(indices))))
 
     def _tree(self, indices: Sequence[int], parents: Sequence[int]) -> TokenTree:
-        """Return a tree of the test tokens at `indices`, using the first entries of `parents`."""
+        """Return a tree of the test tokens at `indices`. Ignores parents beyond the number of nodes."""
         count = len(indices)
         return TokenTree(
             tuple(self._tokens[index] for index in indices), tuple(parents[:count]), (None,) * count

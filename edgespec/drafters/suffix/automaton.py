@@ -51,11 +51,12 @@ class SuffixAutomaton:
         # 0), so target 0 means no transition.
         self._labels, self._targets = array("i", [SEPARATOR]), array("i", [0])
         self._more: dict[int, dict[int, int]] = {}
-        # For each state, the number of its occurrences and the end position of the latest one.
+        # For each automaton state, how often its substrings occur in the sequence, and where the latest
+        # occurrence ends.
         self._counts, self._latest = array("i", [0]), array("i", [0])
         self._last = 0
-        # Automaton state after the last `_MAX_COUNTED_TOKENS` tokens, or after the whole sequence if it is
-        # shorter, and the number of these tokens.
+        # State and length of the longest suffix of the sequence whose occurrences are counted. It has at most
+        # `_MAX_COUNTED_TOKENS` tokens.
         self._near = self._near_length = 0
 
     @property
@@ -172,9 +173,12 @@ class SuffixAutomaton:
             length = self._lengths[state]
 
     def continuations(self, state: int) -> tuple[int, list[StateContinuation]]:
-        """Return the total number of continuations of a state, and a list of them, most frequent first.
+        """Return the tokens that follow a matched substring, most frequent first, after their total count.
 
         The counts are exact for substrings of fewer than `_MAX_COUNTED_TOKENS` tokens.
+
+        Args:
+            state: The automaton state of the substring.
         """
         counts, latest, target, label = self._counts, self._latest, self._targets[state], self._labels[state]
         others = self._more.get(state)
@@ -185,7 +189,8 @@ class SuffixAutomaton:
         total = sum([counts[t] for t in others.values()]) + counts[target]
         if across := self._step(state, SEPARATOR):
             total -= counts[across]
-        # States of short matches can have thousands of transitions, so do not sort the infrequent ones.
+        # Sort only the more frequent next tokens, because thousands of different tokens can follow a short
+        # match.
         enough = total * self._min_probability / 2
         branches = [(counts[t], latest[t], token, t) for token, t in others.items() if counts[t] >= enough]
         branches.append((counts[target], latest[target], label, target))

@@ -195,7 +195,6 @@ class IndexedSource:
 
 
 def _count_rows(place: _Rows) -> tuple[int, list[Continuation[_Rows]]]:
-    """Count how often each token comes next in the rows. Equally frequent tokens stay in row order."""
     rows, depth = place
     rows_by_token: dict[int, list[list[int]]] = {}
     for row in rows:

@@ -72,14 +72,15 @@ def best_draft(
     depth: int,
     config: SuffixConfig,
 ) -> ScoredDraft:
-    """Build a draft for each match, and return the one with the highest score. Longer matches win ties.
+    """Build a draft tree for each match, and return the one with the highest score. Longer matches win ties.
 
     Args:
-        matches: The length and the place of each match, longest first.
-        grow: Builds a draft of up to a given number of tokens after a place.
+        matches: For each suffix of the sequence that occurs in the index, its length and the index position
+            after it. Longest first.
+        grow: Builds a draft tree, given the maximum number of drafted tokens and an index position.
         root: Last token of the sequence.
-        depth: Maximum depth of the draft.
-        config: Limits for the draft.
+        depth: Maximum depth of the draft tree.
+        config: Limits for the draft tree.
     """
     best, best_score = ScoredDraft([root], [-1], [1.0]), 0.0
     for length, place in matches:
@@ -101,11 +102,13 @@ def grow_draft(
     max_tokens: int,
     config: SuffixConfig,
 ) -> ScoredDraft:
-    """Build a tree of the most probable continuations of a match. The most probable node is added first.
+    """Build a draft tree from the tokens that most often followed earlier occurrences of the last tokens.
+
+    The most probable node is added first.
 
     Args:
-        lookup: Returns the continuations of a place.
-        place: Where the match ends.
+        lookup: Returns the tokens that follow a position in the index, and their counts.
+        place: The index position after the matched tokens.
         root: Last token of the sequence.
         depth: Maximum depth of the tree.
         max_tokens: Maximum number of drafted tokens.

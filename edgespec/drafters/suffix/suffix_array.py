@@ -68,7 +68,7 @@ class SuffixArray:
 
         low = high = bisect_left(positions, key, key=before)
         while True:
-            # Number of tokens that the key has in common with the entries just before and after the range.
+            # Number of leading tokens that the key shares with the entries just before `low` and at `high`.
             left = _shared_tokens(before(positions[low - 1]), key) if low else 0
             right = _shared_tokens(before(positions[high]), key) if high < size else 0
             length = max(left, right)
@@ -128,8 +128,8 @@ def _sorted_positions(text: TokenArray) -> NDArray[np.int32]:
     rank[text == SEPARATOR] = int(rank.max()) + 1
     span = 1
     while span < MAX_MATCH_TOKENS:
-        # The ranks sort positions by the `span` tokens before them. Combined with the ranks `span` tokens
-        # earlier, they sort by twice as many tokens.
+        # Prefix doubling: each rank sorts by the last `span` tokens. Combined with the rank `span` tokens
+        # earlier, it sorts by twice as many.
         earlier = np.zeros_like(rank)
         earlier[span:] = rank[:-span]
         key = rank * (int(rank.max()) + 1) + earlier
@@ -137,6 +137,6 @@ def _sorted_positions(text: TokenArray) -> NDArray[np.int32]:
         ordered = key[order]
         rank[order] = np.cumsum(np.concatenate(([0], ordered[1:] != ordered[:-1])))
         span *= 2
-    # `rank[i]` covers the tokens up to and including token i, so it belongs to position i + 1.
+    # Index i stands for the position between tokens i and i + 1. `rank[i]` orders it by the tokens up to i.
     has_both = np.flatnonzero((text[:-1] != SEPARATOR) & (text[1:] != SEPARATOR))
     return (has_both[np.argsort(rank[has_both], kind="stable")] + 1).astype(np.int32)

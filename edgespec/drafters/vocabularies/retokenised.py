@@ -19,8 +19,8 @@ __all__ = ["IncrementalRetokeniser", "RetokenisedDrafter"]
 _CONTEXT_TOKENS = 8
 # Maximum number of uncached tokens to run within `propose` instead of in a separate prefill.
 _MAX_TOKENS_WITH_PROPOSAL = 16
-# Minimum and approximate maximum number of bytes at the end of the text to retokenize whenever text is
-# appended, because their tokens can change. Both values are heuristics.
+# Appending text can change the tokens at its end, so between 64 and about 256 bytes at the end are tokenized
+# again each time. Both values are heuristics.
 _MIN_OPEN_BYTES, _MAX_OPEN_BYTES = 64, 256
 
 
@@ -70,7 +70,8 @@ class RetokenisedDrafter(BudgetedDrafter):
         self._input = IncrementalRetokeniser(self._vocabulary, self._translation)
         # Whether `_input` contains the whole sequence, not only its end.
         self._is_complete = True
-        # Number of tokens in the KV cache that are known to match the input, whatever is appended to it.
+        # Number of leading tokens in the KV cache that match the input and can no longer change, so that they
+        # need not be compared again.
         self._matching = 0
 
     @property
@@ -247,7 +248,7 @@ class IncrementalRetokeniser:
             self._finalize(tokens)
 
     def _finalize(self, open_tokens: list[int]) -> None:
-        """Mark tokens as final up to a space or, if there is none, up to a token far enough from the end."""
+        """Mark earlier tokens as final, because appending text is unlikely to change them."""
         position, boundaries = 0, [(0, 0)]
         for count, token in enumerate(open_tokens):
             raw = self._translation.draft_token_bytes(token)

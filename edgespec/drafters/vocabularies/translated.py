@@ -44,7 +44,7 @@ class TranslatedModel(WrappedModel):
         capabilities = model.facts.capabilities
         self._max_spelling_tokens = max(1, min(MAX_SPELLING_TOKENS, capabilities.max_width // 4))
         # Number of tokens to keep free in the draft model's context. A pass begins with the root and at most
-        # one earlier token, and each of them may be spelled with several draft tokens.
+        # one earlier token, and each of them may translate to several draft model tokens.
         self._margin = 2 * (self._max_spelling_tokens - 1)
         self.facts = replace(
             model.facts,
@@ -54,18 +54,22 @@ class TranslatedModel(WrappedModel):
             chat_template=vocabulary.chat_template is not None,
             capabilities=wrapped_capabilities(capabilities, capabilities.max_width - self._margin),
         )
-        # The sequence, translated to draft tokens.
+        # The sequence, translated to draft model tokens.
         self._translated: list[int] = []
         # The first `_ends[i]` tokens of `_translated` represent the first i target tokens.
         self._ends: list[int] = [0]
-        # The verified tree, translated to draft tokens.
+        # The verified tree, translated to draft model tokens.
         self._inner_tree = TreeBuilder()
-        # For each target node, the last node of `_inner_tree` that spells it.
+        # For each node of the target's tree, the node of `_inner_tree` with the last token of its
+        # translation.
         self._inner_nodes: list[int] = []
 
     @property
     def free_tokens(self) -> int:
-        """See `LanguageModel.free_tokens`. Assumes that both models share all tokens after the next two."""
+        """See `LanguageModel.free_tokens`.
+
+        Assumes that every target token after the next two translates to a single draft model token.
+        """
         lag = len(self._translated) - self._model.length
         left = self._model.free_tokens - lag - self._margin
         return max(0, min(self.facts.context_tokens - len(self._tokens), left))
@@ -80,7 +84,7 @@ class TranslatedModel(WrappedModel):
                 self._update_inner_cache(progress)
         except BaseException:
             if not self._closed:
-                # Keep only tokens whose draft tokens are all in the draft model's KV cache.
+                # Drop target tokens whose translation is not completely in the draft model's KV cache.
                 self.truncate(max(before, bisect_right(self._ends, self._model.length) - 1))
             raise
 
@@ -189,8 +193,8 @@ class TranslatedLogits:
     def above(self, row: int, margin: float) -> Candidates:
         tokens, values = self.top(row, 1)
         floor = values.max(initial=-np.inf) - margin
-        # The draft model applies a margin to its largest logit, which can belong to a token that is not
-        # shared, so adjust the margin to that logit.
+        # `margin` is relative to the best shared token. Convert it, because the draft model's `above`
+        # measures from its own best token, which the target may lack.
         _, best = self._logits.top(self._rows[row], 1)
         draft_margin = float(best.max(initial=-np.inf)) - floor
         if not np.isfinite(draft_margin):

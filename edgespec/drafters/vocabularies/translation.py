@@ -12,8 +12,8 @@ from edgespec.backends.base import Vocabulary
 
 __all__ = ["ByteTokenizer", "TokenTranslation"]
 
-# Maximum number of draft tokens used to spell a target token that the draft model's vocabulary lacks. If more
-# are needed, only the last ones are kept.
+# Maximum number of draft model tokens that represent a target token missing from the draft model's
+# vocabulary. If more are needed, only the last ones are kept.
 MAX_SPELLING_TOKENS = 16
 
 
@@ -160,18 +160,19 @@ class TokenTranslation:
         self._substitutes |= {token: draft_end for token in target_table.ends if token not in pairs}
 
     def translate(self, token: int, first: bool) -> tuple[int, ...]:
-        """Return one or more draft tokens that represent a target token.
+        """Return one or more draft model tokens that represent a target token.
 
         Args:
             token: The target token.
-            first: Whether the token is the first in the sequence. If so, the draft's start tokens are added.
+            first: Whether the token is the first in the sequence. If so, the draft model's start tokens are
+                prepended.
         """
         translated = self._cached_translate(token)
         start = self.draft_start_tokens
         return (*start, *translated) if first and start and translated[:1] != start[:1] else translated
 
     def draft_token_bytes(self, token: int) -> bytes:
-        """Return the bytes of a draft token."""
+        """Return the bytes of a token of the draft model."""
         return self._draft.raw_piece(token)
 
     def _translate(self, token: int) -> tuple[int, ...]:

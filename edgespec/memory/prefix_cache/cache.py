@@ -92,7 +92,8 @@ class PrefixCache:
         self.store = SegmentStore(max_bytes, disk, available, reuse_costs, reserve_bytes)
         self._notice = notice
         self._is_off = False
-        # The sequence that was in the model's cache when the user deleted all cached prefixes.
+        # The tokens in the model's KV cache when the user deleted all cached prefixes. They are not stored
+        # again.
         self._deleted: Tokens | None = None
 
     @property
@@ -135,12 +136,11 @@ class PrefixCache:
 
     @property
     def _max_segment_bytes(self) -> float:
-        """Maximum size of one segment. Without disk storage, at most the size limit in memory."""
         limit = inf if self._max_copied_bytes is None else self._max_copied_bytes
         return min(limit, inf if self.store.disk else self.store.max_bytes)
 
     def _max_tokens(self) -> int | None:
-        """Return the maximum length of a stored sequence. Longer ones would evict others, then themselves."""
+        """Return the maximum length of a sequence to store. A longer one would displace all others."""
         size_bytes, disk = self._bytes_per_token(), self.store.disk
         if not (self._can_truncate and size_bytes):
             return None
@@ -155,7 +155,6 @@ class PrefixCache:
         return facts.max_kv_bytes / facts.max_context_tokens
 
     def _add(self, sequence: Tokens, base: Segment | None, shared: int) -> None:
-        """Store the tokens after `base`, replacing existing segments that the new one contains."""
         end = len(sequence)
         replaced: list[Segment] = []
         if not self._can_truncate:
@@ -220,16 +219,17 @@ class PrefixCache:
         return segment
 
     def branch_point(self, prompt: Sequence[int], cached: int) -> int:
-        """Return the position where a prompt diverges from a stored sequence, if a copy is needed there.
+        """Return the position at which to store the model's cache while a prompt is prefilled, or 0 for none.
 
-        Models that can truncate their cache need no such copy, because they can truncate a longer segment.
+        This is where the prompt diverges from a stored sequence. Models that can truncate their cache do not
+        need it, because they can restore the longer sequence and truncate it.
 
         Args:
             prompt: The tokens about to be prefilled.
             cached: Number of prompt tokens that are already in the model's cache.
 
         Returns:
-            The number of prompt tokens before that position, or 0 if no copy is needed.
+            The number of prompt tokens before that position, or 0.
         """
         if self._can_truncate or self._is_off:
             return 0
@@ -270,7 +270,7 @@ class PrefixCache:
             return segment if self.reuse_costs.saves_time(shared - cached, size_bytes) else None
 
     def restore(self, segment: Segment, prompt: Sequence[int], cached: int) -> int:
-        """Load the part of a stored sequence that a prompt shares into the model's cache.
+        """Load the longest prefix that a prompt has in common with a stored sequence into the model's cache.
 
         Args:
             segment: The result of `find`.
@@ -318,7 +318,8 @@ class PrefixCache:
         try:
             self._model.restore(snapshot)
         except (EdgespecError, MemoryError):
-            # The context could be smaller than before, or the snapshot might not match its header.
+            # The segment may be too long for the current context, or its data may be damaged, so do not try
+            # it again.
             self.store.remove(segment)
             return False
         self.reuse_costs.record_copy(segment.size_bytes, now() - began)
@@ -332,7 +333,8 @@ class PrefixCache:
             return
         sequence, children = segment.sequence(), segment.children
         try:
-            # A segment on disk can come from a run that allowed larger copies.
+            # A segment loaded from disk can exceed the current size limit of a copy. If so, copy it in
+            # several parts.
             copy = self._copy_segment if self._segments_for(len(segment.tokens)) == 1 else self._copy_segments
             first = copy(sequence[:at], segment.parent)
             last = first and copy(sequence, first)
@@ -342,7 +344,8 @@ class PrefixCache:
         if not (first and last and segment in self.store.tree):
             return
         first.is_branch_point = True
-        # The children's files remain valid, because the sequence before them is unchanged.
+        # Keep the following segments, because the tokens before them, on which their KV state depends, are
+        # the same.
         last.children += children
         segment.children = []
         for child in children:

@@ -43,7 +43,8 @@ _LOCK_SECONDS, _CLEAR_LOCK_SECONDS = 1.0, 10.0
 _CLEARED_MARK = "forgotten"
 # The default quota is a tenth of the free disk space, up to 4 GiB. A heuristic.
 _DEFAULT_MAX_BYTES, _DEFAULT_SHARE = 4 * 2**30, 0.1
-# Added to each file's age in seconds, so that age hardly matters for files used in the last 10 minutes.
+# Added to each file's age when choosing files to evict, so that all files used in the last 10 minutes count
+# as similarly recent.
 _FRESH_SECONDS = 600.0
 
 
@@ -63,7 +64,7 @@ class StoredSegment:
 
 
 def kept_folder() -> Path:
-    """Return the folder that holds a subfolder for each combination of model and settings."""
+    """Return the folder of saved prefixes. It has a subfolder for each combination of model and settings."""
     return data_folder() / "kept"
 
 
@@ -108,7 +109,8 @@ class PrefixCacheDisk:
                 found[segment.name] = segment
             else:
                 _delete(path)
-        # Maps digests of complete sequences to lengths. The empty sequence is always complete.
+        # Length of each sequence for which all segments were found, keyed by its digest, and of the empty
+        # sequence.
         lengths = {"": 0}
         complete: list[StoredSegment] = []
         for segment in sorted(found.values(), key=lambda segment: segment.start):
@@ -279,7 +281,7 @@ def delete_cached_prefixes(folder: Path | None = None) -> int:
     """
     folder = folder or kept_folder()
     touch_private(folder / _CLEARED_MARK)
-    # Wait for any process that is writing a file, because it might not have noticed the mark yet.
+    # Another process may still be writing a file without having noticed the deletion, so wait for it.
     lock = _lock(folder, _CLEAR_LOCK_SECONDS)
     with suppress(Timeout, NotImplementedError):
         lock.acquire()

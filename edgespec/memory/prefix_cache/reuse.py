@@ -9,11 +9,11 @@ __all__ = ["REUSE_BLOCK_TOKENS", "ReuseCosts", "reusable_tokens"]
 # Prefill block size, counted from the start of the prompt, for models whose KV state depends on the pass
 # width. A heuristic: large enough for fast prefill, small enough to lose few tokens at the end.
 REUSE_BLOCK_TOKENS = 256
-# Do not look up fewer tokens than this, because prefilling them is faster. A heuristic.
+# Do not store, restore or time fewer tokens than this, because prefilling them is fast. A heuristic.
 _MIN_TOKENS = 16
 # Ignore timings of smaller copies, which mostly measure overhead.
 _MIN_TIMED_BYTES = 1 << 16
-# Assumed copy speed until one has been timed. Memory is rarely slower.
+# Assumed speed of copying a KV cache, until a copy has been timed. Memory is rarely slower.
 _COPY_BYTES_PER_SECOND = 2e9
 # Weight of a new timing in the moving averages. A heuristic.
 _NEW_WEIGHT = 0.3

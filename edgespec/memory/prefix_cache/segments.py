@@ -98,7 +98,11 @@ class Segment:
 
 
 class SegmentTree:
-    """All segments of one model. Siblings can begin with the same tokens."""
+    """A tree of one model's stored sequences, which share the segments of common prefixes.
+
+    Each segment is a run of consecutive tokens with their KV state. Segments with the same parent can begin
+    with the same tokens.
+    """
 
     def __init__(self) -> None:
         self._roots: list[Segment] = []

@@ -14,27 +14,31 @@ from edgespec.memory.prefix_cache.segments import Segment, SegmentTree, tokens_d
 
 __all__ = ["SegmentStore", "default_memory_bytes", "max_copy_bytes"]
 
-# The default size limit in memory is a quarter of what the plan leaves free, up to 4 GiB. A heuristic.
+# By default, the prefix cache uses up to a quarter of the memory that the loaded models leave free, at most 4
+# GiB. A heuristic.
 _DEFAULT_MAX_BYTES, _DEFAULT_SHARE = 4 * 2**30, 0.25
-# A copy can use up to a third of the free memory: it is in memory twice while it is being made, next to
-# segments that are already cached.
+# Limit the size of a KV cache copy to a third of the free memory. While it is made, it takes twice its size,
+# and copies made earlier need memory too.
 _COPIES_AT_ONCE = 3
-# Added to each segment's age, so that age hardly matters for segments used in the last minute.
+# Added to each segment's age when choosing segments to evict, so that all segments used in the last minute
+# count as similarly recent.
 _FRESH_SECONDS = 60.0
 
 
 def default_memory_bytes(free_bytes: int) -> int:
-    """Return the default size limit in memory, given the bytes that the plan leaves free."""
+    """Return the default size limit of the prefix cache, given the memory that the models leave free."""
     return min(_DEFAULT_MAX_BYTES, max(0, int(free_bytes * _DEFAULT_SHARE)))
 
 
 def max_copy_bytes(free_bytes: int) -> int:
-    """Return the maximum safe size of a KV copy, given the bytes that the plan leaves free."""
+    """Return the maximum size of a KV cache copy, given the memory that the loaded models leave free."""
     return max(0, free_bytes) // _COPIES_AT_ONCE
 
 
 class SegmentStore:
-    """Stores one model's segments. Can be used on any thread; `lock` guards the tree.
+    """Stores one model's cached prefixes in memory and on disk, divided into segments.
+
+    Can be used on any thread; `lock` guards `tree`, which contains the segments.
 
     Args:
         max_bytes: Size limit in memory. Segments beyond it are moved to disk, or dropped if `disk` is None.
@@ -153,7 +157,7 @@ class SegmentStore:
             return before - self.memory_bytes
 
     def enforce_limits(self, write: bool = True) -> None:
-        """Drop the least valuable segments from memory to meet the size limit and the reserve."""
+        """Drop the least valuable segments until the size limit is met and enough memory is free."""
         in_memory = [segment for segment in self.tree if segment.snapshot]
         total = sum(segment.size_bytes for segment in in_memory)
         limit = min(self.max_bytes, total + self.available() - self._reserve_bytes)

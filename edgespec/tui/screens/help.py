@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import groupby
 from typing import ClassVar
 
 from textual.app import ComposeResult
@@ -19,9 +18,8 @@ __all__ = ["HelpScreen"]
 
 _LABEL_WIDTH = 21
 # Keys handled by the text input, which are not bindings of the chat screen.
-_WRITING = (
-    ("Enter", "send"),
-    ("Ctrl+J, Shift+Enter", "new line"),
+_MAIN = (("Enter", "send"), ("Ctrl+J, Shift+Enter", "new line"))
+_OTHER = (
     ("Up, Down", "browse sent messages"),
     ("Tab", "complete a command"),
     ("Page Up, Page Down", "scroll the chat"),
@@ -29,39 +27,35 @@ _WRITING = (
 
 
 class HelpScreen(ModalScreen[None]):
-    """Help screen that lists the given key bindings and the slash commands. Esc closes it."""
+    """Help screen with the most used keys, the slash commands and all other keys. Esc closes it."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("escape,f1,q,question_mark,enter", "dismiss", "Close", show=False),
     ]
 
-    def __init__(self, keys: Sequence[Binding]) -> None:
+    def __init__(self, main: Sequence[Binding], other: Sequence[Binding]) -> None:
         super().__init__()
-        self._keys = keys
+        self._main, self._other = main, other
 
     def compose(self) -> ComposeResult:
+        commands = [(f"/{each.name} {each.arguments}".rstrip(), each.help) for each in COMMANDS]
         with VerticalScroll(classes="dialog -large") as dialog:
             dialog.border_title = "Keys and commands"
             dialog.border_subtitle = "Esc closes"
-            yield from _section("Writing", _WRITING)
-            for heading, keys in groupby(
-                self._keys, key=lambda key: key.group.description if key.group else ""
-            ):
-                yield from _section(
-                    heading,
-                    [
-                        (key.key.title().replace("Escape", "Esc").replace(",", ", "), key.description)
-                        for key in keys
-                    ],
-                )
-            commands = [(f"/{each.name} {each.arguments}".rstrip(), each.help) for each in COMMANDS]
+            yield from _section("Most used", [*_MAIN, *_described(self._main)])
             yield from _section("Commands", commands)
+            yield from _section("Other keys", [*_OTHER, *_described(self._other)])
             yield Static(
                 "To send a message that begins with a slash, type a space before it.", classes="help-end"
             )
 
     def on_mount(self) -> None:
         self.query_one(VerticalScroll).focus()
+
+
+def _described(keys: Sequence[Binding]) -> list[tuple[str, str]]:
+    """Return the names of the keys and what they do."""
+    return [(key.key.title().replace("Escape", "Esc").replace(",", ", "), key.description) for key in keys]
 
 
 def _section(heading: str, pairs: Sequence[tuple[str, str]]) -> ComposeResult:

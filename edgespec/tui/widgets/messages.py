@@ -15,6 +15,7 @@ from textual.widgets import Markdown, Static
 from textual.widgets.markdown import MarkdownStream
 
 from edgespec.tui.numbers import count, percent
+from edgespec.tui.widgets.long_texts import hidden_note, limited_chunks, limited_markdown, limited_text
 from edgespec.tui.widgets.pairs import Pairs
 from edgespec.tui.widgets.thoughts import Thoughts
 
@@ -24,8 +25,8 @@ if TYPE_CHECKING:
 __all__ = ["Panel", "ReplyMessage", "UserMessage", "Welcome"]
 
 
-# Maximum number of characters of a user message to show. Textual wraps about 200,000 characters per second.
-_MAX_USER_CHARACTERS = 100_000
+_COPY_CHAT = "type /copy chat to copy the whole chat"
+_COPY_REPLY = f"type /copy to copy the last reply, or {_COPY_CHAT.removeprefix('type ')}"
 _ENDINGS = {
     "cancelled": "stopped",
     "length": "stopped at the maximum reply length, or because the context is full",
@@ -39,17 +40,18 @@ def _markdown_parser() -> MarkdownIt:
 
 def _origin_content(chunks: Sequence[TextChunk]) -> Content:
     """Return a reply's text with accepted draft tokens and the target's own tokens in different colours."""
-    runs = groupby(chunks, key=lambda chunk: "$success" if chunk.accepted else "bold $warning")
-    return Content.assemble(*(("".join(chunk.text for chunk in run), style) for style, run in runs))
+    shown = limited_chunks(chunks)
+    runs = groupby(shown, key=lambda chunk: "$success" if chunk.accepted else "bold $warning")
+    hidden = sum(len(chunk.text) for chunk in chunks[len(shown) :])
+    note = f"…\n{hidden_note(hidden, _COPY_REPLY)}" if hidden else ""
+    return Content.assemble(*(("".join(chunk.text for chunk in run), style) for style, run in runs), note)
 
 
 class UserMessage(Static):
     """A user message, shown exactly as typed, except for the end of a very long one."""
 
     def __init__(self, text: str) -> None:
-        if (hidden := len(text) - _MAX_USER_CHARACTERS) > 0:
-            text = f"{text[:_MAX_USER_CHARACTERS]}…\n({count(hidden)} more characters are not shown)"
-        super().__init__(Content(text), classes="user")
+        super().__init__(Content(limited_text(text, _COPY_CHAT)), classes="user")
 
 
 class Panel(Vertical):
@@ -58,7 +60,9 @@ class Panel(Vertical):
     def __init__(self, title: str, body: str | Widget, *, kind: str = "info") -> None:
         super().__init__(classes=f"panel -{kind}")
         self._title = title
-        self._body = body if isinstance(body, Widget) else Static(Content(body), classes="panel-body")
+        self._body = (
+            body if isinstance(body, Widget) else Static(Content(limited_text(body)), classes="panel-body")
+        )
 
     def compose(self) -> ComposeResult:
         yield Static(Content(self._title), classes="panel-title")
@@ -107,10 +111,12 @@ class ReplyMessage(Widget):
         self.reply = reply
         self._origin = origin
         self._stream: MarkdownStream | None = None
+        # The part of the answer that is drawn as Markdown.
+        self._drawn = limited_markdown(text)
 
     def compose(self) -> ComposeResult:
         yield self.thoughts
-        yield Markdown(self.text, parser_factory=_markdown_parser, classes="reply-markdown")
+        yield Markdown(self._drawn, parser_factory=_markdown_parser, classes="reply-markdown")
         yield Static(classes="reply-origin")
         yield Static(classes="reply-end")
 
@@ -146,12 +152,16 @@ class ReplyMessage(Widget):
         self.text += fragment
         thoughts = "".join(chunk.text for chunk in chunks if chunk.reasoning)
         self.reasoning += thoughts
-        self._end.display = not (self.text or self.reasoning)
+        drawn = limited_markdown(self.text)
+        added = drawn[len(self._drawn) :]
+        self._drawn += added
+        if self.text or self.reasoning:
+            self._show_end(Content(self._hidden_note()))
         if self.coloured:
             self._refresh_views()
         if thoughts or (fragment and fragment == self.text):
             self._refresh_thoughts()
-        await self._stream.write(fragment)
+        await self._stream.write(added)
 
     async def finish(self, text: str, reasoning: str, reply: Reply | None) -> None:
         """Mark the reply as finished and show its final text."""
@@ -161,8 +171,8 @@ class ReplyMessage(Widget):
             self._stream = None
         # Render the whole text again, because a Markdown table rendered row by row can show outdated cells.
         if text != self.text or self._markdown.query("MarkdownTable"):
-            self.text = text
-            await self._markdown.update(text)
+            self.text, self._drawn = text, limited_markdown(text)
+            await self._markdown.update(self._drawn)
         self._refresh_views()
 
     def show_origin(self, origin: bool) -> None:
@@ -180,9 +190,14 @@ class ReplyMessage(Widget):
 
     def _refresh_thoughts(self) -> None:
         chunks = [chunk for chunk in self.chunks if chunk.reasoning]
-        # The first part of a continued reply may have no chunks. The reasoning is then shown without colours.
+        # If a reply was continued, its chunks may not cover the whole reasoning. Show it without colours
+        # then.
         coloured = self.coloured and "".join(chunk.text for chunk in chunks) == self.reasoning
-        text = _origin_content(chunks) if coloured else Content(self.reasoning)
+        text = (
+            _origin_content(chunks)
+            if coloured
+            else Content(limited_text(self.reasoning, "the file of the chat contains them"))
+        )
         if self.writing and not self.text:
             self.thoughts.show_growing(text, sum(chunk.token_count for chunk in chunks))
         else:
@@ -198,15 +213,22 @@ class ReplyMessage(Widget):
             view.update(_origin_content(answer).rstrip())
         if not self.writing:
             self._refresh_thoughts()
-            line = self._closing_line(coloured)
-            self._end.update(line)
-            self._end.display = bool(line)
+            self._show_end(self._closing_line(coloured))
+
+    def _show_end(self, line: Content) -> None:
+        self._end.update(line)
+        self._end.display = bool(line)
+
+    def _hidden_note(self) -> str:
+        """Return a note about the part of the answer that is not drawn as Markdown, or an empty string."""
+        hidden = 0 if self.coloured else len(self.text) - len(self._drawn)
+        return hidden_note(hidden, _COPY_REPLY) if hidden else ""
 
     def _closing_line(self, coloured: bool) -> Content:
         reason = self.reply.finish_reason if self.reply is not None else "stop"
         ending = _ENDINGS.get(reason, "ended without an answer" if self.reasoning and not self.text else "")
         if not coloured:
-            return Content(ending)
+            return Content("\n".join(filter(None, (self._hidden_note(), ending))))
         drafted = sum(chunk.token_count for chunk in self.chunks if chunk.accepted)
         own = sum(chunk.token_count for chunk in self.chunks if not chunk.accepted)
         return Content.assemble(

@@ -1,4 +1,4 @@
-"""A table of labels and values. In a narrow terminal, each value goes below its label."""
+"""A table of labels and values, without a column for the values in a narrow terminal."""
 
 from __future__ import annotations
 
@@ -16,21 +16,22 @@ def pairs_content(
 ) -> Content:
     """Return the rows, laid out for `width` cells.
 
-    A value without a label starts at the left edge. Values go below their labels if fewer than `stack_below`
-    cells are left for them.
+    A value without a label starts at the left edge. If a column of values would be narrower than
+    `stack_below` cells, there is none, and each value follows its label.
     """
     label_width = max((len(label) for label, _ in rows), default=0) + 2
-    stacked = width - label_width < stack_below
+    has_column = width - label_width >= stack_below
     lines: list[Content] = []
     for label, value in rows:
-        indent = 0 if not label else 2 if stacked else label_width
-        wrapped = Content(value).wrap(max(8, width - indent))
-        head = Content.assemble((label.ljust(indent), label_style))
-        if stacked and label:
-            lines.append(head.rstrip())
-            head = Content(" " * indent)
-        for place, line in enumerate(wrapped):
-            lines.append(Content.assemble(head if place == 0 else " " * indent, line))
+        indent = 0 if not label else label_width if has_column else 2
+        head = Content.assemble((label.ljust(indent) if has_column else label.rstrip(), label_style))
+        if label and not has_column:
+            line = Content.assemble(head, "  ", value)
+            first, *rest = line.wrap(width if line.cell_length <= width else max(8, width - indent))
+        else:
+            first, *rest = Content(value).wrap(max(8, width - indent))
+            first = Content.assemble(head, first)
+        lines += [first, *(Content.assemble(" " * indent, line) for line in rest)]
     return Content("\n").join(lines)
 
 

@@ -44,7 +44,7 @@ class PromptInput(TextArea):
     def render_line(self, y: int) -> Strip:
         """Render a line. In a very narrow terminal, there may be no room for any text."""
         if self.content_size.width < 1:
-            # Textual would raise an exception, which would end the chat.
+            # Without room for text, Textual's own method raises an exception, which would end the chat.
             return Strip.blank(self.size.width)
         return super().render_line(y)
 

@@ -12,12 +12,15 @@ from textual.widgets import Static
 
 from edgespec.tui.numbers import count
 from edgespec.tui.open_chat import ChatEntry
+from edgespec.tui.widgets.long_texts import drawing_seconds
 from edgespec.tui.widgets.messages import Panel, ReplyMessage, UserMessage
 
 __all__ = ["Transcript"]
 
 # Number of messages shown initially, and added each time the user asks for older ones.
 _PAGE_MESSAGES = 40
+# Maximum time for drawing the messages shown initially, except that the last one is always shown.
+_PAGE_SECONDS = 10.0
 # Maximum number of messages shown as widgets. Hundreds of Markdown widgets slow the screen down.
 _MAX_MESSAGES = 120
 
@@ -43,7 +46,7 @@ class Transcript(VerticalScroll):
     async def show_chat(self, entries: Sequence[ChatEntry], *, welcome: Widget) -> None:
         """Replace the shown messages with those of another chat."""
         self._entries = entries
-        self._first = max(0, len(entries) - _PAGE_MESSAGES)
+        self._first = self._page_start(len(entries))
         self._dropped = 0
         with self.app.batch_update():
             await self._column.remove_children()
@@ -54,7 +57,7 @@ class Transcript(VerticalScroll):
 
     async def show_earlier(self) -> None:
         """Show up to 40 more of the older messages."""
-        start = max(0, self._first - _PAGE_MESSAGES)
+        start = self._page_start(self._first)
         widgets = [self._widget(entry) for entry in self._entries[start : self._first]]
         self._first = start
         if widgets:
@@ -66,6 +69,16 @@ class Transcript(VerticalScroll):
         """Append a message, note or panel and scroll to it."""
         await self._column.mount(widget)
         self.anchor()
+
+    async def show_panel(self, panel: Panel) -> None:
+        """Append a panel and scroll to it. If it is taller than the view, show its first lines."""
+        await self.add(panel)
+        self.call_after_refresh(self._show_top, panel)
+
+    def _show_top(self, panel: Panel) -> None:
+        if panel.outer_size.height > self.scrollable_content_region.height:
+            self.release_anchor()
+            self.scroll_relative(y=panel.region.y - self.region.y, animate=False)
 
     async def start_reply(self, *, resume: bool = False) -> ReplyMessage:
         """Return a reply widget that is ready to receive text: a new one, or the last one if `resume`."""
@@ -126,6 +139,16 @@ class Transcript(VerticalScroll):
     @property
     def _messages(self) -> list[Widget]:
         return [child for child in self._column.children if isinstance(child, UserMessage | ReplyMessage)]
+
+    def _page_start(self, end: int) -> int:
+        """Return the index of the first message on the page that ends before message `end`."""
+        start, seconds = end, 0.0
+        while start > max(0, end - _PAGE_MESSAGES):
+            seconds += drawing_seconds(self._entries[start - 1].content)
+            if seconds > _PAGE_SECONDS and start < end:
+                break
+            start -= 1
+        return start
 
     def _widget(self, entry: ChatEntry) -> Widget:
         if entry.role == "user":

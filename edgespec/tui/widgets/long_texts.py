@@ -1,0 +1,72 @@
+"""Limit how much of a very long text the chat shows, because drawing all of it would block the screen."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from edgespec.tui.numbers import count
+
+if TYPE_CHECKING:
+    from edgespec import TextChunk
+
+__all__ = ["drawing_seconds", "hidden_note", "limited_chunks", "limited_markdown", "limited_text"]
+
+# Maximum number of characters of plain text to show. Textual wraps about 200,000 characters per second.
+_MAX_CHARACTERS = 100_000
+# Time that Textual takes to draw Markdown, measured on a busy machine with two cores. Each block and each
+# table cell is a widget, and a list item consists of four widgets.
+_CHARACTER_SECONDS, _WIDGET_SECONDS = 3e-5, 4e-3
+_LIST_ITEM_WIDGETS = 4
+_LIST_ITEM = re.compile(r"\s*(?:[-*+]|\d+[.)])\s")
+# Maximum time for drawing a reply.
+_MAX_SECONDS = 8.0
+
+
+def limited_text(text: str, advice: str = "") -> str:
+    """Return the start of a plain text. If it is cut, append a note with advice on how to read the rest."""
+    if (hidden := len(text) - _MAX_CHARACTERS) <= 0:
+        return text
+    return f"{text[:_MAX_CHARACTERS]}…\n{hidden_note(hidden, advice)}"
+
+
+def limited_chunks(chunks: Sequence[TextChunk]) -> Sequence[TextChunk]:
+    """Return the first chunks, with at most 100,000 characters in total."""
+    characters = 0
+    for number, chunk in enumerate(chunks):
+        characters += len(chunk.text)
+        if characters > _MAX_CHARACTERS:
+            return chunks[:number]
+    return chunks
+
+
+def limited_markdown(markdown: str) -> str:
+    """Return the start of a Markdown text that can be drawn in about eight seconds or less."""
+    end, left_seconds = 0, _MAX_SECONDS
+    for line, seconds in _line_costs(markdown):
+        if seconds > left_seconds:
+            return markdown[: end + int(len(line) * left_seconds / seconds)]
+        end += len(line)
+        left_seconds -= seconds
+    return markdown[:end]
+
+
+def drawing_seconds(markdown: str) -> float:
+    """Estimate the time for drawing the part of a Markdown text that `limited_markdown` returns."""
+    return min(_MAX_SECONDS, sum(seconds for _, seconds in _line_costs(markdown)))
+
+
+def hidden_note(characters: int, advice: str = "") -> str:
+    """Return a note which says how many characters are not shown, with advice on how to read them."""
+    number = "1 more character is" if characters == 1 else f"{count(characters)} more characters are"
+    return f"({number} not shown; {advice})" if advice else f"({number} not shown)"
+
+
+def _line_costs(markdown: str) -> Iterator[tuple[str, float]]:
+    """Yield each line with the estimated time for drawing it, except for lines far beyond the limit."""
+    for line in markdown[: int(_MAX_SECONDS / _CHARACTER_SECONDS)].splitlines(keepends=True):
+        widgets = line.count("|")
+        if line.strip():
+            widgets += _LIST_ITEM_WIDGETS if _LIST_ITEM.match(line) else 1
+        yield line, len(line) * _CHARACTER_SECONDS + widgets * _WIDGET_SECONDS

@@ -1,0 +1,49 @@
+"""Python exits while another thread generates a reply. MLX can abort the process then."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+_QUEUE = """
+queue = edgespec.RequestQueue(runtime)
+next(queue.stream("Tell me about files.", max_tokens=400))
+"""
+_THREAD = """
+import threading
+started = threading.Event()
+def read():
+    for _ in runtime.stream("Tell me about files.", max_tokens=400):
+        started.set()
+threading.Thread(target=read, daemon=True).start()
+started.wait()
+"""
+# Closing the model in the wrong thread makes MLX abort only sometimes, so print the thread.
+_PROGRAM = """
+import sys, threading
+import edgespec
+runtime = edgespec.load({name!r}, draft="none", context=512)
+target = runtime._session.target
+close = target.close
+def shown_close():
+    in_main = threading.current_thread() is threading.main_thread()
+    print("closed in the main thread" if in_main else "closed in the reading thread", flush=True)
+    close()
+target.close = shown_close
+{reply}
+sys.exit(3)
+"""
+
+
+@pytest.mark.parametrize("name", ["demo", "demo-mlx"])
+@pytest.mark.parametrize("reply", [_QUEUE, _THREAD], ids=["queue", "thread"])
+def test_the_thread_that_reads_a_reply_closes_the_model(name: str, reply: str) -> None:
+    program = _PROGRAM.format(name=name, reply=reply)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 3, done.stderr
+    assert done.stdout == "closed in the reading thread\n" * done.stdout.count("\n")
+    assert done.stdout

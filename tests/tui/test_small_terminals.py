@@ -1,0 +1,60 @@
+"""On small terminals, the most useful lines of /show, /memory and the help come first and are visible."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.tui.driving import Driver, driving, until
+from tests.tui.scripted import ScriptedRuntime, loading
+
+SIZES = [(80, 24), (60, 20), (40, 12)]
+
+
+def visible(d: Driver) -> str:
+    """The text on screen as one line."""
+    return " ".join(" ".join(line.strip("│▌ ") for line in d.screen_text()).split())
+
+
+@pytest.mark.parametrize("size", SIZES, ids=str)
+async def test_show_begins_with_the_model_and_the_speed_up(tmp_path: Path, size: tuple[int, int]) -> None:
+    async with driving(loading(ScriptedRuntime()), tmp_path, size=size) as d:
+        await d.say("a question")
+        await d.say("/show")
+        await d.sees("In use")
+        assert "In use" in d.screen_text()[1]
+        assert "model demo · 11.5 M parameters" in visible(d)
+        assert "speed-up 1.6× as fast" in visible(d)
+        if size[1] >= 20:
+            assert "context 1,024 tokens" in visible(d)
+        # The next message is at the end again, and so is the view.
+        await d.say("another one")
+        await d.sees("itself" if d.chat.preferences.origin else "-r")
+
+
+async def test_changed_settings_come_before_the_defaults(tmp_path: Path) -> None:
+    async with driving(loading(ScriptedRuntime()), tmp_path, settings={"seed": 7}) as d:
+        await d.say("/show")
+        shown = d.transcript()
+        assert shown.index("seed") < shown.index("temperature")
+        assert shown.rstrip().endswith("/models/demo.gguf")
+
+
+@pytest.mark.parametrize("size", SIZES, ids=str)
+async def test_memory_begins_with_its_first_line(tmp_path: Path, size: tuple[int, int]) -> None:
+    async with driving(loading(ScriptedRuntime()), tmp_path, size=size) as d:
+        await d.say("/memory")
+        await until(d.pilot, lambda: "model files 12.0 MiB" in visible(d), "the first line")
+
+
+@pytest.mark.parametrize("size", SIZES, ids=str)
+async def test_help_begins_with_the_keys_that_everybody_needs(tmp_path: Path, size: tuple[int, int]) -> None:
+    async with driving(loading(ScriptedRuntime()), tmp_path, size=size) as d:
+        await d.press("f1")
+        await d.sees("Most used")
+        shown = visible(d)
+        for line in ("Enter send", "Esc stop the reply", "F3 speed and memory", "Ctrl+Q quit"):
+            assert line in shown, line
+        if size[1] >= 20:
+            assert "/show show the models" in shown
