@@ -10,7 +10,7 @@ an order that changes from repeat to repeat. Times exclude prefill.
 
 tokens/s    median over the repeats
 x best      median ratio of its speed to that of the fastest fixed number of threads in the same repeat
-x all       the same for as many fixed threads as there are cores, which is the default of llama.cpp's programs
+x all       the same for one fixed thread per core, which is the default of llama.cpp's programs
 equal       replies with the same tokens as the others
 """
 
