@@ -24,7 +24,7 @@ class ControlGroup:
     version_1: bool
 
     def read(self, file: str) -> str:
-        """Return the contents of one of the group's files, or "" if it cannot be read."""
+        """Return the contents of a file in the control group's folder, or "" if it cannot be read."""
         try:
             return (self.folder / file).read_text(encoding="ascii").strip()
         except (OSError, ValueError):
@@ -42,8 +42,8 @@ def control_groups(controller: str, root: Path = Path("/")) -> Iterator[ControlG
         lines = (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()
     except (OSError, ValueError):
         lines = []
-    # A container may report the group's path on the host, which does not exist inside the container. In that
-    # case, only the root group is readable, so yield all parents too.
+    # In a container, the path of a control group can be a host path that the process cannot read. Yield its
+    # parent groups as well.
     for line in lines or ["0::/"]:
         _, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")

@@ -12,7 +12,7 @@ __all__ = ["check_boolean", "check_integer", "check_number", "check_path", "chec
 
 _UNITS = {"": 1, "k": 1000, "m": 1000**2, "g": 1000**3, "t": 1000**4}
 _BINARY_UNITS = {"k": 1024, "m": 1024**2, "g": 1024**3, "t": 1024**4}
-# Smaller sizes without a unit are rejected, because `--memory 8` probably means 8 GiB, not 8 bytes.
+# Smallest memory size accepted without a unit. `--memory 8` probably means 8 GiB, not 8 bytes.
 _MIN_UNITLESS_BYTES = 1024
 _SIZE = re.compile(r"\s*([0-9]{1,18}(?:\.[0-9]{1,18})?)\s*([kmgt]?)(i?)b?\s*", re.IGNORECASE)
 

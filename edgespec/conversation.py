@@ -16,7 +16,7 @@ __all__ = ["Chat"]
 
 
 class _MessageRuntime(Protocol):
-    """The part of `Runtime` that a conversation uses."""
+    """The methods of `Runtime` that `Chat` uses."""
 
     def count_tokens(self, messages: Sequence[Message]) -> int: ...
 
@@ -46,7 +46,7 @@ class Chat:
         self.dropped_messages: int = 0
         self._runtime = runtime
         self._context_full = context_full
-        # None before the first turn of a conversation that started with messages.
+        # Number of context tokens in use, or None if they have not been counted yet.
         self._used_tokens: int | None = None if self.messages else 0
 
     @property
@@ -80,15 +80,15 @@ class Chat:
         return self._answer([*self.messages, Message("user", text)], options)
 
     def ask(self, text: str, **options: Any) -> Reply:
-        """Send a message and wait for the reply. Takes the options of `stream`."""
+        """Send the user's message `text` and return the finished reply. `options` are those of `stream`."""
         return self.stream(text, **options).wait()
 
     def regenerate(self, **options: Any) -> ReplyStream:
-        """Answer the last user message again. Raises OptionError if there is none."""
+        """Generate a new reply to the last user message. Raises OptionError if there is no user message."""
         return self._answer(self.messages[: self._last_user_index() + 1], options)
 
     def edit_last(self, text: str, **options: Any) -> ReplyStream:
-        """Replace the last user message and answer it. Raises OptionError if there is none."""
+        """Replace the last user message and generate a reply to it. Raises OptionError if there is none."""
         return self._answer([*self.messages[: self._last_user_index()], Message("user", text)], options)
 
     def continue_reply(self, **options: Any) -> ReplyStream:
@@ -107,8 +107,8 @@ class Chat:
             TemplateError: The chat template rejects the conversation.
         """
         last = self._last_user_index()
-        # A reply that was cancelled within a character ends with U+FFFD. Remove it and let the model write
-        # the whole character.
+        # A reply cancelled within a character ends with U+FFFD. Remove it, so that the model writes the whole
+        # character.
         reply_start = "".join(message.text for message in self.messages[last + 1 :]).rstrip("\ufffd")
         return self._answer(self.messages[: last + 1], options, reply_start)
 
@@ -142,8 +142,8 @@ class Chat:
             on_end=on_end,
             **options,
         )
-        # `on_end` must not refer to the stream, because such a reference cycle would delay the cleanup of an
-        # abandoned stream. It uses these copies instead.
+        # Copy these values for `on_end`, because a reference from it to the stream would be a reference
+        # cycle.
         prompt_tokens, written_before = stream.prompt_tokens, stream.reply_start
         self.messages, self.dropped_messages = messages, stream.dropped_messages
         self._used_tokens = prompt_tokens

@@ -46,9 +46,8 @@ __all__ = [
     "write_private_file",
 ]
 
-# Maximum number of dots in a TOML key.
 _MAX_KEY_DOTS = 100
-# Sizes of the parts that `sampled_sha256` hashes: the start of the file, and blocks spread over the rest.
+# The hash of a model file covers its first MiB and 16 smaller blocks spread over the rest.
 _HEAD_BYTES = 1 << 20
 _BLOCK_BYTES = 1 << 16
 _BLOCKS = 16
@@ -58,14 +57,12 @@ _WRITE_REASONS = {
     EDQUOT: "your disk quota is used up",
     EFBIG: "the file size limit was reached",
 }
-# Number of bytes that `write_error` and `append_error` write. A tiny file would prove nothing, because some
-# file systems can store tiny files even when the disk is full.
+# Number of bytes written to test a folder. Some file systems can store tiny files even on a full disk.
 _TRIAL_BYTES = 1 << 16
 
 
 def _folder(variable: str, default: str) -> Path:
     """Return the folder given by an environment variable, or the platform's default."""
-    # A value read from a file may end with a newline.
     if text := os.environ.get(variable, "").rstrip("\r\n"):
         path = Path(os.path.expanduser(text))
         if not path.is_absolute():
@@ -78,7 +75,7 @@ def _folder(variable: str, default: str) -> Path:
 
 
 def _platform_folder(default: str, variables: str) -> Path:
-    """Return one of the platform's folders for edgespec. Raises ConfigurationError if there is no home."""
+    """Return the platform's default folder. Raises ConfigurationError if the home folder is unknown."""
     import platformdirs
 
     path = Path(getattr(platformdirs, default)("edgespec", appauthor=False))
@@ -91,7 +88,7 @@ def _platform_folder(default: str, variables: str) -> Path:
 
 
 def home_folder() -> Path | None:
-    """Return the user's home folder, or None if it is unknown, as for an unnamed user in a container."""
+    """Return the user's home folder, or None if it is unknown, as it can be in a container."""
     path = Path(os.path.expanduser("~"))
     return path if path.is_absolute() else None
 
@@ -169,7 +166,7 @@ def parse_toml(text: str) -> dict[str, Any]:
     Raises:
         ValueError: The text is not valid TOML, or is nested too deeply.
     """
-    # Reject keys with many parts, because tomllib takes quadratic time for them.
+    # Reject keys with many dots, because tomllib takes quadratic time to parse them.
     if any(part.count(".") > _MAX_KEY_DOTS for part in re.split(r"[\n=,{}\[\]]", text)):
         raise ValueError(f"a key has more than {_MAX_KEY_DOTS} dots")
     try:
@@ -179,7 +176,6 @@ def parse_toml(text: str) -> dict[str, Any]:
     except tomllib.TOMLDecodeError:
         raise
     except ValueError as error:
-        # Replace Python's message, which advises calling `sys.set_int_max_str_digits`.
         raise ValueError("a number has too many digits") from error
 
 
@@ -198,7 +194,6 @@ def write_private_file(path: Path, *payload: bytes) -> None:
     """
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     delete_stale_temporaries(path.parent, path.name)
-    # mkstemp creates a file that only its owner can read, and os.replace keeps its permissions.
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
     try:
         with os.fdopen(handle, "wb") as file:
@@ -353,7 +348,7 @@ def write_error(folder: Path) -> OSError | None:
 
 
 def append_error(path: Path) -> OSError | None:
-    """Find out why a library could not write a file: append random bytes, and return the error, if any."""
+    """Append random bytes to a file that a library failed to write. Return the error, or None."""
     try:
         with path.open("ab", buffering=0) as file:
             _write_trial(file.fileno())
@@ -363,7 +358,7 @@ def append_error(path: Path) -> OSError | None:
 
 
 def _write_trial(handle: int) -> None:
-    # Random bytes, because some file systems store zeros without using space.
+    # Write random bytes, because some file systems store zeros without using disk space.
     write_all(handle, os.urandom(_TRIAL_BYTES))
     os.fsync(handle)
 
@@ -384,7 +379,7 @@ def free_bytes(folder: Path) -> int:
 
 
 def _existing(folder: Path) -> Path:
-    """Return a folder, or its nearest existing parent."""
+    """Return the folder, or its nearest parent folder that exists."""
     return next((path for path in (folder, *folder.parents) if os.path.lexists(path)), folder)
 
 

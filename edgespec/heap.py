@@ -20,11 +20,10 @@ __all__ = [
     "unmap_freed_buffers",
 ]
 
-# mallopt parameters, from malloc.h.
+# Parameter numbers of glibc's `mallopt`, from malloc.h.
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8
-# Thresholds set by `unmap_freed_buffers`. Buffers of at least the first size get their own memory mapping,
-# and the heap keeps at most the second number of free bytes at its end. By default, glibc starts at 128 KiB
-# for both and raises them over time.
+# Buffers of at least the first size in bytes are allocated outside malloc's heap. The second number limits
+# the free bytes at the end of the heap.
 _LARGE_BUFFER_BYTES, _RETAINED_BYTES = 128 * 2**10, 2**20
 
 

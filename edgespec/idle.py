@@ -13,20 +13,19 @@ from edgespec.errors import CancelledError, EdgespecError
 
 __all__ = ["IdleWorker", "drafters_with_idle_work"]
 
-# Idle work, called with a function `should_continue`.
+# Type of a function that does work between replies. It stops when its argument returns False.
 _IdleWork: TypeAlias = Callable[[Callable[[], bool]], None]
-# A function that the background thread calls with `should_continue` at regular intervals. Returns False to
-# end these calls.
+# Type of a function that is called regularly between replies, until it returns False.
 _Watch: TypeAlias = Callable[[Callable[[], bool]], bool]
 
-# Idle time before background work begins. Scripts usually start their next reply sooner.
+# Seconds without a reply before background work begins. Scripts usually start their next reply sooner.
 QUIET_SECONDS = 0.3
-# Interval at which the background thread calls the `watch` argument of `IdleWorker.start`.
+# Seconds between calls of the `watch` function passed to `IdleWorker.start`.
 WATCH_SECONDS = 2.0
 
 
 def drafters_with_idle_work(drafter: Drafter | None) -> tuple[Drafter, ...]:
-    """Return the parts of a drafter that have work to do between replies."""
+    """Return the drafters within `drafter` that have work to do between replies, such as online training."""
     return tuple(part for part in drafter.parts if part.has_idle_work) if drafter else ()
 
 
@@ -58,16 +57,16 @@ class IdleWorker:
             self._thread = thread
 
     def stop(self) -> None:
-        """Tell the thread to stop after its current step. Can be called from any thread."""
+        """Ask the background thread to stop, without waiting for it. Can be called from any thread."""
         self._stopped.set()
 
     def join(self) -> None:
-        """Wait for the thread to end. Call `stop` first."""
+        """Wait for the background thread to end. Call `stop` first."""
         if self._thread and self._thread is not threading.current_thread():
             self._thread.join()
 
     def run_drafters(self, drafters: Sequence[Drafter], should_continue: Callable[[], bool]) -> bool:
-        """Run the idle work of each drafter once.
+        """Run the work that each drafter does between replies, such as online training, once.
 
         Returns:
             False if a drafter's idle work failed. `failures` contains the reason.
@@ -95,7 +94,7 @@ def _run(stopped: threading.Event, pending_work: list[_IdleWork], weak_watch: We
 
     if stopped.wait(QUIET_SECONDS):
         return
-    # Remove the work from the list, so that no reference keeps its objects alive after it has finished.
+    # Remove the function from the list, so that the objects it refers to can be freed after the call.
     pending_work.pop()(should_continue)
     while (watch := weak_watch()) and watch(should_continue):
         watch = None

@@ -12,7 +12,7 @@ __all__ = ["chat_command", "pip_command", "setup_command"]
 
 
 def chat_command() -> str:
-    """Return the command that starts a chat in the way the user started this one.
+    """Return the shell command that starts a chat, in the form in which the user started edgespec.
 
     This is scripts/chat if that script set `_EDGESPEC_CHAT_COMMAND`, `edgespec chat` if the one on PATH is
     this installation, or else Python with `-m edgespec chat`.
@@ -35,8 +35,7 @@ def setup_command(packages: str = "") -> str:
     """
     source = Path(__file__).resolve().parent.parent
     script = source / "scripts" / "setup"
-    # A relative path works in the source folder. It is also used if edgespec was installed as a package,
-    # because the location of the source folder is then unknown.
+    # In the source folder, the relative path is enough.
     path = str(script) if script.is_file() and Path.cwd() != source else "scripts/setup"
     return f"{shlex.quote(path)} {packages}".rstrip()
 

@@ -7,10 +7,9 @@ from edgespec.spelling import nearest
 
 __all__ = ["DRAFTER_NAMES", "SELF_DRAFTS", "parse_method"]
 
-# Drafts are merged in this order. Self-drafts come first, so that the target can reuse their computation.
-# Lookups come last, because tokens that they add earlier would bias what other drafters sample.
+# The names of all drafters, in the order in which their drafts are merged.
 DRAFTER_NAMES = ("layerskip", "lowbit", "swift", "model", "lookahead", "suffix", "ngram")
-# Drafters that use the target's own weights and cache. A method can include only one of them.
+# Drafters that use the target's own weights and KV cache. A method can include at most one of them.
 SELF_DRAFTS = ("layerskip", "lowbit", "swift")
 _AUTOMATIC = ("model", "suffix")
 

@@ -23,10 +23,10 @@ from edgespec.reply import MethodReport
 
 __all__ = ["DrafterSet", "MissingDrafter"]
 
-# The method `auto` uses the first of these drafters that is available, together with suffix lookup.
+# The method `auto` combines the first available drafter in this list with suffix lookup.
 _AUTO_MODELS = ("model", "layerskip", "lowbit")
 _AUTO_LOOKUP = "suffix"
-# Number of tokens at the end of a prompt used to classify its kind of text.
+# Number of tokens at the end of a prompt from which its kind of text, such as code, is determined.
 _CLASSIFIED_TOKENS = 512
 
 
@@ -48,11 +48,11 @@ class DrafterSet:
 
     Args:
         drafters: Drafters by name, or the reasons why they are missing. `ngram` is always available.
-        chain_model: The draft model, if the `model` drafter proposes its token chains unchanged.
+        chain_model: The draft model, if the `model` drafter proposes plain chains of its tokens, or None.
         why_no_draft: Why there is no draft model, for reports and error messages.
-        v: Cost of a verify pass in target steps, as a function of the number of tokens in the pass.
-        auto_config: Settings for the controller that decides when to draft. If None, `auto` drafts in every
-            round.
+        v: Cost of a verify pass as a multiple of a single-token pass, as a function of the number of tokens
+            in it.
+        auto_config: Settings for the controller that decides when to draft. If None, `auto` always drafts.
     """
 
     def __init__(
@@ -91,9 +91,10 @@ class DrafterSet:
 
     @property
     def loss_limits(self) -> tuple[float, float] | None:
-        """Maximum slowdown from drafting, compared with plain decoding. None if unlimited.
+        """Maximum slowdown that drafting may cause, compared with plain decoding. None if unlimited.
 
-        It is given as a fraction of the plain decoding time, and a number of additional target steps.
+        The limit is the sum of both numbers: a fraction of the plain decoding time, and a number of
+        single-token passes of the target.
         """
         return self._auto_config.limits if self._auto_config else None
 
@@ -187,22 +188,22 @@ class DrafterSet:
         return self._combinations[names]
 
     def chain_model(self, method: str) -> LanguageModel | None:
-        """Return the draft model if the method drafts only with it and only token chains, otherwise None."""
+        """Return the draft model if the method drafts with it alone and only token chains, or else None."""
         is_controlled = self._auto_config is not None and self._auto_config.controls_named
         return self._chain_model if method == "model" and not is_controlled else None
 
     def reset(self) -> None:
-        """Clear every drafter's tokens from the last reply."""
+        """Clear the tokens of the last reply in every drafter."""
         for drafter in self._drafters.values():
             drafter.reset()
 
     def interrupt(self, enabled: bool) -> None:
-        """Interrupt every drafter, or allow drafting again if `enabled` is False."""
+        """Stop drafting in every drafter as soon as possible, or allow it again if `enabled` is False."""
         for drafter in self._drafters.values():
             drafter.interrupt(enabled)
 
     def close(self) -> None:
-        """Save the controllers' statistics and free every drafter."""
+        """Save the statistics of the automatic drafting controllers, and free every drafter."""
         for controller in self._controllers.values():
             controller.save_statistics()
         for drafter in self._drafters.values():

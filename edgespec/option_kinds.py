@@ -117,7 +117,7 @@ class Choice(Kind):
 
 
 class Flag(Kind):
-    """True or False."""
+    """A value that is True or False."""
 
     def parse(self, text: str) -> Any:
         word = text.lower()

@@ -101,7 +101,7 @@ def check_load_arguments(given: Mapping[str, Any]) -> LoadArguments:
 
 
 def unread_options(methods: Iterable[str]) -> list[str]:
-    """Return the names of options that no drafter in `methods` uses. Raises OptionError."""
+    """Return the options that no drafter in `methods` uses. Raises OptionError for an unknown method."""
     drafters = {name for method in methods for name in parse_method(method)}
     return [
         name

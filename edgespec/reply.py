@@ -76,7 +76,7 @@ class MethodReport:
 
     @property
     def _gain_error(self) -> float:
-        # Assume that no measurement is more precise than one per cent.
+        # Assume that no measurement of the speed-up is more precise than 1 %.
         return max(0.01, self.gain_uncertainty or 0.0)
 
 

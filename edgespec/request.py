@@ -25,8 +25,7 @@ __all__ = [
 
 # Default maximum reply length in tokens, so that a reply stuck in a loop does not fill the whole context.
 _DEFAULT_MAX_TOKENS = 8192
-# Default draft length in tokens for drafters with a fixed length, and default maximum for drafters that
-# choose their own length.
+# Default maximum draft length in tokens, for drafters with a fixed length and for adaptive ones.
 _FIXED_DRAFT_LENGTH = 4
 _MAX_ADAPTIVE_DRAFT_LENGTH = 16
 
@@ -45,7 +44,7 @@ class StreamArguments(ReplyArguments, total=False):
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """Everything that determines one reply. The fields are described in `edgespec.ReplyArguments`."""
+    """A request for one reply: its prompt and options. `edgespec.ReplyArguments` describes most fields."""
 
     tokens: tuple[int, ...]
     params: SamplingParams
@@ -58,12 +57,11 @@ class Request:
     processors: tuple[LogitsProcessor, ...] = ()
 
     def max_draft_length(self, adapts: bool) -> int:
-        """Return the maximum draft length in tokens. `adapts` is True for drafters that choose their own."""
+        """Return the maximum draft length in tokens. `adapts` says whether the drafter adapts its length."""
         return self.draft_length or _default_draft_length(adapts)
 
 
 def _default_draft_length(adapts: bool) -> int:
-    """Return the maximum draft length of replies that do not set one."""
     return _MAX_ADAPTIVE_DRAFT_LENGTH if adapts else _FIXED_DRAFT_LENGTH
 
 
@@ -109,12 +107,12 @@ def build_request(
 
 
 def default_max_tokens(context_tokens: int) -> int:
-    """Return the maximum length of replies that do not set one."""
+    """Return the default maximum reply length in tokens for a context of this size."""
     return min(context_tokens, _DEFAULT_MAX_TOKENS)
 
 
 def defaults_for(values: Mapping[str, Any], adapts: bool | None, context_tokens: int) -> ReplyArguments:
-    """Return the defaults of a reply's options that depend on the models.
+    """Return the default values of the reply options whose defaults depend on the loaded models.
 
     Args:
         values: The runtime's values of `method`, `acceptance` and `draft_length`.

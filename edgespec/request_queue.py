@@ -84,7 +84,6 @@ class RequestQueue:
         """
         self._runtime.check_options(**options)
         check_context_full(context_full)
-        # Copy the list, because the caller may change it before the request starts.
         checked = as_messages(messages)
         return self._submit(
             lambda: self._runtime.stream_messages(
@@ -119,8 +118,7 @@ class RequestQueue:
                     return
                 self._running = running = self._waiting.popleft()
             error = running._run()
-            # Clear `_running` before ending the reply, so that the caller can immediately submit its next
-            # request.
+            # Let the caller submit its next request as soon as this reply ends.
             with self._changed:
                 self._running = None
             running._end(error)
@@ -159,13 +157,13 @@ class QueuedReply:
         self._remove = remove
         self._stream: ReplyStream | None = None
         self._cancelled = threading.Event()
-        # None marks the end of the reply.
+        # Text chunks of the reply. The last item is None or the error that ended the reply.
         self._chunks: SimpleQueue[TextChunk | Exception | None] = SimpleQueue()
         self._ended: Exception | None = None
 
     @property
     def stream(self) -> ReplyStream | None:
-        """The current or finished stream, with its stats and method. None until the request starts."""
+        """The reply's stream, which provides its statistics. None until the request starts."""
         return self._stream
 
     @property
@@ -185,12 +183,12 @@ class QueuedReply:
         if isinstance(chunk, TextChunk):
             return chunk
         self._ended = chunk or StopIteration()
-        # Put the end marker back, because other threads may be waiting for the same reply.
+        # Put the end marker back for other threads that iterate over this reply.
         self._chunks.put(chunk)
         raise self._ended
 
     def wait(self) -> Reply:
-        """Wait for the end of the reply and return it."""
+        """Wait until the reply is complete, and return it."""
         for _ in self:
             pass
         return self.reply
@@ -207,7 +205,7 @@ class QueuedReply:
         """Generate the reply. Return the error that ended it, if any."""
         try:
             self._stream = stream = self._start()
-            # `cancel` may have been called before there was a stream to cancel.
+            # The caller may have cancelled the request before the stream was created.
             if self._cancelled.is_set():
                 stream.cancel()
             for chunk in stream:
@@ -215,7 +213,7 @@ class QueuedReply:
         except Exception as error:
             return error
         except BaseException as error:
-            # The caller's callback may raise SystemExit, which must not end the queue's thread.
+            # A callback that raises SystemExit must not end the queue's thread.
             failure = EdgespecError(f"the reply was ended by {type(error).__name__}", "submit it again")
             failure.__cause__ = error
             return failure

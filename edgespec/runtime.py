@@ -112,9 +112,10 @@ class Runtime:
 
     @property
     def loss_limits(self) -> tuple[float, float] | None:
-        """Maximum slowdown from drafting, compared with plain decoding. None if unlimited.
+        """Maximum slowdown that drafting may cause, compared with plain decoding. None if unlimited.
 
-        It is given as a fraction of the plain decoding time, and a number of additional target steps.
+        The limit is the sum of both numbers: a fraction of the plain decoding time, and a number of
+        single-token passes of the target.
         """
         return self._session.drafters.loss_limits
 
@@ -142,7 +143,7 @@ class Runtime:
         return self._session.drafters.choose(method)[1]
 
     def reply_defaults(self, method: str | None = None) -> ReplyArguments:
-        """Return the values of options that a reply does not set and whose default depends on the models.
+        """Return the default values of the reply options whose defaults depend on the loaded models.
 
         Args:
             method: The reply's method, which determines `draft_length`. Defaults to the method passed to
@@ -160,9 +161,10 @@ class Runtime:
         return defaults_for(values, adapts, self.context_tokens)
 
     def measure_costs(self, progress: Progress | None = None) -> CostCurve:
-        """Measure the cost of the target's verify passes and save it for the next load.
+        """Measure how long the target takes to verify several tokens at once, and save it for the next load.
 
-        The measurement takes at most 10 seconds, or the time of 12 target steps if that is longer.
+        The measurement takes at most 10 seconds, or the time of 12 single-token passes of the target if that
+        is longer.
 
         Args:
             progress: Called when the measurement starts. Returning False cancels it.
@@ -177,7 +179,7 @@ class Runtime:
 
     @property
     def costs_notice(self) -> str:
-        """The reason why measured costs could not be saved, or an empty string."""
+        """The reason why measured verify costs could not be saved on disk. Empty if there was no problem."""
         return self._costs.notice
 
     def memory_bytes(self) -> int:
@@ -296,7 +298,6 @@ class Runtime:
         )
 
         def remember(reply: Reply | None) -> None:
-            # Remember the reply for the next prompt, unless the runtime has been closed.
             if reply and not self._session.closed:
                 builder.remember(prompt, reply.tokens)
             if on_end:
@@ -310,7 +311,7 @@ class Runtime:
     def count_tokens(self, messages: Sequence[Message]) -> int:
         """Return the number of tokens in the prompt for these messages. Raises TemplateError.
 
-        If it exceeds the context, the number is approximate.
+        The number is approximate if it exceeds the context.
         """
         return self._prompt_builder().count_tokens(messages, self.context_tokens)
 
@@ -378,7 +379,7 @@ class Runtime:
         request = build_request(tokens, self.target, self.context_tokens, values, processors)
 
         def record(reply: Reply | None) -> None:
-            # Record for this model pair how many of the tokens drafted at depth 1 were accepted.
+            # Count the drafts whose first token was accepted, to measure this model pair's acceptance rate.
             if reply and self._record and reply.method.effective == "model" and reply.stats.drafted_tokens:
                 stats = reply.stats
                 self._record.count(stats.drafted_per_position[0], stats.accepted_per_position[0])
@@ -388,7 +389,9 @@ class Runtime:
         return ReplyStream(self._session, request, record, progress, reply_start)
 
     def borrowed_target(self) -> AbstractContextManager[LanguageModel]:
-        """Lend the target model, with an empty cache, for measurements. Meanwhile, replies raise BusyError.
+        """Return a context manager that provides the target model with an empty KV cache.
+
+        Use it for measurements. Replies raise BusyError until the `with` block ends.
 
         Raises:
             BusyError: A reply is running.

@@ -58,7 +58,6 @@ class SavedArrays:
         try:
             if regular_file_bytes(self.path) > _MAX_BYTES:
                 raise ValueError("the file is too large")
-            # Read the whole file and close it, because Windows cannot replace an open file.
             with np.load(io.BytesIO(read_regular_file(self.path)), allow_pickle=False) as file:
                 values = {name: file[name] for name in file.files}
         except FileNotFoundError:

@@ -36,12 +36,12 @@ from edgespec.request import Request
 
 __all__ = ["Session"]
 
-# Number of target passes between updates of the controller's statistics. Updating after every pass would slow
-# down small targets.
+# Number of target passes between updates of the drafting statistics. Updating them after every pass would
+# slow down small models.
 _PASSES_PER_REPORT = 8
-# Weight of the newest measurement in the moving average of the target step time.
+# Weight of the newest measurement in a moving average of the time per token.
 _STEP_WEIGHT = 0.2
-# Maximum time at exit to wait for the thread that reads a reply. It may be busy with the last chunk.
+# Maximum time in seconds, when Python exits, to wait for the thread that reads a reply.
 _EXIT_SECONDS = 2.0
 
 
@@ -54,7 +54,7 @@ class Session:
         prefix_cache: KV segments of earlier prompts, or None.
         context: Resizes the target's and draft model's KV caches.
         memory_pressure: Frees caches when other programs need memory.
-        target_step_seconds: Moving average of the target step time.
+        target_step_seconds: Moving average of the time for a single-token pass of the target.
     """
 
     def __init__(
@@ -69,20 +69,19 @@ class Session:
         self.prefix_cache = prefix_cache
         self.context = ResizableContext(target, draft)
         self.drafters = drafters
-        # Held while a model computes, but not while the caller handles a step.
+        # Held while a model computes, but not while the caller processes the tokens.
         self._compute_lock = threading.Lock()
         self._state_lock = threading.Lock()
         self._active_request: object | None = None
-        # Functions that end replies whose streams were garbage-collected while the session was locked.
+        # Functions that end replies whose streams were garbage-collected.
         self._abandoned: deque[Callable[[], None]] = deque()
         self._stopping = False
         self._closing = self._closed = False
-        # The thread that last read a reply, and whether it has closed the session.
+        # The thread that last read a reply. At exit, MLX models must be closed in this thread.
         self._reader = threading.current_thread()
         self._closed_by_reader = threading.Event()
         self._idle_worker = IdleWorker()
-        # Drafters with idle work for the last reply. Cleared when the next reply starts, because it changes
-        # the KV caches that idle work uses.
+        # Drafters that have work to do between replies.
         self._idle_drafters: Sequence[Drafter] = ()
         self.target_step_seconds = self._measure_target_step()
         store = prefix_cache.store if prefix_cache else None
@@ -156,7 +155,10 @@ class Session:
         return True
 
     def end_later(self, close: Callable[[], None]) -> None:
-        """Call `close` before the next reply starts. Never waits, so a finalizer can call it at any time."""
+        """Register a function that ends an abandoned reply. It is called before the next reply starts.
+
+        Never waits for a lock, so a finalizer can call it at any time.
+        """
         self._abandoned.append(close)
 
     def _end_abandoned(self) -> None:
@@ -171,9 +173,8 @@ class Session:
         stats: Stats,
         progress: Progress | None,
     ) -> Iterator[Step]:
-        """Prepare the caches for the prompt and decode, updating statistics and resizing the context."""
+        """Yield the steps of a reply: prefill the prompt, then decode, resizing the context if needed."""
         drafter, _ = self.drafters.choose(request.method)
-        # Copy the prompt, so that appending the reply's tokens does not change `request.tokens`.
         tokens = list(request.tokens)
         self._idle_drafters = ()
         started = now()
@@ -238,7 +239,7 @@ class Session:
 
     def _start(self, request: object) -> None:
         if self._active_request is not None:
-            # A reference cycle may keep an abandoned stream alive, whose finalizer ends the reply.
+            # Free abandoned streams that are part of a reference cycle. Their finalizers end their replies.
             gc.collect()
         self._end_abandoned()
         with self._state_lock:
@@ -252,7 +253,7 @@ class Session:
             self._active_request, self._stopping = request, False
 
     def _end(self) -> None:
-        """Release the models. Call with the state lock held."""
+        """Release the models after a reply. The caller must hold the state lock."""
         if not self._closed:
             self._target_cache.sync_length()
             self._interrupt(False)
@@ -265,7 +266,7 @@ class Session:
     def report(self, method: str) -> MethodReport:
         """Return the report on the current or last reply that used this method.
 
-        Its note combines the drafters' notes, idle work failures and memory problems.
+        The report's note lists the drafters' notes, failures of idle work and memory problems.
         """
         drafter, report = self.drafters.choose(method)
         notes = [self.context.notice, self.memory_pressure.notice]
@@ -286,7 +287,7 @@ class Session:
 
     @contextmanager
     def borrowed_target(self) -> Iterator[LanguageModel]:
-        """Lend the target model, with an empty cache, for work other than a reply.
+        """Provide the target model, with an empty KV cache, for work other than a reply.
 
         Raises:
             BusyError: A reply is running.
@@ -344,7 +345,7 @@ class Session:
     def _reclaim_memory(self, should_continue: Callable[[], bool]) -> bool:
         """Free memory if other programs need it. Return whether more can be freed."""
         if self.prefix_cache and self.memory_pressure.is_low:
-            # Write segments to disk first, so that nothing is lost when they are removed from memory.
+            # Save cached prefixes to disk before they are removed from memory.
             self.prefix_cache.store.write(should_continue)
         with self._compute_lock:
             if should_continue() and not self._closing and self._active_request is None:
@@ -400,10 +401,10 @@ class Session:
         self.drafters.interrupt(interrupted)
 
     def _measure_target_step(self) -> float:
-        """Return the duration of a target step, after an untimed warm-up step."""
+        """Return the seconds that the target takes for a single-token pass, measured after a warm-up pass."""
         rows = np.array([0])
         self.target.verify(TokenTree.chain(0)).at(0, rows)
-        # Remove the token of the warm-up step, because the context may have room for only one token.
+        # Remove the warm-up token from the KV cache, which may have room for only one token.
         self.target.truncate(0)
         started = now()
         self.target.verify(TokenTree.chain(0)).at(0, rows)
@@ -423,6 +424,6 @@ _open_sessions: weakref.WeakSet[Session] = weakref.WeakSet()
 
 @atexit.register
 def _close_all() -> None:
-    """Close all sessions at exit. Unloading a library while a thread runs its code could crash."""
+    """Close all sessions when Python exits, because unloading a library while a thread uses it can crash."""
     for session in list(_open_sessions):
         session.close_at_exit()

@@ -31,7 +31,7 @@ FOREIGN_NAMES = {
 """Option names of Ollama, LM Studio and llama.cpp, and edgespec's names for the same options."""
 
 _MAX_NAMES = 4
-# Scores count typing errors. These are added if only part of a name was typed, as in --temp and --tokens.
+# Penalty added to the number of typing errors if only part of a name was typed, such as --temp.
 _END_MISSING = _START_MISSING = 0.5
 
 
@@ -78,7 +78,7 @@ def _score(typed: str, words: list[str]) -> float:
 
 
 def _errors(typed: str, name: str) -> list[int]:
-    """Return the edit distance between `typed` and each beginning of `name`, from none to all of it.
+    """Return the edit distance between `typed` and each prefix of `name`, beginning with the empty one.
 
     This is the optimal string alignment distance, in which swapping two neighbouring letters counts once.
     """

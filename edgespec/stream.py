@@ -40,7 +40,7 @@ class ReplyStream:
         reply_start: Text at the end of the prompt that belongs to the reply, such as an opening `<think>`.
     """
 
-    # True until the constructor has succeeded, so that `__del__` ignores incomplete objects.
+    # Class attribute for `__del__`, in case the constructor raises an exception.
     _ended = True
 
     def __init__(
@@ -69,7 +69,6 @@ class ReplyStream:
         self._cancelled = threading.Event()
         self._steps: Iterator[Step] | None = None
         self._chunks: deque[TextChunk] = deque()
-        # Held while a thread reads or closes the stream.
         self._reading = threading.Lock()
         self._ended = False
 
@@ -123,8 +122,7 @@ class ReplyStream:
             self._reading.release()
 
     def __del__(self) -> None:
-        # Garbage collection can run in any thread, even in one that has locked the session. Waiting for the
-        # lock here could therefore deadlock.
+        # Do not wait for the lock, because garbage collection can run in a thread that holds it.
         if not self._ended and not self._finish(failed=False, wait=False):
             self._session.end_later(self.close)
 
@@ -150,7 +148,7 @@ class ReplyStream:
             else:
                 self._add(step)
         except BaseException as error:
-            # A reply that Ctrl-C stops counts as cancelled, not as failed, and keeps its text.
+            # A reply stopped by Ctrl-C keeps its text and counts as cancelled, not as failed.
             self._finish(failed=isinstance(error, Exception))
             raise
         finally:
@@ -166,7 +164,7 @@ class ReplyStream:
             self._chunks.extend(_text_chunks(part, split, is_draft, 1))
 
     def _finish(self, failed: bool, *, wait: bool = True) -> bool:
-        """Release the session and create the reply. Return False if `wait` is False and it is locked."""
+        """End the reply and create the `Reply` object. Return False if it would have to wait for a lock."""
         if self._ended:
             return True
         if not self._session.end(self._request, wait=wait):
@@ -205,7 +203,6 @@ def _text_chunks(
         if reasoning:
             text = "".join(part.reasoning for part in parts)
             yield TextChunk(text, tokens_per_text * len(parts), accepted, True, "".join(raw))
-            # The last text of the reasoning can also contain the beginning of the answer.
             if answer:
                 yield TextChunk(answer, 0, accepted)
         else:

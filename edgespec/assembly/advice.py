@@ -17,10 +17,11 @@ from edgespec.memory import Budget, MemoryPlan, PlanChoice, PlanOption, shared_i
 
 __all__ = ["find_advice"]
 
-# Suggest a catalogue model if its file needs at most this fraction of the memory. The rest is left for its
-# cache and buffers, whose sizes are unknown until it is downloaded.
+# Suggest a model for download only if its file takes at most this fraction of the memory. The rest is left
+# for the KV cache and buffers.
 _MAX_WEIGHTS_SHARE = 0.85
-# Suggest an installed model if it fits with this context size, or with the one set by the user.
+# Suggest a model only if it fits in memory with this context length in tokens, unless the user chose another
+# length.
 _MIN_CONTEXT_TOKENS = 512
 _ADVICE: Mapping[PlanOption, str] = {
     "context": "use --context {context} or less, or raise --memory",
@@ -38,10 +39,15 @@ def find_advice(
     budget: Budget,
     headroom_bytes: int | None = None,
 ) -> str:
-    """Suggest that the user change one of the options they set, or choose a smaller model.
+    """Return advice for a plan that does not fit in memory: change an option, or choose a smaller model.
 
-    `fixed` contains the options set by the user. `fit` returns the best choice for a set of fixed options,
-    and the plan for that choice.
+    Args:
+        fixed: The options that the user set, which the planner did not change.
+        fit: Returns the best load options and their memory plan, without changing the given options.
+        pair: The target and its draft model.
+        options: The load options.
+        budget: The memory budget.
+        headroom_bytes: Memory reserved for everything that plans do not model, or None for the default.
     """
     for name, text in _ADVICE.items():
         if name in fixed:

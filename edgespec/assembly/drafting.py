@@ -47,9 +47,9 @@ def make_drafters(
     costs: PassCosts,
     progress: Progress | None,
 ) -> tuple[DrafterSet, tuple[str, ...]]:
-    """Create the drafters for a loaded target, and return them with user-facing notices.
+    """Create the drafters for a loaded target, and return them with notices for the user.
 
-    Clears the target's KV cache if costs or early exits must be measured.
+    If costs or early exits must be measured, the target's KV cache is cleared.
 
     Raises:
         CapabilityError, OptionError, ModelFileError, MemoryBudgetError: A drafter that a method needs cannot
@@ -126,7 +126,7 @@ class _DrafterFactory:
         return drafters, (corpus_notice, self._costs.notice if self._measured_curve else "")
 
     def _automatic_self_drafts(self, draft: LoadedDraft | None) -> set[str]:
-        """Return the prepared self-drafting methods that `auto` can use in place of a draft model."""
+        """Return the prepared methods with which `auto` can draft if there is no draft model."""
         if "auto" not in self._options.methods or draft is not None:
             return set()
         if self._format.fixed_exit:
@@ -137,7 +137,7 @@ class _DrafterFactory:
         return {"lowbit"} if may_copy and find_valid_lowbit(self._target.path) else set()
 
     def _auto_config(self, draft: LoadedDraft | None) -> AutoConfig | None:
-        """Return the controller's configuration, or None if all methods draft unconditionally."""
+        """Return the settings for skipping drafts that do not pay off, or None if none are skipped."""
         max_loss = self._arguments["max_loss"]
         if not self._costs.has_loss_limit or ("auto" not in self._options.methods and max_loss is None):
             return None
@@ -163,7 +163,7 @@ class _DrafterFactory:
 
     @property
     def _curve(self) -> CostCurve:
-        """The target's cost curve, measured on first use."""
+        """The duration of the target's forward passes by number of tokens, measured on first use."""
         if self._measured_curve is None:
             self._measured_curve = self._costs.curve(self._progress)
         return self._measured_curve
@@ -175,7 +175,7 @@ class _DrafterFactory:
         return shlex.quote(str(found.path)) if found.source == "path" else found.name
 
     def _growth(self, draft: LanguageModel) -> tuple[int, ...] | TreeGrowth:
-        """Return the number of draft branches at each level, or an object that grows trees adaptively."""
+        """Return the number of branches at each level of a draft, or an object that decides it per draft."""
         branches = self._arguments["draft_branches"]
         if not isinstance(branches, str):
             return branches
@@ -222,7 +222,7 @@ class _DrafterFactory:
         return self._model_drafter(view, "layerskip")
 
     def _missing_self_draft(self, self_draft: SelfDraft) -> MissingDrafter:
-        """Return a placeholder that states why the target does not support a self-draft method."""
+        """Return a placeholder that states why the target cannot draft for itself with this method."""
         why, hint = f"{self._model.facts.name} cannot draft for itself", ""
         try:
             self._model.self_draft(self_draft).close()
@@ -271,7 +271,7 @@ class _DrafterFactory:
         return self._model_drafter(self._model.self_draft(low_bit), "lowbit")
 
     def _checked_lowbit_copy(self) -> PreparedModel | None:
-        """Return the prepared low-bit copy, if any. Raise ModelFileError if it is damaged or outdated."""
+        """Return the target's low-bit copy, if any. Raise ModelFileError if it is damaged or outdated."""
         from edgespec.prepare.lowbit import check_lowbit, find_lowbit
 
         prepared = find_lowbit(self._target.path)

@@ -11,7 +11,7 @@ from edgespec.options import LoadArguments, check_load_arguments
 
 __all__ = ["DraftingOptions"]
 
-# Maximum number of leaves in a verify pass's token tree, by default and for methods that branch.
+# Maximum number of branches in a draft, by default and for methods that draft trees of tokens.
 _DEFAULT_BRANCHES, _TREE_BRANCHES = 8, 16
 
 
@@ -21,10 +21,11 @@ class DraftingOptions:
 
     Attributes:
         arguments: The checked arguments of `load`.
-        window_tokens: Number of most recent tokens that the draft model sees. 0 means all tokens. None uses
-            a window only for sequences longer than its trained context. The planner can shrink the window.
-        has_room_for_copy: Whether `auto` can draft with a prepared low-bit copy. False if the plan leaves no
-            memory for one.
+        window_tokens: Number of most recent tokens that the draft model sees. 0 means all tokens. None limits
+            them only in texts longer than the context that the draft model was trained for. The planner can
+            reduce the number.
+        has_room_for_copy: Whether the memory plan leaves room for a low-bit copy of the target, which `auto`
+            can draft with.
         draft_kv_type: Number format of the draft model's KV cache. Empty means the target's format.
     """
 
@@ -35,7 +36,7 @@ class DraftingOptions:
 
     @classmethod
     def of(cls, **given: object) -> DraftingOptions:
-        """Create options from arguments of `load`, with defaults for those not given.
+        """Create drafting options from arguments of `load`, with defaults for those not given.
 
         Raises:
             OptionError: An argument is invalid.
@@ -45,22 +46,22 @@ class DraftingOptions:
 
     @property
     def methods(self) -> tuple[str, ...]:
-        """The methods that replies can use. Expensive drafters are created only for these."""
+        """The names of the drafting methods that replies can use."""
         return (self.arguments["method"], *self.arguments["methods"])
 
     @cached_property
     def named_drafters(self) -> frozenset[str]:
-        """The drafters named by a method. `auto` names none, because it uses whichever are available."""
+        """The names of the drafters that the user selected explicitly, without those that `auto` chooses."""
         return frozenset(name for names in self._named for name in names)
 
     @property
     def combines_drafters(self) -> bool:
-        """Whether any method merges the drafts of several drafters."""
+        """Whether any selected method combines several drafters, such as `model+suffix`."""
         return any(len(names) > 1 for names in self._named)
 
     @property
     def max_branches(self) -> int:
-        """Number of token tree leaves that the target's verify passes must support."""
+        """The maximum number of branches in a draft that the target must be able to verify at once."""
         branches = self.arguments["draft_branches"]
         leaves = 1 if isinstance(branches, str) else math.prod(branches)
         grows_trees = branches == "auto" or "lookahead" in self.named_drafters

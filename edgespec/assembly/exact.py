@@ -1,4 +1,4 @@
-"""Implement `--exact` by restricting a target to passes that are bit-identical to single-token passes."""
+"""Implement `--exact`: use only forward passes whose results are bit-identical to single-token passes."""
 
 from __future__ import annotations
 
@@ -15,17 +15,21 @@ __all__ = ["restrict_to_exact"]
 
 
 def restrict_to_exact(model: LanguageModel, computation: str, progress: Progress | None) -> str:
-    """Restrict a loaded target to bit-exact passes, and return a user-facing notice.
+    """Restrict a loaded target to forward passes that give the same bits as single-token passes.
 
-    Determines the bit-exact passes once per model and machine, and saves the result. Replaces the model's
-    `facts.capabilities`. `computation` identifies all settings that affect the target's computations
-    (`PassCosts.settings_key`). Raises CancelledError if `progress` returns False.
+    How many tokens such a forward pass can have is measured once per model and machine, and saved.
+
+    Args:
+        model: The loaded target. Its `facts.capabilities` are replaced.
+        computation: Identifies all settings that affect the target's computations.
+        progress: Called during the measurement. Returning False cancels it with CancelledError.
+
+    Returns:
+        A notice for the user.
     """
     facts = model.facts
     capabilities = facts.capabilities
-    # The result depends on the number of cores, which determines the default thread count and the tested pass
-    # widths. It also depends on the self-draft methods, because MLX splits the weights for low-bit drafting,
-    # which changes the order of summation.
+    # Take low-bit drafting into account, because MLX splits the weights for it, which changes rounding.
     methods = sorted(capabilities.self_draft_methods)
     limits = f"{usable_cores()} {facts.context_tokens} {capabilities.tree} {methods}"
     model_identity = f"{models_fingerprint(facts)} {facts.cache_variant} {facts.weight_bytes}"
@@ -47,7 +51,7 @@ def restrict_to_exact(model: LanguageModel, computation: str, progress: Progress
 
 
 def _load_saved(saved: SavedArrays) -> BitExactPasses | None:
-    """Return the saved result, or None if it is missing or damaged."""
+    """Return the saved result of an earlier measurement, or None if it is missing or damaged."""
     try:
         width, branches, reading = map(int, saved.load()["agreement"])
     except (KeyError, TypeError, ValueError, OverflowError):

@@ -22,7 +22,7 @@ __all__ = ["LoadRequest", "as_bytes"]
 class LoadRequest:
     """The validated arguments of a call to `load` or `plan`.
 
-    `memory_bytes` and `reserve_bytes` are None unless set by the user.
+    `memory_bytes` and `reserve_bytes` are None if the user did not set them.
     """
 
     target: str
@@ -36,7 +36,7 @@ class LoadRequest:
 
     @classmethod
     def read(cls, target: str, draft: str | None, given: Mapping[str, Any]) -> LoadRequest:
-        """Create a request from a call's arguments. Raise OptionError if one is invalid."""
+        """Create a request from the arguments of `load` or `plan`. Raise OptionError if one is invalid."""
         MODEL_OPTIONS["target"].check("target", target)
         if draft is not None:
             MODEL_OPTIONS["draft"].check("draft", draft)
@@ -56,7 +56,7 @@ class LoadRequest:
 
 
 def as_bytes(size: str | int | None) -> int | None:
-    """Narrow the type of a size that `check_load_arguments` has already converted to bytes."""
+    """Return a size that `check_load_arguments` has already converted to bytes, or None if it is not set."""
     return None if size is None else int(size)
 
 
@@ -80,7 +80,7 @@ def _backend_options(drafting: DraftingOptions, memory_bytes: int | None) -> Loa
 
 
 def _adapter_folder(adapter: str) -> str:
-    """Return an adapter's folder. Raise OptionError if it is missing. The backend checks its files."""
+    """Return the path of an adapter's folder. Raise OptionError if the folder does not exist."""
     folder = Path(adapter).expanduser()
     if not folder.is_dir():
         raise OptionError(

@@ -32,7 +32,7 @@ _ignores_costs = ContextVar("ignores_costs", default=False)
 
 @contextmanager
 def always_draft() -> Iterator[None]:
-    """Make runtimes that are loaded in this context always draft, even if that does not save time.
+    """Make models that are loaded in this `with` block always draft, even if that does not save time.
 
     Tests and `edgespec verify` compare replies with and without drafting, so drafting must not be skipped.
     """
@@ -139,12 +139,11 @@ def _load_planned(planned: LoadPlan, trial_notice: str, progress: Progress | Non
 
 
 def _mapped_files(pair: ModelPair, options: LoadOptions, *, has_copy: bool) -> MappedFiles:
-    """Return the memory-mapped files of both models and, if `has_copy`, the low-bit copy."""
+    """Return the memory-mapped files of both models and, if `has_copy`, of the low-bit copy."""
     paths: list[Path] = []
     for found in (pair.target, pair.draft):
         if found and found.file_format.mapped and options.mmap:
-            # Skip files that have been deleted. Their mapped pages stay valid, so there is no need to check
-            # them for changes.
+            # Skip files that have been deleted, because memory that is already mapped from them stays valid.
             with suppress(OSError, ModelFileError):
                 paths += found.file_format.files(found.path)
     if has_copy and pair.target.file_format.low_bit_copy_format and options.mmap:

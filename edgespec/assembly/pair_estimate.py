@@ -17,7 +17,7 @@ from edgespec.memory import Budget, Item, MemoryPlan, PlanChoice, create_items, 
 
 __all__ = ["PairEstimator", "open_estimator"]
 
-# A limit that every model meets, for estimates that must not depend on the available memory.
+# A memory limit that no model exceeds.
 _UNLIMITED_BYTES = 1 << 62
 
 
@@ -25,12 +25,16 @@ class PairEstimator:
     """Estimates the memory needed by a target and all its drafters.
 
     Args:
+        pair: The target and its draft model.
+        drafting: The drafting options.
+        options: The load options.
         undo: Exit stack that closes the opened model files.
+        budget: The memory budget.
         headroom_bytes: Memory that each plan reserves for everything it does not model, or None for the
             default.
 
     Attributes:
-        target: The target's estimator.
+        target: Estimates the memory of the target alone.
     """
 
     def __init__(
@@ -51,7 +55,8 @@ class PairEstimator:
         self.target = open_estimator(pair.target, self._options)
         undo.callback(self.target.close)
         self._undo = undo
-        # Maps values of `PlanChoice.draft_form` to draft models and their estimators.
+        # All versions of the draft model to choose from, with their memory estimators. The requested version
+        # has an empty key.
         self._drafts: dict[str, tuple[Resolved, MemoryEstimator]] = {}
         if pair.draft:
             self._drafts[""] = pair.draft, self._open_draft(pair.draft)
@@ -69,10 +74,10 @@ class PairEstimator:
         return estimator
 
     def smaller_drafts(self, start: PlanChoice) -> list[str]:
-        """If `start` does not fit, open the installed lower-bit versions of the draft model.
+        """Open lower-bit versions of the draft model if the options `start` do not fit in memory.
 
         Returns:
-            Their names, for use as `PlanChoice.draft_form`.
+            The names of the installed versions. Empty if none is needed.
         """
         if self._pair.draft is None or self.plan(start).fits:
             return []
@@ -82,7 +87,7 @@ class PairEstimator:
         return [name for name in self._drafts if name]
 
     def draft_file(self, choice: PlanChoice) -> Resolved:
-        """Return the draft model to load for a choice of load options."""
+        """Return the version of the draft model to load for a choice of load options."""
         return self._drafts[choice.draft_form][0]
 
     def load_options(self, choice: PlanChoice) -> LoadOptions:
@@ -104,7 +109,8 @@ class PairEstimator:
         options = self.load_options(choice)
         pair = self._pair
         target_options = options_in_pair(pair.target, pair.draft, options)
-        # MLX converts weights to float32 only if the memory limit leaves room, so a limit of 0 prevents this.
+        # A memory limit of 0 keeps MLX from converting weights to float32, which it does only if there is
+        # room.
         room = _UNLIMITED_BYTES if choice.float32 else 0
         target = self.target.estimate(replace(target_options, memory_bytes=room))
         items = list(create_items("target", target))
@@ -137,7 +143,6 @@ class PairEstimator:
         )
 
     def _draft_tokens(self, choice: PlanChoice, target_tokens: int, trained_tokens: int) -> int:
-        """Return how many tokens the draft model's KV cache must hold."""
         window = self._window(choice, target_tokens, trained_tokens)
         return window.context_tokens if window else target_tokens
 
@@ -160,7 +165,6 @@ class PairEstimator:
         return self._drafts[choice.draft_form][1].trained_context_tokens or longest
 
     def _copy_context_tokens(self, choice: PlanChoice, target_tokens: int) -> int:
-        """Return how many tokens the KV cache of the target's low-bit copy must hold."""
         if not choice.draft_window:
             return target_tokens
         from edgespec.backends.llamacpp.lowbit import WINDOW_EXTRA_TOKENS
@@ -171,15 +175,15 @@ class PairEstimator:
 
 
 def open_estimator(model: Resolved, options: LoadOptions) -> MemoryEstimator:
-    """Open a model's metadata with its backend. Raise the same errors as loading the model."""
+    """Return a memory estimator for a model. Raises the same errors as loading the model."""
     return model.file_format.open_estimator(str(model.path), model.name, options)
 
 
 def _find_low_bit_copy(pair: ModelPair, drafting: DraftingOptions) -> Resolved | None:
-    """Return the low-bit copy that will draft for the target, if a method names it or `auto` will use it.
+    """Return the target's low-bit copy, or None if there is none or no method will use it.
 
     Raises:
-        ModelFileError: A method names the copy, but it is damaged or outdated.
+        ModelFileError: The user selected `lowbit`, but the copy is damaged or outdated.
     """
     asked = "lowbit" in drafting.named_drafters
     form = pair.target.file_format

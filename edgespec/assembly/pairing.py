@@ -37,13 +37,12 @@ __all__ = [
 
 
 FindModel = Callable[[str], Resolved]
-# Minimum initial context size of a draft model whose vocabulary differs from the target's, because the two
-# split the same text into different numbers of tokens.
+# Minimum initial context size in tokens of a draft model with another vocabulary, which can need more tokens
+# for a text than the target.
 _FOREIGN_CONTEXT_TOKENS = 8192
-# Number of tokens for which a draft model can compute logits in one pass: 64 for a chain or an adaptive tree
-# (drafters/adaptive_tree.py), plus 32 to spell two tokens from another vocabulary (MAX_SPELLING_TOKENS).
+# Maximum number of tokens per forward pass for which a draft model computes logits.
 _DRAFT_ROWS = 96
-# Maximum ratio between a text's token counts in the draft model's and the target's vocabularies.
+# Maximum number of draft model tokens per target token, if the models have different vocabularies.
 _TOKEN_RATIO = 4
 
 
@@ -54,8 +53,9 @@ class ModelPair:
     Attributes:
         target: The target.
         draft: The draft model, or None.
-        why_no_draft: The reason why there is no draft model.
-        why_draft: The reason for an automatic draft model choice that users would not expect.
+        why_no_draft: The reason why there is no draft model. Empty if there is one.
+        why_draft: The reason for choosing this draft model automatically. Empty if the choice is as users
+            expect.
     """
 
     target: Resolved
@@ -124,7 +124,7 @@ def find_pair(
 
 
 def _prepared_for_early_exit(found: Resolved, drafting: DraftingOptions, has_draft: bool) -> Resolved:
-    """Return the model prepared for early exit if there is one to use, or else the original model."""
+    """Return the version of the model prepared for early exit if a method will use it, or else the model."""
     if "layerskip" not in found.file_format.preparations:
         return found
     named = "layerskip" in drafting.named_drafters
@@ -137,7 +137,6 @@ def _prepared_for_early_exit(found: Resolved, drafting: DraftingOptions, has_dra
     except ModelFileError:
         if named:
             raise
-        # `auto` ignores a damaged prepared model.
         return found
     return replace(found, path=prepared.folder, note=str(prepared.folder), format=prepared.kind)
 
@@ -145,7 +144,7 @@ def _prepared_for_early_exit(found: Resolved, drafting: DraftingOptions, has_dra
 def _find_draft(
     target: Resolved, draft: str | None, find_model: FindModel, options: LoadOptions
 ) -> tuple[Resolved | None, str, str]:
-    """Return the draft model or None, why there is none, and why `auto` made an unexpected choice."""
+    """Return the draft model or None, and the reasons for having none or for an unexpected choice."""
     if draft is None or draft == "none":
         return None, "no draft model was requested", ""
     if draft != "auto":
@@ -161,13 +160,14 @@ def _find_draft(
 
 
 def try_pair(pair: ModelPair, memory_bytes: int, progress: Progress | None) -> str:
-    """Try to load the pair's new files in a child process. See `check_loadable`.
+    """Load new model files in a child process, because damaged files can crash it, and return a user notice.
 
-    A model larger than `memory_bytes` is only checked, not run, because it will not be loaded.
+    A model larger than `memory_bytes` is only checked, not run, because it will not be loaded. Raises the
+    same errors as `check_loadable`.
     """
     models = []
     for found in filter(None, (pair.target, pair.draft)):
-        with suppress(OSError, ModelFileError):  # Ignore unreadable files, as `check_loadable` does.
+        with suppress(OSError, ModelFileError):
             size_bytes = sum(file.stat().st_size for file in found.file_format.files(found.path))
             runs = size_bytes <= memory_bytes
             models.append(TrialModel(found.name, found.path, found.file_format, runs))
@@ -230,13 +230,13 @@ def _adapted_to_target(
     compared: VocabularyComparison,
     window_for: Callable[[int], AttentionWindow | None],
 ) -> LoadedDraft:
-    """Set a draft model's context size, limit its attention, and translate its tokens, as needed."""
+    """Adapt a draft model's context size, attention window and vocabulary to the target."""
     assert pair.draft is not None
     name = pair.draft.name
     window = window_for(model.facts.trained_context_tokens)
     initial_tokens, max_tokens = model.facts.context_tokens, model.facts.max_context_tokens
     if window:
-        # Allocate the full context now, because the context of a model with a window never grows.
+        # Allocate the full context now, because it cannot grow if the draft model has an attention window.
         model.resize(max_tokens)
     elif compared.translation is not None:
         model.resize(max(initial_tokens, min(max_tokens, _FOREIGN_CONTEXT_TOKENS)))
@@ -293,10 +293,13 @@ def _load_model(found: Resolved, options: LoadOptions, progress: Progress | None
 def draft_load_options(
     options: LoadOptions, drafting: DraftingOptions, context_tokens: int, memory_bytes: int | None
 ) -> LoadOptions:
-    """Derive the draft model's load options from those of the target.
+    """Return the draft model's load options, derived from those of the target.
 
-    The draft model gets the target's context size. Its logits buffer is kept small, unless the user chose the
-    number of branches, which can make drafts large.
+    Args:
+        options: The target's load options.
+        drafting: The drafting options.
+        context_tokens: The context size of the draft model.
+        memory_bytes: The memory limit of the draft model, or None for no limit.
     """
     adapts = drafting.arguments["draft_branches"] in ((), "auto")
     return replace(
@@ -308,10 +311,9 @@ def draft_load_options(
 
 
 def options_in_pair(found: Resolved, other: Resolved | None, options: LoadOptions) -> LoadOptions:
-    """Return the load options for one model in a pair, minus those that only the other's backend supports.
+    """Return the options for loading `found`, with defaults for options that only the other backend supports.
 
-    If there is no other model or both use the same backend, keeps all options, and the backend rejects
-    unsupported ones.
+    If both models use the same backend, or there is no other model, no options are changed.
     """
     if other is None or same_backend(found.format, other.format):
         return options

@@ -37,7 +37,7 @@ class PlanRequest:
     Attributes:
         fixed: Options set by the user, which the planner must not change.
         prefer: Whether to keep a long context or the draft model if only one of them fits.
-        prefix_cache_bytes: Size limit of the prefix cache in memory. Defaults to `default_memory_bytes`.
+        prefix_cache_bytes: Size limit of the prefix cache in memory, or None for the default.
         headroom_bytes: Extra memory for everything the plan does not model, or None for the default.
     """
 
@@ -55,7 +55,7 @@ class PlanRequest:
         prefix_cache_bytes: int | None = 0,
         headroom_bytes: int | None = None,
     ) -> PlanRequest:
-        """Create a request from `load` options."""
+        """Create the planner's settings from the options of `load`."""
         named: dict[PlanOption, bool] = {
             "context": options.context_tokens is not None,
             "kv_type": options.kv_type != "auto",
@@ -68,15 +68,18 @@ class PlanRequest:
 
 @dataclass(frozen=True, slots=True)
 class LoadPlan:
-    """All decisions about a load, made before anything is loaded.
+    """All decisions about loading a pair of models, made before anything is loaded.
 
     Attributes:
+        pair: The target and its draft model, if any.
         drafting: Drafting options, including the planner's changes.
         options: Load options for both models together.
-        float32: See `PlanChoice`.
+        float32: Whether MLX converts 16-bit weights to float32 where that is faster.
+        plan: The memory plan.
         advice: Advice for the user if the plan does not fit. Otherwise empty.
         trained_tokens: Context length that the target was trained for. 0 if unknown.
-        longrope_switch_tokens: See `initial_context`.
+        longrope_switch_tokens: Context size above which the target uses its LongRoPE factors for long
+            contexts. 0 if it uses the same factors for all contexts.
         draft_window: The draft model's attention window, or None if it sees the whole context.
     """
 
@@ -92,12 +95,11 @@ class LoadPlan:
 
     @property
     def target_options(self) -> LoadOptions:
-        """The target's load options. Their memory limit excludes the draft model's weights and cache."""
+        """The target's load options. Their memory limit excludes the draft model's weights and KV cache."""
         kinds = ("weights", "cache")
         draft_bytes = sum(i.bytes for i in self.plan.items if i.role == "draft" and i.kind in kinds)
         left = (self.options.memory_bytes or 0) - draft_bytes
-        # MLX converts weights to float32 if the memory limit leaves room. To prevent this, lower the limit to
-        # the planned size.
+        # Lower the memory limit to the planned size, so that MLX does not convert the weights to float32.
         if not self.float32:
             target = (i.bytes for i in self.plan.items if i.role == "target" and i.kind in kinds)
             left = min(left, sum(target))
@@ -105,7 +107,7 @@ class LoadPlan:
 
     @property
     def initial_context_tokens(self) -> int:
-        """Initial context size, which grows on demand. 0 if caches grow token by token."""
+        """The target's initial context size, which grows on demand. 0 if its cache grows token by token."""
         if self.pair.target.backend.cache_follows_text:
             return 0
         tokens, first = self.plan.context_tokens, self.options.initial_context_tokens
@@ -113,15 +115,15 @@ class LoadPlan:
 
     @property
     def notice(self) -> str:
-        """What was reduced to fit the memory budget, as text for the user. Empty if nothing was."""
+        """The changes made to fit the models in memory, as text for the user. Empty if there are none."""
         given_up = ", ".join(decision.what for decision in self.plan.decisions)
         return f"to fit {format_bytes(self.plan.budget.bytes)}: {given_up}" if given_up else ""
 
 
 def budget_for(pair: ModelPair, memory_bytes: int | None, reserve_bytes: int | None = None) -> Budget:
-    """Return the memory budget for a pair, including its backend's graphics cards."""
+    """Return the memory budget for a pair of models, including the graphics cards of its backend."""
     if address_space_is_limited():
-        # Libraries take up address space, so load them before measuring what is left.
+        # Load libraries before measuring the address space that is left, because they use some of it.
         limit_malloc_arenas()
         for model in filter(None, (pair.target, pair.draft)):
             model.backend.preload()
@@ -135,9 +137,9 @@ def plan_pair(
     budget: Budget,
     request: PlanRequest | None = None,
 ) -> LoadPlan:
-    """Plan how to load a pair so that it fits the budget. Call `check_fits` on the result.
+    """Plan how to load a pair of models within the memory budget. Call `check_fits` on the result.
 
-    Unless the user set a context size, the context has the default length, or more if that requires no other
+    If the user did not set a context length, it is the default length, or more if that requires no other
     reductions.
 
     Raises:
@@ -184,13 +186,13 @@ def plan_pair(
     drafting = replace(
         drafting,
         window_tokens=choice.draft_window,
-        # Do not load a low-bit copy in place of a draft model that did not fit, because the plan includes no
-        # memory for the copy.
+        # If the draft model did not fit, do not load a low-bit copy in its place, because the plan has no
+        # memory for one.
         has_room_for_copy=choice.copy and start.draft == choice.draft,
         draft_kv_type=choice.draft_kv_type,
     )
-    # Backends check weights and KV caches against `memory_bytes`. This limit includes the headroom, because
-    # backends count some memory that the plan ignores, such as file headers.
+    # Limit the memory for weights and KV caches. Include the headroom, because backends count some memory
+    # that the plan ignores.
     checked = ("weights", "cache", "headroom")
     left = budget.total_bytes - sum(item.bytes for item in plan.items if item.kind not in checked)
     chosen = replace(
@@ -212,7 +214,7 @@ def plan_pair(
 
 
 def _fixed_options(request: PlanRequest, drafting: DraftingOptions) -> set[PlanOption]:
-    """Return the options that the planner must leave unchanged."""
+    """Return the options that the planner must not change."""
     fixed = set(request.fixed)
     if "kv_type" in fixed:
         fixed.add("draft_kv_type")
@@ -226,7 +228,7 @@ def _fixed_options(request: PlanRequest, drafting: DraftingOptions) -> set[PlanO
 
 
 def _prefix_cache_bytes(plan: MemoryPlan, requested_bytes: int | None) -> int:
-    """Return the requested size limit of the prefix cache, capped at what the plan leaves free."""
+    """Return the size limit of the prefix cache, which cannot exceed the memory that the plan leaves free."""
     if not plan.fits:
         return 0
     free = plan.free_bytes("memory")
@@ -236,11 +238,7 @@ def _prefix_cache_bytes(plan: MemoryPlan, requested_bytes: int | None) -> int:
 def _extend_context(
     choice: PlanChoice, plan: MemoryPlan, estimator: PairEstimator
 ) -> tuple[PlanChoice, MemoryPlan]:
-    """Return the load options with the longest context that fits in memory, and their memory plan.
-
-    Only the context length changes. Candidates are the length that both models were trained for, and smaller
-    powers of two.
-    """
+    """Return the load options with the longest context that fits in memory, and their memory plan."""
     max_tokens = min(estimator.target.trained_context_tokens, estimator.max_context_for_draft(choice))
     powers = (1 << exponent for exponent in reversed(range(max_tokens.bit_length())))
     for tokens in dict.fromkeys((max_tokens, *powers)):
@@ -260,7 +258,10 @@ def _extend_context(
 
 
 def check_fits(planned: LoadPlan) -> None:
-    """Raise MemoryBudgetError if the plan does not fit. The error lists the largest items and the advice."""
+    """Raise MemoryBudgetError if a load plan does not fit in memory.
+
+    The error names the largest items and includes the advice for the user.
+    """
     plan = planned.plan
     if plan.fits:
         return

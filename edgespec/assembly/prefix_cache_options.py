@@ -17,16 +17,16 @@ from edgespec.saved_arrays import models_fingerprint
 
 __all__ = ["create_prefix_cache", "file_states"]
 
-# Assumed per-token speed-up of prefill over decoding, until a prefill has been timed.
+# Assume that prefill is this many times faster per token than decoding, until a prefill has been timed.
 _PREFILL_SPEEDUP = 4.0
-# Assumed memory bandwidth during decoding, until a prefill has been timed.
+# Assumed memory bandwidth during decoding in bytes per second, until a prefill has been timed.
 _ASSUMED_BYTES_PER_SECOND = 1e10
 
 
 def file_states(target: Path, adapter: str | None) -> tuple[str, ...]:
-    """Return the `file_state` of each of a model's files, to detect later changes.
+    """Return the state of each file of a model and its adapter, to detect later changes.
 
-    Returns an empty tuple if a file's state cannot be read.
+    Returns an empty tuple if the state of a file cannot be read.
     """
     try:
         files = format_at(target).files(target)
@@ -45,10 +45,17 @@ def create_prefix_cache(
     plan: MemoryPlan,
     states_before: tuple[str, ...],
 ) -> PrefixCache | None:
-    """Create the prefix cache of a loaded target.
+    """Create the prefix cache of a loaded target, or return None if `place` is `none`.
 
-    Return None if `place` is `none`. `states_before` is the result of `file_states` before loading. If the
-    files have changed since then, the loaded weights are unknown, so nothing is cached on disk.
+    Args:
+        place: Where to cache prefixes: `none`, `memory` or `disk`.
+        disk_bytes: The size limit of the cache on disk, or None for the default.
+        target: The loaded target.
+        load_options: The options that the target was loaded with.
+        costs: The durations of the target's forward passes.
+        plan: The memory plan.
+        states_before: The result of `file_states` before loading. If the files have changed since then,
+            nothing is cached on disk, because the loaded weights are unknown.
     """
     if place == "none":
         return None
@@ -83,8 +90,6 @@ def _identity(target: LanguageModel, options: LoadOptions, costs: PassCosts, sta
         *states,
     ]
     if not target.facts.capabilities.prefix_reuse_exact:
-        # Whether prefix reuse is bit-exact depends on the number of CPU cores and determines which prefixes
-        # are cached. Do not mix the prefixes of both cases.
         parts.append("read in whole pieces")
     if options.adapter is not None:
         for path in sorted(Path(options.adapter).iterdir()):

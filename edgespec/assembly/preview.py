@@ -1,4 +1,4 @@
-"""Plan a load from metadata alone, for `edgespec plan` and `edgespec.plan`."""
+"""Implement `edgespec plan` and `edgespec.plan`, which plan how to load models without loading them."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ __all__ = ["MemoryPlan", "Pool", "Preview", "plan"]
 
 
 class Preview:
-    """The outcome of a planned load, computed without loading anything.
+    """The plan for loading a model, made without loading anything.
 
     Attributes:
         target, draft: Names of the models; `draft` is None if there is no draft model.
-        notes: User-facing notes on how the references were resolved.
+        notes: User-facing notes on how the model names were resolved to files.
         why_no_draft: Reason why there is no draft model. Empty if there is one.
         plan: The memory plan.
         advice: Advice for the user if the plan does not fit. Otherwise empty.
@@ -67,8 +67,8 @@ def plan(
         **options: See `edgespec.LoadArguments`.
 
     Raises:
-        EdgespecError: Any error raised by `load`. However, a plan that does not fit in memory raises no
-            error, unless there is not even enough memory to read a model's metadata.
+        EdgespecError: Any error raised by `load`. A plan that does not fit in memory is not an error, unless
+            there is too little memory to read a model's metadata.
     """
     request = LoadRequest.read(target, draft, options)
     check_room_to_plan()
@@ -81,7 +81,8 @@ def plan(
         if not request.trust:
             try_pair(pair, 0, progress)
         if address_space_is_limited():
-            # `load` needs this module, so import it first to exclude its address space from the budget.
+            # Import the code that `load` uses before measuring the budget, which then excludes its address
+            # space.
             import_module("edgespec.assembly.loading")
         budget = budget_for(pair, request.memory_bytes, request.reserve_bytes)
         return Preview(plan_pair(pair, request.drafting, request.options, budget, request.plan))

@@ -15,43 +15,39 @@ from edgespec.engine.tree import TokenTree
 
 __all__ = ["MAX_PROB_SUM", "AcceptanceStats"]
 
-# Upper limit on the sum of siblings' acceptance probabilities. The rest is left for other drafters.
+# Upper limit on the total acceptance probability of a node's children.
 MAX_PROB_SUM = 0.98
 
 
 class AcceptanceStats:
-    """Acceptance probabilities of one drafter's nodes by depth and rank, and the cost of its drafts.
+    """Acceptance rates of one drafter's tokens by depth and rank, and the duration and size of its drafts.
 
-    For lookup drafters, acceptance is also recorded by streak (the number of tokens accepted in a row so
-    far): once a lookup has found the passage that the model is copying, its tokens keep being accepted.
+    For lookup drafters, acceptance also depends on how many tokens have just been accepted in a row.
 
-    The statistics use only the shapes of drafts and the emitted tokens. If they also used rejected tokens,
-    rejection sampling would be biased.
+    The ids of rejected tokens do not influence the statistics, because that would bias rejection sampling.
 
     Attributes:
-        draft_seconds: Mean duration of non-empty drafts.
+        draft_seconds: Mean duration of non-empty drafts, in seconds.
         levels: Mean depth of non-empty drafts.
-        rows: Mean number of tokens in non-empty drafts.
+        rows: Mean number of drafted tokens in non-empty drafts.
         was_empty: Whether the last draft was empty.
     """
 
-    # Boundaries between ranges of consecutive accepted tokens: 0, 1-3, 4-15, 16+.
+    # Numbers of consecutively accepted tokens that separate the ranges in which acceptance is counted.
     _STREAKS = (1, 4, 16)
-    # Assumed acceptance probability of a node's first, second and later children for lookup drafters. Each
-    # row applies to one range of `_STREAKS`.
+    # Assumed acceptance probability of a node's first, second and later children in drafts from lookups. Each
+    # row applies to one range of consecutively accepted tokens.
     _LOOKUP_PRIOR = np.array([[0.4, 0.1, 0.05], [0.6, 0.1, 0.05], [0.75, 0.1, 0.05], [0.9, 0.05, 0.02]])
-    # Assumed acceptance probability of a node's first, second and later children for drafters that run a
-    # model. The first value is high to make sure that such drafters are tried.
+    # Assumed acceptance probability of a node's first, second and later children in drafts from draft models.
+    # The first value is high, so that such drafters are tried.
     _MODEL_PRIOR = np.array([[0.85, 0.1, 0.05]])
-    # Weight of the assumed probabilities, as a number of drafted tokens.
+    # Weight of the assumed acceptance probabilities, as a number of drafted tokens.
     _PRIOR_WEIGHT = 4.0
-    # After a long pause, old statistics count as at most this many drafted tokens, so new results soon
-    # outweigh them.
+    # Maximum weight of earlier acceptance counts after a long pause, as a number of drafted tokens.
     _WEIGHT_AFTER_PAUSE = 2.0
 
     def __init__(self, is_lookup: bool) -> None:
         prior = (self._LOOKUP_PRIOR if is_lookup else self._MODEL_PRIOR)[:, None] * self._PRIOR_WEIGHT
-        # Shape: [streak, first or later level, rank].
         accepted = np.repeat(prior, 2, axis=1)
         self._counts = AcceptanceCounts(accepted, np.full(accepted.shape, self._PRIOR_WEIGHT))
         self._has_streaks = len(accepted) > 1
@@ -76,7 +72,7 @@ class AcceptanceStats:
             self.rows.add(tree.drafted)
 
     def node_probs(self, tree: TokenTree) -> list[float]:
-        """Return each node's probability of acceptance given that its parent is accepted; 1 for the root."""
+        """Return how likely each node is to be accepted if its parent is accepted; 1 for the root."""
         probs = self._probs()
         return [1.0, *(float(probs[category]) for category in _categories(tree)[1:])]
 
@@ -89,16 +85,14 @@ class AcceptanceStats:
         return self.rows.value / max(self.levels.value, 1.0)
 
     def reach_probs(self, levels: int) -> list[float]:
-        """Return, for each level of a future draft, the probability that one of its tokens is accepted."""
+        """Return, for each level of the next draft, how likely one of its tokens is to be accepted."""
         probs = self._probs()
-        # A level of a tree is reached if any of its tokens is accepted, so add up the probabilities of
-        # siblings. A chain has only one token per level.
         is_chain = self.rows.value <= self.levels.value
         level_probs = probs[:, 0] if is_chain else np.minimum(probs.sum(axis=1), MAX_PROB_SUM)
         return list(accumulate((float(level_probs[min(level, 1)]) for level in range(levels)), mul))
 
     def record_outcome(self, tree: TokenTree, tokens: Sequence[int]) -> None:
-        """Record which nodes of this round's draft were accepted, given the emitted tokens."""
+        """Record which nodes of a draft tree were accepted, given the emitted tokens."""
         streak = self._streak_class
         categories = _categories(tree)
         path = tree.walk(tokens)
@@ -113,7 +107,7 @@ class AcceptanceStats:
             self._streak = 0
 
     def saved_statistics(self) -> dict[str, NDArray[np.float64]]:
-        """Return all statistics as named arrays to save for a later run."""
+        """Return the acceptance and timing statistics as named arrays, to save for a later run."""
         return {name: part.saved() for name, part in self._parts.items()}
 
     def restore_statistics(self, saved: Mapping[str, NDArray[np.float64]]) -> None:
@@ -127,12 +121,12 @@ class AcceptanceStats:
         return {"tally": self._counts, **means}
 
     def limit_weight(self) -> None:
-        """Reduce the weight of statistics that are stale because the drafter has not run recently."""
+        """Reduce the weight of earlier results when the drafter resumes after a long pause."""
         self._counts.limit_weight(self._WEIGHT_AFTER_PAUSE)
 
 
 def _categories(tree: TokenTree) -> list[tuple[int, int]]:
-    """Return each node's level (0: first, 1: later) and rank among its siblings (at most 2)."""
+    """Return each node's level (0: first, 1: any later one) and rank among its siblings (at most 2)."""
     ranks = [0] * tree.width
     categories = [(0, 0)]
     for parent in tree.parents[1:]:

@@ -10,9 +10,9 @@ __all__ = ["ACTIVE_REPLIES", "ActiveReplies"]
 
 
 class ActiveReplies:
-    """Thread-safe set of running replies, including those that the caller no longer reads.
+    """Thread-safe set of the replies that are being generated.
 
-    Uses no lock, because replies can also end during garbage collection, which may interrupt any method.
+    It uses no lock, because a reply can also end during garbage collection, in the middle of another call.
     """
 
     def __init__(self) -> None:
@@ -20,20 +20,17 @@ class ActiveReplies:
 
     @property
     def count(self) -> int:
-        """Number of running replies."""
+        """Number of replies that are being generated."""
         return len(self._ids)
 
     def add(self, reply: object) -> None:
-        """Add a reply.
-
-        The caller must keep a reference to the reply until `discard`, because the set stores only its id.
-        """
+        """Add a reply, which must stay in memory until `discard`, because only its id is stored."""
         self._ids.add(id(reply))
 
     def discard(self, reply: object) -> None:
-        """Remove a reply, if it is in the set."""
+        """Remove a reply, or do nothing if it is not in the set."""
         self._ids.discard(id(reply))
 
 
-# Process-wide, shared by all runtimes.
+# Shared by all runtimes in this process.
 ACTIVE_REPLIES = ActiveReplies()

@@ -12,24 +12,24 @@ from edgespec.drafters.running_stats import RunningMean
 
 __all__ = ["Backoff"]
 
-# Mean gain per round, in target steps, below which drafting pauses.
+# Drafting pauses if its mean gain per round is lower, relative to the duration of a single-token target pass.
 _MIN_GAIN = -0.01
-# If an attempt that yields no draft costs less than this, in target steps, drafting never pauses.
+# Drafting never pauses if an unsuccessful search for a draft takes less time, relative to a single-token
+# target pass.
 _NEGLIGIBLE_COST = 0.005
-# Number of rounds in which to draft before drafting can be paused for the first time.
+# Number of drafts before drafting can be paused for the first time.
 _TRIAL_ROUNDS = 8
-# Number of rounds to draft in each retry after a pause.
+# Number of drafts in each attempt to resume drafting after a pause.
 _RETRY_ROUNDS = 4
-# Initial and maximum length of a pause in drafting, in rounds. The length doubles after each unsuccessful
-# attempt to resume drafting.
+# Initial and maximum pause in drafting, as a number of target passes. The pause doubles after each
+# unsuccessful attempt to resume drafting.
 _MIN_PAUSE_ROUNDS, _MAX_PAUSE_ROUNDS = 32, 512
-# Factor applied to the estimated cost of drafting again after a pause. It makes such attempts rarer, because
-# they seldom succeed.
+# Factor applied to the estimated cost of resuming drafting, to make such attempts rarer.
 _RETRY_COST_FACTOR = 3
 
 
 class Backoff:
-    """Pauses drafting while it loses time, and retries it at increasing intervals.
+    """Pauses drafting while it costs more time than it saves, and retries it at increasing intervals.
 
     On a small target, just searching for drafts can cost more time than the accepted tokens save.
     """
@@ -41,7 +41,7 @@ class Backoff:
 
     @property
     def gain(self) -> float:
-        """Mean time that drafting saved per recent round, relative to a single-token pass of the target."""
+        """Mean time that drafting saved per recent round, relative to a single-token target pass."""
         return self._gain.value
 
     @property
@@ -54,42 +54,53 @@ class Backoff:
         return self._gain.value < _MIN_GAIN and self._empty_cost.value > _NEGLIGIBLE_COST
 
     def may_draft(self) -> bool:
-        """Return whether this round may draft. During a pause, only retries may."""
+        """Return whether to draft in this round. During a pause, only retries may draft."""
         if not self.is_paused:
             return True
         if not self._retries.is_due(_RETRY_COST_FACTOR * _RETRY_ROUNDS * self._empty_cost.value):
             return False
-        # Start a new mean, so that only the coming rounds decide whether drafting is paused again.
         self._trial_rounds, self._gain = _RETRY_ROUNDS, RunningMean()
         return True
 
     def skip_rounds(self, rounds: int) -> None:
-        """Count rounds of a pause in which `may_draft` was not called."""
+        """Count rounds of a pause for which `may_draft` was not called."""
         self._retries.skip_rounds(rounds)
 
     def record_empty_draft(self, cost: float) -> None:
-        """Record a round in which the drafters proposed nothing. The attempt took `cost` target steps."""
+        """Record a round in which the drafters proposed nothing.
+
+        Args:
+            cost: Time spent searching for a draft, relative to a single-token target pass.
+        """
         self._empty_cost.add(cost)
         self.record_draft(-cost)
 
     def record_unaffordable_draft(self, cost: float) -> None:
-        """Record a round in which `--max-loss` ruled out a draft. Deciding this took `cost` target steps."""
+        """Record a round in which drafting would have exceeded `--max-loss`.
+
+        Args:
+            cost: Time spent on the decision, relative to a single-token target pass.
+        """
         if cost > _NEGLIGIBLE_COST:
             self.record_empty_draft(cost)
 
     def record_draft(self, gain: float) -> None:
-        """Record a round with a draft that gained `gain` target steps over plain decoding."""
+        """Record a round in which a draft was verified.
+
+        Args:
+            gain: Time saved over plain decoding, relative to a single-token target pass.
+        """
         self._gain.add(gain)
         self._trial_rounds -= 1
         if not self._is_losing:
             self._retries.shorten()
 
     def saved_statistics(self) -> dict[str, NDArray[Any]]:
-        """Return the gains and the retry interval as named arrays to save for a later run."""
+        """Return the mean gain and the retry interval as named arrays, to save for a later run."""
         return {f"patience.{name}": part.saved() for name, part in self._parts.items()}
 
     def restore_statistics(self, saved: Mapping[str, NDArray[Any]]) -> None:
-        """Restore the arrays returned by `saved_statistics`, which may pause drafting from the start."""
+        """Restore the arrays returned by `saved_statistics`. Drafting may then be paused from the start."""
         for name, part in self._parts.items():
             part.restore(saved[f"patience.{name}"])
         self._trial_rounds = 0

@@ -25,27 +25,25 @@ from edgespec.engine.tree import TokenTree
 
 __all__ = ["CombinedDrafter"]
 
-# Share of a round's time allowance that can be spent on prefill. The rest is reserved for the draft.
+# Maximum share of the permitted time loss to spend on prefilling draft models. The rest is left for drafting.
 _PREFILL_SHARE = 0.5
 # Minimum number of tokens to prefill. A draft model that sees fewer tokens rarely predicts correctly.
 _MIN_PREFILL_TOKENS = 32
 # Draft lengths to compare for drafters that choose their own length.
 _DRAFT_LENGTHS = (1, 2, 3, 4, 5, 6, 8, 12, 16)
-# A drafter is not retried if the round's other drafts are expected to yield more accepted tokens than this.
+# Retry a drafter that has not saved time only if other drafters are expected to have at most this many tokens
+# accepted.
 _MAX_TOKENS_AT_RISK = 0.5
 
 
 @dataclass(frozen=True)
 class _Proposal:
-    """One drafter's draft for the current round."""
-
     tree: TokenTree
     # For each node, the probability that it is accepted, given that its parent is accepted.
     node_probs: list[float]
 
     @cached_property
     def levels(self) -> tuple[list[float], list[int]]:
-        """For each level, the probability that one of its tokens is accepted, and the number of tokens."""
         reach_probs, rows = [0.0] * max(self.tree.depths), [0] * max(self.tree.depths)
         path_probs = [1.0]
         for node in range(1, self.tree.width):
@@ -60,18 +58,20 @@ class CombinedDrafter(Drafter):
     """Runs each drafter whose draft is expected to save time, and merges the drafts into one tree.
 
     Lookup drafters run first, in every round. A draft model runs if its recent acceptance rate justifies its
-    cost, or if its cost has not been measured yet. Lookup tokens are pruned if they are not worth a wider
-    pass. Other drafts are never pruned, because pruning that depends on the drawn tokens would bias rejection
-    mode.
+    cost, or if its cost has not been measured yet. Lookup tokens that are unlikely to be accepted are
+    dropped. Other drafts are kept whole, because dropping tokens that were drawn at random would bias
+    rejection sampling.
 
     Args:
         drafters: The drafters, in the order in which their drafts are merged.
         can_branch: False for a target that verifies only chains. Then only the most promising chain is
             verified.
         limits: Maximum width and number of branches of a verify pass.
-        v: Cost of a verify pass by width, in target steps.
-        allowance_seconds: Returns how much time the next round can lose compared with plain decoding.
-        exploration_seconds: Returns how much time a draft without an expected gain can lose.
+        v: Function that returns the duration of a verify pass of a given width, relative to a single-token
+            target pass.
+        allowance_seconds: Function that returns how much time the next round can lose compared with plain
+            decoding.
+        exploration_seconds: Function that returns how much time a draft without an expected gain can lose.
         clock: Returns the time in seconds.
 
     Attributes:
@@ -123,7 +123,7 @@ class CombinedDrafter(Drafter):
             stats.select_text_kind(kind)
 
     def saved_statistics(self) -> dict[str, NDArray[Any]]:
-        """Return the statistics of all drafters as named arrays to save for a later run."""
+        """Return the statistics of all drafters as named arrays, to save for a later run."""
         saved: dict[str, NDArray[Any]] = {"plain": self._target_step_seconds.saved()}
         for stats in self._stats:
             saved |= stats.saved_statistics()
@@ -147,7 +147,7 @@ class CombinedDrafter(Drafter):
     def propose_within(
         self, sampler: Sampler, acceptance: Acceptance, lookup_length: int, model_length: int
     ) -> TokenTree:
-        """Propose a draft with separate maximum lengths for lookups and for drafters that run a model."""
+        """Propose a draft, with separate maximum lengths for lookups and for drafters that run a model."""
         proposals = self._proposals = {}
         self.prefill_seconds = 0.0
         for stats in sorted(self._stats, key=lambda stats: not stats.is_lookup):
@@ -171,7 +171,7 @@ class CombinedDrafter(Drafter):
         return [stats for stats in self._stats if stats in self._proposals]
 
     def _prepare(self, stats: DrafterStats, levels: int) -> bool:
-        """Decide whether a drafter runs in this round, and prefill its cache if it does."""
+        """Decide whether a drafter runs in this round, and prefill its draft model if it does."""
         gain = self._expected_gain(stats, levels)
         if gain > 1.0:
             if levels > stats.empty_draft_levels:
@@ -186,12 +186,10 @@ class CombinedDrafter(Drafter):
         return self._prefill(stats)
 
     def _should_retry(self, stats: DrafterStats, gain: float) -> bool:
-        """Return whether to retry a drafter that has not saved time before."""
         if sum(self._estimate().reach_probs) > _MAX_TOKENS_AT_RISK:
             return False
         chooses_length = stats.drafter.chooses_length
         levels, rows = (1, 1) if chooses_length else (None, round(stats.acceptance.rows.value))
-        # Retrying a drafter that nearly breaks even costs almost nothing.
         cost = max(1.0 - gain, 0.0) * (self._draft_cost(stats, levels) + self._v(1 + rows))
         cost += self._first_prefill_cost(stats)
         seconds = cost * self._target_step_seconds.value
@@ -200,9 +198,9 @@ class CombinedDrafter(Drafter):
         return stats.retries.is_due(cost)
 
     def _first_prefill_cost(self, stats: DrafterStats) -> float:
-        """Return the cost of a drafter's first prefill in this reply, in target steps; 0 if it is done.
+        """Return how long a drafter's first prefill takes, relative to a single-token target pass.
 
-        Later prefills are ignored: they process each new token once, no matter how rarely the drafter runs.
+        Returns 0 if the drafter has already prefilled tokens in this reply.
         """
         step = self._target_step_seconds.value
         if stats.has_prefilled or step <= 0.0:
@@ -210,7 +208,7 @@ class CombinedDrafter(Drafter):
         return self._prefill_tokens(stats) * stats.prefill_token_seconds(step) / step
 
     def _prefill(self, stats: DrafterStats) -> bool:
-        """Prefill a drafter as far as the round's time limit permits. Return whether it can then draft."""
+        """Prefill a draft model within the permitted time loss. Return whether it can draft afterwards."""
         tokens = self._prefill_tokens(stats)
         if not tokens:
             return not stats.pending_tokens
@@ -222,13 +220,12 @@ class CombinedDrafter(Drafter):
         return True
 
     def _prefill_tokens(self, stats: DrafterStats) -> int:
-        """Return how many tokens to prefill within the round's time limit; 0 if there is too little time."""
+        """Return how many tokens to prefill in this round without exceeding the permitted time loss."""
         pending, all_pending = stats.pending_tokens, stats.full_pending_tokens
         allowance = self._allowance_seconds()
         token_seconds = stats.prefill_token_seconds(self._target_step_seconds.value)
         if allowance == inf or not all_pending:
             return all_pending
-        # Until the first verify pass has been measured, `token_seconds` is 0 and nothing is prefilled.
         affordable = int(_PREFILL_SHARE * allowance / token_seconds) if token_seconds > 0.0 else 0
         if affordable >= all_pending:
             return all_pending
@@ -236,7 +233,7 @@ class CombinedDrafter(Drafter):
 
     @property
     def planned_prefill_seconds(self) -> float:
-        """Time that the next call to `propose` can spend on prefill."""
+        """Time in seconds that the next call to `propose` can spend on prefilling draft models."""
         step = self._target_step_seconds.value
         return sum(
             self._prefill_tokens(stats) * stats.prefill_token_seconds(step)
@@ -245,7 +242,7 @@ class CombinedDrafter(Drafter):
         )
 
     def _merged_tree(self) -> TokenTree:
-        """Merge the drafts of this round and prune lookup tokens that are not worth a wider pass."""
+        """Merge the drafts of all drafters, and drop looked-up tokens that are unlikely to be accepted."""
         chosen = self._asked if self._can_branch else self._best_chain()
         return prune_optional(
             merge_trees([self._proposals[stats].tree for stats in chosen]),
@@ -257,7 +254,7 @@ class CombinedDrafter(Drafter):
         )
 
     def _best_chain(self) -> list[DrafterStats]:
-        """Select the only draft to verify: a draft model's, or else the most promising lookup draft."""
+        """Select one draft to verify: a draft model's if there is one, else the most promising lookup."""
         drafted = [stats for stats in self._asked if self._proposals[stats].tree.drafted]
         if models := [stats for stats in drafted if not stats.is_lookup]:
             return models[:1]
@@ -267,7 +264,7 @@ class CombinedDrafter(Drafter):
         return stats.is_measured and self._target_step_seconds.count >= MEASURED_ROUNDS
 
     def _draft_cost(self, stats: DrafterStats, levels: int | None = None) -> float:
-        """Return the cost of a draft of `levels` levels (default: average) in target steps; 0 if unknown."""
+        """Return the expected duration of a draft, relative to a single-token target pass; 0 if unknown."""
         step = self._target_step_seconds.value
         if not self._is_measured(stats) or step <= 0.0:
             return 0.0
@@ -280,10 +277,10 @@ class CombinedDrafter(Drafter):
         return estimate
 
     def _expected_gain(self, stats: DrafterStats, draft_length: int) -> float:
-        """Return the expected decoding speed with this drafter divided by the speed without it.
+        """Return the expected decoding speed with a drafter divided by the speed without it.
 
-        As long as the drafter's cost is unknown, the result is infinite so that the drafter is tried, but 0
-        if its last draft was empty.
+        If the drafter's speed is unknown, the result is infinite, so that the drafter is tried, or 0 if its
+        last draft was empty.
         """
         acceptance = stats.acceptance
         if not self._is_measured(stats):

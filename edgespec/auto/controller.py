@@ -23,15 +23,15 @@ from edgespec.saved_arrays import SavedArrays
 
 __all__ = ["AutoConfig", "AutoController"]
 
-# Maximum number of tokens between measurements of the target step's duration.
+# Maximum number of tokens between two measurements of the duration of a single-token target pass.
 _REMEASURE_TOKENS = 96
-# Number of rounds between backoff checks while drafting is paused. On small targets, even the check takes
+# Number of rounds between backoff checks while drafting is paused. On small models, even the check takes
 # noticeable time.
 _PAUSED_ROUNDS = 15
 # Minimum time between saves of the statistics.
 _SAVE_INTERVAL_SECONDS = 60.0
 # A reply with less than one draft per this many tokens is reported as plain decoding, unless drafting saved
-# time. Such rare drafts are only retries.
+# time.
 _TOKENS_PER_RETRY = 16
 # Minimum length of a reply for which a speed-up is reported. Shorter replies vary too much.
 _MIN_COMPARED_TOKENS = 16
@@ -127,13 +127,12 @@ class AutoController(Drafter):
         self._count_replies, self._count_threads = count_replies, count_threads
         self._now = Conditions()
         self._tokens: list[int] = []
-        # Start with a target step, to measure its duration.
+        # Measure a single-token target pass first.
         self._tokens_since_target_step = _REMEASURE_TOKENS
-        # Whether emitted tokens are passed on to the drafters.
+        # Whether emitted tokens are passed on to the drafters, which they are not while drafting is paused.
         self._is_drafting = False
-        # None if the current round is not timed, because `propose` was not called or drafting is paused.
         self._round: _Round | None = None
-        # Mean time per single-token round that is spent outside the target's pass, such as on sampling.
+        # Mean time spent outside the target's pass when one token is generated, for example on sampling.
         self._overhead_seconds = RunningMean()
         self._worst_case = WorstCaseCosts(costs)
         self._backoff = Backoff()
@@ -198,7 +197,6 @@ class AutoController(Drafter):
         return tree
 
     def _affordable_lengths(self, this_round: _Round, draft_length: int) -> tuple[int, int]:
-        """Return the maximum draft lengths for lookups and for draft models that stay within `--max-loss`."""
         allowance = self.allowance_seconds
         if allowance <= 0.0:
             return 0, 0
@@ -293,7 +291,6 @@ class AutoController(Drafter):
     def _record_target_step(
         self, this_round: _Round, tokens: int, seconds: float, step_seconds: float, draft_seconds: float
     ) -> None:
-        """Update all timing statistics after a round in which no draft was requested."""
         self.costs.set_context_tokens(len(self._tokens))
         self._overhead_seconds.add(seconds - this_round.pass_seconds - draft_seconds)
         self._worst_case.record_target_step()
@@ -304,7 +301,6 @@ class AutoController(Drafter):
             self._apply_backoff()
 
     def _apply_backoff(self) -> None:
-        """Stop passing tokens to the drafters while drafting is paused."""
         self._is_drafting = not self._backoff.is_paused
         self._run_ahead(self._backoff.is_paused)
 
@@ -348,7 +344,6 @@ class AutoController(Drafter):
         self._drafter.close()
 
     def _load_statistics(self) -> None:
-        """Restore the saved statistics. Damaged ones are measured again."""
         if not self._store or not (saved := self._store.load()):
             return
         try:

@@ -15,24 +15,25 @@ from edgespec.engine.tree import TokenTree
 
 __all__ = ["MEASURED_ROUNDS", "DrafterStats"]
 
-# Number of rounds before a duration counts as measured. The first rounds are slow because caches are cold.
+# Number of rounds before a duration counts as measured, because the first rounds are slower.
 MEASURED_ROUNDS = 2
-# Assumed cost of prefilling one token, in target steps, until prefill is measured.
+# Assumed time to prefill one token until it is measured, relative to a single-token target pass.
 _ASSUMED_PREFILL_COST = 0.03
-# Number of rounds over which a prefill's cost is amortised when estimating the gain of a draft.
+# Number of draft-and-verify rounds over which the cost of a prefill is spread when estimating whether
+# drafting saves time.
 _PREFILL_ROUNDS = 48
 
 
 class DrafterStats:
     """A drafter with its acceptance statistics, costs and retry schedule.
 
-    `prefill` and `force_draft` have an effect only if the drafter is a `BudgetedDrafter`.
+    `prefill` and `force_draft` have no effect on drafters that run no model.
 
     Attributes:
         acceptance: Acceptance statistics for the current kind of text.
         retries: Retry schedule for the current kind of text.
-        empty_draft_levels: Maximum length of the last requested draft if the drafter chose to draft nothing,
-            otherwise 0.
+        empty_draft_levels: Draft length last requested, if the drafter then chose to draft nothing; otherwise
+            0.
         has_prefilled: Whether the drafter has prefilled tokens in this reply.
     """
 
@@ -73,7 +74,7 @@ class DrafterStats:
             self._budgeted.force_draft()
 
     def record_draft(self, tree: TokenTree, draft_length: int, seconds: float) -> None:
-        """Record a draft, the requested draft length, and its duration."""
+        """Record a draft with the draft length that was requested and the time it took in seconds."""
         self.acceptance.record_draft(tree, seconds)
         chose_none = self.drafter.chooses_length and not tree.drafted
         self.empty_draft_levels = draft_length if chose_none else 0
@@ -83,18 +84,22 @@ class DrafterStats:
         self.has_prefilled = True
 
     def select_text_kind(self, kind: str) -> None:
-        """Switch to the statistics for a kind of text. A new kind starts with those of the previous kind."""
+        """Switch to the statistics for a kind of text, such as code. A new kind starts with a copy."""
         if kind not in self._acceptance_by_kind:
             acceptance = AcceptanceStats(self.is_lookup)
             acceptance.restore_statistics(self.acceptance.saved_statistics())
             acceptance.limit_weight()
             self._acceptance_by_kind[kind] = acceptance
         self.acceptance = self._acceptance_by_kind[kind]
-        # Success with one kind of text does not justify frequent retries in another.
         self.retries = self._retries_by_kind.setdefault(kind, RetrySchedule())
 
     def draft_cost(self, target_step_seconds: float, levels: int | None = None) -> float:
-        """Return the cost of a draft with `levels` levels, or of an average draft, in target steps."""
+        """Return the duration of a draft, relative to a single-token target pass.
+
+        Args:
+            target_step_seconds: Duration of a single-token target pass.
+            levels: Depth of the draft. Defaults to the average depth.
+        """
         acceptance = self.acceptance
         seconds = acceptance.draft_seconds.value if levels is None else levels * acceptance.level_seconds
         prefill = self.pending_tokens * self.prefill_token_seconds(target_step_seconds) / _PREFILL_ROUNDS
@@ -130,5 +135,4 @@ class DrafterStats:
 
 
 def _with_prefix(saved: Mapping[str, NDArray[Any]], prefix: str) -> dict[str, NDArray[Any]]:
-    """Return the arrays whose names start with a prefix, and strip the prefix from their names."""
     return {name.removeprefix(prefix): value for name, value in saved.items() if name.startswith(prefix)}

@@ -13,14 +13,12 @@ __all__ = ["RoundEstimate"]
 
 @dataclass(frozen=True, slots=True)
 class RoundEstimate:
-    """The combined draft of all drafters selected so far in a round.
-
-    Speed is the expected number of emitted tokens divided by the cost of drafting and verifying.
+    """Estimate of the combined draft of all drafters selected so far in a draft-and-verify round.
 
     Attributes:
-        reach_probs: Per level, the probability that a drafted token of this level is accepted.
-        rows: Drafted tokens per level.
-        cost: Cost of drafting, in target steps.
+        reach_probs: For each level of the draft, the probability that one of its tokens is accepted.
+        rows: Number of drafted tokens on each level.
+        cost: Duration of drafting, relative to a single-token target pass.
     """
 
     reach_probs: tuple[float, ...] = ()
@@ -28,12 +26,17 @@ class RoundEstimate:
     cost: float = 0.0
 
     def with_draft(self, reach_probs: Sequence[float], rows: Sequence[int], cost: float) -> RoundEstimate:
-        """Return the estimate with another drafter's draft added."""
+        """Return the estimate for this draft combined with another drafter's draft."""
         all_rows = tuple(sum(pair) for pair in zip_longest(self.rows, rows, fillvalue=0))
         return RoundEstimate(tuple(_either_prob(self.reach_probs, reach_probs)), all_rows, self.cost + cost)
 
     def speed(self, v: CostFunction) -> float:
-        """Return the expected tokens per target step when the draft is cut at its most profitable depth."""
+        """Return the expected speed-up over plain decoding with the most profitable part of this draft.
+
+        Args:
+            v: Function that returns the duration of a verify pass of a given width, relative to a
+                single-token target pass.
+        """
         tokens = accumulate(self.reach_probs, initial=1.0)
         widths = accumulate(self.rows, initial=1)
         return max(expected / (self.cost + v(width)) for expected, width in zip(tokens, widths, strict=True))
@@ -47,17 +50,19 @@ class RoundEstimate:
         max_width: int,
         can_branch: bool,
     ) -> float:
-        """Return the expected tokens per target step if one more draft is added.
+        """Return the expected speed-up over plain decoding if another draft is added.
 
         The added draft is verified in full. The earlier drafts are cut at the most profitable depth.
 
         Args:
-            reach_probs: Per level of the added draft, the probability that one of its tokens is accepted.
+            reach_probs: For each level of the added draft, the probability that one of its tokens is
+                accepted.
             rows: Number of tokens in the added draft.
-            cost: Cost of the added draft, in target steps.
-            v: Cost of a verify pass by width, in target steps.
-            max_width: Maximum width of a pass.
-            can_branch: Whether a pass can verify a tree. If False, it verifies only the added draft.
+            cost: Duration of drafting it, relative to a single-token target pass.
+            v: Function that returns the duration of a verify pass of a given width, relative to a
+                single-token target pass.
+            max_width: Maximum number of tokens in a verify pass.
+            can_branch: Whether the target can verify trees. If False, it verifies only the added draft.
         """
         alone = chain(reach_probs, repeat(0.0))
         either = _either_prob(self.reach_probs, reach_probs)
@@ -73,7 +78,7 @@ class RoundEstimate:
 def _either_prob(first: Sequence[float], second: Sequence[float]) -> list[float]:
     """Return, for each level, the probability that at least one of two drafts is accepted.
 
-    The estimate is halfway between independent drafters and drafters whose correct tokens coincide.
+    Assumes that the two drafters are correct partly on the same tokens.
     """
     probs = []
     for one, other in zip_longest(first, second, fillvalue=0.0):

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 __all__ = ["ControllerReport", "DraftingStatus"]
 
-# If a target step takes less time than this, drafting costs more time than it can save.
+# If a single-token target pass takes less time than this, drafting costs more time than it can save.
 _FAST_TARGET_SECONDS = 0.003
 _MEASURING = "measuring how long one token takes without drafting"
 
@@ -35,7 +35,7 @@ class ControllerReport(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class DraftingStatus:
-    """State of drafting in one reply. Costs are in target steps.
+    """State of drafting in one reply. Costs and gains are relative to a single-token target pass.
 
     Attributes:
         name: Name of the drafters, such as "model+suffix".
@@ -46,9 +46,9 @@ class DraftingStatus:
         asked_rounds: Rounds in which a draft was requested from drafters.
         unaffordable_rounds: Rounds in which the loss limit ruled out a draft.
         draft_cost_steps: Worst-case cost of the shortest draft.
-        allowance_steps: How much the next round can lose.
-        round_gain_steps: Mean gain of recent rounds in which a draft was requested.
-        replies: Concurrent replies in this process.
+        allowance_steps: How much time the next round can lose.
+        round_gain_steps: Mean time saved by recent rounds in which a draft was requested.
+        replies: Number of replies that this process is generating concurrently.
     """
 
     name: str
@@ -66,7 +66,7 @@ class DraftingStatus:
 
     @property
     def reason(self) -> str:
-        """Why the reply is generated with or without drafts, as one clause of fewer than 100 characters."""
+        """Why drafts are used in this reply or not, as one clause of fewer than 100 characters."""
         return self._reason + (f" (with {self.replies} replies at once)" if self.replies > 1 else "")
 
     @property
@@ -97,5 +97,5 @@ class DraftingStatus:
 
 
 def _token_times(steps: float) -> str:
-    """Format a cost as a multiple of the time per token without drafting."""
+    """Format a duration as a multiple of the time per token without drafting."""
     return f"{max(steps, 0.0):.0%} of a token's time" if steps < 0.995 else f"{steps:.1f} tokens' time"

@@ -102,7 +102,7 @@ class LiveCosts:
         return self._bucket.target_step_seconds
 
     def set_context_tokens(self, context_tokens: int) -> None:
-        """Switch to the costs for a context length."""
+        """Switch to the pass durations for a context length, in tokens."""
         self._select(bisect_right(_CONTEXT_BUCKETS, context_tokens), self._key[1])
 
     @property
@@ -135,7 +135,7 @@ class LiveCosts:
         self._at_last_target_step, self._deviation = self._bucket.copy(), 0.0
 
     def v(self, width: int) -> float:
-        """Return the cost of a pass of `width` tokens, in target steps."""
+        """Return the duration of a pass of `width` tokens, relative to a single-token pass."""
         if width <= 1:
             return 1.0
         bucket = self._bucket
@@ -146,7 +146,7 @@ class LiveCosts:
 
     @property
     def needs_target_step(self) -> bool:
-        """Whether the next round should be a target step, because the machine's speed may have changed."""
+        """Whether to measure a single-token pass next, because the machine's speed may have changed."""
         return self._bucket.target_steps < _MIN_TARGET_STEPS or self._is_deviating
 
     @property
@@ -155,7 +155,7 @@ class LiveCosts:
 
     @property
     def uncertainty(self) -> float:
-        """Relative standard error of `target_step_seconds`."""
+        """Relative standard error of the estimated duration of a single-token pass."""
         return self._spread / math.sqrt(max(1, min(self._steps, 4)))
 
     def record_pass(self, width: int, seconds: float) -> None:

@@ -12,16 +12,17 @@ from typing import NamedTuple
 
 __all__ = ["LossLimit", "LossLimits"]
 
-# Share of a reply's plain decoding time that exploratory drafts can cost, in addition to `LossLimits.rate`.
+# Share of a reply's plain decoding time that drafts may cost although no gain is expected from them, in
+# addition to `LossLimits.rate`.
 _EXPLORATION_RATE = 0.01
 
 
 class LossLimits(NamedTuple):
-    """How much time speculation can cost a reply.
+    """How much slower than plain decoding a reply may become if no drafts are accepted.
 
     Attributes:
         rate: Share of the reply's plain decoding time, such as 0.02 for 2 %.
-        steps: Number of target steps added to that share.
+        steps: Additional time, as a number of single-token target passes.
     """
 
     rate: float = 0.02
@@ -31,8 +32,7 @@ class LossLimits(NamedTuple):
 class LossLimit:
     """Tracks how much time speculation has saved or cost in one reply, to limit the loss.
 
-    Rounds without a draft only add to `tokens`, because plain decoding would have taken the same time.
-    Everything else counts as a cost: drafting, wider verify passes, prefill of a draft model, and deciding
+    Costs are the time for drafting, verify passes over several tokens, prefill of a draft model, and deciding
     whether to draft.
 
     Attributes:
@@ -46,20 +46,29 @@ class LossLimit:
         self.begin()
 
     def begin(self) -> None:
-        """Reset all counts at the start of a reply."""
+        """Reset all counts at the start of a new reply."""
         self.credit_seconds = 0.0
         self.tokens = self.draft_rounds = 0
-        # Tokens generated in rounds that verified a draft, and the seconds that plain decoding would have
-        # taken to generate them.
         self._draft_round_tokens, self._draft_round_plain_seconds = 0, 0.0
 
     def record_target_step(self, tokens: int, draft_seconds: float = 0.0) -> None:
-        """Record a round that verified no draft, and count `draft_seconds` as lost time."""
+        """Record a round in which no draft was verified.
+
+        Args:
+            tokens: Number of tokens emitted in the round.
+            draft_seconds: Time lost on trying to draft.
+        """
         self.tokens += tokens
         self.credit_seconds -= draft_seconds
 
     def record_draft_round(self, tokens: int, seconds: float, target_step_seconds: float) -> None:
-        """Record a round that verified a draft and emitted `tokens` in `seconds`."""
+        """Record a round in which a draft was verified.
+
+        Args:
+            tokens: Number of tokens emitted in the round.
+            seconds: Duration of the round.
+            target_step_seconds: Duration of a single-token target pass.
+        """
         self.tokens += tokens
         self.draft_rounds += 1
         self._draft_round_tokens += tokens
@@ -67,12 +76,12 @@ class LossLimit:
         self.credit_seconds += tokens * target_step_seconds - seconds
 
     def allowance_seconds(self, target_step_seconds: float) -> float:
-        """Return how much time the next draft may waste; negative once speculation has cost too much."""
+        """Return how many seconds the next draft may waste; negative if drafting is over its limit."""
         limit_steps = self.limits.rate * self.tokens + self.limits.steps
         return self.credit_seconds + limit_steps * target_step_seconds
 
     def exploration_seconds(self, target_step_seconds: float) -> float:
-        """Return how much time a draft without an expected gain can lose.
+        """Return how many seconds a draft without an expected gain may waste.
 
         This budget grows with the reply, so short replies spend little on exploration.
         """
@@ -80,11 +89,7 @@ class LossLimit:
         return self.credit_seconds + limit_steps * target_step_seconds
 
     def speed_up(self, target_step_seconds: float) -> float:
-        """Return the reply's speed-up over plain decoding so far.
-
-        The time of plain decoding is estimated from `target_step_seconds` for tokens emitted without a draft,
-        and from the value passed to `record_draft_round` for the others.
-        """
+        """Return the speed-up over plain decoding so far, given the duration of a single-token pass."""
         other_tokens = self.tokens - self._draft_round_tokens
         plain_seconds = self._draft_round_plain_seconds + other_tokens * target_step_seconds
         seconds = plain_seconds - self.credit_seconds

@@ -14,18 +14,17 @@ __all__ = ["MergedTree", "merge_trees", "prune_optional"]
 
 
 class MergedTree(NamedTuple):
-    """Several trees merged into one. `node_maps[i][n]` is the node of `tree` for node n of input tree i."""
+    """Several draft trees merged into one. `node_maps[i][n]` is the merged node of node n of tree i."""
 
     tree: TokenTree
     node_maps: tuple[tuple[int, ...], ...]
 
 
 def merge_trees(trees: Sequence[TokenTree]) -> MergedTree:
-    """Merge trees that share a root into one.
+    """Merge draft trees that share a root into one.
 
-    Identical siblings become one node unless they were sampled from a draft distribution. A sampled token
-    always gets its own node, because the residual after it depends on its distribution (SpecInfer, arXiv
-    2305.09781). Trees with sampled tokens are added first, so lookups cannot influence them.
+    Siblings with the same token become one node, unless they were drawn at random (SpecInfer, arXiv
+    2305.09781). Trees with randomly drawn tokens are added first, so that lookups cannot influence them.
     """
     drafted = [tree for tree in trees if tree.drafted]
     if len(drafted) < 2:
@@ -50,18 +49,19 @@ def prune_optional(
     v: CostFunction,
     draft_cost: float,
 ) -> TokenTree:
-    """Return the tree without optional nodes that exceed the limits or are not worth a wider pass.
+    """Return a merged tree without optional nodes that exceed the limits or are unlikely to be accepted.
 
-    All required nodes are kept. The most likely optional nodes are kept up to the number that maximises the
-    speed S = (1 + sum of path probabilities) / (draft cost + v(rows)), as in Sequoia (arXiv 2402.12374).
+    The most likely optional nodes are kept, up to the number that maximises the expected decoding speed S =
+    (1 + sum of path probabilities) / (draft cost + v(rows)), as in Sequoia (arXiv 2402.12374).
 
     Args:
         merged: The merged tree.
-        node_probs: Per input tree and node, the probability of acceptance if the parent is accepted.
-        is_optional: Per input tree, whether its nodes may be dropped.
+        node_probs: For each input tree and node, the probability of acceptance if the parent is accepted.
+        is_optional: For each input tree, whether its nodes may be dropped.
         limits: Maximum width and number of branches of a verify pass.
-        v: Cost of a verify pass by width, in target steps.
-        draft_cost: Cost of drafting, in target steps.
+        v: Function that returns the duration of a verify pass of a given width, relative to a single-token
+            target pass.
+        draft_cost: Duration of drafting, relative to a single-token target pass.
     """
     tree = merged.tree
     probs = [0.0] * tree.width
@@ -94,11 +94,11 @@ def prune_optional(
 
 
 def _path_probs(tree: TokenTree, probs: Sequence[float], is_required: Sequence[bool]) -> list[float]:
-    """Return each node's probability that its whole path is accepted.
+    """Return, for each node, the probability that it and all its ancestors are accepted.
 
-    Required nodes cannot be pruned; optional nodes can. At most one of several siblings can be accepted, so
-    Bayes' rule for independent drafters lowers an optional node's probability from c to
-    c (1 - r) / (1 - c r), where r is the total probability of its required siblings.
+    At most one of several siblings can be accepted, so Bayes' rule for independent drafters lowers an
+    optional node's probability from c to c (1 - r) / (1 - c r), where r is the total probability of its
+    required siblings.
     """
     required_sums = [0.0] * tree.width
     for node in range(1, tree.width):

@@ -7,20 +7,20 @@ import re
 __all__ = ["TEXT_KINDS", "text_kind"]
 
 TEXT_KINDS = ("talk", "document", "code", "numbers")
-# Number of characters inspected at the end of the prompt: the question and part of the document before it.
+# Number of characters at the end of the prompt that are used to classify it.
 _INSPECTED_CHARACTERS = 2000
 # Prompts longer than this, in characters, count as documents rather than conversation.
 _MIN_DOCUMENT_CHARACTERS = 1200
 _CODE_BEGIN = re.compile(r"\s*(?:```|def |class |import |from \w+ import|#include|return\b|\}|@\w+)|\s{4,}\S")
 _CODE_END = re.compile(r"[{};]\s*$")
-# Share of code lines above which a prompt counts as code.
+# Minimum share of lines that look like code for a prompt to count as code.
 _CODE_SHARE = 0.25
-# Share of digits above which a prompt counts as numbers.
+# Minimum share of digits for a prompt to count as numbers.
 _DIGIT_SHARE = 0.06
 
 
 def text_kind(text: str) -> str:
-    """Classify a prompt as one of `TEXT_KINDS` by its last 2,000 characters."""
+    """Classify a prompt by its last 2,000 characters as one of `TEXT_KINDS`, such as `code`."""
     text = text[-_INSPECTED_CHARACTERS:]
     lines = [line for line in text.splitlines() if line.strip()]
     code_lines = sum(bool(_CODE_BEGIN.match(line) or _CODE_END.search(line)) for line in lines)

@@ -7,7 +7,7 @@ from edgespec.drafters.running_stats import RunningMean
 
 __all__ = ["WorstCaseCosts"]
 
-# Assumed cost of drafting one level, in target steps, until it is measured.
+# Assumed time to draft one token until it is measured, relative to a single-token target pass.
 _ASSUMED_LEVEL_COST = 0.3
 # Assumed worst-case cost of a verify pass, as a multiple of its expected cost, after the number of concurrent
 # replies or of CPU threads has changed.
@@ -45,7 +45,7 @@ class WorstCaseCosts:
         self.level_seconds *= self._costs.target_step_seconds / previous_step_seconds
 
     def extra_pass_seconds(self, width: int) -> float:
-        """Return how much longer than a target step a `width`-token pass takes in the worst case."""
+        """Return how much longer a `width`-token pass takes than a single-token pass, at worst."""
         return max(self._pass_ratio * self._costs.v(width) - 1.0, 0.0) * self._costs.target_step_seconds
 
     def loss_seconds(self, levels: int, level_seconds: float) -> float:

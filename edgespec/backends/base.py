@@ -24,11 +24,11 @@ __all__ = [
     "Vocabulary",
 ]
 
-# Compatible vocabularies can differ in size by up to this many padding tokens.
+# The vocabularies of a target and its draft model may differ in size by up to this many padding tokens.
 MAX_VOCAB_PADDING = 1024
 
-# Progress callback. It receives the name of the current phase and the fraction done (0 to 1), and returns
-# False to cancel.
+# Function that is called with the name of the current task and the fraction done (0 to 1). It returns False
+# to cancel the task.
 Progress = Callable[[str, float], bool]
 
 
@@ -202,12 +202,12 @@ class ModelFacts:
 
     @property
     def max_context_tokens(self) -> int:
-        """The maximum context size."""
+        """The number of tokens to which the context can be resized."""
         return max(self.requested_context_tokens, self.context_tokens)
 
     @property
     def max_kv_bytes(self) -> int:
-        """`kv_bytes` at the maximum context size."""
+        """Memory used by all cached state at the maximum context size, in bytes."""
         return max(self.requested_kv_bytes, self.kv_bytes)
 
 
@@ -319,7 +319,7 @@ class LanguageModel(Protocol):
         """
 
     def commit(self, path: tuple[int, ...]) -> None:
-        """Keep the root and the nodes of `path` (ordered from the root). Discard the tree's other nodes."""
+        """Keep the verified tree's root and the nodes of `path` in the cache. Discard its other nodes."""
 
     def truncate(self, length: int) -> None:
         """Keep at most the first `length` cached tokens, and discard any uncommitted token tree.
@@ -329,23 +329,23 @@ class LanguageModel(Protocol):
         """
 
     def remove_range(self, start: int, end: int) -> None:
-        """Remove tokens [start, end) and any uncommitted token tree, and shift later tokens down.
+        """Remove tokens [start, end) from the cache, and move later tokens to earlier positions.
 
-        The later keys and values are not recomputed; only their positions change (StreamingLLM,
-        arXiv 2309.17453).
+        Any uncommitted token tree is discarded. The keys and values of later tokens are not recomputed; only
+        their positions change (StreamingLLM, arXiv 2309.17453).
 
         Raises:
             CapabilityError: The model does not support this. The cache is unchanged.
         """
 
     def snapshot(self, start: int = 0, end: int | None = None) -> Snapshot:
-        """Copy tokens [start, end) of the cache, and discard any uncommitted token tree.
+        """Copy the cached state of tokens [start, end), and discard any uncommitted token tree.
 
         Without `partial_truncate`, the copy always contains the whole cache.
         """
 
     def restore(self, snapshot: Snapshot) -> None:
-        """Restore a copy of the cache.
+        """Load a snapshot into the model's cache.
 
         If `snapshot.start` is not 0, the cache must hold the same first `snapshot.start` tokens as when the
         snapshot was taken.
@@ -367,13 +367,13 @@ class LanguageModel(Protocol):
         """
 
     def run_ahead(self, enabled: bool) -> None:
-        """Hint that each following pass will run only the most likely token.
+        """Announce that each of the next passes will run only the most likely token after the previous one.
 
         An asynchronous backend can then start the next step early. Results do not change.
         """
 
     def pipeline_with(self, draft: LanguageModel | None) -> None:
-        """Hint that this model will verify chains exactly as `draft` proposes them. None withdraws the hint.
+        """Announce that this model will verify the chains that `draft` proposes unchanged, or None to stop.
 
         If both models compute asynchronously on one device, the verify pass can start before the last drafted
         token is copied to the host. Results do not change.
@@ -392,10 +392,10 @@ class LanguageModel(Protocol):
         """
 
     def interrupt(self, enabled: bool) -> None:
-        """Stop the running pass and reject new ones with CancelledError until called with False.
+        """Cancel the model's computation, and let new ones raise CancelledError until called with False.
 
         Can be called from any thread.
         """
 
     def close(self) -> None:
-        """Free all memory of the model."""
+        """Free all memory that the model uses."""

@@ -18,23 +18,23 @@ if TYPE_CHECKING:
 
 __all__ = ["MAX_CACHED_PIECES", "BaseModel", "in_batches", "scaled_progress"]
 
-# Maximum number of tokens whose bytes a vocabulary caches. Caching all tokens would take tens of MiB.
+# A vocabulary caches the bytes of at most this many tokens. Caching all of them would take tens of MiB.
 MAX_CACHED_PIECES = 8192
 
 
 def in_batches(
     tokens: Sequence[int], batch_tokens: int, progress: Progress | None
 ) -> Iterator[Sequence[int]]:
-    """Yield prefill batches and report progress after each one. Raises CancelledError if cancelled."""
+    """Split a prompt into prefill batches, and report progress after each. Raises CancelledError."""
     for start in range(0, len(tokens), batch_tokens):
         batch = tokens[start : start + batch_tokens]
         yield batch
         if progress and not progress("prefill", (start + len(batch)) / len(tokens)):
-            raise CancelledError("the prefill was cancelled")
+            raise CancelledError("processing the prompt was cancelled")
 
 
 def scaled_progress(progress: Progress, begin: float, share: float) -> Progress:
-    """Return a callback for a subtask that makes up the fraction `share` of the work, starting at `begin`."""
+    """Return a progress callback for a part of a task, from the fraction `begin` to `begin + share`."""
     return lambda what, fraction: progress(what, begin + share * fraction)
 
 
@@ -69,11 +69,11 @@ class BaseModel(ABC):
 
     @cached_property
     def _views(self) -> weakref.WeakSet[SelfDraftView[Any]]:
-        """Draft models that share this model's cache and are still referenced."""
+        """Draft models that share this model's KV cache."""
         return weakref.WeakSet()
 
     def _span(self, start: int, end: int | None) -> tuple[int, int]:
-        """Return the range of tokens for a snapshot: all tokens if only the whole cache can be copied."""
+        """Return the range of tokens to copy for a snapshot, which is everything if no part can be copied."""
         if not self.facts.capabilities.partial_truncate:
             return 0, self.length
         end = self.length if end is None else min(end, self.length)

@@ -19,19 +19,18 @@ from edgespec.errors import CancelledError
 
 __all__ = ["BitExactPasses", "find_bit_exact_passes", "restricted_to"]
 
-# Maximum number of tokens per pass to test: the longest draft of `--method auto` plus the root token.
+# Test passes of up to this many tokens: the longest draft of `--method auto` plus one.
 _MAX_WIDTH = 17
 # Context lengths to test. Beyond 256 tokens, llama.cpp uses a different attention kernel for single tokens.
 _CONTEXT_LENGTHS = (290, 40)
-# Number of single-token passes to compare at each context length. Small models need `_STEPS_OF_SMALL_MODELS`,
-# because a rounding difference shows up in fewer of their tokens.
+# Number of single-token passes to compare with multi-token passes at each context length.
 _STEPS = 3 * _MAX_WIDTH // 2 + 1
 _STEPS_OF_SMALL_MODELS, _SMALL_MODEL_BYTES = 136, 256 * 2**20
-# Batch sizes for repeating the prefill, both smaller and larger than a kernel tile.
+# Batch sizes for a second prefill, whose cache must equal that of the first. Some are larger than a kernel's
+# tile.
 _BATCHES = (5, 37, 1, 3, 100, 64, 16, 1, 2, 8, 9, 4, 11, 7, 13, 6, 33, 130)
-# Number of token trees to test.
 _TREES = 3
-# Number of single-token passes to run after each test, to check that the cache is bit-identical too.
+# Number of single-token passes to run after each test, to check that its KV cache is bit-identical too.
 _STEPS_AFTER = 3
 
 
@@ -74,25 +73,23 @@ def find_bit_exact_passes(model: LanguageModel, progress: Progress | None = None
             _report(progress, i / len(_CONTEXT_LENGTHS))
             trial = _Trial(model, length, steps)
             prefill = prefill and trial.prefill_is_exact()
-            # If prefill gives the same cache for all batch sizes, only the output head is still untested, so
-            # a short test suffices.
             width = trial.max_width(width, thorough=not prefill)
             trees = trees and width > 3 and trial.trees_are_exact()
             steps = min(steps, _STEPS)
     finally:
         model.truncate(0)
-    # If no multi-token pass is bit-identical, prefill cannot be either. The prefill test may miss this,
-    # because a low-precision cache rounds small differences away.
+    # Prefill cannot be bit-identical if no multi-token pass is. The prefill test can miss this, because a
+    # low-precision cache hides small differences.
     return BitExactPasses(width, trees, prefill and (width > 1 or not capabilities.rollback))
 
 
 def _report(progress: Progress | None, fraction: float) -> None:
     if progress and not progress("testing which passes are bit-exact", fraction):
-        raise CancelledError("loading was cancelled")
+        raise CancelledError("loading the model was cancelled")
 
 
 class _Trial:
-    """Random tokens with reference logits from one prefill and `steps` single-token passes."""
+    """Random test tokens and their reference logits, which were computed one token at a time."""
 
     def __init__(self, model: LanguageModel, length: int, steps: int) -> None:
         self._model, self._length, self._steps = model, length, steps
@@ -107,7 +104,6 @@ class _Trial:
         self._expected = [self._step(token) for token in self._tokens[length:]]
 
     def _run(self, tree: TokenTree) -> list[bytes]:
-        """Run a pass and return a digest of each row of logits."""
         logits = self._model.verify(tree)
         rows = (logits.at(row, self._all_ids) + 0.0 for row in range(tree.width))
         return [blake2b(row.tobytes()).digest() for row in rows]
@@ -138,8 +134,7 @@ class _Trial:
     def _width_is_exact(self, width: int, thorough: bool) -> bool:
         """Return whether passes of `width` tokens give the same logits as single-token passes.
 
-        Runs about two passes, or as many as there are reference logits for if `thorough` is set. Half of the
-        first pass is rejected, to test rollback as well.
+        If `thorough` is set, compares all reference logits. Otherwise, runs about two passes.
         """
         self._rewind()
         end = self._steps if thorough else min(self._steps, 2 * width)
@@ -180,7 +175,6 @@ class _Trial:
         self._model.prefill(self._tokens[self._length : self._length + self._steps])
         if self._steps_after_are_exact():
             return True
-        # Clear the cache, because the following tests must not reuse it.
         self._model.truncate(0)
         return False
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = ["BUILT_IN"]
 
-# Memory of a process with the terminal chat and one backend loaded, measured without a model.
+# Memory of this process in bytes with llama.cpp imported but no model loaded. Measured in the terminal chat.
 _LLAMA_CPP_PROCESS_BYTES = 80 * 2**20
 _MLX_PROCESS_BYTES = 128 * 2**20
 
@@ -140,7 +140,7 @@ _GGUF = FileFormat(
 _SPLIT_GGUF = FileFormat(
     name="layerskip",
     label="GGUF prepared for early exit, run by llama.cpp",
-    # Never recognised by path. The manifest of a prepared model names this format.
+    # This format is never detected from a path, because a prepared model's manifest names it.
     recognise=lambda _path: False,
     load=_load_split,
     open_estimator=_estimate_split,

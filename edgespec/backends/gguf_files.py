@@ -11,12 +11,12 @@ from edgespec.files import regular_file_bytes
 __all__ = ["describe_start", "gguf_files"]
 
 _PART = re.compile(r"(.*)-\d{5}-of-(\d{5})(\.gguf)", re.IGNORECASE)
-# Number of bytes to read from the start of a file, and to show if it is not a GGUF file.
+# If a file is not a GGUF file, an error message quotes this many bytes from its start.
 _SHOWN_BYTES = 16
 
 
 def describe_start(data: bytes) -> str:
-    """Describe the start of a file, such as `begins with the text 'hi'`, to follow the file's name."""
+    """Return a phrase that describes the first bytes of a file, such as `begins with the text 'hi'`."""
     if not data:
         return "is empty"
     text = " ".join(data.decode("utf-8", "replace").split())

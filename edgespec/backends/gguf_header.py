@@ -18,12 +18,11 @@ from edgespec.errors import ModelFileError
 
 __all__ = ["GgufHeader", "GgufTensor", "StringArray", "TruncatedHeader", "parse_header", "read_header"]
 
-# Number of header bytes to read at first, and at most. Headers contain the vocabulary, so most take a few
-# MiB.
+# How many bytes of a GGUF file to read at first, and at most, to find its header. Most headers take a few
+# MiB, because they contain the vocabulary.
 _FIRST_READ_BYTES, _MAX_READ_BYTES = 1 << 20, 1 << 29
-# Treat files with tensors of more dimensions than this as damaged. ggml supports 4.
+# A GGUF file is treated as damaged if a tensor has more dimensions than this. ggml supports 4.
 _MAX_DIMENSIONS = 8
-# Numbers of the string and array value types in the GGUF specification.
 _STRING, _ARRAY = 8, 9
 _SCALARS = {
     kind: struct.Struct(f"<{code}")
@@ -43,13 +42,13 @@ class TruncatedHeader(ValueError):
 
 
 class StringArray:
-    """A read-only list of byte strings, copied from the header on access.
+    """A read-only list of the byte strings in a GGUF header, each of which is copied on access.
 
     A Python list of the whole vocabulary would take ten times as much memory.
     """
 
     def __init__(self, data: bytes, begins: array[int]) -> None:
-        # `begins` holds the offset of each string in `data`, and the offset at which another would begin.
+        # Offsets of the strings in `data`, and one more that marks the end of the last string.
         self._data, self._begins = data, begins
 
     def __len__(self) -> int:
@@ -121,7 +120,6 @@ def read_header(path: Path) -> GgufHeader:
                 try:
                     return parse_header(data)
                 except TruncatedHeader:
-                    # Read more and parse again from the start. Few headers are long enough to need this.
                     if len(data) < size or size >= _MAX_READ_BYTES:
                         raise
                     size *= 8
@@ -200,7 +198,7 @@ class _Reader:
         return np.frombuffer(self._take(count * dtype.itemsize), dtype)
 
     def _strings(self, count: int) -> StringArray:
-        """Read an array of strings without a function call per string, because vocabularies are large."""
+        """Read an array of strings, without a function call for each one because vocabularies are large."""
         data, begin, end = self._data, self.at + 8, len(self._data)
         length_at = _LENGTH.unpack_from
         begins = array("q", [begin])

@@ -37,12 +37,11 @@ def read_split_info(folder: Path) -> ModelInfo:
 
     Works even if the original file has been deleted.
     """
-    # Imported lazily because it loads the llama.cpp backend.
+    # Imported only when needed, because it loads the llama.cpp backend.
     from edgespec.backends.llamacpp.layerskip_files import FILES, LOWER_FIRST, UPPER_FIRST
 
     info = _of_parts([folder / name for name in FILES])
-    # The lower and the upper layers are in separate files, and each header describes only its own layers. Add
-    # the KV cache sizes of both.
+    # Each file describes only its own layers, so add up the KV cache sizes of the lower and the upper layers.
     kv_bytes = sum(_kv_bytes(read_header(folder / first)) for first in (LOWER_FIRST, UPPER_FIRST))
     return replace(info, kv_bytes=kv_bytes)
 
@@ -103,7 +102,7 @@ def _heads(header: GgufHeader, tensors: Sequence[GgufTensor]) -> list[str]:
     if header.architecture in _HEADS:
         return [_HEADS[header.architecture]]
     layers = _number(header.architecture_value("nextn_predict_layers"))
-    # Check for MTP tensors, because some converters drop the layers but keep their count in the metadata.
+    # Look for MTP tensors, because some converters remove these layers but keep their number in the metadata.
     present = any(".nextn." in tensor.name for tensor in tensors)
     return [f"MTP, {layers} layer{'s' if layers > 1 else ''}"] if layers and present else []
 
@@ -171,7 +170,6 @@ def _quantisation(metadata: Mapping[str, Any], tensors: list[GgufTensor]) -> str
 
 
 def _number(value: Any) -> int:
-    """Return `value` if it is a positive integer, else 0."""
     return int(value) if isinstance(value, int | np.integer) and value > 0 else 0
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 
 __all__ = ["longest_piece_bytes"]
 
-# How GPT-2 (byte-level) and SentencePiece vocabularies represent each byte that occurs in UTF-8.
+# Vocabulary entries for the bytes that occur in UTF-8, in GPT-2 (byte-level) and SentencePiece vocabularies.
 _BYTE_LEVEL = frozenset(map(chr, [*range(33, 127), *range(161, 173), *range(174, 324)])) - frozenset(
     map(chr, [0xC0, 0xC1, *range(0xF5, 0x100)])
 )
@@ -28,8 +28,7 @@ def longest_piece_bytes(entries: Mapping[str, int], raw_piece: Callable[[int], b
     if not (entries.keys() >= _BYTE_LEVEL or entries.keys() >= _BYTE_FALLBACK):
         return 0
     longest = 0
-    # Look up the longest entries first, and stop when no other entry can be longer than the longest token so
-    # far.
+    # Check the longest entries first, and stop when the rest are too short to contain a longer token.
     for entry in sorted(entries, key=lambda entry: len(entry.encode()), reverse=True):
         if len(entry.encode()) <= longest:
             break

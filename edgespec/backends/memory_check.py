@@ -22,7 +22,7 @@ __all__ = [
     "round_up_to_block",
 ]
 
-# Default context size, unless the model was trained for a smaller one.
+# Default context size in tokens, unless the model was trained for a smaller one.
 _DEFAULT_CONTEXT_TOKENS = 8192
 # llama.cpp and mlx-lm allocate their KV caches in multiples of this many tokens.
 BLOCK_TOKENS = 256
@@ -34,7 +34,7 @@ def round_up_to_block(tokens: int) -> int:
 
 
 def initial_context(whole_tokens: int, initial_context_tokens: int, longrope_switch_tokens: int) -> int:
-    """Return the context size to allocate at load, in tokens.
+    """Return the context size in tokens to allocate when a model is loaded.
 
     Args:
         whole_tokens: The maximum size that the context can grow to.
@@ -65,7 +65,7 @@ def check_weights_fit(name: str, weight_bytes: int, options: LoadOptions) -> Non
 
 
 def check_tokens_fit(model: BaseModel | SelfDraftView[Any], more: int) -> None:
-    """Raise ContextFullError if `more` tokens do not fit in the context."""
+    """Raise ContextFullError if the model's context has no room for `more` tokens."""
     if more > model.free_tokens:
         raise ContextFullError(
             f"{model.length} cached tokens and {more} new tokens exceed the context of"
@@ -77,7 +77,7 @@ def check_tokens_fit(model: BaseModel | SelfDraftView[Any], more: int) -> None:
 def cache_too_large_error(
     context_tokens: int, wanted_bytes: int, left_bytes: int, fitting_tokens: int
 ) -> MemoryBudgetError:
-    """Return the error for a KV cache of `wanted_bytes` that exceeds the memory left for it.
+    """Return the error to raise for a KV cache of `wanted_bytes`, which does not fit in memory.
 
     The message suggests the largest context that fits, unless `fitting_tokens` is 0.
     """

@@ -54,12 +54,12 @@ class MemoryEstimate:
     parts: tuple[MemoryPart, ...]
 
     def bytes_of(self, *kinds: ModelMemoryKind) -> int:
-        """Return the total size of all parts of the given kinds."""
+        """Return the estimated memory in bytes that the model uses for the given purposes."""
         return sum(part.bytes for part in self.parts if part.kind in kinds)
 
     @property
     def total_bytes(self) -> int:
-        """The total size of all parts."""
+        """The estimated memory of the model in bytes."""
         return sum(part.bytes for part in self.parts)
 
 
@@ -70,7 +70,8 @@ class MemoryEstimator(Protocol):
         trained_context_tokens: Context length that the model was trained for. 0 if the files do not state it.
         layers: Number of layers that can be offloaded to graphics cards individually. 0 if this is not
             supported.
-        longrope_switch_tokens: See `initial_context` in memory_check.py.
+        longrope_switch_tokens: Context size in tokens above which the model uses different LongRoPE factors.
+            0 if it always uses the same ones.
     """
 
     name: str
@@ -87,4 +88,4 @@ class MemoryEstimator(Protocol):
         """
 
     def close(self) -> None:
-        """Free the metadata."""
+        """Free the model's metadata, which the estimator holds in memory."""

@@ -29,14 +29,14 @@ __all__ = [
     "require_mlx",
 ]
 
-# Maximum size of a safetensors header in bytes, as in the safetensors library.
+# Maximum size of a safetensors header in bytes. The safetensors library has the same limit.
 _MAX_HEADER_BYTES = 100 * 2**20
-# Maximum size of a JSON file. The largest tokenizers are about 35 MB.
+# Maximum size of a model's JSON file in bytes. The largest tokenizer files have about 35 MB.
 MAX_JSON_BYTES = 1 << 28
-# The weight files that mlx-lm loads. A folder can also contain the same weights in other formats.
+# File name pattern of the weights that mlx-lm loads.
 WEIGHTS = "model*.safetensors"
 WEIGHTS_INDEX = "model.safetensors.index.json"
-# Tokenizer files. A checkpoint needs at least one of them.
+# File name patterns of tokenizers. An MLX model needs at least one of these files.
 TOKENIZERS = (
     "tokenizer.json",
     "tokenizer.model",
@@ -54,7 +54,7 @@ def mlx_installed() -> bool:
 
 
 def require_mlx(model: str) -> None:
-    """Raise BackendMissingError with the install command if MLX models cannot run."""
+    """Raise BackendMissingError if mlx or mlx-lm is not installed. `model` is named in the message."""
     if not mlx_installed():
         raise BackendMissingError(
             f"{model} is an MLX model, but mlx and mlx-lm are not installed",
@@ -68,7 +68,7 @@ def missing_files(folder: Path) -> list[str]:
     Raises:
         ModelFileError: The weight index is invalid.
     """
-    # `is_file` is False for a symlink to a missing blob, so unfinished downloads count as missing.
+    # `is_file` returns False for a symbolic link to a missing file, so unfinished downloads count as missing.
     names = {path.name for path in folder.iterdir() if path.is_file()}
     listed = _listed_weights(folder / WEIGHTS_INDEX) - names if WEIGHTS_INDEX in names else set()
     return list(dict.fromkeys([*missing_among(names), *sorted(listed)]))
@@ -80,7 +80,7 @@ def is_weights(name: str) -> bool:
 
 
 def missing_among(names: Iterable[str]) -> list[str]:
-    """Return the files that an MLX model still needs, given the names of the files present."""
+    """Return which files an MLX model lacks, given the names of the files that it has."""
     names = set(names)
     missing = [] if "config.json" in names else ["config.json"]
     if not any(fnmatchcase(name, pattern) for name in names for pattern in TOKENIZERS):
@@ -99,7 +99,6 @@ def missing_among(names: Iterable[str]) -> list[str]:
 
 
 def _listed_weights(index: Path) -> set[str]:
-    """Return the names of the weight files listed in an index."""
     try:
         return {
             str(name) for name in json.loads(read_regular_file(index, MAX_JSON_BYTES))["weight_map"].values()
@@ -120,7 +119,7 @@ class StoredTensor(NamedTuple):
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
-    """Read a JSON object from a file. Raises ModelFileError."""
+    """Read a JSON object from a file. Raises ModelFileError if the file cannot be read or is invalid."""
     try:
         value = json.loads(read_regular_file(path, MAX_JSON_BYTES).decode("utf-8"))
     except OSError as error:

@@ -16,7 +16,7 @@ from edgespec.files import read_regular_file, regular_file_bytes
 
 __all__ = ["language_config", "read_mlx_info", "trained_context"]
 
-# Suffixes of the architecture classes of models that generate text.
+# Models that generate text have an architecture name with one of these suffixes.
 _TEXT_SUFFIXES = ("ForCausalLM", "ForConditionalGeneration", "LMHeadModel")
 _HEAD_NAMES = {"eagle3": "EAGLE-3", "eagle": "EAGLE", "medusa": "Medusa", "hydra": "Hydra"}
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
@@ -82,7 +82,7 @@ def _kind(config: Mapping[str, Any]) -> Kind:
     if not isinstance(config.get("model_type"), str):
         return "other"
     if not named:
-        return "model"  # mlx-lm needs only `model_type`, so `architectures` can be missing.
+        return "model"  # mlx-lm can load models that do not name their architecture.
     if any(head in name.lower() for name in named for head in _HEAD_NAMES):
         return "head"
     return "model" if any(name.endswith(_TEXT_SUFFIXES) for name in named) else "embedding"

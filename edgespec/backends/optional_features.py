@@ -22,7 +22,7 @@ class Skippable(LanguageModel, Protocol):
         """Number of layers. The first and last layers cannot be skipped."""
 
     def top1_agreement(self, layers: Sequence[int], tokens: Sequence[int]) -> float:
-        """Return the fraction of `tokens` after which the most likely token is the same without `layers`.
+        """Return how often the model predicts the same next token with and without `layers` (0 to 1).
 
         The results with all layers are reused if the next call has the same cache contents and `tokens`.
         Discards uncommitted tokens, and leaves all others in the cache.
@@ -73,11 +73,11 @@ class Trainer(Protocol):
 
     @property
     def state_bytes(self) -> int:
-        """Memory used by the adapter and the optimiser state."""
+        """Memory used by the adapter and the optimiser state, in bytes."""
 
     @property
     def peak_step_bytes(self) -> int:
-        """Peak additional memory used by a training step so far. 0 before the first step."""
+        """Peak additional memory of a training step so far, in bytes. 0 before the first step."""
 
     def set_adapted(self, enabled: bool) -> None:
         """Enable or disable the adapter."""
@@ -93,7 +93,7 @@ class Trainer(Protocol):
         """Return how many of `tokens[first:]` the model predicts as the most likely next token."""
 
     def adapter_weights(self) -> dict[str, NDArray[np.float32]]:
-        """Return the weights of the adapter by name."""
+        """Return the adapter's weights, keyed by name."""
 
     def load_adapter(self, weights: Mapping[str, NDArray[np.float32]]) -> bool:
         """Load saved adapter weights. Returns False and changes nothing if their names or shapes differ."""
@@ -103,7 +103,7 @@ class Trainer(Protocol):
 
 
 class Trainable(LanguageModel, Protocol):
-    """A model whose `facts.capabilities.trainable` is True."""
+    """A model that can be trained online as a draft model. Its `facts.capabilities.trainable` is True."""
 
     def trainer(self) -> Trainer:
         """Return a new trainer for this model.

@@ -207,6 +207,6 @@ def same_backend(format_name: str, other_name: str) -> bool:
 
 
 def process_bytes() -> int:
-    """Return the expected memory of Python and the imported backend (the largest if several are imported)."""
+    """Return how many bytes Python and the imported backend typically use without a model."""
     in_use = [each for each in backends() if any(module in sys.modules for module in each.modules)]
     return max((each.process_bytes for each in in_use), default=backends()[0].process_bytes)

@@ -24,27 +24,27 @@ __all__ = ["MAX_CHECKPOINTS", "ReplayModel", "Rewindable"]
 
 # Maximum number of checkpoints. Each one takes as much memory as the recurrent state.
 MAX_CHECKPOINTS = 4
-# Maximum number of pending tokens that a verify pass replays before the draft. If there are more, they are
-# prefilled in a separate pass.
+# Maximum number of accepted tokens that a verify pass runs again after a rollback. If there are more, a
+# separate prefill runs them first.
 _MAX_PENDING_TOKENS = 8
-# Tokens between checkpoints in plain decoding. An interrupted step replays at most this many tokens.
+# During plain decoding, save a checkpoint of the recurrent state every time this many tokens have been added.
 _PLAIN_STRIDE = 128
-# Tokens between checkpoints during prefill. A cancelled prefill loses at most this many tokens.
+# During prefill, save a checkpoint of the recurrent state every time this many tokens have been added.
 _PREFILL_STRIDE = 1024
 
 
 class Rewindable(LanguageModel, Protocol):
-    """A LanguageModel that can verify chains of tokens and return to checkpoints.
+    """A `LanguageModel` that can verify chains of tokens and return to saved states of its cache.
 
-    After an exception or a partly rejected round, the contents of the cache are undefined until `rewind` or
-    `truncate(0)` is called.
+    After an exception, or if part of a draft is rejected, the contents of the cache are undefined until
+    `rewind` or `truncate(0)` is called.
     """
 
     def checkpoint(self) -> Any:
-        """Save a checkpoint of the cache between two rounds, and return a handle for `rewind`."""
+        """Save the state of the cache, and return a handle that `rewind` accepts."""
 
     def rewind(self, checkpoint: Any) -> None:
-        """Restore a checkpoint, including `length`, and discard any uncommitted tokens.
+        """Return the cache (including `length`) to a saved state, and discard any uncommitted tokens.
 
         A checkpoint can be restored several times. It becomes invalid when an earlier checkpoint is restored
         or the context is resized.
@@ -81,14 +81,14 @@ class ReplayModel(BaseModel):
         limits = replace(inner.facts.capabilities, tree=False, max_branches=1, partial_truncate=False)
         capabilities = replace(limits, rollback=True, reason=reason)
         self.facts: ModelFacts = replace(inner.facts, capabilities=capabilities)
-        # `_known` holds the committed tokens from position `_first_known` onwards. Earlier tokens are
-        # unknown, because they were restored from a snapshot.
+        # Position of the first token in `_known`. Greater than 0 if the tokens before it came from a
+        # snapshot, which does not contain their IDs.
         self._first_known = 0
         self._known: list[int] = []
         self._checkpoints: list[_Checkpoint] = []
-        # `_round` holds the tokens of the tree being verified. `_open` is the number of uncommitted tokens in
-        # the wrapped model.
+        # Tokens of the draft that is being verified.
         self._round: list[int] = []
+        # Number of tokens that the wrapped model has run but not committed.
         self._open = 0
 
     @property
@@ -102,7 +102,6 @@ class ReplayModel(BaseModel):
             self._run(tokens, progress)
 
     def _run(self, tokens: Sequence[int], progress: Progress | None = None) -> None:
-        """Run the pending tokens and then `tokens`, without logits."""
         all_tokens = [*self._known, *tokens]
         begin, end = self._inner.length, self._first_known + len(all_tokens)
         for start in range(begin, end, _PREFILL_STRIDE):
@@ -151,7 +150,7 @@ class ReplayModel(BaseModel):
             )
 
     def _begin_round(self, width: int) -> list[int]:
-        """Prepare a verify pass of `width` tokens. Return the committed tokens that it must replay first."""
+        """Prepare a verify pass of `width` tokens, and return the accepted tokens to run again first."""
         pending = self._pending
         if len(pending) > _MAX_PENDING_TOKENS or len(pending) + width > self.facts.capabilities.max_width:
             self._run([])
@@ -162,10 +161,7 @@ class ReplayModel(BaseModel):
         return pending
 
     def _grow_round(self) -> None:
-        """Commit the wrapped model's last pass, so that the next pass can verify further nodes of the tree.
-
-        Also save a checkpoint, unless the last one already covers all tokens before that pass.
-        """
+        """Keep the tokens of the last verify pass, so that another pass can extend the same draft."""
         begun_at = self._inner.length
         self._commit_inner(self._open)
         if not self._checkpoints or self._checkpoints[-1].length < begun_at:
@@ -219,7 +215,7 @@ class ReplayModel(BaseModel):
     def resize(self, context_tokens: int) -> None:
         self._check_size(context_tokens)
         self._end_round()
-        # A resize invalidates all checkpoints, even if it fails.
+        # Discard all checkpoints, because a resize makes them invalid, even if it fails.
         self._checkpoints, held = [], self._inner.length
         try:
             self._inner.resize(context_tokens)
@@ -245,7 +241,6 @@ class ReplayModel(BaseModel):
         return self._known[self._inner.length - self._first_known :]
 
     def _commit_inner(self, count: int) -> None:
-        """Commit the first `count` tokens of the wrapped model's last pass."""
         self._open = 0
         self._inner.commit(tuple(range(1, count)))
 
@@ -255,7 +250,7 @@ class ReplayModel(BaseModel):
             self._go_back(self.length)
 
     def _go_back(self, limit: int) -> None:
-        """Rewind the inner cache to the last checkpoint of at most `limit` tokens."""
+        """Return the wrapped model to the latest checkpoint that holds at most `limit` tokens."""
         self._open = 0
         while self._checkpoints and self._checkpoints[-1].length > limit:
             self._checkpoints.pop()
@@ -263,9 +258,7 @@ class ReplayModel(BaseModel):
             try:
                 self._inner.rewind(self._checkpoints[-1].handle)
                 return
-            except (
-                CapabilityError
-            ):  # Older checkpoints need even older cache entries, which are gone as well.
+            except CapabilityError:
                 self._checkpoints = []
         self._inner.truncate(0)
         if self._first_known:
@@ -274,7 +267,7 @@ class ReplayModel(BaseModel):
     def _take_checkpoint(self) -> None:
         """Save a checkpoint.
 
-        If there are already `MAX_CHECKPOINTS`, first delete the one whose neighbours are closest together.
+        If there are already too many, first delete the one closest to its neighbours.
         """
         checkpoints, length = self._checkpoints, self._inner.length
         if length == 0 or (checkpoints and checkpoints[-1].length == length):
@@ -286,7 +279,7 @@ class ReplayModel(BaseModel):
 
 
 class _LaterRows:
-    """A pass's logits without the first `skipped` rows."""
+    """View of a pass's logits that leaves out the first `skipped` rows."""
 
     def __init__(self, logits: Logits, skipped: int) -> None:
         self._logits = logits

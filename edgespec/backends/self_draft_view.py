@@ -66,7 +66,7 @@ class SelfDraftView(ABC, Generic[M]):
         raise self._no_cache_error("call `remove_range` on the target instead")
 
     def snapshot(self, start: int = 0, end: int | None = None) -> Snapshot:  # noqa: ARG002
-        """Return an empty snapshot, because the target's snapshot contains the cache."""
+        """Return an empty snapshot, because a self-draft model has no KV cache of its own."""
         self._check()
         return Snapshot(self.length, b"")
 
@@ -81,7 +81,7 @@ class SelfDraftView(ABC, Generic[M]):
         return CapabilityError(f"{self.facts.name} uses the KV cache of the target", next_step)
 
     def resized(self) -> None:
-        """Update `facts` after a resize of the target's context."""
+        """Update `facts` with the target's current context size."""
         self.facts = replace(self.facts, context_tokens=self._target.facts.context_tokens)
 
     def run_ahead(self, enabled: bool) -> None:

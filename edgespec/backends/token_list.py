@@ -20,15 +20,14 @@ from edgespec.files import read_regular_file
 
 __all__ = ["TokenList", "tokens_of_folder", "tokens_of_header"]
 
-# Tokenizer kinds that encode bytes as other characters. `_KINDS` maps the tokenizer names in GGUF files to
-# these kinds.
+# Kinds of tokenizers that store bytes as other characters.
 _BYTE_LEVEL, _SENTENCEPIECE = "byte-level", "sentencepiece"
 _KINDS = {"gpt2": _BYTE_LEVEL, "llama": _SENTENCEPIECE, "t5": _SENTENCEPIECE}
-# Padding tokens that converters add at the end of an embedding table.
+# Names of the padding tokens that model converters add at the end of a vocabulary.
 _PADDING = re.compile(rb"\[PAD\d+\]")
 _BYTE = re.compile(rb"<0x([0-9A-Fa-f]{2})>")
 _MAX_TOKENS = 1 << 22
-# Exceptions raised while parsing an invalid tokenizer.json.
+# Exceptions that an invalid tokenizer.json can cause while it is parsed.
 _PARSE_ERRORS = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError)
 
 
@@ -55,7 +54,7 @@ class TokenList:
         return digest.hexdigest()
 
     def same_ids(self, other: TokenList) -> bool:
-        """Return whether both lists are equal, apart from up to `MAX_VOCAB_PADDING` tokens at the end."""
+        """Return whether two models use the same token IDs, apart from padding tokens at the end."""
         count = min(len(self.tokens), len(other.tokens))
         alike = self.kind == other.kind and self.tokens[:count] == other.tokens[:count]
         return alike and abs(len(self.tokens) - len(other.tokens)) <= MAX_VOCAB_PADDING
@@ -133,7 +132,6 @@ def _ids(tokenizer: Mapping[str, Any]) -> Iterable[tuple[int, str]]:
 
 
 def _kind_of(tokenizer: Mapping[str, Any]) -> str:
-    """Return the tokenizer kind, based on its decoder."""
     if "ByteLevel" in json.dumps(tokenizer.get("decoder")):
         return _BYTE_LEVEL
     model = tokenizer["model"]

@@ -29,35 +29,35 @@ from edgespec.heap import limit_malloc_arenas
 __all__ = ["TrialModel", "check_loadable", "main"]
 
 _VERSION = 1
-# Limits on the number of saved trial results and on the size of their file. A result takes about 100 bytes.
+# Maximum number of results of trial loads to save, and maximum size of their file in bytes.
 _MAX_RESULTS, _MAX_FILE_BYTES = 1000, 2**20
-# Signals that mean the process crashed. Others come from outside, such as from the OOM killer, and say
-# nothing about the file.
+# Signals with which a crashed process ends. Other signals, such as from the OOM killer, do not show that a
+# model file is damaged.
 _CRASHES = ("SIGABRT", "SIGBUS", "SIGFPE", "SIGILL", "SIGSEGV", "SIGSYS", "SIGTRAP")
-# Maximum number of characters of llama.cpp output to quote in an error message.
+# An error message quotes at most this many characters of llama.cpp's output.
 _MAX_REASON = 200
-# Time limit of a trial: `_MAX_SECONDS`, plus the time to read the files at `_SLOW_DISK` bytes per second.
+# Time limit of a trial load: a fixed number of seconds, plus the time to read the model's files at this many
+# bytes per second.
 _MAX_SECONDS, _SLOW_DISK = 60, 10 * 2**20
-# CPU time limit of a trial in seconds: a fixed part, plus a part for each GiB of model files.
+# CPU time limit of a trial load in seconds: a fixed part, plus a part for each GiB of model files.
 _MAX_CPU_SECONDS, _MAX_CPU_SECONDS_PER_GIB = 10, 2
-# Seconds between calls to `progress` while the child process reports nothing.
+# Seconds between progress reports while the child process prints nothing.
 _PROGRESS_SECONDS = 0.1
-# The child process imports this package from the same place as this process, and nothing from the current
-# folder, which may contain untrusted files.
+# Code of the child process. It must not import modules from the current folder, which may contain untrusted
+# files.
 _CODE = (
     "import json, sys; request = json.loads(sys.argv[1]); sys.path[:] = request['path'];"
     " from edgespec.backends.trial_load import main; main(request)"
 )
 _PASSED, _REFUSED = "passed", "refused"
-# The C++ exception for a failed allocation. It does not prove that a file is damaged, because other programs
-# may be using too much memory.
+# The C++ exception for a failed allocation. This does not mean that a model file is damaged.
 _OUT_OF_MEMORY = "std::bad_alloc"
-# Memory limit of the child process, excluding mapped files. Valid models need far less.
+# Memory limit of the child process that loads models for a trial, excluding mapped files.
 _MAX_MEMORY_BYTES = 4 * 2**30
 
 
 class TrialModel(NamedTuple):
-    """A model to load in a trial.
+    """A model to load on trial in a child process, which may crash.
 
     Attributes:
         name: The model's name, for messages.
@@ -73,7 +73,7 @@ class TrialModel(NamedTuple):
 
 
 def check_loadable(models: Sequence[TrialModel], progress: Progress | None = None) -> str:
-    """Load models in a child process, unless these files have already been tried on this machine.
+    """Check in a child process that models can be loaded, unless their files were checked before.
 
     Some damaged files make a backend abort, which cannot be caught. The result is saved, and remains valid
     until a file or the backend's version changes.
@@ -144,11 +144,11 @@ def _failure(model: TrialModel, reason: str) -> ModelFileError:
 
 
 def _key(model: TrialModel) -> str | None:
-    """Return a digest that changes with the files and the backend, or None if a file cannot be read."""
+    """Return a digest of a model's files and backend version, or None if a file cannot be read."""
     try:
         states = [file_state(file) for file in model.form.files(model.path)]
     except (OSError, ModelFileError):
-        return None  # Ignore the error. Loading the model raises a clearer one.
+        return None
     versions = []
     for package in backend_of(model.form.name).packages:
         with suppress(PackageNotFoundError):
@@ -159,24 +159,24 @@ def _key(model: TrialModel) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class _Result:
-    """The result of a trial: whether any tokens were decoded, and how the process crashed, if it did."""
+    """Result of a trial load: whether tokens were decoded, and how the process crashed, if it did."""
 
     ran: bool
     failure: str = ""
 
 
 class _Results:
-    """The saved results of trials. A missing, damaged or read-only file is ignored."""
+    """The saved results of trial loads. A missing, damaged or read-only file is ignored."""
 
     def __init__(self) -> None:
         self._path = cache_folder() / "trials.json"
 
     def get(self, key: str) -> _Result | None:
-        """Return the saved result for `key`, or None if there is none."""
+        """Return the saved result of a trial load, or None if there is none."""
         return self._read().get(key)
 
     def add(self, key: str, result: _Result) -> None:
-        """Save a result. If writing fails, the next load repeats the trial."""
+        """Save the result of a trial load. If this fails, the next load repeats the trial."""
         results = self._read()
         results.pop(key, None)
         results[key] = result
@@ -223,7 +223,7 @@ class _Child:
         self._reader.join()
 
     def wait_for(self, model: TrialModel, progress: Progress | None) -> str:
-        """Return the outcome of a model's trial, or an empty string if the process ended first."""
+        """Return the outcome of loading a model, or an empty string if the process ended before that."""
         fraction = 0.0
         while True:
             if progress and not progress(f"checking {model.name} (first load only)", fraction):
@@ -250,8 +250,8 @@ class _Child:
             return ""
         name = _signal_name(status)
         if name == "SIGXCPU":
-            # Refuse the file, because loading it could hang forever. Do not save this result of the trial,
-            # because the file may be intact and the processor just slow.
+            # Reject the file, because loading it could hang forever. Do not save this result, because the
+            # processor may just be slow.
             raise BackendError(
                 f"{model.path} seems to be damaged or not supported: loading it and generating a few tokens"
                 f" took {backend_of(model.form.name).name} more than {self._cpu_seconds} seconds of CPU time",
@@ -266,7 +266,7 @@ class _Child:
         return message or name
 
     def _crash_message(self) -> str:
-        """Return the failed assertion or the last line of stderr, without the folder of a source file."""
+        """Return the failed assertion or, if there is none, the last line that the process printed."""
         self._errors.seek(0)
         lines = self._errors.read(2**20).decode("utf-8", "replace").split("\n")
         found = [line.strip() for line in lines if line.strip()]
@@ -294,7 +294,7 @@ def _start_child(models: Sequence[TrialModel]) -> Iterator[_Child]:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=errors,
-            # Without this, ggml starts a debugger to print a backtrace when it aborts.
+            # Keep ggml from starting a debugger to print a backtrace when it aborts.
             env={**os.environ, "GGML_NO_BACKTRACE": "1"},
             # Keep the terminal's Ctrl-C from reaching the child process. The parent stops the child instead.
             start_new_session=True,
@@ -322,7 +322,6 @@ def _signal_name(status: int) -> str:
 
 
 def _read_lines(stream: IO[bytes], put: Callable[[str | None], None]) -> None:
-    """Pass the lines of a stream to `put`, then None."""
     for line in stream:
         put(line.decode("ascii", "replace").strip())
     put(None)
@@ -339,7 +338,7 @@ def main(request: dict[str, Any]) -> None:
                 trial(path, name, runs, _print_fraction)
             _print(_PASSED)
         except EdgespecError:
-            _print(_REFUSED)  # The parent process reports the error when it loads the model.
+            _print(_REFUSED)  # The parent process reports the error.
     os._exit(0)
 
 
@@ -359,7 +358,7 @@ def _limit_process(cpu_seconds: int) -> None:
 
 
 def _exit_with_parent() -> None:
-    """Exit when the parent process ends, which closes stdin."""
+    """Exit this process when its parent process ends, which closes stdin."""
     os.read(0, 1)
     os._exit(1)
 

@@ -18,7 +18,7 @@ _MIN_BAR_COLUMNS = 10
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """A labelled bar.
+    """A labelled bar of a bar chart.
 
     Attributes:
         label: Text before the bar.
@@ -32,13 +32,13 @@ class Bar:
 
 
 def bar_chart(title: str, bars: Sequence[Bar], width: int, full: float = 0.0) -> list[str]:
-    """Return the lines of a chart: the title, then one line per bar. All bars use the same scale.
+    """Return the lines of a bar chart: the title, then one line per bar.
 
     Args:
         title: First line.
         bars: Bars to draw.
         width: Maximum line length in characters.
-        full: Value of a bar that fills the line. If any bar is longer, the longest one fills the line.
+        full: Length of a bar that fills the line. If any bar is longer, the longest one fills the line.
     """
     labels = max((len(bar.label) for bar in bars), default=0)
     value_width = max((len(bar.value) for bar in bars), default=0)
@@ -49,7 +49,6 @@ def bar_chart(title: str, bars: Sequence[Bar], width: int, full: float = 0.0) ->
 
 
 def _drawn(bar: Bar, longest: float, room: int) -> str:
-    """Draw a bar. Rounds the end of each part, not its length, so that rounding errors do not add up."""
     drawn, reached = "", 0.0
     for length, character in bar.parts:
         reached += length

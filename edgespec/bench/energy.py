@@ -10,7 +10,7 @@ from pathlib import Path
 __all__ = ["EnergyMeter"]
 
 _POWERCAP = Path("/sys/class/powercap")
-# Matches only whole-processor zones. Adding their subzones or the psys zone would count energy twice.
+# Matches the energy counters of whole processors but not of their parts, which would be counted twice.
 _ZONE = re.compile(r"intel-rapl:\d+")
 
 
@@ -36,14 +36,14 @@ class EnergyMeter:
                 self.reason = "only administrators can read this system's energy counters"
 
     def read(self) -> dict[Path, int]:
-        """Return the current counters in microjoules, keyed by zone. Empty if none can be read."""
+        """Return the current energy counters in microjoules by folder. Empty if none can be read."""
         try:
             return {zone: _number(zone / "energy_uj") for zone in self._ranges}
         except (OSError, ValueError):
             return {}
 
     def joules(self, before: Mapping[Path, int], after: Mapping[Path, int]) -> float | None:
-        """Return the joules used between two readings, or None if unknown. Handles counter overflow."""
+        """Return the energy used between two readings in joules, or None if it is unknown."""
         if not after or before.keys() != after.keys():
             return None
         taken = 0

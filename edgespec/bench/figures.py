@@ -15,7 +15,7 @@ from edgespec.reply import MethodReport
 
 __all__ = ["PHASES", "MethodFigures", "OracleComparison", "figures", "oracle_comparisons"]
 
-# Phases whose duration is reported. Prefill happens once per reply and includes the prefill of draft models.
+# Phases of a reply whose duration is reported.
 PHASES = ("draft", "verify", "sampling", "rollback", "overhead", "prefill")
 
 
@@ -26,7 +26,7 @@ class MethodFigures:
     Attributes:
         category: Category of the prompts. None for all prompts.
         effective: Methods that actually ran, as reported by the replies.
-        note: The drafters' last note, or why no drafter ran.
+        note: The last message from the drafters, or why no drafter ran.
         speed_up: Decoding speed relative to plain decoding, excluding prefill: the median over the repeats of
             each prompt, then the geometric mean over prompts. None if plain decoding was not measured.
         low, high: 95 % confidence interval of `speed_up`. None if there is only one reply.
@@ -100,11 +100,11 @@ class OracleComparison:
 def figures(
     rows: Sequence[Measurement], configs: Sequence[MethodConfig], *, equal_tokens: Callable[[float], bool]
 ) -> list[MethodFigures]:
-    """Compute results by temperature, category and method. The first category contains all prompts.
+    """Compute the results by temperature, category and method. The first category contains all prompts.
 
     Args:
         rows: Measured replies.
-        configs: Method configurations. The results have the same order.
+        configs: Method configurations, in the order of the results.
         equal_tokens: Function that returns whether replies at a temperature must match plain decoding token
             for token.
     """
@@ -148,7 +148,6 @@ def _oracle_comparison(
 
 
 def _groups(rows: Sequence[Measurement]) -> Iterable[tuple[float, str | None, list[Measurement]]]:
-    """Yield (temperature, category, rows) for each group that includes plain decoding."""
     for temperature in dict.fromkeys(row.temperature for row in rows):
         of_all = [row for row in rows if row.temperature == temperature]
         for category in (None, *sorted({row.category for row in of_all})):
@@ -160,7 +159,6 @@ def _groups(rows: Sequence[Measurement]) -> Iterable[tuple[float, str | None, li
 def _by_config(
     rows: Iterable[Measurement], configs: Sequence[MethodConfig]
 ) -> dict[MethodConfig, list[Measurement]]:
-    """Group rows by method configuration, in the order of `configs`. Empty groups are omitted."""
     found: dict[MethodConfig, list[Measurement]] = {config: [] for config in configs}
     for row in rows:
         found[row.config].append(row)
@@ -168,17 +166,14 @@ def _by_config(
 
 
 def _pairing_key(row: Measurement) -> tuple[str, float, int]:
-    """Return (prompt, temperature, repeat). Replies with the same key are comparable."""
     return row.prompt, row.temperature, row.repeat
 
 
 def _speed(row: Measurement) -> float:
-    """Return tokens per second, excluding prefill."""
     return row.reply.stats.tokens_per_second or 0.0
 
 
 def _whole_speed(row: Measurement) -> float:
-    """Return tokens per second over the whole reply, including prefill."""
     return len(row.reply.tokens) / row.seconds
 
 
@@ -187,7 +182,7 @@ def _ratios(
     plain: Mapping[tuple[str, float, int], Measurement],
     speed: Callable[[Measurement], float],
 ) -> dict[str, list[float]]:
-    """Return each repeat's speed relative to plain decoding in the same repeat, grouped by prompt."""
+    """Return the speed relative to plain decoding in the same repeat, grouped by prompt."""
     found: dict[str, list[float]] = defaultdict(list)
     for row in rows:
         other = plain.get(_pairing_key(row))

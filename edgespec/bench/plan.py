@@ -38,20 +38,19 @@ class MethodConfig:
 
     @property
     def name(self) -> str:
-        """Return the name shown in tables, such as `model k=4`."""
+        """Return the name of the configuration in tables, such as `model k=4`."""
         length = "" if self.draft_length is None else f" k={self.draft_length}"
         return f"{self.method}{length}{' again' if self.again else ''}"
 
 
 PLAIN, AUTO = MethodConfig("none"), MethodConfig("auto")
-# The second measurement of plain decoding. Its difference from the first shows the measurement noise; smaller
-# differences between methods are not significant.
+# The second measurement of plain decoding. Its difference from the first shows the measurement noise.
 CONTROL = MethodConfig("none", again=True)
 
 
 @dataclass(frozen=True, slots=True)
 class BenchRound:
-    """One prompt at one temperature, answered once per method configuration."""
+    """One prompt at one temperature, answered once with every method configuration."""
 
     prompt: Prompt
     temperature: float
@@ -100,15 +99,15 @@ class BenchPlan:
 
     @property
     def replies(self) -> int:
-        """Return the total number of replies to measure."""
+        """Return the total number of replies in the plan."""
         return len(self.prompts) * len(self.temperatures) * self.repeats * len(self.configs)
 
     def rounds(self) -> Iterator[BenchRound]:
-        """Yield all rounds, alternating between categories so that a partial run covers all categories.
+        """Yield all rounds of the benchmark, each of which answers one prompt with every configuration.
 
-        A round answers one prompt with every configuration. Each round starts with a different configuration,
-        and every second repeat runs in reverse order, so that a gradual slowdown of the machine, for example
-        from heat, affects all configurations equally.
+        The order of the configurations changes from round to round, so that a gradual slowdown of the
+        machine, for example from heat, affects all of them equally. Categories alternate, so that a partial
+        run covers all of them.
         """
         for repeat in range(self.repeats):
             pairs = product(_spread(self.prompts), self.temperatures)
@@ -141,7 +140,6 @@ def bench_prompts() -> list[Prompt]:
 
 
 def _spread(prompts: Sequence[Prompt]) -> list[Prompt]:
-    """Interleave categories: the first prompt in each category, then the second in each, and so on."""
     by_category: dict[str, list[Prompt]] = {}
     for prompt in prompts:
         by_category.setdefault(prompt.category, []).append(prompt)

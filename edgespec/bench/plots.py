@@ -54,7 +54,6 @@ def save_plots(report: Report, folder: Path) -> list[Path]:
 
 
 def _save(path: Path, count: int, draw: Callable[[Sequence[Axes]], None]) -> Path:
-    """Save a figure with `count` plots, one below the other."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(_WIDTH_INCHES, _HEIGHT_INCHES * count), layout="constrained")
@@ -66,8 +65,6 @@ def _save(path: Path, count: int, draw: Callable[[Sequence[Axes]], None]) -> Pat
 def _for_each(
     report: Report, temperatures: Sequence[float], draw: Callable[[Axes, Sequence[MethodFigures]], None]
 ) -> Callable[[Sequence[Axes]], None]:
-    """Return a function that draws one plot per temperature."""
-
     def draw_all(all_axes: Sequence[Axes]) -> None:
         for axes, temperature in zip(all_axes, temperatures, strict=True):
             draw(axes, [each for each in report.figures if each.temperature == temperature])
@@ -77,7 +74,6 @@ def _for_each(
 
 
 def _speed(axes: Axes, found: Sequence[MethodFigures]) -> None:
-    """Draw a group of bars per category, with one bar and its confidence interval per method."""
     categories = list(dict.fromkeys(each.category for each in found))
     configs = [config for config in _ways(found) if config != PLAIN]
     for i, config in enumerate(configs):
@@ -86,8 +82,7 @@ def _speed(axes: Axes, found: Sequence[MethodFigures]) -> None:
         heights = [each.speed_up or 0.0 for each in own]
         below = [height - (each.low or height) for each, height in zip(own, heights, strict=True)]
         above = [(each.high or height) - height for each, height in zip(own, heights, strict=True)]
-        # With few, skewed values, the mean can lie outside the interval. Clamp the errors at zero, because
-        # matplotlib rejects negative ones.
+        # Replace negative errors by 0, because matplotlib rejects them.
         errors = [[max(0.0, error) for error in side] for side in (below, above)]
         axes.bar(places, heights, 0.8 / len(configs), label=config.name, yerr=errors, error_kw={"lw": 0.8})
     axes.axhline(1.0, color="black", linewidth=0.8)
@@ -127,7 +122,6 @@ def _phases(axes: Axes, found: Sequence[MethodFigures]) -> None:
 
 
 def _passes(report: Report, axes: Axes) -> None:
-    """Plot the pass cost v(m) and the line v(m) = m, above which even fully accepted drafts are slower."""
     from matplotlib.ticker import FormatStrFormatter
 
     widths = report.curve.widths
@@ -144,7 +138,6 @@ def _passes(report: Report, axes: Axes) -> None:
 
 
 def _add_legend(axes: Axes) -> None:
-    """Add a legend beside the plot, where it does not cover data."""
     if axes.get_legend_handles_labels()[0]:
         axes.legend(fontsize="small", loc="upper left", bbox_to_anchor=(1.0, 1.0))
 

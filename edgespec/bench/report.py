@@ -19,8 +19,8 @@ class Report:
 
     Attributes:
         planned: Number of replies in the plan. `rows` contains those that were measured.
-        ending, error, no_energy: Copied from `BenchRun`.
-        curve: Measured cost of verify passes, by number of tokens in the pass.
+        ending, error, no_energy: See `BenchRun`.
+        curve: Measured duration of verify passes, by number of tokens in the pass.
         peak_memory_bytes: Peak memory of the process during the whole run.
         figures: Speed, acceptance and memory by temperature, category and method.
         oracle_comparisons: `auto` compared with the fixed methods that were best in hindsight.
@@ -50,7 +50,6 @@ class Report:
 
     def to_json(self, *, rows: bool = False) -> dict[str, object]:
         """Return the report as a JSON object. If `rows` is true, include one entry per reply."""
-        # Exclude the replies, because `asdict` would convert them too, which is slow.
         summary = asdict(replace(self, rows=()))
         del summary["rows"]
         summary["planned_replies"] = summary.pop("planned")
@@ -59,7 +58,7 @@ class Report:
 
 
 def make_report(runtime: Runtime, plan: BenchPlan, bench_run: BenchRun) -> Report:
-    """Create the report for a complete or partial run."""
+    """Create the report for a complete or partial benchmark run."""
     rows = bench_run.rows
 
     def equal_tokens(temperature: float) -> bool:

@@ -24,7 +24,7 @@ _WARM_UP_TOKENS = 8
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """One measured reply.
+    """One measured reply of a benchmark.
 
     Attributes:
         prompt: Name of the prompt.
@@ -59,7 +59,7 @@ class BenchRun:
 
     Attributes:
         rows: Measured replies, in the order in which they ran.
-        curve: Measured cost of verify passes, by number of tokens in the pass.
+        curve: Measured duration of verify passes, by number of tokens in the pass.
         ending: Why the run ended: `complete`, `cancelled`, `time` (the time limit) or `failed`.
         error: The error message, if `ending` is `failed`.
         no_energy: Why energy was not measured. Empty if it was.
@@ -80,9 +80,9 @@ def run(
     progress: Progress | None = None,
     meter: EnergyMeter | None = None,
 ) -> BenchRun:
-    """Measure pass costs, warm up every method, and run the plan.
+    """Run a benchmark plan: measure pass durations, warm up every method, and measure each reply.
 
-    Drafters that train between replies get no idle time, so they stay the same during the run.
+    Drafters are not trained between replies, so that they stay the same during the run.
 
     Args:
         runtime: The runtime to measure. Its prefix cache is cleared before every reply.
@@ -90,7 +90,7 @@ def run(
         max_seconds: Time limit in seconds, after which no new reply starts. Unlimited if None.
         progress: Called with a description and the fraction of the replies that are finished. Returning False
             cancels the run.
-        meter: Energy meter. Tests pass a fake one.
+        meter: The energy meter to read before and after each reply.
 
     Returns:
         All replies measured, even if the run was cancelled, reached its time limit or failed.
@@ -147,7 +147,7 @@ class _Bench:
         return tokens
 
     def prepare(self) -> CostCurve:
-        """Measure pass costs, and warm up every method to exclude one-time work from the measurements."""
+        """Measure the durations of verify passes, and do every method's one-time work."""
         curve = self.runtime.measure_costs(self.progress)
         prompt = self.plan.prompts[0]
         for config in self.plan.configs:
@@ -157,7 +157,7 @@ class _Bench:
         return curve
 
     def rows(self) -> Iterator[Measurement]:
-        """Measure and yield replies until the plan is complete or the time is up. Raises CancelledError."""
+        """Measure and yield replies until the plan is complete or the time is up, or raise CancelledError."""
         for each in self.plan.rounds():
             for position, config in enumerate(each.configs):
                 if self.max_seconds and monotonic() - self._began >= self.max_seconds:
@@ -168,7 +168,7 @@ class _Bench:
     def _row(self, each: BenchRound, position: int, config: MethodConfig) -> Measurement:
         description = f"{each.prompt.name}, {config.name}, temperature {each.temperature:g}"
         self._report_progress(description)
-        # Otherwise, later methods would find the prompt in the prefix cache and skip its prefill.
+        # Clear the prefix cache, so that every method has to prefill the prompt.
         self.runtime.clear_cache()
         before = self.meter.read()
         started = perf_counter()

@@ -8,7 +8,7 @@ import numpy as np
 
 __all__ = ["Ratios", "geometric_mean", "interval", "oracle", "typical", "worst"]
 
-# Speed-ups over plain decoding, indexed by prompt, then by repeat. Never empty; all values are positive.
+# Speed-ups over plain decoding: one sequence per prompt, with one value per repeat.
 Ratios = Sequence[Sequence[float]]
 
 _DRAWS = 2000
@@ -16,7 +16,7 @@ _LEVEL = 0.95
 
 
 def typical(ratios: Sequence[float]) -> float:
-    """Return the median. For an even number of values, average the middle two geometrically."""
+    """Return the median. For an even number of values, this is the geometric mean of the middle two."""
     return float(np.exp(np.median(np.log(ratios))))
 
 
@@ -26,18 +26,18 @@ def geometric_mean(ratios: Ratios) -> float:
 
 
 def worst(ratios: Ratios) -> float:
-    """Return the lowest median speed-up of any prompt."""
+    """Return the lowest of all prompts' median speed-ups."""
     return min(typical(each) for each in ratios)
 
 
 def interval(ratios: Ratios, seed: int = 0) -> tuple[float, float] | None:
     """Return the 95 % confidence interval of the geometric mean, or None if there is only one reply.
 
-    Uses a percentile bootstrap (Efron 1979) that resamples prompts and the repeats of each prompt. With few
-    prompts, the interval is too narrow.
+    Uses a percentile bootstrap (Efron 1979) over prompts and repeats. With few prompts, the interval is too
+    narrow.
 
     Args:
-        ratios: Speed ratios by prompt and repeat.
+        ratios: Speed-ups over plain decoding by prompt and repeat.
         seed: Random seed for the bootstrap, fixed so that reports are reproducible.
     """
     if sum(len(each) for each in ratios) < 2:
@@ -55,10 +55,10 @@ def interval(ratios: Ratios, seed: int = 0) -> tuple[float, float] | None:
 def oracle(fixed: Sequence[Ratios]) -> float:
     """Return the geometric mean speed-up if each prompt were answered with its best fixed method.
 
-    This is an upper bound, because the best method is chosen in hindsight. Noise makes it slightly too high.
+    This is an upper bound, because the best method is chosen in hindsight.
 
     Args:
-        fixed: The ratios of each fixed method, for the same prompts in the same order.
+        fixed: The speed-ups of each fixed method, for the same prompts in the same order.
     """
     best = [max(typical(each) for each in prompt) for prompt in zip(*fixed, strict=True)]
     return float(np.exp(np.mean(np.log(best))))

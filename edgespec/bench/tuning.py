@@ -19,17 +19,17 @@ __all__ = ["DrafterResult", "PassCost", "Tuning", "break_even", "tune"]
 # Minimum speed-up for recommending a method. A smaller one could be measurement noise.
 _MIN_SPEED_UP = 1.05
 _DRAFT_LENGTH = 4  # Draft length with which every drafter is tried.
-_MAX_DRAFT_LENGTH = 16  # Longest draft length to recommend.
+_MAX_DRAFT_LENGTH = 16  # Longest draft length that can be recommended.
 
 
 @dataclass(frozen=True, slots=True)
 class PassCost:
-    """The cost of a verify pass.
+    """The duration of a verify pass, and how much speculation can gain with it.
 
     Attributes:
         width: Number of tokens in the pass.
-        seconds: Duration of the pass.
-        v: Duration of the pass, divided by that of a plain decoding step.
+        seconds: Duration of the pass, in seconds.
+        v: Duration of the pass relative to a single-token pass.
         limit: Speed-up over plain decoding if every draft token is accepted and drafting costs nothing.
         break_even: Acceptance rate (0 to 1) above which drafting makes decoding faster, assuming that
             drafting costs nothing. None if it never does.
@@ -50,7 +50,7 @@ class DrafterResult:
         speed_up: Speed-up over plain decoding at a draft length of 4.
         acceptance: Fraction of draft tokens that were accepted, counting only those whose predecessors were
             all accepted.
-        c: Time to draft one token, divided by the duration of a plain decoding step.
+        c: Time to draft one token, relative to a single-token target pass.
         best_length: Draft length with the highest expected speed-up.
         expected: Expected speed-up at `best_length`, for replies with the same acceptance rate.
         drafted: Number of drafted tokens. If it is small, the other values are unreliable.
@@ -70,13 +70,13 @@ class Tuning:
     """The result of `edgespec tune`.
 
     Attributes:
-        passes: Cost of verify passes, by number of tokens in the pass.
+        passes: Durations of verify passes, by number of tokens in the pass.
         drafters: Performance of each drafter.
         limit: Highest possible speed-up on this machine, if every draft token is accepted and drafting costs
             nothing.
         auto: Speed-up of method `auto`. None if the models were loaded with another method.
         verdict: Recommendation in one sentence.
-        notice: Why the pass costs could not be saved. Empty if they were saved.
+        notice: Why the pass durations could not be saved. Empty if they were saved.
     """
 
     target: str
@@ -100,7 +100,7 @@ def tune(
     max_tokens: int = 48,
     progress: Callable[[str, float], bool] | None = None,
 ) -> Tuning:
-    """Measure and save pass costs, then try each drafter on the prompts.
+    """Measure and save the durations of verify passes, then try each drafter on the prompts.
 
     Replies use greedy decoding. Each prompt is answered with all methods before the next one, so that a
     gradual slowdown of the machine affects all methods equally.
@@ -144,10 +144,10 @@ def tune(
 
 
 def break_even(v: float, width: int) -> float | None:
-    """Return the acceptance rate above which drafting speeds up decoding, if drafts take no time.
+    """Return the acceptance rate above which drafting speeds up decoding if drafting takes no time.
 
     Args:
-        v: Duration of a verify pass, divided by that of a plain decoding step.
+        v: Duration of a verify pass, relative to a single-token pass.
         width: Number of tokens in the verify pass.
 
     Returns:
@@ -166,7 +166,6 @@ def break_even(v: float, width: int) -> float | None:
 
 
 def _expected_tokens(acceptance: float, length: int) -> float:
-    """Return the expected number of tokens that a pass emits when it checks `length` draft tokens."""
     return sum(acceptance**i for i in range(length + 1))
 
 
@@ -198,21 +197,17 @@ def _drafter_result(
     drafted, rounds = _sum(replies, "drafted_tokens"), _sum(replies, "target_passes")
     step_seconds = _sum(plain, "decode_seconds") / _sum(plain, "generated_tokens")
     token_seconds = _sum(replies, "draft_seconds") / drafted if drafted else 0.0
-    # Seconds per verify pass for sampling, rollback and the engine's own overhead.
     other = sum(_sum(replies, f"{phase}_seconds") for phase in ("sampling", "rollback", "overhead")) / rounds
     acceptance = _acceptance(replies)
-    # Estimate the number of passes with a draft from the drafted tokens at depth 1. A tree can have several
-    # of these, so limit the result to the number of passes.
     share = sum(
         min(*each.stats.drafted_per_position[:1], each.stats.target_passes)
         for each in replies
         if each.stats.drafted_per_position
     )
-    # Average number of draft tokens per depth. It is 1 for a chain, and more for a tree.
     breadth = max(1.0, drafted / (share * _DRAFT_LENGTH)) if share else 1.0
 
     def speed_up(length: int) -> float:
-        """Return the expected speed-up at this draft length. Passes without a draft cost one target step."""
+        """Return the expected speed-up over plain decoding at a draft length."""
         drafts, tokens = share / rounds, round(breadth * length)
         pass_seconds = curve.v(tokens + 1) * curve.target_step_seconds
         seconds = drafts * (tokens * token_seconds + pass_seconds + other) + (1.0 - drafts) * step_seconds
@@ -231,7 +226,6 @@ def _drafter_result(
 
 
 def _speed_up(replies: Sequence[Reply], plain: Sequence[Reply]) -> float:
-    """Return the geometric mean, over all prompts, of the speed-up over plain decoding."""
     return geometric_mean(
         (one.stats.tpot_seconds or 1.0) / (each.stats.tpot_seconds or 1.0)
         for one, each in zip(plain, replies, strict=True)
@@ -243,12 +237,11 @@ def _sum(replies: Sequence[Reply], name: str) -> float:
 
 
 def _acceptance(replies: Sequence[Reply]) -> float:
-    """Return the acceptance rate of draft tokens whose predecessors were all accepted."""
     hits = judged = 0
     for reply in replies:
         drafted, accepted = reply.stats.drafted_per_position, reply.stats.accepted_per_position
         hits += sum(accepted)
-        # At most one token per depth of a draft tree can be accepted, so each depth counts as one attempt.
+        # At most one token per depth of a draft tree can be accepted, so each depth counts once.
         judged += sum(
             min(pair) for pair in zip(drafted, [reply.stats.target_passes, *accepted], strict=False)
         )

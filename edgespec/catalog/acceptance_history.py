@@ -27,11 +27,11 @@ __all__ = ["AcceptanceHistory", "AcceptanceRecorder", "Model"]
 _VERSION = 1
 # Limits on the number of model pairs in the history file and on its size. Real files are far smaller.
 _MAX_PAIRS, _MAX_FILE_BYTES = 500, 2**20
-# Minimum number of drafted tokens for a usable rate. At 200, the standard error is about 0.03.
+# Minimum number of drafted tokens for a usable acceptance rate. At 200, its standard error is about 0.03.
 _MIN_DRAFTED = 200
-# Counts are halved once a pair exceeds this many drafted tokens, to give recent replies more weight.
+# Counts of drafted tokens are halved above this number, so that recent replies have more weight.
 _MAX_DRAFTED = 20_000
-# Number of drafted tokens after which a recorder saves its counts. A crash loses at most this many.
+# Counts are saved to disk after this many drafted tokens.
 _SAVE_EVERY_DRAFTED = 2_000
 
 Counts: TypeAlias = tuple[int, int]
@@ -50,7 +50,6 @@ class AcceptanceHistory:
         try:
             drafted, accepted = self._read().get(_key(target, draft), (0, 0))
         except ModelFileError:
-            # One of the models was deleted.
             return None
         return accepted / drafted if drafted >= _MIN_DRAFTED else None
 
@@ -103,7 +102,7 @@ class AcceptanceRecorder:
             self.save()
 
     def save(self) -> None:
-        """Save the counts collected since the last save."""
+        """Save the token counts collected since the last save."""
         if self._drafted:
             with suppress(ModelFileError):
                 self._history.add(*self._pair, self._drafted, self._accepted)

@@ -31,9 +31,7 @@ ModelFormat: TypeAlias = str
 """The name of a file format in the registry of backends (`backends/registry.py`)."""
 
 _MLX_SUFFIX = "-mlx"
-# Maximum size of the user's alias file, enough for thousands of aliases.
 _MAX_ALIASES_BYTES = 1 << 20
-# catalogue.toml keys whose `ModelEntry` attribute has a different name.
 _ATTRIBUTES = {"gguf": "gguf_repository", "mlx": "mlx_repository", "file": "embedded_file"}
 
 
@@ -106,7 +104,7 @@ class Catalogue:
 
     @property
     def names(self) -> list[str]:
-        """All names and aliases in lower case, in catalogue order."""
+        """The lower-case names and aliases of all models, in catalogue order."""
         return list(self._by_name)
 
     def find(self, name: str) -> tuple[ModelEntry, str] | None:
@@ -114,7 +112,7 @@ class Catalogue:
         return self._by_name.get(name.lower())
 
     def of_repository(self, repository: str) -> ModelEntry | None:
-        """Return the entry whose files are in `repository`, or None."""
+        """Return the catalogue entry whose files are in a Hugging Face repository, or None."""
         matches = (entry for entry in self.entries if entry.repository.lower() == repository.lower())
         return next(matches, None)
 
@@ -133,7 +131,6 @@ class Catalogue:
             also: Additional names to suggest.
         """
         known = [*also, *self.names]
-        # Prefer names that start with the typed text, such as "llama-3.1", to similar spellings.
         starts = [candidate for candidate in known if candidate.startswith(name.lower())]
         close = difflib.get_close_matches(name.lower(), known, n=3, cutoff=0.5)
         return list(dict.fromkeys([*starts, *close]))[:3]
@@ -165,7 +162,7 @@ def _with_mlx_forms(entries: list[ModelEntry]) -> Iterator[ModelEntry]:
 
 def _mlx_form(entry: ModelEntry, drafts: list[str]) -> ModelEntry:
     bits = int(entry.mlx_repository.rpartition("-")[2].removesuffix("bit"))
-    # The alias `8b-q4` becomes `8b-mlx`. Aliases for other quantisations have no MLX counterpart.
+    # Aliases of the MLX model are made from those of the GGUF model: `8b-q4` becomes `8b-mlx`.
     stems = [
         alias.removesuffix("-q4")
         for alias, quantisation in entry.aliases.items()
@@ -176,7 +173,7 @@ def _mlx_form(entry: ModelEntry, drafts: list[str]) -> ModelEntry:
         name=entry.name + _MLX_SUFFIX,
         format="mlx",
         quantisation=f"{bits}-bit",
-        # Each group of 64 weights has a 16-bit scale and a 16-bit bias, which add half a bit per weight.
+        # MLX stores a 16-bit scale and a 16-bit bias per 64 weights, which adds half a bit per weight.
         approximate_file_bytes=round(entry.parameters * (bits + 0.5) / 8),
         gguf_repository="",
         drafts=tuple(drafts),

@@ -27,12 +27,11 @@ from edgespec.files import error_reason, format_bytes, replace_when_written, wri
 __all__ = ["Progress", "choose", "fetch", "list_repository", "stream_chunks", "translate_errors"]
 
 _CHUNK_BYTES = 1 << 18
-# Number of characters in a git hash and in a SHA-256 checksum. The server sends one of them as the ETag.
 _GIT_ETAG_CHARACTERS, _SHA256_ETAG_CHARACTERS = 40, 64
 # Number of consecutive retries without progress before a download fails.
 _MAX_RETRIES = 5
 _RETRY_SECONDS = 1.0
-# Maximum time to wait while another program downloads the same file. Long enough for a small file.
+# Maximum time in seconds to wait while another program downloads the same file.
 _LOCK_SECONDS = 2.0
 _SIGN_IN = "log in with `hf auth login` or set HF_TOKEN"
 
@@ -163,7 +162,7 @@ def _fetch_file(repository: str, file: HubFile, revision: str, report: Callable[
     lock = folder.parent / ".locks" / folder.name / f"{etag}.lock"
     for parent in (blob.parent, pointer.parent, lock.parent, folder / "refs"):
         parent.mkdir(parents=True, exist_ok=True)
-    # Other programs take the same lock, which keeps two downloads of a file from overwriting each other.
+    # Other programs use the same lock, so that only one program downloads the file at a time.
     with FileLock(lock, timeout=_LOCK_SECONDS):
         if not blob.exists():
             partial_file = blob.with_name(f"{etag}.edgespec")
@@ -181,7 +180,7 @@ def _link(blob: Path, pointer: Path) -> None:
     try:
         pointer.symlink_to(os.path.relpath(blob, pointer.parent))
     except OSError:
-        # Windows allows symbolic links only in developer mode, so store the file itself in the snapshot.
+        # Windows allows symbolic links only in developer mode, so store the file itself instead of a link.
         shutil.move(blob, pointer)
 
 

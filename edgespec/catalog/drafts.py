@@ -27,17 +27,16 @@ __all__ = ["DraftChoice", "DraftOption", "choose_draft", "draft_options"]
 
 Source = Literal["catalogue", "tokens"]
 
-# Maximum bytes that a draft model reads per token, as a fraction of the target's. A larger model would not be
-# much faster than the target.
+# Maximum size of a draft model relative to the target, in bytes read per token. A larger draft model would be
+# too slow.
 _MAX_STEP_COST = 0.5
-# Minimum fraction of the target's tokens that a draft model must have. Below this, most proposals would have
-# to be retokenised.
+# Minimum fraction of the target's tokens that a draft model must also have.
 _MIN_SHARED_FRACTION = 0.5
-# Minimum fraction of shared tokens for `--draft auto`. If a pair shares fewer, loading it shows a warning.
+# Minimum fraction of the target's tokens that a draft model chosen by `--draft auto` must also have.
 _AUTO_MIN_SHARED_FRACTION = 0.9
-# Speed-up estimates count as equal if their ratio is at least this. The catalogue's order then decides.
+# Speed-up estimates count as equal if the ratio of the smaller to the larger is at least this.
 _EQUAL_SPEEDUP_RATIO = 0.97
-# Context length for estimating the size of KV caches, as in backends/memory_check.py.
+# Context length in tokens for estimating the size of KV caches.
 _DEFAULT_CONTEXT_TOKENS = 8192
 
 
@@ -78,7 +77,7 @@ class DraftOption:
 
     @property
     def reason(self) -> str:
-        """The expected speed-up and its source, for messages."""
+        """The expected speed-up and how it was determined, as text for messages."""
         if self.acceptance_rate is None:
             return f"its expected speed-up is {self.speedup:.1f}x (estimated from its size)"
         return (
@@ -152,7 +151,7 @@ def choose_draft(
     if preferred is not None:
         return _preferred_choice(target, preferred)
     if target.entry is not None and target.entry.embedded_path is not None:
-        # Skip the search: the demo must start quickly, and only its own draft model shares its vocabulary.
+        # The demo must start quickly and has its own draft model, so do not search for others.
         return _first_recommended(target)
     installed = find_installed()
     info = model_info_or_none(target, installed.metadata)
@@ -164,7 +163,6 @@ def choose_draft(
     faster = [option for option in fitting if option.speedup > 1.0]
     if not faster:
         return DraftChoice(None, _why_none(target, usable, fitting))
-    # Among options with about the same speed-up, prefer the one that the catalogue lists first.
     highest = max(option.speedup for option in faster)
     equal = [option for option in faster if option.speedup >= _EQUAL_SPEEDUP_RATIO * highest]
     best = min(equal, key=lambda option: (option.rank, *_order(option)))

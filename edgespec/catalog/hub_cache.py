@@ -14,16 +14,14 @@ from edgespec.files import read_regular_file
 
 __all__ = ["cached_model", "hub_cache_folder", "hub_models", "repository_folder"]
 
-# Maximum depth of subfolders to search for GGUF files in a snapshot.
 _MAX_DEPTH = 3
 _PREFIX = "models--"
-# Maximum size of a ref file, which contains a 40-character commit hash.
+# Maximum size in bytes of a ref file, which contains only a commit hash.
 _MAX_REF_BYTES = 1000
 
 
 def hub_cache_folder() -> Path:
     """Return the folder of the Hugging Face cache."""
-    # Importing huggingface_hub takes 0.1 s, so import it only when needed.
     from huggingface_hub import constants
 
     return Path(constants.HF_HUB_CACHE)
@@ -75,7 +73,7 @@ def _snapshots(folder: Path, budget: EntryBudget) -> Iterator[Path]:
         ref = read_regular_file(folder / "refs" / "main", _MAX_REF_BYTES)
         main = ref.decode("utf-8", "replace").strip()
     with suppress(OSError):
-        # Skip links that point outside the repository. They could lead to an entire disk.
+        # Skip links that lead outside the repository, because they could lead to a whole disk.
         snapshots = [path for path in folders_in(folder / "snapshots", budget) if is_inside(path, folder)]
         yield from sorted(snapshots, key=lambda path: (path.name == main, path.stat().st_mtime), reverse=True)
 

@@ -23,7 +23,6 @@ __all__ = [
 ]
 
 _DEFAULT_QUANTISATION = "Q4_K_M"
-# Maximum number of names listed in an error message.
 _MAX_LISTED = 20
 # Files of an MLX model: its weights, configuration, tokenizer and chat template.
 _MLX_FILES = (WEIGHTS, "*.json", "*.model", "*.tiktoken", "*.txt", "*.jinja")

@@ -17,10 +17,8 @@ from edgespec.files import home_folder, read_regular_file
 
 __all__ = ["lmstudio_file", "lmstudio_model", "lmstudio_models"]
 
-# Maximum depth of subfolders to search for model files in a repository.
 _MAX_DEPTH = 3
 _CONFIG = "config.json"
-# Maximum size of a settings file. LM Studio writes only a few kilobytes.
 _MAX_SETTINGS_BYTES = 1 << 22
 
 
@@ -78,7 +76,6 @@ def lmstudio_models() -> Iterator[StoredModel]:
     budget = EntryBudget()
     for repository in _repositories(budget):
         for name, model in _stored(repository).items():
-            # Several symbolic links can lead to the same file.
             if (file := (repository.folder / name).resolve()) not in seen:
                 seen.add(file)
                 yield model

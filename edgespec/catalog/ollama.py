@@ -20,7 +20,6 @@ _DIGEST = re.compile(r"sha256:([0-9a-f]+)")
 _REGISTRY, _OWN = "registry.ollama.ai", "library"
 # The store of Ollama's system service on Linux.
 _SERVICE_STORE = Path("/usr/share/ollama/.ollama/models")
-# Maximum size of a manifest. Ollama writes only a few kilobytes.
 _MAX_MANIFEST_BYTES = 1 << 20
 
 
@@ -50,7 +49,7 @@ def ollama_models() -> Iterator[StoredModel]:
         root, budget = folder / "manifests", EntryBudget()
         for path in files_below(root, 5, budget, inside=root):
             place = path.relative_to(root).as_posix()
-            if place.count("/") >= 3:  # Manifests are at registry/owner/name/tag.
+            if place.count("/") >= 3:
                 yield _stored(folder, path, place)
         yield from budget.notice("ollama")
 
@@ -89,7 +88,7 @@ def _gguf_file(folder: Path, manifest: Path) -> Path:
     except OSError as error:
         raise ModelFileError(f"the model's manifest cannot be read: {error_reason(error)}") from error
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        # The manifest belongs to Ollama, which may change its format at any time.
+        # Ollama may change the format of its manifests at any time.
         raise ModelFileError("edgespec cannot parse the model's manifest") from error
     digest = _DIGEST.fullmatch(kinds.get(_MODEL, ""))
     if digest is None:

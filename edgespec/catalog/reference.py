@@ -149,7 +149,7 @@ def _resolve_name(typed: str, reference: NameReference, download: Download) -> R
     if os.path.exists(full_name):
         return _resolve_path(Path(full_name))
     if stored:
-        # The model is unusable, so this raises an error.
+        # The model is unusable. Raise an error with the reason.
         return _resolve_stored(typed, stored)
     nearest = catalogue.nearest(full_name, [*user_aliases(), *ollama_names()])
     raise ModelNotFoundError(
@@ -245,7 +245,6 @@ def _resolve_path(path: Path) -> Resolved:
         ) from error
     except (OSError, ValueError) as error:
         raise ModelFileError(f"{path} cannot be opened: {error}", "check the path") from error
-    # The name of Path(".") is empty.
     name = path.name or path.resolve().name
     return Resolved(name, path, "path", load_catalogue().embedded_at(path), str(path), format_at(path).name)
 

@@ -59,14 +59,13 @@ class NameReference:
 
 Reference = PathReference | HubReference | StoreReference | NameReference
 
-# Maximum length of a path (as on Linux) and of a name.
 _MAX_PATH_CHARACTERS, _MAX_NAME_CHARACTERS = 4096, 512
-# Error messages truncate references to this many characters.
+# Maximum number of characters of a model reference to quote in an error message.
 _MAX_SHOWN_CHARACTERS = 60
 _HUB_PREFIX = re.compile(r"^(?:hf:|(?:https?://)?(?:www\.)?(?:huggingface\.co|hf\.co)/)", re.IGNORECASE)
 _STORE_PREFIX = re.compile(r"^(ollama|lmstudio):(.*)$", re.IGNORECASE)
 _REPOSITORY = re.compile(r"^([\w.-]+/[\w.-]+?)/?(?::([\w./-]+))?$")
-# A URL copied from the browser: the page of a repository's folder or file.
+# Matches the path of a folder or file page on Hugging Face.
 _WEB_PAGE = re.compile(
     r"^([\w.-]+/[\w.-]+)/(?:tree|blob|resolve)/main(?:/|/([\w./-]+\.gguf))?(?:\?.*)?$", re.IGNORECASE
 )

@@ -18,12 +18,12 @@ from edgespec.errors import CancelledError, DownloadError
 
 __all__ = ["resolve_metadata"]
 
-# Number of bytes to download before first trying to parse the header. Doubled after each failed attempt.
+# Number of bytes to download before first trying to parse a model's header.
 _FIRST_PARSE_BYTES = 1 << 20
 # Maximum size of a header. The largest known headers are a few dozen megabytes.
 _MAX_HEADER_BYTES = 1 << 29
 _CHUNK_BYTES = 1 << 16
-# A safetensors file begins with the length of its header, an integer of this many bytes.
+# Size of the header length at the start of a safetensors file, in bytes.
 _LENGTH_BYTES = 8
 _WITH_METADATA = (".gguf", ".safetensors", "config.json", ".index.json")
 
@@ -51,7 +51,6 @@ def _fetch_metadata(
 ) -> Path:
     with translate_errors(repository):
         commit, listed = list_repository(repository)
-        # Skip files without metadata, such as the tokenizer of an MLX model.
         files = [one for one in choose(repository, listed, quantisation) if one.name.endswith(_WITH_METADATA)]
         target = folder / repository.replace("/", "--")
         for done, file in enumerate(files):

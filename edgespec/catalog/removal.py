@@ -40,12 +40,12 @@ class RemovalPlan:
         return sum(path.stat().st_size for path in self.blobs)
 
     def execute(self) -> int:
-        """Delete the files and return the number of bytes freed. Raises ModelFileError on failure."""
+        """Delete the model's files and return the number of bytes freed. Raises ModelFileError on failure."""
         try:
             freed_bytes = delete_files(self.blobs)
             for link in self.links:
                 link.unlink(missing_ok=True)
-                with suppress(OSError):  # `rmdir` fails if the folder is not empty, which is fine.
+                with suppress(OSError):
                     link.parent.rmdir()
         except OSError as error:
             raise ModelFileError(

@@ -6,14 +6,13 @@ import math
 
 __all__ = ["estimate_acceptance_rate", "estimate_speedup"]
 
-# Assumed acceptance rates: 0.70, 0.78 and 0.86 for draft models with 1, 10 and 100 % of the target's size.
-# For the demo models (21 %), the estimate is 0.80 and the measured rate 0.75.
+# Assumed acceptance rate of a draft model with the target's size, and how much lower it is for each factor of
+# 10 in size. The estimate for the demo models is 0.80 and their measured rate 0.75.
 _RATE_AT_EQUAL_SIZE, _RATE_PER_DECADE = 0.86, 0.08
 _MIN_RATE, _MAX_RATE = 0.3, 0.95
-# Cost of verifying one more token in the same pass, relative to generating a token with the target model
-# (measured with F16 weights on a 2-core CPU).
+# Cost of verifying one more token in the same pass, as a multiple of a single-token pass of the target.
+# Measured with F16 weights on a 2-core CPU.
 _COST_PER_ROW = 0.14
-# Longest draft length considered, in tokens.
 _MAX_DRAFT_LENGTH = 8
 
 
@@ -39,8 +38,9 @@ def estimate_speedup(
 
     Args:
         size_ratio: Parameters of the draft model divided by those of the target.
-        step_cost: Cost of a draft step, relative to a target step. Because decoding is limited by memory
-            bandwidth, this is the ratio of the bytes that the two models read per token.
+        step_cost: Time for one pass of the draft model, as a fraction of a single-token pass of the target.
+            Because decoding is limited by memory bandwidth, this is the ratio of the bytes that the two
+            models read per token.
         shared_token_fraction: Fraction of the target's tokens that the draft model has.
         acceptance_rate: The measured acceptance rate. If None, it is estimated from the sizes.
     """

@@ -27,7 +27,7 @@ Store = Literal["embedded", "ollama", "lmstudio", "hub"]
 # Maximum number of folder entries to read per store, which takes about a second. A larger folder is probably
 # a whole disk.
 _MAX_ENTRIES = 100_000
-# Maximum number of entries to read below one symbolic link. A larger folder probably contains no models.
+# Maximum number of folder entries to read below one symbolic link.
 _MAX_LINKED_ENTRIES = 10_000
 
 

@@ -10,13 +10,13 @@ from edgespec.files import format_bytes
 
 __all__ = ["Suggestion", "suggest_model"]
 
-# Aliases such as `8b-q4` mark the models that edgespec recommends first.
+# Endings of the aliases of recommended models, such as `8b-q4`, by file format.
 _ALIAS_SUFFIX = {"gguf": "-q4", "mlx": "-mlx"}
 # Maximum download size. Larger models take hours to download, and are slow on most machines that can hold
 # them.
 _MAX_DOWNLOAD_BYTES = 10_000_000_000
-# Memory needed in addition to the files: KV caches of 8192 tokens for an 8B and a 1B model (1.25 GiB),
-# compute buffers and Python, rounded up.
+# Memory needed in addition to the model files: KV caches of 8192 tokens for an 8B and a 1B model (1.25 GiB),
+# compute buffers and Python.
 _OTHER_BYTES = 2 << 30
 
 

@@ -14,8 +14,7 @@ from edgespec.chat.waiting import check_cancelled
 
 __all__ = ["ControlTokenEscaping", "TextScanner", "is_control", "literal"]
 
-# Maximum number of texts whose tokenization results are cached, about 5 MB. A conversation with more texts is
-# tokenized again on each turn.
+# Maximum number of texts whose token counts are cached, which takes about 5 MB.
 _MAX_CACHED_SCANS = 16_384
 
 
@@ -37,7 +36,7 @@ class TextScanner:
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary
-        # Keyed by digests, so that the texts are not kept in memory.
+        # Cached results, keyed by a hash of the text.
         self._scans: dict[bytes, Scan] = {}
 
     def scan(self, text: str, progress: Progress | None) -> Scan:
@@ -65,7 +64,7 @@ class ControlTokenEscaping:
         self._vocabulary = vocabulary
         self.literals: dict[int, str] = {}
         used_characters = set().union(*(message.content + message.reasoning for message in messages))
-        # The placeholders are Unicode private-use characters that occur in no message.
+        # Use two Unicode private-use characters that occur in no message to mark placeholders.
         unused = (chr(code) for code in range(0xE000, 0xF900) if chr(code) not in used_characters)
         self._left, self._right = next(unused), next(unused)
 

@@ -12,7 +12,7 @@ from edgespec.errors import OptionError
 __all__ = ["Message", "Role", "as_message", "as_messages", "reply_message"]
 
 Role = Literal["user", "assistant", "system"]
-# The most common markers, used for reasoning that was passed without markers.
+# The most common reasoning markers. Used for reasoning that comes without markers.
 _DEFAULT_MARKERS = ("<think>\n", "\n</think>\n\n")
 _ROLES: dict[str, Role] = {"system": "system", "user": "user", "assistant": "assistant"}
 
@@ -35,7 +35,7 @@ class Message:
 
     @property
     def text(self) -> str:
-        """The whole text, exactly as the model wrote it."""
+        """The whole text of the message, including any reasoning and its markers."""
         unmarked = self.reasoning and not any(self.markers)
         before, after = _DEFAULT_MARKERS if unmarked else self.markers
         return before + self.reasoning + after + self.content
@@ -70,7 +70,7 @@ def as_messages(items: Sequence[Message | Mapping[str, Any]]) -> list[Message]:
 def as_message(number: int, item: Message | Mapping[str, Any]) -> Message:
     """Convert the `number`-th item of a list to a `Message`. Raises OptionError if it is invalid.
 
-    Reasoning at the start of a reply's content is split off, as for a new reply.
+    Reasoning at the start of an assistant message's content becomes the message's `reasoning`.
     """
     if isinstance(item, Message):
         return item

@@ -22,11 +22,10 @@ __all__ = ["ContextFull", "PromptBuilder", "RenderedPrompt", "check_context_full
 
 ContextFull = Literal["slide", "refuse"]
 
-# Number of context tokens reserved for the reply, at most a quarter of the context.
+# Number of context tokens reserved for the reply, but at most a quarter of the context.
 _REPLY_TOKENS = 512
-# Number of bytes in which to look for a leading control token. All control tokens are shorter.
+# Upper limit on the size of a control token's text, in bytes.
 _MAX_CONTROL_TOKEN_BYTES = 512
-# Maximum number of conversations whose exact tokens are remembered. Few are active at once.
 _REMEMBERED_CONVERSATIONS = 8
 
 
@@ -79,7 +78,7 @@ class PromptBuilder:
         self._cached_prefixes = cached_prefixes
         self._scanner = TextScanner(vocabulary)
         self._added_tokens: int | None = None
-        # The newest prompt is last. Each is stored with and without its reply, because regenerating a reply
+        # Recent prompts, newest last. Each is stored with and without its reply, because regenerating a reply
         # needs the prompt alone.
         self._remembered: deque[RenderedPrompt] = deque(maxlen=2 * _REMEMBERED_CONVERSATIONS)
 
@@ -102,7 +101,7 @@ class PromptBuilder:
             if len(prefix.text) == len(text):
                 return RenderedPrompt(text, list(prefix.tokens))
             rest = self._tokenize(text[len(prefix.text) :], escaping, False, progress)
-            # It is only safe to append tokens that begin with a control token, which never merges with
+            # Append tokens only if the first is a control token, because other tokens could merge with
             # earlier text.
             if rest and self._vocabulary.piece(rest[0]) == b"":
                 return RenderedPrompt(text, prefix.tokens + rest)
@@ -138,7 +137,6 @@ class PromptBuilder:
             ) from error
         opening = opening_marker(prompt.text)
         if opening and reply_start.startswith(opening):
-            # The prompt already ends with the opening marker, so remove it from the reply.
             reply_start = reply_start.removeprefix(opening)
             start_tokens = self._reply_tokens(reply_start)
         text = prompt.text + reply_start
@@ -162,8 +160,8 @@ class PromptBuilder:
     def _plain_tokens(self, text: str) -> list[int]:
         """Return tokens that decode to exactly `text`, without control tokens."""
         vocabulary, spelled = self._vocabulary, text.encode("utf-8", "replace")
-        # Some tokenizers prepend a space. If the tokens decode to more than `text`, retry with the leading
-        # space removed, then with a newline prepended, and drop the extra leading tokens.
+        # Some tokenizers prepend a space. Try variants of the text until the tokens decode to exactly the
+        # text.
         for anchored in (text, text.removeprefix(" "), f"\n{text}"):
             tokens = vocabulary.tokenize(anchored, special=False, start=False)
             for first in range(3):
@@ -257,7 +255,7 @@ class PromptBuilder:
         Reasoning is not counted, because most templates drop it.
         """
         content = message.content
-        # A message that exceeds the context will be dropped, so it need not be tokenized.
+        # A lower bound is enough for a message that is too long for the context.
         least = self._vocabulary.min_tokens(content) if len(content) > context_tokens else 0
         if least <= context_tokens:
             least = self._scanner.scan(content, progress).token_count
@@ -271,8 +269,6 @@ class PromptBuilder:
                 short, long = (len(self.build([*turn * count, turn[0]], progress).tokens) for count in (1, 2))
                 self._added_tokens = max(0, (long - short) // len(turn) - 1)
             except TemplateError:
-                # The template rejects this sample conversation, so its overhead cannot be measured. It may
-                # still accept other conversations.
                 self._added_tokens = 0
         return self._added_tokens
 
@@ -281,8 +277,7 @@ class PromptBuilder:
         tokens = list(reply_tokens)
         if tokens and self._vocabulary.is_end(tokens[-1]):
             tokens.pop()
-        # Include control tokens as text, as chat templates write them. If they were skipped, a prompt without
-        # the reply's reasoning markers could wrongly match a reply whose tokens contain them.
+        # Include control tokens such as `<think>`, because chat templates write them as text.
         pieces = (self._vocabulary.piece(token) or self._vocabulary.raw_piece(token) for token in tokens)
         text = b"".join(pieces).decode("utf-8", "replace")
         self._remembered.append(RenderedPrompt(prompt.text, prompt.tokens))
@@ -290,7 +285,7 @@ class PromptBuilder:
 
     def _remembered_prefix(self, text: str) -> RenderedPrompt | None:
         """Return the longest remembered conversation that `text` continues."""
-        # Iterate over a copy, because another thread may append to `_remembered` meanwhile.
+        # Iterate over a copy, because another thread may append to the deque.
         prefixes = [prefix for prefix in tuple(self._remembered) if text.startswith(prefix.text)]
         return max(prefixes, key=lambda prefix: len(prefix.text), default=None)
 
@@ -309,7 +304,7 @@ class PromptBuilder:
             piece = self._vocabulary.raw_piece(token) if control else self._vocabulary.piece(token)
             if not encoded.startswith(piece, at):
                 if i == 0 and control:
-                    # Skip the start token, which the tokenizer adds but the template does not write.
+                    # Skip the start token, which the tokenizer adds and chat templates do not write.
                     continue
                 break
             if control:
@@ -331,14 +326,13 @@ class PromptBuilder:
         tokens = tokenize(vocabulary, text, special=True, start=start, progress=progress)
         if not escaping.literals:
             return tokens
-        # Keep the template's control tokens, and tokenize the restored user text between them as plain text.
+        # Keep the template's control tokens. Tokenize the user's text between them as plain text.
         control_tokens, tokens = [token for token in tokens if is_control(vocabulary, token)], []
         at = 0
         for token in control_tokens:
             spelling = literal(vocabulary, token)
             begin = text.find(spelling, at)
             if begin < 0:
-                # This is the start token, which the tokenizer adds but the template does not write.
                 tokens.append(token)
                 continue
             if begin > at:

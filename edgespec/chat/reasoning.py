@@ -19,22 +19,22 @@ __all__ = [
     "split_reasoning",
 ]
 
-# The markers before and after reasoning. The comments name models whose published chat templates use them.
+# The markers before and after the reasoning, from published chat templates.
 _MARKERS: Mapping[str, str] = MappingProxyType(
     {
-        # Qwen 3, QwQ, DeepSeek R1, GLM 4.5, SmolLM 3, Nemotron Nano, MiniMax M2, Kimi K2 Thinking
+        # Used by Qwen 3, QwQ, DeepSeek R1, GLM 4.5, SmolLM 3, Nemotron Nano, MiniMax M2 and Kimi K2 Thinking.
         "<think>": "</think>",
-        # Magistral, Ministral 3 Reasoning
+        # Used by Magistral and Ministral 3 Reasoning.
         "[THINK]": "[/THINK]",
-        # Seed-OSS
+        # Used by Seed-OSS.
         "<seed:think>": "</seed:think>",
-        # MiniMax M3
+        # Used by MiniMax M3.
         "<mm:think>": "</mm:think>",
-        # Command R7B, Command A Reasoning
+        # Used by Command R7B and Command A Reasoning.
         "<|START_THINKING|>": "<|END_THINKING|>",
-        # Gemma 4
+        # Used by Gemma 4.
         "<|channel>thought": "<channel|>",
-        # gpt-oss. The final channel holds the answer. A reply that starts with it has no reasoning to close.
+        # Used by gpt-oss, whose final channel contains the answer.
         "<|channel|>analysis<|message|>": "<|start|>assistant<|channel|>final<|message|>",
         "<|channel|>final<|message|>": "",
     }
@@ -64,7 +64,7 @@ def piece_with_markers(vocabulary: Vocabulary, token: int) -> bytes:
 
 
 def opening_marker(prompt: str) -> str:
-    """Return the opening marker and whitespace at the end of a prompt, or an empty string.
+    """Return the marker that opens reasoning at the end of a prompt, with whitespace, or an empty string.
 
     The templates of DeepSeek R1, QwQ and others write the opening marker themselves, so that the model must
     reason. The reply then starts inside the reasoning.
@@ -74,12 +74,12 @@ def opening_marker(prompt: str) -> str:
 
 
 def split_at_markers(text: str) -> list[tuple[str, bool]]:
-    """Split a text at possible marker tokens. Return each part and whether it is one of them."""
+    """Split a text at possible reasoning markers. Return each part and whether it is such a marker."""
     return [(part, place % 2 == 1) for place, part in enumerate(_MARKER_TOKEN.split(text))]
 
 
 def leading_marker(text: str) -> str:
-    """Return the opening marker and whitespace at the start of a reply, or an empty string."""
+    """Return the marker that opens reasoning at the start of a reply, with whitespace, or an empty string."""
     leading = _LEADING.match(text)
     return leading[0] if leading else ""
 
@@ -111,16 +111,15 @@ class ReasoningSplitter:
         self._close = ""
         self._phase: Literal["start", "reasoning", "answer"] = "start"
         self._held = ""
-        # True until the current part (reasoning or answer) has text. Until then, leading whitespace is
-        # dropped.
+        # Whether to drop leading whitespace of the reasoning or the answer.
         self._drops_space = False
-        # Number of buffered characters to drop instead of returning them.
+        # Number of buffered characters that are not returned, because they belong to the prompt.
         self._skipped = 0
         self.feed(reply_start)
         self._skipped = len(self._held)
 
     def feed(self, text: str) -> SplitText:
-        """Add a token's text, and return the text that no longer has to be withheld."""
+        """Add a token's text. Return the reasoning or answer text that no longer has to be withheld."""
         before = self._phase
         self._held += text
         if self._phase == "start":
@@ -128,7 +127,6 @@ class ReasoningSplitter:
         in_reasoning = "reasoning" in (before, self._phase)
         reasoning = self._read_reasoning() if self._phase == "reasoning" else ""
         answer = self._read(len(self._held)) if self._phase == "answer" else ""
-        # The whitespace between the reasoning and the answer belongs to the reasoning.
         return SplitText(reasoning, answer, in_reasoning or self._drops_space)
 
     def finish(self, text: str = "") -> SplitText:
@@ -167,7 +165,7 @@ class ReasoningSplitter:
         return reasoning
 
     def _read(self, length: int) -> str:
-        """Consume and return `length` characters, but drop whitespace before the reasoning or the answer."""
+        """Take `length` characters from the buffer, without whitespace before the reasoning or the answer."""
         text, self._held = self._held[:length], self._held[length:]
         if self._drops_space:
             text = text.lstrip()

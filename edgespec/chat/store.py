@@ -36,7 +36,7 @@ Setting = str | int | float | bool | list[str]
 VERSION = 1
 # Maximum length, in characters, of a title taken from the first message.
 _MAX_TITLE = 60
-# Maximum time to wait while another program is saving.
+# Maximum time in seconds to wait while another program is saving a chat.
 _LOCK_SECONDS = 5.0
 # Files above this size are rejected without being read. No real chat gets this long.
 _MAX_FILE_BYTES = 64 * 1024 * 1024
@@ -98,7 +98,7 @@ class SavedChat:
             "system": self.system,
             "messages": [_message_json(message) for message in self.messages],
             "sampling": dict(self.sampling),
-            # Optional, so that older versions of edgespec can still read the file.
+            # Omit the key for finished chats, so that older versions of edgespec can read the file.
             **({"unfinished": True} if self.unfinished else {}),
         }
 
@@ -133,17 +133,16 @@ class ChatStore:
         self.folder = folder if folder is not None else data_folder() / "chats"
 
     def new_id(self) -> str:
-        """Return a new, unused ID made of the current time and random digits."""
+        """Return an unused chat ID made of the current time and random digits."""
         while True:
             chat_id = f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{secrets.token_hex(4)}"
-            # Unlike Path.exists, this raises no error if the folder cannot be read.
             if not os.path.exists(self._path(chat_id)):
                 return chat_id
 
     def save(self, chat: SavedChat) -> Path:
         """Save a chat atomically, replacing any older version. Raises ChatFileError."""
         path = self._path(chat.id)
-        # Pasted text can contain lone surrogates, which UTF-8 cannot encode. They are replaced below.
+        # Pasted text can contain lone surrogates, which cannot be encoded as UTF-8 and are replaced.
         text = json.dumps(chat.to_json(), ensure_ascii=False, indent=1) + "\n"
         try:
             if not path.exists():
@@ -161,7 +160,7 @@ class ChatStore:
 
         Args:
             chat: The chat to save.
-            known: `updated` of the saved version that this chat is based on, if there is one.
+            known: The value of `updated` in the saved version that this chat is based on, or None.
 
         Returns:
             The chat, with the ID under which it was saved.
@@ -179,8 +178,7 @@ class ChatStore:
         try:
             return self.load(chat_id).updated != known
         except ChatFileError:
-            # Recreate a deleted file, but keep an unreadable one, because a newer version of edgespec may
-            # have written it.
+            # Do not overwrite an unreadable file, because a newer version of edgespec may have written it.
             return self._path(chat_id).exists()
 
     @contextmanager
@@ -311,7 +309,6 @@ def _checked(path: Path, json_value: object) -> SavedChat:
 
 
 def _typed(value: object, kind: type[_T], name: str) -> _T:
-    # `isinstance` would accept True as an integer.
     if type(value) is not kind:
         raise ValueError(f"{name} must be {_KINDS[kind]}, not {_KINDS.get(type(value), 'a number')}")
     return value

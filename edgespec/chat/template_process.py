@@ -28,8 +28,7 @@ from edgespec.files import format_bytes
 
 __all__ = ["TemplateProcess"]
 
-# Maximum number of 50 ms polls per request: at least 20 seconds. Counting polls instead of seconds leaves out
-# the time during which edgespec is suspended.
+# Maximum number of 50 ms waits for a rendered prompt, about 20 seconds.
 _MAX_POLLS = 400
 
 
@@ -52,8 +51,8 @@ class TemplateProcess:
             )
         script = str(Path(__file__).with_name("template_worker.py"))
         try:
-            # -I ignores the current folder and PYTHONPATH. A new session shields the child from the
-            # terminal's Ctrl-C.
+            # The -I option ignores the current folder and PYTHONPATH. In a new session, the process does not
+            # receive the terminal's Ctrl-C.
             self._process = subprocess.Popen(
                 [sys.executable, "-I", script, *_import_folders()],
                 stdin=subprocess.PIPE,
@@ -70,7 +69,7 @@ class TemplateProcess:
 
     @property
     def alive(self) -> bool:
-        """Whether the process can handle requests."""
+        """Whether the child process can still handle requests."""
         return self._end.alive and self._process.poll() is None
 
     def ask(self, request: dict[str, Any], progress: Progress | None = None) -> dict[str, str]:
@@ -85,7 +84,6 @@ class TemplateProcess:
         def exchange() -> dict[str, str] | None:
             assert process.stdin
             assert process.stdout
-            # Ignore errors from broken or closed pipes, which only mean that the process has ended.
             with suppress(OSError, ValueError):
                 write_message(process.stdin, data)
                 if reply := read_message(process.stdout, output_limit_bytes(len(data))):
@@ -129,7 +127,6 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     process.kill()
     process.wait()
     for stream in (process.stdin, process.stdout):
-        # Closing stdin raises BrokenPipeError if part of a request is unsent.
         with suppress(OSError):
             if stream:
                 stream.close()

@@ -28,11 +28,11 @@ __all__ = [
     "write_message",
 ]
 
-# CPU time limit per prompt. A chat of 5,000 messages takes 0.2 seconds.
+# Maximum CPU time in seconds for rendering a prompt. A chat of 5,000 messages takes 0.2 seconds.
 CPU_SECONDS = 2.0
-# Templates control their error text, so truncate it to this many characters.
+# Maximum length of a template's error message in characters.
 _MAX_ERROR_CHARACTERS = 300
-# Hint that Python appends to its error about long integers. Removed, because it does not help end users.
+# Advice that Python appends to its error about long integers. It does not help users, so remove it.
 _PYTHON_ADVICE = "; use sys.set_int_max_str_digits() to increase the limit"
 
 
@@ -46,7 +46,7 @@ def memory_limit_bytes(request_bytes: int) -> int:
 
 
 def output_limit_bytes(request_bytes: int) -> int:
-    """Return the size limit of the prompt, with room for templates that repeat messages or add text."""
+    """Return the maximum size of a rendered prompt in bytes, with room for text that the template adds."""
     return (1 << 20) + 4 * request_bytes
 
 
@@ -59,7 +59,6 @@ def read_message(stream: IO[bytes], max_bytes: int | None = None) -> tuple[dict[
     data = stream.read(size_bytes)
     if len(data) < size_bytes:
         return None
-    # Messages can contain lone surrogates, which UTF-8 cannot encode.
     return json.loads(data.decode("utf-8", "surrogatepass")), size_bytes
 
 
@@ -98,14 +97,14 @@ def compile_template(source: str) -> Template:
     try:
         return environment.from_string(source)
     except SyntaxError as error:
-        # Jinja reports errors in a template as TemplateSyntaxError, so a plain SyntaxError means that the
-        # generated code exceeds Python's limit on nested blocks.
+        # Jinja reports other errors as TemplateSyntaxError. A SyntaxError means that the template is nested
+        # too deeply.
         raise RecursionError from error
 
 
 def main() -> None:
     """Answer requests until stdin is closed."""
-    # With `python -I`, Jinja is not found if it was installed outside the interpreter's own folders.
+    # Add the folders that contain Jinja, because `python -I` may not find it.
     sys.path += sys.argv[1:]
     template: Template | None = None
     while message := read_message(sys.stdin.buffer):
@@ -123,7 +122,6 @@ def main() -> None:
         except RecursionError:
             data = encode({"error": "nesting"})
         except Exception as error:
-            # Templates can raise any exception, with a message of any length.
             text = " ".join(str(error).replace(_PYTHON_ADVICE, "").split())[:_MAX_ERROR_CHARACTERS]
             data = encode({"error": "syntax" if template is None else "rejected", "message": text})
         if len(data) > output_limit_bytes(size_bytes):

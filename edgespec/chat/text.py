@@ -28,11 +28,11 @@ class ReplyText:
 
     @property
     def text(self) -> str:
-        """The text so far, excluding withheld text."""
+        """The reply's text so far, without text that could be the start of a stop string."""
         return "".join(self._released)
 
     def feed(self, token: int) -> bool:
-        """Add a token. Return True if the reply ends with this token."""
+        """Add a token to the reply's text. Return True if the token ends the reply."""
         if self._is_end(token):
             self._fresh.append("")
             return True
@@ -47,7 +47,7 @@ class ReplyText:
         return False
 
     def _undecided(self) -> int:
-        """Return the length of the longest suffix of the withheld text that could start a stop string."""
+        """Return the length of the longest end of the withheld text that could begin a stop string."""
         longest = max((len(stop) for stop in self._stop), default=1) - 1
         for length in range(min(longest, len(self._held)), 0, -1):
             if any(stop.startswith(self._held[-length:]) for stop in self._stop):
@@ -60,12 +60,12 @@ class ReplyText:
         self._fresh.append(released)
 
     def drain(self) -> list[str]:
-        """Return the text added by each token since the last call."""
+        """Return the text that each token added to the reply since the last call."""
         fresh, self._fresh = self._fresh, []
         return fresh
 
     def finish(self) -> str:
-        """End the reply and return the withheld text. An incomplete character becomes U+FFFD."""
+        """End the reply and return the text that was withheld. An incomplete character becomes U+FFFD."""
         rest = self._held + self._decoder.decode(b"", final=True)
         self._held = ""
         self._released.append(rest)

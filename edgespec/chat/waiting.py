@@ -13,7 +13,6 @@ from edgespec.errors import CancelledError
 __all__ = ["check_cancelled", "wait_for"]
 
 _Result = TypeVar("_Result")
-# Seconds between calls to `poll`, and so the longest delay before a cancellation takes effect.
 _POLL_SECONDS = 0.05
 
 
@@ -41,4 +40,4 @@ def wait_for(work: Callable[[], _Result], poll: Callable[[], None]) -> _Result:
 def check_cancelled(progress: Progress | None) -> None:
     """Report that a prompt is being prepared. Raises CancelledError if `progress` returns False."""
     if progress and not progress("preparing the prompt", 0.0):
-        raise CancelledError("cancelled while preparing the prompt")
+        raise CancelledError("the reply was cancelled while its prompt was being prepared")

@@ -175,9 +175,8 @@ def _bench(stop: Stop, texts: Sequence[Prompt], options: dict[str, Any]) -> Repo
     settings = pick(options, ("temperatures", "repeats", "max_tokens", "seed", "acceptance"))
     methods, lengths = options["methods"], options["draft_lengths"] or ()
     configs = partial(method_configs, draft_lengths=lengths, control=options["control"])
-    # Check the options before loading the models.
     BenchPlan(tuple(texts), configs(methods or ()), **settings)
-    # Reserve the full context, because enlarging it mid-reply would slow down only that reply.
+    # Reserve the full context, because enlarging it during a reply would distort the measurement.
     wanted = {**pick(options, MODEL_NAMES), "reserve_full_context": True}
     max_seconds = options["max_seconds"]
     with (
@@ -196,7 +195,7 @@ def _all_methods(drafters: Sequence[str]) -> tuple[str, ...]:
 
 
 def _planned(plan: BenchPlan, max_seconds: int | None) -> str:
-    """Describe the number of replies in a benchmark, and the factors that make up this number."""
+    """Return a line that says how many replies the benchmark generates, and how this number is computed."""
     factors = [
         counted(len(plan.prompts), "prompt"),
         counted(len(plan.temperatures), "temperature"),

@@ -17,9 +17,8 @@ if TYPE_CHECKING:
 __all__ = ["print_report"]
 
 _Item = TypeVar("_Item")
-# Width of charts if stdout is not a terminal.
 _PIPE_COLUMNS = 100
-# Smaller speed-ups could be measurement noise.
+# Minimum speed-up to report. Smaller ones could be measurement noise.
 _MIN_SPEED_UP = 1.03
 _LEGEND = """\
 SPEED-UP      speed compared with no drafting on the same prompt, not counting the time to read the prompt

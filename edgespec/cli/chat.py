@@ -72,7 +72,6 @@ def command(
 
         return edgespec.load(**pick(options, LOAD_NAMES), progress=progress)
 
-    # The chat shows and saves only settings that the user changed.
     settings = {
         name: list(options[name]) if isinstance(options[name], tuple) else options[name]
         for name in _REPLY_NAMES

@@ -8,7 +8,7 @@ import click
 
 __all__ = ["COMMANDS", "MISSING_COMMANDS", "OLLAMA_COMMANDS", "load_command"]
 
-# In the order of the help text.
+# The names of all commands, in the order of the help text.
 COMMANDS = (
     "chat",
     "generate",
@@ -24,7 +24,7 @@ COMMANDS = (
     "completion",
 )
 
-# What to suggest to users who type Ollama's commands. MODEL stands for the next word that they typed.
+# Ollama's commands, and what to suggest instead. MODEL stands for the next word that the user typed.
 OLLAMA_COMMANDS = {
     "run": "chat --target MODEL",
     "list": "models list",
@@ -35,7 +35,7 @@ OLLAMA_COMMANDS = {
     "cp": "models alias",
     "help": "--help",
 }
-# Ollama's commands that edgespec lacks, and the reason.
+# Ollama's commands that edgespec does not have, and the reason.
 MISSING_COMMANDS = dict.fromkeys(
     ("serve", "ps", "stop"), "edgespec has no server, and a model is loaded only while a command uses it"
 )

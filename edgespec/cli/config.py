@@ -268,7 +268,7 @@ def set_value(ctx: click.Context, key: str, values: tuple[str, ...], as_json: bo
 def unset_value(ctx: click.Context, key: str, as_json: bool) -> int:
     """Remove a setting from the file so that its default applies again. Unknown names can be removed too."""
     path = _key_path(key)
-    # First try the key exactly as typed, so that a misspelt line can be removed.
+    # First look up the key exactly as typed, so that misspelt settings can be removed.
     file = settings_path()
     removed = write_value(file, tuple(key.split(".")), None) or write_value(file, path, None)
     if not removed:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 __all__ = ["Check", "command"]
 
 _DEMO_TOKENS = 16
-# Report the demo model as slow below this speed. An idle machine is several times as fast.
+# Speed below which the demo model is reported as slow. An idle machine is several times as fast.
 _SLOW_TOKENS_PER_SECOND = 50
 _LOW_MEMORY_BYTES = 2_000_000_000
 _BUILD_FLAG = {"metal": "-DGGML_METAL=on", "cuda": "-DGGML_CUDA=on"}
@@ -203,7 +203,6 @@ def _demo(stop: Stop) -> Check:
 
 def _print(checks: list[Check]) -> None:
     width = max(len(check.name) for check in checks)
-    # With None, click removes colours if stdout is not a terminal.
     colour = False if os.environ.get("NO_COLOR") else None
     for check in checks:
         warns = not check.ok or bool(check.next_step)

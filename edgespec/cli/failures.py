@@ -67,7 +67,6 @@ def _wrong_usage(error: click.UsageError) -> str:
 
 
 def _options(context: click.Context | None) -> list[str]:
-    """Return the long names of a command's options."""
     if context is None:
         return []
     options = (each for each in context.command.get_params(context) if isinstance(each, click.Option))

@@ -106,7 +106,6 @@ def _write(stream: ReplyStream, progress: ProgressLine, silent: bool) -> None:
                 if chunk.reasoning:
                     note(chunk.text, end="")
                 else:
-                    # An empty line separates the reasoning from the answer.
                     note("\n\n" if reasoning else "", end="")
                     write_text(chunk.text)
                     last = chunk.text

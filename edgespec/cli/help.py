@@ -72,7 +72,6 @@ class HelpfulCommand(_Helpful):
 
     def invoke(self, ctx: click.Context) -> Any:
         """Run the command, ignoring settings that the chosen drafting method does not use."""
-        # Commands without settings leave `ctx.meta` empty.
         if ctx.meta:
             from edgespec.cli.settings import ignore_unread_settings
 
@@ -86,7 +85,7 @@ class HelpfulGroup(_Helpful, click.Group):
     command_class = HelpfulCommand
     # Commands of other programs, and what to suggest instead. MODEL stands for the next argument.
     foreign_commands: Mapping[str, str] = {}
-    # Commands of other programs that have no counterpart, and the reason.
+    # Commands of other programs that edgespec does not have, and the reason.
     missing_commands: Mapping[str, str] = {}
 
     def __init__(self, *args: Any, **settings: Any) -> None:

@@ -23,7 +23,6 @@ from edgespec.cli.failures import INTERRUPTED
 __all__ = ["Stop", "interruptible"]
 
 _Result = TypeVar("_Result")
-# Seconds between checks for signals in the main thread.
 _SIGNAL_SECONDS = 0.1
 
 
@@ -39,7 +38,7 @@ class Stop:
         return self._event.is_set()
 
     def on_request(self, action: Callable[[], None]) -> None:
-        """Call `action` when a stop is requested, or now if one already was. `action` can be called twice."""
+        """Call `action` when a stop is requested, or now if that has already happened. May call it twice."""
         self._action = action
         if self.requested:
             action()
@@ -74,7 +73,7 @@ class _WorkerThread:
         while True:
             call = self._calls.get()
             call()
-            # Do not keep the call's models in memory while waiting for the next call.
+            # Free the call's models while waiting for the next call.
             del call
 
 
@@ -106,19 +105,19 @@ def interruptible(work: Callable[[Stop], _Result]) -> _Result:
 
     def on_signal(_number: int, _frame: FrameType | None) -> None:
         if stop.requested:
-            # Do not wait for `work`, because a native call may hang.
+            # Do not wait for the running command, because a native call may hang.
             click.echo("interrupted", err=True)
             sys.stdout.flush()
             os._exit(INTERRUPTED)
         stop.request()
 
-    # Keep ignoring signals that the parent process, such as nohup, has disabled.
+    # Keep ignoring signals that the parent process, such as nohup, ignores.
     handled = [s for s in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(s) is not signal.SIG_IGN]
     before = {number: signal.signal(number, on_signal) for number in handled}
     limit_malloc_arenas()
     try:
         _WORKER.submit(run)
-        # Wake up regularly, because a signal delivered to another thread does not wake this one.
+        # Check regularly, because a signal delivered to another thread does not wake this one.
         while not outcome.done():
             wait([outcome], timeout=_SIGNAL_SECONDS)
         return outcome.result()

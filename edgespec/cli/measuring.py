@@ -33,7 +33,7 @@ __all__ = [
 
 _MAX_SEED = (1 << 63) - 1
 _BAR_CELLS = 20
-# In a pipe, the remaining time is not printed if it is shorter than this.
+# Remaining times shorter than this are printed only on a terminal.
 _MIN_REPORTED_SECONDS = 10.0
 _shown = partial(click.option, show_default=True)
 
@@ -46,7 +46,6 @@ draft_lengths_option = partial(
     _shown, "--draft-lengths", type=KindType(ListOf(Integer(1, MAX_DRAFT_LENGTH))), metavar="K,K"
 )
 max_tokens_option = partial(_shown, "-n", "--max-tokens", type=KindType(Integer(1)), metavar="N")
-# The default seed is fixed, so that measurements are reproducible.
 seed_option = partial(_shown, "--seed", type=KindType(Integer(0, _MAX_SEED)), metavar="N", default=1)
 
 
@@ -82,8 +81,7 @@ class RepliesProgress(ProgressLine):
         super().__init__(stop)
         self._ends = monotonic() + max_seconds if max_seconds else inf
         self._current = ""
-        # `_step_began` is when the current step, such as the warm-up or the first reply, began. `_first`
-        # holds the completed fraction and the time when the first reply finished.
+        # Start time of the current step, such as the warm-up or the first reply.
         self._step_began = 0.0
         self._first: tuple[float, float] | None = None
 
@@ -106,7 +104,7 @@ class RepliesProgress(ProgressLine):
         is_first = self._first is None
         done, since = self._first = self._first or (fraction, now)
         if fraction > done:
-            # Exclude the first reply from the estimate, because it may be slower than the others.
+            # Estimate from the time since the first reply ended, because the first one may be slower.
             seconds = (now - since) * (1 - fraction) / (fraction - done)
         else:
             seconds = (since - self._step_began) * (1 - fraction) / fraction

@@ -141,7 +141,7 @@ def list_models(as_json: bool) -> None:
 
 def _short_names(entry: ModelEntry) -> str:
     """Return the first alias of a catalogue model and, if it has another one, its name in Ollama."""
-    # Aliases such as `qwen3:8b-mlx` are as long as the name, and unknown to Ollama.
+    # Leave out aliases such as `qwen3:8b-mlx`, which are no shorter than the model's name.
     short = [alias for alias in entry.aliases if not (":" in alias and alias.endswith("-mlx"))]
     ollama = [alias for alias in short if ":" in alias]
     names = dict.fromkeys([*short[:1], *ollama[:1]])

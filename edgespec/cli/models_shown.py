@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 __all__ = ["STORED_BY", "Shown", "entry_json", "installed_json", "prepared_json"]
 
 STORED_BY = {"embedded": "edgespec", "ollama": "Ollama", "lmstudio": "LM Studio", "hub": "Hugging Face"}
-# Maximum number of draft models that `edgespec models show` lists.
 _MAX_DRAFTS = 8
 
 
@@ -148,7 +147,6 @@ def prepared_json(prepared: PreparedModel) -> dict[str, Any]:
 
 
 def _info_json(info: ModelInfo) -> dict[str, Any]:
-    """Return metadata read from the model files as a JSON object."""
     return {
         "family": info.family,
         "architecture": info.architecture,
@@ -181,7 +179,6 @@ def _loaded_json(facts: ModelFacts) -> dict[str, Any]:
 
 
 def _draft_json(option: DraftOption) -> dict[str, Any]:
-    """Return a possible draft model as a JSON object."""
     return {
         "reference": option.reference,
         "on_this_machine": option.path is not None,

@@ -44,7 +44,6 @@ METHOD_NAMES = _names(LOAD_OPTIONS, "method")
 LOAD_NAMES = (*MODEL_NAMES, *METHOD_NAMES, *PREFIX_CACHE_NAMES)
 SAMPLING_NAMES = _names(REPLY_OPTIONS, "sampling")
 REPLY_NAMES = (*_names(REPLY_OPTIONS, "reply"), *SAMPLING_NAMES)
-# Methods that shell completion suggests. Other combinations are also valid.
 METHODS = ("auto", "none", *DRAFTER_NAMES, "model+suffix", "layerskip+suffix", "lowbit+suffix")
 _DECLARATIONS = {**MODEL_OPTIONS, **LOAD_OPTIONS, **SETTINGS}
 _HEADINGS = {
@@ -58,7 +57,7 @@ _HEADINGS = {
 
 
 def pick(options: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
-    """Return only the options with these names."""
+    """Return the entries of `options` whose names are in `names`."""
     return {name: options[name] for name in names if name in options}
 
 
@@ -71,7 +70,7 @@ class KindType(click.ParamType):  # type: ignore[type-arg]  # generic since clic
         self.kind = kind
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:  # noqa: ARG002
-        """Convert and check a string. Other values come from settings, and are already converted."""
+        """Convert a command line string to a checked value. Values from settings are already converted."""
         if isinstance(value, str):
             value = self.kind.parse(value)
             if param is not None and not self.kind.repeatable:
@@ -109,7 +108,7 @@ def _complete_method(_ctx: click.Context, _param: click.Parameter, typed: str) -
 
 
 def model_reference(name: str) -> Decorator:
-    """Return the REF argument, with shell completion."""
+    """Return a decorator for the REF argument of a command, a model reference with shell completion."""
     return click.argument(name, metavar="REF", shell_complete=_complete_model)
 
 

@@ -39,7 +39,7 @@ class Program(HelpfulGroup):
             raise click.exceptions.Exit(_reader_left()) from None
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run the command. A reader that closes the pipe early, such as `head -1`, is not an error."""
+        """Run the command. It is not an error if the reader of its output, such as `head -1`, exits early."""
         try:
             return super().invoke(ctx)
         except BrokenPipeError:
@@ -54,13 +54,11 @@ class Program(HelpfulGroup):
     def main(self, *args: Any, **extra: Any) -> NoReturn:
         """Run a command and exit with 0 (success), 1 (failure), 2 (usage error) or 130 (interrupted)."""
         if sys.stdout is None:
-            # stdout is None because it was closed before the program started.
+            # stdout was already closed when the program started, so report the error on stderr.
             if sys.stderr is not None:
                 sys.stderr.write("error: there is nowhere to print to, because stdout is closed\n")
             sys.exit(FAILED)
         with suppress(AttributeError):
-            # Replace characters that the terminal cannot show, which would otherwise raise an error
-            # mid-reply.
             sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]
             sys.stderr.reconfigure(errors="replace")  # type: ignore[union-attr]
         extra |= {"prog_name": "edgespec", "standalone_mode": False}

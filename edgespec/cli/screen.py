@@ -28,12 +28,12 @@ __all__ = [
     "write_text",
 ]
 
-# Control characters, including text direction marks, which could disguise a file name.
+# Control characters, and characters that change the text direction and can disguise a file name.
 _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
 _CLEAR_LINE = "\r\x1b[K"
-# On a terminal, operations shorter than this show no progress line.
+# Seconds before a progress line appears on a terminal.
 _TERMINAL_DELAY_SECONDS = 0.3
-# If stderr is not a terminal, only operations longer than this print a progress line.
+# Seconds before a progress line is printed if stderr is not a terminal.
 _PIPE_DELAY_SECONDS = 5.0
 
 
@@ -117,7 +117,7 @@ def _table(heads: Sequence[str], rows: Sequence[Sequence[str]], shown: Sequence[
 
     on_terminal = is_terminal(sys.stdout)
     table = Table(box=SIMPLE_HEAD if on_terminal else None, pad_edge=False, header_style="bold")
-    # Users copy the first column to the command line, so wrap it only if it exceeds half the terminal.
+    # Users copy names from the first column, so wrap it only if it exceeds half the terminal's width.
     longest = max((len(row[0]) for row in rows), default=0)
     first_folds = 2 * longest > shutil.get_terminal_size().columns
     columns = [column for column, head in enumerate(heads) if head in shown]
@@ -125,7 +125,6 @@ def _table(heads: Sequence[str], rows: Sequence[Sequence[str]], shown: Sequence[
         folds = on_terminal and (column > 0 or first_folds)
         table.add_column(Text(heads[column]), overflow="fold", no_wrap=not folds)
     for row in rows:
-        # File names may contain newlines, which would break the table.
         table.add_row(*(Text(line_of(row[column])) for column in columns))
     return table
 

@@ -56,7 +56,6 @@ VARIABLES = {
 
 _SETTINGS_KEY = "edgespec.cli.settings"
 _USED_KEY = "edgespec.cli.settings used"
-# Maximum number of characters of an unknown setting's name to quote in an error message.
 _MAX_NAME = 60
 
 
@@ -138,7 +137,7 @@ class Settings:
         return cls(path, environment, file, tuple(problems))
 
     def find(self, command: str, name: str) -> SettingValue | None:
-        """Look up a setting in the environment, then in the command's section, then in the common section."""
+        """Return a setting from the environment, the file's section for a command, or its common section."""
         places = (self.environment, self.file.get(command, {}), self.file.get(ALL_COMMANDS, {}))
         return next((place[name] for place in places if name in place), None)
 
@@ -161,7 +160,7 @@ def settings_of(command: str) -> dict[str, SettingOption]:
 
 
 def suggestion(name: str, known: Iterable[str], prefix: str = "") -> str:
-    """Return a hint that suggests the names most similar to `name`. Does not compare their `prefix`."""
+    """Return a hint with the most similar names in `known`. All names may begin with `prefix`."""
     near = nearest(name.removeprefix(prefix), [each.removeprefix(prefix) for each in known])
     return (
         f"did you mean {' or '.join(prefix + each for each in near)}?"
@@ -264,7 +263,6 @@ def ignore_unread_settings(ctx: click.Context) -> None:
     params = ctx.params
     for name in unread_options((params.get("method") or "auto", *(params.get("methods") or ()))):
         if name in used:
-            # Without the setting, `load` uses the default value.
             del params[name]
             note(f"{name} ({used.pop(name).where}) is ignored: this method does not use it")
 

@@ -22,7 +22,7 @@ __all__ = ["KeyPath", "NotEditableError", "changed", "line_number", "quoted", "r
 KeyPath: TypeAlias = tuple[str, ...]
 """The names that lead to a value: `("temperature",)`, `("chat", "temperature")`."""
 _LOCK_SECONDS = 10
-# Maximum size of a settings file, and number of lines in one of its values, so that editing stays fast.
+# Maximum size of a settings file in bytes, and maximum number of lines in one value.
 _MAX_BYTES, _MAX_VALUE_LINES = 64 << 10, 500
 _PLACE = re.compile(r" \(at (?:line (\d+), column (\d+)|end of document)\)$")
 
@@ -102,7 +102,7 @@ def write_value(file: Path, path: KeyPath, literal: str | None) -> bool:
             after = changed(before, path, literal)
             if after == before:
                 return literal is not None
-            # If the file is a symbolic link, write to its target: some users keep settings in another folder.
+            # If the file is a symbolic link, keep the link and write to the file that it points to.
             write_private_file(file.resolve(), after.encode())
     except NotEditableError:
         raise ConfigurationError(
@@ -152,8 +152,8 @@ def changed(text: str, path: KeyPath, literal: str | None) -> str:
     result = "\n".join(lines)
     found = _read(result)
     if found is not None and len(path) > 1:
-        # Removing the only key of a table that is written with dotted keys also removes the table. `_wanted`
-        # keeps an empty table, so add one.
+        # Removing the last key of a table can also remove the table, which is harmless. Add an empty one, so
+        # that the comparison below succeeds.
         found.setdefault(path[0], {})
     if found != _wanted(tomllib.loads(text), path, literal):
         raise NotEditableError

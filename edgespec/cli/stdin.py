@@ -15,12 +15,12 @@ from edgespec.files import format_bytes
 
 __all__ = ["read_piped_text", "read_stdin"]
 
-# Seconds to wait for the first byte from a pipe. Programs that start edgespec, such as editors and
-# schedulers, often leave an open pipe on its stdin without ever writing to it.
+# Seconds to wait for the first byte from a pipe. Editors and schedulers often start programs with an open
+# pipe to which they never write.
 _WAIT_SECONDS = 10.0
-# Seconds after which to print what edgespec is waiting for.
+# Seconds to wait for piped text before printing that edgespec is waiting.
 _NOTICE_SECONDS = 2.0
-# Far more text than any context holds. Bounds the memory that endless input, such as `yes |`, uses.
+# Maximum size of the text read from stdin, far more than any context holds.
 _MAX_BYTES = 64 << 20
 
 
@@ -49,7 +49,6 @@ def read_stdin() -> str:
             f"stdin is not valid UTF-8 at byte {error.start + 1}",
             "convert the text to UTF-8, for example with iconv",
         ) from error
-    # `echo` appends a newline that is not part of the text.
     return text.removesuffix("\n").removesuffix("\r")
 
 
@@ -68,7 +67,7 @@ def read_piped_text() -> str:
         number = sys.stdin.fileno()
         mode = os.fstat(number).st_mode
     except io.UnsupportedOperation:
-        return read_stdin()  # A Python program has replaced stdin with a buffer in memory.
+        return read_stdin()
     except (OSError, ValueError):
         return ""
     if stat.S_ISREG(mode):
@@ -97,4 +96,4 @@ def _is_ready(number: int, seconds: float) -> bool:
     try:
         return bool(select.select([number], [], [], seconds)[0])
     except (OSError, ValueError):
-        return True  # On Windows, `select` does not support pipes, so read until the writer closes it.
+        return True  # `select` does not support pipes on Windows.

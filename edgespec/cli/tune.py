@@ -31,7 +31,7 @@ ACCEPTED      share of drafted tokens that the model accepted
 DRAFT COST    time to draft a token divided by the time the model takes for one
 BEST LENGTH   the --draft-length with the highest expected speed-up
 EXPECTED      expected speed-up at that length on similar text"""
-# Use only one prompt from each of these categories, because a prompt takes minutes on a large model.
+# `edgespec tune` uses only one prompt of each of these categories to save time.
 _SKILLS = ("code", "copy", "explain", "howto")
 
 

@@ -37,7 +37,6 @@ SMALLEST_P_VALUE = 0.001
 # Maximum number of differing replies to list per method.
 _MAX_SHOWN_DIVERGENCES = 5
 
-# Column headings of the counts, keyed by JSON key.
 _COUNTS = {
     "prompts": "PROMPTS",
     "identical": "IDENTICAL",

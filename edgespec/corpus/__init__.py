@@ -31,8 +31,6 @@ def suffix_drafter(
 ) -> tuple[SuffixDrafter, str]:
     """Create a suffix drafter for a target model with this vocabulary.
 
-    If saved replies cannot be read or written, the drafter's `note` says why.
-
     Args:
         vocabulary: The target's vocabulary.
         corpus: A text file or a folder of text files, which are read and tokenized before this function
@@ -41,7 +39,7 @@ def suffix_drafter(
             folder. Saved replies are loaded when the first reply begins. If False, they are neither read nor
             written.
         can_branch: Whether to draft trees of tokens instead of single chains.
-        progress: Called to report progress while the corpus is being read.
+        progress: Called to report progress while the corpus is being read. Returns False to cancel.
 
     Returns:
         The drafter, and a notice about the corpus for the user (empty if there is no corpus).

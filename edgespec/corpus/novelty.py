@@ -16,15 +16,14 @@ from edgespec.drafters.suffix.tokens import SEPARATOR, TokenArray
 
 __all__ = ["NoveltyFilter"]
 
-# Sequences are compared by hashes of windows of `_WINDOW` tokens. Stored windows start every `_STRIDE`
-# tokens. Both values are heuristics.
+# Sequences are compared by hashes of 32-token windows. A hash is stored for every eighth position.
 _WINDOW, _STRIDE = 32, 8
-# Multiplier of the hash function: 2^64 divided by the golden ratio, rounded to an odd number.
+# Multiplier of the hash function, derived from the golden ratio.
 _MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
 
 
 class NoveltyFilter:
-    """Finds the new parts of token sequences. Stores known sequences as hashes, about 1 byte per token.
+    """Finds the parts of token sequences that are new. Stores only hashes, about 1 byte per token.
 
     Args:
         max_tokens: Maximum number of tokens to store. If a new sequence would exceed this limit, all stored
@@ -36,14 +35,14 @@ class NoveltyFilter:
         self._hashes: NDArray[np.uint64] = np.empty(0, np.uint64)
 
     def add(self, text: TokenArray) -> None:
-        """Store hashes of a non-empty sequence, so that `new_parts` recognises its text later."""
+        """Store hashes of a non-empty token sequence, so that `new_parts` recognises it later."""
         starts = np.append(np.arange(0, len(text), _STRIDE), len(text) - 1)
         new_hashes = np.unique(_hashes(_padded(text), starts))
         has_room = len(self._hashes) + len(new_hashes) <= self._max_hashes
         self._hashes = np.union1d(self._hashes, new_hashes) if has_room else new_hashes
 
     def new_parts(self, text: TokenArray) -> list[TokenArray]:
-        """Return the new parts of a sequence in order. New parts of fewer than `_STRIDE` tokens are omitted.
+        """Return the new parts of a token sequence in order, without parts of fewer than 8 tokens.
 
         The last part is the new end of the sequence. It is always included, even if it is empty.
         """
@@ -54,20 +53,16 @@ class NoveltyFilter:
             starts = np.flatnonzero(self._hashes[nearest] == hashes)
             known[starts] += 1
             known[starts + _WINDOW] -= 1
-        # `known` is +1 where a recognised window begins and -1 where it ends, so the sum is 0 at new tokens.
-        # The last entry, which is always True, marks the end of the sequence.
         is_new = np.cumsum(known)[_WINDOW - 1 :] == 0
         edges = [0, *(np.flatnonzero(np.diff(is_new)) + 1).tolist(), len(text)]
         return [text[a:b] for a, b in pairwise(edges) if is_new[a] and (b == len(text) or b - a >= _STRIDE)]
 
 
 def _padded(text: TokenArray) -> TokenArray:
-    """Prepend separators, so that every token is the end of a window of `_WINDOW` tokens."""
     return np.concatenate([np.full(_WINDOW - 1, SEPARATOR, np.int32), text])
 
 
 def _hashes(text: TokenArray, starts: NDArray[np.int64]) -> NDArray[np.uint64]:
-    """Return the hash of each window of `text` that starts at one of the positions in `starts`."""
     values = (text.astype(np.uint64) + np.uint64(1)) * _MULTIPLIER
     values ^= values >> np.uint64(29)
     hashes = np.zeros(len(starts), np.uint64)

@@ -38,7 +38,7 @@ __all__ = ["SavedReplies", "delete_saved_replies"]
 
 VERSION = 1
 _MAGIC = b"\xe5RPL"
-# Magic number, number of tokens, and CRC-32 of the tokens.
+# Header of a record: magic number, number of tokens, and CRC-32 of the tokens.
 _RECORD_HEADER = struct.Struct("<4sII")
 _LOCK_SECONDS = 1.0
 _SUFFIX = ".replies"
@@ -52,7 +52,7 @@ class SavedReplies:
     Methods report file errors in `notice` instead of raising them.
 
     Args:
-        vocabulary_fingerprint: Hash of the vocabulary, from the function `vocabulary_fingerprint`.
+        vocabulary_fingerprint: Hash of the vocabulary, as returned by `vocabulary_fingerprint()`.
         vocab_size: Size of the vocabulary. Records with token ids outside the vocabulary are treated as
             damaged.
         folder: Folder that contains the file. Defaults to a folder in the user's data folder.
@@ -74,7 +74,6 @@ class SavedReplies:
         self._header = f"edgespec replies {VERSION} {vocabulary_fingerprint} {vocab_size}\n".encode()
         self._vocab_size = vocab_size
         self._max_tokens = max_tokens
-        # A damaged file is rewritten when the next reply is saved. Saving is disabled after a failed write.
         self._must_rewrite = self._disabled = False
         self._unwritten: list[TokenArray] = []
         self._seen = NoveltyFilter(max_tokens)
@@ -85,8 +84,6 @@ class SavedReplies:
         try:
             if not self.path.exists():
                 return []
-            # If the file system does not support locks, nothing is ever written, so it is safe to read
-            # without a lock.
             with suppress(OSError, NotImplementedError), self._lock():
                 return self._texts(read_regular_file(self.path))
             return self._texts(read_regular_file(self.path))
@@ -95,7 +92,6 @@ class SavedReplies:
             return []
 
     def _texts(self, data: bytes) -> list[TokenArray]:
-        """Return the newest token sequences in a file, and record that they need not be saved again."""
         texts, damaged_bytes = self._parse(data)
         if damaged_bytes:
             self._must_rewrite = True
@@ -105,8 +101,7 @@ class SavedReplies:
             )
         texts = self._newest(texts)
         if texts:
-            # A chat is saved one turn at a time. Concatenate the turns, so that the whole chat is recognised
-            # later.
+            # Join the turns of a chat, which are saved one by one, to recognise the whole chat later.
             self._seen.add(np.concatenate(texts))
         return texts
 
@@ -129,8 +124,7 @@ class SavedReplies:
         if (deletion_ns := self._last_deletion_ns()) != self._deletion_ns:
             self._deletion_ns, self._unwritten = deletion_ns, []
             return []
-        # Limit each part to a quarter of the maximum file size, so that a long prompt does not replace
-        # everything else.
+        # Shorten long prompts, so that they do not displace all other saved texts.
         *others, last = (part[-(self._max_tokens // 4) :] for part in new_parts)
         texts = [*others, np.concatenate([last, turn[len(prompt) :]])]
         self._save(texts)
@@ -150,13 +144,12 @@ class SavedReplies:
         except Timeout:
             self._unwritten = self._newest(self._unwritten)
         except (OSError, NotImplementedError) as error:
-            # NotImplementedError means that the file system does not support locks.
+            # Stop saving replies, for example because the file system does not support locks.
             self._disabled = True
             self._unwritten = []
             self.notice = f"replies cannot be saved in {self.path}: {error_reason(error)}"
 
     def _write(self, texts: list[TokenArray]) -> None:
-        """Append `texts`. Rewrite the file if it is damaged, has a wrong header, or is 25 % too large."""
         try:
             size_bytes = regular_file_bytes(self.path)
             with self.path.open("rb") as file:
@@ -176,7 +169,6 @@ class SavedReplies:
             os.close(handle)
 
     def _parse(self, data: bytes) -> tuple[list[TokenArray], int]:
-        """Return the token sequences of the intact records, and the number of damaged bytes."""
         if not data.startswith(self._header):
             return [], len(data)
         texts: list[TokenArray] = []
@@ -210,7 +202,6 @@ class SavedReplies:
         return 0
 
     def _newest(self, texts: list[TokenArray]) -> list[TokenArray]:
-        """Return the most recent texts that fit within the size limit."""
         total = 0
         for i in range(len(texts) - 1, -1, -1):
             total += len(texts[i]) + _RECORD_HEADER.size // 4
@@ -227,7 +218,7 @@ class SavedReplies:
 def delete_saved_replies(folder: Path | None = None) -> int:
     """Delete the saved replies for all vocabularies and return the number of bytes freed. Raises OSError.
 
-    A running chat discards its current unsaved turn, because it may repeat deleted text.
+    A running chat does not save its current turn, because it may repeat deleted text.
     """
     folder = folder or _default_folder()
     touch_private(folder / _DELETION_MARKER)

@@ -29,13 +29,12 @@ from edgespec.files import (
 __all__ = ["UserFiles", "read_user_files"]
 
 VERSION = 1
-# Skip larger files, because people rarely edit such large text files by hand.
+# Size limit for files. People rarely edit larger text files by hand.
 _MAX_FILE_BYTES = 2 * 1024 * 1024
 _MAX_FILES = 20_000
 # Maximum number of folder entries to read. A larger folder is probably a whole disk.
 _MAX_ENTRIES = 100_000
-# Maximum number of token caches on disk, one for each combination of corpus and vocabulary. The oldest caches
-# are deleted first.
+# Maximum number of token caches on disk. The oldest are deleted first.
 _MAX_CACHES = 16
 _SUFFIX = ".corpus"
 
@@ -115,17 +114,13 @@ def _plural(number: int, noun: str) -> str:
 
 
 def _list_files(root: Path) -> tuple[list[tuple[Path, str]], Counter[str]]:
-    """Return files that may be text, newest first, and the number of skipped files by reason.
-
-    Each file comes with its key in the cache, which changes whenever the file is modified.
-    """
     try:
         if root.is_dir():
             os.scandir(root).close()
         elif stat.S_ISREG(root.stat().st_mode):
             root.open("rb").close()
         else:
-            # Reject other kinds of files, such as pipes, because reading from a pipe could block forever.
+            # Reject pipes and other special files, because reading a pipe could block forever.
             raise OptionError(
                 f"--corpus {root} is neither a file nor a folder", "specify a text file or a folder"
             )
@@ -134,7 +129,6 @@ def _list_files(root: Path) -> tuple[list[tuple[Path, str]], Counter[str]]:
             f"--corpus {root} does not exist", "specify a text file or a folder of text files"
         ) from None
     except (OSError, ValueError) as error:
-        # ValueError means that the path is invalid.
         raise OptionError(
             f"--corpus {root} cannot be read: {error_reason(error)}", "check its permissions"
         ) from error
@@ -148,7 +142,8 @@ def _list_files(root: Path) -> tuple[list[tuple[Path, str]], Counter[str]]:
             status = path.stat()
             if status.st_size > _MAX_FILE_BYTES:
                 skipped["too large"] += 1
-            # Skip empty files, which include files in /proc and /sys that can block when they are read.
+            # Skip empty files, because files in /proc and /sys also have size 0 and can block when they are
+            # read.
             elif status.st_size and stat.S_ISREG(status.st_mode):
                 key = json.dumps([str(path), status.st_mtime_ns, status.st_size])
                 files.append((-status.st_mtime_ns, path, key))
@@ -156,14 +151,12 @@ def _list_files(root: Path) -> tuple[list[tuple[Path, str]], Counter[str]]:
 
 
 def _walk(root: Path) -> Iterator[Path]:
-    """Yield the files and folders below `root`, except hidden ones. Links to folders are not followed."""
     for folder, inner, names in os.walk(root):
         inner[:] = sorted(name for name in inner if not name.startswith("."))
         yield from (Path(folder, name) for name in (*sorted(names), *inner) if not name.startswith("."))
 
 
 def _tokenize_file(path: Path, vocabulary: Vocabulary) -> TokenArray | None:
-    """Return the tokens of a file, or None if it cannot be read as text."""
     try:
         text = path.read_bytes().decode("utf-8-sig")
     except (OSError, UnicodeDecodeError):
@@ -174,7 +167,6 @@ def _tokenize_file(path: Path, vocabulary: Vocabulary) -> TokenArray | None:
 
 
 def _load_cache(path: Path, vocabulary_fingerprint: str, vocab_size: int) -> dict[str, TokenArray]:
-    """Return the cached tokens by file key. A damaged or outdated cache is ignored."""
     try:
         head, _, payload = read_regular_file(path).partition(b"\n")
         data = json.loads(head)
@@ -192,7 +184,6 @@ def _load_cache(path: Path, vocabulary_fingerprint: str, vocab_size: int) -> dic
 
 
 def _save_cache(path: Path, vocabulary_fingerprint: str, texts: dict[str, TokenArray]) -> None:
-    """Cache the tokens of each file by its key. If this fails, the files are tokenized again next time."""
     payload = b"".join(tokens.astype("<i4").tobytes() for tokens in texts.values())
     head = {
         "version": VERSION,

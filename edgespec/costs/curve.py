@@ -22,26 +22,29 @@ from edgespec.engine.tree import TokenTree
 
 __all__ = ["MEASURED_WIDTHS", "CostCurve", "CostFunction", "assumed_cost", "measure_costs"]
 
-# A function v(m) that returns the cost of an m-token pass, in target steps.
+# A function v(m) that returns the duration of an m-token pass, relative to a single-token pass.
 CostFunction: TypeAlias = Callable[[int], float]
 
-# Default pass widths to measure. Small widths are spaced more closely, because backends use different kernels
-# for them.
+# Numbers of tokens per pass to measure. Small numbers are spaced more closely, because backends use different
+# kernels for them.
 MEASURED_WIDTHS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 20, 24, 32, 48, 64, 96, 128)
-# Widths to measure even if the time budget is spent, because drafting costs cannot be estimated without them.
+# Numbers of tokens per pass to measure even if the time budget is spent.
 _REQUIRED_WIDTHS = (1, 2, 4, 8)
-# Minimum time budget for a measurement, as a multiple of the duration of a target step.
+# Minimum time budget for a measurement, as a multiple of the duration of a single-token pass.
 _MIN_BUDGET_STEPS = 12
 
 
 def assumed_cost(width: int) -> float:
-    """Estimate the cost of a pass without measuring it: 1 target step plus 5 % per additional token."""
+    """Estimate the duration of a pass of `width` tokens, relative to a single-token pass.
+
+    Each additional token adds 5 %.
+    """
     return 1.0 + 0.05 * (width - 1)
 
 
 @dataclass(frozen=True, slots=True)
 class CostCurve:
-    """Measured durations of verify passes of different widths.
+    """Measured durations of verify passes over different numbers of tokens.
 
     Attributes:
         widths: The measured widths in tokens, in ascending order starting at 1.
@@ -71,11 +74,10 @@ class CostCurve:
         return self.seconds[0]
 
     def v(self, width: int) -> float:
-        """Return the cost of a pass of `width` tokens, in target steps.
+        """Return the duration of a pass of `width` tokens, relative to a single-token pass.
 
-        Interpolates linearly between measured widths. Beyond the largest one, extrapolates with the last
-        slope, or a constant if that slope is negative. If only target steps were measured, uses
-        `assumed_cost`.
+        Interpolates linearly between measured widths, and extrapolates beyond the largest one. If only
+        single-token passes were measured, `assumed_cost` is used.
         """
         if len(self.widths) == 1:
             return assumed_cost(width)
@@ -94,21 +96,19 @@ def measure_costs(
     repeats: int = 5,
     budget_seconds: float = 2.0,
 ) -> CostCurve:
-    """Measure the durations of verify passes over token chains, and return the cost curve.
+    """Measure the durations of verify passes over different numbers of tokens.
 
-    The passes run after the tokens in the model's cache, and leave the cache unchanged.
-
-    Widths 1, 2, 4 and 8 are measured first. The others follow in ascending order until half of the time
-    budget is spent. The first pass at each width is often slower, so it counts only if there is no other.
-    Each repeat measures all widths in turn, so that changes in the machine's speed affect all equally.
+    The passes run after the tokens in the model's KV cache, and leave the cache unchanged. Widths 1, 2, 4 and
+    8 are measured first. The others follow in ascending order until half of the time budget is spent. The
+    rest of the budget is spent on repeats, which replace the slower first measurements.
 
     Args:
         model: The target model.
         widths: The widths to measure in addition to 1. Widths that exceed the limits of the model or its
             context are skipped.
         repeats: The number of additional passes per width.
-        budget_seconds: Time budget, at least the duration of 12 target steps. Once it is spent, only widths
-            1, 2, 4 and 8 are still measured.
+        budget_seconds: Time budget, which is raised to the duration of 12 single-token passes if it is
+            shorter. Once it is spent, only widths 1, 2, 4 and 8 are still measured.
 
     Raises:
         CancelledError: `model.interrupt` was called.
@@ -117,12 +117,12 @@ def measure_costs(
     able = model.facts.capabilities
     max_width = min(able.max_width, model.free_tokens) if able.rollback else 1
     chosen = [width for width in sorted(set(widths)) if 1 < width <= max_width]
-    # The very first pass can be slow because it loads weights from disk, so the time budget excludes it.
+    # Do not count the very first pass, which can be slow because it loads weights from disk.
     cold = _pass_seconds(model, 1)
     started = now()
     seconds: dict[int, list[float]] = {1: [cold, _pass_seconds(model, 1)]}
     budget = max(budget_seconds, _MIN_BUDGET_STEPS * seconds[1][-1])
-    # Spend up to half of the budget on measuring each width once, and the rest on repeats.
+    # Spend up to half of the time budget on measuring each width once, and the rest on repeats.
     for width in sorted(chosen, key=lambda width: width not in _REQUIRED_WIDTHS):
         if width not in _REQUIRED_WIDTHS and now() - started > budget / 2:
             break
@@ -140,7 +140,6 @@ def measure_costs(
 
 
 def _pass_seconds(model: LanguageModel, width: int) -> float:
-    """Run a pass and return its duration, including that of lazily computed logits."""
     length = model.length
     chain = TokenTree.chain(0, [0] * (width - 1))
     started = now()

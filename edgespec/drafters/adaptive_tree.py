@@ -22,29 +22,29 @@ from edgespec.drafters.tree_growth import Children, DraftProbs, TreeGrowth
 
 __all__ = ["AdaptiveTreeGrowth"]
 
-# Maximum number of levels to estimate below the current one. Estimates for deeper levels are too uncertain.
+# Maximum number of tree levels to plan ahead. Estimates for deeper levels are too uncertain.
 _MAX_LOOKAHEAD_LEVELS = 4
 # Maximum number of tokens in a draft tree, including the root.
 _MAX_WIDTH = 64
-# If verifying two tokens costs at least this many target steps, verifying a third usually costs little more.
-# Drafts made only to measure the acceptance rate then have two tokens instead of one.
+# If a two-token pass takes at least this many times as long as a single-token pass, adding a third token
+# usually takes little more time.
 _STEEP_COST = 1.9
-# Assumed cost of a draft model pass before the first measurement, in target steps.
+# Assumed duration of a draft model pass until it is measured, relative to a single-token target pass.
 _ASSUMED_DRAFT_PASS_COST = 0.2
 
 
 class AdaptiveTreeGrowth(TreeGrowth):
     """Grows a draft tree level by level to maximise the expected decoding speed.
 
-    The expected speed is the expected number of emitted tokens divided by the time of the round: S = (1 + sum
-    of path probabilities) / (draft passes * c + v(width)), in tokens per target step. Here c is the measured
-    cost of a draft pass, and v(width) is the cost of a verify pass, which need not increase with the width.
-    Each level is chosen by considering its possible children together with their expected descendants.
+    The expected speed of a draft-and-verify round is S = (1 + sum of path probabilities) / (draft passes * c
+    + v(width)). The numerator is the expected number of emitted tokens. In the denominator, c is the measured
+    duration of a draft model pass and v(width) that of a verify pass, both relative to a single-token target
+    pass.
 
     Args:
         limits: Maximum width and number of branches of a verify pass.
-        v: Returns the cost of a verify pass of a given width, in target steps. It is called again for each
-            draft, so the cost can change over time.
+        v: Function that returns the duration of a verify pass of a given width, relative to a single-token
+            target pass. The durations may change between drafts.
         siblings: Maximum number of children per node. If 1, the tree is a chain.
         clock: Returns the current time in seconds.
     """
@@ -72,7 +72,7 @@ class AdaptiveTreeGrowth(TreeGrowth):
 
     @property
     def draft_pass_cost(self) -> float:
-        """Average measured cost of a draft model pass, in target steps."""
+        """Average duration of a draft model pass, relative to a single-token target pass."""
         if not self._draft_pass_seconds.value or not self._target_step_seconds.value:
             return _ASSUMED_DRAFT_PASS_COST
         return self._draft_pass_seconds.value / self._target_step_seconds.value
@@ -100,18 +100,15 @@ class AdaptiveTreeGrowth(TreeGrowth):
     def record_verify_pass(self, width: int) -> None:
         if self._round.passes:
             self._target_step_seconds.add((self._clock() - self._round.started) / self._v(width))
-            # Do not time the next verify pass if its draft comes from another drafter.
             self._round.passes = 0
 
     def grow_level(self, path_probs: Sequence[float], draft_probs: DraftProbs) -> list[Children]:
         this_round = self._round
         this_round.passes += 1
         if this_round.is_forced:
-            # Draft one token, or a chain of two if verifying the second one would cost little extra.
             this_round.width += 1
             path_prob = path_probs[0] * self._acceptance.prob(0, draft_probs(0)[0])
             return [Children((path_prob,), this_round.passes < (2 if self._v(2) >= _STEEP_COST else 1))]
-        # Each candidate is (path probability, frontier node, rank among its siblings).
         candidates = [
             (path_prob * self._acceptance.prob(rank, draft_prob), node, rank)
             for node, path_prob in enumerate(path_probs)
@@ -137,10 +134,6 @@ class AdaptiveTreeGrowth(TreeGrowth):
         return children
 
     def _add_children(self, drafted: int, rank: int) -> int:
-        """Return how many children to add to a node with `drafted` children so that it has one at `rank`.
-
-        Also counts them as added. Returns 0 if the draft tree would become too large.
-        """
         this_round = self._round
         added = max(rank + 1 - drafted, 0)
         width = this_round.width + added
@@ -163,10 +156,9 @@ class AdaptiveTreeGrowth(TreeGrowth):
     def _best_addition(
         self, candidates: NDArray[np.float64], width: int, expected_tokens: float
     ) -> tuple[int, int, NDArray[np.int64]]:
-        """Choose the nodes to add to a draft tree so that the expected speed is highest.
+        """Choose the nodes to add to a draft tree so that the expected decoding speed is highest.
 
-        Considers the candidates, whose probabilities are given, and one expected descendant of each candidate
-        per level.
+        Considers each candidate node, given by its probability, and one expected descendant of it per level.
 
         Returns:
             The number of levels of descendants, the number of nodes to add, and the indices of the nodes in
@@ -193,7 +185,7 @@ class AdaptiveTreeGrowth(TreeGrowth):
     def _best_chain(
         self, candidate: float, width: int, expected_tokens: float
     ) -> tuple[int, int, NDArray[np.int64]]:
-        """Like `_best_addition`, but for a chain: one candidate and its descendants."""
+        """Choose how far to extend a draft chain so that the expected decoding speed is highest."""
         this_round = self._round
         levels = min(this_round.draft_length - this_round.passes + 1, self._max_width - width)
         counts = np.arange(levels + 1)
@@ -210,8 +202,9 @@ class _Round:
     """State of one draft-and-verify round.
 
     Attributes:
-        draft_pass_cost: Cost of a draft pass, in target steps.
-        costs: Costs of verify passes of width 1, 2 and so on, in target steps; float64.
+        draft_pass_cost: Duration of a draft model pass, relative to a single-token target pass.
+        costs: Durations of verify passes over 1, 2, 3, ... tokens, relative to a single-token target pass;
+            float64.
         started: Time at which drafting began, or at which the verify pass began if the draft is complete.
         is_forced: Whether to draft even if drafting is not expected to save time.
         passes: Number of draft passes so far.
@@ -230,7 +223,6 @@ class _Round:
     expected_tokens: float = 1.0
 
     def pass_costs(self, width: int, count: int) -> NDArray[np.float64]:
-        """Return the costs of verify passes of `width` to `width + count - 1` tokens, in target steps."""
         return self.costs[np.maximum(np.arange(width, width + count) - 1, 0)]
 
 
@@ -241,15 +233,17 @@ class _ChildAcceptance:
     Initially, the draft model's probabilities are assumed to be correct.
     """
 
-    # Boundaries of the draft probability buckets.
+    # Draft probabilities that separate the ranges in which acceptance is counted.
     _EDGES = (0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.9, 0.97)
-    # Initial acceptance probability for each draft probability bucket.
+    # Assumed acceptance probability for each range of draft probabilities, before any tokens have been
+    # counted.
     _PRIOR = np.array([0.01, 0.035, 0.07, 0.15, 0.27, 0.42, 0.57, 0.72, 0.85, 0.93, 0.98])
-    # Weight of the initial probabilities, as a number of drafted tokens.
+    # Weight of the assumed acceptance probabilities, as a number of drafted tokens.
     _PRIOR_WEIGHT = 4.0
-    # Maximum weight of the acceptance counts after a pause in drafting, as a number of drafted tokens.
+    # Maximum weight of earlier acceptance counts when drafting resumes after a pause, as a number of drafted
+    # tokens.
     _WEIGHT_AFTER_PAUSE = 2.0
-    # Initial acceptance probability of a node's most likely child, used if its draft probability is unknown.
+    # Assumed acceptance probability of the draft model's most likely next token.
     _TYPICAL_PRIOR = 0.7
 
     def __init__(self, ranks: int) -> None:
@@ -258,14 +252,14 @@ class _ChildAcceptance:
         self._by_rank = AcceptanceCounts(nothing[:, 0], nothing[:, 0])
 
     def prob(self, rank: int, draft_prob: float) -> float:
-        """Return the acceptance probability of the child at `rank`, given its draft probability."""
+        """Return the acceptance probability of a token with this rank and draft probability."""
         category = rank, bisect_right(self._EDGES, draft_prob)
         accepted = self._by_prob.accepted[category] + self._PRIOR_WEIGHT * self._PRIOR[category[1]]
         return float(accepted / (self._by_prob.drafted[category] + self._PRIOR_WEIGHT))
 
     @property
     def typical_prob(self) -> float:
-        """Acceptance probability of a node's most likely child if its draft probability is unknown."""
+        """Acceptance probability of the draft model's top token if its draft probability is unknown."""
         accepted = float(self._by_rank.accepted.max()) + self._PRIOR_WEIGHT * self._TYPICAL_PRIOR
         return accepted / (float(self._by_rank.drafted.max()) + self._PRIOR_WEIGHT)
 

@@ -22,7 +22,7 @@ __all__ = ["BudgetedDrafter", "Drafter", "MemoryUse", "check_rollback"]
 
 @dataclass(frozen=True, slots=True)
 class MemoryUse:
-    """Memory used by a drafter: a draft model's weights and KV cache, plus indexes and training state."""
+    """Memory used by a drafter: draft model weights and KV cache, and other data such as lookup indexes."""
 
     weight_bytes: int = 0
     cache_bytes: int = 0
@@ -68,7 +68,7 @@ class Drafter(ABC):
 
     @abstractmethod
     def propose(self, sampler: Sampler, acceptance: Acceptance, draft_length: int) -> TokenTree:
-        """Return a draft tree whose root is the last token. If nothing is drafted, it has only the root.
+        """Return a draft tree whose root is the last token. It is the only node if nothing is drafted.
 
         Args:
             sampler: The target's sampler after the last token. The call leaves its state unchanged.
@@ -78,14 +78,14 @@ class Drafter(ABC):
         """
 
     def observe(self, tree: TokenTree, logits: Logits, sampler: Sampler) -> None:  # noqa: B027
-        """Read the target's logits for the verified tree before the target's next pass overwrites them.
+        """Read the target's logits for the verified draft tree, which are valid only during this call.
 
-        Row i of the logits belongs to node i. The call leaves the sampler's state unchanged.
+        Row i of the logits belongs to node i of the tree. The call leaves the sampler's state unchanged.
         """
 
     @abstractmethod
     def commit(self, tokens: tuple[int, ...]) -> None:
-        """Append the tokens emitted after verification to the sequence."""
+        """Append the tokens emitted after verification to the drafter's copy of the sequence."""
 
     @property
     def memory_use(self) -> MemoryUse:
@@ -94,7 +94,7 @@ class Drafter(ABC):
 
     @property
     def parts(self) -> tuple[Drafter, ...]:
-        """The drafters that this drafter combines, or only this drafter. Each part runs its own idle work."""
+        """The drafters that this drafter combines, or only itself if it combines none."""
         return (self,)
 
     def warm_up(self) -> None:  # noqa: B027
@@ -105,18 +105,18 @@ class Drafter(ABC):
         return ""
 
     def run_idle_work(self, should_continue: Callable[[], bool]) -> None:  # noqa: B027
-        """Do work between replies that improves later drafts, until `should_continue()` returns False.
+        """Do work that improves later drafts, such as training, until `should_continue()` returns False.
 
-        Runs on the idle thread. Call `should_continue` before every step, and keep steps short, because a new
-        reply waits for the current step. This method may run the target, but must leave its KV cache
-        unchanged.
+        Runs between replies on a background thread. Call `should_continue` before every step, and keep steps
+        short, because a new reply waits for the current step. This method may run the target, but must leave
+        its KV cache unchanged.
         """
 
     def reset(self) -> None:  # noqa: B027
-        """Clear all state of the current sequence, but keep trained weights and statistics."""
+        """Clear everything that depends on the current sequence, but keep trained weights and statistics."""
 
     def interrupt(self, enabled: bool) -> None:  # noqa: B027
-        """Abort a running `propose` with CancelledError, or allow calls again if `enabled` is False.
+        """Abort a running `propose` with CancelledError. With `enabled=False`, allow drafting again.
 
         Can be called from any thread.
         """
@@ -126,7 +126,7 @@ class Drafter(ABC):
 
 
 class BudgetedDrafter(Drafter):
-    """A drafter that runs a model and whose work can be limited in advance.
+    """A drafter that runs a model, and lets the caller limit how much work the model does.
 
     The `auto` controller limits how many tokens the model prefills, and occasionally forces a short draft to
     measure whether drafting saves time.
@@ -139,7 +139,7 @@ class BudgetedDrafter(Drafter):
 
     @property
     def full_pending_tokens(self) -> int:
-        """Number of tokens to prefill so that the model sees the whole sequence.
+        """Number of tokens that the model must prefill to see the whole sequence.
 
         This is larger than `pending_tokens` if the last `prefill` skipped earlier parts of the sequence.
         """
@@ -147,13 +147,13 @@ class BudgetedDrafter(Drafter):
 
     @abstractmethod
     def prefill(self, max_tokens: int) -> None:
-        """Prefill the pending tokens. If more than `max_tokens` are pending, prefill only the most recent."""
+        """Prefill the draft model with the tokens it lacks, or with the most recent `max_tokens` of them."""
 
     def force_draft(self) -> None:
         """Make the next call to `propose` return a short draft, even if it is not expected to save time."""
 
     def saved_statistics(self) -> dict[str, NDArray[Any]]:
-        """Return acceptance and cost statistics as named arrays to save for a later run."""
+        """Return the drafter's acceptance and timing statistics as named arrays, to save for a later run."""
         return {}
 
     def restore_statistics(self, saved: Mapping[str, NDArray[Any]]) -> None:
@@ -165,9 +165,10 @@ class BudgetedDrafter(Drafter):
         """
 
     def with_growth(self, make_growth: Callable[[Capabilities], TreeGrowth]) -> BudgetedDrafter:
-        """Return a drafter that shares this drafter's model and KV cache but uses another tree growth rule.
+        """Return a drafter with the same model and KV cache that shapes its draft trees by another rule.
 
-        Only one of the two drafters may be used within a reply. A drafter that grows no trees returns itself.
+        Only one of the two drafters may be used within a reply. Drafters without draft trees return
+        themselves.
         """
         return self
 

@@ -16,7 +16,8 @@ __all__ = ["DraftCache", "is_confident", "replace_unknown_ids", "top_probs"]
 # Number of tokens at the beginning of a sequence that are always kept, because attention concentrates on
 # them. StreamingLLM (arXiv 2309.17453) calls them "attention sinks".
 _SINK_TOKENS = 4
-# Compute draft probabilities for only this many top tokens, because sorting the whole vocabulary is slow.
+# Number of most likely tokens to compute draft probabilities for, because sorting the whole vocabulary is
+# slow.
 _TOP_TOKENS = 64
 
 
@@ -38,26 +39,26 @@ class DraftCache:
 
     @property
     def lag_tokens(self) -> int:
-        """Number of tokens in `visible_tokens` that the draft model's KV cache does not contain."""
+        """Number of tokens that the draft model has yet to run."""
         return len(self.visible_tokens) - self.model.length
 
     @property
     def pending_tokens(self) -> int:
-        """Number of tokens to prefill before drafting. The first draft pass runs the last two tokens."""
+        """Number of tokens to prefill before drafting. Drafting itself runs the last two tokens."""
         return max(self.lag_tokens - 2, 0)
 
     @property
     def full_pending_tokens(self) -> int:
-        """Number of tokens to prefill so that the model sees the whole sequence."""
+        """Number of tokens to prefill so that the draft model sees the whole sequence."""
         return self.pending_tokens if len(self.visible_tokens) == len(self._tokens) else len(self._tokens)
 
     def begin(self, tokens: Sequence[int]) -> None:
-        """Switch to another sequence, keeping the cached tokens of the common prefix."""
+        """Switch to another token sequence, keeping the part of the KV cache that both sequences share."""
         self._tokens = list(tokens)
         self._set_visible(self._tokens)
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """Append tokens to the sequence."""
+        """Append tokens to the sequence without running the draft model."""
         self._tokens.extend(tokens)
         self.visible_tokens.extend(tokens)
 
@@ -86,13 +87,13 @@ class DraftCache:
 
 
 def replace_unknown_ids(model: LanguageModel, tokens: Sequence[int]) -> list[int]:
-    """Replace token ids outside the model's vocabulary with 0. This can lower the acceptance rate."""
+    """Replace token ids that the model's vocabulary lacks with 0. This can lower the acceptance rate."""
     vocab_size = model.facts.vocab_size
     return [token if token < vocab_size else 0 for token in tokens]
 
 
 def top_probs(logits: Logits, row: int) -> Candidates:
-    """Return the 64 most probable tokens of a logits row and their probabilities at temperature 1.
+    """Return the 64 most likely tokens of a logits row and their probabilities at temperature 1.
 
     Returns:
         Token ids in ascending order, and their renormalised probabilities (float64), which sum to 1.
@@ -103,7 +104,7 @@ def top_probs(logits: Logits, row: int) -> Candidates:
 
 
 def is_confident(logits: Logits, row: int, token: int, min_confidence: float) -> bool:
-    """Return whether the probability of `token` is at least `min_confidence`, a value from 0 to 1."""
+    """Return whether the model gives `token` at least the probability `min_confidence`, from 0 to 1."""
     if min_confidence <= 0.0:
         return True
     tokens, probs = top_probs(logits, row)

@@ -27,13 +27,13 @@ from edgespec.errors import OptionError
 
 __all__ = ["LookaheadDrafter", "LookaheadWindow", "NgramPool", "choose_window"]
 
-# Draft length for which the initial window size is chosen, before a draft is requested.
+# Draft length assumed until the first draft is requested.
 _INITIAL_DRAFT_LENGTH = 16
-# Initial guesses for future tokens are drawn at random from this many recent tokens.
+# Number of recent tokens from which the initial guesses for future tokens are drawn at random.
 _RECENT_TOKENS = 512
-# Number of tokens at the end of the prompt whose n-grams can be drafted.
+# Number of tokens at the end of the prompt whose n-grams are indexed for drafting.
 _PROMPT_TOKENS = 1 << 14
-# Typical probability that an n-gram token is correct, and typical number of passes per useful n-gram.
+# Typical probability that a token of an n-gram is correct, and number of passes per n-gram that helps.
 _TOKEN_PROBABILITY, _PASSES_PER_HIT = 0.4, 3.0
 
 
@@ -56,22 +56,22 @@ class LookaheadWindow(NamedTuple):
 
     @property
     def levels(self) -> int:
-        """Number of tokens that an n-gram predicts. Excludes its first token, which is the lookup key."""
+        """Number of tokens that an n-gram predicts, which excludes its first token, the lookup key."""
         return self.ngram_tokens - 1
 
     @property
     def rows(self) -> int:
-        """Maximum number of tokens in a verify pass, including the root."""
+        """Maximum number of tokens in a verify pass with this window."""
         return 1 + self.levels * (self.columns + self.candidates)
 
     @property
     def leaves(self) -> int:
-        """Maximum number of leaves in the tree."""
+        """Maximum number of leaves in a draft tree with this window."""
         return (self.columns if self.levels > 1 else min(self.columns, 1)) + self.candidates
 
     @property
     def depth(self) -> int:
-        """Maximum depth of the tree."""
+        """Maximum depth of a draft tree with this window."""
         return self.levels + max(0, self.columns - 1)
 
     @property
@@ -81,7 +81,6 @@ class LookaheadWindow(NamedTuple):
         If every token is correct with probability a, the best of G candidates of N - 1 tokens begins with
         sum(1 - (1 - a^i)^G for i < N) correct tokens on average.
         """
-        # A pass finds at most `columns` new n-grams, so verifying more candidates than that does not help.
         tries = min(self.candidates, self.columns or 1)
         right = sum(1 - (1 - _TOKEN_PROBABILITY**i) ** tries for i in range(1, self.ngram_tokens))
         return right / _PASSES_PER_HIT
@@ -92,15 +91,15 @@ class LookaheadWindow(NamedTuple):
         return self.rows <= capabilities.max_width and self.leaves <= max_leaves
 
 
-# Candidate windows for targets that can verify trees. The largest are similar to those in the lookahead
-# decoding paper (arXiv 2402.02057).
+# Sizes of the lookahead window to choose from if the target can verify token trees. The largest are similar
+# to those in the paper (arXiv 2402.02057).
 _TREE_WINDOWS = [LookaheadWindow(w, n, g) for w in range(2, 17) for n in range(3, 7) for g in range(1, w + 1)]
-# Candidate windows for targets that can verify only chains.
+# Sizes of the lookahead window to choose from if the target can verify only chains of tokens.
 _CHAIN_WINDOWS = [LookaheadWindow(0, n, 1) for n in range(3, 7)]
 
 
 def choose_window(curve: CostCurve, capabilities: Capabilities, draft_length: int) -> LookaheadWindow | None:
-    """Return the window with the highest expected speed-up, or None if plain decoding is faster."""
+    """Return the lookahead window with the highest expected speed-up, or None if none speeds up decoding."""
 
     def speed_up(window: LookaheadWindow) -> float:
         return (1 + window.expected_tokens) / curve.v(window.rows)
@@ -112,16 +111,16 @@ def choose_window(curve: CostCurve, capabilities: Capabilities, draft_length: in
 
 
 class NgramPool:
-    """The most recently added n-grams for each first token (arXiv 2402.02057, section 3.2)."""
+    """Stores the most recent n-grams that begin with each token (arXiv 2402.02057, section 3.2)."""
 
     MAX_PER_TOKEN = 16
 
     def __init__(self) -> None:
-        # For each first token, the rest of its n-grams, oldest first.
+        # For each first token, the remaining tokens of its n-grams, oldest n-gram first.
         self._continuations: dict[int, dict[tuple[int, ...], None]] = {}
 
     def add(self, ngram: tuple[int, ...]) -> None:
-        """Add an n-gram of at least two tokens. If the pool already contains it, mark it as most recent."""
+        """Add an n-gram of at least two tokens to the pool, or mark a known one as most recent."""
         continuations = self._continuations.setdefault(ngram[0], {})
         continuations.pop(ngram[1:], None)
         continuations[ngram[1:]] = None
@@ -139,7 +138,7 @@ class _Column:
 
     Attributes:
         tokens: The guessed tokens.
-        predicted: Number of tokens at the end that the target predicted. The tokens before them were drawn at
+        predicted: Number of tokens at the end that the target predicted. The other tokens were drawn at
             random.
         next: The token that the target predicted after `tokens` in the last verify pass, or None if the pass
             did not include them.
@@ -153,15 +152,14 @@ class _Column:
 class LookaheadDrafter(Drafter):
     """Drafts with the target's own passes (lookahead decoding, Fu et al. 2024, arXiv 2402.02057).
 
-    Drafts depend only on emitted tokens, earlier passes and the drafter's own random numbers. Tokens in the
-    window are sampled with the random numbers of `Stream.TOKEN`. Rejection sampling uses another stream to
-    accept tokens, so it remains unbiased. Nothing is kept between replies.
+    Drafts depend only on emitted tokens, earlier passes and the drafter's own random numbers. Nothing is kept
+    between replies.
 
     Args:
         capabilities: Capabilities of the target. If it cannot verify trees, n-grams from the sequence are
             drafted as chains.
-        curve: Cost of verify passes by width. By default, a typical curve is assumed.
-        window: Window to use regardless of its cost. By default, the fastest window is chosen.
+        curve: Measured duration of verify passes by number of tokens. By default, a typical curve is assumed.
+        window: Fixed window size. By default, the fastest size is chosen.
 
     Raises:
         OptionError: The target cannot verify `window`.
@@ -224,8 +222,8 @@ class LookaheadDrafter(Drafter):
         self._add_tokens(tokens[-_PROMPT_TOKENS:])
 
     def propose(self, sampler: Sampler, acceptance: Acceptance, draft_length: int) -> TokenTree:
-        # Choose a new window size only if the draft length has grown, because it shrinks only near the end of
-        # a reply.
+        # Keep the size of the lookahead window when the draft length shrinks, which happens near the end of a
+        # reply.
         if draft_length > self._draft_length and not self._forced:
             self._window = choose_window(self._curve, self._capabilities, draft_length)
         self._draft_length = max(self._draft_length, draft_length)
@@ -249,7 +247,6 @@ class LookaheadDrafter(Drafter):
         return builder.build()
 
     def observe(self, tree: TokenTree, logits: Logits, sampler: Sampler) -> None:
-        """Sample the token after each guessed sequence with the target's own sampler settings."""
         nodes = tree.walk([column.tokens[0] for column in self._columns])[1:]
         for node, column in zip(nodes, self._columns, strict=False):
             first, *others = column.tokens
@@ -266,19 +263,15 @@ class LookaheadDrafter(Drafter):
         columns: list[_Column] = []
         for column in self._columns:
             if column.next is None:
-                # The last verify pass did not include this guessed sequence or any later one.
                 break
             predicted = column.predicted + 1
             if predicted >= len(column.tokens):
                 self._pool.add((*column.tokens, column.next))
             columns.append(_Column([*column.tokens[1:], column.next], min(predicted, len(column.tokens))))
-        # All guessed sequences have moved on by one position. Drop those whose first position has been
-        # emitted.
         self._columns = columns[max(0, len(tokens) - 1) :]
         self._add_tokens(tokens)
 
     def _add_tokens(self, tokens: Sequence[int]) -> None:
-        """Append tokens to the sequence and add its new n-grams to the pool."""
         ngram_tokens = (self._window or self._smallest).ngram_tokens
         for token in tokens:
             self._recent.append(token)

@@ -37,8 +37,8 @@ class ModelDrafter(BudgetedDrafter):
         model: The draft model.
         vocab_size: Vocabulary size of the target. Token ids outside it are never drafted.
         branches: Number of children per node at each depth, such as (3, 2). Deeper nodes have one child, so
-            an empty tuple drafts chains. Alternatively, a `TreeGrowth` that chooses the shape of each tree.
-            It must not be shared with other drafters.
+            an empty tuple drafts chains. Alternatively, a `TreeGrowth` that chooses the shape of each tree,
+            and that no other drafter uses.
         min_confidence: Drafting stops after a token with a lower probability. The token itself is kept,
             because removing it would bias rejection sampling.
         name: Name of the drafter shown in reports.
@@ -82,7 +82,7 @@ class ModelDrafter(BudgetedDrafter):
         return MemoryUse.of(self._model.facts)
 
     def begin(self, tokens: Sequence[int]) -> None:
-        """See `Drafter.begin`. New tokens are not prefilled until a draft is needed."""
+        """See `Drafter.begin`. New tokens are prefilled only when the next draft is requested."""
         self._tree = None
         self.cache.begin(tokens)
 
@@ -105,7 +105,7 @@ class ModelDrafter(BudgetedDrafter):
 
     def warm_up(self) -> None:
         if self._model.length == 0:
-            # A backend's first pass with a new shape is slow, so run one prefill and one decoding pass.
+            # Run one prefill and one decoding pass now, because a backend's first passes are slow.
             self._model.prefill([0] * min(_WARM_UP_TOKENS, self._model.free_tokens - 1))
             self._model.verify(TokenTree.chain(0)).at(0, np.array([0]))
             self._model.truncate(0)
@@ -123,12 +123,9 @@ class ModelDrafter(BudgetedDrafter):
             return TokenTree.chain(last)
         if not self._growth.begin_round(draft_length):
             return TokenTree.chain(last)
-        # If the whole previous draft was accepted, the token before the root is not cached yet. Run it
-        # together with the root.
+        # After a draft that was accepted completely, the draft model must run the last drafted token too.
         lag = replace_unknown_ids(self._model, cache.visible_tokens[self._model.length :])
         tree = self._tree = _DraftTree(last, lag)
-        # In a chain of fixed length, the best token of each pass is the input of the next, so the backend can
-        # start the next pass without waiting for the result.
         is_fixed_chain = self._growth.drafts_chains and not self.chooses_length
         frontier = [0]
         for depth in range(draft_length):
@@ -150,7 +147,6 @@ class ModelDrafter(BudgetedDrafter):
         sampler: Sampler,
         acceptance: Acceptance,
     ) -> list[int]:
-        """Add children to the nodes in the frontier, and return the new nodes to expand next."""
         rows = [tree.model_nodes[node] - first for node in frontier]
         probs = [_NO_PROBS] * len(rows)
 
@@ -179,12 +175,11 @@ class ModelDrafter(BudgetedDrafter):
         return expandable
 
     def observe(self, tree: TokenTree, logits: Logits, sampler: Sampler) -> None:
-        # If this drafter has no draft, another drafter proposed the tree, so this pass is not recorded.
         if self._tree:
             self._growth.record_verify_pass(tree.width)
 
     def commit(self, tokens: tuple[int, ...]) -> None:
-        """See `Drafter.commit`. The next draft pass runs any emitted tokens missing from the KV cache."""
+        """See `Drafter.commit`. Tokens missing from the KV cache are run when the next draft is made."""
         if (tree := self._tree) and tree.model_tree_run:
             nodes = tree.drafted.build().walk(tokens)
             self._model.commit(tree.model_path(nodes[1 : len(tokens)]))
@@ -214,7 +209,8 @@ class _DraftTree:
 
     Args:
         last_token: The last emitted token, which is the root of the draft.
-        lag: Tokens missing from the draft model's KV cache, ending with `last_token`.
+        lag: Tokens to run first because they are missing from the draft model's KV cache, ending with
+            `last_token`.
 
     Attributes:
         drafted: The draft tree. Node 0 is the root.
@@ -240,22 +236,21 @@ class _DraftTree:
     def add(
         self, parent: int, token: int, probs: Distribution | None, path_prob: float, expands: bool
     ) -> int:
-        """Add a drafted token and return its node. If `expands`, the draft model will run the token."""
+        """Add a drafted token and return its node. If `expands`, children can be drafted for it."""
         self.model_nodes.append(self.model_tree.add(self.model_nodes[parent], token) if expands else -1)
         self.path_probs.append(path_prob)
         return self.drafted.add(parent, token, probs)
 
     def model_path(self, nodes: Sequence[int]) -> tuple[int, ...]:
-        """Return the path that the draft model must commit to keep the accepted `nodes` in its KV cache."""
+        """Return which nodes to keep in the draft model's KV cache after `nodes` were accepted."""
         has_run = takewhile(lambda node: 0 <= self.model_nodes[node] < self.model_tree_run, nodes)
         return (*range(1, self._lag_tokens), *(self.model_nodes[node] for node in has_run))
 
     def build(self, block: bool) -> TokenTree:
         """Return the draft tree, ordered so that the nodes run by the draft model come first.
 
-        If the target shares layers with the draft model, this order lets it reuse their results. Siblings
-        keep their order. The order does not depend on which tokens were drawn, so cutting off the draft after
-        any node causes no bias.
+        A target that shares layers with the draft model can then reuse their results. Siblings keep their
+        order.
         """
         order = sorted(range(len(self.drafted)), key=lambda node: self.model_nodes[node] < 0)
         return self.drafted.build(block).subtree(order)

@@ -19,8 +19,7 @@ class NgramDrafter(Drafter):
     """Drafts the tokens that followed an earlier occurrence of the last tokens in the chat.
 
     Implements Prompt Lookup Decoding (Saxena 2023). It uses the most recent occurrence of the longest
-    repeated n-gram. There is no index: every lookup scans all tokens, so its time grows with the length of
-    the chat.
+    repeated n-gram. Every lookup scans the whole chat.
 
     Args:
         max_ngram_tokens: Maximum number of trailing tokens to look up.
@@ -45,16 +44,17 @@ class NgramDrafter(Drafter):
         matched, position = self._longest_repeated_suffix()
         if matched < self._min_ngram_tokens:
             return TokenTree.chain(self._tokens[-1])
-        # If fewer than `draft_length` tokens follow the earlier occurrence, repeat them to fill the draft.
+        # If fewer than `draft_length` tokens follow the earlier occurrence, repeat them until the draft is
+        # full.
         following = self._tokens[position : position + draft_length]
         return TokenTree.chain(self._tokens[-1], [following[i % len(following)] for i in range(draft_length)])
 
     def _longest_repeated_suffix(self) -> tuple[int, int]:
-        """Return the length of the longest repeated suffix and the end of its latest earlier occurrence."""
+        """Return the length of the longest suffix that occurs earlier, and where its last occurrence ends."""
         tokens = np.frombuffer(self._tokens, np.int32)
         suffix = self._tokens[-self._max_ngram_tokens :][::-1]
-        # Find all earlier occurrences of the last token. The loop then keeps only those where ever longer
-        # suffixes match.
+        # Find all earlier occurrences of the last token. The loop then extends the match backwards token by
+        # token.
         ends = np.flatnonzero(tokens[:-1] == suffix[0]) + 1
         matched = latest = 0
         while len(ends):

@@ -30,17 +30,15 @@ from edgespec.saved_arrays import SavedArrays
 
 __all__ = ["OnlineDrafter", "OnlineTrainer"]
 
-# All limits below are heuristics.
-
-# Number of the target's most probable tokens to record for each rejected draft token.
+# Number of most likely target tokens, with probabilities, to record for each rejected draft token.
 TARGET_TOKENS = 16
-# Number of tokens per training example. The first `_CONTEXT_TOKENS` of them only provide context.
+# Number of tokens per training example, including context tokens on which the model is not trained.
 EXAMPLE_TOKENS = 96
 _CONTEXT_TOKENS = 32
 _MAX_EXAMPLES = 128
-# Number of training steps per new example.
+# Number of training steps to run for each new training example.
 _STEPS_PER_EXAMPLE = 4
-# Maximum number of training steps per idle period.
+# Maximum number of training steps in one idle period between replies.
 _MAX_STEPS = 64
 # Approximate number of recent tokens on which the original and the trained weights are compared.
 _EVALUATION_TOKENS = 1024
@@ -88,7 +86,7 @@ class OnlineDrafter(ModelDrafter):
         super().observe(tree, logits, sampler)
 
     def commit(self, tokens: tuple[int, ...]) -> None:
-        """See `Drafter.commit`. Also records what the target predicted instead of a rejected token."""
+        """See `Drafter.commit`. Also records what the target predicted in place of a rejected token."""
         if self._proposed and self._verified:
             self.trainer.record_round(self._proposed, *self._verified, tokens)
         self._proposed = self._verified = None
@@ -103,7 +101,7 @@ class OnlineDrafter(ModelDrafter):
 
 
 class OnlineTrainer:
-    """Trains an adapter for a draft model in idle time. The model's original weights never change.
+    """Trains an adapter for a draft model between replies. The model's original weights never change.
 
     Each training example is evaluated with and without the adapter before it is used for training. The
     adapter is enabled only while it predicts at least as many recent tokens correctly as the original
@@ -123,15 +121,15 @@ class OnlineTrainer:
         self._tokens: list[int] = []
         self._prompt_tokens = 0
         self._has_drafted = False
-        # For each rejected draft token: the position of the token before it, and the target's most likely
-        # next tokens with their probabilities.
+        # For each rejected draft token: the position before it, and the target's most likely tokens with
+        # their probabilities.
         self._rejections: list[tuple[int, NDArray[np.int64], NDArray[np.float32]]] = []
-        # Each entry consists of an example and the index of its first token after the context.
+        # Training examples waiting for evaluation, each with the index of its first token after the context.
         self._pending: deque[tuple[TrainingExample, int]] = deque(maxlen=_MAX_EXAMPLES)
         self._examples: deque[TrainingExample] = deque(maxlen=_MAX_EXAMPLES)
         self._pending_steps = 0
-        # For each evaluated example, the number of tokens predicted correctly by the original weights and by
-        # the adapter, and the total number of tokens.
+        # For each evaluated example: tokens predicted correctly by the original weights, by the adapter, and
+        # tokens in total.
         self._evaluations: deque[tuple[int, int, int]] = deque()
         self._trained_tokens = self._steps = 0
         self._random = np.random.default_rng(0)
@@ -140,7 +138,7 @@ class OnlineTrainer:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes used for training. Temporary memory is counted once a training step has been measured."""
+        """Bytes of memory used for training, including the peak of the training steps measured so far."""
         return self._trainer.state_bytes + self._trainer.peak_step_bytes
 
     def begin(self, tokens: Sequence[int]) -> None:
@@ -149,7 +147,7 @@ class OnlineTrainer:
         self._tokens, self._prompt_tokens = list(tokens), len(tokens)
 
     def extend(self, tokens: tuple[int, ...]) -> None:
-        """Append emitted tokens."""
+        """Append emitted tokens to the reply."""
         self._tokens.extend(tokens)
 
     def record_round(
@@ -159,7 +157,7 @@ class OnlineTrainer:
 
         Args:
             proposed: The draft.
-            verified: The tree that the target verified, which may be only part of the draft.
+            verified: The tree that the target verified. It may lack parts of the draft.
             logits: The target's logits, one row per node of `verified`.
             tokens: The tokens emitted after verification.
         """
@@ -167,12 +165,10 @@ class OnlineTrainer:
         accepted_path = proposed.walk(tokens)
         accepted = len(accepted_path) - 1
         rows = verified.walk(tokens[:accepted])
-        # A draft token was rejected if the emitted tokens leave the draft before its end. Record this only if
-        # the target's logits at that point are available.
+        # Record what the target predicted if it rejected a draft token.
         if len(rows) > accepted < len(tokens) and proposed.children(accepted_path[-1]):
             best, values = logits.limit_vocab(self._draft.facts.vocab_size).top(rows[-1], TARGET_TOKENS)
-            # `top` can return more tokens than requested if there are ties, but all rows of an example must
-            # have the same length.
+            # Sort and truncate, because `top` can return extra tokens with equal logits.
             order = np.argsort(-values, kind="stable")[:TARGET_TOKENS]
             weights = np.exp(values[order] - values.max())
             probs = (weights / weights.sum()).astype(np.float32)
@@ -180,7 +176,7 @@ class OnlineTrainer:
             self._rejections.append((position, best[order].astype(np.int64), probs))
 
     def run_idle_work(self, should_continue: Callable[[], bool]) -> None:
-        """Evaluate the last reply, then train on it, until `should_continue()` returns False."""
+        """Evaluate the adapter on the last reply, then train it, until `should_continue()` returns False."""
         try:
             self._collect_examples()
             while self._pending and should_continue():
@@ -193,7 +189,7 @@ class OnlineTrainer:
                     self._pending_steps = min(self._pending_steps + _STEPS_PER_EXAMPLE, _MAX_STEPS)
             old_steps, was_adapted = self._steps, self._trainer.adapted
             while self._pending_steps and self._examples and should_continue():
-                # The larger of two random indices favours recent examples but sometimes selects old ones.
+                # Prefer recent examples by taking the larger of two random indices.
                 index = int(self._random.integers(len(self._examples), size=2).max())
                 self._trainer.train_step(self._examples[index])
                 self._pending_steps -= 1
@@ -205,7 +201,6 @@ class OnlineTrainer:
             if self._trainer.adapted != was_adapted or (has_trained and was_adapted):
                 self._draft.truncate(0)
                 self.cache.begin(self._tokens)
-                # If a new reply interrupts the prefill, `propose` prefills the remaining tokens.
                 with suppress(CancelledError):
                     self.cache.prefill(progress=lambda *_: should_continue())
         finally:
@@ -214,8 +209,7 @@ class OnlineTrainer:
     def _collect_examples(self) -> None:
         """Split the reply into examples, each preceded by some context tokens.
 
-        Examples in which no draft token was rejected are used for evaluation but not for training. Without
-        them, the evaluation would only see text that is hard to predict.
+        Examples without a rejected draft token are used for evaluation but not for training.
         """
         part_tokens = EXAMPLE_TOKENS - _CONTEXT_TOKENS
         begins = range(self._prompt_tokens, len(self._tokens), part_tokens) if self._has_drafted else ()
@@ -242,7 +236,7 @@ class OnlineTrainer:
 
     @property
     def evaluation(self) -> tuple[int, int, int]:
-        """Counts of recent tokens: predicted correctly by the original weights, by the adapter, and all."""
+        """Numbers of recent tokens: correct with the original weights, correct with the adapter, and all."""
         original_hits, adapted_hits, tokens = np.sum([(0, 0, 0), *self._evaluations], axis=0).tolist()
         return original_hits, adapted_hits, tokens
 
@@ -260,7 +254,6 @@ class OnlineTrainer:
         }
 
     def _restore(self, store: SavedArrays) -> None:
-        """Restore the saved adapter and statistics if they fit the model."""
         saved = dict(store.load())
         counts, judged = saved.pop("learnt", _EMPTY), saved.pop("judged", _EMPTY)
         if counts.shape != (2,) or judged.shape[1:] != (3,) or not self._trainer.load_adapter(saved):

@@ -7,9 +7,10 @@ from numpy.typing import NDArray
 
 __all__ = ["AcceptanceCounts", "RunningMean"]
 
-# Every new value has a weight of at least 1/10, so that the mean adapts within about ten values.
+# Approximate number of recent values that determine the mean: each new value has a weight of at least 1/10.
 _MEAN_VALUES = 10
-# A mean restored from an earlier run counts as at most this many values, so that new values soon outweigh it.
+# Maximum weight of a mean restored from an earlier run, as a number of values, so that new values soon
+# outweigh it.
 _MAX_RESTORED_COUNT = 5
 
 
@@ -31,11 +32,11 @@ class RunningMean:
         self.value += (value - self.value) / min(self.count, _MEAN_VALUES)
 
     def saved(self) -> NDArray[np.float64]:
-        """Return a float64 array [2] with the mean and the count, to save for a later run."""
+        """Return the mean and the number of values as a float64 array [2], to save for a later run."""
         return np.array([self.value, self.count])
 
     def restore(self, saved: NDArray[np.float64]) -> None:
-        """Restore the array returned by `saved`. Raises ValueError if it is invalid."""
+        """Restore the mean from an array returned by `saved`. Raises ValueError if the array is invalid."""
         if saved.shape != (2,) or not np.isfinite(saved).all() or saved[1] < 0.0:
             raise ValueError(f"the saved array must consist of a finite mean and a count, not {saved}")
         value, count = map(float, saved)
@@ -45,8 +46,8 @@ class RunningMean:
 class AcceptanceCounts:
     """Counts of drafted and accepted tokens per category, such as per tree rank, with exponential decay.
 
-    Every token is counted twice: with fast decay in `accepted` and `drafted`, and with slow decay for the
-    long-term acceptance rates. These replace the recent rates when drafting resumes after a pause.
+    Also keeps counts with slower decay, whose long-term acceptance rates replace the recent ones when
+    drafting resumes after a pause.
 
     Args:
         accepted: Initial number of accepted tokens per category, float64.
@@ -57,10 +58,10 @@ class AcceptanceCounts:
         drafted: Decayed count of drafted tokens per category.
     """
 
-    # Factor applied to a category's counts before each new token is added. With 0.98, a token loses half of
-    # its weight after 34 further tokens.
+    # Factor by which earlier counts shrink with each new token. With 0.98, a token loses half of its weight
+    # after 34 further tokens.
     DECAY = 0.98
-    # The same factor for the counts behind the long-term acceptance rates.
+    # Factor by which earlier counts shrink with each new token, for the long-term acceptance rates.
     _LONG_DECAY = 0.998
 
     def __init__(self, accepted: NDArray[np.float64], drafted: NDArray[np.float64]) -> None:
@@ -69,7 +70,7 @@ class AcceptanceCounts:
         self._long_accepted, self._long_drafted = accepted.copy(), drafted.copy()
 
     def record(self, category: tuple[int, ...], accepted: bool) -> None:
-        """Count a drafted token in a category, which is an index into the arrays of counts."""
+        """Count a drafted token as accepted or rejected. `category` is an index into the arrays of counts."""
         self.drafted[category] = self.drafted[category] * self.DECAY + 1.0
         self.accepted[category] = self.accepted[category] * self.DECAY + accepted
         self._long_drafted[category] = self._long_drafted[category] * self._LONG_DECAY + 1.0
@@ -80,7 +81,7 @@ class AcceptanceCounts:
         return np.stack([self.accepted, self.drafted, self._long_accepted, self._long_drafted])
 
     def restore(self, saved: NDArray[np.float64]) -> None:
-        """Restore the array returned by `saved`. Raises ValueError if it is invalid."""
+        """Restore the counts from an array returned by `saved`. Raises ValueError if the array is invalid."""
         expected = (4, *self.accepted.shape)
         if saved.shape != expected or not np.isfinite(saved).all() or (saved < 0.0).any():
             raise ValueError(
@@ -91,15 +92,18 @@ class AcceptanceCounts:
         self.accepted, self.drafted, self._long_accepted, self._long_drafted = saved.astype(np.float64)
 
     def limit_weight(self, max_drafted: float) -> None:
-        """Replace recent acceptance rates with long-term rates that count as at most `max_drafted` tokens.
+        """Replace the recent acceptance rates with long-term rates of lower weight.
 
-        Called when drafting resumes after a pause, because recent rates might no longer apply.
+        Used when drafting resumes after a pause, because recent rates might no longer apply.
+
+        Args:
+            max_drafted: Maximum weight of the long-term rates, as a number of drafted tokens.
         """
         np.minimum(self.drafted, max_drafted, out=self.drafted)
         accepted = self._long_accepted * self.drafted
         np.divide(accepted, self._long_drafted, out=self.accepted, where=self._long_drafted > 0.0)
 
     def decay(self, weight: float = DECAY) -> None:
-        """Move the counts towards their initial values by a fraction of 1 - `weight`."""
+        """Move all counts towards their initial values. A `weight` of 0.98 removes 2 % of the difference."""
         for counts, prior in zip((self.accepted, self.drafted), self._prior, strict=True):
             counts += (prior - counts) * (1.0 - weight)

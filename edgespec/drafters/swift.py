@@ -26,23 +26,23 @@ __all__ = ["LayerSet", "ScoredLayerSet", "SwiftDrafter", "SwiftSearch"]
 # Zero-based indices of the skipped layers, in ascending order.
 LayerSet: TypeAlias = tuple[int, ...]
 
-# Number of recent tokens on which a set of skipped layers is evaluated in one pass: enough to compare sets,
-# but too few to delay a new reply noticeably.
+# Number of recent tokens on which a set of skipped layers is evaluated. More would noticeably delay a new
+# reply.
 EVALUATION_TOKENS = 64
 # Minimum number of recent tokens needed to evaluate a set of skipped layers.
 _MIN_EVALUATION_TOKENS = 16
-# Maximum number of layer sets to evaluate in one idle period. This value is a heuristic.
+# Maximum number of layer sets to evaluate in one idle period between replies.
 MAX_SETS_PER_IDLE_PERIOD = 48
 # Maximum number of layer sets to evaluate for one model, from the SWIFT paper (arXiv 2410.06916).
 MAX_SETS = 1000
-# Fraction of layers to skip in random sets, from the SWIFT paper (arXiv 2410.06916).
+# Fraction of the layers to skip in random layer sets, from the SWIFT paper (arXiv 2410.06916).
 _SKIP_RATIO = 0.45
-# Maximum draft length to consider. This value is a heuristic.
+# Maximum number of tokens to draft.
 _MAX_DRAFT_LENGTH = 8
-# Maximum number of layer sets to keep. This value is a heuristic.
+# Maximum number of layer sets whose acceptance counts are kept.
 _MAX_SAVED_SETS = 256
-# When more drafted tokens than this have been counted for a set of skipped layers, its counts are halved, so
-# that old observations lose weight.
+# When more drafted tokens than this have been counted for a set of skipped layers, its counts are halved to
+# give new tokens more weight.
 _MAX_COUNTED_TOKENS = 2048
 
 
@@ -51,12 +51,13 @@ class SwiftDrafter(Drafter):
 
     Between replies, the drafter searches for the best layers to skip, using the end of the current chat as
     test data. Nothing is drafted until skipping some set of layers is expected to be faster than plain
-    decoding. The paper skips attention and feed-forward blocks separately; here, whole layers are skipped.
+    decoding. Unlike in the paper, only whole layers are skipped.
 
     Args:
         target: The target model.
         store: Saves the state of the search for later runs.
-        pass_cost: Returns the cost of verifying a given number of tokens in one pass, in target steps.
+        pass_cost: Function that returns the duration of a verify pass over a given number of tokens, relative
+            to a single-token target pass.
         min_confidence: See `ModelDrafter`.
 
     Raises:
@@ -88,7 +89,7 @@ class SwiftDrafter(Drafter):
         if store:
             self._search.restore(store.load())
         self._tokens: list[int] = []
-        # The set of layers skipped in the current reply.
+        # The set of layers that are skipped for drafts in the current reply.
         self._layer_set: ScoredLayerSet | None = None
         self._drafter: ModelDrafter | None = None
         self._proposed: TokenTree | None = None
@@ -123,23 +124,22 @@ class SwiftDrafter(Drafter):
             self._drafter.observe(tree, logits, sampler)
 
     def commit(self, tokens: tuple[int, ...]) -> None:
-        """See `Drafter.commit`. Also counts how many drafted tokens were accepted."""
+        """See `Drafter.commit`. Also records how many drafted tokens were accepted."""
         if self._drafter:
             self._drafter.commit(tokens)
         if self._layer_set and self._proposed:
             accepted = len(self._proposed.walk(tokens)) - 1
-            # If the reply ended inside the draft, do not count the next drafted token, because it is unknown
-            # whether it was correct.
+            # Do not count drafted tokens after the end of the reply, because it is unknown whether they were
+            # correct.
             known = min(accepted + 1, self._proposed.drafted) if len(tokens) > accepted else accepted
             self._search.record(self._layer_set.layers, accepted, known)
         self._proposed = None
         self._tokens.extend(tokens)
 
     def run_idle_work(self, should_continue: Callable[[], bool]) -> None:
-        """Evaluate how well the target predicts the end of the chat when some layers are skipped.
+        """Test how well the target predicts the end of the chat while skipping different sets of layers.
 
-        The best set of skipped layers so far is evaluated again first, because its accuracy may be different
-        on the current text.
+        The best set so far is tested first, because its accuracy depends on the text.
         """
         tokens = self._tokens[: self._target.length][-EVALUATION_TOKENS:]
         if len(tokens) < _MIN_EVALUATION_TOKENS:
@@ -182,7 +182,7 @@ class SwiftDrafter(Drafter):
 
 
 class ScoredLayerSet(NamedTuple):
-    """A set of layers to skip.
+    """A set of layers to skip, and the speed-up expected from skipping them.
 
     Attributes:
         layers: The skipped layers.
@@ -211,17 +211,17 @@ class SwiftSearch:
         self._layer_count = layer_count
         self._pass_cost = pass_cost
         self._random = np.random.default_rng(seed)
-        # For each set, the number of correctly drafted tokens and of all drafted tokens.
+        # For each set of skipped layers: correctly drafted tokens, and all drafted tokens.
         self._counts: dict[LayerSet, tuple[int, int]] = {}
         self._scored: dict[LayerSet, ScoredLayerSet] = {}
 
     @property
     def best(self) -> ScoredLayerSet | None:
-        """The set with the highest expected speed-up, or None if no set has been tried."""
+        """The layers to skip for the highest expected speed-up, or None if none have been tried."""
         return max(self._scored.values(), key=lambda scored: scored.speed_up, default=None)
 
     def record(self, layers: LayerSet, right: int, total: int) -> None:
-        """Record that `right` of `total` tokens were correct when drafted without these layers."""
+        """Record that `right` of `total` tokens were correct when drafted without the given layers."""
         if total == 0:
             return
         self.tried += layers not in self._counts
@@ -235,7 +235,6 @@ class SwiftSearch:
 
     def _set_counts(self, layers: LayerSet, right: int, total: int) -> None:
         self._counts[layers] = (right, total)
-        # Count one extra wrong token, so that sets with few observations are not overrated.
         agreement = right / (total + 1)
         cost = 1.0 - len(layers) / self._layer_count
         length, speed_up = best_draft_length(
@@ -244,7 +243,7 @@ class SwiftSearch:
         self._scored[layers] = ScoredLayerSet(layers, agreement, speed_up, length)
 
     def next_set(self) -> LayerSet:
-        """Return the set to try next: alternately a random set and a good set with one layer replaced."""
+        """Return the next layers to try skipping: alternately random layers and a variant of a good set."""
         if self.tried % 2:
             leaders = sorted(self._scored.values(), key=lambda scored: -scored.speed_up)[:4]
             layers = list(leaders[self._random.integers(len(leaders))].layers)
@@ -262,7 +261,7 @@ class SwiftSearch:
         return tuple(sorted((chosen + 1).tolist()))
 
     def saved_arrays(self) -> dict[str, NDArray[Any]]:
-        """Return the acceptance counts of all layer sets as named arrays, to save for later runs."""
+        """Return the acceptance counts of all layer sets as named arrays, to save for a later run."""
         sets = np.zeros((len(self._counts), self._layer_count), np.uint8)
         for row, layers in zip(sets, self._counts, strict=True):
             row[list(layers)] = 1
@@ -273,7 +272,7 @@ class SwiftSearch:
         }
 
     def restore(self, saved: Mapping[str, NDArray[Any]]) -> None:
-        """Restore the arrays returned by `saved_arrays`, ignoring entries that do not fit this model."""
+        """Restore the arrays returned by `saved_arrays`, ignoring layer sets that do not fit this model."""
         if not {"sets", "counts", "tried"} <= set(saved):
             return
         sets, counts = saved["sets"], saved["counts"]

@@ -11,13 +11,12 @@ from numpy.typing import NDArray
 
 __all__ = ["Children", "DraftProbs", "FixedShape", "TreeGrowth"]
 
-# Given the index of a frontier node, returns the draft model's highest probabilities for the next token, in
-# descending order.
+# Function that returns the draft model's highest next-token probabilities after a node, in descending order.
 DraftProbs: TypeAlias = Callable[[int], NDArray[np.float64]]
 
 
 class Children(NamedTuple):
-    """How many children to draft for one node, and how many of them to expand.
+    """How many children to draft for one node of a tree, and how many of them get children themselves.
 
     Both numbers are chosen before any token is drawn, because dropping a drawn token would bias rejection
     sampling.
@@ -25,7 +24,7 @@ class Children(NamedTuple):
     Attributes:
         path_probs: For each child, the estimated probability that the child and all its ancestors are
             accepted.
-        expand_count: Number of children to expand, starting with the most likely.
+        expand_count: Number of children that get children themselves, starting with the most likely.
     """
 
     path_probs: tuple[float, ...]
@@ -35,14 +34,13 @@ class Children(NamedTuple):
 class TreeGrowth(ABC):
     """A rule that decides, level by level, how a draft tree grows. Each drafter has its own instance.
 
-    Each draft-and-verify round calls `begin_round`, `grow_level` after each draft model pass, `finish_draft`,
-    `record_verify_pass`, and `record_outcome` for each node whose next token is known. If `begin_round`
-    returns False, drafting is skipped and none of the other methods is called.
+    Each draft-and-verify round calls `begin_round`. If it returns True, the round also calls `grow_level`
+    after each draft model pass, `finish_draft`, `record_verify_pass`, and `record_outcome` for each node
+    whose next token is known.
 
     Attributes:
         drafts_chains: Whether all trees are chains.
-        siblings: Minimum number of candidate tokens to choose for each node. `record_outcome` covers all of
-            them, even if the tree contains fewer.
+        siblings: Minimum number of candidate tokens to choose for each node and to pass to `record_outcome`.
         chooses_length: Whether the rule may end a draft before it reaches the draft length.
     """
 
@@ -52,29 +50,29 @@ class TreeGrowth(ABC):
 
     @abstractmethod
     def begin_round(self, draft_length: int) -> bool:
-        """Begin a round with at most `draft_length` draft passes. Return False to skip drafting."""
+        """Begin a round with at most `draft_length` draft model passes. Return False to skip drafting."""
 
     @abstractmethod
     def grow_level(self, path_probs: Sequence[float], draft_probs: DraftProbs) -> list[Children]:
-        """Return the children of each frontier node.
+        """Return the children to add to each frontier node, which are the nodes of the current level.
 
         Args:
             path_probs: For each frontier node, the estimated probability that it and its ancestors are
                 accepted.
-            draft_probs: Returns the draft model's highest probabilities after a frontier node.
+            draft_probs: Function that returns the draft model's highest probabilities after a frontier node.
         """
 
     def force_draft(self) -> None:  # noqa: B027
-        """Make the next draft a short one, even if it is not expected to save time."""
+        """Make the next draft short but not empty, even if it is not expected to save time."""
 
     def finish_draft(self) -> None:  # noqa: B027
-        """Record that the draft is complete and the verify pass begins."""
+        """Record the time at which the draft is complete and the verify pass begins."""
 
     def record_verify_pass(self, width: int) -> None:  # noqa: B027
-        """Record that the target has verified `width` tokens since `finish_draft`."""
+        """Record that the target has just verified `width` tokens, including the root of the draft tree."""
 
     def record_outcome(self, probs: NDArray[np.float64], accepted: int | None) -> None:  # noqa: B027
-        """Record which child of a node the target accepted.
+        """Record which child of a draft tree node the target accepted.
 
         Args:
             probs: The draft model's highest probabilities after the node, float64, in descending order.
@@ -82,11 +80,11 @@ class TreeGrowth(ABC):
         """
 
     def saved_statistics(self) -> dict[str, NDArray[Any]]:
-        """Return acceptance and cost statistics as named arrays to save for a later run."""
+        """Return the rule's acceptance and timing statistics as named arrays, to save for a later run."""
         return {}
 
     def restore_statistics(self, saved: Mapping[str, NDArray[Any]]) -> None:  # noqa: B027
-        """Restore the statistics. See `BudgetedDrafter.restore_statistics`."""
+        """Restore the statistics returned by `saved_statistics`. See `BudgetedDrafter.restore_statistics`."""
 
 
 class FixedShape(TreeGrowth):

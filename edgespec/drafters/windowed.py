@@ -17,7 +17,7 @@ from edgespec.errors import CapabilityError, OptionError
 
 __all__ = ["AttentionWindow", "WindowedModel", "choose_draft_window"]
 
-# Number of tokens in the draft model's context to reserve for a draft tree, in addition to the window.
+# Number of tokens in the draft model's context that are reserved for draft trees.
 _MAX_TREE_TOKENS = 128
 
 
@@ -25,8 +25,8 @@ _MAX_TREE_TOKENS = 128
 class AttentionWindow:
     """Limits a draft model's attention to the first and the last tokens of a sequence.
 
-    The window can grow by `slack_tokens` before its oldest tokens are evicted all at once, because evicting a
-    few tokens takes as long as evicting many.
+    Tokens are evicted many at a time: the window can grow by `slack_tokens` before its oldest tokens are
+    evicted.
 
     Attributes:
         sink_tokens: Number of tokens to keep from the beginning of the sequence, called attention sinks in
@@ -39,21 +39,21 @@ class AttentionWindow:
 
     @property
     def slack_tokens(self) -> int:
-        """Number of tokens by which the window can grow: a quarter of its size."""
+        """Number of tokens by which the attention window can grow before tokens are evicted."""
         return max(1, self.window_tokens // 4)
 
     @property
     def context_tokens(self) -> int:
-        """Context size with which to load the draft model."""
+        """Context size, in tokens, with which to load the draft model."""
         return self.sink_tokens + self.window_tokens + self.slack_tokens + _MAX_TREE_TOKENS
 
     @property
     def description(self) -> str:
-        """User-facing description of the attention window."""
+        """User-facing description of the draft model's attention window."""
         return f"the first {self.sink_tokens:,} and the last {self.window_tokens:,} tokens"
 
     def limited_to(self, trained_tokens: int) -> AttentionWindow:
-        """Return this window, reduced to fit the draft model's trained context (0 if unknown)."""
+        """Return this window, reduced to fit a trained context of `trained_tokens` (0 if unknown)."""
         excess = self.context_tokens - trained_tokens
         if not trained_tokens or excess <= 0:
             return self
@@ -88,15 +88,14 @@ class WindowedModel(WrappedModel):
     """A LanguageModel for sequences longer than the context of the model that it wraps.
 
     Implements StreamingLLM (arXiv 2309.17453) for draft models, as in MagicDec (arXiv 2408.11049). The
-    wrapped (inner) model's KV cache contains the first tokens, followed by the tokens from position `_start`
-    to the end. If recent tokens are missing, they are run before the next pass. Token positions are counted
-    from the start of this cache.
+    wrapped (inner) model's KV cache contains only the first tokens and the last tokens of the sequence. Token
+    positions are counted within this cache.
 
-    If the inner model cannot evict tokens and the window is full, its most recent half is recomputed.
+    If the window is full and the inner model cannot evict tokens, the most recent half is recomputed.
 
     Args:
         model: The inner model.
-        window: The window.
+        window: The sizes of the attention window.
         context_tokens: Maximum length of the sequence.
 
     Raises:
@@ -106,7 +105,7 @@ class WindowedModel(WrappedModel):
     def __init__(self, model: LanguageModel, window: AttentionWindow, context_tokens: int) -> None:
         super().__init__(model, model.vocabulary)
         inner = model.facts
-        # Maximum number of tokens in the inner KV cache before a pass.
+        # Maximum number of tokens in the draft model's KV cache when a pass begins.
         self._max_cached_tokens = window.sink_tokens + window.window_tokens + window.slack_tokens
         spare = inner.context_tokens - self._max_cached_tokens
         if spare < 1:
@@ -127,7 +126,6 @@ class WindowedModel(WrappedModel):
 
     @property
     def _end(self) -> int:
-        """Sequence position just after the last token in the wrapped draft model's KV cache."""
         cached, sinks = self._model.length, self._window.sink_tokens
         return cached if cached < sinks else cached - sinks + self._start
 
@@ -143,13 +141,12 @@ class WindowedModel(WrappedModel):
             raise
 
     def _update_inner_cache(self, progress: Progress | None = None) -> None:
-        """Prefill tokens missing from the inner KV cache. If the window would grow too large, evict first."""
         sinks, length = self._window.sink_tokens, len(self._tokens)
         cached = self._model.length
         if cached < sinks:
             self._start = sinks
         needed = cached + length - self._end
-        # Truncating the sequence can leave too few tokens in the window. If so, recompute the window.
+        # Recompute the attention window if truncating the sequence has left too few tokens in it.
         too_small = self._start > sinks and needed < sinks + self._window.slack_tokens
         if needed > self._max_cached_tokens or too_small:
             self._evict()
@@ -159,7 +156,6 @@ class WindowedModel(WrappedModel):
             self._model.prefill(self._tokens[self._end : length], progress)
 
     def _evict(self) -> None:
-        """Move the start of the window forward and evict older tokens, or recompute the window."""
         sinks, window_tokens = self._window.sink_tokens, self._window.window_tokens
         start = max(sinks, len(self._tokens) - window_tokens)
         if self._start < start < self._end:
@@ -167,7 +163,7 @@ class WindowedModel(WrappedModel):
                 self._model.remove_range(sinks, sinks + start - self._start)
                 self._start = start
                 return
-            except CapabilityError:  # recompute only half of the window to leave room for growth
+            except CapabilityError:  # Recompute half of the window, so that it has room to grow.
                 start = max(sinks, len(self._tokens) - max(1, window_tokens // 2))
         self._model.truncate(min(sinks, self._model.length))
         self._start = start
@@ -196,7 +192,7 @@ class WindowedModel(WrappedModel):
         self._round = ()
 
     def truncate(self, length: int) -> None:
-        """See `LanguageModel.truncate`. Evicted tokens that are needed again are recomputed later."""
+        """See `LanguageModel.truncate`. Evicted tokens are recomputed later if they are needed again."""
         self._check(0)
         self._round = ()
         del self._tokens[length:]
@@ -207,7 +203,7 @@ class WindowedModel(WrappedModel):
             self._start = sinks
 
     def resize(self, context_tokens: int) -> None:
-        """See `LanguageModel.resize`. Changes the maximum sequence length but not the window."""
+        """See `LanguageModel.resize`. Changes the maximum sequence length but not the attention window."""
         self._check_size(context_tokens)
         self._end_round()
         self._now_sized(context_tokens, self.facts.kv_bytes)

@@ -15,22 +15,22 @@ __all__ = ["WrappedModel", "wrapped_capabilities"]
 
 
 def wrapped_capabilities(inner: Capabilities, max_width: int) -> Capabilities:
-    """Return a model's capabilities, limited to those that it keeps when wrapped in a `WrappedModel`."""
+    """Return a model's capabilities, reduced to those that a `WrappedModel` around it supports."""
     return replace(inner, max_width=max_width, partial_truncate=False, trainable=False)
 
 
 class WrappedModel(BaseModel):
-    """A draft model that keeps the token sequence itself, and runs an inner model on tokens derived from it.
+    """A draft model that runs another (inner) model on a token sequence derived from its own.
 
-    Subclasses run missing tokens before the next pass, so the inner model's KV cache may lag behind. For this
-    reason, snapshots consist only of token ids.
+    Subclasses run tokens missing from the inner model's KV cache before its next pass. Snapshots of the model
+    contain only token ids.
     """
 
     def __init__(self, model: LanguageModel, vocabulary: Vocabulary) -> None:
         self._model = model
         self.vocabulary = vocabulary
         self._tokens: list[int] = []
-        # The tokens of the tree that was verified last, until it is committed.
+        # The tokens of the draft tree that was verified last, or empty after the commit.
         self._round: tuple[int, ...] = ()
 
     @property

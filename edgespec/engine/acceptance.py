@@ -19,16 +19,16 @@ from edgespec.engine.tree import TokenTree
 
 __all__ = ["Acceptance", "AcceptedPath", "Draw", "Invariant", "RandomDraws", "Rejection"]
 
-# A drafted token and the distribution it was drawn from (None if it was not drawn at random).
+# A drafted token and the distribution from which it was drawn (None if it was not drawn at random).
 Draw = tuple[int, Distribution | None]
 
 
 class AcceptedPath(NamedTuple):
-    """The result of one round.
+    """The outcome of verifying a draft: the accepted path through its tree, and the next token.
 
     Attributes:
         path: The accepted nodes in order, without the root.
-        token: The token after the path: a correction, or the bonus token if the path ends in a leaf.
+        token: The token that the target chose after the path.
     """
 
     path: tuple[int, ...]
@@ -39,14 +39,14 @@ class Acceptance(Protocol):
     """An acceptance rule: draws tokens for drafters, and decides which drafted tokens to accept."""
 
     def draw(self, sampler: Sampler, logits: Logits, row: int, count: int) -> list[Draw]:
-        """Draw up to `count` different tokens for a drafter, in the order in which they will be tried."""
+        """Draw up to `count` different draft tokens, in the order in which to try to accept them."""
 
     def accept(self, tree: TokenTree, logits: Logits, sampler: Sampler) -> AcceptedPath:
-        """Walk down the tree and return the accepted path.
+        """Decide which nodes of a verified draft tree are accepted, and choose the token after them.
 
         Args:
-            tree: The verified tree.
-            logits: The target's logits; row i follows node i.
+            tree: The draft tree that the target verified.
+            logits: The target's logits. Row i contains the logits after node i.
             sampler: The sampler at the root. The call leaves its state unchanged.
         """
 
@@ -54,9 +54,8 @@ class Acceptance(Protocol):
 class Invariant:
     """Invariant mode: the target's token depends only on seed, position and target logits.
 
-    Target and draft share Gumbel noise (arXiv 2408.07978), so a draft token is accepted with a probability of
-    at least (1 - TV) / (1 + TV), where TV is the total variation distance. For a given seed, the text does
-    not depend on the drafter.
+    Target and draft model share Gumbel noise (arXiv 2408.07978), so they often choose the same token. For a
+    given seed, the text does not depend on the drafter.
     """
 
     def draw(self, sampler: Sampler, logits: Logits, row: int, count: int) -> list[Draw]:
@@ -98,7 +97,6 @@ class RandomDraws:
         return distribution.sample(uniform(self._seed, Stream.RECOVER, self._next(Stream.RECOVER)))
 
     def sample_distinct(self, distribution: Distribution, count: int) -> list[int]:
-        """Draw up to `count` tokens one by one without replacement (Gumbel top-k, arXiv 1903.06059)."""
         noise = gumbel(self._seed, Stream.DRAFT, self._next(Stream.DRAFT), distribution.tokens)
         with np.errstate(divide="ignore"):
             ranking = np.argsort(-(np.log(distribution.probs) + noise), kind="stable")
@@ -108,10 +106,10 @@ class RandomDraws:
 class Rejection:
     """Speculative sampling (Leviathan et al. 2023, arXiv 2211.17192) on chains and trees.
 
-    Siblings are tried in order against a shrinking residual r, which starts as the target distribution. Child
-    k with token x_k, drawn from q_k, is accepted with probability min(1, r(x_k) / q_k(x_k)). If it is
-    rejected, r becomes norm(max(r - q_k, 0)). For drafts without probabilities, q_k is a point mass. The same
-    rule applies to children drawn without replacement (SpecInfer, arXiv 2305.09781).
+    A drafted token x is accepted with probability min(1, p(x) / q(x)), where p is the target distribution and
+    q the distribution that x was drawn from. If x is rejected, p is replaced by norm(max(p - q, 0)) before
+    the next sibling is tried (SpecInfer, arXiv 2305.09781). For drafts without probabilities, q is a point
+    mass.
 
     Args:
         random: The random draws.
@@ -156,10 +154,7 @@ class Rejection:
         return AcceptedPath(tuple(path), self._random.sample(target))
 
     def _accept_block(self, tree: TokenTree, logits: Logits, sampler: Sampler) -> AcceptedPath:
-        """Accept a prefix of a chain by block verification (arXiv 2403.10444, algorithm 2).
-
-        `joint` is the running product of the probability ratios, capped at 1.
-        """
+        """Accept a prefix of a drafted chain by block verification (arXiv 2403.10444, algorithm 2)."""
         joint: float = 1
         accepted, after = 0, sampler.distribution(logits, 0)
         recovery = _residual(after, _draft_distribution(tree, 1))
@@ -181,12 +176,11 @@ class Rejection:
 
 
 def _draft_distribution(tree: TokenTree, node: int) -> Distribution:
-    """Return the distribution that a node was drawn from, or a point mass if it was not random."""
     probs = tree.draft_probs[node]
     return probs if probs is not None else Distribution.point_mass(tree.tokens[node])
 
 
 def _residual(target: Distribution, draft: Distribution, scale: float = 1) -> Distribution:
-    """Return norm(max(scale * target - draft, 0)), or the target if rounding leaves no probability."""
+    """Return the normalised max(scale * target - draft, 0), or the target if rounding makes it zero."""
     weights = target.residual(draft, scale)
     return Distribution.normalised(target.tokens, weights) if weights.sum() > 0 else target

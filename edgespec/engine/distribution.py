@@ -28,17 +28,14 @@ class Distribution:
 
     @classmethod
     def point_mass(cls, token: int) -> Distribution:
-        """Return the distribution with all probability on one token.
-
-        The probability is an integer, because tests compute with exact fractions.
-        """
+        """Return the distribution in which one token has a probability of 1."""
         return cls(np.array([token], np.int64), np.array([1]))
 
     def __len__(self) -> int:
         return len(self.tokens)
 
     def prob(self, token: int) -> float:
-        """Return the probability of one token, 0 if it is not in the set."""
+        """Return the probability of a token, which is 0 if the distribution does not contain it."""
         i = int(np.searchsorted(self.tokens, token))
         if i == len(self.tokens) or self.tokens[i] != token:
             return 0
@@ -51,14 +48,14 @@ class Distribution:
         return np.where(self.tokens[i] == tokens, self.probs[i], 0)
 
     def residual(self, other: Distribution, scale: float = 1) -> NDArray[np.float64]:
-        """Return max(scale * self - other, 0) on this distribution's tokens, float64 [n], not normalised.
+        """Return max(scale * self - other, 0) for each token as float64 [n], without normalising it.
 
         This is the residual of rejection sampling (Leviathan et al. 2023, section 2.3).
         """
         return np.maximum(scale * self.probs - other.probs_of(self.tokens), 0)
 
     def without(self, token: int) -> Distribution | None:
-        """Return this distribution without one token, or None if no other token has a probability above 0."""
+        """Return this distribution without one token, or None if no other token is possible."""
         keep = self.tokens != token
         weights = self.probs[keep]
         if weights.sum() <= 0:
@@ -66,10 +63,8 @@ class Distribution:
         return Distribution.normalised(self.tokens[keep], weights)
 
     def sample(self, uniform: float) -> int:
-        """Return the token at the quantile `uniform`, which is in [0, 1)."""
+        """Return the token at the quantile `uniform`, a random number in [0, 1)."""
         cumulative = np.cumsum(self.probs)
-        # Clamp the index so that rounding cannot select a token after the last one with a positive
-        # probability.
         last = np.searchsorted(cumulative, cumulative[-1], side="left")
         i = np.searchsorted(cumulative, uniform * cumulative[-1], side="right")
         return int(self.tokens[min(i, last)])

@@ -12,13 +12,14 @@ def best_draft_length(
 ) -> tuple[int, float]:
     """Return the draft length with the highest expected speed-up, and that speed-up.
 
-    The expected speed-up is S(k) = E(k) / cost(k) with E(k) = 1 + a + ... + a^k expected tokens (Leviathan et
-    al. 2023, arXiv 2211.17192). Every k is evaluated, because the cost of verify passes grows in steps.
+    The expected speed-up is S(k) = E(k) / cost(k), where E(k) = 1 + a + ... + a^k is the expected number of
+    emitted tokens (Leviathan et al. 2023, arXiv 2211.17192).
 
     Args:
         acceptance_rate: The probability a that a drafted token is accepted.
-        cost: The cost of a round with draft length k, in target steps.
-        longest: Maximum draft length.
+        cost: Function that returns the duration of drafting and verifying k tokens, relative to a
+            single-token target pass.
+        longest: Maximum draft length to consider.
     """
 
     def speed_up(length: int) -> float:

@@ -15,14 +15,14 @@ __all__ = ["HostLogits", "Logits", "Noise", "best_on_host", "candidates"]
 
 
 class Noise(NamedTuple):
-    """The Gumbel noise for one position: `noise.gumbel(seed, Stream.TOKEN, position, tokens)`."""
+    """Seed and position that determine the Gumbel noise for sampling one token. See `noise.gumbel`."""
 
     seed: int
     position: int
 
 
 class Logits(Protocol):
-    """The logits of one pass, one row per node of the tree. Valid until the backend's next pass.
+    """The logits of one model pass, with one row per token. Valid until the model's next pass.
 
     The sampler requests only tokens that can be sampled, so that a device backend can filter on the device
     and return a few candidates instead of copying whole rows.
@@ -32,42 +32,43 @@ class Logits(Protocol):
 
     @property
     def waited_seconds(self) -> float:
-        """Seconds spent waiting for an asynchronous pass to finish after `verify` returned."""
+        """Seconds that reading these logits had to wait for the model's pass to finish."""
 
     @property
     def overlapped_seconds(self) -> float:
-        """Seconds that the pass had run before `verify` was called, while the draft was being computed."""
+        """Seconds that the model's pass had already run when `verify` was called."""
 
     def __len__(self) -> int:
-        """Return the number of rows."""
+        """Return the number of rows, which is the number of tokens in the pass."""
 
     def best(
         self, row: int, count: int, processors: Sequence[LogitsProcessor] = (), noise: Noise | None = None
     ) -> tuple[list[int], float]:
-        """Return the `count` best tokens of a row after the sampling chain, best first.
+        """Return the `count` best tokens of a row after all logits processors, best first.
 
-        A backend may compute this on the device only if it implements every processor of the chain.
-        Otherwise it must call `best_on_host`. Ties go to the lowest id.
+        A backend that cannot run every processor on its device calls `best_on_host`. Among equal tokens, the
+        one with the lowest id comes first.
 
         Args:
             row: Index of the row.
             count: Maximum number of tokens. Filters may leave fewer.
-            processors: The sampling chain.
-            noise: The Gumbel noise to add to the log-probabilities. None ranks by logit (temperature 0).
+            processors: The logits processors, in order.
+            noise: The Gumbel noise to add to the log-probabilities. If None, tokens are ranked by logit, as
+                at temperature 0.
 
         Returns:
-            The tokens, and the row's largest logit before the chain. If that logit is not finite, the row is
+            The tokens, and the largest logit of the row before processing. If it is not finite, the row is
             invalid.
         """
 
     def top(self, row: int, count: int) -> Candidates:
-        """Return at least the `count` largest logits of a row, including ties. 0 returns the whole row."""
+        """Return at least the `count` largest logits of a row, including ties, or all if `count` is 0."""
 
     def above(self, row: int, margin: float) -> Candidates:
-        """Return every logit of a row that is at most `margin` below the largest."""
+        """Return every logit of a row that is at most `margin` less than the largest one."""
 
     def limit_vocab(self, vocab_size: int) -> Logits:
-        """Return the same rows without token ids of `vocab_size` and above."""
+        """Return the same logits without token ids of `vocab_size` and above."""
 
     def at(self, row: int, tokens: NDArray[np.int64]) -> NDArray[np.float64]:
         """Return the logits of `tokens` (int64 [n]) in a row as float64 [n]."""
@@ -76,7 +77,7 @@ class Logits(Protocol):
 def best_on_host(
     logits: Logits, row: int, count: int, processors: Sequence[LogitsProcessor], noise: Noise | None
 ) -> tuple[list[int], float]:
-    """Implement `Logits.best` on the host in double precision, for any processors."""
+    """Find the best tokens of a row on the host in double precision, as `Logits.best` describes."""
     found, peak = candidates(logits, row, processors, 0 if noise else count)
     if not np.isfinite(peak):
         return [], peak
@@ -88,14 +89,14 @@ def best_on_host(
     if count == 1:
         return [int(tokens[scores.argmax()])], peak
     best = np.argsort(-scores, kind="stable")[:count]
-    # Drop tokens with a score of -inf, because they are forbidden.
+    # Omit tokens that the logits processors forbid.
     return tokens[best[scores[best] > -np.inf]].tolist(), peak
 
 
 def candidates(
     logits: Logits, row: int, processors: Sequence[LogitsProcessor], count: int = 0
 ) -> tuple[Candidates, float]:
-    """Return every token that the logits processors could keep, without running them.
+    """Return all tokens of a row that the logits processors might keep, without running the processors.
 
     Args:
         logits: The logits of the pass.
@@ -113,7 +114,8 @@ def candidates(
             count = limit
             break
         if margin is not None and not len(touched):
-            # Allow for rounding: `apply` makes the exact decision and must receive all tokens near the bound.
+            # Increase the margin slightly, so that rounding cannot exclude a token that the processor would
+            # keep.
             found = logits.above(row, margin * scale * (1 + 1e-6) + 1e-6)
             return found, float(found[1].max(initial=-np.inf))
         more = processor.touched_tokens(logits.vocab_size)
@@ -123,8 +125,7 @@ def candidates(
         touched = np.union1d(touched, more) if len(touched) else more
         if isinstance(processor, Temperature):
             scale = processor.temperature
-    # Processors can lower the logits of the `touched` tokens, so fetch as many additional top tokens to
-    # replace them.
+    # Fetch additional tokens, because the logits processors can make some of the best tokens less likely.
     tokens, values = logits.top(row, count + len(touched) if count else 0)
     peak = float(values.max(initial=-np.inf))
     if count and len(touched):
@@ -137,7 +138,7 @@ def candidates(
 
 
 class HostLogits:
-    """Logits in host memory: float32 [rows, vocab], a view that is never copied as a whole."""
+    """Logits in host memory, as a float32 array of shape [rows, vocab] that is not copied."""
 
     __slots__ = ("overlapped_seconds", "rows", "vocab_size", "waited_seconds")
 
@@ -166,14 +167,11 @@ class HostLogits:
             return np.arange(len(logits)), logits.astype(np.float64)
         if blocks <= count:
             return self._from(logits, np.partition(logits, -count)[-count])
-        # The count-th largest of the block maxima is never above the count-th largest logit. This lower bound
-        # is much faster to find than the exact value.
         peaks = logits[: blocks * self._BLOCK].reshape(self._BLOCK, blocks).max(axis=0)
         return self._from(logits, np.partition(peaks, -count)[-count])
 
     def above(self, row: int, margin: float) -> Candidates:
         logits = self.rows[row]
-        # Round down, so that a logit exactly at the bound is included.
         return self._from(logits, np.nextafter(np.float32(float(logits.max()) - margin), np.float32(-np.inf)))
 
     def limit_vocab(self, vocab_size: int) -> HostLogits:

@@ -19,27 +19,27 @@ FinishReason = Literal["stop", "length", "cancelled"]
 
 
 class Verifier(Protocol):
-    """The target model. Its KV cache contains every token except the last."""
+    """The target model as the decoding loop sees it. Its KV cache contains every token except the last."""
 
     @property
     def free_tokens(self) -> int:
-        """Number of tokens that still fit into the context."""
+        """Number of tokens that still fit into the target's context."""
 
     def verify(self, tree: TokenTree) -> Logits:
-        """Run a tree after the cached tokens. Row i of the returned logits follows node i."""
+        """Run a draft tree after the cached tokens. Row i of the result holds the logits after node i."""
 
     def commit(self, path: tuple[int, ...]) -> None:
-        """Keep the root and these nodes of the last tree in the cache and drop the others."""
+        """Keep only the root and the nodes in `path` of the last draft tree in the KV cache."""
 
 
 class Proposer(Protocol):
-    """The drafter."""
+    """The drafter as the decoding loop sees it."""
 
     def propose(self, sampler: Sampler, acceptance: Acceptance, draft_length: int) -> TokenTree:
-        """Return a tree of up to `draft_length` levels after the last token."""
+        """Return a draft tree of up to `draft_length` levels, whose root is the last token."""
 
     def observe(self, tree: TokenTree, logits: Logits, sampler: Sampler) -> None:
-        """Read the target's logits for the verified tree, which are valid only during this call."""
+        """Read the target's logits for the verified draft tree, which are valid only during this call."""
 
     def commit(self, tokens: tuple[int, ...]) -> None:
         """Append the emitted tokens to the drafter's sequence."""
@@ -76,29 +76,28 @@ def decode(
     is_cancelled: Callable[[], bool],
     stats: Stats,
 ) -> Iterator[Step]:
-    """Emit tokens round by round until a stop token, a limit or a cancellation.
+    """Generate tokens until a stop token, a limit or a cancellation.
 
-    However the iterator ends, the target's cache contains all emitted tokens except the last. A
+    However the iterator ends, the target's KV cache contains all emitted tokens except the last. A
     CancelledError from the backend ends the reply; other exceptions propagate.
 
     Args:
-        target: The target, whose cache contains the tokens before `last_token`.
+        target: The target, whose KV cache contains the tokens before `last_token`.
         drafter: The drafter, or None for plain decoding.
         acceptance: The acceptance rule.
         sampler: The sampler, whose history ends with `last_token`.
         last_token: The last token of the prompt.
-        vocab_size: Drafted token ids must be smaller than this. Drafts that exceed this or one of the next
-            three limits are pruned.
-        max_width: Maximum number of rows of a verify pass.
-        max_branches: Maximum number of leaves of a draft.
-        draft_length: Maximum depth of a draft.
+        vocab_size: Size of the target's vocabulary. Drafted tokens with larger ids are dropped.
+        max_width: Maximum number of tokens in a verify pass.
+        max_branches: Maximum number of leaves of a draft tree.
+        draft_length: Maximum depth of a draft tree.
         max_tokens: Maximum number of tokens to emit.
         is_stop: Called once for every emitted token, in order. No token is emitted after it returns True.
-        is_cancelled: Called before each round. Returning True ends the reply.
-        stats: Counts and times to update.
+        is_cancelled: Called before each draft-and-verify round. Returning True ends the reply.
+        stats: Statistics of the reply, which are updated after each round.
 
     Yields:
-        One step per round; the last one has a finish reason.
+        The result of each draft-and-verify round. The last one has a finish reason.
     """
     timer = RoundTimer()
     emitted_total = 0
@@ -111,7 +110,7 @@ def decode(
         width = min(max_width, target.free_tokens)
         try:
             tree = drafter.propose(sampler, acceptance, depth) if drafter and depth > 0 else None
-            # Discard a draft with a different root, because it was made for another sequence.
+            # Discard a draft that does not continue the last token.
             if tree is None or tree.tokens[0] != last_token:
                 tree = TokenTree.chain(last_token)
             tree = tree.pruned(vocab_size, depth, width, max_branches)
@@ -145,7 +144,6 @@ def decode(
 
 
 def _until_stop(tokens: tuple[int, ...], is_stop: Callable[[int], bool]) -> tuple[tuple[int, ...], bool]:
-    """Return the tokens up to the first stop token, and whether there was one."""
     for i, token in enumerate(tokens):
         if is_stop(token):
             return tokens[: i + 1], True

@@ -22,7 +22,7 @@ _U12, _U27, _U30, _U31 = np.uint64(12), np.uint64(27), np.uint64(30), np.uint64(
 
 
 class Stream(IntEnum):
-    """Independent random streams. Invariant mode uses TOKEN only, rejection mode the others."""
+    """Independent streams of random numbers, so that drafting and accepting do not share any of them."""
 
     TOKEN = 0
     DRAFT = 1
@@ -38,18 +38,18 @@ def _mix(word: int) -> int:
 
 
 def key(seed: int, stream: Stream, position: int) -> int:
-    """Return the 64-bit hash key of a stream at a position."""
+    """Return a 64-bit hash of the seed, stream and position."""
     return _mix(_mix(_mix(seed & _MASK) ^ int(stream)) ^ position)
 
 
 def uniform(seed: int, stream: Stream, position: int, index: int = 0) -> float:
-    """Return the uniform random number in (0, 1) for a seed, stream, position and index."""
-    # 52 bits plus one half are exact in a double. With one more bit, the largest value would round up to 1.
+    """Return the random number between 0 and 1 that belongs to a seed, stream, position and index."""
+    # Use only 52 bits, because a longer random number could be rounded up to 1.
     return ((_mix(key(seed, stream, position) ^ index) >> 12) + 0.5) * 2.0**-52
 
 
 def gumbel(seed: int, stream: Stream, position: int, tokens: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Return standard Gumbel noise for `tokens` (int64 [n]) at a position, as float64 [n].
+    """Return standard Gumbel noise for each of `tokens` (int64 [n]) at a position, as float64 [n].
 
     The token with the largest log p + noise is a sample from p (the Gumbel-max trick).
     """

@@ -34,8 +34,7 @@ __all__ = [
     "max_logit",
 ]
 
-# Token ids (int64 [n], ascending) and their logits (float64 [n]). After `Temperature` the second array holds
-# log-probabilities up to a constant.
+# Token ids (int64 [n], ascending) and their logits (float64 [n]).
 Candidates: TypeAlias = tuple[NDArray[np.int64], NDArray[np.float64]]
 
 _NO_TOKENS = np.zeros(0, np.int64)
@@ -44,8 +43,8 @@ _NO_TOKENS = np.zeros(0, np.int64)
 class LogitsProcessor(ABC):
     """One step of the sampling chain: a penalty, a bias, a mask or a filter.
 
-    The sampler calls `push` for each token along a drafted path and `pop` to go back, so that `apply` always
-    sees the state just before the token to sample. Target and draft use the same processors.
+    The sampler calls `push` for each token that it appends to the sequence and `pop` to remove tokens, so
+    that `apply` always knows which tokens precede the one to sample.
 
     Invariants:
 
@@ -56,19 +55,18 @@ class LogitsProcessor(ABC):
 
     @abstractmethod
     def apply(self, candidates: Candidates) -> Candidates:
-        """Return candidates with changed logits, or fewer candidates. A logit of -inf forbids a token."""
+        """Return the candidate tokens that remain, with new logits. A logit of -inf forbids a token."""
 
     def push(self, token: int) -> None:  # noqa: B027
         """Append a token to the sequence that precedes the token to sample."""
 
     def pop(self, count: int) -> None:  # noqa: B027
-        """Remove the last `count` pushed tokens."""
+        """Remove the last `count` tokens from the sequence that precedes the token to sample."""
 
     def touched_tokens(self, vocab_size: int) -> NDArray[np.int64] | None:  # noqa: ARG002
-        """Return the ids of all tokens whose logits `apply` can change, or None if it needs the whole row.
+        """Return the ids of all tokens whose logits `apply` can change, or None if it needs all logits.
 
-        The sampler then fetches only these tokens and the most likely ones, which saves milliseconds for
-        large vocabularies. The default, None, is always correct.
+        The sampler saves time by processing only these tokens and the most likely ones.
         """
         return None
 
@@ -84,8 +82,8 @@ class LogitsProcessor(ABC):
 class Penalties(LogitsProcessor):
     """Repetition, presence and frequency penalties for the last `window` tokens (all if negative).
 
-    The repetition penalty is that of CTRL (Keskar et al. 2019, arXiv 1909.05858), except that it multiplies
-    negative logits. Tokens of the prompt, `history`, are penalised too.
+    The repetition penalty divides positive logits, as in CTRL (Keskar et al. 2019, arXiv 1909.05858), and
+    multiplies negative ones. Tokens of the prompt are penalised too.
     """
 
     def __init__(
@@ -130,7 +128,7 @@ class Penalties(LogitsProcessor):
 
 
 class LogitBias(LogitsProcessor):
-    """Add a constant to the logits of some tokens."""
+    """Adds a constant to the logits of some tokens."""
 
     def __init__(self, bias: Mapping[int, float]) -> None:
         self._tokens = np.array(sorted(bias), np.int64)
@@ -149,25 +147,25 @@ class LogitBias(LogitsProcessor):
 
 @dataclass(frozen=True, slots=True)
 class Temperature(LogitsProcessor):
-    """Turn logits into log-probabilities (up to a constant) at a temperature above 0."""
+    """Divides logits by a temperature above 0."""
 
     temperature: float
 
     def apply(self, candidates: Candidates) -> Candidates:
         tokens, logits = candidates
         peak = max_logit(logits)
-        if peak == -np.inf:  # Every token is forbidden.
+        if peak == -np.inf:
             return tokens[:0], logits[:0]
-        with np.errstate(over="ignore"):  # At tiny temperatures all but the largest logits become -inf.
+        with np.errstate(over="ignore"):
             return tokens, (logits - peak) / self.temperature
 
     def touched_tokens(self, vocab_size: int) -> NDArray[np.int64]:  # noqa: ARG002
-        return _NO_TOKENS  # Dividing all logits by the temperature keeps their order.
+        return _NO_TOKENS
 
 
 @dataclass(frozen=True, slots=True)
 class TopK(LogitsProcessor):
-    """Keep the k most likely tokens; ties go to the lowest id."""
+    """Keeps the k most likely tokens. Among equally likely tokens, those with the lowest ids are kept."""
 
     k: int
 
@@ -219,7 +217,7 @@ class TopP(LogitsProcessor):
 
 @dataclass(frozen=True, slots=True)
 class MinP(LogitsProcessor):
-    """Discard tokens less likely than `share` times the most likely one (arXiv 2407.01082)."""
+    """Discards tokens less likely than `share` times the most likely token (arXiv 2407.01082)."""
 
     share: float
 
@@ -237,13 +235,12 @@ def build_processors(
 ) -> tuple[LogitsProcessor, ...]:
     """Build the sampling chain for a reply, in order of application.
 
-    The chain begins with the `extra` processors, such as constraints. At temperature 0, it ends after the
-    bias, because filters never remove the largest logit.
+    At temperature 0, filters such as top-p are omitted, because they never remove the most likely token.
 
     Args:
         params: The sampling settings.
         history: The tokens of the prompt.
-        extra: Processors that receive the model's unmodified logits.
+        extra: Processors that come first and receive the model's unmodified logits, such as constraints.
     """
     chain = list(extra)
     if params.has_penalties:
@@ -265,7 +262,7 @@ def build_processors(
 
 
 def apply_chain(processors: Sequence[LogitsProcessor], candidates: Candidates) -> Candidates:
-    """Return the candidates that remain after all processors; no candidates if every token is forbidden."""
+    """Return the tokens that remain after all processors, which are none if every token is forbidden."""
     for processor in processors:
         if not len(candidates[0]):
             break
@@ -274,7 +271,7 @@ def apply_chain(processors: Sequence[LogitsProcessor], candidates: Candidates) -
 
 
 def max_logit(logits: NDArray[np.float64]) -> float:
-    """Return the largest logit, or -inf if there is none.
+    """Return the largest logit, or -inf if the array is empty.
 
     Raises:
         BackendError: A custom processor returned NaN or +inf.
@@ -287,7 +284,6 @@ def max_logit(logits: NDArray[np.float64]) -> float:
 
 
 def _places(tokens: NDArray[np.int64], wanted: NDArray[np.int64]) -> NDArray[np.intp]:
-    """Return the indices in `tokens` of the `wanted` tokens that it contains. Both arrays are ascending."""
     at = np.searchsorted(tokens, wanted)
     at = at[at < len(tokens)]
     found: NDArray[np.intp] = at[tokens[at] == wanted[: len(at)]]
@@ -303,11 +299,6 @@ def _softmax(log_probs: NDArray[np.float64]) -> NDArray[np.float64]:
 def _lowest_rank_with_mass(
     rank: NDArray[np.float64], probs: NDArray[np.float64], mass: float, guesses: tuple[float, ...]
 ) -> NDArray[np.intp]:
-    """Return the ascending indices of the lowest-rank candidates whose probabilities sum to `mass`.
-
-    Sorting a whole vocabulary takes milliseconds, so first try only candidates whose rank is below a guessed
-    bound. They nearly always hold enough mass.
-    """
     for guess in (*guesses, np.inf):
         near = np.flatnonzero(rank <= guess)
         if guess == np.inf or probs[near].sum() > mass:

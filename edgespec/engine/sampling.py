@@ -17,16 +17,16 @@ __all__ = ["Sampler"]
 
 
 class Sampler:
-    """The sampling chain of one reply at one position of a drafted path.
+    """Samples the tokens of one reply from logits.
 
-    `push` moves down a path of the draft and `pop` moves back up, which keeps stateful processors such as
-    penalties correct. The noise depends only on the seed and the position.
+    `push` appends a token to the sequence and `pop` removes tokens, for example to follow the paths of a
+    draft tree. The random numbers depend only on the seed and the position.
 
     Args:
         params: The sampling settings.
         seed: The seed of the reply.
         history: The tokens of the prompt.
-        processors: Additional logits processors, such as constraints, whose state starts after `history`.
+        processors: Additional logits processors, such as constraints.
 
     Attributes:
         position: Index of the next token, counted from the start of the prompt.
@@ -47,7 +47,7 @@ class Sampler:
 
     @property
     def greedy(self) -> bool:
-        """Whether the temperature is 0, so that one token has all the probability."""
+        """Whether the temperature is 0, so that the most likely token is always chosen."""
         return self.params.temperature == 0.0
 
     def push(self, token: int) -> None:
@@ -61,23 +61,23 @@ class Sampler:
             processor.pop(count)
 
     def token(self, logits: Logits, row: int) -> int:
-        """Return the target's token in invariant mode: argmax(log p + noise), or argmax(logits) if greedy."""
+        """Return the token that the target samples at this position in invariant mode."""
         return self.ranked(logits, row, 1)[0]
 
     def ranked(self, logits: Logits, row: int, count: int) -> list[int]:
-        """Return the `count` tokens with the highest scores, best first. Drafters use them as branches."""
+        """Return the `count` tokens with the highest scores, best first, for the branches of a draft tree."""
         noise = None if self.greedy else Noise(self.seed, self.position)
         tokens, peak = logits.best(row, count, self._processors, noise)
         self._check(peak, bool(tokens))
         return tokens
 
     def scores(self, logits: Logits, row: int) -> Candidates:
-        """Return the tokens that the logits processors keep, and log p + Gumbel noise up to a constant."""
+        """Return the tokens that the processors keep, and their log-probabilities plus Gumbel noise."""
         tokens, log_probs = self._survivors(logits, row)
         return tokens, log_probs + gumbel(self.seed, Stream.TOKEN, self.position, tokens)
 
     def distribution(self, logits: Logits, row: int) -> Distribution:
-        """Return the target distribution after all logits processors."""
+        """Return the probabilities of the tokens that remain after all logits processors."""
         if self.greedy:
             return Distribution.point_mass(self.token(logits, row))
         tokens, log_probs = self._survivors(logits, row)

@@ -28,7 +28,6 @@ class SettingRange(NamedTuple):
     hint: str
 
 
-# The allowed ranges of all settings except `logit_bias`.
 SETTING_RANGES = {
     "temperature": SettingRange(
         0.0, 100.0, None, "use 0 for greedy decoding, or about 0.8 for varied replies"
@@ -101,17 +100,17 @@ class SamplingParams:
 
     @classmethod
     def names(cls) -> tuple[str, ...]:
-        """Return the names of all settings."""
+        """Return the names of all sampling settings."""
         return tuple(each.name for each in fields(cls))
 
     @classmethod
     def disabled_filters(cls) -> dict[str, Any]:
-        """Return the settings that disable every filter."""
+        """Return sampling settings that disable every filter, such as `top_p=1`."""
         return {name: each.off for name, each in SETTING_RANGES.items() if each.off is not None}
 
     @property
     def has_penalties(self) -> bool:
-        """Whether a penalty is enabled."""
+        """Whether any repetition, presence or frequency penalty is enabled."""
         return self.penalty_window != 0 and (
             self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
         )

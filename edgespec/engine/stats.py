@@ -26,7 +26,7 @@ class Stats:
         overhead_seconds: The rest of the decoding time.
         growth_seconds: Time spent enlarging the context. Not part of any other phase.
         ttft_seconds: Time from the request to the first token. None until the first token.
-        target_step_seconds: Latest measured time of a target step. 0 if unknown.
+        target_step_seconds: Latest measured time of a single-token pass of the target. 0 if unknown.
         ledger_credit_seconds: Time that speculation has saved so far, which may be negative. None without a
             loss limit.
         worst_case_loss: Maximum time that this reply can lose, as a share of its plain decoding time. None
@@ -62,7 +62,7 @@ class Stats:
     threads: int = 0
 
     def count_round(self, depths: Sequence[int], accepted: int, emitted: int) -> None:
-        """Add the counts of one round, given the depth of every node of its draft tree."""
+        """Add the counts of one draft-and-verify round. `depths` holds the depth of each draft tree node."""
         self.target_passes += 1
         self.generated_tokens += emitted
         self.accepted_tokens += accepted
@@ -82,17 +82,17 @@ class Stats:
 
     @property
     def acceptance_rate(self) -> float | None:
-        """Accepted tokens / drafted tokens. None if nothing was drafted."""
+        """Accepted tokens divided by drafted tokens. None if nothing was drafted."""
         return self.accepted_tokens / self.drafted_tokens if self.drafted_tokens else None
 
     @property
     def tokens_per_target_pass(self) -> float | None:
-        """Emitted tokens / target passes. None before the first pass."""
+        """Emitted tokens divided by target passes. None before the first pass."""
         return self.generated_tokens / self.target_passes if self.target_passes else None
 
     @property
     def tpot_seconds(self) -> float | None:
-        """Decoding time per output token, without prefill."""
+        """Decoding time per output token in seconds, without prefill."""
         return self.decode_seconds / self.generated_tokens if self.generated_tokens else None
 
     @property
@@ -102,21 +102,18 @@ class Stats:
 
     @property
     def speedup_estimate(self) -> float | None:
-        """Estimated speed-up over plain decoding, from the latest measured target step.
-
-        None if it is unknown or nothing was drafted.
-        """
+        """Estimated speed-up over plain decoding. None if it is unknown or nothing was drafted."""
         if not self.drafted_tokens or not self.generated_tokens or not self.target_step_seconds:
             return None
         return self.generated_tokens * self.target_step_seconds / self.decode_seconds
 
     @property
     def plain_seconds_estimate(self) -> float | None:
-        """Estimated time of plain decoding for the same tokens. None if unknown."""
+        """Estimated time in which plain decoding would emit the same tokens, in seconds. None if unknown."""
         return self.generated_tokens * self.target_step_seconds or None
 
     def to_json(self) -> dict[str, object]:
-        """Return all counts, times and rates by name."""
+        """Return all counts, times and rates of the reply by name."""
         counted = asdict(self)
         del counted["target_step_seconds"]
         return counted | {
@@ -130,7 +127,7 @@ class Stats:
 
 
 class RoundTimer:
-    """Divides the time of a round among its phases. `now` returns the time in seconds."""
+    """Measures how long each phase of a draft-and-verify round takes. `now` returns the time in seconds."""
 
     __slots__ = ("_lap_start", "_now", "_seconds")
 
@@ -139,18 +136,18 @@ class RoundTimer:
         self.start()
 
     def start(self) -> None:
-        """Start a round, and discard the times of an unfinished one."""
+        """Start a draft-and-verify round, and discard the times of an unfinished one."""
         self._seconds: dict[Phase, float] = dict.fromkeys(get_args(Phase), 0.0)
         self._lap_start = self._now()
 
     def lap(self, phase: Phase) -> None:
-        """Attribute the time since the previous call to a phase."""
+        """Add the time since the previous call to the given phase of the round."""
         end = self._now()
         self._seconds[phase] += end - self._lap_start
         self._lap_start = end
 
     def finish(self, stats: Stats, overlapped_seconds: float, waited_seconds: float) -> None:
-        """Add the times of the round to `stats`.
+        """Add the measured times of the draft-and-verify round to `stats`.
 
         Args:
             stats: The statistics of the reply.

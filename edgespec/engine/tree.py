@@ -11,24 +11,21 @@ from edgespec.engine.distribution import Distribution
 __all__ = ["TokenTree", "TreeBuilder"]
 
 
-# Without slots, because `cached_property` needs a `__dict__`.
 @dataclass(frozen=True)
 class TokenTree:
     """The last emitted token (the root) and the tokens drafted after the root.
 
     Node 0 is the root, which is not in the KV cache yet. Nodes are in topological order (`parents[i] < i`,
     `parents[0] == -1`), and siblings are in the order in which they were drawn. A chain is a tree without
-    branches. A verify pass of the root alone is a target step.
+    branches.
 
     Attributes:
         tokens: The token of each node.
         parents: The parent of each node.
-        draft_probs: The distribution that each node was drawn from, given that it differs from its earlier
-            siblings. None for nodes that were not drawn at random (n-gram, greedy). Only rejection mode
-            reads it.
-        block_verifiable: Whether the drafter decided to draft one chain before it drew any token. Only the
-            length of the chain may depend on the drawn tokens, because block verification is biased
-            otherwise.
+        draft_probs: The distribution that each node was drawn from. None for nodes that were not drawn at
+            random, such as n-grams.
+        block_verifiable: Whether the drafter decided to draft a single chain before it drew any token, as
+            block verification requires. The length of the chain may depend on the drawn tokens.
     """
 
     tokens: tuple[int, ...]
@@ -43,13 +40,13 @@ class TokenTree:
         drafted: Sequence[int] = (),
         draft_probs: Sequence[Distribution | None] | None = None,
     ) -> TokenTree:
-        """Return a tree without branches. `draft_probs` has one entry per drafted token."""
+        """Return a draft tree without branches. `draft_probs` has one entry per drafted token."""
         probs = (None, *((None,) * len(drafted) if draft_probs is None else draft_probs))
         return cls((root, *drafted), tuple(range(-1, len(drafted))), probs, block_verifiable=True)
 
     @property
     def width(self) -> int:
-        """Number of rows of the verify pass: drafted tokens + 1."""
+        """Number of tokens in the draft tree, including the root."""
         return len(self.tokens)
 
     @property
@@ -58,7 +55,7 @@ class TokenTree:
 
     @cached_property
     def is_chain(self) -> bool:
-        """Whether no node has two children."""
+        """Whether the draft tree has no branches."""
         return all(parent == node - 1 for node, parent in enumerate(self.parents))
 
     @cached_property
@@ -67,7 +64,7 @@ class TokenTree:
 
     @cached_property
     def depths(self) -> tuple[int, ...]:
-        """The depth of each node; 0 for the root."""
+        """The depth of each node in the draft tree, which is 0 for the root."""
         if self.is_chain:
             return tuple(range(self.width))
         depths = [0] * self.width
@@ -76,18 +73,18 @@ class TokenTree:
         return tuple(depths)
 
     def children(self, node: int) -> list[int]:
-        """Return the children of a node in the order in which they were drawn."""
+        """Return the children of a node, in the order in which they were drawn."""
         return [i for i in range(node + 1, len(self.parents)) if self.parents[i] == node]
 
     def child(self, node: int, token: int) -> int | None:
-        """Return the child of `node` that holds `token`, or None."""
+        """Return the child of `node` that contains `token`, or None."""
         for i in range(node + 1, len(self.parents)):
             if self.parents[i] == node and self.tokens[i] == token:
                 return i
         return None
 
     def walk(self, tokens: Sequence[int], node: int = 0) -> tuple[int, ...]:
-        """Return `node` and the nodes reached from it along `tokens`, as far as the tree contains them."""
+        """Return `node` and the nodes below it that match `tokens`, up to the first mismatch."""
         nodes = [node]
         for token in tokens:
             child = self.child(nodes[-1], token)
@@ -97,7 +94,7 @@ class TokenTree:
         return tuple(nodes)
 
     def subtree(self, nodes: Sequence[int]) -> TokenTree:
-        """Return a tree of only these nodes, in this order. A parent must precede its children."""
+        """Return a tree of only the given nodes, in this order. Parents must precede their children."""
         at = {node: i for i, node in enumerate(nodes)}
         return TokenTree(
             tuple(self.tokens[node] for node in nodes),
@@ -129,7 +126,6 @@ class TokenTree:
             and (self.is_chain or self.leaf_count <= max_branches)
         ):
             return self
-        # The root's parent (-1), followed by the kept nodes in order.
         kept = {-1: None}
         parents: set[int] = set()
         branches = 1
@@ -150,7 +146,7 @@ class TreeBuilder:
     """A token tree under construction. Nodes are numbered in the order in which they are added.
 
     Args:
-        chain: Tokens to start with, each the parent of the next. The first one is the root.
+        chain: Tokens to start with, each of which is the parent of the next. The first one is the root.
     """
 
     __slots__ = ("_places", "depths", "draft_probs", "is_chain", "parents", "tokens")
@@ -169,7 +165,7 @@ class TreeBuilder:
         return len(self.tokens)
 
     def add(self, parent: int, token: int, draft_probs: Distribution | None = None) -> int:
-        """Add a node below `parent` (-1 for the root) and return its number. Siblings may share a token."""
+        """Add a node below `parent` (-1 to add the root), and return its number."""
         node = len(self.tokens)
         self._places.setdefault((parent, token), node)
         self.is_chain = self.is_chain and parent == node - 1
@@ -180,23 +176,23 @@ class TreeBuilder:
         return node
 
     def child(self, parent: int, token: int) -> int | None:
-        """Return the first child of `parent` that holds `token`, or None."""
+        """Return the first child of `parent` that contains `token`, or None."""
         return self._places.get((parent, token))
 
     def add_path(self, node: int, tokens: Sequence[int]) -> int:
-        """Add a path below `node`, reusing existing nodes, and return its last node."""
+        """Add a chain of tokens below `node`, reusing existing nodes, and return its last node."""
         for token in tokens:
             child = self.child(node, token)
             node = self.add(node, token) if child is None else child
         return node
 
     def extend(self, tree: TokenTree, first: int) -> None:
-        """Add the nodes of a tree from `first` on. This builder already contains the earlier nodes."""
+        """Add the nodes of `tree` from number `first` on. The earlier nodes must already have been added."""
         for node in range(first, tree.width):
             self.add(tree.parents[node], tree.tokens[node], tree.draft_probs[node])
 
     def path(self, node: int) -> tuple[int, ...]:
-        """Return the nodes from the root to `node`, without the root."""
+        """Return the nodes on the path from the root to `node`, without the root."""
         path = []
         while node > 0:
             path.append(node)
@@ -204,5 +200,5 @@ class TreeBuilder:
         return tuple(reversed(path))
 
     def build(self, block_verifiable: bool = False) -> TokenTree:
-        """Return the tree of all nodes added so far."""
+        """Return a token tree of all nodes added so far."""
         return TokenTree(tuple(self.tokens), tuple(self.parents), tuple(self.draft_probs), block_verifiable)

@@ -21,7 +21,7 @@ _ROLES = ("system", "user", "assistant")
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A prompt for `verify` and `bench`. `category` names the kind of text, such as `code`."""
+    """A prompt for `verify` and `bench`. Its category, such as `code`, names the kind of text."""
 
     name: str
     messages: tuple[Message, ...]
@@ -68,7 +68,6 @@ def _prompt(line: str, number: int, file: Path) -> Prompt:
 
 
 def _messages(entry: Any) -> tuple[Message, ...]:
-    """Return the messages of a line of the file. Raises ValueError."""
     if not isinstance(entry, dict) or not entry.keys() & {"prompt", "messages"}:
         raise ValueError("the line has neither a prompt nor messages")
     items = entry.get("messages", [{"role": "user", "content": entry.get("prompt")}])
@@ -82,7 +81,7 @@ def _messages(entry: Any) -> tuple[Message, ...]:
 
 
 def prompt_tokens(runtime: Runtime, prompt: Prompt) -> list[int]:
-    """Return the tokens of a prompt. Without a chat template, the message texts are joined by newlines."""
+    """Return the tokens of a prompt. Without a chat template, its messages are joined by newlines."""
     if runtime.template is None:
         text = "\n".join(message.content for message in prompt.messages)
         return runtime.vocabulary.tokenize(text, special=True, start=True)

@@ -19,12 +19,12 @@ class Divergence:
         temperature: Temperature of both replies.
         draft_length: Draft length of the method.
         position: Index of the first token that differs.
-        gap: Difference between the scores of the two tokens that differ, in logits. Scores include penalties
-            and noise. None if one of the replies ended here.
+        gap: Difference between the scores of the two tokens, in logits. None if one of the replies ended
+            here.
         cross_width_error: Largest difference between the logits of single-token passes and of passes as wide
             as the method's, over the same tokens. None if one of the replies ended here.
-        plain_token: Token from plain decoding. None if that reply had ended.
-        other_token: Token from the method. None if that reply had ended.
+        plain_token: Token from plain decoding. None if its reply had ended.
+        other_token: Token from the method. None if its reply had ended.
         verdict: `near_tie` if the rounding error explains the difference, otherwise `violation`.
     """
 
@@ -41,7 +41,7 @@ class Divergence:
 
 @dataclass(slots=True)
 class MethodResult:
-    """The results of one method.
+    """The results of one drafting method.
 
     Every prompt counts once, by its worst reply: identical + near_tie + violations == prompts.
 
@@ -54,7 +54,7 @@ class MethodResult:
         divergences: The first difference of each reply that differs.
         smallest_corrected_p_value: Smallest p-value of the method's statistical tests after Holm's
             correction. None if there were no tests.
-        note: The drafters' note on the last reply, or the reason why there was no drafter.
+        note: Message from the drafters about the last reply, or the reason why there was no drafter.
     """
 
     prompts: int = 0
@@ -72,7 +72,7 @@ class MethodResult:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """The results of each method, and the names of the target and the draft model."""
+    """The result of `verify`: one entry per method, and the names of the target and the draft model."""
 
     target: str
     draft: str | None
@@ -85,7 +85,7 @@ class Report:
 
     @property
     def nothing_drafted(self) -> tuple[str, ...]:
-        """Speculative methods that drafted no tokens. Their identical replies prove nothing."""
+        """Speculative methods that drafted no tokens, so that their identical replies prove nothing."""
         return tuple(
             name for name, result in self.methods.items() if name != "none" and not result.drafted_tokens
         )

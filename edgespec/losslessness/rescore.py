@@ -23,21 +23,21 @@ from edgespec.engine.tree import TokenTree
 
 __all__ = ["MAX_ROUNDING_ERROR", "Rescored", "is_near_tie", "rescore", "score_gap"]
 
-# Largest rounding error, in logits, that can explain a difference. Correct kernels have much smaller errors,
-# so a larger error indicates a bug.
+# Largest rounding error, in logits, that can explain a difference between replies. Correct kernels have much
+# smaller errors, so a larger one indicates a bug.
 MAX_ROUNDING_ERROR = 1.0
-# Maximum number of logit rows over which the rounding error is measured.
+# Maximum number of tokens over which the rounding error is measured.
 _MAX_ROWS = 64
 
 
 class Rescored(NamedTuple):
-    """The logits at one token position, computed in passes of different widths.
+    """The logits at one token position, computed by passes over different numbers of tokens.
 
     Attributes:
         plain: Logits of a single-token pass, float32 [vocab].
-        wide: Logits of each other pass, float32 [vocab].
-        error: The rounding error: the largest difference between single-token and other passes, also measured
-            at preceding positions.
+        wide: Logits computed by each of the other passes, float32 [vocab].
+        error: The rounding error, which is the largest difference between `plain` and `wide` logits at this
+            and preceding positions.
     """
 
     plain: NDArray[np.float32]
@@ -55,21 +55,20 @@ def rescore(
 ) -> Rescored:
     """Compute the logits after a prompt and a reply with single-token passes and with wider passes.
 
-    Overwrites the model's cache. As in decoding, the prompt is prefilled without its last token.
+    Overwrites the model's KV cache.
 
     Args:
         model: The model.
         prompt: Tokens of the prompt.
-        reply: Tokens of the reply before the compared token position.
-        widths: Widths of the verify passes to compare with single-token passes.
-        batch_sizes: Additional cases to compare: prefill in batches of these sizes, as with a cached prefix,
-            followed by single-token passes.
+        reply: Tokens of the reply before the position to compare.
+        widths: Numbers of tokens in the verify passes to compare with single-token passes.
+        batch_sizes: Also compare single-token passes after a prefill in batches of these numbers of tokens.
 
     Returns:
         The logits after the last token, and the largest difference over the last 64 tokens of the reply.
     """
     plain = _rows(model, prompt, reply, 1)
-    # Limit the width, because a wider pass would not fit in the context after the last token.
+    # Limit the number of tokens in a pass to those that fit into the context.
     widest = max(1, model.facts.context_tokens - len(prompt) - len(reply) + 1)
     wide = [_rows(model, prompt, reply, min(width, widest)) for width in widths]
     wide += [_rows(model, prompt, reply, 1, batch) for batch in batch_sizes]
@@ -80,7 +79,6 @@ def rescore(
 def _rows(
     model: LanguageModel, prompt: Sequence[int], reply: Sequence[int], width: int, batch: int = 0
 ) -> NDArray[np.float32]:
-    """Return the logits after the prompt's last token and each token of the reply, float32 [n, vocab]."""
     model.truncate(0)
     for start in range(0, len(prompt) - 1, batch or len(prompt)):
         model.prefill(prompt[start : min(start + (batch or len(prompt)), len(prompt) - 1)])
@@ -89,7 +87,6 @@ def _rows(
     rows: list[NDArray[np.float32]] = []
     for start in range(0, len(tokens), width):
         real = tokens[start : start + width]
-        # Pad the last pass, because a narrower pass has a different rounding error.
         logits = model.verify(TokenTree.chain(real[0], [*real[1:], *[real[-1]] * (width - len(real))]))
         rows += [logits.at(row, everything).astype(np.float32) for row in range(len(real))]
         del rows[:-_MAX_ROWS]
@@ -98,7 +95,6 @@ def _rows(
 
 
 def _distance(a: NDArray[np.float32], b: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Return |a - b|, with 0 for equal infinities and infinity for NaN."""
     with np.errstate(invalid="ignore"):
         distance = np.where(a == b, np.float32(0), np.abs(a - b))
     return np.where(np.isnan(distance), np.float32(np.inf), distance)
@@ -109,9 +105,8 @@ def is_near_tie(
 ) -> bool:
     """Return whether the measured rounding error explains why two replies differ.
 
-    For each of the two tokens, its logit is raised by the error, the other token's logit is lowered, and the
-    sampling chain is applied. The error explains the difference if each token is selected when it is favoured
-    in this way. Alternatively, `other` may be selected with the logits of a wide pass.
+    It does if shifting the logits of the two tokens by the rounding error can lead to each of them. For
+    `other`, it also suffices that the logits of a pass over several tokens lead to it.
 
     Args:
         rescored: The logits at the first difference.
@@ -141,7 +136,7 @@ def is_near_tie(
 def score_gap(
     row: NDArray[np.float32], params: SamplingParams, seed: int, history: Sequence[int], a: int, b: int
 ) -> float:
-    """Return the difference between two tokens' scores in logits, with penalties and noise but no filters."""
+    """Return the difference between two tokens' scores, which are logits with penalties and random noise."""
     temperature = params.temperature or 1.0
     unfiltered = replace(params, temperature=temperature, **SamplingParams.disabled_filters())
     sampler = Sampler(unfiltered, seed, history)

@@ -12,12 +12,13 @@ from edgespec.engine.distribution import Distribution
 
 __all__ = ["Sample", "holm", "p_value"]
 
-# Counts of tokens that were drawn independently after one prefix, and their expected distribution.
+# Counts of tokens sampled after the same prefix, and the distribution that they should follow.
 Sample = tuple[Counter[int], Distribution]
 
-# Number of simulated trials: the first batch, the maximum in total, and each further batch.
+# Number of simulated trials in the first batch, in total, and in each further batch.
 _FIRST_TRIALS, _MAX_TRIALS, _BATCH_TRIALS = 2_000, 100_000, 10_000
-# Simulate more trials for p-values below this, so that they stay precise after Holm's correction.
+# P-values below this are computed with more simulated trials, so that they stay precise after Holm's
+# correction.
 _SUSPICIOUS_P_VALUE = 0.02
 
 
@@ -25,8 +26,8 @@ def p_value(samples: Iterable[Sample]) -> float | None:
     """Return the p-value of the hypothesis that all samples follow their expected distributions.
 
     The test statistic is the sum of the samples' G statistics. Tokens with an expected count below 1 share
-    one bin. The p-value is simulated, because the expected counts are too small for the chi-square
-    approximation. It is None if every distribution has only one possible bin.
+    one bin. The p-value is found by simulation, because the expected counts are too small for the chi-square
+    approximation. It is None if there is nothing to compare.
     """
     binned = [pair for sample in samples if len((pair := _binned(*sample))[0]) > 1]
     if not binned:
@@ -45,7 +46,6 @@ def p_value(samples: Iterable[Sample]) -> float | None:
 
 
 def _binned(counts: Counter[int], expected: Distribution) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-    """Return the counts and probabilities of the frequent tokens, and of one bin for all others."""
     total = counts.total()
     frequent = expected.probs * total >= 1
     tokens, probs = expected.tokens[frequent], expected.probs[frequent]
@@ -57,7 +57,6 @@ def _binned(counts: Counter[int], expected: Distribution) -> tuple[NDArray[np.in
 
 
 def _statistic(counts: NDArray[np.int64], probs: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return G = 2 sum O log(O / E) along the last axis. Infinite if an impossible token was drawn."""
     expected = counts.sum(axis=-1, keepdims=True) * probs
     with np.errstate(divide="ignore", invalid="ignore"):
         terms = np.where(counts > 0, counts * np.log(counts / expected), 0.0)

@@ -27,9 +27,9 @@ __all__ = ["count_replies", "verify"]
 
 # Number of tokens at the start of a reply that statistical tests cover.
 _TESTED_POSITIONS = 3
-# A token is only tested if the tokens before it were drawn at least this often.
+# Test the next token after a prefix only if at least this many replies begin with the prefix.
 _MIN_SAMPLES = 5
-# P-values below this, after Holm's correction, count as a violation.
+# P-values below this, after Holm's correction for multiple tests, count as a violation.
 _SIGNIFICANCE = 0.001
 # Statistical tests run without filters, because rounding can move a token across a filter's threshold.
 _NO_FILTERS = SamplingParams.disabled_filters()
@@ -57,9 +57,9 @@ def verify(
 ) -> Report:
     """Compare every method with plain decoding, for every prompt, temperature and draft length.
 
-    In invariant mode, and in any mode at temperature 0, the tokens must be equal. The first difference is
-    scored again with single-token passes and with wider passes (see `rescore`). It is a violation if the
-    rounding error does not explain it, or if the target was loaded with `exact`.
+    In invariant mode, and in any mode at temperature 0, the tokens must be equal. If they differ, the logits
+    at the first difference are computed again (see `rescore`). The difference is a violation if rounding
+    errors do not explain it, or if the target was loaded with `exact`.
 
     In rejection mode above temperature 0, the first three tokens of many replies must follow the distribution
     of plain decoding. A G-test checks each position, given the tokens before it. P-values below 0.001, after
@@ -165,12 +165,11 @@ def _count_replies(cases: Sequence[_Case], acceptance: str, samples: int) -> tup
 
 
 def _is_sampled(case: _Case, acceptance: str) -> bool:
-    """Return whether the reply's distribution is tested, rather than its tokens."""
     return acceptance == "rejection" and case.temperature > 0
 
 
 class _MethodFindings:
-    """The result of one method so far, and the prompt and p-value of every statistical test."""
+    """The results of one method so far, and the prompt and p-value of each statistical test."""
 
     def __init__(self, prompts: int) -> None:
         self.result = MethodResult(prompts)
@@ -197,10 +196,7 @@ class _MethodFindings:
 
 @dataclass
 class _Verification:
-    """One run of `verify`. Holds the plain decoding replies that all methods are compared with.
-
-    Progress is counted in tokens. Replies that end early count as if they had the maximum length.
-    """
+    """One run of `verify`, with the replies from plain decoding that all methods are compared with."""
 
     runtime: Runtime
     max_tokens: int
@@ -230,7 +226,7 @@ class _Verification:
             self._check_tokens(case, findings)
 
     def _run_idle_work(self) -> None:
-        """Let drafters train on the last reply until they finish or `idle_seconds` have passed."""
+        """Let drafters train until they have finished or `idle_seconds` have passed."""
         end = monotonic() + self.idle_seconds
         self.runtime.run_idle_work(lambda: monotonic() < end and self.should_continue())
 
@@ -240,7 +236,6 @@ class _Verification:
         return self.tokens[prompt.name]
 
     def _reply(self, case: _Case, enough_tokens: float = inf, **options: Any) -> Reply:
-        """Generate a reply, and stop after `enough_tokens`. Raises CancelledError."""
         if not self.should_continue():
             raise CancelledError("verification was cancelled")
         stream = self.runtime.stream_tokens(
@@ -274,7 +269,6 @@ class _Verification:
             findings.result.divergences.append(self._divergence(case, plain, other))
 
     def _divergence(self, case: _Case, plain: Reply, other: Reply) -> Divergence:
-        """Score the first difference again and decide whether rounding explains it."""
         pairs = zip(plain.tokens, other.tokens, strict=False)
         shorter = min(len(plain.tokens), len(other.tokens))
         at = next((i for i, (a, b) in enumerate(pairs) if a != b), shorter)
@@ -302,7 +296,6 @@ class _Verification:
         )
 
     def _check_distribution(self, case: _Case, findings: _MethodFindings) -> None:
-        """Sample the start of the reply many times, and test each position against the exact distribution."""
         options = {"method": case.method, "draft_length": case.draft_length, "acceptance": "rejection"}
         options |= {"max_tokens": max(_TESTED_POSITIONS, case.draft_length + 1), **_NO_FILTERS}
         after: dict[tuple[int, ...], Counter[int]] = defaultdict(Counter)
@@ -326,7 +319,7 @@ class _Verification:
     def _distributions(
         self, case: _Case, prefixes: Sequence[tuple[int, ...]]
     ) -> dict[tuple[int, ...], Distribution]:
-        """Return the next token's exact distribution after each prefix, computed by single-token passes."""
+        """Return the exact next-token distribution after each prefix, from single-token passes."""
         start = self._prompt_tokens(case.prompt)
         params = SamplingParams(temperature=case.temperature, **(self.sampling | _NO_FILTERS))
         with self.runtime.borrowed_target() as target:
@@ -337,7 +330,7 @@ class _Verification:
 def _distribution(
     target: LanguageModel, params: SamplingParams, start: Sequence[int], prefix: Sequence[int]
 ) -> Distribution:
-    """Return the next token's distribution after `start + prefix`. The cache contains `start[:-1]`."""
+    """Return the next-token distribution after `start + prefix`. `start[:-1]` is already in the KV cache."""
     *before, last = [start[-1], *prefix]
     for token in before:
         target.verify(TokenTree.chain(token))

@@ -14,7 +14,8 @@ from edgespec.files import format_bytes
 from edgespec.memory.limits import Limit, process_limits
 
 if sys.platform != "win32":
-    # Import now, because `peak_bytes` may be called during interpreter shutdown, when imports fail.
+    # Import the module now, because `peak_bytes` may be called during interpreter shutdown, when imports
+    # fail.
     import resource
 
 __all__ = [
@@ -27,10 +28,10 @@ __all__ = [
     "resident_bytes",
 ]
 
-# By default, reserve 5 % of the free memory for other programs, up to 512 MiB.
+# By default, leave 5 % of the free memory to other programs, but at most this many bytes.
 DEFAULT_RESERVE_BYTES = 512 * 2**20
 _RESERVE_SHARE = 0.05
-# Memory that llama.cpp needs to report a model's size. With less, it aborts the process.
+# Free memory in bytes that llama.cpp needs to read a model's metadata. With less, it aborts the process.
 _PLANNING_BYTES = 64 * 2**20
 
 
@@ -78,8 +79,8 @@ def find_budget(
 
     def usable(limit: Limit) -> tuple[int, str]:
         kept_free = reserve(limit.free_bytes)
-        # Add back what this process already uses, because the plan counts Python and its libraries.
         source = f"{limit.what}, less {format_bytes(kept_free)} for other programs"
+        # Count the memory of this process as usable, because the memory plan includes it.
         return max(0, limit.free_bytes - kept_free + process_bytes()), source
 
     limits = process_limits()

@@ -13,18 +13,18 @@ from edgespec.memory.plan import MemoryPlan
 
 __all__ = ["INITIAL_CONTEXT_TOKENS", "MIN_ROOM_TOKENS", "ResizableContext", "has_room_to_resize"]
 
-# Initial context size. A heuristic: most chats fit and never need a resize.
+# Initial context size in tokens. A heuristic: most chats fit and never need a resize.
 INITIAL_CONTEXT_TOKENS = 2048
-# Grow the context when fewer free tokens than this remain. Enough for the widest verify pass.
+# Grow the context when it has room for fewer tokens than this, which is enough for any verify pass.
 MIN_ROOM_TOKENS = 256
-# Context size to which the draft model is reduced when the target needs its memory.
+# Context size in tokens to which the draft model is reduced when the target needs memory.
 _MIN_DRAFT_TOKENS = 256
 
 
 def has_room_to_resize(plan: MemoryPlan) -> bool:
-    """Return whether a plan leaves room for a resize, which copies half of the largest cache.
+    """Return whether a memory plan leaves enough memory to resize the KV cache, which makes a copy of it.
 
-    If it does not, the full context is allocated at load time.
+    If not, the full context is allocated when the models are loaded.
     """
     caches: Counter[str] = Counter()
     for item in plan.items:
@@ -34,10 +34,10 @@ def has_room_to_resize(plan: MemoryPlan) -> bool:
 
 
 class ResizableContext:
-    """Grows the contexts of a target and its draft model between rounds, and shrinks them between replies.
+    """Grows the contexts of a target and its draft model during replies, and shrinks them between replies.
 
-    Use only on the thread that runs the models, and only between rounds. A resize preserves the contents of
-    the caches. Contexts at least double when they grow, so at most half of the new cache is copied.
+    Use only on the thread that runs the models, and not between `verify` and `commit`. A resize preserves the
+    contents of the caches. Contexts at least double when they grow, to limit copying.
 
     Attributes:
         limit_tokens: Maximum context size. Reduced if there is not enough memory to grow.
@@ -50,7 +50,7 @@ class ResizableContext:
         self._target = target
         self._draft = draft
         self._draft_follows = draft is not None
-        # Never shrink contexts below their initial size.
+        # Sizes below which the contexts never shrink.
         self._first_tokens = {
             id(model): model.facts.context_tokens for model in (target, draft) if model is not None
         }
@@ -58,14 +58,14 @@ class ResizableContext:
 
     @property
     def needs_room(self) -> bool:
-        """Whether the next round could exceed the context, and the context can still grow."""
+        """Whether the context is nearly full and can still grow."""
         return (
             self._target.free_tokens < MIN_ROOM_TOKENS
             and self._target.facts.context_tokens < self.limit_tokens
         )
 
     def make_room(self) -> float:
-        """Grow the context for upcoming rounds if possible, and return the time taken in seconds."""
+        """Grow the context if it is nearly full, and return the time taken in seconds."""
         return self.grow_to(self._target.length + MIN_ROOM_TOKENS)
 
     def grow_to(self, tokens: int) -> float:
@@ -85,8 +85,8 @@ class ResizableContext:
         if 2 * generous > self.limit_tokens:
             generous = self.limit_tokens
         if not self._grow_target(generous, least):
-            # If the failed resize left no cache at all (size 0), keep `limit_tokens`, so that the next prompt
-            # tries again.
+            # If the failed resize left no cache at all, keep the old limit, so that the next prompt tries
+            # again.
             size = self._target.facts.context_tokens
             self.limit_tokens = size or self.limit_tokens
             self.notice = f"the context cannot grow beyond {size} tokens: {self._failure}"
@@ -95,11 +95,11 @@ class ResizableContext:
 
     @property
     def can_shrink(self) -> bool:
-        """Whether `shrink` would free any memory."""
+        """Whether the contexts can shrink to free memory."""
         return self._smaller_size(self._target, self._target.length + MIN_ROOM_TOKENS) is not None
 
     def shrink(self) -> int:
-        """Shrink each context to the size its tokens need, if that at least halves it.
+        """Shrink each context to the size that its tokens need, if that frees at least half of it.
 
         The target keeps all its tokens. The draft model drops tokens beyond its new size and processes them
         again later.
@@ -119,10 +119,7 @@ class ResizableContext:
         return self._target.facts.kv_bytes + (self._draft.facts.kv_bytes if self._draft else 0)
 
     def _smaller_size(self, model: LanguageModel, tokens: int) -> int | None:
-        """Return the context size that `tokens` needs, or None if it exceeds half of the current size.
-
-        Freeing less is not worth it, because shrinking makes a copy while memory is already low.
-        """
+        """Return the context size that `tokens` needs, or None if it exceeds half of the current size."""
         size = max(self._first_tokens[id(model)], round_up_to_block(tokens))
         return size if 2 * size <= model.facts.context_tokens else None
 
@@ -130,9 +127,10 @@ class ResizableContext:
         size = self._smaller_size(model, tokens)
         if size is None:
             return
-        if model.length > size:  # A draft model can still hold tokens of an earlier prompt.
+        if model.length > size:
             model.truncate(size)
-        # On failure, the context either keeps its old size or is lost, and reallocated for the next prompt.
+        # If a resize fails, the context is left as it is, or lost and then allocated again for the next
+        # prompt.
         with suppress(MemoryBudgetError):
             model.resize(size)
 
@@ -160,7 +158,6 @@ class ResizableContext:
         return True
 
     def _drop_draft_cache(self) -> bool:
-        """Permanently free the draft model's KV cache and stop drafting. Return whether that freed memory."""
         draft, self._draft, self._draft_follows = self._draft, None, False
         if draft is None:
             return False

@@ -31,11 +31,11 @@ PlanOption = Literal[
 ]
 """Fields of `PlanChoice` that the planner can reduce. `context` stands for `context_tokens`."""
 
-# Context sizes that the planner tries early and as a last resort. Heuristics: the first fits a chat of a few
-# turns, the second a short question and its answer.
+# Context sizes in tokens to fall back to if memory is low: one for a chat of a few turns and, as a last
+# resort, one for a short question. Heuristics.
 _SHORT_CONTEXT_TOKENS, _MIN_CONTEXT_TOKENS = 2048, 512
 _WINDOW_TOKENS = 1024
-# Options that are restored to their initial values, in this order, if later changes have saved enough memory.
+# Load options that are reset to their preferred values, in this order, if enough memory remains in the end.
 _RESTORABLE: tuple[PlanOption, ...] = (
     "float32",
     "kv_type",
@@ -92,7 +92,7 @@ def fit_to_budget(
     gpu_layers: int = 0,
     draft_forms: Sequence[str] = (),
 ) -> tuple[PlanChoice, MemoryPlan]:
-    """Return the choice closest to `start` that fits the budget, with its plan.
+    """Return the load options closest to `start` that fit the memory budget, and their memory plan.
 
     Args:
         start: The preferred choice, with nothing reduced.
@@ -129,7 +129,6 @@ def fit_to_budget(
 
 
 def _fits(plan: _Plan, choice: PlanChoice) -> bool:
-    """Return whether a choice fits the budget and the model can be loaded with it."""
     try:
         return plan(choice).fits
     except (OptionError, MemoryBudgetError):
@@ -137,7 +136,7 @@ def _fits(plan: _Plan, choice: PlanChoice) -> bool:
 
 
 def _saves_memory(plan: _Plan, before: PlanChoice, after: PlanChoice) -> bool:
-    """Return whether `after` uses less memory than `before` in a memory pool that `before` exceeds."""
+    """Return whether `after` needs less memory than `before` where `before` exceeds the budget."""
     try:
         old, new = plan(before), plan(after)
     except (OptionError, MemoryBudgetError):
@@ -153,13 +152,13 @@ def _values(name: PlanOption, choice: PlanChoice) -> dict[str, Any]:
 
 
 def _steps(start: PlanChoice, prefer: Preference, layers: int, draft_forms: Sequence[str]) -> list[_Step]:
-    """Return the options to reduce with their reduced values, in the order in which to try them."""
+    """Return the load options that can be reduced and their reduced values, in the order to try them."""
     short = replace(start, context_tokens=min(start.context_tokens, _SHORT_CONTEXT_TOKENS))
     shortest = replace(start, context_tokens=min(start.context_tokens, _MIN_CONTEXT_TOKENS))
     no_drafter: list[_Step] = [("draft", replace(start, draft=False)), ("copy", replace(start, copy=False))]
     keep_16_bit: _Step = ("float32", replace(start, float32=False))
     forms: list[_Step] = [("draft_form", replace(start, draft_form=form)) for form in draft_forms]
-    # Reduce the draft model's cache first. Drafts are verified, so its precision never affects replies.
+    # Reduce the draft model's KV cache first, because its precision never affects replies.
     cache: list[_Step] = [
         ("draft_kv_type", replace(start, draft_kv_type="q8_0")),
         ("draft_kv_type", replace(start, draft_kv_type="q4_0")),
@@ -179,7 +178,7 @@ def _steps(start: PlanChoice, prefer: Preference, layers: int, draft_forms: Sequ
 
 
 def _restore_options(choice: PlanChoice, passed: list[PlanChoice], plan: _Plan) -> PlanChoice:
-    """Undo reductions that a later, larger reduction made unnecessary."""
+    """Undo reductions that are no longer needed because of a later, larger reduction."""
     for name in _RESTORABLE:
         for earlier in passed:
             restored = replace(choice, **_values(name, earlier))
@@ -190,7 +189,7 @@ def _restore_options(choice: PlanChoice, passed: list[PlanChoice], plan: _Plan) 
 
 
 def _maximise_context(choice: PlanChoice, max_tokens: int, plan: _Plan) -> PlanChoice:
-    """Return the choice with the longest context that still fits, up to `max_tokens`."""
+    """Return the load options with the longest context that still fits, up to `max_tokens`."""
     low, high = choice.context_tokens // BLOCK_TOKENS, max_tokens // BLOCK_TOKENS
     while low < high:
         middle = (low + high + 1) // 2
@@ -211,7 +210,6 @@ def _decisions(start: PlanChoice, choice: PlanChoice, plan: _Plan) -> tuple[Deci
             continue
         before = plan(restored)
         saved = max(before.planned_bytes(pool) - chosen.planned_bytes(pool) for pool in chosen.pools)
-        # Omit a change that saves nothing by itself, because it follows from another one.
         if saved:
             decisions.append(Decision(what, why, saved))
     return tuple(decisions)

@@ -22,14 +22,14 @@ __all__ = ["Limit", "address_limit", "apple_limit", "cgroup_limits", "process_li
 
 # Limits above this count as unlimited, because cgroup v1 reports "no limit" as a number near 2^63.
 _UNLIMITED_BYTES = 1 << 60
-# Names of the files with a cgroup's limit and usage, and of the inactive page cache in its memory.stat file.
-# Keyed by whether the cgroup is version 1.
+# Names of the files with a cgroup's memory limit and usage, and of the statistic for inactive page cache. The
+# key is True for cgroup version 1 and False for version 2.
 _NAMES = {
     False: ("memory.max", "memory.current", "inactive_file"),
     True: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
 }
-# Round the free address space down to a multiple of this size, so that a plan and the subsequent load get the
-# same budget even though the libraries' memory use varies slightly.
+# Round the free address space down to a multiple of this many bytes, so that small changes in memory use do
+# not change the budget.
 _ADDRESS_STEP_BYTES = 4 * 2**20
 
 
@@ -49,7 +49,10 @@ class Limit:
 
 
 def process_limits(root: Path = Path("/")) -> tuple[Limit, ...]:
-    """Return all limits on this process, available memory first. `root` contains /proc and /sys."""
+    """Return all limits on this process's memory, the available memory first.
+
+    `root` contains /proc and /sys.
+    """
     limits = [Limit(int(psutil.virtual_memory().available), "the available memory of this machine")]
     limits += cgroup_limits(root)
     if limit := address_limit():
@@ -108,7 +111,7 @@ def apple_limit() -> Limit:
 
 @functools.cache
 def _wired_bytes() -> int:
-    """Return the wired memory limit, or 0 if it is not set. Cached, because replies check it repeatedly."""
+    """Return the user's limit on memory that macOS keeps resident for the GPU, or 0 if it is not set."""
     with suppress(OSError, ValueError, subprocess.SubprocessError):
         command = ["/usr/sbin/sysctl", "-n", "iogpu.wired_limit_mb"]
         done = subprocess.run(command, capture_output=True, text=True, timeout=2, check=True)

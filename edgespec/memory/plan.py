@@ -12,8 +12,8 @@ __all__ = ["Decision", "Item", "ItemKind", "MemoryPlan", "create_items", "shared
 
 ItemKind = ModelMemoryKind | Literal["process", "headroom"]
 
-# Default headroom for memory that plans do not model, such as llama.cpp's bookkeeping and fragmentation. A
-# heuristic.
+# Memory to add to a plan for what it does not model, such as fragmentation: a fraction of the models' memory
+# and a minimum in bytes. Heuristics.
 _HEADROOM_SHARE, _MIN_HEADROOM_BYTES = 0.05, 64 * 2**20
 
 _NAMES: dict[ModelMemoryKind, str] = {
@@ -38,7 +38,7 @@ class Item:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """A reduction that helps the plan fit, the user-facing reason, and the bytes saved."""
+    """A load option that was reduced to save memory, the user-facing reason, and the bytes saved."""
 
     what: str
     why: str
@@ -76,11 +76,11 @@ class MemoryPlan:
         return ("memory",) if self.budget.gpu_bytes is None else ("memory", "gpu")
 
     def budget_bytes(self, pool: Pool) -> int:
-        """Return the usable bytes in a memory pool."""
+        """Return how many bytes of a memory pool this process may use."""
         return (self.budget.gpu_bytes or 0) if pool == "gpu" else self.budget.bytes
 
     def planned_bytes(self, pool: Pool) -> int:
-        """Return the bytes that the plan needs in a memory pool."""
+        """Return how many bytes the plan needs in a memory pool."""
         return sum(item.bytes for item in self.items if item.pool == pool)
 
     def free_bytes(self, pool: Pool) -> int:
@@ -116,7 +116,7 @@ class MemoryPlan:
 
 
 def create_items(role: str, estimate: MemoryEstimate) -> tuple[Item, ...]:
-    """Return the memory plan items for one model."""
+    """Return the lines of a memory plan for one model."""
     return tuple(
         Item(role, f"{role} {_NAMES[part.kind]}", part.kind, part.bytes, part.pool)
         for part in estimate.parts

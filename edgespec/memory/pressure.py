@@ -17,7 +17,7 @@ from edgespec.memory.prefix_cache import SegmentStore
 
 __all__ = ["MemoryPressure"]
 
-# Minimum time between checks during a reply. Each check takes about a third of a millisecond.
+# Minimum seconds between checks of the free memory during a reply.
 _CHECK_SECONDS = 1.0
 
 
@@ -56,7 +56,7 @@ class MemoryPressure:
 
     @property
     def can_reclaim(self) -> bool:
-        """Whether more memory can be freed."""
+        """Whether cached prefixes can be dropped or the context can shrink."""
         return self._context.can_shrink or bool(self._store and self._store.memory_bytes)
 
     def begin_reply(self) -> None:
@@ -83,9 +83,9 @@ class MemoryPressure:
             self._report("of unused context", self._context.shrink())
 
     def check_during_reply(self) -> None:
-        """Drop cached prefixes between two rounds if memory is low, without writing to disk.
+        """If memory is low during a reply, drop cached prefixes without writing them to disk.
 
-        Call this after every round. It queries the system at most once per second.
+        Call this after each draft has been verified. It checks the free memory at most once per second.
         """
         store, clock = self._store, now()
         if store is None or clock < self._next_check:

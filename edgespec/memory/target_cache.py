@@ -35,7 +35,7 @@ class TargetCache:
         self._memory_pressure = memory_pressure
         self._tokens: list[int] = []
         self._reuse_is_exact = target.facts.capabilities.prefix_reuse_exact
-        # Number of tokens processed by prefill. The rest were processed by decoding.
+        # Number of tokens in the target's cache that came from prefill rather than from decoding.
         self._prefilled_tokens = 0
 
     @property
@@ -44,22 +44,25 @@ class TargetCache:
         return self._prefix_cache is not None and self._prefix_cache.saves_to_disk
 
     def sync_length(self) -> None:
-        """Truncate the recorded tokens to the length of the target's cache. Call this only between passes."""
+        """Drop recorded tokens that are no longer in the target's KV cache. Call this only between passes."""
         self._tokens = self._tokens[: self._target.length]
 
     def invalidate(self) -> None:
-        """Discard the recorded tokens, so that the next prompt is prefilled from the beginning."""
+        """Forget which tokens are in the target's cache, so that the next prompt is prefilled completely."""
         self._tokens = []
 
     def save(self) -> None:
-        """Add the target's cached tokens to the prefix cache, if that is stored on disk."""
+        """Save the target's cached tokens on disk, if the prefix cache uses the disk."""
         if self._prefix_cache and self._prefix_cache.saves_to_disk:
             self.sync_length()
             self._truncate_to_reusable()
             self._prefix_cache.add(self._tokens)
 
     def reclaim_idle(self) -> None:
-        """Free memory if other programs need it. This can drop the cache's last tokens."""
+        """Free memory if other programs need it.
+
+        This can remove tokens from the end of the target's cache.
+        """
         self.sync_length()
         self._memory_pressure.reclaim_idle()
         self.sync_length()
@@ -108,7 +111,7 @@ class TargetCache:
         return reusable_tokens(self._target.facts.capabilities, length)
 
     def _truncate_to_reusable(self) -> None:
-        """Drop decoded tokens and the last block, whose KV state a prefill would not reproduce exactly."""
+        """Truncate the KV cache to the prefilled tokens that later prompts can reuse exactly."""
         if not self._reuse_is_exact:
             reusable = self._reusable(min(self._prefilled_tokens, len(self._tokens)))
             self._tokens = self._tokens[:reusable]
@@ -120,13 +123,12 @@ class TargetCache:
         length = self._target.length
         if (whole := self._reusable(length)) < length:
             self._target.truncate(whole)
-            # Some models can only truncate their cache to certain lengths. Clear it if it is now too short.
+            # Clear the cache of a model that could only be truncated to an earlier token.
             if self._target.length < whole:
                 self._target.truncate(0)
         return self._target.length
 
     def _prefill(self, end: int, progress: Progress | None) -> None:
-        """Prefill tokens until the cache holds the first `end` tokens."""
         begin, started = self._target.length, now()
         size = end - begin if self._reuse_is_exact else REUSE_BLOCK_TOKENS
         for start in range(begin, end, max(1, size)):

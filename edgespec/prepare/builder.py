@@ -98,7 +98,7 @@ class BuildFolder:
 
         The folder gets its final name when all files are complete.
         """
-        # If a build was interrupted just after deleting the journal, the manifest has the same entries.
+        # If the journal is already deleted, use the manifest, which has the same entries.
         journals = [path for path in (self._journal, self.folder / MANIFEST) if path.exists()]
         is_resumed = bool(journals) and self._resume(journals[0])
         if not is_resumed:
@@ -204,7 +204,7 @@ def build(
         CancelledError: `progress` returned False.
     """
     source = absolute_path(source)
-    model_files(source)  # Fail early if the source is not a model.
+    model_files(source)
     entry = store_folder() / kind / _entry_name(source, settings)
     folder = absolute_path(entry if to is None else to)
     if folder.is_symlink():
@@ -215,7 +215,7 @@ def build(
         raise OptionError(f"{folder} already exists and is not a prepared model", _USE_NEW_FOLDER)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        # If the folder is not writable, acquiring the lock below would wait forever, so fail here.
+        # Raise an error if the folder is not writable, because waiting for the lock would then never end.
         tempfile.TemporaryFile(dir=folder.parent).close()
         with _exclusive(folder, progress):
             prepared = _existing(kind, folder, source, settings, progress)
@@ -246,7 +246,7 @@ def _register(entry: Path, folder: Path) -> None:
 
 
 def interrupted_settings(kind: PreparedKind, source: Path) -> BuildSettings | None:
-    """Return the settings of an interrupted build in the store, or None if there is none."""
+    """Return the settings with which the preparation of a model was interrupted, or None."""
     for journal in sorted((store_folder() / kind).glob(f"*.partial/{_JOURNAL}")):
         with suppress(OSError, ValueError, KeyError, TypeError):
             value = json.loads(read_regular_file(journal).decode("utf-8"))
@@ -275,7 +275,7 @@ def _existing(
         existing = read_prepared(folder)
     except ModelFileError as error:
         if not _in_store(folder):
-            # The folder may belong to another program, so do not delete it.
+            # Do not delete the folder, because it may belong to another program.
             raise OptionError(
                 f"{folder} already exists but is not usable: {error.what}", _USE_NEW_FOLDER
             ) from error
@@ -320,7 +320,7 @@ def _in_store(folder: Path) -> bool:
 
 
 def _file_states(parts: list[Path]) -> list[list[int]]:
-    """Return the identity, size and timestamps of files, which change when a file is replaced or written."""
+    """Return each file's identity, size and timestamps, which show whether it was replaced or written."""
     stats = [part.stat() for part in parts]
     return [[one.st_dev, one.st_ino, one.st_size, one.st_mtime_ns, one.st_ctime_ns] for one in stats]
 
@@ -328,7 +328,7 @@ def _file_states(parts: list[Path]) -> list[list[int]]:
 def _is_unchanged(
     parts: list[Path], records: tuple[FileRecord, ...], states: Any, progress: Progress | None
 ) -> bool:
-    """Return whether the source is unchanged. Hash it again if its file timestamps have changed."""
+    """Return whether the source model is unchanged. Reads its files only if their timestamps differ."""
     if len(parts) != len(records) or not all(map(matches_record, parts, records)):
         return False
     if _file_states(parts) == states:
@@ -339,7 +339,6 @@ def _is_unchanged(
 
 @contextmanager
 def _exclusive(folder: Path, progress: Progress | None) -> Iterator[None]:
-    """Lock a folder to keep other processes from building it."""
     from filelock import FileLock, Timeout
 
     lock = FileLock(folder.with_name(f".{folder.name}.lock"))
@@ -348,7 +347,7 @@ def _exclusive(folder: Path, progress: Progress | None) -> Iterator[None]:
             lock.acquire(timeout=_WAIT_SECONDS)
         except Timeout:
             if progress and not progress("waiting for another process that is preparing this model", 0.0):
-                raise CancelledError("cancelled while waiting for another process") from None
+                raise CancelledError("preparing the model was cancelled") from None
     try:
         yield
     finally:

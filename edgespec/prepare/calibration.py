@@ -33,7 +33,7 @@ def calibration_prompt(vocabulary: Vocabulary) -> list[int]:
                 text = template.render([Message("user", _PROMPT)])
             return vocabulary.tokenize(text, special=True, start=False)[-_MAX_PROMPT_TOKENS:]
         except TemplateError:
-            pass  # The prompt works nearly as well without a template.
+            pass  # If the chat template fails, use the prompt without it.
     return vocabulary.tokenize(_PROMPT, special=False, start=True)[:_MAX_PROMPT_TOKENS]
 
 

@@ -22,10 +22,10 @@ __all__ = ["measure_exits"]
 
 _CONTEXT_TOKENS = 256
 _MAX_EXITS = 16
-# Dequantise the output head in blocks of this many rows to limit memory use.
+# Convert this many rows of the output head to floating point at a time, to limit memory use.
 _HEAD_ROWS = 8192
-# If fewer of the predictions from the last layer are correct, this module computes the model's final norm or
-# output head incorrectly, so the exit layers cannot be measured.
+# Minimum fraction of correct predictions from the last layer. Below it, the exit layers cannot be measured,
+# because this module computes the model's output incorrectly.
 _MIN_LAST_LAYER_AGREEMENT = 0.9
 
 
@@ -77,13 +77,12 @@ def measure_exits(
 
 
 def _candidates(layer_count: int) -> list[int]:
-    """Return up to `_MAX_EXITS` evenly spaced exit layers."""
     step = -(-(layer_count - 1) // _MAX_EXITS)
     return list(range(step, layer_count, step))
 
 
 def _layer_bytes(source: GgufModel) -> tuple[list[int], int]:
-    """Return the weight bytes of each layer and of the output head."""
+    """Return the size in bytes of each layer's weights and of the output head."""
     layers = [source.layers(at, at + 1).values() for at in range(source.layer_count)]
     head = source.output_head()
     return [sum(tensor.n_bytes for tensor in layer) for layer in layers], head.n_bytes if head else 0

@@ -14,9 +14,10 @@ from edgespec.engine.draft_length import best_draft_length
 __all__ = ["EXIT_WIDTHS", "Exit", "ExitTable", "exit_table"]
 
 _MAX_DRAFT_LENGTH = 12
-# Numbers of tokens per verify pass, including the root, for which `exit_table` needs the cost.
+# Sizes of verify passes in tokens, for which `exit_table` needs the cost.
 EXIT_WIDTHS = range(1, _MAX_DRAFT_LENGTH + 2)
-# Minimum agreement with the full model that suggests training for early exit (a heuristic).
+# A model was probably trained for early exit if its lower layers predict the same token as the full model at
+# least this often. A heuristic.
 _MIN_TRAINED_AGREEMENT = 0.6
 
 
@@ -27,7 +28,7 @@ class Exit:
     Attributes:
         exit_layer: Number of layers run in a draft pass.
         agreement: Fraction of positions where these layers predict the same token as the full model.
-        cost: Cost of a drafted token, in target steps.
+        cost: Cost of drafting a token, as a multiple of the cost of a single-token pass of the full model.
         draft_length: Draft length with the highest expected speed-up.
         speed_up: Expected speed-up over plain decoding; 1.0 means no speed-up.
     """
@@ -45,7 +46,7 @@ class Exit:
 
     @property
     def shortfall(self) -> str:
-        """Reason why this exit is not faster, phrased to follow the model's name; empty if it is faster."""
+        """User-facing reason why this exit layer is not faster than plain decoding, or an empty string."""
         if self.is_faster:
             return ""
         reason = (
@@ -54,7 +55,7 @@ class Exit:
         return f"{reason} early exit, so it would not be faster here"
 
     def to_json(self) -> dict[str, float]:
-        """Return the values as a JSON object."""
+        """Return the exit layer's values as a JSON object."""
         return {
             "exit_layer": self.exit_layer,
             "agreement": round(self.agreement, 4),
@@ -73,7 +74,7 @@ class ExitTable:
 
     @property
     def best(self) -> Exit:
-        """The exit with the highest expected speed-up. Ties favour the lowest exit."""
+        """The exit layer with the highest expected speed-up. Ties favour the lowest layer."""
         return max(self.exits, key=lambda one: one.speed_up)
 
     @property
@@ -83,7 +84,7 @@ class ExitTable:
 
     @property
     def verdict(self) -> str:
-        """User-facing summary of the result, phrased to follow the model's name and a colon."""
+        """User-facing summary of whether early exit is faster, to follow the model's name and a colon."""
         best = self.best
         accuracy = (
             f"after {best.exit_layer} of {self.layer_count} layers it predicts the full model's token"
@@ -100,13 +101,14 @@ def exit_table(
     head_bytes: int,
     v: CostFunction = assumed_cost,
 ) -> ExitTable:
-    """Estimate the speed-up of each exit from the weight bytes that its passes read.
+    """Estimate the speed-up of drafting with each exit layer from the bytes of weights that passes read.
 
     Args:
         agreements: Agreement with the full model for each exit layer, from 1 to the number of layers - 1.
         layer_bytes: Weight bytes of each layer.
         head_bytes: Weight bytes of the output head, which is read after the last layer.
-        v: Cost of a verify pass with the full model by width, in target steps.
+        v: Function that returns the cost of a verify pass for a number of tokens, as a multiple of the cost
+            of a single-token pass.
     """
     total = sum(layer_bytes) + head_bytes
     exits = []
@@ -115,8 +117,7 @@ def exit_table(
         draft_cost = lower_cost + head_bytes / total
 
         def cost(length: int, lower_cost: float = lower_cost, draft_cost: float = draft_cost) -> float:
-            # The verify pass reuses the lower layers' results for all tokens except the last drafted one,
-            # which the lower layers have not processed yet.
+            # The verify pass reuses the lower layers' results for all tokens but the last drafted one.
             return length * draft_cost + lower_cost + (1 - lower_cost) * v(length + 1)
 
         length, speed_up = best_draft_length(agreement, cost, _MAX_DRAFT_LENGTH)

@@ -79,7 +79,6 @@ def matches_record(path: Path, record: FileRecord) -> bool:
 
 @contextmanager
 def _reading(paths: Sequence[Path]) -> Iterator[None]:
-    """Raise ModelFileError if a file cannot be read."""
     try:
         yield
     except OSError as error:

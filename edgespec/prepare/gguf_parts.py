@@ -25,11 +25,12 @@ Tensors: TypeAlias = dict[str, Any]
 """Maps names to the tensors of `gguf.GGUFReader`, which read their data from the source file when needed."""
 
 _LAYER = re.compile(r"blk\.(\d+)\.(.*)")
-# Keys of arrays that are not per layer, even if their length happens to equal the number of layers.
+# Metadata arrays with these keys never contain one value per layer, even if their length suggests it.
 _NOT_PER_LAYER = ("dimension_sections", "rope.scaling", "deepstack", "target_layer")
-# Keys of layer counts, which are added together when two parts of a model are merged.
+# Metadata keys of layer counts, which are added up when two parts of a model are merged.
 _LAYER_COUNTS = ("block_count", "leading_dense_block_count")
-# Metadata keys to omit, because the writer sets them or they do not apply to a part of a model.
+# Prefixes of metadata keys that are not copied to a new file, because the GGUF writer sets them or they do
+# not apply.
 _OMITTED = ("GGUF.", "split.", "general.architecture", "general.alignment", "edgespec.")
 
 
@@ -57,12 +58,12 @@ class GgufModel:
         self.layer_count = int(self.value("block_count", 0))
 
     def value(self, key: str, default: Any) -> Any:
-        """Return the metadata value for `key`, which excludes the architecture prefix."""
+        """Return the metadata value for `key` without its architecture prefix, such as `block_count`."""
         field = self._fields.get(f"{self.architecture}.{key}")
         return default if field is None else field.contents()
 
     def shared(self) -> Tensors:
-        """Return the tensors that do not belong to a layer."""
+        """Return the model's tensors that do not belong to a layer, such as the embedding."""
         return {name: tensor for name, tensor in self.tensors.items() if not _LAYER.fullmatch(name)}
 
     def output_head(self) -> Any:
@@ -168,7 +169,8 @@ def write_gguf(
             if progress and not progress(what, done_bytes / total_bytes):
                 raise CancelledError(f"{what} was cancelled")
     except OSError as error:
-        if error.errno is None:  # NumPy does not say why it wrote only part of an array.
+        # NumPy does not report why a write failed, so write to the file again to find out.
+        if error.errno is None:
             raise append_error(path) or OSError(EIO, "only part of the file was written") from error
         raise
     finally:

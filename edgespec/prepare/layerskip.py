@@ -31,8 +31,8 @@ __all__ = ["measured_exit", "prepare_layerskip"]
 # Load options for testing that the split model computes the same logits as the original.
 _TEST_OPTIONS = LoadOptions(context_tokens=256, gpu_layers=0)
 _TEST_PREFILL_TOKENS, _TEST_PASS_TOKENS, _TEST_STEPS = 40, 8, 8
-# Maximum difference between the logits of the split model and of the original, in standard deviations of the
-# logits at one position. Rounding errors from a different order of summation stay below it.
+# Maximum difference between the logits of the split and the original model, in standard deviations of the
+# logits. Rounding errors are smaller.
 _MAX_DIFFERENCE = 1e-3
 
 
@@ -84,7 +84,7 @@ def prepare_layerskip(
         _write_parts(build_folder, source, path, exit_layer, progress)
         measured = exits or ()
         if exits is None:
-            with suppress(CapabilityError):  # The split model also works without measurements.
+            with suppress(CapabilityError):  # The measurements are optional.
                 measured = measure_exits(path, source, exit_layer, progress).exits
         return {"layer_count": source.layer_count, "exits": [one.to_json() for one in measured]}
 
@@ -95,7 +95,7 @@ def prepare_layerskip(
 
 
 def measured_exit(prepared: PreparedModel) -> Exit | None:
-    """Return the measurement for the prepared exit layer, or None if it could not be measured."""
+    """Return the measured speed-up of the prepared exit layer, or None if it was not measured."""
     exits = (Exit(**value) for value in prepared.facts.get("exits", ()))
     return next((one for one in exits if one.exit_layer == prepared.settings["exit_layer"]), None)
 
@@ -114,7 +114,7 @@ def _choose_exit(
 ) -> tuple[int, tuple[Exit, ...] | None]:
     """Return the exit layer with the highest expected speed-up, and all measurements.
 
-    If a build was interrupted, return its exit layer without measuring again, to resume that build.
+    An interrupted build is resumed with its exit layer, without measuring again.
     """
     settings = interrupted_settings("layerskip", path)
     if settings is not None:

@@ -37,9 +37,9 @@ __all__ = [
 
 DEFAULT_TYPE = "Q4_0"
 _COPY = "copy.gguf"
-# Name of the temporary file into which a split model is merged.
+# Name of the temporary file that contains both parts of a split model.
 _MERGED = "whole.gguf"
-# Extra disk space for the vocabulary and tensor names, which `QuantisedSize` does not include.
+# Extra disk space in bytes for the header of the low-bit copy.
 _HEADER_BYTES = 1 << 20
 
 
@@ -100,7 +100,7 @@ def prepare_lowbit(
         build_folder.file(_COPY, write_copy)
         return facts
 
-    # `size` excludes the GGUF headers. The header of the low-bit copy is about as large as the original one.
+    # Add the size of the GGUF header, which is about as large in the copy as in the original file.
     header_bytes = max(0, source_bytes - size.source_bytes) + _HEADER_BYTES
     needed_bytes = size.copy_bytes + header_bytes + (source_bytes if path.is_dir() else 0)
     settings = {"type": type_name}

@@ -63,11 +63,11 @@ class PreparedModel:
 
     @property
     def size_bytes(self) -> int:
-        """Total size of the files in bytes."""
+        """Total size of the prepared model's files in bytes."""
         return sum(file.size_bytes for file in self.files)
 
     def path(self, name: str) -> Path:
-        """Return the path of the file `name` in the folder."""
+        """Return the path of the file `name` in the prepared model's folder."""
         return self.folder / name
 
 
@@ -103,10 +103,11 @@ def list_prepared() -> list[PreparedModel]:
 
 
 def _prepared(kind: PreparedKind) -> Iterator[tuple[PreparedModel, int]]:
-    """Yield the prepared models of a kind and the modification times of their entries in the store."""
+    """Yield the prepared models of a kind, and when the entry of each one in the store was last modified."""
     for entry in sorted((store_folder() / kind).glob("*")):
         with suppress(ModelFileError, OSError):
-            if entry.suffix == ".elsewhere":  # The entry contains the path of a folder outside the store.
+            # A file with this suffix contains the path of a prepared model in another folder.
+            if entry.suffix == ".elsewhere":
                 yield read_prepared(Path(os.fsdecode(read_regular_file(entry)))), entry.stat().st_mtime_ns
             elif not entry.suffix:
                 yield read_prepared(entry), entry.stat().st_mtime_ns

@@ -26,12 +26,10 @@ from edgespec.tui.worker import Load, ModelThread
 
 __all__ = ["ChatApp", "ChatEnd", "run_chat"]
 
-# Interval between updates of the loading screen.
+# Seconds between updates of the loading screen.
 _TICK_SECONDS = 1 / 25
-# Maximum time to wait for the reply and the model thread when the user quits.
 _QUIT_SECONDS = 5.0
-# Thread switch interval during the chat, in seconds. Python's default of 5 ms could delay the model thread
-# for longer than a small model takes per token.
+# Python's thread switch interval during the chat, in seconds. The default of 5 ms can slow down small models.
 _SWITCH_SECONDS = 5e-5
 _NO_CONTROLS = NoControls()
 
@@ -140,7 +138,6 @@ class ChatApp(App[None]):
         )
         self._leaving = False
         await self.switch_screen(chat)
-        # Queue this first call on the chat screen, so that it runs before the screen handles user input.
         if self._resume is None:
             chat.call_later(chat.offer_unfinished)
         else:
@@ -149,7 +146,7 @@ class ChatApp(App[None]):
     def action_cancel_load(self) -> None:
         """Stop loading the model. If called again, quit immediately."""
         if self._leaving:
-            self.load_error = CancelledError("loading was cancelled")
+            self.load_error = CancelledError("loading the model was cancelled")
             self.exit()
         self._leaving = True
         self._loading.show_stopping()
@@ -172,25 +169,25 @@ class ChatApp(App[None]):
         self.exit()
 
     def save_turn(self) -> None:
-        """Save a reply that is being written. Can be called from any thread, even after the app has ended."""
+        """Save the reply that is being generated, if any. Works in any thread, even after the app ended."""
         if self.chat is not None:
             self.chat.save_turn()
 
     def stop_model(self) -> bool:
         """Stop the reply and close the model. Return False if it takes longer than five seconds."""
         if self.chat is not None:
-            # First mark the reply as unfinished, because the app may still save the chat after the reply is
-            # stopped.
+            # Mark the reply as unfinished before it is stopped, because the app may save the chat at any
+            # time.
             self.chat.begin_leaving()
         self.model_thread.close()
         return self.model_thread.join(_QUIT_SECONDS)
 
     def leave_soon(self) -> bool:
-        """Ask the app to quit, from any thread. Return False if the app has not started yet."""
+        """Ask the app to quit. Can be called from any thread. Return False if the app has not started yet."""
         return self.is_running and self.call_later(self._quit_now)
 
     async def _quit_now(self) -> None:
-        # If the model is still loading, quit immediately, because loading cannot always be stopped quickly.
+        # Quit at once if the model is still loading, because loading cannot always be stopped quickly.
         self._leaving = self._leaving or self.screen is self._loading
         await self.action_quit()
 
@@ -219,8 +216,7 @@ def run_chat(load: Load, **options: Any) -> ChatEnd:
     """
     check_textual_variables()
     app = ChatApp(load, **options)
-    # The model thread needs the global interpreter lock (GIL) after every pass. With the default interval,
-    # drawing the screen would hold it for too long.
+    # Switch threads more often, so that drawing the screen does not slow down the model.
     before = sys.getswitchinterval()
     sys.setswitchinterval(_SWITCH_SECONDS)
     with EndWatch(app.save_turn, app.leave_soon, app.stop_model) as watch:
@@ -231,8 +227,7 @@ def run_chat(load: Load, **options: Any) -> ChatEnd:
             model_stopped = app.stop_model()
             app.save_turn()
         if not model_stopped:
-            # The model thread is stuck in a native call. Exit without finalising the interpreter, which could
-            # crash while that call runs.
+            # A native call does not return, so end the process without cleaning up.
             for error in app.archive.unsaved.values():
                 sys.stderr.write(f"error: {error}\n")
             sys.stdout.flush()
@@ -242,7 +237,6 @@ def run_chat(load: Load, **options: Any) -> ChatEnd:
     if app.load_error is not None:
         raise app.load_error
     if app.return_code:
-        # Do not repeat the details, because Textual has already printed the traceback.
         raise EdgespecError(
             "an error in the user interface ended the chat; the messages are saved",
             "report the traceback above, and run `edgespec chat --resume` to continue",

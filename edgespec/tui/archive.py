@@ -14,9 +14,9 @@ from edgespec.tui.open_chat import OpenChat, RunningTurn
 
 __all__ = ["Archive"]
 
-# Seconds between saves of a reply that is being written.
+# Seconds between saves of a reply while it is generated.
 _SAVE_SECONDS = 1.0
-# Maximum fraction of the time spent saving. Long chats and slow disks therefore lead to less frequent saves.
+# Maximum fraction of time spent saving. Chats that take long to save are saved less often.
 _MAX_SAVING_SHARE = 0.1
 
 
@@ -42,13 +42,14 @@ class Archive:
     def save_now(self, chat: OpenChat, target: str, turn: RunningTurn | None = None) -> None:
         """Save the chat unless it is empty, assigning an ID if it has none. Can be called from any thread.
 
-        If another program has changed the file since this chat was last read or saved, that version is kept
-        and this chat is saved under a new ID.
+        If another program has changed the file since this chat was last read or saved, the other version is
+        kept and this chat is saved under a new ID.
 
         Args:
             chat: The chat.
             target: Name of the model.
-            turn: If given, save the chat with this turn, unless the turn has ended in the meantime.
+            turn: The message and reply in progress, to save with the chat. If the turn has already ended,
+                nothing is saved.
         """
         with self._lock:
             if turn is not None and turn.ended.is_set():

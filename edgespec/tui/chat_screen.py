@@ -26,13 +26,12 @@ from edgespec.tui.worker import Act
 
 __all__ = ["ChatScreen"]
 
-# Pressing Ctrl+C twice within this time quits the chat.
+# Maximum time in seconds between two presses of Ctrl+C that quit the chat.
 _TWICE_SECONDS = 2.0
 _MAIN, _OTHER = Binding.Group("Most used"), Binding.Group("Other keys")
 
 
 def _key(keys: str, action: str, help_text: str, group: Binding.Group) -> Binding:
-    # Without priority, the text input would handle some of these keys itself.
     return Binding(keys, action, help_text, show=False, priority=True, group=group)
 
 
@@ -83,7 +82,7 @@ class ChatScreen(TurnScreen):
         await self.take_turn(act, text.strip())
 
     def _give_back(self, text: str) -> bool:
-        """Put text that was not accepted back into the input, unless the user has typed something since."""
+        """Put rejected text back into the input box, unless the user has typed something meanwhile."""
         if self.prompt.text:
             return False
         self.prompt.replace_text(text)
@@ -94,7 +93,6 @@ class ChatScreen(TurnScreen):
             await commands.run(self, typed)
         except OptionError as error:
             await self.transcript.note(sentences(error.what, error.next_step))
-            # If the command is unknown, select its text in the input, so that typing replaces it.
             if self._give_back(text) and typed.command is None:
                 self.prompt.select_all()
             return
@@ -112,7 +110,7 @@ class ChatScreen(TurnScreen):
         self.prompt.focus()
 
     async def action_interrupt(self) -> None:
-        """Copy the selection, stop the reply or clear the input. Otherwise, quit on the second press."""
+        """Handle Ctrl+C: copy the selection, stop the reply, clear the input or, if pressed twice, quit."""
         if selected := self.get_selected_text() or self.prompt.selected_text:
             await self.copy(selected, "selection")
             self.clear_selection()
@@ -160,7 +158,7 @@ class ChatScreen(TurnScreen):
             await self.take_turn("continue", "")
 
     async def offer_unfinished(self) -> None:
-        """Show a note if the newest saved chat is unfinished."""
+        """If the newest saved chat has an unfinished reply, tell the user how to continue it."""
         try:
             newest = await self.archive.find("last")
         except ChatFileError as error:
@@ -230,7 +228,7 @@ class ChatScreen(TurnScreen):
             )
 
     async def resume(self, wanted: str) -> None:
-        """Open the last chat, or the chat with the given ID or title. Show a note if there is none."""
+        """Open the chat with this ID or title, or the newest for `last`. Show a note if there is none."""
         if not await self._open_found(wanted):
             missing = "no saved chat yet" if wanted == "last" else f"no saved chat {wanted!r}"
             await self.transcript.note(
@@ -338,7 +336,7 @@ class ChatScreen(TurnScreen):
                 )
 
     async def set_settings(self, settings: dict[str, Setting], note: str) -> None:
-        """Apply settings, starting with the next message, and show `note`. Raises OptionError."""
+        """Apply settings from the next message on, and show `note`. Raises OptionError if that fails."""
         if "method" in settings:
             self.runtime.method_for(str(settings["method"]))
         self.current_chat.settings = settings
@@ -358,7 +356,7 @@ class ChatScreen(TurnScreen):
         self.post_message(self.PreferencesChanged())
 
     def action_origin(self) -> None:
-        """Switch between Markdown and plain text with accepted draft tokens in a different colour."""
+        """Toggle between Markdown and plain text in which accepted draft tokens are coloured."""
         self.preferences.origin = not self.preferences.origin
         self.transcript.set_origin(self.preferences.origin)
         if self.preferences.origin and not any(entry.chunks for entry in self.current_chat.entries):
@@ -374,7 +372,7 @@ class ChatScreen(TurnScreen):
         self.post_message(self.PreferencesChanged())
 
     async def action_earlier(self) -> None:
-        """Scroll to the top, or show older messages if already there."""
+        """Scroll the conversation to the top. If it is there already, show older messages."""
         if self.transcript.scroll_y == 0:
             await self.transcript.show_earlier()
         self.transcript.scroll_home(animate=False)
@@ -391,7 +389,7 @@ class ChatScreen(TurnScreen):
         scroll(animate=False)
 
     def on_key(self, event: events.Key) -> None:
-        """Redirect a character typed outside the text input to the input."""
+        """If a character is typed while another widget has the focus, add it to the text input."""
         if event.is_printable and event.character is not None and not self.prompt.has_focus:
             event.stop()
             self.prompt.focus()

@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 
 __all__ = ["ChatView"]
 
-# Interval between memory measurements.
 _MEMORY_SECONDS = 3.0
 
 
@@ -95,7 +94,7 @@ class ChatView(Screen[None]):
     def on_mount(self) -> None:
         self.set_interval(_MEMORY_SECONDS, self._measure_memory)
         self.transcript.set_origin(self.preferences.origin)
-        # Remove trailing line breaks, which come from pressing Enter while the model was loading.
+        # Remove line breaks at the end of text that the user typed while the model was loading.
         self.prompt.replace_text(self._typed.rstrip("\n"))
         self.prompt.focus()
 
@@ -207,7 +206,7 @@ class ChatView(Screen[None]):
         self.call_later(self.show_panels, set() if now == "-narrow" else wanted)
 
     async def show_panels(self, panels: set[str]) -> None:
-        """Show `panels` beside the conversation, or instead of it if the terminal is narrow."""
+        """Show the panels with these names beside the conversation, or instead of it in a narrow terminal."""
         self._panels = panels
         self.sidebar.display = "sidebar" in panels
         self._details.display = "details" in panels

@@ -45,7 +45,7 @@ async def _system(screen: ChatScreen, argument: str) -> None:
 
 
 async def _set(screen: ChatScreen, argument: str) -> None:
-    # Ollama's syntax works too: /set parameter temperature 0.5, /set system "Be brief."
+    # Also accept Ollama's syntax, such as `/set parameter temperature 0.5`.
     words = argument.removeprefix("parameter ").replace("=", " ", 1).split(maxsplit=1)
     if not words:
         screen.action_settings()
@@ -127,7 +127,6 @@ class Command:
     aliases: tuple[str, ...] = ()
 
 
-# In the order of the help page: the most useful ones first.
 COMMANDS = (
     Command("help", "", "show all keys and commands", "help", ("?", "h")),
     Command("show", "", "show the models, the speed-up and the settings", _show, ("info",)),
@@ -149,7 +148,7 @@ COMMANDS = (
 )  # fmt: skip
 
 _BY_NAME = {name: command for command in COMMANDS for name in (command.name, *command.aliases)}
-# A slash and a word, followed by whitespace or the end of the text. '/etc/hosts' and '/* C */' are messages.
+# Matches a slash command and its argument, but not a path such as `/etc/hosts`.
 _LINE = re.compile(r"/([A-Za-z?][\w?-]*)(?:\s+(.*))?", re.DOTALL)
 
 

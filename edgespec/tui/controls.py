@@ -10,12 +10,12 @@ from textual.filter import LineFilter
 
 __all__ = ["NoControls"]
 
-# Includes characters that change the text direction, which could make one name look like another.
+# Control characters, and characters that change the text direction and can disguise a name.
 _CONTROLS = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
 
 
 class NoControls(LineFilter):
-    """Removes control characters from drawn lines. They have zero width, so the layout does not change."""
+    """Removes control characters from each line before it is drawn. The layout does not change."""
 
     def apply(self, segments: list[Segment], background: Color) -> list[Segment]:  # noqa: ARG002 - textual's
         return [

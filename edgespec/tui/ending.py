@@ -13,7 +13,7 @@ from typing import Any
 
 __all__ = ["EndWatch"]
 
-# Looked up by name, because Windows has no SIGHUP, the signal for a closed terminal.
+# Signals that end the chat. Windows has no SIGHUP, the signal for a closed terminal.
 _SIGNALS = [each for each in signal.Signals if each.name in ("SIGHUP", "SIGINT", "SIGTERM")]
 # Seconds between checks that the terminal is still open.
 _CHECK_SECONDS = 1.0
@@ -53,7 +53,6 @@ class EndWatch:
 
     def __enter__(self) -> EndWatch:
         for number in _SIGNALS:
-            # Signals that are already ignored stay ignored, such as SIGHUP under `nohup`.
             if signal.getsignal(number) is not signal.SIG_IGN:
                 self._handlers[number] = signal.signal(number, self._on_signal)
         Thread(target=self._watch, name="edgespec-end", daemon=True).start()

@@ -14,12 +14,12 @@ from edgespec.files import error_reason
 
 __all__ = ["check_textual_variables"]
 
-# With a higher frame rate, the chat redraws constantly and no longer responds to input.
+# Maximum frame rate. At higher rates, the chat constantly redraws and does not respond to input.
 _MAX_FRAMES_PER_SECOND = 1000
 
 
 def check_textual_variables() -> None:
-    """Check the environment variables named TEXTUAL_*, whose values Textual uses unchecked.
+    """Check the TEXTUAL_* environment variables, because Textual itself does not check them.
 
     Raises:
         ConfigurationError: A value would prevent the chat from running.
@@ -49,12 +49,12 @@ def check_textual_variables() -> None:
 
 
 def _is_driver(name: str) -> bool:
-    """Return whether `name` is the module and class of a driver, such as `a.b:C`."""
+    """Return whether `name` is the module and class of a Textual driver, such as `a.b:C`."""
     if ":" not in name:
         return False
     try:
         driver = pkgutil.resolve_name(name)
-    except Exception:  # The module can raise anything while it is imported.
+    except Exception:  # Importing the driver's module can raise any exception.
         return False
     return isinstance(driver, type) and issubclass(driver, Driver)
 

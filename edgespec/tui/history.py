@@ -6,12 +6,11 @@ from collections.abc import Iterable
 
 __all__ = ["History"]
 
-# Maximum number of messages in the history.
 _MAX_MESSAGES = 500
 
 
 class History:
-    """Sent messages and the position of the one shown. Unsent text comes after the newest message."""
+    """The sent messages, and the one that the input shows. The unsent text comes after the newest message."""
 
     def __init__(self) -> None:
         self._sent: list[str] = []
@@ -19,7 +18,7 @@ class History:
         self._unsent = ""
 
     def add(self, text: str) -> None:
-        """Append a sent message and move to the end."""
+        """Append a sent message. The next call of `older` returns it."""
         if text.strip() and (not self._sent or self._sent[-1] != text):
             self._sent.append(text)
             del self._sent[:-_MAX_MESSAGES]
@@ -32,7 +31,7 @@ class History:
             self.add(text)
 
     def older(self, current: str) -> str | None:
-        """Move to the previous message and return it, or return None if there is none."""
+        """Go to the previous message and return it, or None. `current` is the text now in the input."""
         if self._place == 0:
             return None
         if self._place == len(self._sent):
@@ -41,7 +40,7 @@ class History:
         return self._sent[self._place]
 
     def newer(self) -> str | None:
-        """Move to the next message and return it. After the newest, return the unsent text, then None."""
+        """Go to the next message and return it. After the newest, return the unsent text, then None."""
         if self._place == len(self._sent):
             return None
         self._place += 1

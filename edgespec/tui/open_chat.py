@@ -42,7 +42,7 @@ class ChatEntry:
 
     @property
     def message(self) -> Message:
-        """The message without chunks and stats."""
+        """This entry as a `Message`, without the data that is used only for display."""
         return Message(self.role, self.content, self.reasoning, self.markers)
 
 
@@ -106,7 +106,7 @@ class OpenChat:
 
     @property
     def shown_title(self) -> str:
-        """The title, by default taken from the first message. Empty if the chat is empty."""
+        """The chat's title, or else one made from the first message. Empty if the chat is empty."""
         return self.title or (title_of(self.messages) if self.entries else "")
 
     @property
@@ -120,7 +120,7 @@ class OpenChat:
         return next((entry.content for entry in reversed(self.entries) if entry.role == "user"), None)
 
     def follow(self, messages: Sequence[Message]) -> None:
-        """Replace the messages. Unchanged messages keep their chunks and stats."""
+        """Replace the chat's messages. Unchanged messages keep their text chunks and statistics."""
         old = dict(enumerate(self.entries))
         for place, message in enumerate(messages):
             entry = old.get(place)

@@ -45,7 +45,7 @@ _ESCAPES = {"\n": "\\n", "\t": "\\t", ",": "\\c", " ": "\\s"}
 
 
 def parse(name: str, text: str) -> Setting:
-    """Parse `text` as a value of the setting `name`. Raises OptionError."""
+    """Convert `text` to a value of the setting `name`. Raises OptionError if it is invalid."""
     if name == "stop":
         return _stops(text)
     kind = REPLY_OPTIONS[name].kind
@@ -66,7 +66,11 @@ def accepted(settings: Mapping[str, Setting]) -> tuple[dict[str, Setting], list[
 
 
 def setting_named(name: str) -> str:
-    """Return the canonical name of a setting. Accepts Ollama's and llama.cpp's names. Raises OptionError."""
+    """Return edgespec's name of a setting, given its name in edgespec, Ollama or llama.cpp.
+
+    Raises:
+        OptionError: The setting is unknown, or cannot be changed in the chat.
+    """
     wanted = name.strip().lower().replace("-", "_")
     wanted = FOREIGN_NAMES.get(wanted, wanted)
     if wanted == "context":
@@ -83,7 +87,7 @@ def setting_named(name: str) -> str:
 
 
 def shown(value: Setting) -> str:
-    """Format a value as text that `parse` accepts."""
+    """Format a setting's value as text that `parse` can convert back."""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, float):
@@ -92,7 +96,7 @@ def shown(value: Setting) -> str:
 
 
 def default_text(name: str, runtime: Runtime, settings: Mapping[str, Setting]) -> str:
-    """Return the value that a setting has if it is not among the `settings`, as text."""
+    """Return the default value of a setting as text. It can depend on the model and on other settings."""
     if REPLY_OPTIONS[name].group == "sampling":
         return f"{REPLY_OPTIONS[name].default:g}"
     fixed = {"seed": "random", "stop": "none", "method": runtime.method.requested}
@@ -103,7 +107,7 @@ def default_text(name: str, runtime: Runtime, settings: Mapping[str, Setting]) -
     try:
         defaults = dict(runtime.reply_defaults(None if method is None else str(method)))
     except OptionError:
-        # The method of a saved chat may need other models. If so, show the default values without it.
+        # If the chat's method needs a model that is not loaded, show the default values instead.
         defaults = dict(runtime.reply_defaults())
     value = defaults[name]
     if name == "draft_length" and defaults["method"] == "auto":
@@ -125,7 +129,7 @@ def _escaped(text: str) -> str:
     for meant, written in (("\\", "\\\\"), *_ESCAPES.items()):
         if meant != " ":
             text = text.replace(meant, written)
-    # Escape leading and trailing spaces, because spaces around commas are stripped.
+    # Escape leading and trailing spaces, which would otherwise be removed when the text is parsed.
     inner = text.strip(" ")
     if not inner:
         return "\\s" * len(text)

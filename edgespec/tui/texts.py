@@ -29,7 +29,6 @@ __all__ = [
     "worst_case",
 ]
 
-# Where each drafter's tokens come from, as shown on screen.
 _SOURCES = {
     "layerskip": "first layers of the model",
     "lookahead": "parallel guesses",
@@ -39,7 +38,7 @@ _SOURCES = {
     "suffix": "repeated text",
     "swift": "some layers of the model",
 }
-# Matches the drafter names in `DraftingStatus.reason`.
+# Matches drafter names in the text that explains why a method is used.
 _DRAFTERS_IN_REASON = re.compile(r"[a-z+]+(?= is retried occasionally| found no draft)")
 
 
@@ -62,7 +61,7 @@ def reason_text(method: MethodReport) -> str:
 
 
 def speed_up_text(method: MethodReport) -> str:
-    """Describe the speed-up: whether it is on, where draft tokens come from, and how large it is."""
+    """Describe drafting to the user: whether it is on, where draft tokens come from, and the speed-up."""
     if method.effective == "none":
         slower = f"; trying it made this reply {method.loss_text} slower" if method.loss_text else ""
         return "off" if method.requested == "none" else f"off for now: {reason_text(method)}{slower}"
@@ -158,7 +157,7 @@ def show_rows(
 def worst_case(
     stats: Stats, method: MethodReport, limits: tuple[float, float] | None
 ) -> tuple[str, str] | None:
-    """Return the most by which drafting could have slowed down a reply, and an explanation.
+    """Return the maximum slowdown that drafting could have caused in a reply, and an explanation.
 
     Args:
         stats: Statistics of the reply.
@@ -181,7 +180,7 @@ def _context(max_tokens: int, current_tokens: int) -> str:
 
 
 def memory_rows(use: MemoryUse) -> list[tuple[str, str]]:
-    """Return the rows that /memory displays."""
+    """Return the labels and values that the /memory command displays, such as the size of the KV cache."""
     cache = use.prefix_cache
     rows = [
         ("model files", format_bytes(use.weight_bytes)),
@@ -207,7 +206,7 @@ def memory_rows(use: MemoryUse) -> list[tuple[str, str]]:
 
 
 def _plan_rows(plan: MemoryPlan | None) -> list[tuple[str, str]]:
-    """Return the planned memory of each pool, except the prefix cache, and what was left out."""
+    """Return rows that show the planned memory, what limits it, and what was left out to save memory."""
     if plan is None:
         return []
     rows = [

@@ -17,17 +17,16 @@ from edgespec.tui.worker import Act, Ask, ChatState
 
 __all__ = ["TurnScreen"]
 
-# Interval between screen updates.
 _TICK_SECONDS = 1 / 25
-# The details panel is updated once per this many screen updates, so that its numbers stay readable.
+# Update the details panel only after this many screen updates, so that its numbers are readable.
 _TICKS_PER_DETAILS = 5
-# Maximum share of CPU time spent drawing, and the longest pause between two screen updates.
+# Maximum fraction of CPU time for drawing, and longest pause between screen updates in seconds.
 _MAX_DRAWING_SHARE = 0.25
 _MAX_PAUSE_SECONDS = 0.2
 
 
 class TurnScreen(ChatView):
-    """The chat view with turns, but without key bindings and commands, which `ChatScreen` adds."""
+    """The chat view with sending, generating and saving, but without key bindings and commands."""
 
     _job: Future[ChatState] | None = None
     _reply: ReplyMessage | None = None
@@ -68,14 +67,14 @@ class TurnScreen(ChatView):
         return True
 
     def save_turn(self) -> None:
-        """Save a reply that is being written. Can be called from any thread, even after the app has ended."""
+        """Save the reply that is being generated, if any. Works in any thread, even after the app ended."""
         chat = self.current_chat
         if chat.turn is not None:
             with suppress(ChatFileError):
                 self.archive.save_now(chat, self.runtime.target.name, chat.turn)
 
     async def _report_save(self) -> bool:
-        """If the chat could not be saved, show the error once. Return whether the chat is saved."""
+        """If the chat could not be saved, show the error once. Return whether saving succeeded."""
         if self.archive.branched:
             self.archive.branched = False
             await self.transcript.note(
@@ -93,7 +92,7 @@ class TurnScreen(ChatView):
         return self._job is None
 
     def begin_leaving(self) -> None:
-        """From now on, mark cancelled replies as unfinished. Can be called from any thread."""
+        """Mark every reply cancelled from now on as unfinished. Can be called from any thread."""
         self._leaving = True
 
     def say_while_writing(self, text: str) -> None:
@@ -107,7 +106,7 @@ class TurnScreen(ChatView):
         self._thread.cancel()
 
     async def when_free(self, action: Callable[[], Awaitable[None]]) -> None:
-        """Run `action` now, or stop the running reply first and then run it."""
+        """Run `action` now, or once the running reply has been stopped."""
         if self.writing:
             self._after_reply = action
             self.stop_reply()
@@ -119,7 +118,7 @@ class TurnScreen(ChatView):
         self.begin_leaving()
         self._after_reply = None
         if self.writing or self.archive.unsaved:
-            # Save the text generated so far at once, because the reply may not stop in time.
+            # Save the text generated so far, because the reply may not stop before the timeout.
             with suppress(ChatFileError):
                 await self.archive.save(self.current_chat, self.runtime.target.name)
         self.stop_reply()
@@ -159,7 +158,7 @@ class TurnScreen(ChatView):
         self._tick_timer.resume()
 
     async def _tick(self) -> None:
-        # If drawing is slow, draw less often to leave the CPU to the model.
+        # Draw less often if drawing is slow, to leave CPU time for the model.
         now, spent = monotonic(), thread_time()
         pause = min((spent - self._spent_at) / _MAX_DRAWING_SHARE, _MAX_PAUSE_SECONDS)
         if now - self._drawn_at < pause:
@@ -231,7 +230,7 @@ class TurnScreen(ChatView):
             await self.save()
             return
         if state is None and chat.turn is not None and chat.turn.written:
-            # The turn failed after part of the reply was shown. Keep that part, as when a reply is stopped.
+            # Keep the text that was generated before the reply failed.
             chat.follow(chat.turn.messages)
             chat.unfinished = True
             chat.end_turn()
@@ -241,8 +240,7 @@ class TurnScreen(ChatView):
             entry.thought_seconds = reply.thoughts.seconds
             await self.save()
             return
-        # There is no reply to keep, so show the conversation as it was before. A sent message stays in the
-        # saved chat.
+        # No text was generated, so restore the conversation from before the message.
         chat.end_turn()
         await reply.finish(reply.text, reply.reasoning, None)
         self._give_back_text()

@@ -86,7 +86,7 @@ class ModelThread:
         return loaded
 
     def open_chat(self, system: str | None, messages: Sequence[Message]) -> Future[ChatState]:
-        """Open another conversation."""
+        """Let the model thread continue another conversation, such as a saved chat."""
         copy = tuple(messages)
         return self._submit(lambda: _state(self._loaded().chat(system, copy)))
 
@@ -126,8 +126,8 @@ class ModelThread:
             except Exception as error:
                 future.set_exception(error)
             except BaseException as error:
-                # Wrap exceptions such as SystemExit, which the user interface would treat as requests to
-                # quit.
+                # The user interface would treat exceptions such as SystemExit as a request to quit, so wrap
+                # them.
                 future.set_exception(RuntimeError(f"{type(error).__name__}: {error}"))
 
         self._jobs.put(run)
@@ -146,7 +146,7 @@ class ModelThread:
 
         self._runtime = self._load(progress)
         if self._stop.is_set():
-            raise CancelledError("loading was cancelled")
+            raise CancelledError("loading the model was cancelled")
         return self._runtime
 
     def _loaded(self) -> Runtime:
@@ -170,10 +170,10 @@ class ModelThread:
             else:
                 stream = chat.continue_reply(progress=progress, **ask.options)
             self.stream = stream
-            # `cancel` may have been called before there was a stream to cancel.
+            # The user may have cancelled the reply before its stream was created.
             if self._cancelled.is_set():
                 stream.cancel()
-            # The start of a continued reply is already in the conversation and must not be written again.
+            # Do not repeat the start of a continued reply, which is already part of the conversation.
             continued = ask.act == "continue" and ask.messages[-1].role == "assistant"
             start = "" if continued else stream.reply_start
             for chunk in stream:

@@ -92,7 +92,7 @@ def test_tokenizing_a_long_prompt_is_cut_short(start: Start, number: signal.Sign
     _, stderr = ended(process)
     assert time.monotonic() - asked < 20
     assert process.returncode == 130
-    assert stderr == "interrupted: cancelled while preparing the prompt\n"
+    assert stderr == "interrupted: the reply was cancelled while its prompt was being prepared\n"
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

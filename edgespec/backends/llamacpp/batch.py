@@ -12,7 +12,7 @@ from edgespec.backends.llamacpp.native import library
 
 __all__ = ["Batch", "Inputs"]
 
-# Token ids, or hidden states as a float32 array of shape [n, embd].
+# The input of a forward pass: token ids, or hidden states as a float32 array [tokens, embedding size].
 Inputs: TypeAlias = Sequence[int] | NDArray[np.float32]
 
 
@@ -39,7 +39,7 @@ class Batch:
     def put(
         self, inputs: Inputs, positions: Sequence[int], sequences: Sequence[Sequence[int]], logits: bool
     ) -> None:
-        """Replace the contents of the batch. If `logits` is True, request logits for all rows."""
+        """Fill the batch with new inputs. If `logits` is True, llama.cpp computes logits for all of them."""
         count = self.native.n_tokens = len(inputs)
         self._inputs[:count] = inputs
         self._position[:count] = positions

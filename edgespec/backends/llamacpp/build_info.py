@@ -20,8 +20,8 @@ class LlamaCppInfo:
         gpu_offload: Whether llama.cpp was built with GPU support.
         default_threads: The default number of CPU threads for large models.
         features: The CPU features and build options that llama.cpp reports.
-        problem: Why the library cannot be loaded, or empty if it can. If it cannot, the other attributes have
-            their default values.
+        problem: Why llama.cpp cannot be loaded, in which case the other attributes keep their default values.
+            Empty if it can be loaded.
     """
 
     version: str = ""

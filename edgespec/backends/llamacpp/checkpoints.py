@@ -1,4 +1,4 @@
-"""Checkpoints of a context's KV cache and recurrent state, stored as sequences that share its cells."""
+"""Save and restore a context's KV cache and recurrent state, using one llama.cpp sequence per checkpoint."""
 
 from __future__ import annotations
 
@@ -12,17 +12,20 @@ __all__ = ["StateCheckpoint", "StateCheckpoints"]
 
 @dataclass(frozen=True, eq=False)
 class StateCheckpoint:
-    """A checkpoint of the first `length` tokens. Its cells can be freed once it is no longer referenced."""
+    """A checkpoint of a model's state after the first `length` tokens.
+
+    Its llama.cpp sequence is reused after the checkpoint has been garbage-collected.
+    """
 
     length: int
     sequence: int
 
 
 class StateCheckpoints:
-    """Saves and restores checkpoints of sequence 0, using one additional sequence per checkpoint.
+    """Saves and restores checkpoints of a model's state, each in its own llama.cpp sequence.
 
-    Saving a checkpoint copies no data: llama.cpp shares cells between sequences, and writes the next
-    recurrent state to a new cell while the old one is in use. Only the model's thread may use this class.
+    Saving a checkpoint copies no data, because llama.cpp sequences can share KV cells and recurrent states.
+    Only the model's thread may use this class.
     """
 
     def __init__(self, context: LlamaContext, sequences: range) -> None:
@@ -31,7 +34,7 @@ class StateCheckpoints:
         self._dropped: list[int] = []
 
     def save(self, length: int) -> StateCheckpoint:
-        """Return a checkpoint of sequence 0, which must contain `length` tokens."""
+        """Save the state of sequence 0, which must contain `length` tokens, and return the checkpoint."""
         self.release_dropped()
         checkpoint = StateCheckpoint(length, self._free.pop())
         weakref.finalize(checkpoint, self._dropped.append, checkpoint.sequence)
@@ -45,7 +48,7 @@ class StateCheckpoints:
         self._context.copy(checkpoint.sequence, 0)
 
     def release_dropped(self) -> None:
-        """Free the cells of checkpoints that are no longer referenced."""
+        """Free the llama.cpp sequences of checkpoints that have been garbage-collected."""
         while self._dropped:
             sequence = self._dropped.pop()
             self._context.drop(sequence, 0)

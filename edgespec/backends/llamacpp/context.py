@@ -34,8 +34,8 @@ _FLASH_ATTENTION = {"auto": -1, "off": 0, "on": 1}
 # Status codes returned by llama_decode: no free KV cells, stopped by the abort callback, allocation failed.
 _NO_SLOT, _ABORTED, _NO_MEMORY = 1, 2, -2
 _BYTES = ctypes.POINTER(ctypes.c_uint8)
-# The default maximum number of rows with logits per pass, which limits the size of the logits buffer. Longer
-# drafts are never worthwhile.
+# By default, a forward pass computes logits for at most this many tokens, which limits the size of the logits
+# buffer.
 MAX_WIDTH = 256
 
 
@@ -44,15 +44,15 @@ class ContextPlan:
     """The size and layout of a context's KV cache and recurrent states.
 
     Attributes:
-        tokens: The number of KV cells.
+        tokens: The number of KV cells, each of which stores one token.
         kv_types: The data types of keys and values.
-        sequences: The maximum number of sequences.
+        sequences: The maximum number of llama.cpp sequences.
         recurrent: Whether any layers have a recurrent state instead of keys and values.
         undo_tokens: The number of most recent tokens for which llama.cpp keeps the recurrent state, for
             rollback.
-        kv_bytes: The total size of KV cells and recurrent states.
-        token_bytes: The size of one KV cell, summed over all layers.
-        rows: The maximum number of rows with logits per pass.
+        kv_bytes: The total size of KV cells and recurrent states in bytes.
+        token_bytes: The size of one KV cell in bytes, for all layers together.
+        rows: The maximum number of tokens whose logits a forward pass can compute.
     """
 
     tokens: int
@@ -73,11 +73,12 @@ class ContextPlan:
 class LlamaContext:
     """A llama_context with a unified KV cache. Not thread-safe, except for `interrupt`.
 
-    Uses `threads` threads on an idle machine, and fewer while other programs need the cores, unless the user
-    chose a number.
+    Uses `threads` CPU threads on an idle machine, and fewer while other programs need the cores, unless the
+    user chose the number.
 
-    Sequence 0 holds the committed tokens. The last sequence is scratch space for copying cells, and the
-    others hold branches or checkpoints. If `allocate` fails, the context has no KV cache (see `is_lost`).
+    Sequence 0 holds the committed tokens. The last sequence is scratch space for copying KV cells, and the
+    others hold checkpoints or branches of the draft tree. If `allocate` fails, the context has no KV cache
+    (see `is_lost`).
 
     Raises:
         MemoryBudgetError: The context cannot be allocated.
@@ -101,14 +102,15 @@ class LlamaContext:
         params.n_seq_max = plan.sequences
         params.n_rs_seq = plan.undo_tokens
         self._scratch = plan.sequences - 1
-        # The ids of all sequences other than 0 that may contain cells.
+        # The ids of all llama.cpp sequences, except sequence 0, that may contain KV cells.
         self._others: set[int] = set()
         params.n_outputs_max = min(plan.rows, options.batch_tokens)
         self._thread_count = ThreadCount(threads) if adapts_threads(options, plan.kv_types) else None
         params.n_threads = params.n_threads_batch = self.threads = threads
         params.type_k, params.type_v = plan.kv_types.ggml_types
         params.flash_attn_type = _FLASH_ATTENTION[options.flash_attention]
-        # Keep cells outside the sliding window, because a rollback may need them.
+        # Keep KV cells outside the sliding attention window, because attention needs them again after a
+        # rollback.
         params.swa_full = True
         params.kv_unified = True
         params.no_perf = True
@@ -122,7 +124,7 @@ class LlamaContext:
         self.max_width: int = params.n_outputs_max
         # The size of the sliding attention window in tokens, or 0 if all layers use full attention.
         self.window: int = lib.llama_model_n_swa(model)
-        # Read the actual value, because llama.cpp ignores the requested one for some architectures.
+        # Ask llama.cpp how many tokens it can undo, because some architectures ignore the requested number.
         self.undo_tokens: int = lib.llama_n_rs_seq(self._context)
         self._batch = Batch(options.batch_tokens, plan.sequences)
         self._hidden = (
@@ -165,7 +167,7 @@ class LlamaContext:
         context, self._context, self._memory = self._context, None, None
         self._others.clear()
         self.tokens = 0
-        # Drop the view of the logits, because the memory behind it is freed below.
+        # Replace the NumPy view of the logits, because `llama_free` frees the memory that it refers to.
         self._logits = np.empty((0, self._vocab_size), np.float32)
         self._logits_address = 0
         if context:
@@ -198,15 +200,16 @@ class LlamaContext:
     def run(
         self, inputs: Inputs, positions: Sequence[int], sequences: Sequence[Sequence[int]]
     ) -> NDArray[np.float32]:
-        """Run one pass and return its logits.
+        """Run a forward pass and return the logits of all its inputs.
 
         Returns:
-            The logits, float32 [rows, vocab]. This is a view that the next pass overwrites.
+            The logits as a float32 array [inputs, vocabulary size]. The next forward pass overwrites the
+            array.
 
         Raises:
-            CancelledError: `interrupt` stopped the pass.
+            CancelledError: `interrupt` stopped the forward pass.
             ContextFullError: There are not enough free KV cells.
-            OutOfMemoryError: A buffer for the pass cannot be allocated.
+            OutOfMemoryError: A buffer for the forward pass cannot be allocated.
             BackendError: llama.cpp failed for any other reason.
         """
         batch = self._batch_for(inputs)
@@ -224,9 +227,12 @@ class LlamaContext:
     def run_to_hook(
         self, tokens: Sequence[int], positions: Sequence[int], sequences: Sequence[Sequence[int]]
     ) -> None:
-        """Run a pass of at most `max_width` tokens, and stop it once its hidden states have been copied."""
+        """Run a forward pass, but stop it as soon as the hook has copied the hidden states.
+
+        The pass can have at most `max_width` tokens.
+        """
         assert self._hook is not None
-        # Request logits for all tokens. Otherwise, llama.cpp does not compute their final hidden states.
+        # Request logits for all tokens. Otherwise, llama.cpp does not compute all of their hidden states.
         self._batch.put(tokens, positions, sequences, logits=True)
         self._hook.stop_after = True
         try:
@@ -242,7 +248,7 @@ class LlamaContext:
 
     def _decode(self, batch: Batch) -> None:
         if self.interrupt.requested:
-            raise CancelledError("the pass was cancelled")
+            raise CancelledError("the model's computation was cancelled")
         self._check_allocated()
         self._adapt_threads()
         count = batch.native.n_tokens
@@ -251,7 +257,7 @@ class LlamaContext:
         if status == 0:
             return
         if status == _ABORTED or self.interrupt.requested:
-            raise CancelledError("the pass was cancelled")
+            raise CancelledError("the model's computation was cancelled")
         if status == _NO_SLOT:
             raise ContextFullError(f"the context of {self.tokens:,} tokens is full", "use a larger --context")
         if status == _NO_MEMORY:
@@ -273,9 +279,9 @@ class LlamaContext:
             self._params.n_threads = self._params.n_threads_batch = self.threads = threads
 
     def copy(self, source: int, sequence: int, start: int = -1, end: int = -1) -> None:
-        """Make `sequence` share the cells of `source` at positions [start, end), by default all of them.
+        """Make `sequence` share the KV cells of the sequence `source` at positions [start, end).
 
-        A recurrent state is always shared as a whole. llama.cpp copies it before a pass overwrites it.
+        By default, all cells are shared. A recurrent state is always shared as a whole.
         """
         self._others.add(sequence)
         self._lib.llama_memory_seq_cp(self._memory, source, sequence, start, end)
@@ -292,7 +298,7 @@ class LlamaContext:
         return dropped
 
     def drop_others(self) -> None:
-        """Remove all sequences except 0, including any left behind by an error or an interrupt."""
+        """Remove all llama.cpp sequences except sequence 0."""
         for sequence in self._others - {0}:
             self.drop(sequence, 0)
 
@@ -302,19 +308,19 @@ class LlamaContext:
         return bool(self._lib.llama_memory_can_shift(self._memory))
 
     def remove_range(self, start: int, end: int) -> None:
-        """Remove positions [start, end) from sequence 0. The next pass shifts the later positions down."""
+        """Remove positions [start, end) from sequence 0, and shift all later tokens to close the gap."""
         self._lib.llama_memory_seq_rm(self._memory, 0, start, end)
         self._lib.llama_memory_seq_add(self._memory, 0, end, -1, start - end)
 
     def clear(self) -> None:
-        """Remove the cells of all sequences."""
+        """Remove all tokens from the KV cache."""
         self._lib.llama_memory_clear(self._memory, False)
 
     def compact_branch(self, source: int, start: int, end: int) -> None:
-        """Move positions [start, end) of `source` to sequence 0, and remove all other sequences.
+        """Replace sequence 0 from position `start` on with positions [start, end) of the sequence `source`.
 
-        Cells of sequence 0 from `start` onwards are replaced. The moved cells become contiguous. Attention
-        sums over cells in memory order, so a later token stored in a gap would change the rounding.
+        All other sequences are removed. The KV cells are moved next to each other, so that later attention
+        sums are computed in the same order as without drafting, which gives the same rounding.
         """
         parts = self.export_cells(source, start, end)
         for sequence in range(self._scratch + 1):
@@ -326,13 +332,13 @@ class LlamaContext:
             )
 
     def export_cells(self, source: int, start: int, end: int) -> list[memoryview]:
-        """Return the KV cells of `source` at positions [start, end) as a list of parts for `import_cells`.
+        """Return a sequence's KV cells at positions [start, end) as a list of parts for `import_cells`.
 
-        No part is longer than the sliding window, because llama.cpp omits all cells of a part that are
-        outside the window of its last token. A later rollback may need these cells.
+        No part is longer than the model's sliding attention window, because llama.cpp does not export cells
+        outside the window.
         """
         parts = []
-        # Remove any cells that an interrupted call left in the scratch sequence.
+        # Remove KV cells that an earlier, interrupted export may have left in the scratch sequence.
         self.drop(self._scratch, 0)
         for begin, stop in self._parts(start, end):
             self.copy(source, self._scratch, begin, stop)
@@ -341,7 +347,7 @@ class LlamaContext:
         return parts
 
     def import_cells(self, parts: Sequence[bytes | memoryview], start: int, end: int) -> bool:
-        """Append exported KV cells to sequence 0 at positions [start, end), and return whether they fit."""
+        """Append exported KV cells to sequence 0 at positions [start, end). Return whether this succeeded."""
         ranges = self._parts(start, end)
         if len(parts) != len(ranges):
             return False
@@ -353,15 +359,16 @@ class LlamaContext:
         return True
 
     def _parts(self, start: int, end: int) -> list[tuple[int, int]]:
-        """Split [start, end) at multiples of the sliding window's size."""
+        """Split the positions [start, end) at multiples of the sliding attention window's size."""
         window = self.window or max(1, end)
         cuts = [start, *range((start // window + 1) * window, end, window), end]
         return list(pairwise(cuts)) if start < end else []
 
     def apply_rollback(self) -> None:
-        """Apply the rollback of the recurrent state that `drop` requested for sequence 0.
+        """Complete the rollback of sequence 0's recurrent state that `drop` requested.
 
-        llama.cpp would apply it in the next pass, but checkpoints and copies of the context need it earlier.
+        llama.cpp itself would complete it in the next forward pass, which is too late for checkpoints and
+        copies.
         """
         if not self.import_sequence(self.export_sequence(recurrent_only=True), recurrent_only=True):
             raise BackendError("the recurrent state cannot be rolled back", "load the model again")
@@ -371,9 +378,10 @@ class LlamaContext:
         return int(self._lib.llama_state_seq_get_size_ext(self._context, 0, self._flags(recurrent_only)))
 
     def export_sequence(self, sequence: int = 0, *, recurrent_only: bool = False) -> memoryview:
-        """Return a copy of the KV cells and the recurrent state of a sequence.
+        """Return a copy of a sequence's KV cells and recurrent state.
 
-        Cells outside the sliding window are omitted, because the next token does not depend on them.
+        KV cells outside the sliding attention window are omitted, because the next token does not depend on
+        them.
         """
         self._check_allocated()
         flags = self._flags(recurrent_only)
@@ -387,7 +395,7 @@ class LlamaContext:
     def import_sequence(
         self, data: bytes | memoryview, sequence: int = 0, *, recurrent_only: bool = False
     ) -> bool:
-        """Import a copy made by `export_sequence` into an empty sequence, and return whether it is valid."""
+        """Load the result of `export_sequence` into an empty sequence. Return whether this succeeded."""
         self._check_allocated()
         self._others.add(sequence)
         exported = np.frombuffer(data, np.uint8)

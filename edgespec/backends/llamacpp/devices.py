@@ -31,12 +31,12 @@ class Card:
 
 
 def on_cpu(options: LoadOptions) -> bool:
-    """Return whether a model runs entirely on the CPU."""
+    """Return whether a model loaded with these options runs entirely on the CPU."""
     return options.gpu_layers == 0 or not library().llama_supports_gpu_offload()
 
 
 def in_main_memory(options: LoadOptions) -> bool:
-    """Return whether a model is entirely in system memory. Apple GPUs also use system memory."""
+    """Return whether a model is entirely in system memory, which is also what Apple GPUs use."""
     return sys.platform == "darwin" or on_cpu(options)
 
 

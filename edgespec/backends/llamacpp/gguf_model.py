@@ -38,19 +38,19 @@ from edgespec.errors import BackendError, CancelledError, CapabilityError, Conte
 
 __all__ = ["GgufModel"]
 
-# Format of a byte count in a snapshot.
+# Binary format of the size in bytes before each part of a snapshot.
 _SIZE = struct.Struct("<Q")
 
 
 class GgufModel(BaseModel):
-    """A GGUF model that runs in one context, or in two contexts for its lower and upper layers.
+    """A GGUF model that runs in one llama.cpp context, or in two contexts for its lower and upper layers.
 
-    All contexts hold the same committed tokens. The last one computes the target's logits. Subclasses set
+    All contexts hold the same committed tokens. The last one computes the model's logits. Subclasses set
     `facts`.
 
     Attributes:
         cells: The KV cells of the last context.
-        max_plan: The layout of each context at its maximum size.
+        max_plan: The context plan at the model's maximum context length.
         options: The options that the model was loaded with.
         low_bit_error: Why a low-bit copy cannot draft for this model. None if it can.
     """
@@ -102,7 +102,7 @@ class GgufModel(BaseModel):
     def _run(
         self, tree: TokenTree, first: int, run: Callable[[TokenTree, int], NDArray[np.float32]]
     ) -> HostLogits:
-        """Run a token tree with the function `run`. On failure, discard the uncommitted tokens."""
+        """Run a token tree by calling `run`. On failure, remove the tree's tokens from the KV cache."""
         try:
             self._check(tree.width)
             self._check_shape(tree)
@@ -125,12 +125,12 @@ class GgufModel(BaseModel):
         self._cut(min(length, self.length))
 
     def _cut(self, length: int) -> None:
-        """Keep the first `length` tokens in all contexts, and discard the uncommitted token tree."""
+        """Truncate the KV cache to the first `length` tokens, and discard drafted tokens."""
         for cells in self._all_cells:
             cells.truncate(length)
 
     def _end_round(self) -> None:
-        """Remove the drafted and verified tokens that were not committed."""
+        """Remove drafted tokens that were not accepted from the KV cache."""
         for cells in self._all_cells:
             cells.end_round()
 
@@ -200,7 +200,7 @@ class GgufModel(BaseModel):
             for context, plan in zip(self._contexts, after, strict=True):
                 rebuild_context(context, plan, self.length, recurrent=self._recurrent)
         except BaseException:
-            # `rebuild_context` has restored the context that failed. Restore the other one too.
+            # If resizing one context failed, restore the old size of all contexts.
             for context, plan in zip(self._contexts, before, strict=True):
                 if not context.is_lost:
                     rebuild_context(context, plan, self.length, recurrent=self._recurrent)
@@ -229,15 +229,16 @@ class GgufModel(BaseModel):
     def _early_exit_view(self, exit_layer: int) -> SelfDraftView[Any]:
         """Return a draft model that stops after `exit_layer` layers. Only split models support this."""
         raise CapabilityError(
-            f"{self.facts.name} cannot draft by early exit after layer {exit_layer}, because it is not split",
+            f"{self.facts.name} cannot draft by early exit after layer {exit_layer}, because it was not"
+            " prepared for that",
             f"run `edgespec prepare layerskip --exit {exit_layer}` for this model",
         )
 
     def export_cells(self, start: int, end: int) -> Sequence[bytes | memoryview]:
-        """Return the KV cells of all layers at positions [start, end), in the unsplit model's export format.
+        """Return the KV cells of all layers at positions [start, end), in llama.cpp's export format.
 
         Raises:
-            CapabilityError: The cells of the two splits cannot be merged.
+            CapabilityError: The KV cells of the lower and the upper layers cannot be merged.
         """
         lower, *upper = (context.export_cells(0, start, end) for context in self._contexts)
         return merge_kv(lower, upper[0], self.facts.name) if upper else lower
@@ -260,11 +261,11 @@ class GgufModel(BaseModel):
 
 
 def _sized(parts: Sequence[bytes | memoryview]) -> list[bytes | memoryview]:
-    """Return the parts, each prefixed with its size in bytes."""
+    """Return the parts of a snapshot, each preceded by its size in bytes."""
     return [piece for part in parts for piece in (_SIZE.pack(len(part)), part)]
 
 
 def _first_part(data: memoryview) -> tuple[memoryview, memoryview]:
-    """Split off the first size-prefixed part."""
+    """Return the first part of a snapshot, and the remaining data."""
     end = _SIZE.size + int.from_bytes(data[: _SIZE.size], "little")
     return data[_SIZE.size : end], data[end:]

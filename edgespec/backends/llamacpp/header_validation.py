@@ -20,12 +20,12 @@ from edgespec.errors import ModelFileError
 
 __all__ = ["check_header"]
 
-# LLAMA_MAX_LAYERS in llama.cpp.
+# The value of LLAMA_MAX_LAYERS in llama.cpp.
 _MAX_LAYERS = 512
-# LLAMA_MAX_EXPERTS in llama.cpp.
+# The value of LLAMA_MAX_EXPERTS in llama.cpp.
 _MAX_EXPERTS = 1024
-# The largest accepted value of each key. llama.cpp divides by these values or allocates memory for them
-# without a check. The limits are far above the values of any real model.
+# Maximum accepted values of metadata keys. Larger ones can crash llama.cpp, and no real model comes close to
+# them.
 _MAX_COUNTS = {
     "embedding_length": 1 << 20,
     "attention.head_count": 1 << 14,
@@ -38,9 +38,9 @@ _EPSILONS = (
     "attention.layer_norm_epsilon",
     "attention.group_norm_epsilon",
 )
-# Architectures for which llama.cpp accepts and ignores an expert count of 1.
+# Architectures for which llama.cpp ignores an expert count of 1 in the metadata.
 _SINGLE_EXPERT_IGNORED = ("hunyuan-dense", "hunyuan_vl")
-# ggml types without a matrix multiplication kernel. llama.cpp would call a null pointer for them.
+# ggml types that cannot be used for weights, because llama.cpp has no matrix multiplication for them.
 _NOT_WEIGHT_TYPES = {24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64"}
 _F32 = 0
 # Name suffixes of tensors that llama.cpp reads as F32 without checking their type.
@@ -50,12 +50,12 @@ _TABLES = ("tid2eid",)
 _ROPE_SCALINGS = ("none", "linear", "yarn", "longrope")
 # Architectures whose `ssm.inner_size` must be twice the `embedding_length`.
 _DOUBLE_WIDTH_SSM = ("jamba", "granitehybrid")
-# The alignment that llama.cpp requires for memory-mapped weights.
+# The alignment in bytes that llama.cpp requires for memory-mapped weights.
 _ALIGNMENT_BYTES = 32
 
 
 def check_header(path: Path) -> None:
-    """Check the headers of all of a model's files. Raises ModelFileError."""
+    """Raise ModelFileError if the header of one of a GGUF model's files could make llama.cpp abort."""
     for part in gguf_files(path):
         try:
             status = part.stat()
@@ -106,7 +106,7 @@ def _count_problem(header: GgufHeader) -> str:
 
 
 def _template_problem(header: GgufHeader) -> str:
-    """Return a problem if llama.cpp, whose strings end at a null character, would cut the chat template."""
+    """Return a problem if the chat template contains a null character, where llama.cpp would cut it off."""
     template = header.metadata.get("tokenizer.chat_template")
     if not isinstance(template, str) or "\0" not in template.rstrip("\0"):
         return ""
@@ -131,7 +131,7 @@ def _expert_problem(header: GgufHeader) -> str:
 
 
 def _largest(header: GgufHeader, key: str) -> int:
-    """Return the value of a key, the maximum of a per-layer list, or 0 if the key is missing."""
+    """Return an integer from the metadata, the maximum of a list of integers, or 0 if the key is missing."""
     value: Any = header.architecture_value(key, 0)
     if isinstance(value, np.ndarray):
         return int(value.max()) if value.size and value.dtype.kind in "iub" else 0
@@ -153,7 +153,8 @@ def _vocabulary_problem(header: GgufHeader) -> str:
     if duplicates := _duplicate_count(tokens):
         return f"its vocabulary has {duplicates:,} duplicate tokens"
     if header.metadata.get("tokenizer.ggml.model") == "llama":
-        # llama.cpp splits characters without a token into bytes, and aborts if a byte has no token.
+        # Require a token for each byte, because llama.cpp aborts if it cannot spell a character with byte
+        # tokens.
         byte_tokens = {name: byte for byte in range(256) for name in (b"<0x%02X>" % byte, bytes([byte]))}
         bytes_present = {byte_tokens[name] for name in _token_texts(tokens) if name in byte_tokens}
         if missing := 256 - len(bytes_present):
@@ -167,7 +168,6 @@ def _token_texts(tokens: StringArray) -> Iterator[bytes]:
 
 
 def _duplicate_count(tokens: StringArray) -> int:
-    """Return the number of tokens that duplicate an earlier token."""
     # Compare hashes first, because a set of all tokens takes much more memory.
     hashes = np.sort(np.fromiter(map(hash, _token_texts(tokens)), np.int64))
     if not (hashes[1:] == hashes[:-1]).any():

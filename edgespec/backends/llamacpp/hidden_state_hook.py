@@ -1,4 +1,4 @@
-"""An eval callback that copies hidden states out of a running llama.cpp pass."""
+"""Copy hidden states out of a running llama.cpp forward pass with an eval callback."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ __all__ = ["HiddenStateHook", "layer_output"]
 
 
 class HiddenStateHook:
-    """Copies tensors with given names from every pass as float32 arrays of shape [rows, row_size].
+    """Copies tensors with given names from every forward pass, as float32 arrays [rows, row_size].
 
-    Each hook belongs to one context and is used only by the thread that runs its passes. llama.cpp calls the
-    hook for every node in the graph, which takes about a microsecond per node.
+    Each hook belongs to one context and is used only by the thread that runs its forward passes. llama.cpp
+    calls the hook for every node in the computation graph, which takes about a microsecond per node.
 
     Attributes:
-        stop_after: Whether to stop a pass after one of the tensors has been copied.
+        stop_after: Whether to stop a forward pass after one of the tensors has been copied.
         callback: The C callback for `llama_context_params.cb_eval`.
     """
 
@@ -30,7 +30,7 @@ class HiddenStateHook:
         self._row_size = row_size
         self._rows: dict[bytes, NDArray[np.float32]] = {}
         self._ggml = ggml()
-        # ctypes does not keep callbacks alive, so keep a reference for as long as C may call it.
+        # Keep a reference to the callback, because C code may still call it and ctypes does not keep one.
         self.callback = library().ggml_backend_sched_eval_callback(self._on_node)
 
     def _on_node(self, tensor: int, is_query: bool, _user_data: object) -> bool:
@@ -44,7 +44,7 @@ class HiddenStateHook:
         return not self.stop_after
 
     def take(self, name: str, count: int) -> NDArray[np.float32]:
-        """Remove and return a tensor copied from the last pass, as float32 [count, row_size].
+        """Remove and return a tensor copied from the last forward pass, as a float32 array [count, row_size].
 
         Raises:
             BackendError: The tensor was not copied, or does not have `count` rows.

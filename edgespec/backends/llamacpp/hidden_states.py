@@ -20,7 +20,10 @@ __all__ = ["hidden_states"]
 def hidden_states(
     path: str, name: str, tokens: Sequence[int], options: LoadOptions, progress: Progress | None = None
 ) -> NDArray[np.float32]:
-    """Load a model, and return the hidden states after every layer, float32 [layers, tokens, embd].
+    """Load a model, run `tokens`, and return the hidden states after every layer.
+
+    Returns:
+        The hidden states as a float32 array [layers, tokens, embedding size].
 
     Raises:
         BackendError: llama.cpp does not expose the layer outputs of this architecture.

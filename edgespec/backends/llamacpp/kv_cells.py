@@ -13,20 +13,21 @@ __all__ = ["KvCells", "UnchangedPrefix"]
 
 @dataclass(eq=False, slots=True)
 class UnchangedPrefix:
-    """The prefix of the target's cache that has not changed since a draft model copied its cells.
+    """Counts the tokens at the start of the target's KV cache that a draft model has valid copies of.
 
     Attributes:
-        tokens: The number of unchanged tokens. The draft model sets it, and every rollback reduces it.
+        tokens: The number of tokens. The draft model sets it after copying, and every rollback of the target
+            reduces it.
     """
 
     tokens: int = 0
 
 
 class KvCells:
-    """Manages the tokens in a context's KV cache and the sequences they belong to.
+    """Manages the tokens in a context's KV cache and the llama.cpp sequences they belong to.
 
     Sequence 0 holds the `length` committed tokens. While a draft tree is being verified, each of its branches
-    has a sequence that shares the cells of its ancestors. The first child of a node continues its parent's
+    has a sequence that shares the KV cells of its ancestors. The first child of a node continues its parent's
     sequence, and each further child starts a new one. `commit` moves the accepted branch to sequence 0.
     """
 
@@ -36,13 +37,13 @@ class KvCells:
         self.context = context
         self._max_branches = max_branches
         self._replays = replays
-        # The sequence and the position of each node in the uncommitted tree.
+        # The llama.cpp sequence and the position of each node in the token tree that is being verified.
         self._sequences: list[int] = []
         self._positions: list[int] = []
 
     @property
     def length(self) -> int:
-        """The number of committed tokens."""
+        """The number of committed tokens in the KV cache."""
         return self._length
 
     @length.setter
@@ -52,25 +53,25 @@ class KvCells:
             prefix.tokens = min(prefix.tokens, length)
 
     def track_prefix(self) -> UnchangedPrefix:
-        """Return an object that tracks how many cached tokens stay unchanged, until `untrack_prefix`."""
+        """Return a counter of unchanged cached tokens, which is updated until `untrack_prefix` is called."""
         prefix = UnchangedPrefix()
         self._tracked.append(prefix)
         return prefix
 
     def untrack_prefix(self, prefix: UnchangedPrefix) -> None:
-        """Stop updating a prefix returned by `track_prefix`."""
+        """Stop updating a counter that `track_prefix` returned."""
         self._tracked.remove(prefix)
 
     @property
     def is_tracked(self) -> bool:
-        """Whether a draft model uses copies of these cells."""
+        """Whether a draft model uses copies of these KV cells."""
         return bool(self._tracked)
 
     def place_tree(self, tree: TokenTree, first: int) -> tuple[list[int], list[list[int]]]:
-        """Return the positions and sequence ids of the tree's nodes, starting at index `first`.
+        """Choose and return the positions and sequence ids of a tree's nodes, starting at the node `first`.
 
         Raises:
-            CapabilityError: The tree has too many branches. The uncommitted tree is removed.
+            CapabilityError: The tree has too many branches. Its nodes are removed from the KV cache.
         """
         passing: list[list[int]] = []
         continued = set(tree.parents[1:first])
@@ -92,14 +93,13 @@ class KvCells:
     def _open_branch(
         self, tree: TokenTree, parent: int, sequence: int, first: int, passing: list[list[int]]
     ) -> None:
-        """Start a new sequence that shares the cells of `parent` and its ancestors."""
+        """Start a new llama.cpp sequence that shares the KV cells of the node `parent` and its ancestors."""
         if sequence >= self._max_branches:
             self.end_round()
             raise CapabilityError(
                 f"the draft tree has more than {self._max_branches} branches", "use a larger --draft-branches"
             )
-        # Ancestors in the same batch have no KV cells to share yet. Assign their tokens in the batch to the
-        # new sequence too.
+        # Ancestors in the current batch are not in the KV cache yet, so add them to the new sequence here.
         while parent >= first:
             passing[parent - first].append(sequence)
             parent = tree.parents[parent]
@@ -109,16 +109,17 @@ class KvCells:
         self.context.copy(source, sequence, 0, end)
 
     def commit(self, path: tuple[int, ...]) -> bool:
-        """Commit the root and the nodes in `path`, and remove all other nodes of the tree.
+        """Keep the KV cells of the tree's root and of the nodes in `path`, and remove all its other cells.
 
         Returns:
-            Whether all nodes of the tree were committed.
+            Whether all nodes of the tree were kept.
         """
         last = path[-1] if path else 0
         length = self._positions[last] + 1
         kept_all = length == self._positions[-1] + 1
         if last == len(path):
-            # The path consists of the first nodes in the tree, so its cells are already contiguous.
+            # The accepted nodes are the first ones in the tree, so their KV cells are already next to each
+            # other.
             self.truncate(length)
         else:
             self.context.compact_branch(self._sequences[last], self.length, length)
@@ -127,25 +128,25 @@ class KvCells:
         return kept_all
 
     def end_round(self) -> None:
-        """Remove the cells of the uncommitted tree, if there is one."""
+        """Remove the KV cells of the token tree that is being verified, if there is one."""
         if self._sequences:
             self.truncate(self.length)
 
     def truncate(self, length: int) -> None:
-        """Truncate sequence 0 to `length` tokens and remove all branches.
+        """Truncate the KV cache to the first `length` tokens and remove all branches of the draft tree.
 
-        If the cache cannot be rolled back and no checkpoints are used, it is cleared instead.
+        A model that can neither roll back nor restore checkpoints loses its whole cache instead.
         """
-        # Remove the other sequences, unless they contain checkpoints for replay.
+        # Keep the other sequences of models that replay tokens, because they contain checkpoints.
         if not self._replays:
             self.context.drop_others()
         self.length = length
         if not self.context.drop(0, length) and not self._replays:
-            # The recurrent state still includes the removed tokens, so it is invalid for any prefix.
+            # Clear the whole cache, because the recurrent state still includes the removed tokens.
             self.context.clear()
             self.length = 0
         self.clear_round()
 
     def clear_round(self) -> None:
-        """Stop tracking the uncommitted tree. The caller must already have committed or removed its cells."""
+        """Forget the token tree that was being verified. Its KV cells must already be kept or removed."""
         self._sequences, self._positions = [], []

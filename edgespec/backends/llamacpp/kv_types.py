@@ -21,7 +21,7 @@ __all__ = [
     "prefill_kernel_differs",
 ]
 
-# llama.cpp's CPU flash attention switches to a tiled kernel at 64 rows.
+# llama.cpp's CPU flash attention uses its small kernel up to this number of tokens per forward pass.
 SMALL_KERNEL_MAX_ROWS = 63
 # For each KV-cache type, its ggml_type number and the size of 32 elements in bytes.
 _TYPES = {
@@ -35,8 +35,7 @@ _TYPES = {
     "iq4_nl": (20, 18),
     "q4_0": (2, 18),
 }
-# Up to this cache size, `auto` selects bf16 values, which make logits independent of the number of tokens per
-# pass. This slows down prefill, but not noticeably for such a small cache.
+# `--kv-type auto` stores values as bf16 in caches up to this size. In larger caches, bf16 slows down prefill.
 _SMALL_CACHE_BYTES = 64 * 2**20
 
 
@@ -48,7 +47,7 @@ class KvTypes:
     values: str
 
     def bytes_per_token(self, f16_bytes: int) -> int:
-        """Convert a cache size per token from f16 to these types.
+        """Return the cache size per token for these types, given the cache size per token in f16.
 
         Keys and values must have the same number of elements.
         """
@@ -69,7 +68,7 @@ class KvTypes:
 
     @property
     def text(self) -> str:
-        """The types in `--kv-type` format."""
+        """The types as a value for `--kv-type`, such as `f16` or `q8_0/f16`."""
         return self.keys if self.keys == self.values else f"{self.keys}/{self.values}"
 
     @property
@@ -79,19 +78,22 @@ class KvTypes:
 
 
 def choose_kv_types(options: LoadOptions, f16_bytes: int, *, same_type: bool = False) -> KvTypes:
-    """Return the data types for `options.kv_type`.
+    """Return the data types of cached keys and values for `options.kv_type`.
 
-    For f16 values, llama.cpp's CPU attention uses different kernels for single tokens, small batches and
-    large batches. They sum in half precision and in different orders, so the logits of a verify pass differ
-    slightly from those of single-token passes. For bf16 values, one kernel handles any number of tokens and
-    sums in single precision, but prefill is slower. `auto` therefore uses bf16 values only if `options.exact`
-    is set or the cache is small.
+    `auto` selects f16, or bf16 values if `options.exact` is set or the cache is small. With f16 values,
+    llama.cpp's CPU attention rounds differently for batches of different sizes, so verified drafts get
+    slightly different logits than single tokens. With bf16 values it does not, but prefill is slower.
+
+    Args:
+        options: The load options.
+        f16_bytes: The size of the whole KV cache in bytes if it is stored as f16.
+        same_type: Whether keys and values must have the same type.
 
     Raises:
         OptionError: `options.kv_type` is unknown, or specifies two types although `same_type` is set.
     """
     if options.kv_type == "auto":
-        # A draft model needs no exact kernel, because its rounding errors do not affect the output.
+        # A draft model's rounding errors do not affect the output, so it always uses the faster f16.
         prefers_exact = (options.exact or f16_bytes <= _SMALL_CACHE_BYTES) and not options.is_draft
         supported = on_cpu(options) and options.flash_attention != "off" and not same_type
         return KvTypes("f16", "bf16") if prefers_exact and supported else KvTypes("f16", "f16")
@@ -105,9 +107,9 @@ def choose_kv_types(options: LoadOptions, f16_bytes: int, *, same_type: bool = F
 
 
 def prefill_kernel_differs(types: KvTypes, options: LoadOptions, threads: int) -> bool:
-    """Return whether prefill, but no verify pass, uses another attention kernel than single tokens.
+    """Return whether prefill uses a different attention kernel than decoding, but verification does not.
 
-    This is possible only with a single CPU thread. With more threads, verify passes use a different kernel
+    This is possible only with a single CPU thread. With more threads, verification uses a different kernel
     too.
     """
     return threads == 1 and on_cpu(options) and not types.has_single_kernel
@@ -145,6 +147,6 @@ def kv_bytes_per_token(weights: Any, types: KvTypes) -> int:
     layers: int = lib.llama_model_n_layer(weights)
     heads = sum(map(int, listed)) if len(listed) > 1 else lib.llama_model_n_head_kv(weights) * layers
     if has_latent_attention(weights):
-        # The values are stored as part of the keys.
+        # With latent attention, the values are stored as part of the keys.
         value_size = 0
     return int(heads * (key_size * _TYPES[types.keys][1] + value_size * _TYPES[types.values][1]) // 32)

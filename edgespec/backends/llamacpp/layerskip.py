@@ -1,4 +1,4 @@
-"""Load and run GGUF models that are split at an exit layer and draft with their lower layers.
+"""Load and run GGUF models that were split into lower and upper layers, and draft with the lower layers.
 
 The method is LayerSkip (arXiv 2404.16710).
 """
@@ -50,17 +50,17 @@ from edgespec.errors import CapabilityError, ModelFileError
 
 __all__ = ["LayerSkipModel", "load_layerskip"]
 
-# llama.cpp's RoPE types with at most one position per token: LLAMA_ROPE_TYPE_NONE, NORM and NEOX.
+# llama.cpp's RoPE types for models with at most one position per token: LLAMA_ROPE_TYPE_NONE, NORM and NEOX.
 _SINGLE_POSITION_ROPES = (-1, 0, 2)
 
 
 def load_layerskip(
     folder: str, name: str, options: LoadOptions, progress: Progress | None = None
 ) -> LayerSkipModel:
-    """Load a model that is split into its lower and its upper layers.
+    """Load a model whose lower and upper layers were split into separate files.
 
-    Both splits memory-map their shared tensors from the same file, so these are in memory only once. If
-    llama.cpp repacks the weights, they cannot be mapped, and the shared tensors are in memory twice.
+    Tensors that both parts use are in memory only once if the files are memory-mapped, and twice if llama.cpp
+    converts the weights to a faster layout for this CPU.
 
     Raises:
         EdgespecError: The model cannot be loaded. See `edgespec.backends.llamacpp.load`.
@@ -84,10 +84,10 @@ def load_layerskip(
 
 
 class LayerSkipModel(GgufModel):
-    """A model that runs its lower and upper layers in two separate contexts.
+    """A model that runs its lower and upper layers in two separate llama.cpp contexts.
 
-    The upper split takes the hidden states of the lower split as input. Drafting runs only the lower split. A
-    verify pass runs the lower split for nodes that were not drafted, then the upper split for all nodes.
+    Drafting runs only the lower layers. To verify a draft, the upper layers continue from the hidden states
+    that drafting computed. The lower layers then run only for tokens that were not drafted.
     """
 
     def __init__(self, lower: Any, upper: Any, folder: str, name: str, options: LoadOptions) -> None:
@@ -96,8 +96,8 @@ class LayerSkipModel(GgufModel):
         _check_supported(lower, name)
         weight_bytes = lib.llama_model_size(lower) + lib.llama_model_size(upper)
         if options.mmap and in_main_memory(options):
-            # Both splits share the mapped pages in main memory, so count the shared tensors once. A GPU
-            # with its own memory stores a separate copy for each split.
+            # Count tensors that the lower and upper layers share only once, because both parts memory-map the
+            # same file.
             weight_bytes -= int(metadata(lower, SHARED_BYTES_KEY) or 0)
         max_plans = plan_split_contexts(lower, upper, weight_bytes, options)
         plans = [initial_plan(lower, plan, options) for plan in max_plans]
@@ -111,13 +111,9 @@ class LayerSkipModel(GgufModel):
             above = LlamaContext(upper, upper_options, plans[1], threads, takes_hidden=True)
             undo.callback(above.close)
             probe(below, lower, options)
-            # Only the upper layers limit the size of a verify pass. The lower layers can process a wide tree
-            # in several passes.
             result = probe(above, upper, options)
             self._lower = LowerSplit(below, hook, exit_name, options.max_branches)
             if options.memory_bytes is not None:
-                # Reserve memory for the logits of the lower layers. The rest of the budget is available for
-                # loading a low-bit copy of the model.
                 left = max(0, options.memory_bytes - work_bytes(lower, options))
                 options = replace(options, memory_bytes=left)
             cells = [self._lower.cells, KvCells(above, options.max_branches)]
@@ -139,8 +135,8 @@ class LayerSkipModel(GgufModel):
                 capabilities=capabilities,
                 cache_variant=cache_variant(lower, max_plans[0]),
             )
-            # Test with two tokens whether the KV caches of the lower and upper layers can be merged. A
-            # low-bit copy of the model needs this, because its layers are not split.
+            # Test with two tokens whether the KV caches of the lower and upper layers can be merged, as
+            # drafting with a low-bit copy requires.
             self.prefill([0, 0])
             try:
                 self.export_cells(0, 2)
@@ -163,9 +159,9 @@ class LayerSkipModel(GgufModel):
         return self._context.run(hidden, positions, sequences)
 
     def draft(self, tree: TokenTree, first: int) -> HostLogits:
-        """Run the tree's nodes, starting at index `first`, through the lower layers.
+        """Run a draft's token tree through the lower layers, starting at the node `first`, and return logits.
 
-        The next call to `verify` reuses their hidden states.
+        The next call to `verify` reuses the hidden states.
         """
         return self._run(tree, first, self._lower.draft)
 
@@ -198,7 +194,7 @@ class EarlyExitView(SelfDraftView[LayerSkipModel]):
         super().__init__(target)
         self.vocabulary = target.vocabulary
         name = f"{target.facts.name}, first {target.exit_layer} layers"
-        # Report 0 bytes, because the weights and the KV cache belong to the target.
+        # Report 0 bytes for weights and KV cache, because they belong to the target.
         self.facts = replace(target.facts, name=name, weight_bytes=0, kv_bytes=0)
 
     def verify(self, tree: TokenTree, first: int = 0) -> HostLogits:
@@ -210,10 +206,10 @@ class EarlyExitView(SelfDraftView[LayerSkipModel]):
 
 
 class LowerSplit:
-    """Runs the lower layers of a model and stores the hidden states of uncommitted tokens.
+    """Runs the lower layers of a model and stores the hidden states of tokens that are not committed yet.
 
-    `draft` runs the drafted tokens. In the verify pass, `hidden_of` runs only those tokens that were not
-    drafted after the same preceding tokens.
+    `draft` computes logits and hidden states of drafted tokens. `hidden_of` returns these hidden states for
+    verification, and runs the lower layers only for tokens that were not drafted.
     """
 
     def __init__(
@@ -228,18 +224,19 @@ class LowerSplit:
 
     def _reset(self) -> None:
         self._tree = TreeBuilder()
-        # For each node of the tree to verify, its index in `_tree`, which also contains the draft.
+        # Maps each node of the token tree that is being verified to its index in the tree of all tokens run
+        # so far.
         self._nodes: list[int] = []
-        # The hidden state of each node in `_tree`.
+        # The hidden states of all tokens that the lower layers have run since the last commit.
         self._hidden: list[NDArray[np.float32]] = []
 
     def end_round(self) -> None:
-        """Remove the uncommitted tree and its cells."""
+        """Discard the tokens that are not committed, with their KV cells and hidden states."""
         self.cells.end_round()
         self._reset()
 
     def append(self, tokens: Sequence[int]) -> NDArray[np.float32]:
-        """Append committed tokens to the cache and return their hidden states, float32 [n, embd]."""
+        """Run tokens, keep them in the KV cache and return their hidden states, float32 [tokens, embd]."""
         count, length = len(tokens), self.cells.length
         hidden = self._run(tokens, range(length, length + count), [(0,)] * count)
         self.cells.length += count
@@ -255,12 +252,12 @@ class LowerSplit:
         return np.concatenate(parts)
 
     def _split_rows(self, count: int) -> list[slice]:
-        """Split `count` rows into passes that do not exceed the context's maximum width."""
+        """Divide `count` tokens into slices that each fit in one forward pass."""
         step = self.context.max_width
         return [slice(start, start + step) for start in range(0, count, step)]
 
     def draft(self, tree: TokenTree, first: int) -> NDArray[np.float32]:
-        """Run a draft tree's nodes, starting at index `first`, and return their logits."""
+        """Run a draft's token tree, starting at the node `first`, and return the logits of its tokens."""
         if first == 0:
             self.end_round()
         positions, sequences = self.cells.place_tree(tree, first)
@@ -273,12 +270,12 @@ class LowerSplit:
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
     def hidden_of(self, tree: TokenTree, first: int) -> NDArray[np.float32]:
-        """Return the hidden states of the nodes in the target's tree, starting at index `first`.
+        """Return the hidden states of the token tree to verify, starting at the node `first`.
 
-        Nodes that were drafted, or run by an earlier call, are not run again.
+        Tokens that were drafted, or run by an earlier call, are not run again.
 
         Returns:
-            The hidden states, float32 [nodes, embd].
+            The hidden states as a float32 array [nodes, embedding size].
         """
         if first == 0:
             self._nodes = []
@@ -288,8 +285,8 @@ class LowerSplit:
         self._map_nodes(tree, first)
         whole = self._tree.build()
         if first == 0 and done and not self._fits(whole):
-            # The draft and the tree to verify do not fit in the KV cache together. Remove the draft and start
-            # over.
+            # The drafted tokens and the tokens to verify do not fit in the KV cache together, so discard the
+            # draft.
             self.end_round()
             return self.hidden_of(tree, 0)
         if whole.width > done:
@@ -298,7 +295,7 @@ class LowerSplit:
         return np.stack([self._hidden[node] for node in self._nodes[first:]])
 
     def _map_nodes(self, tree: TokenTree, first: int) -> None:
-        """Map the nodes of the target's tree to nodes in `_tree`, and add the missing ones."""
+        """Match the tokens to verify with the tokens already run, and add those that are missing."""
         for node in range(first, tree.width):
             parent = self._nodes[tree.parents[node]] if node else -1
             self._nodes.append(self._tree.add_path(parent, tree.tokens[node : node + 1]))
@@ -308,13 +305,13 @@ class LowerSplit:
         return tree.width <= room and tree.leaf_count <= self._max_branches
 
     def commit(self, path: tuple[int, ...]) -> None:
-        """Commit the root and the nodes in `path`, which are indices into the target's tree."""
+        """Keep the KV cells of the verified tree's root and the nodes in `path`, and discard all others."""
         self.cells.commit(tuple(self._nodes[node] for node in path))
         self._reset()
 
 
 def _check_supported(weights: Any, name: str) -> None:
-    """Raise ModelFileError if the architecture cannot run as two splits."""
+    """Raise ModelFileError if the model's architecture does not support LayerSkip."""
     reason = ""
     if has_state(weights):
         reason = "its recurrent state cannot be rolled back"

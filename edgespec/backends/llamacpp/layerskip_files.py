@@ -13,16 +13,15 @@ __all__ = [
     "UPPER_FIRST",
 ]
 
-# SHARED contains the tensors that both splits use (embedding, final norm and output head). LOWER and UPPER
-# contain the layers of the lower and the upper split.
+# The weight files of a split model: tensors used by both parts, the lower layers, and the upper layers.
 SHARED, LOWER, UPPER = "shared.gguf", "lower.gguf", "upper.gguf"
-# The first file of each split contains only metadata.
+# The files with the metadata of a split model's lower and upper part. They contain no weights.
 LOWER_FIRST, UPPER_FIRST = "lower-first.gguf", "upper-first.gguf"
-# The files of each split in the order in which llama.cpp loads them.
+# All files of a split model's lower part, then of its upper part, in the order that llama.cpp expects.
 PARTS = ((LOWER_FIRST, SHARED, LOWER), (UPPER_FIRST, SHARED, UPPER))
 FILES = (LOWER_FIRST, UPPER_FIRST, SHARED, LOWER, UPPER)
 
-# Metadata keys that `edgespec prepare layerskip` adds: the size of `shared.gguf`, and the parameter count and
+# Metadata keys added by `edgespec prepare layerskip`: the size of `shared.gguf`, and the parameter count and
 # the description of the whole model.
 SHARED_BYTES_KEY = "edgespec.layerskip.shared_bytes"
 PARAMETERS_KEY = "edgespec.layerskip.parameters"

@@ -34,25 +34,27 @@ __all__ = [
     "threads_for",
 ]
 
-# A GGUF file, the first file of a multi-part model, or all of its files if they have unconventional names.
+# A GGUF file, the first file of a multi-part model, or a list of all its files if their names are
+# unconventional.
 Paths: TypeAlias = str | Sequence[str]
 
-# Models smaller than this run on one CPU thread by default. See `default_threads`.
+# Models with fewer weight bytes than this run on one CPU thread by default, because more threads would slow
+# them down.
 _SMALL_MODEL_BYTES = 64 * 2**20
-# The default argument of `default_threads`. Any size above `_SMALL_MODEL_BYTES` gives the same result.
+# The weight size in bytes that is assumed if it is unknown. It counts as a large model.
 _LARGE_MODEL_BYTES = 1 << 40
 
 
 def check_file(path: str) -> int:
-    """Return the total size in bytes of all of a GGUF model's files. Raises ModelFileError."""
+    """Return the total size of a GGUF model's files in bytes. Raises ModelFileError if one is missing."""
     return sum(part.stat().st_size for part in gguf_files(Path(path)))
 
 
 def load_weights(path: str, name: str, options: LoadOptions, progress: Progress | None) -> Any:
     """Load the weights of a GGUF model.
 
-    If llama.cpp repacks the weights for this CPU, the file is read instead of memory-mapped. Otherwise the
-    mapped pages would occupy memory alongside the repacked copy, although they are never used again.
+    If llama.cpp converts the weights to a faster layout for this CPU, the file is not memory-mapped, because
+    the mapped pages would only waste memory.
 
     Returns:
         A llama_model handle, which the caller must free.
@@ -71,9 +73,9 @@ def load_weights(path: str, name: str, options: LoadOptions, progress: Progress 
 def load_files(
     paths: Paths, name: str, options: LoadOptions, progress: Progress | None, *, repack: bool = True
 ) -> Any:
-    """Load a model without checking its size. See `load_weights` for the arguments and errors.
+    """Load a model's weights like `load_weights`, but without checking first that they fit in memory.
 
-    With `repack` set to False, llama.cpp does not copy weights into a faster layout, so that they can be
+    If `repack` is False, llama.cpp does not convert the weights to a faster layout, so that they can be
     memory-mapped.
     """
     params = _params(options.gpu_layers)
@@ -103,14 +105,18 @@ def load_files(
 
 
 def repacks_weights(paths: Paths, gpu_layers: int | None) -> bool:
-    """Return whether llama.cpp would repack the weights in these files for this CPU."""
+    """Return whether llama.cpp would convert the weights in these files to a faster layout for this CPU."""
     with captured_log() as lines, suppress(EdgespecError):
         library().llama_model_free(load_skeleton(paths, gpu_layers))
     return any("_REPACK model buffer" in line for line in lines)
 
 
 def load_skeleton(paths: Paths, gpu_layers: int | None) -> Any:
-    """Return a llama_model handle with the size and device of each tensor, but without allocated weights."""
+    """Open a GGUF model without loading its weights.
+
+    Returns:
+        A llama_model handle that knows the size and device of each tensor.
+    """
     params = _params(gpu_layers)
     params.no_alloc = True
     params.load_mode = library().LLAMA_LOAD_MODE_NONE
@@ -118,7 +124,7 @@ def load_skeleton(paths: Paths, gpu_layers: int | None) -> Any:
 
 
 def load_vocabulary(path: str) -> Any:
-    """Return a llama_model handle with only the metadata and the vocabulary."""
+    """Open only the metadata and vocabulary of a GGUF file, and return a llama_model handle."""
     params = library().llama_model_default_params()
     params.vocab_only = True
     return _open(path, params)
@@ -126,7 +132,7 @@ def load_vocabulary(path: str) -> Any:
 
 def _params(gpu_layers: int | None) -> Any:
     params = library().llama_model_default_params()
-    params.n_gpu_layers = -1 if gpu_layers is None else gpu_layers  # Any negative number means all layers.
+    params.n_gpu_layers = -1 if gpu_layers is None else gpu_layers  # A negative number offloads all layers.
     return params
 
 
@@ -148,7 +154,7 @@ def _open(paths: Paths, params: Any) -> Any:
 
 
 def _load_error(path: str, size: int, lines: list[str]) -> ModelFileError | MemoryBudgetError:
-    """Return an exception for the error messages that llama.cpp logged when loading failed."""
+    """Convert the errors that llama.cpp logged while loading a model to an exception."""
     text = " ".join(lines)
     if match := re.search(r"unknown model architecture: '([^']*)'", text):
         return ModelFileError(
@@ -175,7 +181,7 @@ def _load_error(path: str, size: int, lines: list[str]) -> ModelFileError | Memo
 def describe(
     weights: Any, path: str, name: str, plan: ContextPlan, vocabulary: Vocabulary, probe_result: ProbeResult
 ) -> ModelFacts:
-    """Return the `ModelFacts` of a loaded model."""
+    """Return the name, sizes, capabilities and other facts about a loaded model."""
     lib = library()
     buffer = ctypes.create_string_buffer(256)
     lib.llama_model_desc(weights, buffer, len(buffer))
@@ -209,7 +215,7 @@ def describe(
 
 
 def threads_for(weights: Any, options: LoadOptions) -> int:
-    """Return `options.threads`, or the default number of CPU threads for the model's size."""
+    """Return `options.threads` if it is set, or else the default number of CPU threads for this model."""
     return options.threads or default_threads(library().llama_model_size(weights))
 
 

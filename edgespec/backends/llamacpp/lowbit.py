@@ -46,26 +46,25 @@ if TYPE_CHECKING:
 
 __all__ = ["WINDOW_EXTRA_TOKENS", "LowBitView", "check_can_share_cache", "load_low_bit_view"]
 
-# The minimum number of cells reserved for drafted tokens in a context with an attention window.
+# The minimum number of KV cells reserved for drafted tokens if the draft model has an attention window.
 _DRAFT_TOKENS = 64
-# The attention window advances in steps of this many tokens, because some models need new copies of all KV
-# cells after each step.
+# The draft model's attention window advances by this many tokens at once, because some models must then copy
+# all KV cells again.
 _WINDOW_STEP_TOKENS = 64
-# Number of cells that a context needs in addition to the attention window and the attention sinks (the first
-# tokens of the text).
+# Number of KV cells that a draft model needs in addition to its attention window and its attention sinks (the
+# first tokens of the text).
 WINDOW_EXTRA_TOKENS = _WINDOW_STEP_TOKENS + _DRAFT_TOKENS
 # A window size that is larger than any context.
 _ALL_TOKENS = 1 << 62
-# The maximum number of cells to copy from the target at once. Small chunks need little memory and can be
+# The maximum number of KV cells to copy from the target at once. Small chunks need little memory and can be
 # interrupted quickly.
 _COPY_CHUNK_TOKENS = 256
-# Metadata keys of layer counts. Adding the counts of a model's lower and upper split gives the count of the
-# whole model.
+# Metadata keys of layer counts. In a split model, the counts of both parts add up to that of the whole model.
 _LAYER_COUNTS = ("block_count", "leading_dense_block_count")
 
 
 def check_can_share_cache(path: Path) -> None:
-    """Check that low-bit copies of a GGUF model can reuse its KV cells.
+    """Check that a low-bit copy of a GGUF model could draft with the KV cache of the original model.
 
     Raises:
         CapabilityError: The model has recurrent layers.
@@ -103,7 +102,7 @@ def load_low_bit_view(target: GgufModel, method: LowBit) -> LowBitView:
         left = options.memory_bytes - target.facts.weight_bytes - target.facts.max_kv_bytes
         options = replace(options, memory_bytes=max(0, left))
     name = f"{target.facts.name} at low bits"
-    # Check the size before loading, which may take minutes.
+    # Check that the low-bit copy fits in memory before loading it, which may take minutes.
     check_weights_fit(name, check_file(method.copy), options)
     weights = load_weights(method.copy, name, options, None)
     try:
@@ -115,11 +114,7 @@ def load_low_bit_view(target: GgufModel, method: LowBit) -> LowBitView:
 
 
 def _check_same_model(weights: Sequence[Any], copy: Any, path: str) -> None:
-    """Check that a copy has the same architecture and vocabulary as the target.
-
-    The weights are not compared. With a copy of a differently trained model, few drafts would be accepted,
-    but the output would still be correct because the target verifies every token.
-    """
+    """Raise CapabilityError if a low-bit copy does not have the architecture and vocabulary of the target."""
     target, other = _identity(weights), _identity([copy])
     for key in target | other:
         if target.get(key) != other.get(key):
@@ -131,7 +126,7 @@ def _check_same_model(weights: Sequence[Any], copy: Any, path: str) -> None:
 
 
 def _identity(weights: Sequence[Any]) -> dict[str, str]:
-    """Return the metadata that is equal for all quantisations of a model, whole or split."""
+    """Return the metadata that all quantisations of a model have in common."""
     parts = [all_metadata(part) for part in weights]
     architecture = parts[0].get("general.architecture", "")
     shape = {key: value for key, value in parts[0].items() if key.startswith(f"{architecture}.")}
@@ -145,7 +140,7 @@ def _identity(weights: Sequence[Any]) -> dict[str, str]:
 
 
 def _plan(target: GgufModel, weights: Any, method: LowBit, options: LoadOptions) -> ContextPlan:
-    """Return the low-bit copy's context plan. An attention window can make it smaller than the target's."""
+    """Return the low-bit copy's context plan, which is smaller than the target's if it uses a window."""
     tokens = target.max_plan.tokens
     if method.window_tokens is not None:
         windowed = method.sink_tokens + method.window_tokens + WINDOW_EXTRA_TOKENS
@@ -159,9 +154,9 @@ def _plan(target: GgufModel, weights: Any, method: LowBit, options: LoadOptions)
 class LowBitView(SelfDraftView["GgufModel"]):
     """A draft model that uses the weights of a low-bit copy and the KV cells of the target.
 
-    Its context contains copies of the target's cells [0, sinks) and [begin, length), followed by the drafted
-    tokens. Without a window, `begin` equals `sinks`, and the context is resized together with the target's.
-    With a window, `begin` advances in steps.
+    Its KV cache contains copies of the target's cells, followed by the drafted tokens. If the draft model has
+    an attention window, only cells for the first tokens and for those in the window are copied. Otherwise all
+    cells are, and the cache is resized together with the target's.
     """
 
     def __init__(
@@ -180,8 +175,8 @@ class LowBitView(SelfDraftView["GgufModel"]):
         threads = threads_for(weights, options)
         plan = max_plan.with_tokens(target.facts.context_tokens) if full else max_plan
         self._context = LlamaContext(weights, options, plan, threads)
-        # `length` is the position of the next drafted token. It also counts the tokens outside the attention
-        # window, which have no cells in this context.
+        # The length of the draft model's cache also counts tokens outside its attention window, which have no
+        # KV cells.
         self._cells = KvCells(self._context, options.max_branches)
         self._unchanged = target.cells.track_prefix()
         try:
@@ -215,7 +210,7 @@ class LowBitView(SelfDraftView["GgufModel"]):
         return max(0, min(room, self._context.tokens - self.length)) if self._has_full_context else room
 
     def resized(self) -> None:
-        """Resize the context to match the target's. Keep the current size if there is too little memory."""
+        """Resize the draft model's context to match the target's, or keep its size if memory is short."""
         super().resized()
         if not self._has_full_context:
             return
@@ -232,11 +227,7 @@ class LowBitView(SelfDraftView["GgufModel"]):
         self.facts = replace(self.facts, kv_bytes=self._context.plan.kv_bytes)
 
     def _check_cells_arrive_unchanged(self) -> None:
-        """Check that the copied cells of two tokens are unchanged, and that a third token can use them.
-
-        Raises:
-            CapabilityError: The copied cells differ from the originals, or the logits are not finite.
-        """
+        """Raise CapabilityError if the target's KV cells change when copied, or give invalid logits."""
         target = self._target
         if is_empty := target.length == 0:
             target.prefill([0, 0])
@@ -275,21 +266,19 @@ class LowBitView(SelfDraftView["GgufModel"]):
             raise
 
     def _copy_target_cells(self) -> None:
-        """Remove drafted and rolled-back tokens, then copy the missing cells from the target."""
+        """Remove drafted and rolled-back tokens, then copy missing KV cells from the target."""
         cells, length = self._cells, self._target.length
         passed = (length - self._window - self._sinks) // _WINDOW_STEP_TOKENS * _WINDOW_STEP_TOKENS
         begin = self._sinks + max(0, passed)
         same = min(cells.length, self._unchanged.tokens)
         if same < cells.length and self._begin > self._sinks:
-            # After a rollback, the attention window may include earlier tokens again whose KV cells were
-            # removed. Copy all cells again.
+            # After a rollback, the attention window can include tokens whose KV cells were removed, so copy
+            # all cells again.
             same = 0
         if begin > self._begin and self._context.window:
-            # Copy all KV cells again. If only those outside the attention window were removed, sliding-window
-            # layers would store drafted tokens in the gap.
+            # Avoid gaps between the KV cells of sliding-window layers by copying all cells again.
             same = 0
         try:
-            # Remove all drafted and rolled-back tokens.
             cells.truncate(same)
             if same <= self._sinks:
                 self._copy_range(same, min(self._sinks, length))
@@ -298,18 +287,17 @@ class LowBitView(SelfDraftView["GgufModel"]):
             self._begin = begin
             self._copy_range(max(begin, cells.length), length)
         except BaseException:
-            # The contents of the cache are unknown after an interrupted copy. Clear it to make the next draft
-            # copy all cells again.
+            # Clear the KV cache after an interrupted copy, so that the next draft copies all cells again.
             self._context.clear()
             cells.truncate(0)
             raise
         cells.length = self._unchanged.tokens = length
 
     def _copy_range(self, start: int, end: int) -> None:
-        """Append copies of the target's cells at positions [start, end)."""
+        """Append copies of the target's KV cells at positions [start, end)."""
         for begin in range(start, end, _COPY_CHUNK_TOKENS):
             if self._context.interrupt.requested:
-                raise CancelledError("the pass was cancelled")
+                raise CancelledError("the model's computation was cancelled")
             stop = min(begin + _COPY_CHUNK_TOKENS, end)
             if not self._context.import_cells(self._target.export_cells(begin, stop), begin, stop):
                 raise BackendError(

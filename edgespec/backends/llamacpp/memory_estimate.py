@@ -38,11 +38,11 @@ _F16 = KvTypes("f16", "f16")
 _CACHE = re.compile(r"size = *([\d.]+) MiB \( *\d+ cells")
 _STATES = re.compile(r"size = *([\d.]+) MiB \( *\d+ cells.*\), R \(")
 _COMPUTE = re.compile(r": +(\S+) compute buffer size = *([\d.]+) MiB")
-# The size of the context that is created to measure the bytes per token. llama.cpp rounds logged sizes to
-# 0.01 MiB, which is less than 1 byte per token for a context of this size.
+# Context length in tokens for measuring the cache size per token. It is large enough to make rounding errors
+# in llama.cpp's log irrelevant.
 _MEASURED_TOKENS = 32768
-# The maximum size of a simulated context. The buffer sizes of longer contexts are extrapolated, because
-# simulating them would need tens of MiB of memory.
+# Maximum length in tokens of a context that is created to read its buffer sizes. Those of longer contexts are
+# extrapolated, which saves memory.
 _MAX_SIMULATED_TOKENS = 2**18
 # Bytes of memory per vocabulary token, for its text, its merge rule and its entries in lookup tables
 # (measured with the vocabularies in llama.cpp's test suite).
@@ -62,7 +62,7 @@ class ContextBuffers(NamedTuple):
 
     @property
     def compute_bytes(self) -> int:
-        """The total size of the compute buffers."""
+        """The total size of the compute buffers in bytes."""
         return sum(size for _, size in self.compute)
 
 
@@ -83,17 +83,19 @@ def _mib(text: str) -> int:
 def simulate(
     weights: Any, plan: ContextPlan, options: LoadOptions, *, takes_hidden: bool = False
 ) -> ContextBuffers:
-    """Create a context for a model without weight data and return the sizes of its buffers."""
+    """Create a context for a model whose weights are not loaded, and return the sizes of its buffers."""
     with captured_log() as lines:
         LlamaContext(weights, options, plan, 1, takes_hidden=takes_hidden).close()
         return parse_buffers(lines)
 
 
 class GgufMemoryEstimator:
-    """Estimates the memory that a GGUF model needs.
+    """Estimates the memory that a GGUF model needs, without loading its weights.
 
-    With `split`, the path is the folder of a model that is split into two parts, which share some weights.
-    llama.cpp assigns layers to devices when it opens a file, so changing `gpu_layers` reopens the file.
+    Args:
+        path: The model file, or the folder of a model that was split for LayerSkip.
+        name: The model's name.
+        split: Whether `path` is the folder of a split model.
 
     Raises:
         ModelFileError: A file cannot be loaded.
@@ -110,7 +112,8 @@ class GgufMemoryEstimator:
         self.trained_context_tokens: int = lib.llama_model_n_ctx_train(weights)
         self.longrope_switch_tokens: int = longrope_switch_tokens(weights)
         self.layers: int = lib.llama_model_n_layer(weights) if has_own_memory() and not split else 0
-        # Repacked weights are not memory-mapped, so the two parts of a split model cannot share them.
+        # The two parts of a split model share weights only if llama.cpp memory-maps the files instead of
+        # converting them.
         can_share = split and not any(repacks_weights(files, None) for files in self._files)
         self._shared_bytes = int(metadata(weights, SHARED_BYTES_KEY) or 0) if can_share else 0
         self._states: States | None = None
@@ -118,8 +121,7 @@ class GgufMemoryEstimator:
     def _open(self, gpu_layers: int | None) -> None:
         self.close()
         self._gpu_layers = gpu_layers
-        # Buffer sizes of contexts with `_MAX_SIMULATED_TOKENS`, from which longer contexts are extrapolated.
-        # The keys are the arguments that affect the sizes.
+        # Measured buffer sizes of long contexts. The keys are the options that affect these sizes.
         self._longest: dict[tuple[Any, ...], ContextBuffers] = {}
         try:
             for files in self._files:
@@ -129,7 +131,7 @@ class GgufMemoryEstimator:
             raise
 
     def estimate(self, options: LoadOptions) -> MemoryEstimate:
-        """See `MemoryEstimator`."""
+        """Return the memory that the model needs with these load options."""
         if self.layers and options.gpu_layers != self._gpu_layers:
             self._open(options.gpu_layers)
         plans, part_options = self._plans(options)
@@ -168,7 +170,7 @@ class GgufMemoryEstimator:
         return [choose_context(weights, options, self._states)], [options]
 
     def _buffers(self, part: int, plan: ContextPlan, options: LoadOptions) -> ContextBuffers:
-        """Return the buffer sizes of a simulated context. Extrapolate those of a very long context."""
+        """Return the buffer sizes of a context. Those of a very long context are extrapolated."""
         weights, takes_hidden = self._weights[part], part > 0
         if plan.tokens <= _MAX_SIMULATED_TOKENS:
             return simulate(weights, plan, options, takes_hidden=takes_hidden)
@@ -183,14 +185,14 @@ class GgufMemoryEstimator:
         )
 
     def close(self) -> None:
-        """See `MemoryEstimator`."""
+        """Free the model's metadata."""
         while self._weights:
             library().llama_model_free(self._weights.pop())
         release_free_memory()
 
 
 def _simulate_states(weights: Any, options: LoadOptions) -> States:
-    """Return the sizes of the recurrent states, measured without loading the weights."""
+    """Measure the size of a model's recurrent state without loading the model's weights."""
     plan = ContextPlan(_MEASURED_TOKENS, _F16, 1, undo_tokens=UNDO_TOKENS)
     with captured_log() as lines:
         context = LlamaContext(weights, replace(options, batch_tokens=64), plan, 1)
@@ -207,15 +209,12 @@ def _is_on_gpu(buffer: str) -> bool:
 
 
 def _attention_bytes(weights: Any, plan: ContextPlan, options: LoadOptions) -> int:
-    """Return the bytes for the f16 attention matrix of the largest pass, or 0 if it is not allocated.
-
-    Only the CPU backend allocates this matrix, and only without flash attention.
-    """
+    """Return the size of the attention matrix that llama.cpp allocates on the CPU without flash attention."""
     lib = library()
     if options.flash_attention != "off" or plan.kv_types.values == "f32" or not on_cpu(options):
         return 0
     if lib.llama_model_is_recurrent(weights):
         return 0
-    # If the number of heads differs between layers, the metadata contains a list.
+    # The metadata contains a list if the number of attention heads differs between layers.
     heads = re.findall(r"\d+", architecture_metadata(weights, "attention.head_count") or "")
     return min(options.batch_tokens, plan.tokens) * plan.tokens * max(map(int, heads), default=0) * 2

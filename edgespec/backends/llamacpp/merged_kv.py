@@ -30,16 +30,17 @@ Bytes: TypeAlias = NDArray[np.uint8]
 
 _HEADER_BYTES = 8
 _COUNT = struct.Struct("=I")
-# The header of a layer's data. `_ROWS` contains the ggml_type and the number of bytes per row. `_TRANSPOSED`,
-# for transposed values, contains the ggml_type, the bytes per element and the elements per row.
+# The binary formats of the header before a layer's keys or values: type and row size in bytes, or, for
+# transposed values, type, element size in bytes and row length.
 _ROWS, _TRANSPOSED = struct.Struct("=iQ"), struct.Struct("=iII")
-# Each cell has three integers: its position, the number of its sequences (1) and the id of that sequence.
+# Each exported KV cell has three integers: its position, its number of sequences (always 1) and its sequence
+# id.
 _CELL_FIELDS = 3
 
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    """The exported keys or values of a layer."""
+    """The exported keys or values of one layer."""
 
     header: memoryview
     cells: Bytes
@@ -55,7 +56,7 @@ class _Memory:
     values: Sequence[_Layer]
 
     def sorted_by_position(self) -> _Memory:
-        """Return a copy with the cells sorted by position."""
+        """Return a copy of the KV cells, sorted by their positions in the text."""
         order = np.argsort(self.cells[:, 0])
 
         def ordered(layers: Sequence[_Layer]) -> list[_Layer]:
@@ -67,19 +68,19 @@ class _Memory:
 def merge_kv(
     lower: Sequence[memoryview], upper: Sequence[memoryview], name: str
 ) -> Sequence[bytes | memoryview]:
-    """Merge the exported KV cells of a split model's lower and upper layers into those of the unsplit model.
+    """Merge the exported KV cells of a split model's lower and upper layers.
 
     Returns:
-        The parts that the unsplit model would export.
+        The KV cells as the unsplit model would export them.
 
     Raises:
-        CapabilityError: The parts have an unexpected format or contain different cells.
+        CapabilityError: The exported KV cells have an unexpected format, or contain different tokens.
     """
     try:
         return [_join(*both) for both in zip(lower, upper, strict=True)]
     except ValueError as error:
         raise CapabilityError(
-            f"the KV cells of {name}'s lower and upper split cannot be merged: {error}",
+            f"the KV cells of {name}'s lower and upper layers cannot be merged: {error}",
             "load the original model file to use lowbit, or choose another method",
         ) from error
 
@@ -90,7 +91,8 @@ def _join(lower: memoryview, upper: memoryview) -> bytes:
     pieces: list[bytes | memoryview] = [lower[:_HEADER_BYTES]]
     for below, above in zip(_memories(lower), _memories(upper), strict=True):
         if not np.array_equal(below.cells, above.cells):
-            # The two contexts may have stored the same tokens in a different order.
+            # The lower and upper layers may have stored the same tokens in a different order, so sort both by
+            # position.
             below, above = below.sorted_by_position(), above.sorted_by_position()
         if not np.array_equal(below.cells, above.cells) or below.transposed != above.transposed:
             raise ValueError("the KV caches of the lower and the upper layers contain different tokens")

@@ -9,25 +9,25 @@ from edgespec.backends.llamacpp.native import library
 
 __all__ = ["all_metadata", "architecture_metadata", "has_state", "metadata", "vocabulary_size"]
 
-# The maximum length of a metadata value. Longer values are truncated, but callers only read numbers and short
-# names.
+# Maximum length of a metadata value in bytes. Longer values are cut off, but only numbers and short names are
+# needed.
 _MAX_VALUE_BYTES = 4096
 
 
 def metadata(weights: Any, key: str) -> str | None:
-    """Return a metadata value as a string, or None if the key does not exist."""
+    """Return a value from a model's GGUF metadata as a string, or None if the key does not exist."""
     buffer = ctypes.create_string_buffer(_MAX_VALUE_BYTES)
     count = library().llama_model_meta_val_str(weights, key.encode(), buffer, len(buffer))
     return buffer.value.decode("utf-8", "replace") if count >= 0 else None
 
 
 def architecture_metadata(weights: Any, key: str) -> str | None:
-    """Return the value of `ARCHITECTURE.key`, such as `llama.block_count`, or None if it does not exist."""
+    """Return the metadata value of `ARCHITECTURE.key`, such as `llama.block_count`, or None if missing."""
     return metadata(weights, f"{metadata(weights, 'general.architecture')}.{key}")
 
 
 def all_metadata(weights: Any) -> dict[str, str]:
-    """Return all metadata values except arrays, as strings by key."""
+    """Return all values in a model's GGUF metadata, except arrays, as strings by key."""
     lib = library()
     buffer = ctypes.create_string_buffer(_MAX_VALUE_BYTES)
 

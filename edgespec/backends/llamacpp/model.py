@@ -43,7 +43,7 @@ def load(path: str, name: str, options: LoadOptions, progress: Progress | None =
         CancelledError: `progress` returned False.
     """
     if options.kv_type != "auto":
-        # Report an invalid KV-cache type before loading, which may take minutes.
+        # Report an invalid `--kv-type` before loading the model, which may take minutes.
         parse_kv_types(options.kv_type)
     weights = load_weights(path, name, options, progress)
     try:
@@ -56,10 +56,10 @@ def load(path: str, name: str, options: LoadOptions, progress: Progress | None =
 
 
 class LlamaCppModel(GgufModel):
-    """A GGUF model that runs in a single context.
+    """A GGUF model that runs in a single llama.cpp context.
 
-    A model with recurrent layers can only verify chains, so its additional sequences hold checkpoints instead
-    of branches.
+    A model with recurrent layers cannot verify drafts that branch, so its additional llama.cpp sequences hold
+    checkpoints instead of branches.
     """
 
     def __init__(self, weights: Any, path: str, name: str, options: LoadOptions) -> None:
@@ -82,7 +82,7 @@ class LlamaCppModel(GgufModel):
             context.close()
             raise
         self._checkpoints = StateCheckpoints(context, range(1, plan.sequences))
-        # Whether a rollback to an earlier recurrent state is pending. llama.cpp applies it in the next pass.
+        # Whether llama.cpp will roll back the recurrent state at the start of the next forward pass.
         self._rollback_pending = False
 
     def _append(self, tokens: Sequence[int]) -> None:
@@ -115,7 +115,7 @@ class LlamaCppModel(GgufModel):
         self._rollback_pending = self._rollback_pending and self.length > 0
 
     def checkpoint(self) -> StateCheckpoint:
-        """Save a checkpoint of the cache. See `StateCheckpoints.save`."""
+        """Save the state after the committed tokens, and return a checkpoint for `rewind`."""
         self._check(0)
         self._apply_pending_rollback()
         return self._checkpoints.save(self.length)
@@ -126,7 +126,7 @@ class LlamaCppModel(GgufModel):
             self._rollback_pending = False
 
     def rewind(self, checkpoint: StateCheckpoint) -> None:
-        """Roll the cache back to a checkpoint and discard the uncommitted tree."""
+        """Restore the state at a checkpoint, and discard all later tokens."""
         self._check(0)
         self._checkpoints.restore(checkpoint)
         self.cells.length, self._rollback_pending = checkpoint.length, False
@@ -138,5 +138,5 @@ class LlamaCppModel(GgufModel):
         try:
             super().resize(context_tokens)
         finally:
-            # The resize invalidated all checkpoints. Free the sequences of those no longer referenced.
+            # Free the llama.cpp sequences of checkpoints that are no longer used.
             self._checkpoints.release_dropped()

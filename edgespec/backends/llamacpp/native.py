@@ -1,4 +1,4 @@
-"""Load llama_cpp on first use, write its log to a file, and interrupt running passes."""
+"""Load llama_cpp on first use, write its log to a file, and interrupt running forward passes."""
 
 from __future__ import annotations
 
@@ -27,13 +27,12 @@ __all__ = ["Interrupt", "captured_log", "ggml", "library", "recent_errors"]
 _LOG = logging.getLogger("edgespec.llamacpp")
 # The values of GGML_LOG_LEVEL_WARN and GGML_LOG_LEVEL_ERROR.
 _WARN, _ERROR = 3, 4
-# The delay before resending a Ctrl-C that was lost in a callback. If the callback is still running by then,
-# the signal is resent once more.
+# Seconds to wait before resending a Ctrl-C that was lost because it arrived during a Python callback from C.
 _RESEND_SECONDS = 0.02
 _errors: deque[str] = deque(maxlen=20)
-# The lists that active `captured_log` blocks append lines to.
+# Lists that collect the lines logged by llama.cpp, one for each active `captured_log` block.
 _captures: list[list[str]] = []
-# ctypes does not keep callbacks alive, so keep references for as long as C code may call them.
+# Callbacks that C code may still call. ctypes does not keep them alive.
 _callbacks: list[Any] = []
 
 
@@ -58,7 +57,7 @@ def library() -> ModuleType:
 
 @cache
 def ggml() -> Any:
-    """Return the ggml library with the signatures that llama_cpp does not declare."""
+    """Return the ggml library, after declaring C functions that llama_cpp does not declare."""
     from llama_cpp._ggml import libggml
 
     size, pointer = ctypes.c_size_t, ctypes.c_void_p
@@ -81,7 +80,7 @@ class _PrivateLog(RotatingFileHandler):
     """A rotating log file that only its owner can read. Write errors are ignored."""
 
     def _open(self) -> TextIOWrapper:
-        # Rotation creates new files, so each one is made private here.
+        # Make each new log file private before it is written, including those created by log rotation.
         touch_private(Path(self.baseFilename))
         return super()._open()
 
@@ -99,7 +98,6 @@ def _open_log() -> None:
         for file in (log, log.with_name(f"{log.name}.1")):
             if file.exists():
                 regular_file_bytes(file)  # Raise OSError for a pipe, because opening it would block.
-                # Make log files from before version 0.2 private, because other users could read them.
                 file.chmod(0o600)
         handler = _PrivateLog(log, maxBytes=1_000_000, backupCount=1, encoding="utf-8")
     handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
@@ -107,11 +105,7 @@ def _open_log() -> None:
 
 
 def _resend_interrupts_in_callbacks() -> None:
-    """Resend a Ctrl-C that arrives while C code runs a Python callback.
-
-    ctypes prints and discards exceptions in callbacks, so the KeyboardInterrupt would be lost. A `try` block
-    in the callback does not help, because the exception may be raised before its first instruction.
-    """
+    """Resend a Ctrl-C that arrives during a Python callback from C, where ctypes discards exceptions."""
     default_hook = sys.unraisablehook
 
     def hook(unraisable: sys.UnraisableHookArgs) -> None:
@@ -127,7 +121,6 @@ def _resend_interrupts_in_callbacks() -> None:
 
 
 def _interrupt_main_thread() -> None:
-    """Send Ctrl-C to the main thread. Where possible, this also interrupts a blocking system call."""
     main = threading.main_thread().ident
     if sys.platform != "win32" and main is not None:
         signal.pthread_kill(main, signal.SIGINT)
@@ -164,12 +157,11 @@ def captured_log() -> Iterator[list[str]]:
     try:
         yield lines
     finally:
-        # Compare by identity, because two captures may contain equal lines.
         _captures[:] = [capture for capture in _captures if capture is not lines]
 
 
 class Interrupt:
-    """A flag that stops a running pass. Any thread may set it.
+    """A flag that stops a running forward pass. Any thread may set it.
 
     llama.cpp calls the abort callback hundreds of times per pass, and a Python callback would acquire the GIL
     each time. The callback is therefore C's `strlen` on a two-byte buffer. It returns 0 (continue) while the
@@ -181,7 +173,7 @@ class Interrupt:
 
     @property
     def requested(self) -> bool:
-        """Whether to stop the running pass and reject further ones."""
+        """Whether the running forward pass must stop and new ones are rejected."""
         return self._buffer.raw[0] != 0
 
     @requested.setter

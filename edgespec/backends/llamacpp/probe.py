@@ -17,7 +17,7 @@ from edgespec.errors import BackendError, ModelFileError
 
 __all__ = ["ProbeResult", "probe"]
 
-# The tokens to run before saving a checkpoint, and the tokens of the pass that follows it.
+# Token ids for testing checkpoints: those to run before the checkpoint, and those to run after it.
 _PREFIX, _PASS = [0, 1], [1, 0, 1]
 
 
@@ -26,10 +26,11 @@ class ProbeResult:
     """The capabilities of a model, as determined by `probe`.
 
     Attributes:
-        capabilities: The capabilities of the model when it is not wrapped in a `ReplayModel`.
+        capabilities: The capabilities of the model without `ReplayModel`.
         rollback: A description of how the cache is rolled back.
-        replays: Whether checkpoints are restored exactly, which lets a `ReplayModel` verify chains.
-        undo_tokens: The number of tokens that can be rolled back at the end of a pass without a checkpoint.
+        replays: Whether checkpoints are restored exactly, so that a `ReplayModel` can verify drafts without
+            branches.
+        undo_tokens: The number of most recent tokens that can be removed without restoring a checkpoint.
     """
 
     capabilities: Capabilities
@@ -41,7 +42,7 @@ class ProbeResult:
 def probe(context: LlamaContext, weights: Any, options: LoadOptions) -> ProbeResult:
     """Test a model's capabilities by running a few tokens and rolling some of them back.
 
-    The context is empty afterwards.
+    Leaves the context empty.
 
     Raises:
         ModelFileError: The model is not a decoder-only language model.
@@ -71,8 +72,8 @@ def _probe_cells(context: LlamaContext, options: LoadOptions) -> ProbeResult:
     tree = options.max_branches > 1
     reason = "" if tree else "it was loaded with --draft-branches 1"
     prefix_reuse_exact = not prefill_kernel_differs(context.plan.kv_types, options, context.threads)
-    # If llama.cpp uses another attention kernel from 64 tokens per pass, it rounds differently, so keep
-    # verify passes smaller. In a draft model, rounding does not matter.
+    # Verify fewer than 64 tokens at once if llama.cpp would otherwise use an attention kernel that rounds
+    # differently.
     max_width = context.max_width
     if not prefix_reuse_exact and not options.is_draft:
         max_width = min(max_width, SMALL_KERNEL_MAX_ROWS)
@@ -100,7 +101,7 @@ def _probe_replay(context: LlamaContext) -> ProbeResult:
     checkpoints.restore(checkpoint)
     try:
         exact = np.array_equal(first, _rows(context, 0))
-    except BackendError:  # llama.cpp rejects the pass if `restore` left cells behind.
+    except BackendError:  # llama.cpp rejects the tokens if the KV cache still contains later ones.
         exact = False
     if not exact:
         return _without_rollback("restoring its recurrent state is not exact")
@@ -110,8 +111,8 @@ def _probe_replay(context: LlamaContext) -> ProbeResult:
         checkpoints.restore(checkpoint)
         context.append(_PASS[:1], len(_PREFIX))
         narrow = _rows(context, 1)
-        # Passes of different widths round differently. Accept the rolled-back state only if its logits do not
-        # differ much more than that.
+        # Accept the rollback if its error is not much larger than the rounding differences between forward
+        # passes.
         if _distance(undone, narrow) <= 2 * _distance(first[1:], narrow):
             undo_tokens = context.undo_tokens
     rollback = f"checkpoints and replay, {context.plan.sequences - 1} held"
@@ -127,7 +128,7 @@ def _without_rollback(reason: str) -> ProbeResult:
 
 
 def _rows(context: LlamaContext, skipped: int) -> NDArray[np.float32]:
-    """Run the tokens of `_PASS` except the first `skipped`, and return their logits."""
+    """Run the test tokens, except the first `skipped` ones, and return their logits."""
     tokens = _PASS[skipped:]
     start = len(_PREFIX) + skipped
     rows = context.run(tokens, range(start, start + len(tokens)), [[0]] * len(tokens))

@@ -34,13 +34,14 @@ __all__ = [
     "quantised_size",
 ]
 
-# Types that are unsuitable for drafting, because they do not quantise or need specially trained models.
+# llama.cpp file types that are not offered, because they are not quantised or need specially trained models.
 _UNSUITABLE = {"F16", "BF16", "TQ1_0", "TQ2_0", "MXFP4_MOE", "NVFP4", "Q1_0", "Q2_0"}
-# Name prefixes of types that usually need an importance matrix. Error messages do not suggest them.
+# Name prefixes of quantisation types that usually need an importance matrix. Error messages do not suggest
+# these types.
 _MATRIX_PREFIXES = ("IQ1", "IQ2", "IQ3_X", "Q2_K_S")
 _PREFIX = "LLAMA_FTYPE_MOSTLY_"
-# Interval at which the child process prints an empty line, which gives the parent process a chance to check
-# for cancellation.
+# Seconds between empty lines that the child process prints, so that the parent process can check for
+# cancellation.
 _HEARTBEAT_SECONDS = 0.2
 _PARTIAL_SUFFIX = ".growing"
 _SHORT_NAMES = {"Q3_K": "Q3_K_M", "Q4_K": "Q4_K_M", "Q5_K": "Q5_K_M"}
@@ -104,7 +105,7 @@ def quantise(source: Path, copy: Path, type_name: str, progress: Progress | None
     """
     for leftover in copy.parent.glob(f"{glob.escape(copy.name)}.*{_PARTIAL_SUFFIX}"):
         leftover.unlink(missing_ok=True)
-    # Use a unique name, because a killed quantiser from an earlier run may still be writing its file.
+    # Use a unique file name, because a killed quantiser from an earlier run may still be writing its file.
     partial = copy.with_name(f"{copy.name}.{token_hex(4)}{_PARTIAL_SUFFIX}")
     try:
         _run(source, partial, type_name, progress, f"making a {type_name} copy")
@@ -139,7 +140,8 @@ def _run(source: Path, copy: Path | None, type_name: str, progress: Progress | N
             assert process.stdout is not None
             for line in process.stdout:
                 if match := re.match(r"\[ *(\d+)/ *(\d+)\]", line):
-                    # llama.cpp prints a tensor's number before quantising it, so this one is not done yet.
+                    # llama.cpp prints a tensor's number before quantising it, so count only the tensors
+                    # before this one.
                     fraction = (int(match[1]) - 1) / int(match[2])
                 elif line.strip():
                     output.append(line.strip())
@@ -177,7 +179,7 @@ def _main(source: str, copy: str, type_number: str) -> int:
     """
     import llama_cpp
 
-    # Ignore Ctrl-C, because the parent process then kills this one.
+    # Ignore Ctrl-C, which the parent process handles by killing this child process.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     lock = threading.Lock()
 
@@ -204,7 +206,7 @@ def _main(source: str, copy: str, type_number: str) -> int:
     params.allow_requantize = True
     params.dry_run = not copy
     status = llama_cpp.llama_model_quantize(os.fsencode(source), os.fsencode(copy), ctypes.byref(params))
-    with lock:  # The lock keeps the heartbeat from writing while the process exits.
+    with lock:  # Hold the lock, so that the heartbeat thread cannot print while the process exits.
         os._exit(status)
 
 

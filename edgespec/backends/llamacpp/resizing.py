@@ -22,7 +22,7 @@ __all__ = ["cache_variant", "check_resize_fits", "initial_plan", "longrope_switc
 
 
 def initial_plan(weights: Any, max_plan: ContextPlan, options: LoadOptions) -> ContextPlan:
-    """Return the initial plan for a context that can later be enlarged to `max_plan`."""
+    """Return the plan for a context's initial size, from which it can grow to the size in `max_plan`."""
     if options.initial_context_tokens is None:
         return max_plan
     return max_plan.with_tokens(
@@ -33,8 +33,8 @@ def initial_plan(weights: Any, max_plan: ContextPlan, options: LoadOptions) -> C
 def cache_variant(weights: Any, max_plan: ContextPlan) -> str:
     """Return a string that identifies the format of cached keys and values.
 
-    Cached cells can only be exchanged between contexts with the same string. It is part of the identity of
-    saved prefix caches, so changing it invalidates them.
+    KV cells can be moved only between contexts for which this string is the same. Prefix caches on disk are
+    invalid after it has changed.
     """
     switch = longrope_switch_tokens(weights)
     variant = f", turned for more than {switch}" if 0 < switch < max_plan.tokens else ""
@@ -55,27 +55,27 @@ def longrope_switch_tokens(weights: Any) -> int:
 def check_resize_fits(
     before: Sequence[ContextPlan], after: Sequence[ContextPlan], weight_bytes: int, options: LoadOptions
 ) -> None:
-    """Raise MemoryBudgetError if enlarged contexts exceed the memory budget or the available memory."""
+    """Raise MemoryBudgetError if resized contexts would exceed the memory budget or the available memory."""
     if sum(plan.kv_bytes for plan in after) <= sum(plan.kv_bytes for plan in before):
         return
     if options.memory_bytes is not None:
         check_contexts_fit(after, weight_bytes, options)
     elif in_main_memory(options):
-        # Check only main memory, because failed GPU allocations are handled safely. The weights are already
-        # loaded and the old KV caches are freed, so only the new KV caches count.
+        # Count only the new KV caches, because the weights are already loaded and the old KV caches will be
+        # freed.
         check_contexts_fit(after, 0, options)
 
 
 def rebuild_context(
     context: LlamaContext, plan: ContextPlan, length: int, *, recurrent: bool = False
 ) -> None:
-    """Resize a context. Preserve sequence 0 and remove all other sequences.
+    """Resize a context. Its sequence 0 is kept, and all other llama.cpp sequences are removed.
 
     After an error, the old size and contents are restored. If this also fails, the context has no KV cache
     (`LlamaContext.is_lost`).
 
     Raises:
-        MemoryBudgetError: The new context or the copy of the cells cannot be allocated.
+        MemoryBudgetError: The new context or the copy of the KV cells cannot be allocated.
     """
     old_plan = context.plan
     if plan == old_plan and not context.is_lost:
@@ -94,7 +94,7 @@ def rebuild_context(
     except BaseException:
         _fill(context, old_plan, saved, length, recurrent)
         raise
-    # Return the freed memory to the system. Otherwise, malloc may retain it.
+    # Free the saved KV cells, and return their memory to the operating system.
     saved = ()
     release_free_memory()
 
@@ -102,7 +102,7 @@ def rebuild_context(
 def _fill(
     context: LlamaContext, plan: ContextPlan, saved: Sequence[memoryview], length: int, recurrent: bool
 ) -> None:
-    """Allocate a context's KV cache and import the saved cells."""
+    """Allocate a context's KV cache and import the saved KV cells."""
     context.allocate(plan)
     if saved and not (
         context.import_sequence(saved[0]) if recurrent else context.import_cells(saved, 0, length)

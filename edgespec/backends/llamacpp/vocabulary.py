@@ -30,9 +30,8 @@ class LlamaVocabulary:
 
     def __init__(self, model: Any) -> None:
         self._lib = library()
-        # Tokenizing a long text can take minutes and cannot be interrupted. If `close` is called meanwhile,
-        # it returns at once, and the model is freed after the call. The lock is reentrant, because garbage
-        # collection can look up tokens while the lock is held.
+        # Protects the number of running calls. The lock is reentrant, because garbage collection may look up
+        # tokens while it is held.
         self._lock = threading.RLock()
         self._running_calls = 0
         self._free_model: Callable[[], None] | None = None
@@ -49,7 +48,16 @@ class LlamaVocabulary:
         return self.raw_piece(token).decode("utf-8", "replace") if 0 <= token < self.size else ""
 
     def tokenize(self, text: str, *, special: bool, start: bool) -> list[int]:
-        """See `Vocabulary`. Raises BackendError if the text cannot be tokenized."""
+        """Convert text to token ids.
+
+        Args:
+            text: The text.
+            special: Whether to parse control tokens that appear in the text.
+            start: Whether to prepend the BOS token if the model uses one.
+
+        Raises:
+            BackendError: The text cannot be tokenized.
+        """
         data = text.encode("utf-8", "surrogatepass").decode("utf-8", "replace").encode()
         room = len(data) + 16
         while True:
@@ -68,7 +76,7 @@ class LlamaVocabulary:
             room = -count
 
     def min_tokens(self, text: str) -> int:
-        """See `Vocabulary`."""
+        """Return a lower bound on the number of tokens in a text, without tokenizing it."""
         longest = self._longest_piece_bytes
         return -(-len(text.strip().encode("utf-8", "replace")) // longest) if longest else 0
 
@@ -76,22 +84,20 @@ class LlamaVocabulary:
     def _longest_piece_bytes(self) -> int:
         lib, tokens = self._lib, range(self.size)
         with self._open():
-            # Other vocabulary types can merge an unknown word of any length into one token, so their
-            # pieces have no maximum length.
+            # Vocabularies of other types can represent an unknown word of any length by one token.
             if lib.llama_vocab_type(self._vocab) not in (lib.LLAMA_VOCAB_TYPE_SPM, lib.LLAMA_VOCAB_TYPE_BPE):
                 return 0
             entries = list(map(lib.llama_vocab_get_text, repeat(self._vocab), tokens))
-        # Replace invalid UTF-8 with escapes, because `longest_piece_bytes` needs entries that are not shorter
-        # than their tokens.
+        # Replace invalid UTF-8 with escapes, because shorter replacements would make tokens seem too short.
         texts = (entry.decode("utf-8", "backslashreplace") for entry in entries)
         return longest_piece_bytes(dict(zip(texts, tokens, strict=True)), self.raw_piece)
 
     def piece(self, token: int) -> bytes:
-        """See `Vocabulary`."""
+        """Return the bytes that a token adds to the text. Control tokens add none."""
         return self._cached_piece(token)
 
     def raw_piece(self, token: int) -> bytes:
-        """See `Vocabulary`."""
+        """Return a token's vocabulary entry as bytes, even for control tokens."""
         return self._text(token, special=True)
 
     def _text(self, token: int, special: bool) -> bytes:
@@ -110,7 +116,7 @@ class LlamaVocabulary:
             room = -count
 
     def is_end(self, token: int) -> bool:
-        """See `Vocabulary`."""
+        """Return whether a token ends a reply."""
         with self._open():
             return bool(self._lib.llama_vocab_is_eog(self._vocab, token))
 
@@ -135,7 +141,7 @@ class LlamaVocabulary:
         self._update(free_model=free_model)
 
     def _update(self, calls: int = 0, free_model: Callable[[], None] | None = None) -> None:
-        """Add `calls` to the running calls. Free the model if none is left and `close` was called."""
+        """Add `calls` to the number of running calls. Free the model if it is closed and none is left."""
         with self._lock:
             self._running_calls += calls
             self._free_model = self._free_model or free_model

@@ -19,16 +19,15 @@ __all__ = ["AttentionCache", "QuantizedAttentionCache", "cache_rows"]
 # cache uses three: packed values, scales and biases.
 Rows: TypeAlias = tuple[mx.array, ...]
 
-# Caches grow in steps of this many rows, as in mlx-lm.
+# When a KV cache is full, it grows by this many rows, as in mlx-lm.
 _GROWTH_ROWS = 256
-# Layers with a sliding window round the position of their first key down to a multiple of this number, so
-# that the attention kernel sums over keys in the same groups at every pass width. Otherwise, results would
-# depend on the width.
+# Sliding-window layers start reading keys at a multiple of this position. The attention kernel then groups
+# its sums in the same way at every pass width, so results do not depend on the width.
 _BLOCK_ROWS = 64
 
 
 def cache_rows(window: int | None, context_tokens: int) -> int:
-    """Return the number of rows that a cache with this sliding window allocates for a full context."""
+    """Return how many rows (one per token) a layer's KV cache allocates for a full context."""
     rows = context_tokens
     if window is not None:
         rows = min(rows, window + AttentionCache.slack + 2 * _GROWTH_ROWS)
@@ -59,8 +58,6 @@ class AttentionCache:
         self._keys: Rows = ()
         self._values: Rows = ()
 
-    # The cache interface that mlx-lm's models expect.
-
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Any, Any]:
         """Append keys and values to the cache, and return all keys and values that the pass attends to.
 
@@ -81,7 +78,6 @@ class AttentionCache:
         return self._fetched(all_keys, spans), self._fetched(all_values, spans)
 
     def _joined(self, cached: Rows, new: Rows) -> Rows:
-        """Return the cached rows followed by the new rows, without changing the cache."""
         if not cached:
             return new
         used = self.offset - self.start
@@ -115,11 +111,9 @@ class AttentionCache:
         """All arrays in the cache: the keys, then the values."""
         return self._keys + self._values
 
-    # Methods used only by this backend.
-
     @property
     def bytes_per_token(self) -> int:
-        """Bytes per cached token. The cache must not be empty."""
+        """Size of the keys and values of one token in bytes. The cache must not be empty."""
         return sum(array.nbytes for array in self.state) // self._keys[0].shape[2]
 
     def can_rewind(self, length: int) -> bool:
@@ -127,7 +121,7 @@ class AttentionCache:
         return self.start == 0 or (self.window is not None and length - self.window + 1 >= self.start)
 
     def rewind(self, length: int) -> None:
-        """Drop all rows from position `length` onwards."""
+        """Drop the cached keys and values from token position `length` onwards."""
         self.offset = min(self.offset, length)
 
     def keep_path(self, round_start: int, path: list[int]) -> None:
@@ -163,14 +157,13 @@ class AttentionCache:
                 if before > sinks + recent:
                     return [(0, sinks), (before - recent, end)]
             return [(0, end)]
-        # For a draft tree, compute the sliding window from the root, because `offset` may include earlier
-        # tree nodes.
+        # In a draft tree, all nodes use the sliding window of the root.
         first = self.offset if layout.offsets is None else before
         oldest = (first - self.window + 1) // _BLOCK_ROWS * _BLOCK_ROWS
         return [(max(self.start, oldest), end)]
 
     def _make_room(self, added: int, keys: Rows, values: Rows) -> None:
-        """Make room for `added` rows, and drop rows needed by neither the sliding window nor a rollback."""
+        """Make room for `added` rows, and drop old rows that are no longer needed."""
         used = self.offset - self.start
         if self._keys and used + added <= self._keys[0].shape[2]:
             return
@@ -180,12 +173,9 @@ class AttentionCache:
             drop = max(0, oldest // _BLOCK_ROWS * _BLOCK_ROWS - self.start)
         rows = -(-(used - drop + added) // _GROWTH_ROWS) * _GROWTH_ROWS
         if drop:
-            # Allocate spare rows, so that the arrays do not have to be reallocated for each of the next
-            # passes.
             rows += _GROWTH_ROWS
 
         def moved(cached: Rows, like: Rows) -> Rows:
-            """Copy the cached rows that are still needed into larger arrays."""
             kept = used - drop if cached else 0
             result = []
             for i, new in enumerate(like):
@@ -233,6 +223,5 @@ class QuantizedAttentionCache(AttentionCache):
 
 
 def _positions(spans: list[tuple[int, int]]) -> mx.array:
-    """Return all positions in the given ranges as an integer array [1, n]."""
     parts = [mx.arange(begin, end) for begin, end in spans]
     return (parts[0] if len(parts) == 1 else mx.concatenate(parts))[None]

@@ -15,7 +15,7 @@ from edgespec.installation import setup_command
 
 __all__ = ["MlxBuildInfo", "build_info", "mlx_core", "mlx_lm_utils", "runs_on_cpu"]
 
-# Minimum value for the limit on open files, which allows loading a model split into hundreds of files.
+# Allow the process to open at least this many files, because a model can be split into hundreds of files.
 _MIN_OPEN_FILES = 2048
 
 
@@ -67,7 +67,7 @@ def mlx_lm_utils() -> Any:
     except (ImportError, OSError, RuntimeError) as error:
         raise _missing("mlx-lm", error) from error
     if mx.metal.is_available():
-        # Wire the weights in memory, because macOS could otherwise swap them out between passes.
+        # Keep the weights in memory between passes. Otherwise, macOS could swap them out.
         mlx_lm.utils.maybe_set_recommended_wired_limit()
     return mlx_lm.utils
 
@@ -81,11 +81,7 @@ def _missing(library: str, error: Exception) -> BackendMissingError:
 
 @contextlib.contextmanager
 def _preserve_open_file_limit() -> Iterator[None]:
-    """Ignore changes to the open-file limit inside the block, then raise it to `_MIN_OPEN_FILES`.
-
-    On import, mlx_lm sets a fixed limit. This can lower the current limit, or fail if it exceeds the hard
-    limit.
-    """
+    """Keep the import of mlx_lm from changing the process's limit on open files, and raise a low limit."""
     if sys.platform == "win32":
         yield
         return

@@ -56,7 +56,7 @@ def serialize_caches(caches: LayerCaches, start: int, end: int, fingerprint: str
 def deserialize_caches(
     caches: LayerCaches, snapshot: Snapshot, fingerprint: str, context_tokens: int
 ) -> None:
-    """Append the rows in a snapshot to the caches.
+    """Append the keys, values and states in a snapshot to the model's caches.
 
     The snapshot must come from `serialize_caches`, and the caches must hold exactly the `snapshot.start`
     tokens that precede it.
@@ -70,14 +70,15 @@ def deserialize_caches(
         line, _, rest = snapshot.data.partition(b"\n")
         header = json.loads(line)
         if header["model"] != fingerprint:
-            raise ValueError("the snapshot was saved by another model")
+            raise ValueError("the KV cache snapshot was saved by another model")
         if header["start"] != start or caches.length != start:
             raise ValueError(
-                f"the snapshot starts after {header['start']} tokens, but {caches.length} are cached"
+                f"the KV cache snapshot starts after {header['start']} tokens, but {caches.length} are cached"
             )
         if not start <= header["length"] <= context_tokens:
             raise ValueError(
-                f"the snapshot has {header['length']} tokens, but the context is limited to {context_tokens}"
+                f"the KV cache snapshot has {header['length']} tokens, but the context is limited to"
+                f" {context_tokens}"
             )
         offset = 0
         for cache, part in zip([*caches.attention, *caches.recurrent], header["parts"], strict=True):
@@ -91,12 +92,14 @@ def deserialize_caches(
             else:
                 cache.cache = arrays
         if offset != len(rest):
-            raise ValueError(f"the snapshot has {len(rest)} bytes of data instead of {offset}")
+            raise ValueError(f"the KV cache snapshot has {len(rest)} bytes of data instead of {offset}")
         mx.eval(*caches.arrays)
         caches.length = header["length"]
     except (ValueError, KeyError, TypeError, IndexError) as error:
         caches.clear()
-        raise BackendError(f"the snapshot cannot be restored: {error}", "process the prompt again") from error
+        raise BackendError(
+            f"the KV cache snapshot cannot be restored: {error}", "process the prompt again"
+        ) from error
 
 
 def _read_array(header: dict[str, Any] | None, data: bytes, offset: int) -> tuple[mx.array | None, int]:

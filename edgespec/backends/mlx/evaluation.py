@@ -13,14 +13,14 @@ from edgespec.errors import BackendError, OutOfMemoryError
 
 __all__ = ["evaluate", "freed_buffers_bytes", "release_thread_state", "start_evaluation", "translate_errors"]
 
-# Limits on MLX's cache of freed buffers, in bytes. The CPU limit is enough for a single-token pass. The GPU
-# limit is higher, because allocating GPU memory is slow.
+# How many bytes of freed memory MLX keeps for reuse. The GPU limit is higher, because allocating GPU memory
+# is slow.
 _CPU_FREED_BUFFERS_BYTES, _GPU_FREED_BUFFERS_BYTES = 2 * 2**20, 64 * 2**20
 
 
 @contextmanager
 def translate_errors(failure: str) -> Iterator[None]:
-    """Translate MLX exceptions inside the block into BackendErrors whose text starts with `failure`."""
+    """Convert MLX exceptions inside the block to BackendErrors whose message starts with `failure`."""
     try:
         yield
     except (RuntimeError, ValueError, TypeError, IndexError, AttributeError, MemoryError) as error:
@@ -45,7 +45,7 @@ def evaluate(*arrays: mx.array) -> None:
 
 
 def freed_buffers_bytes() -> int:
-    """Return the limit on MLX's cache of freed buffers on the default device, in bytes."""
+    """Return how many bytes of freed memory MLX keeps for reuse on its default device."""
     return _CPU_FREED_BUFFERS_BYTES if runs_on_cpu() else _GPU_FREED_BUFFERS_BYTES
 
 

@@ -56,7 +56,7 @@ class LayerCaches:
         unsupported: list[Any] = []
 
         def replace(cache: Any) -> Any:
-            """Return the replacement for one of mlx-lm's caches.
+            """Return the cache that a model uses in place of one of mlx-lm's caches.
 
             Subclasses of known types count as unsupported, because they could behave differently.
             """
@@ -109,7 +109,7 @@ class LayerCaches:
         return arrays + [cache.state for cache in self.unsupported if not cache.empty()]
 
     def detach_states(self) -> None:
-        """Copy recurrent states that are slices, because a slice keeps its entire source array in memory."""
+        """Copy recurrent states that are slices of larger arrays, so that MLX can free these arrays."""
         for cache in self.recurrent:
             cache.cache = [array if array is None else mx.contiguous(array) for array in cache.cache]
 
@@ -134,7 +134,7 @@ class LayerCaches:
         return not self.recurrent and self.can_restore(length)
 
     def rewind(self, length: int) -> None:
-        """Drop all KV cache rows from position `length` onwards. Leaves recurrent states unchanged."""
+        """Drop the KV cache rows from position `length` onwards, without changing recurrent states."""
         for cache in self.attention:
             cache.rewind(length)
         self.length = length
@@ -146,13 +146,13 @@ class LayerCaches:
         self.length = length
 
     def keep_path(self, round_start: int, path: list[int]) -> None:
-        """Keep a tree's accepted path and drop its other nodes. See `AttentionCache.keep_path`."""
+        """Keep the cached rows of a token tree's accepted path, and drop those of its other nodes."""
         for cache in self.attention:
             cache.keep_path(round_start, path)
         self.length = round_start + len(path)
 
     def checkpoint(self) -> CacheCheckpoint:
-        """Return a checkpoint of the caches without copying any arrays."""
+        """Save the current state of the caches, without copying any arrays."""
         return CacheCheckpoint(
             self.length,
             tuple(cache.offset for cache in self.attention),
@@ -160,7 +160,7 @@ class LayerCaches:
         )
 
     def restore(self, checkpoint: CacheCheckpoint) -> None:
-        """Roll back to a checkpoint. The caches must still hold all tokens before it."""
+        """Return the caches to a checkpoint. They must still hold all tokens that precede it."""
         for cache, state in zip(self.recurrent, checkpoint.states, strict=True):
             cache.cache = list(state)
         for attention, offset in zip(self.attention, checkpoint.offsets, strict=True):

@@ -60,17 +60,17 @@ class LayerList:
         self.layers: list[Any] = self._parent[self._name]
 
     def without(self, indices: Collection[int]) -> list[Any]:
-        """Return the list of layers with those at `indices` skipped."""
+        """Return the model's list of layers, with the layers at `indices` replaced by `SkippedLayer`."""
         return [SkippedLayer(layer) if i in indices else layer for i, layer in enumerate(self.layers)]
 
     def resumed_at(self, layer: int, states: mx.array) -> list[Any]:
-        """Return the list of layers with the first `layer` layers skipped and `states` as their output."""
+        """Return the model's layers, of which the first `layer` ones are skipped and return `states`."""
         skipped = [SkippedLayer(one) for one in self.layers[: layer - 1]]
         return [*skipped, SkippedLayer(self.layers[layer - 1], states), *self.layers[layer:]]
 
     @contextmanager
     def replaced(self, layers: list[Any]) -> Iterator[None]:
-        """Make the model use `layers` instead of its own inside the block."""
+        """Make the model run `layers` instead of its own layers inside the `with` block."""
         self._parent[self._name] = layers
         try:
             yield

@@ -42,7 +42,7 @@ __all__ = [
     "prefill_batch_tokens",
 ]
 
-# Maximum width of a verify pass in tokens. Memory estimates include the buffers for a pass of this width.
+# Maximum number of tokens in a verify pass. Memory estimates include the buffers for a pass of this size.
 MAX_WIDTH = 64
 # Bits per element in the KV cache, keyed by `LoadOptions.kv_type`. None means that the cache is not quantised
 # and uses the model's compute data type.
@@ -88,7 +88,6 @@ def load(path: str, name: str, options: LoadOptions, progress: Progress | None =
         CancelledError: `progress` returned False.
     """
     check_options(options)
-    # Without mlx, this raises BackendMissingError, whereas the imports below would raise ImportError.
     mx = mlx_core()
     from edgespec.backends.mlx.evaluation import freed_buffers_bytes, release_thread_state
 
@@ -133,7 +132,7 @@ def _load(path: str, name: str, options: LoadOptions, progress: Progress | None)
         capabilities=Capabilities(True, True, "", MAX_WIDTH),
         notice=notice if context_tokens > trained else "",
     )
-    # The capability tests need room for PROBE_TOKENS, even if the requested context is smaller.
+    # The capability tests need a context of several tokens, even if the requested context is smaller.
     probed_facts = replace(facts, context_tokens=max(context_tokens, PROBE_TOKENS))
     model = MlxModel(loaded, probed_facts, vocabulary, options)
     try:
@@ -190,7 +189,10 @@ def check_options(options: LoadOptions) -> None:
 def _checked_kv_bytes(
     kv_bytes_for: Callable[[int], int], weight_bytes: int, options: LoadOptions, context_tokens: int
 ) -> int:
-    """Return the size of the full caches in bytes. Raise MemoryBudgetError if they do not fit."""
+    """Return the size of the KV cache at full context in bytes.
+
+    Raise MemoryBudgetError if it does not fit.
+    """
     limit = options.memory_bytes
     free_bytes = psutil.virtual_memory().available if limit is None else limit - weight_bytes
     needed_bytes = kv_bytes_for(context_tokens)
@@ -251,8 +253,8 @@ def _evaluate_weights(model: Any, widen: bool, report: Callable[[float], None]) 
     from mlx.utils import tree_unflatten
 
     mx = mlx_core()
-    # Pop each weight off the list, so that its 16-bit array is freed before the next one is widened. Start
-    # with the largest weights, while there is still enough memory for both versions.
+    # Start with the largest weights, while there is still enough memory to hold both their original and their
+    # float32 version.
     waiting = sorted(named_arrays(model.parameters()), key=lambda each: each[1].nbytes)
     total_bytes, loaded_bytes, widened = parameter_bytes(model), 0, False
     while waiting:

@@ -19,9 +19,10 @@ from edgespec.engine.processors import Candidates, LogitsProcessor, MinP, Temper
 
 __all__ = ["DeviceLogits"]
 
-# Number of extra candidates to fetch, to detect logits that tie with the last requested one.
+# Fetch this many more top tokens than requested, to detect further tokens with the same logit.
 _SPARE_CANDIDATES = 16
-# Number of candidates that `above` fetches first. If more could qualify, it fetches all logits.
+# Number of top tokens that `above` fetches from the device first. If more could qualify, it fetches all
+# logits.
 _ABOVE_CANDIDATES = 64
 
 
@@ -29,7 +30,7 @@ _OnBestStarted: TypeAlias = Callable[[mx.array, "DeviceLogits"], None]
 
 
 class _DeviceChain(NamedTuple):
-    """Settings of a logits processor chain that can run on the device. Temperature 0 means greedy."""
+    """Settings of logits processors that can run on the device. Temperature 0 means greedy decoding."""
 
     temperature: float = 0.0
     top_k: int = 0
@@ -111,7 +112,6 @@ class DeviceLogits:
     def _fetch_best(
         self, count: int, chain: _DeviceChain, seed: int, root: int, on_best_started: _OnBestStarted | None
     ) -> tuple[Any, Any, Any]:
-        """Fetch each row's best tokens, how many of them pass the filters, and its largest logit."""
         rows = self._rows
         peaks = rows.max(axis=-1)
         kept = None
@@ -138,7 +138,7 @@ class DeviceLogits:
     def top(self, row: int, count: int) -> Candidates:
         if 0 < count < self.vocab_size - _SPARE_CANDIDATES:
             tokens, values = self._largest(row, count + _SPARE_CANDIDATES)
-            # If these values are equal, fetch the whole row, because it could contain further ties.
+            # If more tokens could have the same logit as the last requested one, fetch all logits.
             if values[count - 1] != values[-1]:
                 return _ascending(tokens, values, values >= values[count - 1])
         return self._host_row(row).top(0, count)
@@ -146,7 +146,7 @@ class DeviceLogits:
     def above(self, row: int, margin: float) -> Candidates:
         if self.vocab_size > _ABOVE_CANDIDATES:
             tokens, values = self._largest(row, _ABOVE_CANDIDATES)
-            # Round down, because float32 rounding could otherwise exclude a logit exactly at the margin.
+            # Round the threshold down, so that rounding to float32 cannot exclude a logit that equals it.
             floor = np.nextafter(np.float32(float(values[0]) - margin), np.float32(-np.inf))
             if values[-1] < floor:
                 return _ascending(tokens, values, values >= floor)
@@ -161,7 +161,6 @@ class DeviceLogits:
         return DeviceLogits(self._rows[:, :vocab_size], self._depths, self._on_best_started)
 
     def _largest(self, row: int, count: int) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-        """Return the tokens and values of a row's `count` largest logits."""
         if count not in self._fetched:
             tokens, values = _largest(self._rows, count)
             fetched = self._host(values)
@@ -236,7 +235,7 @@ def _drawn(
         keep = likely if keep is None else keep & likely
     if keep is not None:
         scores = mx.where(keep, scores, -mx.inf)
-    if count == 1:  # The filters keep at least one token, so the best one passes them.
+    if count == 1:
         return mx.take_along_axis(tokens, mx.argmax(scores, axis=-1, keepdims=True), axis=-1), None
     place = mx.argsort(-scores, axis=-1)[:, :count]
     kept = None if keep is None else mx.minimum(keep.sum(axis=-1), count)
@@ -260,7 +259,7 @@ def _gumbel(keys: mx.array, tokens: mx.array) -> mx.array:
     words = (words ^ (words >> 30)) * _M1
     words = (words ^ (words >> 27)) * _M2
     words = (words ^ (words >> 31)) >> 12
-    # float32 is not precise enough close to 1, so compute the distance from 1 instead.
+    # Near 1, float32 is not precise enough, so compute the distance from 1 as well.
     unit = (words.astype(mx.float32) + 0.5) * 2.0**-52
     distance = ((_LAST - words).astype(mx.float32) + 0.5) * 2.0**-52
     return -mx.log(-mx.where(unit < 0.5, mx.log(unit), mx.log1p(-distance)))

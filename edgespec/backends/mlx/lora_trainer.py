@@ -76,7 +76,7 @@ class MlxTrainer:
 
     @property
     def state_bytes(self) -> int:
-        # Count the adapter and Adam's two moments, which the first training step allocates.
+        # The adapter's weights and Adam's two moments, which have the same size.
         return 3 * sum(array.nbytes for array in self._weights().values())
 
     def set_adapted(self, enabled: bool) -> None:
@@ -90,7 +90,7 @@ class MlxTrainer:
 
     @contextmanager
     def _running(self, adapted: bool) -> Iterator[None]:
-        """Enable or disable the adapter inside the block, and prepare for passes without a cache."""
+        """Enable or disable the adapter inside the block, for passes that do not use the KV cache."""
         before = self.adapted
         self.set_adapted(adapted)
         self._layout.set_chain(0)
@@ -103,8 +103,7 @@ class MlxTrainer:
     def train_step(self, example: TrainingExample) -> float:
         tokens, weights = mx.array([example.tokens]), self._weights()
         corrected = np.isin(np.arange(len(example.tokens)), example.rows)
-        # Give corrected tokens a total weight of 1, and all other tokens as well, so that both groups count
-        # equally.
+        # Scale the loss so that corrected tokens and all other tokens have the same total weight.
         row_weights = mx.array(
             np.where(corrected, 1.0 / corrected.sum(), 1.0 / max(1, (~corrected).sum())), mx.float32
         )

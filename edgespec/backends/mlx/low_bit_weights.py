@@ -20,9 +20,9 @@ from mlx.utils import tree_unflatten
 
 __all__ = ["LowBitWeights", "SplitEmbedding", "SplitLinear", "install_low_bit_weights", "merge_halves"]
 
-# Bits in each half of a split weight.
+# Each 8-bit weight is stored as two halves of this many bits.
 _HALF_BITS = 4
-# Mean of the values 0 to 15. Stands in for the low half of a weight when only the high half is read.
+# Mean value of the low four bits of a weight (0 to 15), used when only the high four bits are read.
 _MEAN_LOW = 7.5
 
 
@@ -42,7 +42,7 @@ class LowBitWeights:
         self.zeros: dict[tuple[Any, ...], mx.array] = {}
 
     def zeros_like(self, array: mx.array) -> mx.array:
-        """Return zeros with the shape and type of `array`. Calls with equal shapes return the same array."""
+        """Return an array of zeros like `array`. All arrays of the same shape and type share their zeros."""
         key = (array.shape, array.dtype)
         if key not in self.zeros:
             self.zeros[key] = mx.zeros_like(array)
@@ -50,12 +50,12 @@ class LowBitWeights:
 
     @property
     def array_bytes(self) -> int:
-        """Bytes that the low-bit weights add to the model, excluding the arrays in `zeros`."""
+        """Additional memory for the low-bit weights in bytes, excluding the arrays in `zeros`."""
         return sum(weight.extra_bytes for weight in self.weights)
 
     @property
     def nbytes(self) -> int:
-        """Bytes that the low-bit weights add to the model, including the arrays in `zeros`."""
+        """Additional memory for the low-bit weights in bytes, including the arrays in `zeros`."""
         scales = (weight.scales for weight in self.weights if isinstance(weight, _SplitWeight))
         return self.array_bytes + sum({(one.shape, one.dtype): one.nbytes for one in scales}.values())
 
@@ -85,7 +85,7 @@ class _SplitWeight(Module):
 
     @property
     def extra_bytes(self) -> int:
-        """Bytes of the scales and biases added for reduced precision."""
+        """Size in bytes of the scales and biases that are used only at reduced precision."""
         return int(self.high_scales.nbytes + self.draft_biases.nbytes)
 
     def _multiply(self, x: mx.array) -> mx.array:
@@ -100,14 +100,17 @@ class _SplitWeight(Module):
 
 
 class SplitLinear(_SplitWeight):
-    """A linear layer with a split weight."""
+    """A linear layer whose 8-bit weights are stored as separate high and low halves."""
 
     def __call__(self, x: mx.array) -> mx.array:
         return self._multiply(x)
 
 
 class SplitEmbedding(_SplitWeight):
-    """An embedding table with a split weight, also used as the output head. Lookups always use all 8 bits."""
+    """An embedding table whose 8-bit weights are stored as separate high and low halves.
+
+    It also serves as the output head. Lookups always read both halves.
+    """
 
     is_head = False
 
@@ -137,7 +140,7 @@ _COPY_NAMES = ("copy_weight", "copy_scales", "copy_biases")
 
 
 class _CopiedWeight:
-    """Mixin for modules that hold an additional low-bit copy of their weight."""
+    """Mixin for modules that store an additional copy of their weight with fewer bits."""
 
     _low_bits: LowBitWeights
     copy_group_size: int
@@ -146,7 +149,7 @@ class _CopiedWeight:
 
     @property
     def extra_bytes(self) -> int:
-        """Bytes of the additional low-bit copy."""
+        """Size of the additional copy in bytes."""
         return sum(self[name].nbytes for name in _COPY_NAMES)  # type: ignore[index]
 
     def _multiply_copy(self, x: mx.array) -> mx.array:
@@ -156,7 +159,7 @@ class _CopiedWeight:
 
 
 def _copied_linear(base: type) -> type:
-    """Return a linear layer subclass that uses a low-bit copy of its weight in draft passes."""
+    """Return a subclass of a linear layer that uses a low-bit copy of its weight in draft passes."""
 
     class CopiedLinear(_CopiedWeight, base):  # type: ignore[misc]
         def __call__(self, x: mx.array) -> Any:
@@ -166,7 +169,7 @@ def _copied_linear(base: type) -> type:
 
 
 def _copied_embedding(base: type) -> type:
-    """Return an embedding subclass that computes logits with a low-bit copy of its weight in draft passes."""
+    """Return a subclass of an embedding that uses a low-bit copy of its weight as the draft's output head."""
 
     class CopiedEmbedding(_CopiedWeight, base):  # type: ignore[misc]
         def as_linear(self, x: mx.array) -> Any:
@@ -180,8 +183,8 @@ _TABLES = (Embedding, QuantizedEmbedding)
 _COPIES: dict[type, Any] = {kind: _copied_linear(kind) for kind in (Linear, QuantizedLinear)}
 _COPIES |= {kind: _copied_embedding(kind) for kind in _TABLES}
 _SPLITS: dict[type, Any] = {QuantizedLinear: SplitLinear, QuantizedEmbedding: SplitEmbedding}
-# Precision of low-bit copies: pairs (minimum bits per original weight, bits per weight in the copy). The
-# first match applies.
+# Bits per weight in a low-bit copy, as pairs (minimum bits of the original weight, bits of the copy). The
+# first pair that applies is used.
 _COPY_BITS = ((8, 4), (4, 3), (3, 2))
 
 
@@ -208,12 +211,12 @@ def install_low_bit_weights(model: Any, trace_pass: Callable[[], object]) -> Low
     lookups = {name for name in replaced if isinstance(before[name], _TABLES) and not replaced[name].is_head}
     model.update_modules(tree_unflatten([(name, before[name]) for name in lookups]))
     low_bits.weights = [new for name, new in replaced.items() if name not in lookups]
-    low_bits.zeros.clear()  # Drop the arrays that the traced pass created, because it is never evaluated.
+    low_bits.zeros.clear()
     return low_bits
 
 
 def _low_bit_module(module: Any, low_bits: LowBitWeights) -> Any:
-    """Return a module's replacement, or None if its weight has no low-bit form."""
+    """Return a module that replaces `module` and supports low precision, or None if that is impossible."""
     kind, bits, weight = type(module), 32, module["weight"]
     if "scales" in module:
         bits = module.bits
@@ -227,8 +230,6 @@ def _low_bit_module(module: Any, low_bits: LowBitWeights) -> Any:
     if group_size is None or copy_bits is None:
         return None
     copied = _COPIES[kind].__new__(_COPIES[kind])
-    # Move the module's arrays and attributes to the new module, which also holds a low-bit copy of the
-    # weight.
     dict.update(copied, module)
     vars(copied).update(vars(module))
     copied._low_bits, copied.copy_group_size, copied.copy_bits = low_bits, group_size, copy_bits

@@ -30,13 +30,13 @@ from edgespec.errors import OptionError
 
 __all__ = ["MlxMemoryEstimator"]
 
-# Tokenizer memory per token (text, ID and merge rule), in bytes. Determined experimentally.
+# Memory of a tokenizer in bytes per token of its vocabulary. Determined experimentally.
 _TOKEN_BYTES = 500
-# Ratio of the GPU memory that MLX allocates for a recurrent layer to the memory that the layer needs.
-# Determined experimentally.
-_ALLOCATED_AHEAD = 2
-# Number of copies of the state in memory while mlx-lm computes a recurrent layer token by token. Determined
+# On a GPU, MLX allocates about this many times the memory that a recurrent layer needs. Determined
 # experimentally.
+_ALLOCATED_AHEAD = 2
+# mlx-lm holds about this many copies of a recurrent layer's state while it computes the layer token by token.
+# Determined experimentally.
 _LOOPED_COPIES = 3
 _KV_NAMES = {8: "q8_0", 4: "q4_0"}
 _FileStamps = tuple[tuple[str, int, int], ...]
@@ -44,7 +44,7 @@ _CacheSizes = Callable[[int], "_CacheBytes"]
 
 
 class _CacheBytes(NamedTuple):
-    """Bytes in all full caches, in the largest layer's cache, and in one copy of the recurrent states."""
+    """Sizes in bytes: all full caches, the largest layer's cache, and a copy of the recurrent states."""
 
     total: int
     largest_layer: int
@@ -101,7 +101,7 @@ class MlxMemoryEstimator:
                 f"{self.name} does not support kv_type {options.kv_type!r}", "use --kv-type auto"
             )
         cache = shape.caches[bits, widened](tokens)
-        # Include a second copy of the largest layer's cache, because a cache is copied when it grows.
+        # Add a second copy of the largest layer's cache, because a cache is copied when it grows.
         compute = self._pass_bytes(tokens if cache.largest_layer else 0, options, widened)
         compute += cache.largest_layer + cache.states + freed_buffers_bytes()
         parts = (
@@ -114,13 +114,13 @@ class MlxMemoryEstimator:
         return MemoryEstimate(tokens, kv_type, parts)
 
     def _pass_bytes(self, tokens: int, options: LoadOptions, widened: bool) -> int:
-        """Return the bytes used by the largest pass. The constant factors were determined experimentally."""
+        """Return the temporary memory of the largest pass in bytes. The factors were found experimentally."""
         shape, on_cpu, rows = self._shape, runs_on_cpu(), prefill_batch_tokens(options)
-        # Attention on a CPU stores all scores in memory, unlike the fused attention kernels on a GPU.
+        # On a CPU, MLX stores the attention scores of all tokens in memory.
         scores = shape.attention_heads * tokens if on_cpu else 0
         row = 6 * shape.hidden_size + 2 * shape.intermediate_size + scores
         scan = max((elements(max(rows, MAX_WIDTH)) for elements in shape.scans), default=0)
-        # Only verify passes compute logits, for up to MAX_WIDTH tokens.
+        # Use the largest of a prefill pass, a verify pass (which also computes logits) and a recurrent layer.
         elements = max(
             rows * row,
             MAX_WIDTH * (row + 2 * shape.vocab_size),
@@ -163,8 +163,6 @@ def _shape_of(skeleton: ModelSkeleton) -> _ModelShape:
     for widened in (False, True):
         if widened:
             model.set_dtype(mlx_core().float32)
-        # `parameter_bytes` does not count the arrays of zeros that low-bit weights share, because the first
-        # pass creates them.
         zero_bytes = low_bits.nbytes - low_bits.array_bytes if low_bits else 0
         weight_bytes.append(zero_bytes + parameter_bytes(model))
         for bits in KV_BITS.values():
@@ -178,7 +176,7 @@ def _shape_of(skeleton: ModelSkeleton) -> _ModelShape:
 
 
 def _scans(model: Any) -> Iterator[Callable[[int], int]]:
-    """Yield functions that map the number of tokens in a pass to the memory of each recurrent layer.
+    """Yield a function for each recurrent layer that returns its memory use for a number of tokens.
 
     The memory is given in array elements. Each layer's dimensions are inferred from the shapes of its states.
     The constant factors were determined experimentally.
@@ -208,7 +206,6 @@ def _scan_elements(row: int, heads: int, head_size: int, state_size: int, copies
 
 
 def _cache_sizes(model: Any, bits: int | None) -> _CacheSizes:
-    """Return a function that maps a context length in tokens to the full cache sizes."""
     from edgespec.backends.mlx.attention_cache import cache_rows
 
     _, memory = trace_one_token(model, bits)

@@ -65,10 +65,11 @@ class MlxModel(BaseModel):
         self._runner = PassRunner(self._net, facts.context_tokens, facts.capabilities.max_width, kv_bits)
         self.caches = self._runner.caches
         self._fingerprint = f"{facts.architecture} {facts.quantisation} {kv_bits} {_weights_crc(self._net)}"
-        # A placeholder until the loader has tested the model's capabilities.
+        # The loader replaces this function after it has measured the model's KV cache.
         self.kv_bytes_for: Callable[[int], int] = lambda _: 0
         self.partial_models = PartialModelFactory(self._net, self._runner.layout, loaded.skeleton.low_bits)
-        # The last pass of the full model in `top1_agreement`: checkpoint, input tokens and best next tokens.
+        # The last result of the full model in `top1_agreement`, kept for reuse: the state of the cache, the
+        # input tokens and the most likely next tokens.
         self._scored: tuple[CacheCheckpoint, tuple[int, ...], NDArray[np.uint32]] | None = None
         self._batch_tokens = prefill_batch_tokens(options)
 
@@ -89,12 +90,11 @@ class MlxModel(BaseModel):
         return self._runner.verify(tree, first)
 
     def draft(self, partial_model: PartialModel, tree: TokenTree, first: int) -> DeviceLogits:
-        """Run a draft pass with a partial model. The next call to the target discards the drafted tokens."""
+        """Draft with a partial model. The drafted tokens are discarded when the full model is used again."""
         self._check_pass(tree)
         return self._runner.draft(partial_model, tree, first)
 
     def _check_pass(self, tree: TokenTree) -> None:
-        """Check the arguments of `verify`. If they are invalid, discard uncommitted tokens and raise."""
         name, capabilities = self.facts.name, self.facts.capabilities
         try:
             self._check(tree.width)
@@ -135,15 +135,15 @@ class MlxModel(BaseModel):
         return HiddenStateHooks(self._net)
 
     def checkpoint(self) -> CacheCheckpoint:
-        """Discard uncommitted tokens, and return a checkpoint for `rewind`. Does not copy any arrays."""
+        """Discard tokens that were not committed, and save the state of the caches for `rewind`."""
         self.end_round()
         return self.caches.checkpoint()
 
     def rewind(self, checkpoint: CacheCheckpoint) -> None:
-        """Roll the caches back to a checkpoint.
+        """Return the model's caches to a state saved by `checkpoint`.
 
         Raises:
-            CapabilityError: A sliding-window cache has already dropped required rows.
+            CapabilityError: A sliding-window layer has already dropped keys and values that this state needs.
         """
         self.end_round()
         if not self.caches.can_restore(checkpoint.length):
@@ -170,7 +170,7 @@ class MlxModel(BaseModel):
         self._runner.committed = self.caches.checkpoint()
 
     def resize(self, context_tokens: int) -> None:
-        """Set the maximum context length. Allocates no memory, because the caches grow on demand."""
+        """Set the maximum number of tokens in the KV cache, which grows on demand."""
         self._check_size(context_tokens)
         self._runner.end_round()
         kv_bytes = self.kv_bytes_for(context_tokens)
@@ -262,17 +262,17 @@ class MlxModel(BaseModel):
         release_thread_state()
 
     def end_round(self) -> None:
-        """Discard uncommitted tokens."""
+        """Discard all tokens that have not been committed."""
         self._check(0)
         self._runner.end_round()
 
     def _check_not_interrupted(self) -> None:
         if self._runner.interrupted:
-            raise CancelledError("the pass was cancelled")
+            raise CancelledError("the model's computation was cancelled")
 
 
 class MlxSelfDraftView(SelfDraftView[MlxModel]):
-    """Draft model that is part of its target: a partial model that shares the target's caches.
+    """Draft model that runs part of its target's weights and shares the target's KV cache.
 
     Attributes:
         facts: Facts of the target, except that `weight_bytes` counts only the weights added for drafting.
@@ -296,7 +296,7 @@ class MlxSelfDraftView(SelfDraftView[MlxModel]):
         self._check()
         if self._interrupted:
             self._target.end_round()
-            raise CancelledError("the pass was cancelled")
+            raise CancelledError("the model's computation was cancelled")
         return self._target.draft(self._partial_model, tree, first)
 
     def run_ahead(self, enabled: bool) -> None:
@@ -307,6 +307,6 @@ class MlxSelfDraftView(SelfDraftView[MlxModel]):
 
 
 def _weights_crc(net: Any) -> int:
-    """Return a checksum of the first elements of every weight, which tells models apart."""
+    """Return a checksum of the first elements of every weight, to distinguish models."""
     few = [weight.reshape(-1)[:8].astype(mx.float32) for _, weight in named_arrays(net.parameters())]
     return zlib.crc32(np.array(mx.concatenate(few)).tobytes())

@@ -38,7 +38,7 @@ _OUT_OF_MEMORY = re.compile(
     r"unable to allocate|out of memory|maximum allowed buffer|bad_alloc", re.IGNORECASE
 )
 _DENSE_NAMES = {"F16": "float16", "BF16": "bfloat16", "F32": "float32"}
-# Maximum length of an exception's text in an error message.
+# Maximum number of characters of an exception's text that an error message quotes.
 _MAX_DETAIL_CHARACTERS = 300
 
 
@@ -95,7 +95,7 @@ class ModelSkeleton:
 
 
 def read_skeleton(path: str, name: str, options: LoadOptions) -> ModelSkeleton:
-    """Create the model in a folder with lazy weights.
+    """Build the model in a folder without reading its weights.
 
     Uses only the adapter, `low_bits` and the memory limit from `options`.
 
@@ -117,12 +117,12 @@ def read_skeleton(path: str, name: str, options: LoadOptions) -> ModelSkeleton:
     if not by_dtype:
         raise ModelFileError(f"{files[0]} contains no tensors", "download the model again")
     check_weights_fit(name, by_dtype.total(), options)
-    # Some architectures print to stdout, which is reserved for results.
+    # Redirect stdout, which is reserved for results, because some of mlx-lm's models print to it.
     with translate_load_errors(path), contextlib.redirect_stdout(sys.stderr):
         _check_architecture(folder, config)
         model, config = mlx_lm_utils().load_model(folder, lazy=True)
-    # mlx-lm initialises all layers with random weights, which are never used. Evaluate MLX's random state to
-    # free the unevaluated operations that depend on it.
+    # mlx-lm initialises all layers with random weights that are never used. Evaluating MLX's random state
+    # frees the memory of these operations.
     mlx_core().eval(mlx_core().random.state)
     if adapter is not None:
         with translate_load_errors(adapter):
@@ -148,12 +148,10 @@ def _is_ordinary(path: Path) -> bool:
 
 
 def _read_config(folder: Path) -> dict[str, Any]:
-    """Read a model folder's config.json. Raise ModelFileError if files are missing or unsupported."""
     # The tokenizer is optional, because `edgespec plan` does not download it.
     if missing := [name for name in missing_files(folder) if name != "tokenizer.json"]:
         raise ModelFileError(f"{folder} has no {', '.join(missing[:3])}", "download the model again")
-    # Reject named pipes, because mlx-lm and transformers open optional files without a check and would block
-    # forever.
+    # Reject named pipes, because mlx-lm and transformers would wait forever when opening them.
     if special := [path for path in sorted(folder.iterdir()) if path.exists() and not _is_ordinary(path)]:
         raise ModelFileError(f"{special[0]} is a pipe or a device, not a file", "delete it")
     config = read_json_object(folder / "config.json")
@@ -192,7 +190,6 @@ def _install_low_bits(model: Any) -> LowBitWeights:
 
 
 def _check_architecture(folder: Path, config: dict[str, Any]) -> None:
-    """Raise ModelFileError if mlx-lm does not support the architecture."""
     if re.fullmatch(r"[\w-]+", config["model_type"]):
         # Suppress SystemExit, because mlx-lm's OLMo implementation calls exit() if its library is missing.
         with contextlib.suppress(ValueError, AttributeError, SystemExit):
@@ -221,7 +218,7 @@ def named_arrays(tree: Any) -> list[tuple[str, Any]]:
 
 @contextlib.contextmanager
 def translate_load_errors(path: str) -> Iterator[None]:
-    """Translate file system, mlx, mlx-lm and transformers exceptions into one-line EdgespecErrors."""
+    """Convert exceptions from files, mlx, mlx-lm and transformers inside the block to EdgespecErrors."""
     try:
         yield
     except EdgespecError:
@@ -243,7 +240,6 @@ def translate_load_errors(path: str) -> Iterator[None]:
 
 
 def _describe_quantisation(model: Any, config: dict[str, Any], by_dtype: Counter[str]) -> str:
-    """Return the quantisation of most weights, or their data type if they are not quantised."""
     kinds: Counter[str] = Counter()
     for module in model.modules():
         # mlx modules are dicts of arrays. Only quantised ones have both a weight and scales.
@@ -274,7 +270,6 @@ def trace_one_token(model: Any, kv_bits: int | None = None) -> tuple[int, LayerC
 
 
 def _kv_elements(caches: LayerCaches) -> int:
-    """Return the number of array elements per token in the KV caches."""
     arrays = named_arrays([cache.state for cache in (*caches.attention, *caches.unsupported)])
     # Cached keys and values have shape [batch, heads, tokens, size].
     return sum(array.shape[1] * array.shape[3] for _, array in arrays if array.ndim == 4)

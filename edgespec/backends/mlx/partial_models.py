@@ -59,7 +59,7 @@ class PartialModel:
         return []
 
     def end_round(self) -> None:
-        """Discard data stored for the current tree."""
+        """Discard the data that draft passes have stored for the current token tree."""
 
 
 class EarlyExitModel(PartialModel):
@@ -77,16 +77,15 @@ class EarlyExitModel(PartialModel):
         self._list = layers
         self._exit_layer = exit_layer
         self._first_skipped: SkippedLayer = lower[exit_layer]
-        # For each draft pass over the current tree: the index of its first node, and the hidden states
-        # [1, nodes, size] after the exit layer.
+        # For each draft pass, the index of its first tree node and the hidden states [1, nodes, size] after
+        # the exit layer.
         self._states: list[tuple[int, mx.array]] = []
 
     @contextmanager
     def active(self, first: int) -> Iterator[None]:
         with self._activate():
             yield
-        # Drop hidden states stored for the same nodes by a draft pass that was launched early and then
-        # discarded.
+        # Drop the hidden states of a draft pass that was launched early and then discarded.
         self._states = [(node, states) for node, states in self._states if node < first]
         assert self._first_skipped.last_input is not None
         self._states.append((first, self._first_skipped.last_input))
@@ -135,10 +134,9 @@ class PartialModelFactory:
         return len(LayerList(self._net).layers)
 
     def layer_bytes(self) -> tuple[list[int], int]:
-        """Return the sizes in bytes of each layer, and of the weights that a pass reads after the last one.
+        """Return the size in bytes of each layer, and of the weights after the last layer (the output head).
 
-        Does not count the embedding table if the output head is separate, because a pass then reads only a
-        few of its rows.
+        A separate embedding table is not counted, because a pass reads only a few of its rows.
         """
         layers = [parameter_bytes(layer) for layer in LayerList(self._net).layers]
         modules = (one for _, one in self._net.named_modules() if type(one).__name__.endswith("Embedding"))

@@ -105,7 +105,7 @@ class _TreeRope:
 
 
 def install_tree_ropes(model: Any, layout: PassLayout) -> None:
-    """Wrap all of a model's rotary embeddings to use the positions in `layout`."""
+    """Wrap a model's rotary embeddings, so that they use the token positions in `layout`."""
     for _, module in model.named_modules():
         for name, part in list({**vars(module), **module}.items()):
             kind = type(part).__name__.lower()

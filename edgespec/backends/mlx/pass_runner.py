@@ -23,8 +23,8 @@ from edgespec.errors import BackendError, CapabilityError
 
 __all__ = ["PassRunner"]
 
-# Release MLX's freed buffers each time this many tokens have been committed. Caches grow in steps of this
-# many rows, and each step frees the old buffers.
+# Release MLX's unused buffers every time this many tokens have been committed, because caches grow in steps
+# of this many rows and leave their old buffers behind.
 _CLEAR_EVERY_TOKENS = 256
 
 
@@ -73,11 +73,11 @@ class PassRunner:
         self.context_tokens = context_tokens
         self._max_width = max_width
         self._round = TreeBuilder()
-        # The partial model that is drafting the current tree, if the model drafts for itself.
+        # The partial model (with fewer layers or bits) that is drafting for this model, or None.
         self._partial_model: PartialModel | None = None
         self._prelaunched: _PrelaunchedPass | None = None
-        # If the passes of a target and its draft model are pipelined, the draft model's runner refers to the
-        # target's in `_target`, and the target's to the draft model's in `_draft`.
+        # If a target and a draft model run concurrently, each model's runner refers to the other model's
+        # runner.
         self._target: PassRunner | None = None
         self._draft: PassRunner | None = None
         self._clear_at = _CLEAR_EVERY_TOKENS
@@ -85,11 +85,11 @@ class PassRunner:
 
     @property
     def length(self) -> int:
-        """Number of committed tokens."""
+        """Number of committed tokens in the model's caches."""
         return self.committed.length
 
     def _forward(self, tokens: mx.array) -> mx.array:
-        """Run tokens [n] after the cached ones, and return lazy float32 logits [n, vocab]."""
+        """Run the model on tokens [n] after the cached ones, and return unevaluated logits [n, vocab]."""
         with translate_errors("the model could not be run"):
             rows: mx.array = self._net(tokens[None], cache=self.caches.layers)[0]
         self.caches.length += tokens.size
@@ -98,17 +98,17 @@ class PassRunner:
         return rows.astype(mx.float32)
 
     def _forward_partial(self, tokens: mx.array, partial_model: AbstractContextManager[None]) -> mx.array:
-        """Run tokens [n] with a partial model, and return lazy float32 logits [n, vocab]."""
+        """Run a partial model on tokens [n], and return unevaluated logits [n, vocab]."""
         with partial_model:
             rows = self._forward(tokens)
-        # Skipped layers append no rows to their caches, but their offsets must advance as well.
+        # Advance the position in every layer's cache, because skipped layers do not do so.
         self.caches.set_offset(self.caches.length)
         return rows
 
     def best_tokens(
         self, tokens: Sequence[int], start: int, partial_model: AbstractContextManager[None]
     ) -> NDArray[np.uint32]:
-        """Return the most likely next token after each token, without changing any cached rows.
+        """Return the most likely next token after each of `tokens`, without changing the KV cache.
 
         The first token is at position `start`. The pass runs inside the context manager `partial_model`.
         """
@@ -124,7 +124,7 @@ class PassRunner:
             self.end_round()
 
     def append(self, tokens: Sequence[int]) -> None:
-        """Run tokens and commit them. If MLX fails, raise BackendError without committing any."""
+        """Run tokens and add them to the caches. If MLX fails, raise BackendError and add none."""
         self.layout.set_chain(self.length)
         try:
             self._forward(mx.array(list(tokens)))
@@ -155,7 +155,7 @@ class PassRunner:
             raise
 
     def draft(self, partial_model: PartialModel, tree: TokenTree, first: int) -> DeviceLogits:
-        """Run a draft pass with a partial model. The next call to the target discards the drafted tokens."""
+        """Draft with a partial model. The drafted tokens are discarded when the full model is used again."""
         if first > 0 and partial_model is not self._partial_model:
             raise BackendError(
                 "the draft cannot be extended, because the target has discarded it", "begin a new draft"
@@ -169,12 +169,11 @@ class PassRunner:
             self._round.extend(tree, first)
             return prelaunched.logits if prelaunched else self._logits(self._run(tree.tokens, first), first)
         except BaseException:
-            # Discard the hidden states stored for early exit, because they could be incomplete.
             self.end_round()
             raise
 
     def end_round(self) -> None:
-        """Discard uncommitted tokens and passes that were launched early."""
+        """Discard tokens that were not committed, and the results of passes that were launched early."""
         if self._partial_model:
             self._partial_model.end_round()
         self._partial_model = self._prelaunched = None
@@ -193,7 +192,7 @@ class PassRunner:
         self._clear_at = _CLEAR_EVERY_TOKENS
 
     def truncate(self, length: int) -> None:
-        """Keep the first `length` committed tokens. If the caches cannot be truncated there, clear them."""
+        """Truncate the caches to the first `length` committed tokens, or clear them if that is impossible."""
         self.end_round()
         if 0 < length < self.length and self.caches.can_rewind(length):
             self.caches.rewind(length)
@@ -202,9 +201,12 @@ class PassRunner:
             self.clear()
 
     def commit(self, path: tuple[int, ...]) -> None:
-        """See `LanguageModel.commit`. Raises CapabilityError if this would truncate a recurrent state."""
+        """See `LanguageModel.commit`.
+
+        Raises CapabilityError if a recurrent state would have to drop tokens.
+        """
         if self._partial_model:
-            # Commit no tokens, because the draft has not been verified.
+            # Discard a draft that has not been verified.
             self.end_round()
             return
         kept, prelaunched = [0, *path], self._prelaunched
@@ -220,20 +222,20 @@ class PassRunner:
             elif len(kept) < len(self._round):
                 if self.caches.recurrent:
                     raise CapabilityError(
-                        "cannot drop the last tokens from a recurrent state", "rewind to a checkpoint instead"
+                        "a recurrent model cannot remove the last tokens from its state",
+                        "rewind to a checkpoint instead",
                     )
                 self.caches.rewind(self.length + len(kept))
             self.committed = self.caches.checkpoint()
         self._round = TreeBuilder()
 
     def _clear_buffers(self) -> None:
-        """Release the old buffers of caches that have grown, which MLX would otherwise keep for reuse."""
+        """Free the old buffers of caches that have grown, because MLX would keep them for reuse."""
         if self.length >= self._clear_at:
             mx.clear_cache()
             self._clear_at = self.length + _CLEAR_EVERY_TOKENS
 
     def _run(self, tokens: Sequence[int], first: int) -> mx.array:
-        """Run the current tree's nodes from index `first` onwards, and return their lazy logits."""
         self._set_layout(first)
         return self._pass(mx.array(list(tokens[first:])), first)
 
@@ -249,17 +251,13 @@ class PassRunner:
         return self._forward_partial(tokens, self._partial_model.active(first))
 
     def _start(self, rows: mx.array) -> None:
-        """Start computing this pass's logits, and all other arrays that later passes need."""
+        """Start computing the logits and all other arrays that later passes need."""
         states = self._partial_model.background_arrays() if self._partial_model else []
         self._start_states(rows.shape[0])
         start_evaluation(rows, *states, *(array for layer in self.caches.states for array in layer))
 
     def _start_states(self, width: int) -> None:
-        """Start computing the recurrent states, with a separate call for each layer.
-
-        With a single call, MLX would compute the states last and keep all layers' inputs in memory until
-        then.
-        """
+        """Start computing the recurrent states layer by layer, so that MLX frees each layer's input early."""
         if width > 1:
             for layer in self.caches.states:
                 start_evaluation(*layer)
@@ -270,11 +268,11 @@ class PassRunner:
         return DeviceLogits(rows, depths, self._prelaunch_next if self._round.is_chain else None)
 
     def _end_draft(self, tree: TokenTree) -> tuple[EarlyExitModel, mx.array] | None:
-        """End drafting with a partial model, if any, and discard its tree.
+        """End drafting with a partial model, and discard the drafted tokens.
 
         Returns:
-            The early-exit model and its hidden states [1, nodes, size] for the leading nodes that the draft
-            and `tree` have in common, or None if the tree was not drafted by early exit.
+            The early-exit model and its hidden states [1, nodes, size] for the nodes at which `tree` begins
+            like the draft. None if the draft did not use early exit.
         """
         partial_model = self._partial_model
         if partial_model is None:
@@ -283,21 +281,17 @@ class PassRunner:
         requested = zip(tree.tokens, tree.parents, strict=True)
         common = sum(takewhile(bool, map(eq, drafted, requested)))
         exit_states = None
-        # The verify pass can reuse the lower layers' results unless their KV cache rows are lost. `end_round`
-        # clears the caches if no tokens are committed.
+        # Reuse the lower layers' hidden states only if their rows remain in the KV cache.
         if isinstance(partial_model, EarlyExitModel) and common and self.length:
             exit_states = partial_model, partial_model.exit_states(common)
         self.end_round()
         return exit_states
 
     def _resume(self, tree: TokenTree, exit_model: EarlyExitModel, states: mx.array) -> mx.array:
-        """Verify a tree by running only the layers above an early exit layer.
-
-        `states` holds the first nodes' hidden states [1, nodes, size] after the exit layer.
-        """
+        """Verify a tree by running only the layers above the exit layer, whose output `states` is known."""
         known = states.shape[1]
         if known < tree.width:
-            # Run the lower layers for the remaining nodes. This pass's logits are never evaluated.
+            # Run the lower layers for tree nodes that the draft did not process.
             self.caches.set_offset(self.length + known)
             self._set_layout(known)
             self._forward_partial(mx.array(list(tree.tokens[known:])), exit_model.active(known))
@@ -316,18 +310,17 @@ class PassRunner:
             draft._target = self
 
     def _prelaunch_next(self, token: mx.array, source: DeviceLogits) -> None:
-        """Launch this model's next step, or its target's verify pass, while `token` is being computed."""
+        """Launch the pass that follows `token`, before the value of `token` is known."""
         if self._partial_model.run_ahead if self._partial_model else self.run_ahead:
             self._prelaunch((), token, source)
         elif not self._partial_model and self._target and not len(self._target._round):
-            # If the draft model has cached fewer tokens than the target, its tree begins with tokens that the
-            # target already has. Skip these.
+            # Skip tokens that are already in the target's cache.
             chain = tuple(self._round.tokens[max(0, self._target.length - self.length) :])
             if 0 < len(chain) < self._target._max_width:
                 self._target._prelaunch(chain, token, source)
 
     def _prelaunch(self, known: tuple[int, ...], token: mx.array, source: DeviceLogits) -> None:
-        """Launch a pass over the `known` tokens followed by `token`, which is still being computed."""
+        """Launch a pass over the `known` tokens and `token`, before the value of `token` is known."""
         width = len(known) + 1
         if self._prelaunched or self._closed or self.interrupted:
             return
@@ -344,7 +337,7 @@ class PassRunner:
         self._prelaunched = _PrelaunchedPass(known, source, logits, before)
 
     def _take_prelaunched(self, tree: TokenTree, first: int) -> _PrelaunchedPass | None:
-        """Return the prelaunched pass if it matches the requested one. Otherwise, discard it."""
+        """Return the pass that was launched early if it matches the requested one. Otherwise, discard it."""
         prelaunched, self._prelaunched = self._prelaunched, None
         if prelaunched:
             follows = first == len(self._round) and tree.is_chain
@@ -354,7 +347,7 @@ class PassRunner:
         return None
 
     def close(self) -> None:
-        """Free the weights and caches, and stop launching passes early."""
+        """Free the model's weights and caches."""
         self._closed = True
         self.pipeline_with(None)
         if self._target:

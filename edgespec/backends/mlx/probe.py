@@ -23,12 +23,10 @@ from edgespec.errors import EdgespecError, ModelFileError
 
 __all__ = ["PROBE_TOKENS", "ProbeResult", "probe"]
 
-# Number of tokens in a capability test.
+# Number of tokens that the capability tests run through the model.
 PROBE_TOKENS = 8
-# Maximum difference between logits that counts as a rounding error, as a fraction of the largest logit:
-# `_MAX_EPSILONS` machine epsilons or `_MAX_LOGIT_SHARE`, whichever is larger. The latter applies in float32,
-# where recurrent layers and quantised products are less precise than the data type. Both values are
-# heuristic.
+# Logits count as equal if they differ by at most this many machine epsilons, or by at most this fraction, of
+# the largest logit. Heuristics.
 _MAX_EPSILONS, _MAX_LOGIT_SHARE = 32, 1e-3
 
 
@@ -116,7 +114,7 @@ class _Checks:
     def __init__(self, model: MlxModel, tokens: list[int], steps: NDArray[np.float64]) -> None:
         self._model = model
         self._tokens = tokens
-        # Logits [tokens, vocab] after each token, computed by single-token passes.
+        # Expected logits [tokens, vocab], computed one token at a time.
         self._steps = steps
         self.supports_trees = True
 
@@ -180,12 +178,12 @@ class _Checks:
         return self._self_draft(LowBit())
 
     def _self_draft(self, method: SelfDraft) -> str:
-        """Check that drafting with a partial model leaves the target's logits unchanged."""
+        """Check that drafting for itself does not change the model's logits."""
         model, subject = self._model, "self-drafting"
         partial_model = model.partial_models.create(method, model.facts.name)
         model.truncate(0)
         model.prefill(self._tokens[:2])
-        for end in (1, 2, 3):  # The target will reject the last drafted token.
+        for end in (1, 2, 3):
             model.draft(partial_model, self._tree([2, 3, 6][:end], range(-1, 2)), end - 1)
         problem = self._differs(subject, self._chain(2, 3, 4), [2, 3, 4])
         model.commit((1, 2))
@@ -201,11 +199,9 @@ class _Checks:
         return problem or self._differs(subject, self._chain(6), [6])
 
     def _chain(self, *indices: int) -> DeviceLogits:
-        """Verify a chain of the test tokens at `indices`."""
         return self._model.verify(self._tree(indices, range(-1, len(indices))))
 
     def _tree(self, indices: Sequence[int], parents: Sequence[int]) -> TokenTree:
-        """Return a tree of the test tokens at `indices`. Ignores parents beyond the number of nodes."""
         count = len(indices)
         return TokenTree(
             tuple(self._tokens[index] for index in indices), tuple(parents[:count]), (None,) * count

@@ -48,7 +48,7 @@ class MlxVocabulary:
             ModelFileError: The tokenizer has no tokens.
         """
         self.size = vocab_size
-        # Encoding changes a tokenizer setting (whether to parse control tokens), so it needs a lock.
+        # Guards the tokenizer, because encoding temporarily changes one of its settings.
         self._lock = threading.Lock()
         vocab: dict[str, int] = tokenizer.get_vocab()
         if not vocab:
@@ -105,7 +105,7 @@ class MlxVocabulary:
     @cached_property
     def _longest_piece_bytes(self) -> int:
         tokenizer = self._check_open()
-        # Return 0 if the tokenizer removes text, or if that is unknown because it is not a Rust tokenizer.
+        # Return 0 if the tokenizer may remove text, because a long text can then have few tokens.
         if not tokenizer.is_fast or _REMOVES_TEXT.search(str(tokenizer.backend_tokenizer.pre_tokenizer)):
             return 0
         return longest_piece_bytes(tokenizer.get_vocab(), self._known_piece)
@@ -140,7 +140,6 @@ class MlxVocabulary:
         return token in self._end_tokens
 
     def _check_open(self) -> Any:
-        """Return the tokenizer. Raise ClosedError after `close`."""
         tokenizer = self._tokenizer
         if tokenizer is None:
             raise ClosedError("the model is closed", "load it again")
@@ -164,7 +163,6 @@ def _ids(texts: str, vocab: dict[str, int]) -> set[int]:
 
 
 def _with_control_tokens(tokenizer: Any, added: dict[int, Any], control: frozenset[int]) -> Any:
-    """Return a tokenizer in which exactly the added tokens in `control` are control tokens."""
     if not tokenizer.is_fast or all(entry.special == (token in control) for token, entry in added.items()):
         return tokenizer
     from tokenizers import Tokenizer
@@ -186,7 +184,7 @@ def _other_family_ends(vocab: dict[str, int]) -> set[int]:
     """Return the tokens that end a reply in other model families, but not in this model's."""
     texts = ""
     if {"<|return|>", "<|call|>"} <= vocab.keys() or {"<|calls|>", "<|flush|>"} <= vocab.keys():
-        # In the Harmony format, this token ends a message, but not the reply.
+        # In the Harmony format, `<|end|>` ends a message, but not the reply.
         texts += "<|end|> "
     if "<|tool_response>" in vocab or "<|plamo:eos|>" in vocab:
         texts += "</s>"
@@ -202,7 +200,6 @@ def _is_byte_level(tokenizer: Any) -> bool:
 
 
 def _sentencepiece_bytes(text: str) -> bytes:
-    """Return the bytes of a SentencePiece token."""
     byte = _BYTE.fullmatch(text)
     return bytes([int(byte[1], 16)]) if byte else text.replace("▁", " ").encode()
 

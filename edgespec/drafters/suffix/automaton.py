@@ -10,11 +10,11 @@ from edgespec.drafters.suffix.tokens import MAX_CONTINUATION_TOKENS, MAX_MATCH_T
 
 __all__ = ["StateContinuation", "SuffixAutomaton"]
 
-# A continuation of a match: (number of occurrences, position of the last occurrence, token, state after the
-# token). In descending order, frequent continuations come first, and recent ones precede old ones.
+# A token that follows a match: (number of occurrences, position of the last occurrence, token, automaton
+# state after the token). Tuples compare by frequency first, then by recency.
 StateContinuation = tuple[int, int, int, int]
 
-# Maximum length of the substrings whose occurrences are counted: a match and its continuation.
+# Maximum length, in tokens, of the sequences whose occurrences are counted.
 _MAX_COUNTED_TOKENS = MAX_MATCH_TOKENS + MAX_CONTINUATION_TOKENS
 # Approximate memory used by one integer in a dict.
 _INTEGER_BYTES = 32
@@ -23,12 +23,8 @@ _INTEGER_BYTES = 32
 class SuffixAutomaton:
     """A suffix automaton for a token sequence (Blumer et al. 1985).
 
-    A state represents all substrings that end at exactly the same positions. `lengths[state]` is the length
-    of the longest one. Its suffix link leads to the state of the longest suffix that also occurs elsewhere.
-    Appending a token adds one or two states in amortised constant time and follows at most
-    `_MAX_COUNTED_TOKENS` links to update the counts. States are stored in flat arrays; only states with
-    several transitions have a dict. Memory use is about 100 bytes per token for code or prose, and at most
-    350.
+    A state represents all substrings that end at exactly the same positions. Appending a token takes
+    amortised constant time. Memory use is about 100 bytes per token for code or prose, and at most 350.
 
     Args:
         min_probability: Tokens that follow a smaller fraction of occurrences may be missing from
@@ -43,20 +39,17 @@ class SuffixAutomaton:
         self.clear()
 
     def clear(self) -> None:
-        """Remove all tokens."""
+        """Remove all tokens from the automaton."""
         self.tokens = array("i")
         self._dropped_tokens = 0
         self._lengths, self._links = array("i", [0]), array("i", [-1])
-        # The first transition of each state; `_more` holds the others. No transition leads to the root (state
-        # 0), so target 0 means no transition.
+        # For each automaton state, the token and the target of its first transition. The target is 0 if there
+        # is no transition.
         self._labels, self._targets = array("i", [SEPARATOR]), array("i", [0])
         self._more: dict[int, dict[int, int]] = {}
-        # For each automaton state, how often its substrings occur in the sequence, and where the latest
-        # occurrence ends.
+        # For each automaton state, how often its token sequence occurs, and where the latest occurrence ends.
         self._counts, self._latest = array("i", [0]), array("i", [0])
         self._last = 0
-        # State and length of the longest suffix of the sequence whose occurrences are counted. It has at most
-        # `_MAX_COUNTED_TOKENS` tokens.
         self._near = self._near_length = 0
 
     @property
@@ -68,7 +61,7 @@ class SuffixAutomaton:
         return arrays + tables + _INTEGER_BYTES * (len(self._more) + sum(map(len, self._more.values())))
 
     def set_tokens(self, tokens: Sequence[int]) -> int:
-        """Replace the sequence. If `tokens` begins with the old sequence, only new tokens are added.
+        """Replace the token sequence. If `tokens` begins with the old sequence, only add the new tokens.
 
         Returns:
             The number of tokens added to the automaton.
@@ -87,7 +80,7 @@ class SuffixAutomaton:
         self.extend(tail)
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """Append `tokens`. Continuations never cross a SEPARATOR."""
+        """Append `tokens` to the indexed sequence. Each SEPARATOR among them ends a text."""
         if len(self.tokens) + len(tokens) > 2 * self._capacity_tokens:
             self._rebuild([*self.tokens, *tokens], self._dropped_tokens)
             return
@@ -121,7 +114,6 @@ class SuffixAutomaton:
                     others[token] = new
                 state = links[state]
             if known and lengths[known] > lengths[state] + 1:
-                # Split the state, because its shorter substrings now occur more often than its longest one.
                 clone = new + 1
                 lengths.append(lengths[state] + 1)
                 for column in (links, labels, targets, counts, latest):
@@ -154,7 +146,7 @@ class SuffixAutomaton:
         self._last, self._near, self._near_length = last, near, near_length
 
     def longest_repeated_suffix(self) -> tuple[int, int]:
-        """Return the state and length of the longest suffix that occurs earlier in the sequence."""
+        """Return the state and length of the sequence's longest suffix that also occurs earlier in it."""
         state = self._near
         while self._lengths[self._links[state]] >= MAX_MATCH_TOKENS:
             state = self._links[state]
@@ -163,9 +155,13 @@ class SuffixAutomaton:
         return state, min(self._lengths[state], MAX_MATCH_TOKENS)
 
     def suffixes(self, state: int, length: int) -> Iterator[tuple[int, int]]:
-        """Yield the length and the state of each suffix of the matched substring, longest first.
+        """Yield the length and the state of each suffix of a matched substring, longest first.
 
         If several suffixes have the same occurrences, only the longest is yielded.
+
+        Args:
+            state: The automaton state of the substring.
+            length: The length of the substring, in tokens.
         """
         while state:
             yield length, state
@@ -173,7 +169,7 @@ class SuffixAutomaton:
             length = self._lengths[state]
 
     def continuations(self, state: int) -> tuple[int, list[StateContinuation]]:
-        """Return the tokens that follow a matched substring, most frequent first, after their total count.
+        """Return the total number of tokens that follow a substring, and these tokens, most frequent first.
 
         The counts are exact for substrings of fewer than `_MAX_COUNTED_TOKENS` tokens.
 
@@ -189,8 +185,7 @@ class SuffixAutomaton:
         total = sum([counts[t] for t in others.values()]) + counts[target]
         if across := self._step(state, SEPARATOR):
             total -= counts[across]
-        # Sort only the more frequent next tokens, because thousands of different tokens can follow a short
-        # match.
+        # Leave out rare tokens, because sorting thousands of candidates would be slow.
         enough = total * self._min_probability / 2
         branches = [(counts[t], latest[t], token, t) for token, t in others.items() if counts[t] >= enough]
         branches.append((counts[target], latest[target], label, target))
@@ -198,17 +193,21 @@ class SuffixAutomaton:
         return total, [branch for branch in branches if branch[2] != SEPARATOR] if across else branches
 
     def _step(self, state: int, token: int) -> int:
-        """Return the state after appending `token` to a match, or 0 if the longer match does not occur."""
         if self._labels[state] == token:
             return self._targets[state]
         others = self._more.get(state)
         return others.get(token, 0) if others is not None else 0
 
     def follow(self, match: tuple[int, int], tokens: Sequence[int]) -> tuple[int, int]:
-        """Return the longest match with the end of another sequence after appending `tokens` to it.
+        """Update the longest match with the end of another sequence after tokens are appended to it.
 
-        `match` is the longest match before `tokens`. A match consists of a state and a length of at most
-        MAX_MATCH_TOKENS; (0, 0) if nothing matches. It becomes invalid when this automaton grows.
+        Args:
+            match: State and length of the longest match before the tokens were appended; (0, 0) if nothing
+                matches. It becomes invalid when this automaton grows.
+            tokens: The tokens appended to the other sequence.
+
+        Returns:
+            State and length of the longest match after the tokens, of at most MAX_MATCH_TOKENS tokens.
         """
         state, length = match
         for token in tokens:

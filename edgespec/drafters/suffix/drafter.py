@@ -19,12 +19,12 @@ from edgespec.engine.tree import TokenTree
 
 __all__ = ["IndexedSource", "ReplyRecorder", "SuffixCorpus", "SuffixDrafter", "draft_from_automaton"]
 
-# The tokens after each occurrence of a match, and how many of these tokens the draft already contains.
+# The tokens after each earlier occurrence of a match, and how many of these tokens have been drafted already.
 _Rows: TypeAlias = tuple[list[list[int]], int]
 
 _DEFAULT_CONFIG = SuffixConfig()
 _MAX_CACHED_DRAFTS = 1 << 11
-# Number of tokens from other chats to keep. Older tokens are dropped whenever there are twice as many.
+# Number of tokens from other chats to search. Older tokens are dropped whenever there are twice as many.
 _OTHER_CHATS_TOKENS = 1 << 13
 
 
@@ -38,7 +38,7 @@ class ReplyRecorder(Protocol):
     notice: str
 
     def add(self, reply: Sequence[int], prompt: Sequence[int]) -> Sequence[Sequence[int]]:
-        """Save a reply and any unsaved parts of its prompt, and return the newly saved token sequences."""
+        """Save a reply and the unsaved parts of its prompt. Return the token sequences that were saved."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,8 @@ class SuffixCorpus:
     """Texts to draft from in addition to the current chat.
 
     Attributes:
-        index: Index of static texts: the user's files and replies saved by earlier processes.
+        index: Index of the user's files and of replies saved by earlier processes; None if there is nothing
+            to search.
         recorder: Saves each prompt and reply when the next reply begins or when the drafter is closed. If it
             is set, the chats in this process also draft from each other.
     """
@@ -84,11 +85,12 @@ class SuffixDrafter(Drafter):
         self._indexed: IndexedSource | None = None
         self._chat = SuffixAutomaton(config.min_probability)
         self._other_chats = SuffixAutomaton(config.min_probability, capacity_tokens=_OTHER_CHATS_TOKENS)
-        # State and length of the longest match of the current chat in the other chats.
+        # Longest match between the end of the current chat and other chats: automaton state and number of
+        # tokens.
         self._other_match = 0, 0
         self._prompt: Sequence[int] = ()
         self._reply: list[int] = []
-        # New texts in the current chat. Other chats can draft from them once the drafter switches to another
+        # New texts in the current chat. They are added to the other chats when the user switches to another
         # chat.
         self._chat_texts: list[Sequence[int]] = []
 
@@ -118,14 +120,14 @@ class SuffixDrafter(Drafter):
         for draft in self._drafts(self._chat.tokens[-1], draft_length):
             drafts.append(draft)
             if draft.score >= draft_length:
-                # This draft will probably be accepted completely, so do not search the other texts.
+                # Skip the remaining texts, because this draft will probably be accepted completely.
                 break
         tokens, parents, _ = scoring.merge_drafts(drafts, self._config)
         is_chain = parents == list(range(-1, len(parents) - 1))
         return TokenTree(tuple(tokens), tuple(parents), (None,) * len(parents), block_verifiable=is_chain)
 
     def _drafts(self, root: int, depth: int) -> Iterator[ScoredDraft]:
-        """Yield the best draft from each collection of texts."""
+        """Yield the best draft from the current chat, from other chats, and from files and saved replies."""
         chat = self._chat
         yield draft_from_automaton(chat, chat.longest_repeated_suffix(), root, depth, self._config)
         yield draft_from_automaton(self._other_chats, self._other_match, root, depth, self._config)
@@ -165,7 +167,15 @@ class SuffixDrafter(Drafter):
 def draft_from_automaton(
     automaton: SuffixAutomaton, match: tuple[int, int], root: int, depth: int, config: SuffixConfig
 ) -> ScoredDraft:
-    """Return the best draft. `match` is the state and the length of the longest match."""
+    """Return the best draft from the texts in a suffix automaton.
+
+    Args:
+        automaton: The automaton to search.
+        match: State and length of the longest match with the last tokens of the chat.
+        root: Last token of the chat.
+        depth: Maximum depth of the draft tree.
+        config: Further limits for the draft tree.
+    """
 
     def grow(max_tokens: int, state: int) -> ScoredDraft:
         return grow_draft(automaton.continuations, state, root, depth, max_tokens, config)
@@ -174,14 +184,14 @@ def draft_from_automaton(
 
 
 class IndexedSource:
-    """Drafts from static texts. Caches drafts for contexts that occur often."""
+    """Drafts from a suffix array of texts that do not change. Caches the drafts for frequent contexts."""
 
     def __init__(self, index: SuffixArray, config: SuffixConfig) -> None:
         self.index, self._config = index, config
         self._cached_grow = lru_cache(_MAX_CACHED_DRAFTS)(self._grow)
 
     def propose(self, last_tokens: Sequence[int], depth: int) -> ScoredDraft:
-        """Return the best draft after `last_tokens`, which holds at most MAX_MATCH_TOKENS tokens."""
+        """Return the best draft to follow `last_tokens`, the last tokens of the chat (at most 32)."""
         root = last_tokens[-1]
 
         def grow(max_tokens: int, matches: SuffixRange) -> ScoredDraft:

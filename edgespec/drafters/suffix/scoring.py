@@ -12,12 +12,12 @@ from edgespec.engine.tree import TreeBuilder
 
 __all__ = ["Continuation", "ScoredDraft", "SuffixConfig", "best_draft", "grow_draft", "merge_drafts"]
 
-# The position in an index where a match ends. Its type depends on the kind of index.
+# Position of a match in an index. The type depends on the kind of index.
 Place = TypeVar("Place")
-# A continuation of a match: (number of occurrences, tie-breaker, token, place after the token). Among equally
-# frequent tokens, the one with the largest tie-breaker comes first.
+# A token that follows a match: (number of occurrences, tie-breaker, token, index position after the token).
 Continuation: TypeAlias = tuple[int, int, int, Place]
-# Returns the total number of continuations at a place, and a list of them, most frequent first.
+# Function that returns how many tokens follow an index position, and a list of these tokens, most frequent
+# first.
 ContinuationLookup: TypeAlias = Callable[[Place], tuple[int, list[Continuation[Place]]]]
 
 
@@ -46,7 +46,7 @@ class SuffixConfig:
     is_end: Callable[[int], bool] = lambda _: False
 
     def max_draft_tokens(self, match_tokens: int) -> int:
-        """Return the maximum number of tokens to draft after a match of `match_tokens` tokens."""
+        """Return the maximum number of tokens to draft if `match_tokens` tokens match earlier text."""
         if not match_tokens:
             return 0
         return min(self.max_tokens, int(self.length_factor * match_tokens + self.length_offset))
@@ -72,11 +72,11 @@ def best_draft(
     depth: int,
     config: SuffixConfig,
 ) -> ScoredDraft:
-    """Build a draft tree for each match, and return the one with the highest score. Longer matches win ties.
+    """Build a draft tree for each match, and return the tree with the most tokens expected to be accepted.
 
     Args:
-        matches: For each suffix of the sequence that occurs in the index, its length and the index position
-            after it. Longest first.
+        matches: For each suffix of the sequence that occurs in the index, longest first: its length and the
+            index position after it.
         grow: Builds a draft tree, given the maximum number of drafted tokens and an index position.
         root: Last token of the sequence.
         depth: Maximum depth of the draft tree.
@@ -87,8 +87,7 @@ def best_draft(
         draft = grow(config.max_draft_tokens(length), place)
         if (score := draft.score) > best_score:
             best, best_score = draft, score
-        # Every node and every level adds at most 1 to the score, so no shorter match can score higher than
-        # this.
+        # Stop here, because no shorter match can score higher.
         if best_score >= min(depth, config.max_draft_tokens(length - 1)):
             break
     return best
@@ -104,10 +103,8 @@ def grow_draft(
 ) -> ScoredDraft:
     """Build a draft tree from the tokens that most often followed earlier occurrences of the last tokens.
 
-    The most probable node is added first.
-
     Args:
-        lookup: Returns the tokens that follow a position in the index, and their counts.
+        lookup: Function that returns the tokens that follow a position in the index, and their counts.
         place: The index position after the matched tokens.
         root: Last token of the sequence.
         depth: Maximum depth of the tree.
@@ -116,7 +113,8 @@ def grow_draft(
     """
     depth = min(depth, max_tokens, MAX_CONTINUATION_TOKENS)
     tokens, parents, probs = [root], [-1], [1.0]
-    # Heap of (-path probability, insertion order, parent, token, token depth, place after the token).
+    # Heap of nodes to add: (-path probability, insertion order, parent, token, depth, index position after
+    # the token).
     frontier: list[tuple[float, int, int, int, int, Place]] = []
     node = level = inserted = 0
     while True:
@@ -138,11 +136,9 @@ def grow_draft(
 
 
 def merge_drafts(drafts: Sequence[ScoredDraft], config: SuffixConfig) -> ScoredDraft:
-    """Return the draft with the highest score, extended by branches from the other drafts.
+    """Extend the draft with the highest score by likely branches from the other drafts.
 
-    If the probabilities of a node's children sum to less than 1, the rest is distributed among children from
-    another draft. Such a child is added only if it is still probable enough. If two drafts have the same
-    score, the first one wins.
+    A branch is added only if its estimated probability reaches `config.min_probability`.
     """
     first, *others = sorted(drafts, key=lambda draft: -draft.score)
     others = [other for other in others if len(other.tokens) > 1]

@@ -13,22 +13,20 @@ from edgespec.drafters.suffix.tokens import MAX_CONTINUATION_TOKENS, MAX_MATCH_T
 
 __all__ = ["SuffixArray", "SuffixRange"]
 
-# Range of suffix array entries that share a match. The end is exclusive.
+# A range of suffix array entries: (first entry, entry after the last).
 SuffixRange: TypeAlias = tuple[int, int]
 
-# Maximum number of occurrences of a match to count. Larger ranges are sampled evenly to save time.
+# Maximum number of occurrences of a match to look at. If there are more, an evenly spaced sample is used.
 MAX_SAMPLED_OCCURRENCES = 64
-# Tokens are big-endian, so that sorting sequences by their bytes sorts them by their tokens.
+# Store tokens as big-endian integers, so that comparing their bytes compares the tokens.
 _TOKEN = np.dtype(">i4")
 
 
 class SuffixArray:
     """A suffix array of reversed texts, in which all occurrences of a match are adjacent.
 
-    Positions are sorted by the preceding MAX_MATCH_TOKENS tokens with prefix doubling (Manber and Myers
-    1990), which needs log2(MAX_MATCH_TOKENS) sorts of all n tokens. The index uses 8 bytes per token. A
-    lookup binary-searches for the insertion point of the current suffix. The longest match is next to this
-    point, and shorter matches surround it.
+    Positions are sorted by the 32 tokens before them with prefix doubling (Manber and Myers 1990). A binary
+    search finds the longest match. The index uses 8 bytes per token.
 
     Attributes:
         text: All texts, with separators around each, as big-endian int32 [n].
@@ -43,7 +41,7 @@ class SuffixArray:
         whole: TokenArray = np.concatenate([*parts, np.full(MAX_CONTINUATION_TOKENS, SEPARATOR, np.int32)])
         self._order = _sorted_positions(whole)
         self._positions = self._order.data
-        # The reversed text. A slice of it contains the tokens before a position, nearest first.
+        # All texts in reverse order, as bytes.
         self._reversed = whole[::-1].astype(_TOKEN).tobytes()
         self.text = np.frombuffer(self._reversed, _TOKEN)[::-1]
         self.token_count = int(np.count_nonzero(whole != SEPARATOR))
@@ -54,9 +52,10 @@ class SuffixArray:
         return len(self._reversed) + self._order.nbytes
 
     def matches(self, last_tokens: Sequence[int]) -> Iterator[tuple[int, SuffixRange]]:
-        """Yield the length and range of each suffix of `last_tokens` that has continuations, longest first.
+        """Yield each suffix of `last_tokens` that occurs in the texts, longest first.
 
-        If several lengths have the same occurrences, only the longest is yielded.
+        Each suffix is given as its length and its range of entries. If several suffixes have the same
+        occurrences, only the longest is yielded.
         """
         key = np.array(last_tokens[-MAX_MATCH_TOKENS:][::-1], _TOKEN).tobytes()
         positions, reverse, size, width = self._positions, self._reversed, len(self._positions), len(key)
@@ -68,7 +67,6 @@ class SuffixArray:
 
         low = high = bisect_left(positions, key, key=before)
         while True:
-            # Number of leading tokens that the key shares with the entries just before `low` and at `high`.
             left = _shared_tokens(before(positions[low - 1]), key) if low else 0
             right = _shared_tokens(before(positions[high]), key) if high < size else 0
             length = max(left, right)
@@ -82,7 +80,6 @@ class SuffixArray:
             yield length, (low, high)
 
     def _last_with_prefix(self, entry: int, step: int, prefix: bytes) -> int:
-        """Return the last entry that begins with `prefix`, searching from `entry` with a growing `step`."""
         positions, reverse, size = self._positions, self._reversed, len(self._positions)
         end, growing = len(reverse), True
         while step:
@@ -97,10 +94,10 @@ class SuffixArray:
         return entry
 
     def continuations(self, matches: SuffixRange, count: int) -> list[list[int]]:
-        """Return the tokens that follow each entry in a range. Large ranges are sampled evenly.
+        """Return the tokens that follow each occurrence of a match, or an even sample of many occurrences.
 
         Args:
-            matches: Range of entries, as returned by `matches`.
+            matches: Range of suffix array entries, as returned by `matches`.
             count: Number of tokens per entry, at most MAX_CONTINUATION_TOKENS.
 
         Returns:
@@ -116,20 +113,17 @@ class SuffixArray:
 
 
 def _shared_tokens(a: bytes, b: bytes) -> int:
-    """Return the number of tokens in the common prefix of two equally long keys."""
     differing = (int.from_bytes(a, "big") ^ int.from_bytes(b, "big")).bit_length()
     return len(b) // 4 - (differing + 31) // 32
 
 
 def _sorted_positions(text: TokenArray) -> NDArray[np.int32]:
-    """Return each position that has a token on both sides, sorted by the reversed text before it."""
     rank = text.astype(np.int64) + 1
-    # In byte order, the separator (-1) is the largest value, so rank it last.
     rank[text == SEPARATOR] = int(rank.max()) + 1
     span = 1
     while span < MAX_MATCH_TOKENS:
-        # Prefix doubling: each rank sorts by the last `span` tokens. Combined with the rank `span` tokens
-        # earlier, it sorts by twice as many.
+        # Prefix doubling (Manber and Myers 1990): each pass doubles the number of tokens that determine the
+        # rank.
         earlier = np.zeros_like(rank)
         earlier[span:] = rank[:-span]
         key = rank * (int(rank.max()) + 1) + earlier
@@ -137,6 +131,5 @@ def _sorted_positions(text: TokenArray) -> NDArray[np.int32]:
         ordered = key[order]
         rank[order] = np.cumsum(np.concatenate(([0], ordered[1:] != ordered[:-1])))
         span *= 2
-    # Index i stands for the position between tokens i and i + 1. `rank[i]` orders it by the tokens up to i.
     has_both = np.flatnonzero((text[:-1] != SEPARATOR) & (text[1:] != SEPARATOR))
     return (has_both[np.argsort(rank[has_both], kind="stable")] + 1).astype(np.int32)

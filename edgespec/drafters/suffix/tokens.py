@@ -11,9 +11,9 @@ __all__ = ["MAX_CONTINUATION_TOKENS", "MAX_MATCH_TOKENS", "SEPARATOR", "TokenArr
 
 TokenArray: TypeAlias = NDArray[np.int32]
 
-# Separates texts in an index. No token has this id, so matches and continuations never cross a separator.
+# Marks the boundary between two texts in an index. It is not a token id, so no match contains it.
 SEPARATOR = -1
-# Maximum length of a match, in tokens.
+# Maximum number of tokens at the end of the chat to match with earlier text.
 MAX_MATCH_TOKENS = 32
-# Maximum length of the continuation to draft after a match, in tokens.
+# Maximum number of tokens to draft after a match.
 MAX_CONTINUATION_TOKENS = 32

@@ -11,11 +11,11 @@ from edgespec.errors import VocabularyMismatchError
 
 __all__ = ["MappingKind", "VocabularyComparison", "compare_vocabularies"]
 
-# Minimum fraction of the target's tokens that must be shared for token ids to be translated. Otherwise, the
-# drafted text is retokenized. This value is a heuristic.
+# Minimum fraction of the target's tokens that the draft model must share for token ids to be translated.
+# Otherwise, the draft model's text is tokenized again for the target.
 _MIN_TRANSLATED_FRACTION = 0.5
-# If the draft model has a smaller fraction of the target's tokens, the user is warned that fewer drafted
-# tokens will be accepted. This value is a heuristic.
+# Warn the user if the draft model has less than this fraction of the target's tokens, because then fewer
+# drafted tokens are accepted.
 _MIN_GOOD_FRACTION = 0.9
 
 MappingKind = Literal["same", "translated", "retokenised"]
@@ -29,7 +29,7 @@ class VocabularyComparison:
         target_name: Name of the target.
         draft_name: Name of the draft model.
         shared_fraction: Fraction of the target's tokens that the draft model also has, under any id.
-        translation: Translates token ids. None if all token ids match.
+        translation: Translates token ids between the vocabularies. None if all token ids match.
     """
 
     target_name: str
@@ -39,7 +39,7 @@ class VocabularyComparison:
 
     @property
     def mapping(self) -> MappingKind:
-        """Whether to use the draft model's token ids as they are, translate them, or retokenize its text."""
+        """How to use the draft model's tokens: with the same ids, with translated ids, or by retokenizing."""
         if self.translation is None:
             return "same"
         return "translated" if self.shared_fraction >= _MIN_TRANSLATED_FRACTION else "retokenised"
@@ -63,7 +63,8 @@ def compare_vocabularies(
 ) -> VocabularyComparison:
     """Compare the vocabularies of a target and a draft model.
 
-    Vocabulary sizes may differ by a few padding tokens. Ids that exist in only one of them are never drafted.
+    Vocabulary sizes may differ by a few padding tokens. Ids that exist in only one vocabulary are never
+    drafted.
 
     Raises:
         VocabularyMismatchError: The vocabularies have no tokens in common.

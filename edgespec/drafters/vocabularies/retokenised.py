@@ -15,12 +15,14 @@ from edgespec.engine.tree import TokenTree
 
 __all__ = ["IncrementalRetokeniser", "RetokenisedDrafter"]
 
-# Number of preceding tokens to retokenize together with the drafted text, because tokens can merge.
+# Number of preceding tokens to tokenize again together with the drafted text, because tokens can merge with
+# it.
 _CONTEXT_TOKENS = 8
-# Maximum number of uncached tokens to run within `propose` instead of in a separate prefill.
+# Maximum number of tokens missing from the draft model's KV cache that are run as part of drafting. If more
+# are missing, they are prefilled separately.
 _MAX_TOKENS_WITH_PROPOSAL = 16
-# Appending text can change the tokens at its end, so between 64 and about 256 bytes at the end are tokenized
-# again each time. Both values are heuristics.
+# Minimum and approximate maximum number of bytes at the end of the text to tokenize again when text is
+# appended, because their tokens can change.
 _MIN_OPEN_BYTES, _MAX_OPEN_BYTES = 64, 256
 
 
@@ -37,7 +39,7 @@ class RetokenisedDrafter(BudgetedDrafter):
         model: The draft model.
         vocabulary: The target's vocabulary.
         translation: Translates tokens between the two vocabularies.
-        min_confidence: Drafting stops after a draft model token with a lower probability.
+        min_confidence: Drafting stops after the draft model chooses a token with a lower probability.
 
     Raises:
         CapabilityError: The model does not support rollback.
@@ -60,18 +62,15 @@ class RetokenisedDrafter(BudgetedDrafter):
         self._min_confidence = min_confidence
         self._tokens: list[int] = []
         self._new_input()
-        # Tokens in the draft model's KV cache.
         self._cached: list[int] = []
-        # Number of input tokens that are not in the KV cache, excluding the last token.
+        # Number of tokens that the draft model must run before its next draft.
         self._lag = 0
 
     def _new_input(self) -> None:
-        # The sequence converted to draft model tokens.
+        # The emitted tokens, converted to tokens of the draft model.
         self._input = IncrementalRetokeniser(self._vocabulary, self._translation)
-        # Whether `_input` contains the whole sequence, not only its end.
         self._is_complete = True
-        # Number of leading tokens in the KV cache that match the input and can no longer change, so that they
-        # need not be compared again.
+        # Number of tokens in the draft model's KV cache that are known to match the sequence.
         self._matching = 0
 
     @property
@@ -112,7 +111,7 @@ class RetokenisedDrafter(BudgetedDrafter):
         self._lag = len(self._missing_tokens())
 
     def _missing_tokens(self) -> list[int]:
-        """Truncate the KV cache to the prefix that matches the input, and return the missing tokens."""
+        """Remove cached tokens that no longer match the sequence, and return the tokens to prefill."""
         tokens = self._input.tokens
         if not tokens:
             return []
@@ -124,7 +123,7 @@ class RetokenisedDrafter(BudgetedDrafter):
         return tokens[len(self._cached) : -1]
 
     def _catch_up(self) -> bool:
-        """Prefill all input tokens except the last. Return False if they exceed the draft model's context."""
+        """Prefill the tokens that the draft model lacks. Return False if its context is too small."""
         missing = self._missing_tokens()
         if not self._input.tokens or len(missing) >= self._model.free_tokens:
             return False
@@ -143,7 +142,7 @@ class RetokenisedDrafter(BudgetedDrafter):
         return TokenTree.chain(last, self._target_tokens(text, ended)[:draft_length])
 
     def _generate(self, max_tokens: int) -> tuple[bytes, bool]:
-        """Generate up to `max_tokens` draft model tokens. Return the text and whether the reply ended."""
+        """Generate up to `max_tokens` draft model tokens. Return the text and whether it ends the reply."""
         text, ended = b"", False
         chain = [self._input.tokens[-1]]
         count = min(max_tokens, self._model.free_tokens, self._model.facts.capabilities.max_width)
@@ -165,10 +164,9 @@ class RetokenisedDrafter(BudgetedDrafter):
         return text, ended
 
     def _target_tokens(self, text: bytes, ended: bool) -> list[int]:
-        """Tokenize the drafted text for the target."""
         incomplete = self._input.incomplete_bytes
         if not text.startswith(incomplete):
-            return []  # The drafted text does not continue the target's incomplete character.
+            return []  # The drafted text does not complete the target's last character.
         text = text[len(incomplete) : len(text) - _incomplete_byte_count(text)]
         tokens = self._tokenize_in_context(text) if text else []
         if ended and self._translation.target_end_token is not None:
@@ -176,7 +174,6 @@ class RetokenisedDrafter(BudgetedDrafter):
         return tokens
 
     def _tokenize_in_context(self, text: bytes) -> list[int]:
-        """Tokenize `text` as a continuation of the sequence, or on its own if earlier tokens would change."""
         tokenize = self._translation.target_tokenizer.tokenize
         context: list[int] = []
         for token in reversed(self._tokens[-_CONTEXT_TOKENS:]):
@@ -221,7 +218,7 @@ class IncrementalRetokeniser:
         self._open_text = b""
 
     def add(self, tokens: Sequence[int]) -> None:
-        """Append target tokens."""
+        """Append target tokens to the sequence and convert them to draft model tokens."""
         for token in tokens:
             piece = self._vocabulary.piece(token)
             if piece:
@@ -230,8 +227,6 @@ class IncrementalRetokeniser:
             self.tokens[self.final_tokens :] = self._translation.draft_tokenizer.tokenize(self._open_text)
             self._open_text = b""
             translated = self._translation.translate(token, first=False)
-            # Do not add the translated start token if the sequence already begins with the draft model's
-            # start tokens.
             only_start = self.tokens == list(self._translation.draft_start_tokens)
             if not only_start or list(translated) != self.tokens:
                 self.tokens += translated
@@ -248,7 +243,7 @@ class IncrementalRetokeniser:
             self._finalize(tokens)
 
     def _finalize(self, open_tokens: list[int]) -> None:
-        """Mark earlier tokens as final, because appending text is unlikely to change them."""
+        """Mark tokens as final if appending text is unlikely to change them."""
         position, boundaries = 0, [(0, 0)]
         for count, token in enumerate(open_tokens):
             raw = self._translation.draft_token_bytes(token)

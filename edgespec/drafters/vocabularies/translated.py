@@ -18,24 +18,21 @@ from edgespec.engine.tree import TokenTree, TreeBuilder
 
 __all__ = ["TranslatedLogits", "TranslatedModel"]
 
-# Number of extra top tokens to request, because the target's vocabulary can lack some of the draft model's
-# best tokens.
+# Number of extra tokens to request from the draft model, because the target may lack some of its best tokens.
 _EXTRA_TOKENS = 16
 
 
 class TranslatedModel(WrappedModel):
     """Wraps a draft model with a different vocabulary as a LanguageModel with the target's vocabulary.
 
-    Implements token-level intersection (TLI, Timor et al. 2025, arXiv 2502.05202). A shared token is
-    translated to one draft model token; other target tokens are spelled with several draft model tokens. The
-    draft model's KV cache contains the beginning of the translated sequence, and missing tokens are run
-    before the next pass. Only shared tokens have logits. `run_ahead` has no effect, because the target's
-    vocabulary might lack the draft model's best token.
+    Implements token-level intersection (TLI, Timor et al. 2025, arXiv 2502.05202). A token that both
+    vocabularies contain is translated to one draft model token. Other target tokens are spelled with several
+    draft model tokens, and are never drafted.
 
     Args:
         model: The draft model.
         vocabulary: The target's vocabulary.
-        translation: Maps between the vocabularies.
+        translation: Maps token ids between the vocabularies.
     """
 
     def __init__(self, model: LanguageModel, vocabulary: Vocabulary, translation: TokenTranslation) -> None:
@@ -43,8 +40,8 @@ class TranslatedModel(WrappedModel):
         self._translation = translation
         capabilities = model.facts.capabilities
         self._max_spelling_tokens = max(1, min(MAX_SPELLING_TOKENS, capabilities.max_width // 4))
-        # Number of tokens to keep free in the draft model's context. A pass begins with the root and at most
-        # one earlier token, and each of them may translate to several draft model tokens.
+        # Number of tokens to keep free in the draft model's context, because one target token can become
+        # several tokens there.
         self._margin = 2 * (self._max_spelling_tokens - 1)
         self.facts = replace(
             model.facts,
@@ -54,22 +51,16 @@ class TranslatedModel(WrappedModel):
             chat_template=vocabulary.chat_template is not None,
             capabilities=wrapped_capabilities(capabilities, capabilities.max_width - self._margin),
         )
-        # The sequence, translated to draft model tokens.
         self._translated: list[int] = []
-        # The first `_ends[i]` tokens of `_translated` represent the first i target tokens.
+        # For each number of target tokens, the number of draft model tokens that they become.
         self._ends: list[int] = [0]
-        # The verified tree, translated to draft model tokens.
         self._inner_tree = TreeBuilder()
-        # For each node of the target's tree, the node of `_inner_tree` with the last token of its
-        # translation.
+        # For each node of the target's draft tree, the last node of its translation.
         self._inner_nodes: list[int] = []
 
     @property
     def free_tokens(self) -> int:
-        """See `LanguageModel.free_tokens`.
-
-        Assumes that every target token after the next two translates to a single draft model token.
-        """
+        """See `LanguageModel.free_tokens`. Assumes one draft model token for most target tokens."""
         lag = len(self._translated) - self._model.length
         left = self._model.free_tokens - lag - self._margin
         return max(0, min(self.facts.context_tokens - len(self._tokens), left))
@@ -98,7 +89,6 @@ class TranslatedModel(WrappedModel):
         return self._translation.translate(token, first)[-self._max_spelling_tokens :]
 
     def _update_inner_cache(self, progress: Progress | None = None) -> None:
-        """Prefill the translated tokens that are missing from the draft model's KV cache."""
         lag = self._translated[self._model.length :]
         if lag:
             self._model.prefill(lag, progress)
@@ -146,7 +136,7 @@ class TranslatedModel(WrappedModel):
 
 
 class TranslatedLogits:
-    """The draft model's logits, indexed by target ids. Tokens that are not shared have probability 0.
+    """The draft model's logits under the target's token ids. Other target tokens have probability 0.
 
     Args:
         logits: The draft model's logits.
@@ -193,8 +183,6 @@ class TranslatedLogits:
     def above(self, row: int, margin: float) -> Candidates:
         tokens, values = self.top(row, 1)
         floor = values.max(initial=-np.inf) - margin
-        # `margin` is relative to the best shared token. Convert it, because the draft model's `above`
-        # measures from its own best token, which the target may lack.
         _, best = self._logits.top(self._rows[row], 1)
         draft_margin = float(best.max(initial=-np.inf)) - floor
         if not np.isfinite(draft_margin):

@@ -12,8 +12,8 @@ from edgespec.backends.base import Vocabulary
 
 __all__ = ["ByteTokenizer", "TokenTranslation"]
 
-# Maximum number of draft model tokens that represent a target token missing from the draft model's
-# vocabulary. If more are needed, only the last ones are kept.
+# Maximum number of draft model tokens that spell a target token missing from the draft model's vocabulary. If
+# more are needed, only the last ones are used.
 MAX_SPELLING_TOKENS = 16
 
 
@@ -44,12 +44,11 @@ class _TokenTable:
 
     @property
     def count(self) -> int:
-        """Number of distinct tokens, excluding padding."""
         return len(self.text) + len(self.control)
 
 
 class ByteTokenizer:
-    """Tokenizes bytes as if in the middle of a text, without adding start tokens or a space."""
+    """Tokenizes bytes in the middle of a text, without adding start tokens or a leading space."""
 
     def __init__(self, vocabulary: Vocabulary, ids: Mapping[bytes, int]) -> None:
         self._vocabulary = vocabulary
@@ -64,7 +63,7 @@ class ByteTokenizer:
             text = data.decode()
         except UnicodeDecodeError:
             return self._longest_match(data)
-        # Some tokenizers add a space at the beginning of a text, so also try the text after other characters.
+        # Try the text after other characters too, because some tokenizers add a space at the beginning.
         for prefix in ("", "\n", "a"):
             tokens = self._vocabulary.tokenize(prefix + text, special=False, start=False)
             suffix = self._suffix_with_bytes(tokens, data)
@@ -73,7 +72,6 @@ class ByteTokenizer:
         return self._longest_match(data)
 
     def _suffix_with_bytes(self, tokens: list[int], data: bytes) -> list[int] | None:
-        """Return the last tokens in `tokens` that together spell `data`, or None if there are none."""
         remaining = data
         for i in reversed(range(len(tokens))):
             raw = self._vocabulary.raw_piece(tokens[i])
@@ -85,7 +83,6 @@ class ByteTokenizer:
         return None
 
     def _longest_match(self, data: bytes) -> list[int]:
-        """Split `data` into tokens, always choosing the longest token that matches."""
         tokens: list[int] = []
         position = 0
         while position < len(data):
@@ -100,8 +97,8 @@ class ByteTokenizer:
 class TokenTranslation:
     """Translates tokens between the vocabularies of a target and a draft model.
 
-    Text tokens match if they have the same bytes, and control tokens if they have the same text. The tokens
-    that end a reply also match each other.
+    Two text tokens match if they have the same bytes, and two control tokens if they have the same text. The
+    tokens that end a reply also match.
 
     Attributes:
         target_ids: Target ids of the shared tokens, int64 [n], ascending.
@@ -125,7 +122,7 @@ class TokenTranslation:
         control = target_table.control.items()
         pairs = {token: draft_table.control[raw] for raw, token in control if raw in draft_table.control}
         pairs |= self._text_pairs(target_table, draft_table)
-        # Maps control tokens that only the target has to draft tokens with the same function.
+        # Draft model tokens that replace control tokens, such as start tokens, that only the target has.
         self._substitutes: dict[int, int] = {}
         self._match_ends(pairs, target_table, draft_table)
         self.draft_start_tokens = tuple(draft.tokenize("", special=True, start=True))
@@ -142,7 +139,6 @@ class TokenTranslation:
         self._cached_translate = cache(self._translate)
 
     def _text_pairs(self, target_table: _TokenTable, draft_table: _TokenTable) -> dict[int, int]:
-        """Match text tokens by their bytes. Among duplicates, use the ids that the tokenizers produce."""
         return {
             _produced_id(self._target, raw, target_table): _produced_id(self._draft, raw, draft_table)
             for raw in target_table.text
@@ -150,7 +146,6 @@ class TokenTranslation:
         }
 
     def _match_ends(self, pairs: dict[int, int], target_table: _TokenTable, draft_table: _TokenTable) -> None:
-        """Match the end-of-reply tokens of both models."""
         self.target_end_token = _reply_end(self._target, target_table.ends)
         draft_end = _reply_end(self._draft, draft_table.ends)
         if draft_end is None or self.target_end_token is None:
@@ -187,7 +182,6 @@ class TokenTranslation:
 
 
 def _produced_id(vocabulary: Vocabulary, raw: bytes, table: _TokenTable) -> int:
-    """Return the id that the tokenizer produces for `raw`, or the first id with these bytes if unknown."""
     ids = table.duplicates.get(raw, ())
     with suppress(UnicodeDecodeError):
         for prefix in ("", "a", "\n") if ids else ():

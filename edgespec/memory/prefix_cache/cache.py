@@ -19,13 +19,14 @@ from edgespec.memory.prefix_cache.store import SegmentStore
 
 __all__ = ["PrefixCache", "PrefixCacheUsage"]
 
-# Minimum length of a segment to split off. A heuristic: each file or copy has a fixed cost.
+# Do not split cached sequences into segments of fewer tokens than this, because each segment has a fixed
+# cost. A heuristic.
 _MIN_SEGMENT_TOKENS = 64
-# Merge a final segment of up to this many tokens into the segment that continues it, so that a chat of many
-# short turns does not turn into many segments. A heuristic.
+# When a chat continues, its last cached segment of up to this many tokens is merged into the new one.
+# Otherwise, a chat of many short turns would become many segments. A heuristic.
 _MAX_MERGED_TOKENS = 256
-# Maximum size of one sequence as a fraction of the size limits. Below 1, because copies can exceed their
-# estimated size.
+# Maximum size of a cached sequence as a fraction of the cache's size limit. Copies can be slightly larger
+# than estimated.
 _MAX_SEQUENCE_SHARE = 0.95
 
 
@@ -86,19 +87,17 @@ class PrefixCache:
         self.reuse_costs = reuse_costs
         self.hits = self.reused_tokens = 0
         self._model = model
-        # Whether the model can drop the last tokens from its cache without rerunning the rest.
         self._can_truncate = model.facts.capabilities.partial_truncate
         self._max_copied_bytes = max_copied_bytes
         self.store = SegmentStore(max_bytes, disk, available, reuse_costs, reserve_bytes)
         self._notice = notice
         self._is_off = False
-        # The tokens in the model's KV cache when the user deleted all cached prefixes. They are not stored
-        # again.
+        # Tokens in the model's KV cache when the user deleted all cached prefixes. They are not stored again.
         self._deleted: Tokens | None = None
 
     @property
     def saves_to_disk(self) -> bool:
-        """Whether segments are written to disk."""
+        """Whether cached prefixes are also stored on disk."""
         return self.store.disk is not None and not self._is_off
 
     def add(self, tokens: Sequence[int], shared: int = 0) -> None:
@@ -183,11 +182,10 @@ class PrefixCache:
             self.store.remove(segment)
 
     def _segments_for(self, tokens: int) -> int:
-        """Return the number of segments needed to hold this many tokens."""
         return max(1, ceil(tokens * self._bytes_per_token() / max(1, self._max_segment_bytes)))
 
     def _copy_segments(self, sequence: Tokens, parent: Segment | None) -> Segment | None:
-        """Copy the part of a sequence after `parent` from the model's cache into as many segments as needed.
+        """Copy the part of a sequence after `parent` from the model's cache, in as many segments as needed.
 
         Returns:
             The last segment, or None if the whole part did not fit.
@@ -204,7 +202,6 @@ class PrefixCache:
         return last
 
     def _copy_segment(self, sequence: Tokens, parent: Segment | None) -> Segment:
-        """Copy the part of `sequence` after `parent` from the model's cache into one segment."""
         began = now()
         snapshot = self._model.snapshot(parent.end if parent else 0, len(sequence))
         self.reuse_costs.record_copy(len(snapshot.data), now() - began)
@@ -248,7 +245,7 @@ class PrefixCache:
             self.store.enforce_limits()
 
     def find(self, prompt: Sequence[int], cached: int) -> Segment | None:
-        """Return the segment that saves the most prefill, or None if no segment saves time.
+        """Return the cached segment that saves the most prefill time for a prompt, or None if none does.
 
         Args:
             prompt: The tokens to prefill. The last one is always processed again to compute its logits.
@@ -265,7 +262,7 @@ class PrefixCache:
             if segment is None:
                 return None
             shared = self._reusable(min(shared, segment.end))
-            # `saves_time` assumes two copies, but restoring takes only one.
+            # Restoring a prefix takes one copy, but `saves_time` assumes two.
             size_bytes = sum(part.size_bytes for part in segment.chain()) / 2
             return segment if self.reuse_costs.saves_time(shared - cached, size_bytes) else None
 
@@ -284,7 +281,7 @@ class PrefixCache:
         with self.store.lock:
             chain = segment.chain()
             common = self._reusable(shared_tokens(segment.sequence(), sequence))
-            # Skip segments that are still in the model's cache.
+            # Skip the segments whose tokens are still in the model's cache.
             ends = [part.end for part in chain if self._can_truncate and part.end <= min(cached, common)]
             length = max(ends, default=0)
             self._model.truncate(length)
@@ -309,7 +306,7 @@ class PrefixCache:
         return reusable_tokens(self._model.facts.capabilities, length)
 
     def _restore_segment(self, segment: Segment) -> bool:
-        """Append a segment to the model's cache. Remove the segment if it is unusable."""
+        """Append a cached segment to the model's KV cache, or delete the segment if this fails."""
         began = now()
         snapshot = self.store.read(segment)
         if snapshot is None or snapshot.start != self._model.length or snapshot.length != segment.end:
@@ -318,8 +315,7 @@ class PrefixCache:
         try:
             self._model.restore(snapshot)
         except (EdgespecError, MemoryError):
-            # The segment may be too long for the current context, or its data may be damaged, so do not try
-            # it again.
+            # Delete a segment that cannot be restored, because it would fail again.
             self.store.remove(segment)
             return False
         self.reuse_costs.record_copy(segment.size_bytes, now() - began)
@@ -333,8 +329,7 @@ class PrefixCache:
             return
         sequence, children = segment.sequence(), segment.children
         try:
-            # A segment loaded from disk can exceed the current size limit of a copy. If so, copy it in
-            # several parts.
+            # Segments from disk can exceed the maximum size of a copy. Copy these in several parts.
             copy = self._copy_segment if self._segments_for(len(segment.tokens)) == 1 else self._copy_segments
             first = copy(sequence[:at], segment.parent)
             last = first and copy(sequence, first)
@@ -344,8 +339,6 @@ class PrefixCache:
         if not (first and last and segment in self.store.tree):
             return
         first.is_branch_point = True
-        # Keep the following segments, because the tokens before them, on which their KV state depends, are
-        # the same.
         last.children += children
         segment.children = []
         for child in children:
@@ -362,17 +355,17 @@ class PrefixCache:
         return self._deleted is not None and np.array_equal(sequence, self._deleted)
 
     def _handle_failure(self, error: Exception) -> None:
-        """Disable the cache if the model cannot copy its KV state. Other failures could be temporary."""
+        """Disable the prefix cache if the model cannot copy its KV state. Other failures can be temporary."""
         self._is_off = isinstance(error, BackendError | CapabilityError)
         self._notice = f"prefixes are not cached: {error}" if self._is_off else self._notice
 
     def sequences(self) -> list[Tokens]:
-        """Return all distinct stored token sequences."""
+        """Return the distinct token sequences in the prefix cache."""
         with self.store.lock:
             return [segment.sequence() for segment in self.store.tree if not segment.children]
 
     def usage(self) -> PrefixCacheUsage:
-        """Return statistics on the size and use of the cache."""
+        """Return statistics on the size and use of the prefix cache."""
         disk = self.store.disk
         with self.store.lock:
             segments = list(self.store.tree)

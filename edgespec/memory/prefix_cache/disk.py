@@ -36,23 +36,23 @@ from edgespec.memory.prefix_cache.segments import Tokens
 __all__ = ["PrefixCacheDisk", "StoredSegment", "default_disk_bytes", "delete_cached_prefixes", "kept_folder"]
 
 _SUFFIX = ".kept"
-# Maximum time to wait for the lock before writing a file and before deleting all files. A heuristic: writes
-# can be skipped, but a deletion must not miss a file that is being written.
+# Maximum seconds to wait for another process before writing a cached prefix, and before deleting all of them.
+# Heuristics.
 _LOCK_SECONDS, _CLEAR_LOCK_SECONDS = 1.0, 10.0
-# This file's modification time records when all files were last deleted.
+# Name of a file whose modification time shows when all cached prefixes were last deleted.
 _CLEARED_MARK = "forgotten"
-# The default quota is a tenth of the free disk space, up to 4 GiB. A heuristic.
+# By default, cached prefixes take up to a tenth of the free disk space, and at most 4 GiB. Heuristics.
 _DEFAULT_MAX_BYTES, _DEFAULT_SHARE = 4 * 2**30, 0.1
-# Added to each file's age when choosing files to evict, so that all files used in the last 10 minutes count
-# as similarly recent.
+# Seconds added to each file's age when choosing files to delete, so that recently used files count as about
+# equally old.
 _FRESH_SECONDS = 600.0
 
 
 @dataclass(frozen=True, slots=True)
 class StoredSegment:
-    """A segment on disk, as described by its file's header.
+    """Part of a token sequence whose KV state is on disk, as described by its file's header.
 
-    `after` is the digest of the sequence before the segment, or empty at the start of a sequence.
+    `after` is the digest of the tokens before it, or empty at the start of a sequence.
     """
 
     name: str
@@ -64,12 +64,12 @@ class StoredSegment:
 
 
 def kept_folder() -> Path:
-    """Return the folder of saved prefixes. It has a subfolder for each combination of model and settings."""
+    """Return the folder of cached prefixes, which has a subfolder for each model and its settings."""
     return data_folder() / "kept"
 
 
 def default_disk_bytes(folder: Path | None = None) -> int:
-    """Return the default disk quota, counting existing files as free space, or 0 if that fails."""
+    """Return the default disk space for cached prefixes in bytes, or 0 if the free space is unknown."""
     folder = folder or kept_folder()
     try:
         place = next(path for path in (folder, *folder.parents) if path.exists())
@@ -98,7 +98,10 @@ class PrefixCacheDisk:
         self._cleared_ns = self._last_cleared_ns()
 
     def list_segments(self) -> list[StoredSegment]:
-        """Return this model's segments, parents first. Delete files that are unusable or exceed the quota."""
+        """Return the model's cached segments on disk, in the order of their position.
+
+        Delete unusable files.
+        """
         if self.used_bytes() > self.quota_bytes:
             with suppress(OSError, Timeout, NotImplementedError), _lock(self._root, _LOCK_SECONDS):
                 self._make_room(0, set())
@@ -109,8 +112,7 @@ class PrefixCacheDisk:
                 found[segment.name] = segment
             else:
                 _delete(path)
-        # Length of each sequence for which all segments were found, keyed by its digest, and of the empty
-        # sequence.
+        # Lengths of the token sequences that are complete on disk, keyed by digest.
         lengths = {"": 0}
         complete: list[StoredSegment] = []
         for segment in sorted(found.values(), key=lambda segment: segment.start):
@@ -122,7 +124,7 @@ class PrefixCacheDisk:
         return complete
 
     def read(self, name: str) -> Snapshot | None:
-        """Return a segment's KV state, or None if its file is missing, damaged or from another model."""
+        """Return the KV state of a cached segment, or None if its file is missing or unusable."""
         path = self._path(name)
         try:
             with _opened(path) as file:
@@ -172,7 +174,6 @@ class PrefixCacheDisk:
             with _lock(self._root, _LOCK_SECONDS):
                 if self.was_cleared:
                     return False
-                # Delete incomplete files left behind by a killed process.
                 for path in self._root.glob("*/.*.tmp"):
                     _delete(path)
                 if not self._make_room(size_bytes, self._chain(after)):
@@ -180,7 +181,7 @@ class PrefixCacheDisk:
                 make_private_folder(self.folder)
                 write_private_file(self._path(name), *parts)
         except (Timeout, NotImplementedError):
-            # FileLock raises NotImplementedError if the file system does not support locks.
+            # Another process holds the lock, or the file system does not support locks.
             return False
         except (OSError, MemoryError) as error:
             self.notice = f"prefixes are not cached in {self._root}: {error_reason(error)}"
@@ -189,25 +190,25 @@ class PrefixCacheDisk:
         return True
 
     def has(self, name: str) -> bool:
-        """Return whether the segment's file exists, without validating it."""
+        """Return whether the file of a cached segment exists, without validating it."""
         return self._path(name).exists()
 
     def remove(self, names: Iterable[str]) -> None:
-        """Delete the files of the given segments."""
+        """Delete the files of the cached segments with these names."""
         for name in names:
             _delete(self._path(name))
 
     def used_bytes(self) -> int:
-        """Return the total size of all files, including those of other models."""
+        """Return how many bytes of disk space the cached prefixes of all models take."""
         return sum(map(_size, _files(self._root)))
 
     @property
     def was_cleared(self) -> bool:
-        """Whether all files have been deleted since this object was created or last acknowledged it."""
+        """Whether the user has deleted all cached prefixes, and `acknowledge_clear` was not called since."""
         return self._last_cleared_ns() != self._cleared_ns
 
     def acknowledge_clear(self) -> None:
-        """Mark the last deletion as handled, which allows writing segments again."""
+        """Allow writing again after the user has deleted all cached prefixes."""
         self._cleared_ns = self._last_cleared_ns()
 
     def _path(self, name: str) -> Path:
@@ -229,7 +230,6 @@ class PrefixCacheDisk:
             return None
 
     def _header(self, file: BinaryIO) -> dict[str, Any]:
-        """Read the header of one of this model's files. Raise OSError or ValueError on failure."""
         header = read_header(file)
         if header["identity"] != self._identity:
             raise ValueError(f"{file.name} belongs to another model")
@@ -239,7 +239,6 @@ class PrefixCacheDisk:
         return header
 
     def _chain(self, after: str) -> set[Path]:
-        """Return the files of all segments in the sequence with the digest `after`."""
         chain: set[Path] = set()
         digests = [after]
         while digest := digests.pop() if digests else "":
@@ -250,9 +249,9 @@ class PrefixCacheDisk:
         return chain
 
     def _make_room(self, size_bytes: int, protected: set[Path]) -> bool:
-        """Delete the least valuable files, descendants first, until the quota has room for `size_bytes`.
+        """Delete the least valuable files to make room for `size_bytes`.
 
-        If the protected files leave too little room, delete nothing and return False.
+        Return False if that is impossible.
         """
         if size_bytes + sum(map(_size, protected)) > self.quota_bytes:
             return False
@@ -281,7 +280,7 @@ def delete_cached_prefixes(folder: Path | None = None) -> int:
     """
     folder = folder or kept_folder()
     touch_private(folder / _CLEARED_MARK)
-    # Another process may still be writing a file without having noticed the deletion, so wait for it.
+    # Wait for another process that may be writing a file.
     lock = _lock(folder, _CLEAR_LOCK_SECONDS)
     with suppress(Timeout, NotImplementedError):
         lock.acquire()
@@ -318,7 +317,7 @@ def _by_value(root: Path, now: float) -> list[Path]:
             named.setdefault((path.parent, _digest(path.name)), []).append(path)
         except (OSError, ValueError):
             value[path], starts[path] = 0.0, 0
-    # A segment is worth at least as much as its most valuable descendant, which is unusable without it.
+    # A segment is at least as valuable as those that continue it, which are unusable without it.
     for path in sorted(value, key=lambda path: -starts[path]):
         for before in named.get((path.parent, after.get(path, "")), ()):
             value[before] = max(value[before], value[path])
@@ -335,7 +334,6 @@ def _files(folder: Path) -> list[Path]:
 
 
 def _digest(name: str) -> str:
-    """Return the digest at the start of a segment's name."""
     return name.partition("-")[0]
 
 

@@ -13,10 +13,10 @@ __all__ = ["block_checksums", "encode_header", "read_header"]
 
 VERSION = 1
 _MAGIC = b"edgespec kept %d\n" % VERSION
-# Size of the header in bytes, and its CRC-32 checksum.
+# A segment file contains its header's size in bytes and CRC-32 checksum.
 _SIZES = struct.Struct("<II")
 _BLOCK_BYTES = 1 << 20
-# Limits on untrusted headers, far above what edgespec writes.
+# Reject files with larger headers or numbers, which edgespec never writes.
 _MAX_HEADER_BYTES = 1 << 24
 _MAX_COUNT = 1 << 62
 _TEXTS = ("identity", "name", "after")
@@ -25,7 +25,7 @@ _DIGEST = re.compile(r"[0-9a-f]*")
 
 
 def encode_header(header: Mapping[str, Any]) -> bytes:
-    """Encode the header, which precedes the tokens in a segment's file."""
+    """Encode the header of a file in the prefix cache as bytes."""
     encoded = json.dumps(header).encode()
     return b"".join((_MAGIC, _SIZES.pack(len(encoded), crc32(encoded)), encoded))
 
@@ -56,7 +56,6 @@ def read_header(file: BinaryIO) -> dict[str, Any]:
 
 
 def _is_valid(header: Any) -> bool:
-    """Return whether a `PrefixCacheDisk` could have written this header."""
     if not isinstance(header, dict) or not all(isinstance(header.get(key), str) for key in _TEXTS):
         return False
     if not all(type(header.get(key)) is int and 0 <= header[key] < _MAX_COUNT for key in _COUNTS):
@@ -73,6 +72,6 @@ def _is_valid(header: Any) -> bool:
 
 
 def block_checksums(data: bytes) -> list[int]:
-    """Return the CRC-32 checksum of each 1 MiB block."""
+    """Return the CRC-32 checksum of each block of 1 MiB in `data`."""
     view = memoryview(data)
     return [crc32(view[at : at + _BLOCK_BYTES]) for at in range(0, len(view), _BLOCK_BYTES)]

@@ -6,24 +6,23 @@ from edgespec.backends.base import Capabilities
 
 __all__ = ["REUSE_BLOCK_TOKENS", "ReuseCosts", "reusable_tokens"]
 
-# Prefill block size, counted from the start of the prompt, for models whose KV state depends on the pass
-# width. A heuristic: large enough for fast prefill, small enough to lose few tokens at the end.
+# Some models compute slightly different results for different prefill sizes. Their prompts are prefilled in
+# blocks of this many tokens, so that cached blocks can be reused. A heuristic.
 REUSE_BLOCK_TOKENS = 256
-# Do not store, restore or time fewer tokens than this, because prefilling them is fast. A heuristic.
+# The prefix cache ignores prefixes of fewer tokens than this, because prefilling them is fast. A heuristic.
 _MIN_TOKENS = 16
-# Ignore timings of smaller copies, which mostly measure overhead.
+# Do not time copies of fewer bytes than this, because most of their time is overhead.
 _MIN_TIMED_BYTES = 1 << 16
-# Assumed speed of copying a KV cache, until a copy has been timed. Memory is rarely slower.
+# Assumed speed of copying a KV cache in bytes per second, until a copy has been timed.
 _COPY_BYTES_PER_SECOND = 2e9
-# Weight of a new timing in the moving averages. A heuristic.
+# Weight of a new measurement in the moving averages of prefill and copy times. A heuristic.
 _NEW_WEIGHT = 0.3
 
 
 def reusable_tokens(capabilities: Capabilities, length: int) -> int:
-    """Return how many of the first `length` cached tokens have the same KV state as after a new prefill.
+    """Return how many of the first `length` cached tokens can be reused without changing the logits.
 
-    Return all of them if reuse is exact. Otherwise, return the tokens in whole blocks, or none if the model
-    cannot truncate its cache without rerunning tokens.
+    Depending on the model, these are all tokens, the tokens in whole blocks, or none.
     """
     if capabilities.prefix_reuse_exact:
         return length
@@ -43,14 +42,14 @@ class ReuseCosts:
         self._copy_seconds = 1.0 / _COPY_BYTES_PER_SECOND
 
     def record_prefill(self, tokens: int, seconds: float) -> None:
-        """Record how long a prefill took. Ignores short prefills."""
+        """Record the time of a prefill of this many tokens. Short prefills are ignored."""
         if tokens >= _MIN_TOKENS:
             weight = _NEW_WEIGHT if self._is_measured else 1.0
             self.prefill_seconds += weight * (seconds / tokens - self.prefill_seconds)
             self._is_measured = True
 
     def record_copy(self, size_bytes: int, seconds: float) -> None:
-        """Record how long it took to copy KV state. Ignores small copies."""
+        """Record the time of copying this many bytes of KV state. Small copies are ignored."""
         if size_bytes >= _MIN_TIMED_BYTES:
             self._copy_seconds += _NEW_WEIGHT * (seconds / size_bytes - self._copy_seconds)
 

@@ -32,7 +32,7 @@ def tokens_digest(tokens: Tokens) -> str:
 
 
 def name_of(tokens: Tokens, start: int) -> str:
-    """Return the name of the segment `tokens[start:]`, which combines the digest of `tokens` with `start`."""
+    """Return the name of the cached segment `tokens[start:]`, which contains a digest of all `tokens`."""
     return f"{tokens_digest(tokens)}-{start}"
 
 
@@ -86,14 +86,14 @@ class Segment:
         return np.concatenate([segment.tokens for segment in self.chain()])
 
     def subtree(self) -> list[Segment]:
-        """Return this segment and all its descendants."""
+        """Return this segment and all segments that continue it."""
         found = [self]
         for segment in found:
             found += segment.children
         return found
 
     def value(self, own_value: Callable[[Segment], float]) -> float:
-        """Return the highest value of any segment in the subtree, because all of them need this one."""
+        """Return the highest value of this segment and those that continue it, which all depend on it."""
         return max(map(own_value, self.subtree()))
 
 
@@ -112,17 +112,17 @@ class SegmentTree:
             yield from root.subtree()
 
     def __contains__(self, segment: Segment) -> bool:
-        """Return whether a segment and all its ancestors are in the tree."""
+        """Return whether a segment and all segments before it are in the tree."""
         chain = segment.chain()
         lists = (self._roots, *(part.children for part in chain))
         return all(part in following for part, following in zip(chain, lists, strict=False))
 
     def add(self, segment: Segment) -> None:
-        """Add a segment whose parent is in the tree."""
+        """Add a segment to the tree. Its parent must already be in the tree."""
         (segment.parent.children if segment.parent else self._roots).append(segment)
 
     def remove(self, segment: Segment) -> list[Segment]:
-        """Remove a segment and its descendants, and return them."""
+        """Remove a segment and those that continue it, and return them."""
         if segment not in self:
             return []
         (segment.parent.children if segment.parent else self._roots).remove(segment)

@@ -17,21 +17,21 @@ __all__ = ["SegmentStore", "default_memory_bytes", "max_copy_bytes"]
 # By default, the prefix cache uses up to a quarter of the memory that the loaded models leave free, at most 4
 # GiB. A heuristic.
 _DEFAULT_MAX_BYTES, _DEFAULT_SHARE = 4 * 2**30, 0.25
-# Limit the size of a KV cache copy to a third of the free memory. While it is made, it takes twice its size,
-# and copies made earlier need memory too.
+# A copy of the KV cache may take at most the free memory divided by this number, because making it takes
+# temporary memory.
 _COPIES_AT_ONCE = 3
-# Added to each segment's age when choosing segments to evict, so that all segments used in the last minute
-# count as similarly recent.
+# Seconds added to each segment's age when choosing segments to drop, so that recently used ones count as
+# about equally old.
 _FRESH_SECONDS = 60.0
 
 
 def default_memory_bytes(free_bytes: int) -> int:
-    """Return the default size limit of the prefix cache, given the memory that the models leave free."""
+    """Return the default size limit of the prefix cache in bytes, given the memory that models leave free."""
     return min(_DEFAULT_MAX_BYTES, max(0, int(free_bytes * _DEFAULT_SHARE)))
 
 
 def max_copy_bytes(free_bytes: int) -> int:
-    """Return the maximum size of a KV cache copy, given the memory that the loaded models leave free."""
+    """Return the maximum size in bytes of a copy of the KV cache, given the memory that models leave free."""
     return max(0, free_bytes) // _COPIES_AT_ONCE
 
 
@@ -71,42 +71,42 @@ class SegmentStore:
 
     @property
     def memory_bytes(self) -> int:
-        """Memory currently used by segments, in bytes."""
+        """Memory currently used by cached prefixes, in bytes."""
         with self.lock:
             return sum(segment.size_bytes for segment in self.tree if segment.snapshot)
 
     def has_room_for(self, size_bytes: float) -> bool:
-        """Return whether `size_bytes` of system memory are free in addition to the reserve."""
+        """Return whether `size_bytes` are free in addition to the memory reserved for other programs."""
         return size_bytes < self.available() - self._reserve_bytes
 
     def read(self, segment: Segment) -> Snapshot | None:
-        """Return a segment's KV state from memory or disk, or None if it is damaged or missing."""
+        """Return the KV state of a cached segment, or None if it is damaged or missing."""
         return segment.snapshot or (self.disk.read(segment.name) if self.disk else None)
 
     def keep_in_memory(self, segment: Segment, snapshot: Snapshot) -> None:
-        """Keep a KV state in memory after reading it from disk, if the size limit allows it."""
+        """Keep a cached segment in memory after reading it from disk, if the size limit allows it."""
         if self.max_bytes >= segment.size_bytes:
             segment.snapshot = snapshot
 
     def touch(self, segment: Segment) -> None:
-        """Set the time of last use of a segment and its ancestors to now."""
+        """Mark a cached segment, and all segments before it in the sequence, as used now."""
         clock = time.time()
         for part in segment.chain():
             part.last_used = clock
 
     def remove(self, segment: Segment) -> None:
-        """Remove a segment and its descendants from memory and disk."""
+        """Remove a cached segment and those that continue it from memory and disk."""
         names = [one.name for one in self.tree.remove(segment) if one.on_disk]
         if self.disk and names:
             self.disk.remove(names)
 
     def clear(self) -> None:
-        """Remove all segments from memory. Files remain on disk, but this store no longer reads them."""
+        """Remove all cached prefixes from memory. Files stay on disk, but this store no longer reads them."""
         with self.lock:
             self.tree = SegmentTree()
 
     def write(self, should_continue: Callable[[], bool] = lambda: True) -> None:
-        """Write segments that are not on disk yet, while `should_continue` returns True."""
+        """Write cached segments that are not on disk yet, for as long as `should_continue` returns True."""
         with self.lock:
             waiting = [segment for segment in self.tree if segment.snapshot and not segment.on_disk]
         for segment in waiting:
@@ -115,7 +115,7 @@ class SegmentStore:
             self._write(segment)
 
     def _write(self, segment: Segment) -> bool:
-        """Write a segment and its ancestors to disk, and return whether it is now on disk."""
+        """Write a segment and all segments before it. Return whether the segment is now on disk."""
         disk, snapshot = self.disk, segment.snapshot
         if segment.on_disk:
             return True
@@ -134,7 +134,7 @@ class SegmentStore:
         return written
 
     def _sync_with_disk(self, disk: PrefixCacheDisk) -> None:
-        """Update the segments after files were deleted to meet the quota or by another process."""
+        """Update the segments after files on disk were deleted, for example by another process."""
         for segment in list(self.tree):
             if segment.on_disk and not disk.has(segment.name):
                 segment.on_disk = False
@@ -142,7 +142,7 @@ class SegmentStore:
                     self.remove(segment)
 
     def reclaim(self, *, write: bool = True) -> int:
-        """Drop segments from memory until the reserve is free again.
+        """Drop cached prefixes from memory until enough memory is free for other programs.
 
         Args:
             write: Write segments to disk before dropping them. If False, segments that are already on disk
@@ -157,7 +157,7 @@ class SegmentStore:
             return before - self.memory_bytes
 
     def enforce_limits(self, write: bool = True) -> None:
-        """Drop the least valuable segments until the size limit is met and enough memory is free."""
+        """Drop the least valuable cached segments until the size limit is met and enough memory is free."""
         in_memory = [segment for segment in self.tree if segment.snapshot]
         total = sum(segment.size_bytes for segment in in_memory)
         limit = min(self.max_bytes, total + self.available() - self._reserve_bytes)

@@ -63,7 +63,7 @@ class FormScreen(ModalScreen[T | None]):
 
     @abstractmethod
     def compose_fields(self) -> ComposeResult:
-        """Create the fields."""
+        """Create the dialog's input fields."""
 
     @abstractmethod
     def action_save(self) -> None:

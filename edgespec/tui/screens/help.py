@@ -17,7 +17,6 @@ from edgespec.tui.widgets.pairs import Pairs
 __all__ = ["HelpScreen"]
 
 _LABEL_WIDTH = 21
-# Keys handled by the text input, which are not bindings of the chat screen.
 _MAIN = (("Enter", "send"), ("Ctrl+J, Shift+Enter", "new line"))
 _OTHER = (
     ("Up, Down", "browse sent messages"),
@@ -60,6 +59,5 @@ def _described(keys: Sequence[Binding]) -> list[tuple[str, str]]:
 
 def _section(heading: str, pairs: Sequence[tuple[str, str]]) -> ComposeResult:
     yield Static(heading, classes="help-heading")
-    # All sections use the same label width, so that the columns line up.
     padded = [(label.ljust(_LABEL_WIDTH), text) for label, text in pairs]
     yield Pairs(padded, label_style="$primary", stack_below=26)

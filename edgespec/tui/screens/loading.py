@@ -35,12 +35,12 @@ class LoadingScreen(Screen[None]):
         yield Vertical(heading, self._bar, self._what, self._hint, id="loading")
 
     def show(self, description: str, fraction: float) -> None:
-        """Show the progress."""
+        """Show what is being loaded, and the completed fraction from 0 to 1."""
         self._bar.update(progress=fraction)
         self._what.update(Content(description))
 
     def on_key(self, event: events.Key) -> None:
-        """Collect text typed while the model loads, for the chat's input."""
+        """Collect text that the user types while the model loads, to put it into the chat's input later."""
         if event.is_printable and event.character is not None:
             self.typed += event.character
         elif event.key in ("enter", "ctrl+j"):

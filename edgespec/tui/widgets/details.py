@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Details", "details_content"]
 
-# Number of draft positions shown as bars. Longer drafts are rare.
 _MAX_POSITIONS = 16
 
 
@@ -52,7 +51,6 @@ def _heading(text: str) -> Content:
 
 
 def _row(label: str, value: str, width: int) -> Content:
-    # Put the value on the next line if it does not fit beside its label.
     fits = len(label) + len(value) < width
     gap = " " * (width - len(label) - len(value)) if fits else "\n" + " " * max(0, width - len(value))
     return Content.assemble((label, "$muted"), gap, value, "\n")
@@ -137,7 +135,6 @@ def _bar_row(label: str, share: float, value: str, style: str, width: int) -> Co
 def _memory(stats: Stats | None, memory_bytes: int, width: int) -> Content:
     rows = [_heading("Memory"), _row("Now", format_bytes(memory_bytes), width)]
     if stats is not None:
-        # The peak is measured at the end of a reply, so memory may have grown since.
         peak_bytes = max(stats.peak_memory_bytes, memory_bytes) if stats.peak_memory_bytes else 0
         named = (
             ("Peak", peak_bytes),

@@ -15,12 +15,11 @@ __all__ = ["drawing_seconds", "hidden_note", "limited_chunks", "limited_markdown
 
 # Maximum number of characters of plain text to show. Textual wraps about 200,000 characters per second.
 _MAX_CHARACTERS = 100_000
-# Time that Textual takes to draw Markdown, measured on a busy machine with two cores. Each block and each
-# table cell is a widget, and a list item consists of four widgets.
+# Seconds that Textual needs to draw one Markdown character and one widget, measured on two cores.
 _CHARACTER_SECONDS, _WIDGET_SECONDS = 3e-5, 4e-3
 _LIST_ITEM_WIDGETS = 4
 _LIST_ITEM = re.compile(r"\s*(?:[-*+]|\d+[.)])\s")
-# Maximum time for drawing a reply.
+# Maximum time in seconds for drawing a reply.
 _MAX_SECONDS = 8.0
 
 
@@ -64,7 +63,7 @@ def hidden_note(characters: int, advice: str = "") -> str:
 
 
 def _line_costs(markdown: str) -> Iterator[tuple[str, float]]:
-    """Yield each line with the estimated time for drawing it, except for lines far beyond the limit."""
+    """Yield each line with the estimated seconds for drawing it. The end of a very long text is omitted."""
     for line in markdown[: int(_MAX_SECONDS / _CHARACTER_SECONDS)].splitlines(keepends=True):
         widgets = line.count("|")
         if line.strip():

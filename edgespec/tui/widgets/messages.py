@@ -111,7 +111,6 @@ class ReplyMessage(Widget):
         self.reply = reply
         self._origin = origin
         self._stream: MarkdownStream | None = None
-        # The part of the answer that is drawn as Markdown.
         self._drawn = limited_markdown(text)
 
     def compose(self) -> ComposeResult:
@@ -130,7 +129,7 @@ class ReplyMessage(Widget):
 
     @property
     def coloured(self) -> bool:
-        """True if the tokens are coloured by origin."""
+        """True if draft tokens and the target's own tokens have different colours."""
         return self._origin and bool(self.chunks)
 
     def begin(self) -> None:
@@ -176,7 +175,7 @@ class ReplyMessage(Widget):
         self._refresh_views()
 
     def show_origin(self, origin: bool) -> None:
-        """Colour tokens by origin, or show Markdown if `origin` is False."""
+        """Colour tokens by their origin (draft or target), or show Markdown if `origin` is False."""
         self._origin = origin
         self._refresh_views()
 
@@ -190,8 +189,7 @@ class ReplyMessage(Widget):
 
     def _refresh_thoughts(self) -> None:
         chunks = [chunk for chunk in self.chunks if chunk.reasoning]
-        # If a reply was continued, its chunks may not cover the whole reasoning. Show it without colours
-        # then.
+        # The chunks of a continued reply may lack part of the reasoning. Show it without colours.
         coloured = self.coloured and "".join(chunk.text for chunk in chunks) == self.reasoning
         text = (
             _origin_content(chunks)

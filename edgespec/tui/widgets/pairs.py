@@ -16,8 +16,8 @@ def pairs_content(
 ) -> Content:
     """Return the rows, laid out for `width` cells.
 
-    A value without a label starts at the left edge. If a column of values would be narrower than
-    `stack_below` cells, there is none, and each value follows its label.
+    A value without a label starts at the left edge. If the column of values would be narrower than
+    `stack_below` cells, each value directly follows its label instead.
     """
     label_width = max((len(label) for label, _ in rows), default=0) + 2
     has_column = width - label_width >= stack_below

@@ -16,8 +16,7 @@ from edgespec.tui.history import History
 
 __all__ = ["PromptInput"]
 
-# Maximum number of characters of a pasted text. Textual blocks the screen for seconds to wrap longer ones. A
-# context of 128,000 tokens holds about this much English text.
+# Maximum number of characters of a pasted text. Textual blocks the screen for seconds to wrap longer texts.
 _MAX_PASTED_CHARACTERS = 500_000
 
 
@@ -26,14 +25,13 @@ class PromptInput(TextArea):
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("shift+enter,ctrl+j,alt+enter", "new_line", show=False),
-        # These keys scroll the conversation, because the input is too short to need them.
         Binding("pageup", "screen.page(-1)", show=False),
         Binding("pagedown", "screen.page(1)", show=False),
     ]
 
     @dataclass
     class Sent(Event):
-        """Posted when Enter is pressed."""
+        """Posted when the user presses Enter to send the text."""
 
         text: str
 
@@ -44,7 +42,7 @@ class PromptInput(TextArea):
     def render_line(self, y: int) -> Strip:
         """Render a line. In a very narrow terminal, there may be no room for any text."""
         if self.content_size.width < 1:
-            # Without room for text, Textual's own method raises an exception, which would end the chat.
+            # Textual's own method raises an exception if there is no room for text.
             return Strip.blank(self.size.width)
         return super().render_line(y)
 
@@ -58,7 +56,7 @@ class PromptInput(TextArea):
 
     async def _on_key(self, event: events.Key) -> None:
         if event.key == "enter":
-            # Clear the input first, so that the next key does not add to the text that is being sent.
+            # Clear the input before sending, so that keys pressed meanwhile start a new message.
             text = self.text
             self.clear()
             self.post_message(self.Sent(text))

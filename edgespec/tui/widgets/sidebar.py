@@ -23,7 +23,6 @@ class ChatOption(Option):
     """An entry of the list: the chat's title, age and number of messages."""
 
     def __init__(self, chat: StoredChat, *, is_open: bool) -> None:
-        # Titles read from files can be arbitrarily long.
         short = f"{chat.title[: _MAX_TITLE_LENGTH - 1]}…"
         title = chat.title if len(chat.title) <= _MAX_TITLE_LENGTH else short
         note = (f"{ago(chat.updated, datetime.now(UTC))} · {count(chat.message_count, 'message')}", "$muted")

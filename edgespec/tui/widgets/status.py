@@ -16,7 +16,7 @@ from edgespec.tui.numbers import count, percent, rate
 __all__ = ["StatusFacts", "StatusLine", "wrapped"]
 
 _GAP = " · "
-# The context is shown as nearly full when this fraction of it is used. One or two more turns may still fit.
+# The status line shows the context as nearly full when this fraction of it is used.
 _NEARLY_FULL = 0.85
 
 
@@ -50,7 +50,7 @@ class StatusFacts:
         return self.context_tokens > 0 and self.context_used_tokens >= _NEARLY_FULL * self.context_tokens
 
     def segments(self) -> list[tuple[str, str]]:
-        """Return the text and style of each part, from left to right."""
+        """Return the text and style of each part of the status line, from left to right."""
         used, total = _thousands(self.context_used_tokens), _thousands(self.context_tokens)
         dropped = f"{count(self.dropped_messages, 'old message')} dropped" if self.dropped_messages else ""
         parts = [

@@ -34,8 +34,7 @@ class Thoughts(Collapsible):
 
     def show_growing(self, text: Content, tokens: int) -> None:
         """Show the reasoning generated so far, while the model is still thinking."""
-        # Do not time the reasoning if it began in an earlier run of edgespec, because that part was not
-        # timed.
+        # Do not time reasoning that began in an earlier run of edgespec.
         if self._began is None and (self.seconds is not None or not self.display):
             self._began = monotonic() - (self.seconds or 0.0)
         self._update(text, f"Thinking… {count(tokens, 'token')}")

@@ -17,9 +17,9 @@ from edgespec.tui.widgets.messages import Panel, ReplyMessage, UserMessage
 
 __all__ = ["Transcript"]
 
-# Number of messages shown initially, and added each time the user asks for older ones.
+# Number of messages shown when a chat is opened, and added each time the user asks for older ones.
 _PAGE_MESSAGES = 40
-# Maximum time for drawing the messages shown initially, except that the last one is always shown.
+# Maximum time in seconds for drawing the messages of a chat that is opened. The last message is always shown.
 _PAGE_SECONDS = 10.0
 # Maximum number of messages shown as widgets. Hundreds of Markdown widgets slow the screen down.
 _MAX_MESSAGES = 120
@@ -30,7 +30,6 @@ class Transcript(VerticalScroll):
 
     def __init__(self, welcome: Widget, *, id: str) -> None:  # noqa: A002 - textual's own name
         super().__init__(id=id)
-        # The column is at least as tall as the view, so that a short chat starts at the top.
         self._column = Vertical(welcome, _earlier(), id="messages")
         self._entries: Sequence[ChatEntry] = ()
         self._first = 0
@@ -81,7 +80,7 @@ class Transcript(VerticalScroll):
             self.scroll_relative(y=panel.region.y - self.region.y, animate=False)
 
     async def start_reply(self, *, resume: bool = False) -> ReplyMessage:
-        """Return a reply widget that is ready to receive text: a new one, or the last one if `resume`."""
+        """Return a reply widget that is ready for text: a new one, or the last one if `resume` is True."""
         last = self._messages[-1] if resume else None
         if isinstance(last, ReplyMessage):
             reply = last

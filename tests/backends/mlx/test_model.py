@@ -211,7 +211,7 @@ class TestLoading:
         llama.prefill([5] * 20)
         snapshot = llama.snapshot()
         for model in (other, short):
-            with pytest.raises(BackendError, match="the snapshot cannot be restored"):
+            with pytest.raises(BackendError, match="the KV cache snapshot cannot be restored"):
                 model.restore(snapshot)
             assert model.length == 0
             row(model, TokenTree.chain(4))
