@@ -1,16 +1,22 @@
-"""Determine how many processor cores this process can use."""
+"""Determine how many processor cores this process can use, and how many other programs keep busy."""
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from contextlib import suppress
 from math import ceil
 from pathlib import Path
+from threading import Lock
 
 import psutil
 
 from edgespec.cgroups import ControlGroup, control_groups
 
-__all__ = ["usable_cores"]
+__all__ = ["CPU_LOAD", "CpuLoad", "usable_cores"]
+
+# Minimum time between two readings of the processor times, which the system updates every 10 ms.
+_READ_INTERVAL_SECONDS = 0.25
 
 
 def usable_cores(root: Path = Path("/")) -> int:
@@ -38,3 +44,51 @@ def _cpu_quota(group: ControlGroup) -> float | None:
     if len(fields) == 2 and all(field.isdigit() for field in fields) and int(fields[1]):
         return int(fields[0]) / int(fields[1])
     return None
+
+
+def _busy_seconds() -> float:
+    """Return the CPU time that all programs have used since the system started, in seconds.
+
+    Excludes low-priority programs (`nice`), because they give way to edgespec.
+    """
+    times = psutil.cpu_times()
+    names = ("user", "system", "irq", "softirq", "steal")
+    return sum(getattr(times, name, 0.0) for name in names)
+
+
+class CpuLoad:
+    """Measures how many processor cores other programs keep busy. Thread-safe.
+
+    Args:
+        clock: Returns the time in seconds.
+        busy_seconds: Returns the CPU time used by all programs in seconds.
+        own_seconds: Returns the CPU time used by this process in seconds.
+    """
+
+    def __init__(
+        self,
+        clock: Callable[[], float] = time.perf_counter,
+        busy_seconds: Callable[[], float] = _busy_seconds,
+        own_seconds: Callable[[], float] = time.process_time,
+    ) -> None:
+        self._clock, self._busy_seconds, self._own_seconds = clock, busy_seconds, own_seconds
+        self._lock = Lock()
+        self._reading = self._read()
+        self._busy_cores = 0.0
+
+    def _read(self) -> tuple[float, float]:
+        """Return the time, and the CPU time used by other programs."""
+        return self._clock(), self._busy_seconds() - self._own_seconds()
+
+    def busy_cores(self) -> float:
+        """Return how many cores other programs used on average during the last quarter of a second."""
+        with self._lock:
+            if self._clock() - self._reading[0] >= _READ_INTERVAL_SECONDS:
+                before, self._reading = self._reading, self._read()
+                others = self._reading[1] - before[1]
+                self._busy_cores = max(0.0, others / (self._reading[0] - before[0]))
+            return self._busy_cores
+
+
+CPU_LOAD = CpuLoad()
+"""The load of this machine, shared by all models."""

@@ -157,6 +157,7 @@ class DrafterSet:
                 costs,
                 text_kind=self._text_kind,
                 run_ahead=self._model.run_ahead,
+                count_threads=lambda: self._model.threads,
                 store=config.open_store("+".join(names)) if config.open_store else None,
             )
         return self._controllers[names]

@@ -224,6 +224,8 @@ class Session:
                 stats.ttft_seconds = now() - started
             ended = step.finish_reason is not None
             reports = ended or stats.target_passes % _PASSES_PER_REPORT == 1
+            if reports:
+                stats.threads = self.target.threads
             if reports and isinstance(drafter, AutoController):
                 report = drafter.report()
                 stats.target_step_seconds = report.target_step_seconds

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import psutil
 import pytest
 
 from edgespec import cores
-from edgespec.cores import usable_cores
+from edgespec.cores import CpuLoad, usable_cores
 
 V2 = "0::/app.slice/chat\n"
 V1 = "4:memory:/docker/abc\n3:cpu,cpuacct:/docker/abc\n0::/\n"
@@ -65,3 +68,28 @@ def test_platforms_without_cpu_affinity(tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_this_machine_has_a_core() -> None:
     assert cores.usable_cores() >= 1
+
+
+def test_only_the_time_of_other_programs_counts_as_load() -> None:
+    now = busy = own = 0.0
+    load = CpuLoad(lambda: now, lambda: busy, lambda: own)
+    assert load.busy_cores() == 0.0
+    now, busy, own = 0.5, 1.75, 1.0
+    assert load.busy_cores() == pytest.approx(1.5)
+    now, busy = 0.6, 9.0  # too early for another reading
+    assert load.busy_cores() == pytest.approx(1.5)
+    now, busy, own = 1.5, 1.75, 3.0  # the system counts own time later than this process does
+    assert load.busy_cores() == 0.0
+
+
+def test_the_load_of_this_machine_is_measured() -> None:
+    now = 0.0
+    load = CpuLoad(lambda: now)
+    program = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    try:
+        time.sleep(1.0)
+    finally:
+        program.kill()
+        program.wait()
+    now = 1.0
+    assert load.busy_cores() > 0.1

@@ -147,12 +147,15 @@ class _DrafterFactory:
         adapts = not self._arguments["draft_branches"] and not self._arguments["draft_confidence"]
         models = [self._model.facts, *([draft.model.facts] if draft else [])]
 
+        curve, threads = self._curve, self._model.threads
+
         def saved_statistics(names: str) -> SavedArrays:
-            return SavedArrays("policy", f"{models_fingerprint(*models)} {self._costs.settings_key} {names}")
+            settings = f"{self._costs.settings_key} {threads}"
+            return SavedArrays("policy", f"{models_fingerprint(*models)} {settings} {names}")
 
         return AutoConfig(
             limits,
-            LiveCosts(self._curve),
+            LiveCosts(curve, threads),
             saved_statistics,
             controls_named=max_loss is not None,
             adapts_length=adapts,

@@ -10,7 +10,7 @@ from edgespec.auto.active_replies import ACTIVE_REPLIES
 from edgespec.auto.backoff import Backoff
 from edgespec.auto.combined_drafter import CombinedDrafter
 from edgespec.auto.explanation import ControllerReport, DraftingStatus
-from edgespec.auto.live_costs import LiveCosts
+from edgespec.auto.live_costs import Conditions, LiveCosts
 from edgespec.auto.loss_limit import LossLimit, LossLimits
 from edgespec.auto.worst_case import WorstCaseCosts
 from edgespec.drafters.base import Drafter, MemoryUse
@@ -86,7 +86,7 @@ class AutoController(Drafter):
     - The worst case of the draft stays within the loss limit. This also limits the draft length.
 
     The combined drafter then decides by expected gain which drafters to run. Worst cases and backoffs are
-    tracked separately for each number of concurrent replies.
+    tracked separately for each number of concurrent replies and of CPU threads.
 
     Args:
         drafter: The drafters. They must not be shared with another controller.
@@ -97,6 +97,7 @@ class AutoController(Drafter):
         store: Loads and saves the statistics. None keeps them in this process only.
         clock: Returns the time in seconds.
         count_replies: Returns the number of concurrent replies.
+        count_threads: Returns the number of CPU threads of the target's last pass.
     """
 
     chooses_length = True
@@ -112,6 +113,7 @@ class AutoController(Drafter):
         store: SavedArrays | None = None,
         clock: Callable[[], float] = perf_counter,
         count_replies: Callable[[], int] = lambda: ACTIVE_REPLIES.count,
+        count_threads: Callable[[], int] = lambda: 0,
     ) -> None:
         self.name = drafter.name
         self.loss_limit = loss_limit
@@ -122,7 +124,8 @@ class AutoController(Drafter):
         self._store = store
         self._saved_at = clock()
         self._clock = clock
-        self._count_replies, self._replies = count_replies, 1
+        self._count_replies, self._count_threads = count_replies, count_threads
+        self._now = Conditions()
         self._tokens: list[int] = []
         # Measure a single-token target pass first.
         self._tokens_since_target_step = _REMEASURE_TOKENS
@@ -133,7 +136,8 @@ class AutoController(Drafter):
         self._overhead_seconds = RunningMean()
         self._worst_case = WorstCaseCosts(costs)
         self._backoff = Backoff()
-        self._backoffs = {1: self._backoff}
+        self._backoffs = {costs.conditions: self._backoff}
+        self._saved_backoff = self._backoff
         self._skipped_rounds = 0
         self._contributors: dict[str, None] = {}
         self._asked_rounds = self._unaffordable_rounds = 0
@@ -163,7 +167,7 @@ class AutoController(Drafter):
         self._is_drafting, self._round = False, None
         self.loss_limit.begin()
         self.costs.set_context_tokens(len(tokens))
-        self._follow_active_replies()
+        self._follow_conditions()
         self._run_ahead(self._backoff.is_paused)
         self._drafter.select_text_kind(self._text_kind(tokens))
         self._contributors = {}
@@ -177,7 +181,7 @@ class AutoController(Drafter):
         self._backoff.skip_rounds(self._skipped_rounds)
         self._skipped_rounds = 0
         this_round = self._round = _Round(self._clock())
-        self._follow_active_replies()
+        self._follow_conditions()
         must_measure = self._tokens_since_target_step >= _REMEASURE_TOKENS or self.costs.needs_target_step
         if not must_measure and self._backoff.may_draft():
             lookup_length, model_length = self._affordable_lengths(this_round, draft_length)
@@ -223,15 +227,18 @@ class AutoController(Drafter):
             width -= 1
         return tree.pruned(1 << 62, 1 << 30, width)
 
-    def _follow_active_replies(self) -> None:
-        """Switch to the timing statistics for the current number of concurrent replies."""
-        self._replies = self._count_replies()
-        replies, step_seconds = self.costs.replies, self.costs.target_step_seconds
-        self.costs.set_active_replies(self._replies)
-        if self.costs.replies == replies:
+    def _current_conditions(self) -> Conditions:
+        return Conditions(self._count_replies(), self._count_threads())
+
+    def _follow_conditions(self) -> None:
+        """Switch to the timing statistics for the current number of concurrent replies and CPU threads."""
+        self._now = self._current_conditions()
+        previous, step_seconds = self.costs.conditions, self.costs.target_step_seconds
+        self.costs.set_conditions(self._now)
+        if self.costs.conditions == previous:
             return
-        self._worst_case.change_replies(replies, step_seconds)
-        self._backoff = self._backoffs.setdefault(self.costs.replies, Backoff())
+        self._worst_case.change_conditions(previous, step_seconds)
+        self._backoff = self._backoffs.setdefault(self.costs.conditions, Backoff())
         self._is_drafting = self._is_drafting and not self._backoff.is_paused
         self._run_ahead(self._backoff.is_paused)
 
@@ -258,8 +265,9 @@ class AutoController(Drafter):
         step_seconds = self.target_step_seconds
         draft_seconds = this_round.draft_done - this_round.started
         expected_seconds = self.costs.pass_seconds(this_round.width)
-        # The duration of a pass is not representative if another reply began or ended during it.
-        is_undisturbed = self._count_replies() == self._replies
+        # The duration of a pass is not representative if another reply began or ended during it, or if it
+        # used another number of threads.
+        is_undisturbed = self._current_conditions() == self._now
         if is_undisturbed:
             self.costs.record_pass(this_round.width, this_round.pass_seconds)
         if not this_round.was_asked:
@@ -321,7 +329,7 @@ class AutoController(Drafter):
                 allowance_steps=self.allowance_seconds / step_seconds,
                 round_gain_steps=self._backoff.gain,
                 target_step_seconds=step_seconds,
-                replies=self._replies,
+                replies=self._now.replies,
             ).reason,
         )
 
@@ -341,12 +349,12 @@ class AutoController(Drafter):
         try:
             self.costs.restore_statistics(saved)
             self._drafter.restore_statistics(saved)
-            self._backoffs[1].restore_statistics(saved)
+            self._saved_backoff.restore_statistics(saved)
         except (KeyError, ValueError, TypeError):
             self._store.notice = "the saved drafting statistics are damaged and will be measured again"
 
     def save_statistics(self) -> None:
         if self._store:
-            statistics = (self.costs, self._drafter, self._backoffs[1])
+            statistics = (self.costs, self._drafter, self._saved_backoff)
             self._store.save({name: v for each in statistics for name, v in each.saved_statistics().items()})
             self._saved_at = self._clock()

@@ -6,14 +6,14 @@ import math
 from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from edgespec.costs.curve import CostCurve
 
-__all__ = ["LiveCosts"]
+__all__ = ["Conditions", "LiveCosts"]
 
 # Context lengths, in tokens, that separate the buckets. Costs are tracked per bucket because attention makes
 # passes slower as the context grows, some widths more than others.
@@ -21,7 +21,7 @@ _CONTEXT_BUCKETS = (2048, 8192, 32768)
 # Costs are tracked separately for each number of concurrent replies up to this one. Higher numbers share one
 # set of costs.
 _MAX_REPLIES = 8
-# Number of target steps to measure before trusting the costs for a new number of concurrent replies.
+# Number of target steps to measure before trusting the costs of new conditions.
 _MIN_TARGET_STEPS = 3
 # New estimates of pass costs adapt faster until about this many multi-token passes have been measured.
 _SETTLED_PASSES = 20
@@ -29,15 +29,27 @@ _SETTLED_PASSES = 20
 _MAX_LOG_RATIO = math.log(1000.0)
 
 
+class Conditions(NamedTuple):
+    """What the target shares the machine with. Costs are tracked separately for each combination.
+
+    Attributes:
+        replies: Number of concurrent replies.
+        threads: Number of CPU threads that the target uses.
+    """
+
+    replies: int = 1
+    threads: int = 0
+
+
 @dataclass(slots=True)
 class _Bucket:
-    """Costs for one range of context lengths and one number of concurrent replies.
+    """Costs for one range of context lengths under the same conditions.
 
     Attributes:
         log_ratios: For each width, the logarithm of the measured cost divided by the cost from the curve.
         common_log_ratio: The same for all widths that have not been measured yet.
-        target_steps: Target steps measured with this number of concurrent replies.
-        wide_passes: Passes of more than one token measured with this number of concurrent replies.
+        target_steps: Target steps measured under these conditions.
+        wide_passes: Passes of more than one token measured under these conditions.
     """
 
     target_step_seconds: float
@@ -51,11 +63,15 @@ class _Bucket:
 
 
 class LiveCosts:
-    """A cost curve v(m) that adapts to the machine's load, the context length and the number of replies.
+    """A cost curve v(m) that adapts to the machine's load, the context length and the conditions.
 
     Each target step updates the estimated duration of a target step. Each wider pass updates the cost of its
     width relative to a target step, and the cost of widths not measured yet. If wide passes become slower,
     `needs_target_step` requests a target step to find out whether the whole machine has become slower.
+
+    Args:
+        curve: The measured cost curve of a single reply.
+        threads: Number of CPU threads with which the curve was measured.
     """
 
     # Weight of the newest single-token pass in the estimated duration of a target step.
@@ -70,11 +86,12 @@ class LiveCosts:
     # Weight of the newest multi-token pass in the mean deviation from the estimated durations.
     _DEVIATION_RATE = 0.3
 
-    def __init__(self, curve: CostCurve) -> None:
+    def __init__(self, curve: CostCurve, threads: int = 0) -> None:
         self.curve = curve
         self._bucket = _Bucket(curve.target_step_seconds)
-        # Index of the context bucket, and number of concurrent replies.
-        self._key = (0, 1)
+        self._measured = Conditions(threads=threads)
+        # Index of the context bucket, and the conditions.
+        self._key = (0, self._measured)
         self._buckets = {self._key: self._bucket}
         self._deviation = 0.0
         self._steps, self._spread = 0, 0.0
@@ -89,22 +106,29 @@ class LiveCosts:
         self._select(bisect_right(_CONTEXT_BUCKETS, context_tokens), self._key[1])
 
     @property
-    def replies(self) -> int:
-        """Number of concurrent replies for which pass costs are currently estimated."""
+    def conditions(self) -> Conditions:
+        """The conditions for which pass costs are currently estimated."""
         return self._key[1]
 
-    def set_active_replies(self, replies: int) -> None:
-        """Switch to the costs for a number of concurrent replies."""
-        self._select(self._key[0], max(1, min(replies, _MAX_REPLIES)))
+    def set_conditions(self, conditions: Conditions) -> None:
+        """Switch to the costs for these conditions."""
+        replies = max(1, min(conditions.replies, _MAX_REPLIES))
+        self._select(self._key[0], conditions._replace(replies=replies))
 
-    def _select(self, context_bucket: int, replies: int) -> None:
-        key = (context_bucket, replies)
+    def _select(self, context_bucket: int, conditions: Conditions) -> None:
+        key = (context_bucket, conditions)
         if key == self._key:
             return
         if key not in self._buckets:
-            nearest = min(self._buckets, key=lambda at: (abs(at[1] - replies), abs(at[0] - context_bucket)))
+            replies, threads = conditions
+            nearest = min(
+                self._buckets,
+                key=lambda at: (
+                    abs(at[1].replies - replies), abs(at[1].threads - threads), abs(at[0] - context_bucket)
+                ),
+            )  # fmt: skip
             bucket = self._buckets[nearest].copy()
-            if nearest[1] != replies:
+            if nearest[1] != conditions:
                 bucket.target_steps = bucket.wide_passes = 0
             self._buckets[key] = bucket
         self._key, self._bucket = key, self._buckets[key]
@@ -167,10 +191,10 @@ class LiveCosts:
     def saved_statistics(self) -> dict[str, NDArray[Any]]:
         """Return the costs of passes as named arrays to save for later runs with the same cost curve.
 
-        Costs measured during concurrent replies are left out, because they depend on the other replies.
+        Costs measured beside other replies or programs are left out, because they depend on what those did.
         """
         step = self.curve.target_step_seconds
-        single = {context: bucket for (context, replies), bucket in self._buckets.items() if replies == 1}
+        single = {context: bucket for (context, at), bucket in self._buckets.items() if at == self._measured}
         steps = [(at, each.target_step_seconds / step, each.common_log_ratio) for at, each in single.items()]
         wide = [(at, width, ratio) for at, each in single.items() for width, ratio in each.log_ratios.items()]
         return {"found": np.array(steps), "extra": np.array(wide).reshape(-1, 3)}
@@ -190,7 +214,7 @@ class LiveCosts:
                     f"invalid saved cost of a {width}-token pass: exp({log_ratio}) times the measured cost"
                 )
             buckets[int(context)].log_ratios[int(width)] = log_ratio
-        self._buckets = {(context, 1): bucket for context, bucket in buckets.items()}
-        self._key = (0, 1)
+        self._buckets = {(context, self._measured): bucket for context, bucket in buckets.items()}
+        self._key = (0, self._measured)
         self._bucket = self._buckets.setdefault(self._key, _Bucket(self.curve.target_step_seconds))
         self._at_last_target_step = self._bucket.copy()

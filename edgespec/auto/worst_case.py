@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from edgespec.auto.live_costs import LiveCosts
+from edgespec.auto.live_costs import Conditions, LiveCosts
 from edgespec.drafters.running_stats import RunningMean
 
 __all__ = ["WorstCaseCosts"]
@@ -10,7 +10,7 @@ __all__ = ["WorstCaseCosts"]
 # Assumed time to draft one token until it is measured, relative to a single-token target pass.
 _ASSUMED_LEVEL_COST = 0.3
 # Assumed worst-case cost of a verify pass, as a multiple of its expected cost, after the number of concurrent
-# replies has changed.
+# replies or of CPU threads has changed.
 _ASSUMED_PASS_RATIO = 2.0
 # Factor by which the estimated worst-case costs shrink after each draft, to forget old outliers.
 _DRAFT_ROUND_DECAY = 0.97
@@ -36,12 +36,12 @@ class WorstCaseCosts:
         self._mean_level_seconds = RunningMean()
         # Highest recent ratio of the actual to the expected duration of a verify pass.
         self._pass_ratio = 1.0
-        self._pass_ratio_by_replies: dict[int, float] = {}
+        self._pass_ratio_under: dict[Conditions, float] = {}
 
-    def change_replies(self, previous_replies: int, previous_step_seconds: float) -> None:
-        """Adapt to a new number of concurrent replies. Call `LiveCosts.set_active_replies` first."""
-        self._pass_ratio_by_replies[previous_replies] = self._pass_ratio
-        self._pass_ratio = self._pass_ratio_by_replies.get(self._costs.replies, _ASSUMED_PASS_RATIO)
+    def change_conditions(self, previous: Conditions, previous_step_seconds: float) -> None:
+        """Adapt to the new conditions of `costs`. Call `LiveCosts.set_conditions` first."""
+        self._pass_ratio_under[previous] = self._pass_ratio
+        self._pass_ratio = self._pass_ratio_under.get(self._costs.conditions, _ASSUMED_PASS_RATIO)
         self.level_seconds *= self._costs.target_step_seconds / previous_step_seconds
 
     def extra_pass_seconds(self, width: int) -> float:

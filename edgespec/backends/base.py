@@ -282,6 +282,10 @@ class LanguageModel(Protocol):
     def free_tokens(self) -> int:
         """Number of tokens that still fit in the context."""
 
+    @property
+    def threads(self) -> int:
+        """Number of CPU threads of the last pass, or 0 if the backend's library chooses it."""
+
     def prefill(self, tokens: Sequence[int], progress: Progress | None = None) -> None:
         """Append tokens to the cache without computing their logits.
 

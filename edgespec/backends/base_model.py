@@ -53,6 +53,10 @@ class BaseModel(ABC):
     def free_tokens(self) -> int:
         return self.facts.context_tokens - self.length
 
+    @property
+    def threads(self) -> int:
+        return 0
+
     def run_ahead(self, enabled: bool) -> None:  # noqa: B027
         pass
 

@@ -45,6 +45,10 @@ class SelfDraftView(ABC, Generic[M]):
     def free_tokens(self) -> int:
         return self._target.free_tokens
 
+    @property
+    def threads(self) -> int:
+        return self._target.threads
+
     def prefill(self, tokens: Sequence[int], progress: Progress | None = None) -> None:  # noqa: ARG002
         self._check()
 

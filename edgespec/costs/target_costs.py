@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import platform
 from collections.abc import Mapping
-from functools import cached_property
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, TypeAlias
 
@@ -39,8 +38,9 @@ class FreeCosts:
 class TargetCosts:
     """Provides the cost curve of a loaded target and saves it in the user's data folder.
 
-    Uses a saved curve only for the same model file, machine, load options and backend version. Both `curve`
-    and `remeasure` clear the target's cache.
+    Uses a saved curve only for the same model file, machine, load options, backend version and number of CPU
+    threads, which depends on what else runs on the machine. Both `curve` and `remeasure` clear the target's
+    cache.
 
     Args:
         model: The loaded target model.
@@ -59,15 +59,21 @@ class TargetCosts:
         self._model = model
         self._is_measuring = is_measuring
         self.settings_key = _settings_key(options)
+        # Maps numbers of CPU threads to saved curves.
+        self._stores: dict[int, SavedArrays] = {}
 
     @property
     def notice(self) -> str:
         """Reason why the cost curve could not be saved or loaded; empty if there was no error."""
-        return self._store.notice
+        return next((store.notice for store in self._stores.values() if store.notice), "")
 
-    @cached_property
     def _store(self) -> SavedArrays:
-        return SavedArrays("costs", f"{models_fingerprint(self._model.facts)} {self.settings_key}")
+        """Return the saved curve for the number of threads of the last pass."""
+        threads = self._model.threads
+        if threads not in self._stores:
+            key = f"{models_fingerprint(self._model.facts)} {self.settings_key} {threads}"
+            self._stores[threads] = SavedArrays("costs", key)
+        return self._stores[threads]
 
     def curve(self, progress: Progress | None = None) -> CostCurve:
         """Return the saved cost curve if the target's speed has not changed much, or else measure a new one.
@@ -79,7 +85,7 @@ class TargetCosts:
             CancelledError: `progress` returned False.
         """
         self._model.truncate(0)
-        saved = _load_curve(self._store.load())
+        saved = _load_curve(self._store().load())
         step = None
         if saved or not self._is_measuring:
             step = measure_costs(self._model, widths=(), repeats=1, budget_seconds=0.0)
@@ -108,7 +114,7 @@ class TargetCosts:
         self._model.truncate(0)
         curve = measure_costs(self._model, repeats=repeats, budget_seconds=budget_seconds)
         self._model.truncate(0)
-        self._store.save({"widths": np.array(curve.widths), "seconds": np.array(curve.seconds)})
+        self._store().save({"widths": np.array(curve.widths), "seconds": np.array(curve.seconds)})
         return curve
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from edgespec.auto.active_replies import ActiveReplies
 from edgespec.auto.controller import AutoController
-from edgespec.auto.live_costs import LiveCosts
+from edgespec.auto.live_costs import Conditions, LiveCosts
 from edgespec.costs.curve import CostCurve
 from edgespec.engine.logits import Logits
 from edgespec.engine.tree import TokenTree
@@ -51,43 +51,59 @@ class TestLiveCostsPerReplyCount:
 
     def test_a_new_number_of_replies_needs_target_steps(self) -> None:
         costs = self.costs()
-        costs.set_active_replies(2)
+        costs.set_conditions(Conditions(2))
         asked = []
         for seconds in (2.0, 2.2, 1.8, 2.0):
             asked.append(costs.needs_target_step)
             costs.record_pass(1, seconds)
         assert asked == [True, True, True, False]
         assert costs.target_step_seconds == pytest.approx(2.0, rel=0.05)
-        costs.set_active_replies(1)
+        costs.set_conditions(Conditions(1))
         assert (costs.target_step_seconds, costs.needs_target_step) == (1.0, False)
-        costs.set_active_replies(2)
+        costs.set_conditions(Conditions(2))
         assert costs.target_step_seconds == pytest.approx(2.0, rel=0.05)
         assert not costs.needs_target_step
 
     def test_widths_have_costs_per_number_of_replies(self) -> None:
         costs = self.costs()
-        costs.set_active_replies(3)
+        costs.set_conditions(Conditions(3))
         for _ in range(40):
             costs.record_pass(1, 2.0)
             costs.record_pass(4, 8.0)
         assert costs.v(4) == pytest.approx(4.0, rel=0.05)
-        costs.set_active_replies(0)  # nobody counts: it is alone
+        costs.set_conditions(Conditions(0))  # nobody counts: it is alone
         assert costs.v(4) == 1.5
         costs.set_context_tokens(5000)
-        costs.set_active_replies(3)
+        costs.set_conditions(Conditions(3))
         assert costs.v(4) == pytest.approx(4.0, rel=0.05)
 
     def test_only_costs_of_single_replies_are_saved(self) -> None:
         costs, other = self.costs(), self.costs()
         costs.record_pass(1, 1.1)
         alone = costs.target_step_seconds
-        costs.set_active_replies(4)
+        costs.set_conditions(Conditions(4))
         costs.record_pass(1, 4.0)
-        other.set_active_replies(4)
+        other.set_conditions(Conditions(4))
         other.restore_statistics(costs.saved_statistics())
-        assert (other.target_step_seconds, other.replies) == (alone, 1)
-        other.set_active_replies(4)
+        assert (other.target_step_seconds, other.conditions) == (alone, Conditions(1))
+        other.set_conditions(Conditions(4))
         assert other.needs_target_step
+
+    def test_costs_are_kept_per_number_of_threads(self) -> None:
+        costs = LiveCosts(CostCurve((1, 2, 4), (1.0, 1.2, 1.5)), threads=2)
+        costs.set_conditions(Conditions(1, threads=1))
+        assert costs.needs_target_step
+        for _ in range(40):
+            costs.record_pass(1, 1.4)
+            costs.record_pass(4, 4.2)
+        assert costs.v(4) == pytest.approx(3.0, rel=0.05)
+        costs.set_conditions(Conditions(1, threads=2))
+        assert (costs.target_step_seconds, costs.v(4), costs.needs_target_step) == (1.0, 1.5, False)
+        costs.set_conditions(Conditions(1, threads=1))
+        assert costs.target_step_seconds == pytest.approx(1.4, rel=0.05)
+        saved = LiveCosts(costs.curve, threads=2)
+        saved.restore_statistics(costs.saved_statistics())
+        assert saved.target_step_seconds == 1.0
 
 
 @dataclass(frozen=True)

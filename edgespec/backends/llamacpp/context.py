@@ -17,6 +17,7 @@ from edgespec.backends.llamacpp.hidden_state_hook import HiddenStateHook
 from edgespec.backends.llamacpp.kv_types import KvTypes
 from edgespec.backends.llamacpp.metadata import vocabulary_size
 from edgespec.backends.llamacpp.native import Interrupt, library, recent_errors
+from edgespec.backends.llamacpp.thread_count import ThreadCount, adapts_threads
 from edgespec.errors import (
     BackendError,
     CancelledError,
@@ -72,6 +73,9 @@ class ContextPlan:
 class LlamaContext:
     """A llama_context with a unified KV cache. Not thread-safe, except for `interrupt`.
 
+    Uses `threads` CPU threads on an idle machine, and fewer while other programs need the cores, unless the
+    user chose the number.
+
     Sequence 0 holds the committed tokens. The last sequence is scratch space for copying KV cells, and the
     others hold checkpoints or branches of the draft tree. If `allocate` fails, the context has no KV cache
     (see `is_lost`).
@@ -101,6 +105,7 @@ class LlamaContext:
         # The ids of all llama.cpp sequences, except sequence 0, that may contain KV cells.
         self._others: set[int] = set()
         params.n_outputs_max = min(plan.rows, options.batch_tokens)
+        self._thread_count = ThreadCount(threads) if adapts_threads(options, plan.kv_types) else None
         params.n_threads = params.n_threads_batch = self.threads = threads
         params.type_k, params.type_v = plan.kv_types.ggml_types
         params.flash_attn_type = _FLASH_ATTENTION[options.flash_attention]
@@ -245,6 +250,7 @@ class LlamaContext:
         if self.interrupt.requested:
             raise CancelledError("the model's computation was cancelled")
         self._check_allocated()
+        self._adapt_threads()
         count = batch.native.n_tokens
         recent_errors(clear=True)
         status = self._lib.llama_decode(self._context, batch.native)
@@ -264,6 +270,13 @@ class LlamaContext:
             f"llama.cpp failed on a pass over {count} tokens with status {status}: {detail}",
             "close other programs or use a smaller --context",
         )
+
+    def _adapt_threads(self) -> None:
+        """Use as many threads for the next pass as there are cores that other programs leave free."""
+        if self._thread_count and (threads := self._thread_count.update()) != self.threads:
+            self._lib.llama_set_n_threads(self._context, threads, threads)
+            # A resize creates a new context from these parameters.
+            self._params.n_threads = self._params.n_threads_batch = self.threads = threads
 
     def copy(self, source: int, sequence: int, start: int = -1, end: int = -1) -> None:
         """Make `sequence` share the KV cells of the sequence `source` at positions [start, end).

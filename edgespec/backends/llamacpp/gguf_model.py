@@ -80,6 +80,10 @@ class GgufModel(BaseModel):
     def free_tokens(self) -> int:
         return min(context.tokens for context in self._contexts) - self.length
 
+    @property
+    def threads(self) -> int:
+        return self._context.threads
+
     def prefill(self, tokens: Sequence[int], progress: Progress | None = None) -> None:
         self._check(len(tokens))
         self._end_round()

@@ -85,6 +85,8 @@ def _speed(
     if worst := worst_case(stats, method, loss_limits):
         share, why = worst
         lines += [_row("Worst-case slowdown", share, width), Content(f"{why}\n").stylize("$muted")]
+    if stats.threads:
+        lines.append(_row("CPU threads", str(stats.threads), width))
     if reply is not None:
         lines.append(_row("Seed", str(reply.seed), width))
     return Content.assemble(_heading("This reply"), *lines)

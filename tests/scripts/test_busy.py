@@ -1,0 +1,30 @@
+"""The benchmark of thread counts on a busy machine: its table, and the program that keeps a core busy."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from edgespec.cores import usable_cores
+from scripts import bench_busy
+
+
+def test_every_combination_is_measured(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["--loads", "idle,busy", "--repeats", "1", "--max-tokens", "8"]
+    monkeypatch.setattr(sys, "argv", ["bench_busy.py", *arguments])
+    bench_busy.main()
+    _, *lines = capsys.readouterr().out.splitlines()
+    threads = ["auto", *map(str, range(1, usable_cores() + 1))]
+    cases = [line.split() for line in lines]
+    assert [case[:3] for case in cases] == [
+        [load, method, count] for load in ("idle", "busy") for method in ("none", "auto") for count in threads
+    ]
+    assert {case[-1] for case in cases} == {"1/1"}
+
+
+def test_the_other_program_is_ended() -> None:
+    with pytest.raises(KeyboardInterrupt), bench_busy.other_program("alternating"):
+        raise KeyboardInterrupt
