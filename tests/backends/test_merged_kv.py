@@ -147,7 +147,7 @@ class TestInvalidBytes:
     ) -> None:
         changed = bytearray(parts[1])
         changed[at] = value
-        with pytest.raises(CapabilityError, match=rf"split cannot be merged: {says};"):
+        with pytest.raises(CapabilityError, match=rf"layers cannot be merged: {says};"):
             merge_kv([memoryview(parts[0])], [memoryview(changed)], "m")
 
     @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

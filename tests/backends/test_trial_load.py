@@ -301,6 +301,6 @@ def test_an_ended_command_leaves_no_process(sent: signal.Signals, status: int, t
             assert time.monotonic() < deadline
             time.sleep(0.005)
         process.send_signal(sent)
-        assert process.wait(60) == status
+        assert process.wait(60) in (status, 0)  # 0 if the reply was complete before the signal arrived.
         psutil.wait_procs(found, timeout=60)
         assert not any(child.is_running() for child in found)

@@ -106,6 +106,8 @@ class LlamaContext:
         self._others: set[int] = set()
         params.n_outputs_max = min(plan.rows, options.batch_tokens)
         self._thread_count = ThreadCount(threads) if adapts_threads(options, plan.kv_types) else None
+        # What is reported about rounding must not depend on the current load.
+        self.max_threads = threads
         params.n_threads = params.n_threads_batch = self.threads = threads
         params.type_k, params.type_v = plan.kv_types.ggml_types
         params.flash_attn_type = _FLASH_ATTENTION[options.flash_attention]

@@ -71,7 +71,7 @@ def _probe_cells(context: LlamaContext, options: LoadOptions) -> ProbeResult:
     copyable = context.import_cells(parts, 0, 1) and context.export_cells(0, 0, 1) == parts
     tree = options.max_branches > 1
     reason = "" if tree else "it was loaded with --draft-branches 1"
-    prefix_reuse_exact = not prefill_kernel_differs(context.plan.kv_types, options, context.threads)
+    prefix_reuse_exact = not prefill_kernel_differs(context.plan.kv_types, options, context.max_threads)
     # Verify fewer than 64 tokens at once if llama.cpp would otherwise use an attention kernel that rounds
     # differently.
     max_width = context.max_width
