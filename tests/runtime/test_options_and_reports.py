@@ -161,7 +161,8 @@ class TestReports:
             "ttft_seconds", "tpot_seconds", "tokens_per_second", "speedup_estimate", "draft_weight_bytes",
             "draft_kv_bytes",
             "draft_other_bytes",
-            "peak_memory_bytes", "threads", "plain_seconds_estimate", "ledger_credit_seconds", "worst_case_loss",
+            "peak_memory_bytes", "threads",
+            "plain_seconds_estimate", "ledger_credit_seconds", "worst_case_loss",
         }  # fmt: skip
 
     @pytest.mark.parametrize("method", ["none", *METHODS])
