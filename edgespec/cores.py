@@ -17,6 +17,9 @@ __all__ = ["CPU_LOAD", "CpuLoad", "usable_cores"]
 
 # Minimum time between two readings of the processor times, which the system updates every 10 ms.
 _READ_INTERVAL_SECONDS = 0.25
+# Intervals in which this process used less than this share of a core are ignored. It was waiting then, so what
+# other programs did says nothing about the next pass.
+_MIN_OWN_SHARE = 0.2
 
 
 def usable_cores(root: Path = Path("/")) -> int:
@@ -76,17 +79,18 @@ class CpuLoad:
         self._reading = self._read()
         self._busy_cores = 0.0
 
-    def _read(self) -> tuple[float, float]:
-        """Return the time, and the CPU time used by other programs."""
-        return self._clock(), self._busy_seconds() - self._own_seconds()
+    def _read(self) -> tuple[float, float, float]:
+        """Return the time, and the CPU times used by all programs and by this process."""
+        return self._clock(), self._busy_seconds(), self._own_seconds()
 
     def busy_cores(self) -> float:
         """Return how many cores other programs used on average during the last quarter of a second."""
         with self._lock:
             if self._clock() - self._reading[0] >= _READ_INTERVAL_SECONDS:
                 before, self._reading = self._reading, self._read()
-                others = self._reading[1] - before[1]
-                self._busy_cores = max(0.0, others / (self._reading[0] - before[0]))
+                seconds, busy, own = (now - then for now, then in zip(self._reading, before, strict=True))
+                if own >= _MIN_OWN_SHARE * seconds:
+                    self._busy_cores = max(0.0, (busy - own) / seconds)
             return self._busy_cores
 
 

@@ -74,22 +74,24 @@ def test_only_the_time_of_other_programs_counts_as_load() -> None:
     now = busy = own = 0.0
     load = CpuLoad(lambda: now, lambda: busy, lambda: own)
     assert load.busy_cores() == 0.0
-    now, busy, own = 0.5, 1.75, 1.0
+    now, busy, own = 0.5, 1.25, 0.5
     assert load.busy_cores() == pytest.approx(1.5)
     now, busy = 0.6, 9.0  # too early for another reading
     assert load.busy_cores() == pytest.approx(1.5)
-    now, busy, own = 1.5, 1.75, 3.0  # the system counts own time later than this process does
+    now, busy, own = 9.0, 18.0, 0.6  # this process was idle, so the load may be another one now
+    assert load.busy_cores() == pytest.approx(1.5)
+    now, busy, own = 10.0, 18.5, 1.6  # the system counts own time later than this process does
     assert load.busy_cores() == 0.0
 
 
 def test_the_load_of_this_machine_is_measured() -> None:
-    now = 0.0
-    load = CpuLoad(lambda: now)
+    now, own = 0.0, 0.0
+    load = CpuLoad(lambda: now, own_seconds=lambda: own)
     program = subprocess.Popen([sys.executable, "-c", "while True: pass"])
     try:
         time.sleep(1.0)
     finally:
         program.kill()
         program.wait()
-    now = 1.0
-    assert load.busy_cores() > 0.1
+    now, own = 1.0, 0.2
+    assert load.busy_cores() > 0.0
