@@ -17,8 +17,8 @@ __all__ = ["CPU_LOAD", "CpuLoad", "usable_cores"]
 
 # Minimum time between two readings of the processor times, which the system updates every 10 ms.
 _READ_INTERVAL_SECONDS = 0.25
-# Ignore intervals in which this process used less than this share of a core. It was waiting then, so what other
-# programs did says nothing about the next pass.
+# Ignore intervals in which this process used less than this share of a core, because it was waiting. The load
+# may have changed since.
 _MIN_OWN_SHARE = 0.2
 
 
