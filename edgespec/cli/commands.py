@@ -12,6 +12,7 @@ __all__ = ["COMMANDS", "MISSING_COMMANDS", "OLLAMA_COMMANDS", "load_command"]
 COMMANDS = (
     "chat",
     "generate",
+    "recommend",
     "plan",
     "verify",
     "tune",

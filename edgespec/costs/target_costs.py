@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import os
-import platform
 from collections.abc import Mapping
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from edgespec.backends.base import LanguageModel, LoadOptions, Progress
-from edgespec.backends.registry import backends
 from edgespec.costs.curve import CostCurve, measure_costs
+from edgespec.costs.machine_speed import machine_identity
 from edgespec.errors import CancelledError
 from edgespec.saved_arrays import SavedArrays, models_fingerprint
 
@@ -124,17 +121,8 @@ PassCosts: TypeAlias = FreeCosts | TargetCosts
 
 def _settings_key(options: LoadOptions) -> str:
     chosen = (options.threads, options.gpu_layers, options.kv_type, options.flash_attention, options.adapter)
-    machine = (platform.node(), platform.machine(), os.cpu_count())
     exact = " exact" if options.exact else ""
-    packages = [name for backend in backends() for name in backend.packages]
-    return repr((chosen, machine, [_version(name) for name in packages])) + exact
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return ""
+    return repr((chosen, machine_identity())) + exact
 
 
 def _load_curve(saved: Mapping[str, NDArray[Any]]) -> CostCurve | None:

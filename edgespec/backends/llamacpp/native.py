@@ -70,6 +70,11 @@ def ggml() -> Any:
         ("ggml_backend_tensor_get", None, [pointer, pointer, size, size]),
         ("ggml_get_name", ctypes.c_char_p, [pointer]),
         ("ggml_nbytes", size, [pointer]),
+        (
+            "ggml_quantize_chunk",
+            size,
+            [ctypes.c_int, pointer, pointer, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64, pointer],
+        ),
     ):
         function = getattr(libggml, name)
         function.restype, function.argtypes = result, arguments
