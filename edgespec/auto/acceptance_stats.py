@@ -127,7 +127,6 @@ class AcceptanceStats:
 
 
 def _categories(tree: TokenTree) -> list[tuple[int, int]]:
-    """Return the level of each node, but at most 1, and its rank among its siblings, but at most 2."""
     ranks = [0] * tree.width
     categories = [(0, 0)]
     for parent in tree.parents[1:]:
