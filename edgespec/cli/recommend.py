@@ -52,9 +52,7 @@ DOWNLOAD      what is not on this machine yet"""
 )
 @click.option("--measure", is_flag=True, help="Measure this machine again instead of using saved results.")
 @json_option
-def command(
-    task: Any, measure: bool, as_json: bool, memory: str | int | None, reserve: str | int | None
-) -> int:
+def command(task: Any, measure: bool, as_json: bool, **sizes: Any) -> int:
     """Recommend a model for this machine, and predict the speed of every model that fits.
 
     The first run measures how fast this machine is, which takes up to 20 seconds. Nothing is downloaded. The

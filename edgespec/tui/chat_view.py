@@ -218,7 +218,7 @@ class ChatView(Screen[None]):
         """Show or hide the column `name`. Return True if it is now visible."""
         others = self._panels - {name} if self._width_class == "-wide" or name in self._panels else set()
         panels = others if name in self._panels else others | {name}
-        if self._width_class != "narrow":
+        if self._width_class != "-narrow":
             self.preferences.details = "details" in panels
             self.preferences.sidebar = "sidebar" in panels
         await self.show_panels(panels)
