@@ -232,7 +232,6 @@ def _stream(url: str, path: Path, size_bytes: int, etag: str, report: Callable[[
 
 
 def _new_digest(etag: str, size_bytes: int) -> Any:
-    """Return a new hash object. ETags are git hashes for small files, and SHA-256 for large files."""
     if len(etag) == _GIT_ETAG_CHARACTERS:
         return hashlib.sha1(b"blob %d\0" % size_bytes, usedforsecurity=False)
     return hashlib.sha256()
@@ -262,7 +261,6 @@ def stream_chunks(url: str, start: int = 0, chunk_bytes: int = _CHUNK_BYTES) -> 
 
 
 def _network_reason(error: Exception) -> str:
-    """Return the reason for a network error, without the error number."""
     return re.sub(r"^\[Errno -?\d+\] ", "", str(error)) or type(error).__name__
 
 

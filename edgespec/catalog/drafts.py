@@ -87,7 +87,7 @@ class DraftOption:
 
     @property
     def tokens(self) -> str:
-        """The share of the target's tokens that the model has, as text for messages."""
+        """How much of the target's vocabulary the draft model shares, as text for messages."""
         if self.shared_token_fraction is None:
             return "the same tokens (according to the catalogue)"
         if self.shared_token_fraction == 1.0:
@@ -192,7 +192,6 @@ def _first_recommended(target: Resolved) -> DraftChoice:
 
 
 def _recommended(target: Resolved) -> tuple[str, ...]:
-    """Return the names of the draft models that the catalogue recommends, best first."""
     return target.entry.drafts if target.entry else ()
 
 
@@ -206,7 +205,6 @@ def _no_draft_known(target: Resolved) -> str:
 
 
 def _why_none(target: Resolved, usable: Sequence[DraftOption], fitting: Sequence[DraftOption]) -> str:
-    """Explain why `--draft auto` uses no draft model."""
     if fitting:
         return (
             f"the best draft model on this machine, {fitting[0].reference}, has an expected speed-up of"
@@ -321,11 +319,7 @@ def _sizes(target: Resolved, info: ModelInfo | None) -> tuple[int, int]:
 
 
 def _same_family(target: Resolved, info: ModelInfo | None, installed: InstalledModels) -> list[str]:
-    """Return the names of smaller catalogue models that share the target's vocabulary.
-
-    A recommended draft model shares its target's vocabulary, and so do all models linked to the target by a
-    chain of recommendations.
-    """
+    """Return the names of smaller catalogue models that share the target's vocabulary."""
     entries = load_catalogue().entries
     names = {target.entry.name} if target.entry else set()
     if info is not None and info.vocabulary:

@@ -141,7 +141,7 @@ def _embedded() -> Iterator[StoredModel]:
 
 
 def _shortest_reference(stored: StoredModel) -> tuple[str, ModelEntry | None]:
-    """Return the shortest reference to a model, or else its path, and its catalogue entry, if any."""
+    """Return a model's shortest reference and its catalogue entry, or its path and None."""
     for name in stored.names:
         try:
             resolved = resolve(name, allow_download=False)

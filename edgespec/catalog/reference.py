@@ -199,7 +199,7 @@ def _resolve_hub(typed: str, reference: HubReference, download: Download) -> Res
 
 
 def _resolve_stored(typed: str, stored: StoredModel, entry: ModelEntry | None = None) -> Resolved:
-    """Convert a model found in Ollama or LM Studio. Raises ModelFileError if it is unusable."""
+    """Return a model found in Ollama or LM Studio. Raises ModelFileError if it is unusable."""
     program = "Ollama" if stored.store == "ollama" else "LM Studio"
     if stored.path is None:
         raise ModelFileError(
@@ -250,7 +250,6 @@ def _resolve_path(path: Path) -> Resolved:
 
 
 def _resolve_prepared(prepared: PreparedModel, given: Path) -> Resolved:
-    """Return a model prepared for early exit, given its folder or the path of its deleted original."""
     if not is_registered(prepared.kind):
         raise ModelFileError(
             f"{given} contains files prepared for drafting, not a model",
