@@ -81,8 +81,7 @@ def plan(
         if not request.trust:
             try_pair(pair, 0, progress)
         if address_space_is_limited():
-            # Import the code that `load` uses before measuring the budget, which then excludes its address
-            # space.
+            # Import the modules that `load` uses, because they take up address space.
             import_module("edgespec.assembly.loading")
         budget = budget_for(pair, request.memory_bytes, request.reserve_bytes)
         return Preview(plan_pair(pair, request.drafting, request.options, budget, request.plan))

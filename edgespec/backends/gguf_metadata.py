@@ -102,7 +102,7 @@ def _heads(header: GgufHeader, tensors: Sequence[GgufTensor]) -> list[str]:
     if header.architecture in _HEADS:
         return [_HEADS[header.architecture]]
     layers = _number(header.architecture_value("nextn_predict_layers"))
-    # Look for MTP tensors, because some converters remove these layers but keep their number in the metadata.
+    # Some converters remove the tensors of MTP layers, but leave the number of MTP layers in the metadata.
     present = any(".nextn." in tensor.name for tensor in tensors)
     return [f"MTP, {layers} layer{'s' if layers > 1 else ''}"] if layers and present else []
 

@@ -19,8 +19,7 @@ from edgespec.saved_arrays import SavedArrays, models_fingerprint
 
 __all__ = ["FreeCosts", "PassCosts", "TargetCosts"]
 
-# Discard saved pass durations if a single-token pass is now slower or faster by more than this factor, for
-# example because other programs are running or the clock speed has changed.
+# Discard saved pass durations if a single-token pass is now slower or faster by more than this factor.
 _MAX_STEP_RATIO = 2.0
 
 
@@ -59,7 +58,7 @@ class TargetCosts:
         self._model = model
         self._is_measuring = is_measuring
         self.settings_key = _settings_key(options)
-        # Maps numbers of CPU threads to saved curves.
+        # Saved cost curves, keyed by number of CPU threads.
         self._stores: dict[int, SavedArrays] = {}
 
     @property
@@ -68,7 +67,6 @@ class TargetCosts:
         return next((store.notice for store in self._stores.values() if store.notice), "")
 
     def _store(self) -> SavedArrays:
-        """Return the saved curve for the number of threads of the last pass."""
         threads = self._model.threads
         if threads not in self._stores:
             key = f"{models_fingerprint(self._model.facts)} {self.settings_key} {threads}"
@@ -118,7 +116,6 @@ class TargetCosts:
         return curve
 
 
-# Provides the costs of a target's passes.
 PassCosts: TypeAlias = FreeCosts | TargetCosts
 
 
@@ -138,7 +135,6 @@ def _version(package: str) -> str:
 
 
 def _load_curve(saved: Mapping[str, NDArray[Any]]) -> CostCurve | None:
-    """Return the saved curve, or None if nothing was saved or the arrays are damaged."""
     try:
         widths = tuple(int(width) for width in saved["widths"])
         return CostCurve(widths, tuple(float(seconds) for seconds in saved["seconds"]))

@@ -67,7 +67,10 @@ class WrappedModel(BaseModel):
         except ValueError:
             tokens = None
         if not isinstance(tokens, list) or not len(tokens) == snapshot.length <= self.facts.context_tokens:
-            raise BackendError("the snapshot does not fit this model and context", "prefill the tokens again")
+            raise BackendError(
+                "the saved KV cache belongs to another model or exceeds the context",
+                "process the prompt again",
+            )
         self._append(tokens)
 
     def interrupt(self, enabled: bool) -> None:
