@@ -83,7 +83,6 @@ class ReplayModel(BaseModel):
         self._first_known = 0
         self._known: list[int] = []
         self._checkpoints: list[_Checkpoint] = []
-        # Tokens of the draft that is being verified.
         self._round: list[int] = []
         # Number of tokens that the wrapped model has run but not committed.
         self._open = 0

@@ -174,7 +174,6 @@ class _Results:
         return self._read().get(key)
 
     def add(self, key: str, result: _Result) -> None:
-        """Save the result of a trial load. If this fails, the next load repeats the trial."""
         results = self._read()
         results.pop(key, None)
         results[key] = result
@@ -216,7 +215,6 @@ class _Child:
         self._reader.start()
 
     def end(self) -> None:
-        """Stop the process and wait until all its output has been read."""
         self._process.kill()
         self._reader.join()
 

@@ -112,7 +112,6 @@ def list_repository(repository: str) -> tuple[str, list[HubFile]]:
 
 
 def _check_disk(repository: str, files: list[HubFile]) -> None:
-    """Raise DownloadError if the disk has too little free space for the files."""
     cache = hub_cache_folder()
     partial_files = (repository_folder(repository) / "blobs").glob("*.edgespec")
     needed_bytes = sum(file.size_bytes for file in files) - sum(path.stat().st_size for path in partial_files)

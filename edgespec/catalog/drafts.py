@@ -173,7 +173,6 @@ def choose_draft(
 
 
 def _preferred_choice(target: Resolved, draft: str) -> DraftChoice:
-    """Return the draft model that the user has paired with this target."""
     if draft == "none":
         return DraftChoice(None, f"you chose no draft model for {target.name}")
     try:
@@ -221,7 +220,6 @@ def _why_none(target: Resolved, usable: Sequence[DraftOption], fitting: Sequence
 
 
 def _is_for_auto(option: DraftOption, target: Resolved, info: ModelInfo | None) -> bool:
-    """Return whether `--draft auto` can use a model, which must be installed and match the target."""
     if option.path is None or not same_backend(option.format, target.format):
         return False
     if option.shared_token_fraction is None:

@@ -169,7 +169,6 @@ def _smaller(resolved: Resolved, installed: InstalledModels) -> list[tuple[Insta
 
 
 def _is_same_model(one: ModelInfo, other: ModelInfo) -> bool:
-    """Return whether two models are the same, apart from their quantisation."""
     first, second = (
         (info.architecture, info.family, info.parameters, info.vocabulary) for info in (one, other)
     )

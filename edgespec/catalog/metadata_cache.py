@@ -110,7 +110,6 @@ class MetadataCache:
 
 
 def _info(value: Mapping[str, Any]) -> ModelInfo:
-    """Convert a JSON object to metadata. Raises TypeError or ValueError for a field of the wrong type."""
     info = ModelInfo(**{**value, "heads": tuple(value["heads"])})
     for one in fields(info):
         if one.name not in ("kind", "heads") and type(getattr(info, one.name)).__name__ != one.type:

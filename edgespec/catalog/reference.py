@@ -177,7 +177,6 @@ def _resolve_entry(typed: str, entry: ModelEntry, quantisation: str, download: D
 
 
 def _resolve_hub(typed: str, reference: HubReference, download: Download) -> Resolved:
-    """Return a model from a Hugging Face repository, downloading it if it is not on this machine."""
     repository, quantisation = reference.repository, reference.quantisation
     entry = load_catalogue().of_repository(repository)
     cached = cached_model(repository, quantisation)
@@ -264,7 +263,6 @@ def _resolve_prepared(prepared: PreparedModel, given: Path) -> Resolved:
 
 
 def _check_folder(folder: Path) -> None:
-    """Raise ModelFileError if the folder is not a complete MLX model. The message lists missing files."""
     missing = format_at(folder).missing_files(folder)
     if not missing:
         return

@@ -169,7 +169,6 @@ def is_parent(folder: Path, inner: Path) -> bool:
 
 
 def _parents(folder: Path) -> Iterator[tuple[int, int]]:
-    """Yield the (device, inode) of each parent folder."""
     for parent in Path(os.path.realpath(folder)).parents:
         with suppress(OSError):
             yield _identity(parent.stat())

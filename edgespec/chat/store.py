@@ -279,7 +279,6 @@ def read_chat(path: Path) -> SavedChat:
 
 
 def _checked(path: Path, json_value: object) -> SavedChat:
-    """Convert a file's JSON to a `SavedChat`. Raises ValueError if it is invalid."""
     data = _typed(json_value, dict, "the file")
     version = _typed(data.get("version"), int, "`version`")
     if version != VERSION:

@@ -195,7 +195,6 @@ def _all_methods(drafters: Sequence[str]) -> tuple[str, ...]:
 
 
 def _planned(plan: BenchPlan, max_seconds: int | None) -> str:
-    """Return a line that says how many replies the benchmark generates, and how this number is computed."""
     factors = [
         counted(len(plan.prompts), "prompt"),
         counted(len(plan.temperatures), "temperature"),

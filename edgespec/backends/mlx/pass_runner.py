@@ -23,8 +23,7 @@ from edgespec.errors import BackendError, CapabilityError
 
 __all__ = ["PassRunner"]
 
-# Release MLX's unused buffers every time this many tokens have been committed, because caches grow in steps
-# of this many rows and leave their old buffers behind.
+# MLX's unused buffers are released each time this many tokens have been committed.
 _CLEAR_EVERY_TOKENS = 256
 
 
