@@ -197,7 +197,7 @@ def _entry(table: dict[str, Any]) -> ModelEntry:
 
 
 def user_aliases_path() -> Path:
-    """Return the path of the user's TOML file of aliases and pairs, which may not exist."""
+    """Return the path of the TOML file with the user's model aliases and draft pairs."""
     return config_folder() / "aliases.toml"
 
 
