@@ -42,8 +42,6 @@ def control_groups(controller: str, root: Path = Path("/")) -> Iterator[ControlG
         lines = (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()
     except (OSError, ValueError):
         lines = []
-    # In a container, the path of a control group can be a host path that the process cannot read. Yield its
-    # parent groups as well.
     for line in lines or ["0::/"]:
         _, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")

@@ -15,10 +15,8 @@ from edgespec.cgroups import ControlGroup, control_groups
 
 __all__ = ["CPU_LOAD", "CpuLoad", "usable_cores"]
 
-# Minimum time between two readings of the processor times, which the system updates every 10 ms.
 _READ_INTERVAL_SECONDS = 0.25
-# Ignore intervals in which this process used less than this share of a core, because it was waiting. The load
-# may have changed since.
+# The load of other programs is not measured while this process uses less than this share of a core.
 _MIN_OWN_SHARE = 0.2
 
 
@@ -80,7 +78,6 @@ class CpuLoad:
         self._busy_cores = 0.0
 
     def _read(self) -> tuple[float, float, float]:
-        """Return the time, and the CPU times used by all programs and by this process."""
         return self._clock(), self._busy_seconds(), self._own_seconds()
 
     def busy_cores(self) -> float:

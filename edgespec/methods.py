@@ -26,7 +26,6 @@ __all__ = ["DrafterSet", "MissingDrafter"]
 # The method `auto` combines the first available drafter in this list with suffix lookup.
 _AUTO_MODELS = ("model", "layerskip", "lowbit")
 _AUTO_LOOKUP = "suffix"
-# Number of tokens at the end of a prompt from which its kind of text, such as code, is determined.
 _CLASSIFIED_TOKENS = 512
 
 
@@ -93,8 +92,8 @@ class DrafterSet:
     def loss_limits(self) -> tuple[float, float] | None:
         """Maximum slowdown that drafting may cause, compared with plain decoding. None if unlimited.
 
-        The limit is the sum of both numbers: a fraction of the plain decoding time, and a number of
-        single-token passes of the target.
+        The first number is a fraction of the plain decoding time. The second is a number of single-token
+        passes, whose time is added.
         """
         return self._auto_config.limits if self._auto_config else None
 
@@ -167,8 +166,6 @@ class DrafterSet:
         return text_kind("".join(piece.decode("utf-8", "replace") for piece in pieces))
 
     def _with_adaptive_length(self, drafter: Drafter, config: AutoConfig) -> Drafter:
-        """Let a drafter that runs a model choose its own draft length. Return other drafters unchanged."""
-
         def make_growth(draft: Capabilities) -> TreeGrowth:
             limits = PassLimits.of(self._target.capabilities, draft)
             return AdaptiveTreeGrowth(limits, config.costs.v, siblings=1)
@@ -188,7 +185,7 @@ class DrafterSet:
         return self._combinations[names]
 
     def chain_model(self, method: str) -> LanguageModel | None:
-        """Return the draft model if the method drafts with it alone and only token chains, or else None."""
+        """Return the draft model if the method uses no other drafter and drafts no branches, or else None."""
         is_controlled = self._auto_config is not None and self._auto_config.controls_named
         return self._chain_model if method == "model" and not is_controlled else None
 

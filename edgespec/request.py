@@ -25,7 +25,6 @@ __all__ = [
 
 # Default maximum reply length in tokens, so that a reply stuck in a loop does not fill the whole context.
 _DEFAULT_MAX_TOKENS = 8192
-# Default maximum draft length in tokens, for drafters with a fixed length and for adaptive ones.
 _FIXED_DRAFT_LENGTH = 4
 _MAX_ADAPTIVE_DRAFT_LENGTH = 16
 

@@ -118,7 +118,7 @@ class RequestQueue:
                     return
                 self._running = running = self._waiting.popleft()
             error = running._run()
-            # Let the caller submit its next request as soon as this reply ends.
+            # Make room in the queue before the caller learns that its reply has ended.
             with self._changed:
                 self._running = None
             running._end(error)

@@ -114,8 +114,8 @@ class Runtime:
     def loss_limits(self) -> tuple[float, float] | None:
         """Maximum slowdown that drafting may cause, compared with plain decoding. None if unlimited.
 
-        The limit is the sum of both numbers: a fraction of the plain decoding time, and a number of
-        single-token passes of the target.
+        The first number is a fraction of the plain decoding time. The second is a number of single-token
+        passes, whose time is added.
         """
         return self._session.drafters.loss_limits
 

@@ -87,7 +87,7 @@ class SavedArrays:
 
 
 def delete_saved_arrays(folder: Path | None = None) -> int:
-    """Delete the saved arrays of all models and return the number of bytes freed. Raises OSError."""
+    """Delete all files written by `SavedArrays` and return the number of bytes freed. Raises OSError."""
     folder = folder or _default_folder()
     return delete_files(path for kind in ("*.npz", "*.json") for path in folder.glob(kind))
 

@@ -41,7 +41,7 @@ __all__ = ["Session"]
 _PASSES_PER_REPORT = 8
 # Weight of the newest measurement in a moving average of the time per token.
 _STEP_WEIGHT = 0.2
-# Maximum time in seconds, when Python exits, to wait for the thread that reads a reply.
+# Maximum time in seconds to wait for a running reply when Python exits.
 _EXIT_SECONDS = 2.0
 
 
@@ -81,7 +81,6 @@ class Session:
         self._reader = threading.current_thread()
         self._closed_by_reader = threading.Event()
         self._idle_worker = IdleWorker()
-        # Drafters that have work to do between replies.
         self._idle_drafters: Sequence[Drafter] = ()
         self.target_step_seconds = self._measure_target_step()
         store = prefix_cache.store if prefix_cache else None
@@ -239,7 +238,7 @@ class Session:
 
     def _start(self, request: object) -> None:
         if self._active_request is not None:
-            # Free abandoned streams that are part of a reference cycle. Their finalizers end their replies.
+            # Abandoned streams end their replies when they are garbage-collected.
             gc.collect()
         self._end_abandoned()
         with self._state_lock:
@@ -253,7 +252,7 @@ class Session:
             self._active_request, self._stopping = request, False
 
     def _end(self) -> None:
-        """Release the models after a reply. The caller must hold the state lock."""
+        """End the active request and start idle work. The caller must hold `_state_lock`."""
         if not self._closed:
             self._target_cache.sync_length()
             self._interrupt(False)
@@ -264,10 +263,7 @@ class Session:
             self._idle_worker.start(self._use_idle_time, self._reclaim_memory)
 
     def report(self, method: str) -> MethodReport:
-        """Return the report on the current or last reply that used this method.
-
-        The report's note lists the drafters' notes, failures of idle work and memory problems.
-        """
+        """Return the report on the current or last reply that used this method."""
         drafter, report = self.drafters.choose(method)
         notes = [self.context.notice, self.memory_pressure.notice]
         if drafter:
@@ -312,7 +308,7 @@ class Session:
                 self.prefix_cache.store.clear()
 
     def save_prefix_cache(self, should_continue: Callable[[], bool] = lambda: True) -> None:
-        """Add the target's KV state to the prefix cache, and write the cache to disk if it is saved there."""
+        """Add the target's KV state to the prefix cache, and save the prefix cache if it uses the disk."""
         if not self.prefix_cache or not self._target_cache.saves_to_disk:
             return
         with self._compute_lock:
@@ -384,10 +380,10 @@ class Session:
             self.prefix_cache.store.write()
 
     def close_at_exit(self) -> None:
-        """Close the session because Python exits, if possible in the thread that reads a reply.
+        """Close the session when Python exits.
 
-        MLX keeps data for each thread. It aborts the process if Python ends such a thread while it exits,
-        unless the model was closed in that thread.
+        If another thread is reading a reply, that thread closes the models if it can. Otherwise, MLX could
+        abort the process.
         """
         reader = self._reader
         if self._active_request and reader is not threading.current_thread() and reader.is_alive():
@@ -401,7 +397,6 @@ class Session:
         self.drafters.interrupt(interrupted)
 
     def _measure_target_step(self) -> float:
-        """Return the seconds that the target takes for a single-token pass, measured after a warm-up pass."""
         rows = np.array([0])
         self.target.verify(TokenTree.chain(0)).at(0, rows)
         # Remove the warm-up token from the KV cache, which may have room for only one token.

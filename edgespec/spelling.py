@@ -36,11 +36,11 @@ _END_MISSING = _START_MISSING = 0.5
 
 
 def nearest(typed: str, names: Iterable[str]) -> list[str]:
-    """Return the names most similar to `typed`, or up to four that are equally similar.
+    """Return the names that are most similar to `typed`, at most four.
 
     A swapped, missing, extra or wrong letter counts as one error, and at most a third of the letters may be
     wrong. `typed` may also be the beginning of a name, or lack its first words. Case, dashes and underscores
-    are ignored. For another program's name of an option, edgespec's name is suggested.
+    are ignored. Option names of other programs, such as `n_ctx`, are also recognised.
 
     Args:
         typed: What the user typed.
@@ -68,7 +68,6 @@ def _words(name: str) -> list[str]:
 
 
 def _score(typed: str, words: list[str]) -> float:
-    """Return the number of typing errors that separate `typed` from a name, which is given as its words."""
     scores = []
     for first in range(len(words)):
         *beginnings, whole = _errors(typed, "".join(words[first:]))

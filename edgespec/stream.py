@@ -127,7 +127,6 @@ class ReplyStream:
             self._session.end_later(self.close)
 
     def _advance(self) -> None:
-        """Run one step and add its text to the chunks, or finish the reply after the last step."""
         if not self._reading.acquire(blocking=False):
             raise BusyError("another thread is reading this reply", "read each reply in a single thread")
         try:
@@ -155,7 +154,6 @@ class ReplyStream:
             self._reading.release()
 
     def _add(self, step: Step) -> None:
-        """Split the text of a step into chunks by reasoning or answer, and by drafted or not."""
         self._tokens.extend(step.tokens)
         self._finish_reason = step.finish_reason or self._finish_reason
         texts, accepted = self._text.drain(), step.accepted
@@ -195,7 +193,6 @@ class ReplyStream:
 def _text_chunks(
     texts: Sequence[str], split: Sequence[SplitText], accepted: bool, tokens_per_text: int
 ) -> Iterator[TextChunk]:
-    """Yield the texts as chunks that are either reasoning or answer."""
     pairs = zip(texts, split, strict=True)
     for reasoning, run in groupby(pairs, key=lambda pair: pair[1].in_reasoning):
         raw, parts = zip(*run, strict=True)

@@ -42,12 +42,12 @@ def find_advice(
     """Return advice for a plan that does not fit in memory: change an option, or choose a smaller model.
 
     Args:
-        fixed: The options that the user set, which the planner did not change.
-        fit: Returns the best load options and their memory plan, without changing the given options.
+        fixed: The options that the user set.
+        fit: Returns the best load options that keep the given options unchanged, and their memory plan.
         pair: The target and its draft model.
         options: The load options.
         budget: The memory budget.
-        headroom_bytes: Memory reserved for everything that plans do not model, or None for the default.
+        headroom_bytes: Additional memory to reserve, or None for the default.
     """
     for name, text in _ADVICE.items():
         if name in fixed:

@@ -49,7 +49,7 @@ def make_drafters(
 ) -> tuple[DrafterSet, tuple[str, ...]]:
     """Create the drafters for a loaded target, and return them with notices for the user.
 
-    If costs or early exits must be measured, the target's KV cache is cleared.
+    Can clear the target's KV cache, to measure the target's speed.
 
     Raises:
         CapabilityError, OptionError, ModelFileError, MemoryBudgetError: A drafter that a method needs cannot
@@ -126,7 +126,6 @@ class _DrafterFactory:
         return drafters, (corpus_notice, self._costs.notice if self._measured_curve else "")
 
     def _automatic_self_drafts(self, draft: LoadedDraft | None) -> set[str]:
-        """Return the prepared methods with which `auto` can draft if there is no draft model."""
         if "auto" not in self._options.methods or draft is not None:
             return set()
         if self._format.fixed_exit:
@@ -137,7 +136,6 @@ class _DrafterFactory:
         return {"lowbit"} if may_copy and find_valid_lowbit(self._target.path) else set()
 
     def _auto_config(self, draft: LoadedDraft | None) -> AutoConfig | None:
-        """Return the settings for skipping drafts that do not pay off, or None if none are skipped."""
         max_loss = self._arguments["max_loss"]
         if not self._costs.has_loss_limit or ("auto" not in self._options.methods and max_loss is None):
             return None
@@ -170,12 +168,10 @@ class _DrafterFactory:
 
     @property
     def _reference(self) -> str:
-        """The target's name, or its path quoted for the shell."""
         found = self._target
         return shlex.quote(str(found.path)) if found.source == "path" else found.name
 
     def _growth(self, draft: LanguageModel) -> tuple[int, ...] | TreeGrowth:
-        """Return the number of branches at each level of a draft, or an object that decides it per draft."""
         branches = self._arguments["draft_branches"]
         if not isinstance(branches, str):
             return branches
@@ -222,7 +218,6 @@ class _DrafterFactory:
         return self._model_drafter(view, "layerskip")
 
     def _missing_self_draft(self, self_draft: SelfDraft) -> MissingDrafter:
-        """Return a placeholder that states why the target cannot draft for itself with this method."""
         why, hint = f"{self._model.facts.name} cannot draft for itself", ""
         try:
             self._model.self_draft(self_draft).close()
@@ -271,7 +266,6 @@ class _DrafterFactory:
         return self._model_drafter(self._model.self_draft(low_bit), "lowbit")
 
     def _checked_lowbit_copy(self) -> PreparedModel | None:
-        """Return the target's low-bit copy, if any. Raise ModelFileError if it is damaged or outdated."""
         from edgespec.prepare.lowbit import check_lowbit, find_lowbit
 
         prepared = find_lowbit(self._target.path)

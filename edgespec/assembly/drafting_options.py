@@ -21,9 +21,8 @@ class DraftingOptions:
 
     Attributes:
         arguments: The checked arguments of `load`.
-        window_tokens: Number of most recent tokens that the draft model sees. 0 means all tokens. None limits
-            them only in texts longer than the context that the draft model was trained for. The planner can
-            reduce the number.
+        window_tokens: Number of most recent tokens that the draft model sees, or 0 for all tokens. If None,
+            the draft model sees at most as many tokens as it was trained for.
         has_room_for_copy: Whether the memory plan leaves room for a low-bit copy of the target, which `auto`
             can draft with.
         draft_kv_type: Number format of the draft model's KV cache. Empty means the target's format.

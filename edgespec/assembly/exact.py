@@ -25,11 +25,10 @@ def restrict_to_exact(model: LanguageModel, computation: str, progress: Progress
         progress: Called during the measurement. Returning False cancels it with CancelledError.
 
     Returns:
-        A notice for the user.
+        A message for the user about the restriction.
     """
     facts = model.facts
     capabilities = facts.capabilities
-    # Take low-bit drafting into account, because MLX splits the weights for it, which changes rounding.
     methods = sorted(capabilities.self_draft_methods)
     limits = f"{usable_cores()} {facts.context_tokens} {capabilities.tree} {methods}"
     model_identity = f"{models_fingerprint(facts)} {facts.cache_variant} {facts.weight_bytes}"
@@ -51,7 +50,6 @@ def restrict_to_exact(model: LanguageModel, computation: str, progress: Progress
 
 
 def _load_saved(saved: SavedArrays) -> BitExactPasses | None:
-    """Return the saved result of an earlier measurement, or None if it is missing or damaged."""
     try:
         width, branches, reading = map(int, saved.load()["agreement"])
     except (KeyError, TypeError, ValueError, OverflowError):

@@ -139,11 +139,9 @@ def _load_planned(planned: LoadPlan, trial_notice: str, progress: Progress | Non
 
 
 def _mapped_files(pair: ModelPair, options: LoadOptions, *, has_copy: bool) -> MappedFiles:
-    """Return the memory-mapped files of both models and, if `has_copy`, of the low-bit copy."""
     paths: list[Path] = []
     for found in (pair.target, pair.draft):
         if found and found.file_format.mapped and options.mmap:
-            # Skip files that have been deleted, because memory that is already mapped from them stays valid.
             with suppress(OSError, ModelFileError):
                 paths += found.file_format.files(found.path)
     if has_copy and pair.target.file_format.low_bit_copy_format and options.mmap:

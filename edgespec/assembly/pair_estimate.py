@@ -17,7 +17,6 @@ from edgespec.memory import Budget, Item, MemoryPlan, PlanChoice, create_items, 
 
 __all__ = ["PairEstimator", "open_estimator"]
 
-# A memory limit that no model exceeds.
 _UNLIMITED_BYTES = 1 << 62
 
 
@@ -30,8 +29,7 @@ class PairEstimator:
         options: The load options.
         undo: Exit stack that closes the opened model files.
         budget: The memory budget.
-        headroom_bytes: Memory that each plan reserves for everything it does not model, or None for the
-            default.
+        headroom_bytes: Additional memory that each plan reserves, or None for the default.
 
     Attributes:
         target: Estimates the memory of the target alone.
@@ -55,8 +53,7 @@ class PairEstimator:
         self.target = open_estimator(pair.target, self._options)
         undo.callback(self.target.close)
         self._undo = undo
-        # All versions of the draft model to choose from, with their memory estimators. The requested version
-        # has an empty key.
+        # The versions of the draft model by name, with their memory estimators. "" is the requested version.
         self._drafts: dict[str, tuple[Resolved, MemoryEstimator]] = {}
         if pair.draft:
             self._drafts[""] = pair.draft, self._open_draft(pair.draft)
@@ -74,10 +71,9 @@ class PairEstimator:
         return estimator
 
     def smaller_drafts(self, start: PlanChoice) -> list[str]:
-        """Open lower-bit versions of the draft model if the options `start` do not fit in memory.
+        """Return the names of the installed lower-bit versions of the draft model.
 
-        Returns:
-            The names of the installed versions. Empty if none is needed.
+        Returns an empty list if the models already fit in memory with the options `start`.
         """
         if self._pair.draft is None or self.plan(start).fits:
             return []
@@ -87,7 +83,6 @@ class PairEstimator:
         return [name for name in self._drafts if name]
 
     def draft_file(self, choice: PlanChoice) -> Resolved:
-        """Return the version of the draft model to load for a choice of load options."""
         return self._drafts[choice.draft_form][0]
 
     def load_options(self, choice: PlanChoice) -> LoadOptions:
@@ -109,8 +104,7 @@ class PairEstimator:
         options = self.load_options(choice)
         pair = self._pair
         target_options = options_in_pair(pair.target, pair.draft, options)
-        # A memory limit of 0 keeps MLX from converting weights to float32, which it does only if there is
-        # room.
+        # With a memory limit of 0, MLX does not convert the weights to float32.
         room = _UNLIMITED_BYTES if choice.float32 else 0
         target = self.target.estimate(replace(target_options, memory_bytes=room))
         items = list(create_items("target", target))

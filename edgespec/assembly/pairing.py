@@ -37,8 +37,7 @@ __all__ = [
 
 
 FindModel = Callable[[str], Resolved]
-# Minimum initial context size in tokens of a draft model with another vocabulary, which can need more tokens
-# for a text than the target.
+# Minimum initial context size, in tokens, of a draft model whose vocabulary differs from the target's.
 _FOREIGN_CONTEXT_TOKENS = 8192
 # Maximum number of tokens per forward pass for which a draft model computes logits.
 _DRAFT_ROWS = 96
@@ -54,8 +53,8 @@ class ModelPair:
         target: The target.
         draft: The draft model, or None.
         why_no_draft: The reason why there is no draft model. Empty if there is one.
-        why_draft: The reason for choosing this draft model automatically. Empty if the choice is as users
-            expect.
+        why_draft: The reason why `auto` chose this draft model. Empty if the user chose it or the catalogue
+            recommends it.
     """
 
     target: Resolved
@@ -124,7 +123,6 @@ def find_pair(
 
 
 def _prepared_for_early_exit(found: Resolved, drafting: DraftingOptions, has_draft: bool) -> Resolved:
-    """Return the version of the model prepared for early exit if a method will use it, or else the model."""
     if "layerskip" not in found.file_format.preparations:
         return found
     named = "layerskip" in drafting.named_drafters
@@ -144,7 +142,6 @@ def _prepared_for_early_exit(found: Resolved, drafting: DraftingOptions, has_dra
 def _find_draft(
     target: Resolved, draft: str | None, find_model: FindModel, options: LoadOptions
 ) -> tuple[Resolved | None, str, str]:
-    """Return the draft model or None, and the reasons for having none or for an unexpected choice."""
     if draft is None or draft == "none":
         return None, "no draft model was requested", ""
     if draft != "auto":
@@ -160,10 +157,12 @@ def _find_draft(
 
 
 def try_pair(pair: ModelPair, memory_bytes: int, progress: Progress | None) -> str:
-    """Load new model files in a child process, because damaged files can crash it, and return a user notice.
+    """Check in a child process that the models can be loaded, because damaged files can crash a process.
 
-    A model larger than `memory_bytes` is only checked, not run, because it will not be loaded. Raises the
-    same errors as `check_loadable`.
+    Reads only the metadata of models larger than `memory_bytes`. Raises the same errors as `check_loadable`.
+
+    Returns:
+        A notice for the user if the check could not be made, or an empty string.
     """
     models = []
     for found in filter(None, (pair.target, pair.draft)):
@@ -186,7 +185,7 @@ def load_draft(
     options: LoadOptions,
     progress: Progress | None,
 ) -> LoadedDraft | None:
-    """Load the draft model for a loaded target. Return None if the pair has no draft model.
+    """Load the draft model for a loaded target, or return None if `pair` has no draft model.
 
     Raises:
         VocabularyMismatchError: The vocabularies have no tokens in common.
@@ -271,7 +270,6 @@ def _check_trainable(
     same_vocabulary: bool,
     window: AttentionWindow | None,
 ) -> None:
-    """Raise OptionError if a draft model cannot be trained between replies."""
     if not found.file_format.online_training:
         why, hint = "only MLX draft models can be trained", "use an MLX draft model"
     elif not draft.capabilities.trainable:
@@ -311,9 +309,9 @@ def draft_load_options(
 
 
 def options_in_pair(found: Resolved, other: Resolved | None, options: LoadOptions) -> LoadOptions:
-    """Return the options for loading `found`, with defaults for options that only the other backend supports.
+    """Return the options for loading `found`, with defaults for options that its backend does not support.
 
-    If both models use the same backend, or there is no other model, no options are changed.
+    The options are changed only if the other model uses a different backend.
     """
     if other is None or same_backend(found.format, other.format):
         return options

@@ -38,7 +38,7 @@ class PlanRequest:
         fixed: Options set by the user, which the planner must not change.
         prefer: Whether to keep a long context or the draft model if only one of them fits.
         prefix_cache_bytes: Size limit of the prefix cache in memory, or None for the default.
-        headroom_bytes: Extra memory for everything the plan does not model, or None for the default.
+        headroom_bytes: Additional memory to reserve, or None for the default.
     """
 
     fixed: frozenset[PlanOption] = frozenset()
@@ -99,7 +99,7 @@ class LoadPlan:
         kinds = ("weights", "cache")
         draft_bytes = sum(i.bytes for i in self.plan.items if i.role == "draft" and i.kind in kinds)
         left = (self.options.memory_bytes or 0) - draft_bytes
-        # Lower the memory limit to the planned size, so that MLX does not convert the weights to float32.
+        # MLX does not convert the weights to float32 if the result would exceed the memory limit.
         if not self.float32:
             target = (i.bytes for i in self.plan.items if i.role == "target" and i.kind in kinds)
             left = min(left, sum(target))
@@ -123,7 +123,6 @@ class LoadPlan:
 def budget_for(pair: ModelPair, memory_bytes: int | None, reserve_bytes: int | None = None) -> Budget:
     """Return the memory budget for a pair of models, including the graphics cards of its backend."""
     if address_space_is_limited():
-        # Load libraries before measuring the address space that is left, because they use some of it.
         limit_malloc_arenas()
         for model in filter(None, (pair.target, pair.draft)):
             model.backend.preload()
@@ -139,8 +138,7 @@ def plan_pair(
 ) -> LoadPlan:
     """Plan how to load a pair of models within the memory budget. Call `check_fits` on the result.
 
-    If the user did not set a context length, it is the default length, or more if that requires no other
-    reductions.
+    If the user did not set a context length, the plan can choose a longer one than the default.
 
     Raises:
         ModelFileError, BackendMissingError: A model cannot be opened.
@@ -186,13 +184,10 @@ def plan_pair(
     drafting = replace(
         drafting,
         window_tokens=choice.draft_window,
-        # If the draft model did not fit, do not load a low-bit copy in its place, because the plan has no
-        # memory for one.
+        # If the planner dropped the draft model, it did not reserve memory for a low-bit copy of the target.
         has_room_for_copy=choice.copy and start.draft == choice.draft,
         draft_kv_type=choice.draft_kv_type,
     )
-    # Limit the memory for weights and KV caches. Include the headroom, because backends count some memory
-    # that the plan ignores.
     checked = ("weights", "cache", "headroom")
     left = budget.total_bytes - sum(item.bytes for item in plan.items if item.kind not in checked)
     chosen = replace(
@@ -214,7 +209,6 @@ def plan_pair(
 
 
 def _fixed_options(request: PlanRequest, drafting: DraftingOptions) -> set[PlanOption]:
-    """Return the options that the planner must not change."""
     fixed = set(request.fixed)
     if "kv_type" in fixed:
         fixed.add("draft_kv_type")
@@ -228,7 +222,6 @@ def _fixed_options(request: PlanRequest, drafting: DraftingOptions) -> set[PlanO
 
 
 def _prefix_cache_bytes(plan: MemoryPlan, requested_bytes: int | None) -> int:
-    """Return the size limit of the prefix cache, which cannot exceed the memory that the plan leaves free."""
     if not plan.fits:
         return 0
     free = plan.free_bytes("memory")

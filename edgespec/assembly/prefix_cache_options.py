@@ -19,7 +19,7 @@ __all__ = ["create_prefix_cache", "file_states"]
 
 # Assume that prefill is this many times faster per token than decoding, until a prefill has been timed.
 _PREFILL_SPEEDUP = 4.0
-# Assumed memory bandwidth during decoding in bytes per second, until a prefill has been timed.
+# Assumed memory bandwidth during decoding, in bytes per second.
 _ASSUMED_BYTES_PER_SECOND = 1e10
 
 

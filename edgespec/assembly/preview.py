@@ -10,6 +10,7 @@ from typing import Unpack
 from edgespec.assembly.load_request import LoadRequest
 from edgespec.assembly.pairing import find_pair, try_pair
 from edgespec.assembly.planning import LoadPlan, budget_for, plan_pair
+from edgespec.assembly.speed_prediction import SpeedPrediction, predict_pair
 from edgespec.backends.base import Progress
 from edgespec.backends.memory_estimate import Pool
 from edgespec.catalog import Resolved
@@ -34,9 +35,10 @@ class Preview:
         trained_context_tokens: Context length that the target was trained for. 0 if unknown.
         first_context_tokens: Initial context size, which grows on demand.
         draft_window: The draft model's attention window, or None if it sees the whole context.
+        prediction: The expected speed on this machine. None if `edgespec recommend` has not measured it.
     """
 
-    def __init__(self, planned: LoadPlan) -> None:
+    def __init__(self, planned: LoadPlan, prediction: SpeedPrediction | None = None) -> None:
         pair = planned.pair
         self.target: str = pair.target.name
         self.draft: str | None = pair.draft.name if pair.draft else None
@@ -47,6 +49,7 @@ class Preview:
         self.trained_context_tokens: int = planned.trained_tokens
         self.first_context_tokens: int = planned.initial_context_tokens
         self.draft_window: AttentionWindow | None = planned.draft_window
+        self.prediction: SpeedPrediction | None = prediction
 
 
 def plan(
@@ -81,8 +84,8 @@ def plan(
         if not request.trust:
             try_pair(pair, 0, progress)
         if address_space_is_limited():
-            # Import the code that `load` uses before measuring the budget, which then excludes its address
-            # space.
+            # Import the modules that `load` uses, because they take up address space.
             import_module("edgespec.assembly.loading")
         budget = budget_for(pair, request.memory_bytes, request.reserve_bytes)
-        return Preview(plan_pair(pair, request.drafting, request.options, budget, request.plan))
+        planned = plan_pair(pair, request.drafting, request.options, budget, request.plan)
+        return Preview(planned, predict_pair(planned.pair))

@@ -1,1 +1,1 @@
-"""The controller behind `--method auto`: measured costs, acceptance statistics and the loss limit."""
+"""Decide when and how to draft for `--method auto`, from measured costs and acceptance rates."""

@@ -33,17 +33,18 @@ class AcceptanceStats:
         was_empty: Whether the last draft was empty.
     """
 
-    # Numbers of consecutively accepted tokens that separate the ranges in which acceptance is counted.
+    # Acceptance is counted separately after 0, 1 to 3, 4 to 15, and at least 16 accepted tokens in a row.
     _STREAKS = (1, 4, 16)
-    # Assumed acceptance probability of a node's first, second and later children in drafts from lookups. Each
-    # row applies to one range of consecutively accepted tokens.
+    # Assumed acceptance probability of a node's first, second and later children in drafts from lookups. The
+    # rows apply after 0, 1 to 3, 4 to 15, and at least 16 accepted tokens in a row.
     _LOOKUP_PRIOR = np.array([[0.4, 0.1, 0.05], [0.6, 0.1, 0.05], [0.75, 0.1, 0.05], [0.9, 0.05, 0.02]])
     # Assumed acceptance probability of a node's first, second and later children in drafts from draft models.
-    # The first value is high, so that such drafters are tried.
+    # The first value is high, so that draft models are tried.
     _MODEL_PRIOR = np.array([[0.85, 0.1, 0.05]])
-    # Weight of the assumed acceptance probabilities, as a number of drafted tokens.
+    # The assumed acceptance probabilities count like measurements on this many drafted tokens.
     _PRIOR_WEIGHT = 4.0
-    # Maximum weight of earlier acceptance counts after a long pause, as a number of drafted tokens.
+    # After a long pause in drafting, earlier measurements count like measurements on at most this many
+    # drafted tokens.
     _WEIGHT_AFTER_PAUSE = 2.0
 
     def __init__(self, is_lookup: bool) -> None:
@@ -85,7 +86,7 @@ class AcceptanceStats:
         return self.rows.value / max(self.levels.value, 1.0)
 
     def reach_probs(self, levels: int) -> list[float]:
-        """Return, for each level of the next draft, how likely one of its tokens is to be accepted."""
+        """Return, for each level of the next draft, the probability that any of its tokens is accepted."""
         probs = self._probs()
         is_chain = self.rows.value <= self.levels.value
         level_probs = probs[:, 0] if is_chain else np.minimum(probs.sum(axis=1), MAX_PROB_SUM)
@@ -126,7 +127,6 @@ class AcceptanceStats:
 
 
 def _categories(tree: TokenTree) -> list[tuple[int, int]]:
-    """Return each node's level (0: first, 1: any later one) and rank among its siblings (at most 2)."""
     ranks = [0] * tree.width
     categories = [(0, 0)]
     for parent in tree.parents[1:]:

@@ -1,7 +1,6 @@
 """Count the replies that this process is generating concurrently.
 
-Concurrent replies share the machine and slow each other down, so the controller measures costs separately for
-each count.
+Concurrent replies slow each other down. Costs are therefore tracked separately for each number of replies.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ __all__ = ["ACTIVE_REPLIES", "ActiveReplies"]
 class ActiveReplies:
     """Thread-safe set of the replies that are being generated.
 
-    It uses no lock, because a reply can also end during garbage collection, in the middle of another call.
+    It has no lock, because a reply that ends during garbage collection could then cause a deadlock.
     """
 
     def __init__(self) -> None:
@@ -24,13 +23,12 @@ class ActiveReplies:
         return len(self._ids)
 
     def add(self, reply: object) -> None:
-        """Add a reply, which must stay in memory until `discard`, because only its id is stored."""
+        """Add a reply. Keep a reference to the reply until you call `discard`."""
         self._ids.add(id(reply))
 
     def discard(self, reply: object) -> None:
-        """Remove a reply, or do nothing if it is not in the set."""
+        """Remove a reply if it is present."""
         self._ids.discard(id(reply))
 
 
-# Shared by all runtimes in this process.
 ACTIVE_REPLIES = ActiveReplies()

@@ -12,10 +12,10 @@ from edgespec.drafters.running_stats import RunningMean
 
 __all__ = ["Backoff"]
 
-# Drafting pauses if its mean gain per round is lower, relative to the duration of a single-token target pass.
+# Drafting pauses if its mean gain falls below this share of the duration of a single-token target pass.
 _MIN_GAIN = -0.01
-# Drafting never pauses if an unsuccessful search for a draft takes less time, relative to a single-token
-# target pass.
+# Drafting never pauses if an unsuccessful search for a draft takes less than this share of the duration of a
+# single-token target pass.
 _NEGLIGIBLE_COST = 0.005
 # Number of drafts before drafting can be paused for the first time.
 _TRIAL_ROUNDS = 8
@@ -41,7 +41,7 @@ class Backoff:
 
     @property
     def gain(self) -> float:
-        """Mean time that drafting saved per recent round, relative to a single-token target pass."""
+        """Mean time saved by recent drafts, relative to a single-token target pass."""
         return self._gain.value
 
     @property
@@ -54,7 +54,7 @@ class Backoff:
         return self._gain.value < _MIN_GAIN and self._empty_cost.value > _NEGLIGIBLE_COST
 
     def may_draft(self) -> bool:
-        """Return whether to draft in this round. During a pause, only retries may draft."""
+        """Return whether to draft now. While drafting is paused, it is only retried occasionally."""
         if not self.is_paused:
             return True
         if not self._retries.is_due(_RETRY_COST_FACTOR * _RETRY_ROUNDS * self._empty_cost.value):
@@ -63,7 +63,6 @@ class Backoff:
         return True
 
     def skip_rounds(self, rounds: int) -> None:
-        """Count rounds of a pause for which `may_draft` was not called."""
         self._retries.skip_rounds(rounds)
 
     def record_empty_draft(self, cost: float) -> None:
@@ -96,7 +95,7 @@ class Backoff:
             self._retries.shorten()
 
     def saved_statistics(self) -> dict[str, NDArray[Any]]:
-        """Return the mean gain and the retry interval as named arrays, to save for a later run."""
+        """Return the state of the backoff as named arrays, to save for a later run."""
         return {f"patience.{name}": part.saved() for name, part in self._parts.items()}
 
     def restore_statistics(self, saved: Mapping[str, NDArray[Any]]) -> None:

@@ -25,14 +25,13 @@ from edgespec.engine.tree import TokenTree
 
 __all__ = ["CombinedDrafter"]
 
-# Maximum share of the permitted time loss to spend on prefilling draft models. The rest is left for drafting.
+# Maximum share of the time that `--max-loss` allows to spend on prefilling draft models.
 _PREFILL_SHARE = 0.5
 # Minimum number of tokens to prefill. A draft model that sees fewer tokens rarely predicts correctly.
 _MIN_PREFILL_TOKENS = 32
 # Draft lengths to compare for drafters that choose their own length.
 _DRAFT_LENGTHS = (1, 2, 3, 4, 5, 6, 8, 12, 16)
-# Retry a drafter that has not saved time only if other drafters are expected to have at most this many tokens
-# accepted.
+# An unsuccessful drafter is not retried while other drafters expect more than this many accepted tokens.
 _MAX_TOKENS_AT_RISK = 0.5
 
 
@@ -171,7 +170,6 @@ class CombinedDrafter(Drafter):
         return [stats for stats in self._stats if stats in self._proposals]
 
     def _prepare(self, stats: DrafterStats, levels: int) -> bool:
-        """Decide whether a drafter runs in this round, and prefill its draft model if it does."""
         gain = self._expected_gain(stats, levels)
         if gain > 1.0:
             if levels > stats.empty_draft_levels:
@@ -198,17 +196,12 @@ class CombinedDrafter(Drafter):
         return stats.retries.is_due(cost)
 
     def _first_prefill_cost(self, stats: DrafterStats) -> float:
-        """Return how long a drafter's first prefill takes, relative to a single-token target pass.
-
-        Returns 0 if the drafter has already prefilled tokens in this reply.
-        """
         step = self._target_step_seconds.value
         if stats.has_prefilled or step <= 0.0:
             return 0.0
         return self._prefill_tokens(stats) * stats.prefill_token_seconds(step) / step
 
     def _prefill(self, stats: DrafterStats) -> bool:
-        """Prefill a draft model within the permitted time loss. Return whether it can draft afterwards."""
         tokens = self._prefill_tokens(stats)
         if not tokens:
             return not stats.pending_tokens
@@ -220,7 +213,6 @@ class CombinedDrafter(Drafter):
         return True
 
     def _prefill_tokens(self, stats: DrafterStats) -> int:
-        """Return how many tokens to prefill in this round without exceeding the permitted time loss."""
         pending, all_pending = stats.pending_tokens, stats.full_pending_tokens
         allowance = self._allowance_seconds()
         token_seconds = stats.prefill_token_seconds(self._target_step_seconds.value)
@@ -242,7 +234,6 @@ class CombinedDrafter(Drafter):
         )
 
     def _merged_tree(self) -> TokenTree:
-        """Merge the drafts of all drafters, and drop looked-up tokens that are unlikely to be accepted."""
         chosen = self._asked if self._can_branch else self._best_chain()
         return prune_optional(
             merge_trees([self._proposals[stats].tree for stats in chosen]),
@@ -254,7 +245,6 @@ class CombinedDrafter(Drafter):
         )
 
     def _best_chain(self) -> list[DrafterStats]:
-        """Select one draft to verify: a draft model's if there is one, else the most promising lookup."""
         drafted = [stats for stats in self._asked if self._proposals[stats].tree.drafted]
         if models := [stats for stats in drafted if not stats.is_lookup]:
             return models[:1]
@@ -279,8 +269,7 @@ class CombinedDrafter(Drafter):
     def _expected_gain(self, stats: DrafterStats, draft_length: int) -> float:
         """Return the expected decoding speed with a drafter divided by the speed without it.
 
-        If the drafter's speed is unknown, the result is infinite, so that the drafter is tried, or 0 if its
-        last draft was empty.
+        The result is infinite if the drafter's speed is unknown and must be measured.
         """
         acceptance = stats.acceptance
         if not self._is_measured(stats):

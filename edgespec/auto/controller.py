@@ -25,13 +25,11 @@ __all__ = ["AutoConfig", "AutoController"]
 
 # Maximum number of tokens between two measurements of the duration of a single-token target pass.
 _REMEASURE_TOKENS = 96
-# Number of rounds between backoff checks while drafting is paused. On small models, even the check takes
-# noticeable time.
+# While drafting is paused, generate this many tokens before checking whether to resume drafting. The check
+# takes noticeable time on small models.
 _PAUSED_ROUNDS = 15
-# Minimum time between saves of the statistics.
 _SAVE_INTERVAL_SECONDS = 60.0
-# A reply with less than one draft per this many tokens is reported as plain decoding, unless drafting saved
-# time.
+# Do not report drafters that drafted less than once per this many tokens, unless they saved time.
 _TOKENS_PER_RETRY = 16
 # Minimum length of a reply for which a speed-up is reported. Shorter replies vary too much.
 _MIN_COMPARED_TOKENS = 16
@@ -43,7 +41,7 @@ class AutoConfig:
 
     Attributes:
         open_store: Returns the statistics store for the named drafters, such as "model+suffix".
-        controls_named: Whether methods that name drafters are controlled too, not only `auto`.
+        controls_named: Whether the controller is used for all methods, not only for `auto`.
         adapts_length: Whether draft models choose their draft length in each round.
     """
 
@@ -127,9 +125,8 @@ class AutoController(Drafter):
         self._count_replies, self._count_threads = count_replies, count_threads
         self._now = Conditions()
         self._tokens: list[int] = []
-        # Measure a single-token target pass first.
         self._tokens_since_target_step = _REMEASURE_TOKENS
-        # Whether emitted tokens are passed on to the drafters, which they are not while drafting is paused.
+        # Whether the drafters receive the emitted tokens.
         self._is_drafting = False
         self._round: _Round | None = None
         # Mean time spent outside the target's pass when one token is generated, for example on sampling.
@@ -149,7 +146,7 @@ class AutoController(Drafter):
 
     @property
     def allowance_seconds(self) -> float:
-        """Maximum time that the next round can lose compared with plain decoding."""
+        """Maximum time that the next draft can lose compared with plain decoding."""
         return self.loss_limit.allowance_seconds(self.target_step_seconds)
 
     @property
@@ -209,7 +206,6 @@ class AutoController(Drafter):
         )
         if not self._drafter.has_lookup:
             return model_length, model_length
-        # A lookup costs only the additional rows in the verify pass.
         return self._worst_case.affordable_length(draft_length, allowance, 0.0), model_length
 
     def _cut(self, tree: TokenTree, allowance_seconds: float) -> TokenTree:
@@ -231,7 +227,6 @@ class AutoController(Drafter):
         return Conditions(self._count_replies(), self._count_threads())
 
     def _follow_conditions(self) -> None:
-        """Switch to the timing statistics for the current number of concurrent replies and CPU threads."""
         self._now = self._current_conditions()
         previous, step_seconds = self.costs.conditions, self.costs.target_step_seconds
         self.costs.set_conditions(self._now)
@@ -261,19 +256,18 @@ class AutoController(Drafter):
         self._round = None
 
     def _record_round(self, this_round: _Round, tokens: int, seconds: float) -> None:
-        """Update all timing statistics after a round that emitted `tokens` tokens in `seconds` seconds."""
         step_seconds = self.target_step_seconds
         draft_seconds = this_round.draft_done - this_round.started
         expected_seconds = self.costs.pass_seconds(this_round.width)
-        # The duration of a pass is not representative if another reply began or ended during it, or if it
-        # used another number of threads.
+        # Ignore the duration of the pass if another reply began or ended meanwhile, or the number of threads
+        # changed.
         is_undisturbed = self._current_conditions() == self._now
         if is_undisturbed:
             self.costs.record_pass(this_round.width, this_round.pass_seconds)
         if not this_round.was_asked:
             self._record_target_step(this_round, tokens, seconds, step_seconds, draft_seconds)
             return
-        # A prefill also benefits later rounds, so its duration does not count against this round.
+        # A prefill also benefits later drafts, so its duration is not counted as drafting time.
         prefill_seconds = self._drafter.prefill_seconds
         if this_round.width == 1:
             self.loss_limit.record_target_step(tokens, draft_seconds)

@@ -1,4 +1,4 @@
-"""Statistics of one drafter in a combination, for each kind of text."""
+"""Track the acceptance rate, costs and retries of one drafter."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from edgespec.engine.tree import TokenTree
 
 __all__ = ["MEASURED_ROUNDS", "DrafterStats"]
 
-# Number of rounds before a duration counts as measured, because the first rounds are slower.
+# Number of measurements needed to estimate a duration. The first measurements are often too high.
 MEASURED_ROUNDS = 2
 # Assumed time to prefill one token until it is measured, relative to a single-token target pass.
 _ASSUMED_PREFILL_COST = 0.03
@@ -30,10 +30,9 @@ class DrafterStats:
     `prefill` and `force_draft` have no effect on drafters that run no model.
 
     Attributes:
-        acceptance: Acceptance statistics for the current kind of text.
+        acceptance: Acceptance statistics for the current kind of text, such as code.
         retries: Retry schedule for the current kind of text.
-        empty_draft_levels: Draft length last requested, if the drafter then chose to draft nothing; otherwise
-            0.
+        empty_draft_levels: Requested length of the last draft if the drafter chose to draft nothing, or 0.
         has_prefilled: Whether the drafter has prefilled tokens in this reply.
     """
 
@@ -74,7 +73,6 @@ class DrafterStats:
             self._budgeted.force_draft()
 
     def record_draft(self, tree: TokenTree, draft_length: int, seconds: float) -> None:
-        """Record a draft with the draft length that was requested and the time it took in seconds."""
         self.acceptance.record_draft(tree, seconds)
         chose_none = self.drafter.chooses_length and not tree.drafted
         self.empty_draft_levels = draft_length if chose_none else 0

@@ -26,7 +26,7 @@ class RoundEstimate:
     cost: float = 0.0
 
     def with_draft(self, reach_probs: Sequence[float], rows: Sequence[int], cost: float) -> RoundEstimate:
-        """Return the estimate for this draft combined with another drafter's draft."""
+        """Return a new estimate that includes another draft."""
         all_rows = tuple(sum(pair) for pair in zip_longest(self.rows, rows, fillvalue=0))
         return RoundEstimate(tuple(_either_prob(self.reach_probs, reach_probs)), all_rows, self.cost + cost)
 
@@ -76,9 +76,9 @@ class RoundEstimate:
 
 
 def _either_prob(first: Sequence[float], second: Sequence[float]) -> list[float]:
-    """Return, for each level, the probability that at least one of two drafts is accepted.
+    """Return, for each depth, the probability that at least one of two drafts is accepted.
 
-    Assumes that the two drafters are correct partly on the same tokens.
+    The result lies halfway between the probabilities for independent and for identical drafts.
     """
     probs = []
     for one, other in zip_longest(first, second, fillvalue=0.0):

@@ -20,7 +20,7 @@ class ControllerReport(NamedTuple):
         max_loss: Maximum time that speculation may cost, as a share of the plain decoding time.
         speed_up: Speed over plain decoding. None while the reply is too short to tell.
         uncertainty: Standard error of `speed_up`.
-        drafters: Names of the drafters in use. Empty if drafting was off and only briefly retried.
+        drafters: Names of the drafters used. Empty if drafts were rare and saved no time.
         reason: Why drafts are used or not, in one clause.
     """
 
@@ -66,7 +66,7 @@ class DraftingStatus:
 
     @property
     def reason(self) -> str:
-        """Why drafts are used in this reply or not, as one clause of fewer than 100 characters."""
+        """The reason why drafts are or are not used, in fewer than 100 characters."""
         return self._reason + (f" (with {self.replies} replies at once)" if self.replies > 1 else "")
 
     @property
@@ -97,5 +97,4 @@ class DraftingStatus:
 
 
 def _token_times(steps: float) -> str:
-    """Format a duration as a multiple of the time per token without drafting."""
     return f"{max(steps, 0.0):.0%} of a token's time" if steps < 0.995 else f"{steps:.1f} tokens' time"

@@ -15,22 +15,23 @@ from edgespec.costs.curve import CostCurve
 
 __all__ = ["Conditions", "LiveCosts"]
 
-# Context lengths, in tokens, that separate the buckets. Costs are tracked per bucket because attention makes
-# passes slower as the context grows, some widths more than others.
+# Limits, in tokens, of the ranges of context lengths for which costs are tracked separately. Passes take
+# longer as the context grows.
 _CONTEXT_BUCKETS = (2048, 8192, 32768)
 # Costs are tracked separately for each number of concurrent replies up to this one. Higher numbers share one
 # set of costs.
 _MAX_REPLIES = 8
-# Number of target steps to measure before trusting the costs of new conditions.
+# Number of single-token target passes to measure before trusting the costs for a new number of concurrent
+# replies or CPU threads.
 _MIN_TARGET_STEPS = 3
 # New estimates of pass costs adapt faster until about this many multi-token passes have been measured.
 _SETTLED_PASSES = 20
-# Saved costs that differ from the measured curve by more than a factor of 1,000 are treated as damaged.
+# Saved costs are treated as damaged if they differ from measured costs by a factor of more than 1,000.
 _MAX_LOG_RATIO = math.log(1000.0)
 
 
 class Conditions(NamedTuple):
-    """What the target shares the machine with. Costs are tracked separately for each combination.
+    """Conditions that affect how long the target's forward passes take.
 
     Attributes:
         replies: Number of concurrent replies.
@@ -43,13 +44,13 @@ class Conditions(NamedTuple):
 
 @dataclass(slots=True)
 class _Bucket:
-    """Costs for one range of context lengths under the same conditions.
+    """Costs of the target's forward passes in one range of context lengths.
 
     Attributes:
-        log_ratios: For each width, the logarithm of the measured cost divided by the cost from the curve.
-        common_log_ratio: The same for all widths that have not been measured yet.
-        target_steps: Target steps measured under these conditions.
-        wide_passes: Passes of more than one token measured under these conditions.
+        log_ratios: Logarithm of measured cost divided by expected cost, for each number of tokens in a pass.
+        common_log_ratio: Value to use for numbers of tokens that are not in `log_ratios`.
+        target_steps: Number of single-token passes measured.
+        wide_passes: Number of multi-token passes measured.
     """
 
     target_step_seconds: float
@@ -63,25 +64,24 @@ class _Bucket:
 
 
 class LiveCosts:
-    """A cost curve v(m) that adapts to the machine's load, the context length and the conditions.
+    """Costs of the target's forward passes, updated while replies are generated.
 
-    Each target step updates the estimated duration of a target step. Each wider pass updates the cost of its
-    width relative to a target step, and the cost of widths not measured yet. If wide passes become slower,
-    `needs_target_step` requests a target step to find out whether the whole machine has become slower.
+    The costs are tracked separately for each range of context lengths, number of concurrent replies and
+    number of CPU threads.
 
     Args:
-        curve: The measured cost curve of a single reply.
+        curve: The initial cost curve.
         threads: Number of CPU threads with which the curve was measured.
     """
 
     # Weight of the newest single-token pass in the estimated duration of a target step.
     _TARGET_STEP_RATE = 0.25
-    # Weight of the newest pass in the moving average of the cost of passes with this many tokens.
+    # Weight of the newest measurement in the moving average of the cost of multi-token passes.
     _WIDE_PASS_RATE = 0.15
     # Logarithm of the largest factor by which a single pass can change an estimate.
     _MAX_LOG_CHANGE = math.log(4.0)
-    # If multi-token passes deviate from their estimated durations by more than this on average (as the
-    # logarithm of a ratio), a single-token pass checks whether the whole machine has changed speed.
+    # Measure a single-token pass if multi-token passes differ from their estimated durations by a factor of
+    # more than 1.25 on average.
     _MAX_LOG_DEVIATION = math.log(1.25)
     # Weight of the newest multi-token pass in the mean deviation from the estimated durations.
     _DEVIATION_RATE = 0.3
@@ -90,7 +90,6 @@ class LiveCosts:
         self.curve = curve
         self._bucket = _Bucket(curve.target_step_seconds)
         self._measured = Conditions(threads=threads)
-        # Index of the context bucket, and the conditions.
         self._key = (0, self._measured)
         self._buckets = {self._key: self._bucket}
         self._deviation = 0.0
@@ -107,11 +106,10 @@ class LiveCosts:
 
     @property
     def conditions(self) -> Conditions:
-        """The conditions for which pass costs are currently estimated."""
         return self._key[1]
 
     def set_conditions(self, conditions: Conditions) -> None:
-        """Switch to the costs for these conditions."""
+        """Switch to the costs for another number of concurrent replies or CPU threads."""
         replies = max(1, min(conditions.replies, _MAX_REPLIES))
         self._select(self._key[0], conditions._replace(replies=replies))
 
@@ -146,7 +144,7 @@ class LiveCosts:
 
     @property
     def needs_target_step(self) -> bool:
-        """Whether to measure a single-token pass next, because the machine's speed may have changed."""
+        """Whether the next pass should have a single token, to measure the machine's speed."""
         return self._bucket.target_steps < _MIN_TARGET_STEPS or self._is_deviating
 
     @property
@@ -168,8 +166,8 @@ class LiveCosts:
         self._steps += 1
         self._spread += (abs(change) - self._spread) / min(self._steps, 10)
         if self._is_deviating and change / self._deviation > 0.5:
-            # Single-token passes deviate too, so the whole machine has changed speed. Restore the relative
-            # costs of multi-token passes.
+            # The speed of the whole machine has changed. The relative costs of multi-token passes stay the
+            # same.
             bucket.target_step_seconds *= math.exp(change)
             bucket.log_ratios = dict(self._at_last_target_step.log_ratios)
             bucket.common_log_ratio = self._at_last_target_step.common_log_ratio
@@ -189,9 +187,9 @@ class LiveCosts:
         self._deviation += self._DEVIATION_RATE * (change - self._deviation)
 
     def saved_statistics(self) -> dict[str, NDArray[Any]]:
-        """Return the costs of passes as named arrays to save for later runs with the same cost curve.
+        """Return the measured costs as named arrays, to save for a later run.
 
-        Costs measured beside other replies or programs are left out, because they depend on what those did.
+        Costs measured with several concurrent replies or another number of CPU threads are left out.
         """
         step = self.curve.target_step_seconds
         single = {context: bucket for (context, at), bucket in self._buckets.items() if at == self._measured}
@@ -205,14 +203,12 @@ class LiveCosts:
         for context, steps, common in saved["found"].reshape(-1, 3).tolist():
             is_known = 0 <= context <= len(_CONTEXT_BUCKETS)
             if not (is_known and steps > 0.0 and max(abs(math.log(steps)), abs(common)) < _MAX_LOG_RATIO):
-                raise ValueError(f"invalid saved costs: {steps} and exp({common}) times the measured costs")
+                raise ValueError(f"invalid saved costs of forward passes: {steps}, {common}")
             seconds = steps * self.curve.target_step_seconds
             buckets[int(context)] = _Bucket(seconds, common_log_ratio=common)
         for context, width, log_ratio in saved["extra"].reshape(-1, 3).tolist():
             if not (abs(log_ratio) < _MAX_LOG_RATIO and 1 < width < math.inf):
-                raise ValueError(
-                    f"invalid saved cost of a {width}-token pass: exp({log_ratio}) times the measured cost"
-                )
+                raise ValueError(f"invalid saved cost of a {width}-token forward pass: {log_ratio}")
             buckets[int(context)].log_ratios[int(width)] = log_ratio
         self._buckets = {(context, self._measured): bucket for context, bucket in buckets.items()}
         self._key = (0, self._measured)

@@ -75,7 +75,10 @@ class LossLimit:
         self.credit_seconds += tokens * target_step_seconds - seconds
 
     def allowance_seconds(self, target_step_seconds: float) -> float:
-        """Return how many seconds the next draft may waste; negative if drafting is over its limit."""
+        """Return how many seconds the reply may lose if the next draft is rejected.
+
+        Negative if the reply has already lost more than `limits` permit.
+        """
         limit_steps = self.limits.rate * self.tokens + self.limits.steps
         return self.credit_seconds + limit_steps * target_step_seconds
 

@@ -9,7 +9,6 @@ __all__ = ["RetrySchedule"]
 
 # Maximum share of the decoding time to spend on retrying drafters that save no time.
 _RETRY_SHARE = 0.0075
-# Retries count as rare if the interval between them has grown by at least this factor.
 _RARE_FACTOR = 8
 
 
@@ -30,7 +29,7 @@ class RetrySchedule:
 
     @property
     def is_rare(self) -> bool:
-        """Whether retries are rare, because several retries in a row saved no time."""
+        """Whether the drafter is retried rarely, because several retries in a row saved no time."""
         return self._interval >= _RARE_FACTOR * self._min_interval
 
     def is_due(self, cost: float) -> bool:
@@ -46,24 +45,23 @@ class RetrySchedule:
         return True
 
     def skip_rounds(self, rounds: int) -> None:
-        """Count `rounds` rounds in which the drafter did not run and `is_due` was not called."""
+        """Count `rounds` more draft-and-verify rounds since the last retry of the drafter."""
         self._waited += rounds
 
     def retry_next_round(self) -> None:
-        """Retry the drafter in the next round, because its last draft was accepted completely."""
         self._waited = self._interval
 
     def shorten(self) -> None:
-        """Halve the number of rounds between retries, because drafting saved time."""
+        """Halve the interval between retries of the drafter."""
         self._interval, self._waited = max(self._interval // 2, self._min_interval), 0
 
     def saved(self) -> NDArray[np.float64]:
-        """Return the retry interval in rounds as a float64 array [1], to save for a later run."""
+        """Return the interval between retries as an array with one number, to save for a later run."""
         return np.array([self._interval])
 
     def restore(self, saved: NDArray[np.float64]) -> None:
         """Restore the retry interval from the result of `saved`. Raises ValueError if it is invalid."""
         if saved.shape != (1,) or not self._min_interval <= saved[0] <= self._max_interval:
             limits = f"{self._min_interval} to {self._max_interval}"
-            raise ValueError(f"the saved retry interval must be {limits} rounds, not {saved}")
+            raise ValueError(f"the saved interval for retrying a drafter is {saved}, but must be {limits}")
         self._interval, self._waited = int(saved[0]), 0

@@ -7,7 +7,6 @@ import re
 __all__ = ["TEXT_KINDS", "text_kind"]
 
 TEXT_KINDS = ("talk", "document", "code", "numbers")
-# Number of characters at the end of the prompt that are used to classify it.
 _INSPECTED_CHARACTERS = 2000
 # Prompts longer than this, in characters, count as documents rather than conversation.
 _MIN_DOCUMENT_CHARACTERS = 1200
@@ -15,7 +14,6 @@ _CODE_BEGIN = re.compile(r"\s*(?:```|def |class |import |from \w+ import|#includ
 _CODE_END = re.compile(r"[{};]\s*$")
 # Minimum share of lines that look like code for a prompt to count as code.
 _CODE_SHARE = 0.25
-# Minimum share of digits for a prompt to count as numbers.
 _DIGIT_SHARE = 0.06
 
 

@@ -12,22 +12,20 @@ _ASSUMED_LEVEL_COST = 0.3
 # Assumed worst-case cost of a verify pass, as a multiple of its expected cost, after the number of concurrent
 # replies or of CPU threads has changed.
 _ASSUMED_PASS_RATIO = 2.0
-# Factor by which the estimated worst-case costs shrink after each draft, to forget old outliers.
+# Factors by which the estimated worst-case costs shrink after each target pass, to forget old outliers.
 _DRAFT_ROUND_DECAY = 0.97
-# Factor by which the estimated worst-case costs shrink after each round without a draft.
 _TARGET_STEP_DECAY = 0.995
-# Number of drafts at the start of a reply that are kept short, and the share of the permitted time loss that
-# each of them may use. This leaves time for another draft if the first one is rejected.
+# Let the first two drafts of a reply use only half of the time that may be lost on rejected drafts.
 _FIRST_ROUNDS, _FIRST_ROUNDS_SHARE = 2, 0.5
-# Shorten the first drafts of a reply only if their cost per token rises by at most this factor.
+# Do not shorten a draft if shortening raises its cost per token by more than this factor.
 _MAX_LEVEL_COST_RATIO = 1.25
 
 
 class WorstCaseCosts:
-    """Estimates how much time a round loses if its whole draft is rejected.
+    """Estimates how much time is lost, at worst, if all tokens of a draft are rejected.
 
     Attributes:
-        level_seconds: Worst-case time to draft one level.
+        level_seconds: Worst-case time to draft one level of a token tree.
     """
 
     def __init__(self, costs: LiveCosts) -> None:
@@ -39,7 +37,10 @@ class WorstCaseCosts:
         self._pass_ratio_under: dict[Conditions, float] = {}
 
     def change_conditions(self, previous: Conditions, previous_step_seconds: float) -> None:
-        """Adapt to the new conditions of `costs`. Call `LiveCosts.set_conditions` first."""
+        """Adapt to a new number of concurrent replies or CPU threads.
+
+        Call `LiveCosts.set_conditions` first.
+        """
         self._pass_ratio_under[previous] = self._pass_ratio
         self._pass_ratio = self._pass_ratio_under.get(self._costs.conditions, _ASSUMED_PASS_RATIO)
         self.level_seconds *= self._costs.target_step_seconds / previous_step_seconds
@@ -49,7 +50,10 @@ class WorstCaseCosts:
         return max(self._pass_ratio * self._costs.v(width) - 1.0, 0.0) * self._costs.target_step_seconds
 
     def loss_seconds(self, levels: int, level_seconds: float) -> float:
-        """Return the time lost in the worst case if a chain of `levels` drafted tokens is rejected."""
+        """Return the time lost, at worst, if `levels` tokens are drafted and rejected.
+
+        `level_seconds` is the time to draft one token.
+        """
         return levels * level_seconds + self.extra_pass_seconds(levels + 1)
 
     def affordable_length(self, draft_length: int, allowance_seconds: float, level_seconds: float) -> int:
@@ -60,7 +64,10 @@ class WorstCaseCosts:
         return 0
 
     def model_draft_length(self, draft_length: int, allowance_seconds: float, draft_rounds: int) -> int:
-        """Return the maximum draft length for a draft model, which is reduced at the start of a reply."""
+        """Return how many tokens a draft model may draft if a rejection may cost `allowance_seconds`.
+
+        The first drafts of a reply are shorter, to leave time for another draft if one is rejected.
+        """
         level = self.level_seconds
         longest = self.affordable_length(draft_length, allowance_seconds, level)
         if longest and draft_rounds < _FIRST_ROUNDS:
@@ -73,7 +80,7 @@ class WorstCaseCosts:
         return longest
 
     def record_target_step(self) -> None:
-        """Lower the estimated worst-case costs after a round without a draft."""
+        """Forget old outliers gradually, after a target pass without a draft."""
         self._set_level_seconds(self.level_seconds * _TARGET_STEP_DECAY)
         self._pass_ratio = max(self._pass_ratio * _TARGET_STEP_DECAY, 1.0)
 
@@ -82,14 +89,13 @@ class WorstCaseCosts:
         self._pass_ratio = max(self._pass_ratio * _DRAFT_ROUND_DECAY, seconds / expected_seconds, 1.0)
 
     def record_draft(self, levels: int, seconds: float) -> None:
-        """Record the time for drafting `levels` levels, or for deciding not to draft."""
+        """Record how long drafting took. `levels` is 0 if nothing was drafted."""
         level_seconds = seconds / max(1, levels)
         if levels:
             self._mean_level_seconds.add(level_seconds)
         self._set_level_seconds(max(self.level_seconds * _DRAFT_ROUND_DECAY, level_seconds))
 
     def _set_level_seconds(self, worst_seconds: float) -> None:
-        """Set the worst-case time per level to `worst_seconds`, or to the mean time if that is higher."""
         mean = self._mean_level_seconds
         usual = mean.value if mean.count else _ASSUMED_LEVEL_COST * self._costs.target_step_seconds
         self.level_seconds = max(worst_seconds, usual)

@@ -304,8 +304,8 @@ class LanguageModel(Protocol):
 
         Args:
             tree: The tree. Its root is the last emitted token.
-            first: First node to run. Earlier calls in the same round must have run the nodes before it.
-                Drafters use this to grow a tree level by level.
+            first: First node to run. Earlier calls must have run the nodes before it. Drafters use this to
+                grow a tree level by level.
 
         Returns:
             The logits, where row i predicts the token after node `first + i`. They are valid until the next
@@ -315,7 +315,7 @@ class LanguageModel(Protocol):
             ContextFullError: The tree does not fit into the context.
             CapabilityError: The model does not support branches or this width.
             CancelledError: `interrupt` stopped the pass.
-            After any of these errors, the cache is as it was before the round.
+            After any of these errors, the cache contains no nodes of the tree.
         """
 
     def commit(self, path: tuple[int, ...]) -> None:
@@ -341,7 +341,7 @@ class LanguageModel(Protocol):
     def snapshot(self, start: int = 0, end: int | None = None) -> Snapshot:
         """Copy the cached state of tokens [start, end), and discard any uncommitted token tree.
 
-        Without `partial_truncate`, the copy always contains the whole cache.
+        If the model lacks the capability `partial_truncate`, the copy always contains the whole cache.
         """
 
     def restore(self, snapshot: Snapshot) -> None:
@@ -358,8 +358,8 @@ class LanguageModel(Protocol):
     def resize(self, context_tokens: int) -> None:
         """Change the context size, keep the cached tokens, and discard any uncommitted token tree.
 
-        The backend may round the size up. Self-draft views are resized too, as far as memory allows.
-        Recurrent models may lose checkpoints, even if the call fails.
+        The backend may round the size up. Draft models that share the cache are resized too, as far as memory
+        allows. Recurrent models may lose checkpoints, even if the call fails.
 
         Raises:
             ContextFullError: The cached tokens do not fit in the new context. They are left unchanged.
@@ -367,13 +367,13 @@ class LanguageModel(Protocol):
         """
 
     def run_ahead(self, enabled: bool) -> None:
-        """Announce that each of the next passes will run only the most likely token after the previous one.
+        """Announce whether the next passes will decode greedily, one token at a time.
 
         An asynchronous backend can then start the next step early. Results do not change.
         """
 
     def pipeline_with(self, draft: LanguageModel | None) -> None:
-        """Announce that this model will verify the chains that `draft` proposes unchanged, or None to stop.
+        """Announce which draft model proposes the next drafts, or None if that is not known.
 
         If both models compute asynchronously on one device, the verify pass can start before the last drafted
         token is copied to the host. Results do not change.
@@ -382,17 +382,17 @@ class LanguageModel(Protocol):
     def self_draft(self, method: SelfDraft) -> LanguageModel:
         """Return a draft model that uses the KV cache of this model (its target).
 
-        The draft model has the same `length` as the target. Tokens run by the draft model's `verify` are
-        discarded or reused by the target's next `verify`, `commit` or `truncate`. The draft model's
-        `prefill`, `commit`, `truncate` and `close` do not change the target. Only one such model may draft
-        before each verify pass of the target.
+        The draft model has the same `length` as the target. Its `prefill`, `commit`, `truncate` and `close`
+        do not change the target. The target's next `verify`, `commit` or `truncate` discards the drafted
+        tokens or reuses their cached state. Only one draft model may draft before each verify pass of the
+        target.
 
         Raises:
             CapabilityError: The model does not support this method. The message explains why.
         """
 
     def interrupt(self, enabled: bool) -> None:
-        """Cancel the model's computation, and let new ones raise CancelledError until called with False.
+        """Cancel the current and all later computations with CancelledError, or stop cancelling.
 
         Can be called from any thread.
         """

@@ -73,14 +73,13 @@ class BaseModel(ABC):
         return weakref.WeakSet()
 
     def _span(self, start: int, end: int | None) -> tuple[int, int]:
-        """Return the range of tokens to copy for a snapshot, which is everything if no part can be copied."""
+        """Return the range of cached tokens to copy for a snapshot."""
         if not self.facts.capabilities.partial_truncate:
             return 0, self.length
         end = self.length if end is None else min(end, self.length)
         return min(start, end), end
 
     def _check_size(self, context_tokens: int) -> None:
-        """Raise ClosedError if the model is closed, or ContextFullError if `context_tokens` is too small."""
         self._check(0)
         if context_tokens < max(1, self.length):
             raise ContextFullError(
@@ -89,7 +88,7 @@ class BaseModel(ABC):
             )
 
     def _now_sized(self, context_tokens: int, kv_bytes: int) -> None:
-        """Update `facts` after a resize, and resize the draft models that share this model's cache."""
+        """Update `facts` after a resize, and notify the draft models that share this model's cache."""
         self.facts = replace(self.facts, context_tokens=context_tokens, kv_bytes=kv_bytes)
         for view in list(self._views):
             if not view.closed:

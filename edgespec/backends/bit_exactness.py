@@ -26,11 +26,10 @@ _CONTEXT_LENGTHS = (290, 40)
 # Number of single-token passes to compare with multi-token passes at each context length.
 _STEPS = 3 * _MAX_WIDTH // 2 + 1
 _STEPS_OF_SMALL_MODELS, _SMALL_MODEL_BYTES = 136, 256 * 2**20
-# Batch sizes for a second prefill, whose cache must equal that of the first. Some are larger than a kernel's
-# tile.
+# Batch sizes with which prefill must give the same KV cache.
 _BATCHES = (5, 37, 1, 3, 100, 64, 16, 1, 2, 8, 9, 4, 11, 7, 13, 6, 33, 130)
 _TREES = 3
-# Number of single-token passes to run after each test, to check that its KV cache is bit-identical too.
+# Number of single-token passes after a tested pass, to check the KV cache that the tested pass wrote.
 _STEPS_AFTER = 3
 
 
@@ -78,8 +77,7 @@ def find_bit_exact_passes(model: LanguageModel, progress: Progress | None = None
             steps = min(steps, _STEPS)
     finally:
         model.truncate(0)
-    # Prefill cannot be bit-identical if no multi-token pass is. The prefill test can miss this, because a
-    # low-precision cache hides small differences.
+    # Do not trust the prefill test alone, because a low-precision KV cache can hide small differences.
     return BitExactPasses(width, trees, prefill and (width > 1 or not capabilities.rollback))
 
 
@@ -124,7 +122,7 @@ class _Trial:
         return digests == self._expected[first - self._length :][:steps]
 
     def max_width(self, limit: int, *, thorough: bool) -> int:
-        """Return the most tokens per pass, up to `limit`, that give the same logits as single-token passes.
+        """Return the largest pass size, up to `limit`, that gives the same logits as single-token passes.
 
         `thorough` runs more passes of each size.
         """
@@ -132,10 +130,6 @@ class _Trial:
         return next((width - 1 for width in widths if not self._width_is_exact(width, thorough)), limit)
 
     def _width_is_exact(self, width: int, thorough: bool) -> bool:
-        """Return whether passes of `width` tokens give the same logits as single-token passes.
-
-        If `thorough` is set, compares all reference logits. Otherwise, runs about two passes.
-        """
         self._rewind()
         end = self._steps if thorough else min(self._steps, 2 * width)
         done, right = 0, width // 2
@@ -150,7 +144,7 @@ class _Trial:
         return self._steps_after_are_exact(1)
 
     def trees_are_exact(self) -> bool:
-        """Return whether the logits of an accepted branch are bit-identical if another branch is rejected."""
+        """Return whether token trees give the same logits as single-token passes."""
         self._rewind()
         for first in range(0, 2 * _TREES, 2):
             root, right = self._tokens[self._length + first :][:2]
@@ -180,11 +174,9 @@ class _Trial:
 
 
 def restricted_to(capabilities: Capabilities, exact: BitExactPasses) -> Capabilities:
-    """Return the capabilities of a model that may only run bit-identical passes.
+    """Return a model's capabilities if all passes must give the same logits as single-token passes.
 
-    Self-drafting, and replaying tokens after a rollback, run passes with varying numbers of tokens, so both
-    require a bit-exact prefill. If no multi-token pass is bit-identical, the model loses its rollback
-    capability.
+    Features that need other passes, such as token trees or self-drafting, are switched off.
     """
     width = exact.max_width if exact.prefill or capabilities.partial_truncate else 1
     restricted = replace(capabilities, exact=True, prefix_reuse_exact=exact.prefill)

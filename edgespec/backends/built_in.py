@@ -9,10 +9,16 @@ from typing import TYPE_CHECKING
 from edgespec.backends.base import LanguageModel, LoadOptions, Progress
 from edgespec.backends.gguf_files import gguf_files
 from edgespec.backends.gguf_header import read_header
-from edgespec.backends.gguf_metadata import read_gguf_info, read_split_info, split_metadata_file
+from edgespec.backends.gguf_metadata import (
+    read_gguf_info,
+    read_pass_weights,
+    read_split_info,
+    split_metadata_file,
+)
 from edgespec.backends.mlx_files import missing_files, require_mlx
 from edgespec.backends.mlx_metadata import read_mlx_info
-from edgespec.backends.registry import Backend, ExitMeasurement, FileFormat
+from edgespec.backends.pass_weights import PassWeights
+from edgespec.backends.registry import Backend, BenchmarkModels, ExitMeasurement, FileFormat
 from edgespec.backends.token_list import TokenList, tokens_of_folder, tokens_of_header
 from edgespec.errors import CapabilityError
 
@@ -42,6 +48,12 @@ def _try_gguf(path: str, name: str, runs: bool, progress: Progress | None) -> No
     from edgespec.backends.llamacpp.trial import try_model
 
     try_model(path, name, runs, progress)
+
+
+def _write_gguf_benchmark(path: Path, type_name: str, size_bytes: int) -> PassWeights:
+    from edgespec.backends.llamacpp.benchmark_model import write_benchmark_model
+
+    return write_benchmark_model(path, type_name, size_bytes)
 
 
 def _gguf_tokens(path: Path) -> TokenList | None:
@@ -122,6 +134,12 @@ def _llama_cpp_knows(architecture: str) -> bool:
     return architecture in gguf.MODEL_ARCH_NAMES.values()
 
 
+# Bits per weight of the quantisation types whose speed is measured, including their scales.
+_BITS_PER_WEIGHT = {
+    "F16": 16, "Q8_0": 8.5, "Q6_K": 6.5625, "Q5_K": 5.5, "Q4_K": 4.5, "Q4_0": 4.5, "Q3_K": 3.4375,
+    "Q2_K": 2.625,
+}  # fmt: skip
+
 _GGUF = FileFormat(
     name="gguf",
     label="GGUF, run by llama.cpp",
@@ -136,6 +154,17 @@ _GGUF = FileFormat(
     preparations=frozenset({"layerskip", "lowbit"}),
     low_bit_copy_format="gguf",
     trial=_try_gguf,
+    read_pass_weights=read_pass_weights,
+    benchmark_models=BenchmarkModels(
+        types=_BITS_PER_WEIGHT,
+        write=_write_gguf_benchmark,
+        mixtures={
+            "Q5_K_M": {"Q5_K": 0.75, "Q6_K": 0.25},
+            "Q4_K_M": {"Q4_K": 0.73, "Q6_K": 0.27},
+            "Q3_K_M": {"Q3_K": 0.6, "Q4_K": 0.3, "Q6_K": 0.1},
+            "Q2_K": {"Q2_K": 0.6, "Q3_K": 0.3, "Q6_K": 0.1},
+        },
+    ),
 )
 _SPLIT_GGUF = FileFormat(
     name="layerskip",

@@ -12,10 +12,11 @@ import numpy as np
 from edgespec.backends.gguf_files import gguf_files
 from edgespec.backends.gguf_header import GgufHeader, GgufTensor, read_header
 from edgespec.backends.model_info import Kind, ModelInfo
+from edgespec.backends.pass_weights import PassWeights
 from edgespec.backends.token_list import tokens_of_header
 from edgespec.errors import ModelFileError
 
-__all__ = ["read_gguf_info", "read_split_info", "split_metadata_file", "tensor_bytes"]
+__all__ = ["read_gguf_info", "read_pass_weights", "read_split_info", "split_metadata_file", "tensor_bytes"]
 
 # llama.cpp architectures that compute embeddings instead of generating text.
 _EMBEDDING = (
@@ -30,6 +31,34 @@ _F16_BYTES = 2
 def read_gguf_info(path: Path) -> ModelInfo:
     """Return the metadata of a GGUF model from all its parts. Raises ModelFileError if a file is invalid."""
     return _of_parts(gguf_files(path))
+
+
+def read_pass_weights(path: Path) -> PassWeights:
+    """Return the weights that a single-token pass of a GGUF model reads. Raises ModelFileError."""
+    headers = {part: read_header(part) for part in gguf_files(path)}
+    first = next(iter(headers.values()))
+    sizes = {name: size for part, each in headers.items() for name, size in tensor_bytes(part, each)}
+    names: dict[str, list[str]] = {}
+    for each in headers.values():
+        for tensor in each.tensors:
+            names.setdefault(_type_name(tensor.kind), []).append(tensor.name)
+    used_fraction = _used_fraction(first)
+    has_head = "output.weight" in sizes
+    bytes_of = {
+        kind: _pass_bytes([(name, sizes[name]) for name in of_kind], used_fraction, has_head)
+        for kind, of_kind in names.items()
+    }
+    return PassWeights(bytes_of, _number(first.architecture_value("block_count")))
+
+
+def _type_name(number: int) -> str:
+    """Return the name of a ggml type."""
+    import gguf  # Imported lazily because importing gguf takes 0.2 seconds.
+
+    try:
+        return gguf.GGMLQuantizationType(number).name
+    except ValueError:
+        return ""
 
 
 def read_split_info(folder: Path) -> ModelInfo:
@@ -60,8 +89,7 @@ def _of_parts(parts: Sequence[Path]) -> ModelInfo:
     bytes_of = [pair for part, each in zip(parts, headers, strict=True) for pair in tensor_bytes(part, each)]
     tensors = [tensor for each in headers for tensor in each.tensors]
     metadata = header.metadata
-    experts = _number(header.architecture_value("expert_count"))
-    used = _number(header.architecture_value("expert_used_count"))
+    has_head = any(name == "output.weight" for name, _ in bytes_of)
     tokens = tokens_of_header(header)
     return ModelInfo(
         kind=_kind(header),
@@ -72,15 +100,15 @@ def _of_parts(parts: Sequence[Path]) -> ModelInfo:
         parameters=sum(tensor.elements for tensor in tensors),
         quantisation=_quantisation(metadata, tensors),
         size_bytes=sum(part.stat().st_size for part in parts),
-        pass_bytes=_pass_bytes(bytes_of, used / experts if experts and used else 1.0),
+        pass_bytes=_pass_bytes(bytes_of, _used_fraction(header), has_head),
         kv_bytes=_kv_bytes(header),
         context_tokens=_number(header.architecture_value("context_length")),
         vocab_size=len(tokens.tokens) if tokens else 0,
         vocabulary=tokens.digest() if tokens else "",
         chat_template=bool(_text(metadata.get("tokenizer.chat_template"))),
         licence=_text(metadata.get("general.license")),
-        experts=experts,
-        experts_used=used,
+        experts=_number(header.architecture_value("expert_count")),
+        experts_used=_number(header.architecture_value("expert_used_count")),
         heads=tuple(_heads(header, tensors)),
     )
 
@@ -102,7 +130,7 @@ def _heads(header: GgufHeader, tensors: Sequence[GgufTensor]) -> list[str]:
     if header.architecture in _HEADS:
         return [_HEADS[header.architecture]]
     layers = _number(header.architecture_value("nextn_predict_layers"))
-    # Look for MTP tensors, because some converters remove these layers but keep their number in the metadata.
+    # Some converters remove the tensors of MTP layers, but leave the number of MTP layers in the metadata.
     present = any(".nextn." in tensor.name for tensor in tensors)
     return [f"MTP, {layers} layer{'s' if layers > 1 else ''}"] if layers and present else []
 
@@ -124,8 +152,16 @@ def tensor_bytes(file: Path, header: GgufHeader) -> list[tuple[str, int]]:
     return sizes
 
 
-def _pass_bytes(bytes_of: Sequence[tuple[str, int]], used_fraction: float) -> int:
-    has_head = any(name == "output.weight" for name, _ in bytes_of)
+def _used_fraction(header: GgufHeader) -> float:
+    """Return the fraction of the experts that process each token, or 1 for a model without experts."""
+    experts = _number(header.architecture_value("expert_count"))
+    used = _number(header.architecture_value("expert_used_count"))
+    return used / experts if experts and used else 1.0
+
+
+def _pass_bytes(bytes_of: Sequence[tuple[str, int]], used_fraction: float, has_head: bool) -> int:
+    """Return how many bytes of these tensors a single-token pass reads."""
+    # Without an output head, the embedding table is also the output layer, which reads it as a whole.
     looked_up = {"token_embd.weight"} if has_head else set()
     return round(
         sum(

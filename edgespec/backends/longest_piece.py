@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 
 __all__ = ["longest_piece_bytes"]
 
-# Vocabulary entries for the bytes that occur in UTF-8, in GPT-2 (byte-level) and SentencePiece vocabularies.
+# Vocabulary entries for all bytes that UTF-8 uses, in GPT-2's format.
 _BYTE_LEVEL = frozenset(map(chr, [*range(33, 127), *range(161, 173), *range(174, 324)])) - frozenset(
     map(chr, [0xC0, 0xC1, *range(0xF5, 0x100)])
 )
@@ -16,19 +16,17 @@ _BYTE_FALLBACK = frozenset(
 
 
 def longest_piece_bytes(entries: Mapping[str, int], raw_piece: Callable[[int], bytes]) -> int:
-    """Return the length of the longest token in bytes.
-
-    Returns 0 if the vocabulary has no tokens for some bytes. Tokenizers may then skip parts of a text, so a
-    long text can have few tokens.
+    """Return the length of the longest token in bytes, or 0 if some bytes have no token.
 
     Args:
-        entries: The token ids by vocabulary entry. No entry has fewer bytes than its token.
+        entries: The token id of each vocabulary entry. An entry must have at least as many bytes as its
+            token.
         raw_piece: Function that returns the bytes of a token.
     """
     if not (entries.keys() >= _BYTE_LEVEL or entries.keys() >= _BYTE_FALLBACK):
         return 0
     longest = 0
-    # Check the longest entries first, and stop when the rest are too short to contain a longer token.
+    # Start with the longest entries, because a token is never longer than its entry.
     for entry in sorted(entries, key=lambda entry: len(entry.encode()), reverse=True):
         if len(entry.encode()) <= longest:
             break

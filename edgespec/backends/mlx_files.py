@@ -31,7 +31,7 @@ __all__ = [
 
 # Maximum size of a safetensors header in bytes. The safetensors library has the same limit.
 _MAX_HEADER_BYTES = 100 * 2**20
-# Maximum size of a model's JSON file in bytes. The largest tokenizer files have about 35 MB.
+# Maximum size of a model's JSON file in bytes. The largest tokenizer files are about 35 MB.
 MAX_JSON_BYTES = 1 << 28
 # File name pattern of the weights that mlx-lm loads.
 WEIGHTS = "model*.safetensors"

@@ -6,8 +6,8 @@ Code outside this package never compares format names. It reads the fields of `F
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import TypeAlias
@@ -15,11 +15,13 @@ from typing import TypeAlias
 from edgespec.backends.base import LanguageModel, LoadOptions, Progress
 from edgespec.backends.memory_estimate import MemoryEstimator
 from edgespec.backends.model_info import ModelInfo
+from edgespec.backends.pass_weights import PassWeights
 from edgespec.backends.token_list import TokenList
 from edgespec.errors import ModelFileError
 
 __all__ = [
     "Backend",
+    "BenchmarkModels",
     "ExitMeasurement",
     "FileFormat",
     "backend_of",
@@ -52,6 +54,22 @@ def _no_info(path: Path) -> ModelInfo:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class BenchmarkModels:
+    """Models with random weights, which show how fast this machine runs each quantisation type.
+
+    Attributes:
+        types: The quantisation types to measure, and the bits that each uses per weight.
+        write: Writes a model to a path, given the name of its type and the approximate bytes of its weights,
+            or 0 bytes for a model of many small layers. Returns its weights. Raises OSError.
+        mixtures: For each quantisation name with several types, such as `Q4_K_M`, the typical share of each.
+    """
+
+    types: Mapping[str, float]
+    write: Callable[[Path, str, int], PassWeights]
+    mixtures: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileFormat:
     """A model file format and the functions that its backend uses to handle it.
@@ -82,6 +100,9 @@ class FileFormat:
             a separate copy.
         trial: Loads the model at a path, given its name, whether to run a few tokens, and a progress callback
             (see `trial_load`). None if no file can crash the process.
+        read_pass_weights: Returns the weights that a pass of the model at a path reads. Raises
+            ModelFileError.
+        benchmark_models: Models for measuring this machine. None if there are none.
     """
 
     name: str
@@ -104,6 +125,8 @@ class FileFormat:
     low_bit_copy_format: str = ""
     low_bit_weights: bool = False
     trial: Callable[[str, str, bool, Progress | None], None] | None = None
+    read_pass_weights: Callable[[Path], PassWeights] | None = None
+    benchmark_models: BenchmarkModels | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -60,17 +60,14 @@ class _Checkpoint(NamedTuple):
 
 
 class ReplayModel(BaseModel):
-    """Adds exact rollback to a model that can only return to checkpoints.
+    """Adds exact rollback to a recurrent model that can only return to checkpoints.
 
-    Invariants:
-
-    - The inner cache holds the first `inner.length` of this model's `length` tokens. The rest are pending.
-    - Every pass runs the pending tokens first, before any drafted token.
-    - Between rounds, the inner cache never holds more than `length` tokens.
+    After a rollback, accepted tokens can be missing from the recurrent state. The next pass runs these
+    tokens before any drafted token.
 
     Args:
         inner: The recurrent model.
-        reason: Why the model does not support branches, for `Capabilities.reason`.
+        reason: Why the model does not support draft trees with branches, for `Capabilities.reason`.
         undo_tokens: Number of tokens at the end of a pass that `inner.commit` can remove exactly.
     """
 
@@ -86,7 +83,6 @@ class ReplayModel(BaseModel):
         self._first_known = 0
         self._known: list[int] = []
         self._checkpoints: list[_Checkpoint] = []
-        # Tokens of the draft that is being verified.
         self._round: list[int] = []
         # Number of tokens that the wrapped model has run but not committed.
         self._open = 0
@@ -150,7 +146,6 @@ class ReplayModel(BaseModel):
             )
 
     def _begin_round(self, width: int) -> list[int]:
-        """Prepare a verify pass of `width` tokens, and return the accepted tokens to run again first."""
         pending = self._pending
         if len(pending) > _MAX_PENDING_TOKENS or len(pending) + width > self.facts.capabilities.max_width:
             self._run([])
@@ -250,7 +245,7 @@ class ReplayModel(BaseModel):
             self._go_back(self.length)
 
     def _go_back(self, limit: int) -> None:
-        """Return the wrapped model to the latest checkpoint that holds at most `limit` tokens."""
+        """Rewind the recurrent model to its latest checkpoint with at most `limit` tokens."""
         self._open = 0
         while self._checkpoints and self._checkpoints[-1].length > limit:
             self._checkpoints.pop()

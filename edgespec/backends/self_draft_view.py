@@ -63,7 +63,9 @@ class SelfDraftView(ABC, Generic[M]):
         self._check()
 
     def remove_range(self, start: int, end: int) -> None:  # noqa: ARG002
-        raise self._no_cache_error("call `remove_range` on the target instead")
+        raise self._no_cache_error(
+            "a self-draft model cannot remove tokens; call `remove_range` on the target"
+        )
 
     def snapshot(self, start: int = 0, end: int | None = None) -> Snapshot:  # noqa: ARG002
         """Return an empty snapshot, because a self-draft model has no KV cache of its own."""
@@ -71,10 +73,12 @@ class SelfDraftView(ABC, Generic[M]):
         return Snapshot(self.length, b"")
 
     def restore(self, snapshot: Snapshot) -> None:  # noqa: ARG002
-        raise self._no_cache_error("call `restore` on the target instead")
+        raise self._no_cache_error(
+            "a self-draft model cannot restore a snapshot; call `restore` on the target"
+        )
 
     def resize(self, context_tokens: int) -> None:  # noqa: ARG002
-        raise self._no_cache_error("call `resize` on the target instead")
+        raise self._no_cache_error("a self-draft model cannot be resized; call `resize` on the target")
 
     def _no_cache_error(self, next_step: str) -> CapabilityError:
         self._check()

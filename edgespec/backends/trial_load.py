@@ -31,8 +31,7 @@ __all__ = ["TrialModel", "check_loadable", "main"]
 _VERSION = 1
 # Maximum number of results of trial loads to save, and maximum size of their file in bytes.
 _MAX_RESULTS, _MAX_FILE_BYTES = 1000, 2**20
-# Signals with which a crashed process ends. Other signals, such as from the OOM killer, do not show that a
-# model file is damaged.
+# Signals that indicate a crash, which a damaged model file may have caused.
 _CRASHES = ("SIGABRT", "SIGBUS", "SIGFPE", "SIGILL", "SIGSEGV", "SIGSYS", "SIGTRAP")
 # An error message quotes at most this many characters of llama.cpp's output.
 _MAX_REASON = 200
@@ -57,7 +56,7 @@ _MAX_MEMORY_BYTES = 4 * 2**30
 
 
 class TrialModel(NamedTuple):
-    """A model to load on trial in a child process, which may crash.
+    """A model to test in a child process, because loading a damaged file can cause a crash.
 
     Attributes:
         name: The model's name, for messages.
@@ -172,11 +171,9 @@ class _Results:
         self._path = cache_folder() / "trials.json"
 
     def get(self, key: str) -> _Result | None:
-        """Return the saved result of a trial load, or None if there is none."""
         return self._read().get(key)
 
     def add(self, key: str, result: _Result) -> None:
-        """Save the result of a trial load. If this fails, the next load repeats the trial."""
         results = self._read()
         results.pop(key, None)
         results[key] = result
@@ -218,7 +215,6 @@ class _Child:
         self._reader.start()
 
     def end(self) -> None:
-        """Stop the process and wait until all its output has been read."""
         self._process.kill()
         self._reader.join()
 
@@ -250,8 +246,7 @@ class _Child:
             return ""
         name = _signal_name(status)
         if name == "SIGXCPU":
-            # Reject the file, because loading it could hang forever. Do not save this result, because the
-            # processor may just be slow.
+            # Raise an error that is not saved, because the processor may just be slow.
             raise BackendError(
                 f"{model.path} seems to be damaged or not supported: loading it and generating a few tokens"
                 f" took {backend_of(model.form.name).name} more than {self._cpu_seconds} seconds of CPU time",
@@ -338,7 +333,7 @@ def main(request: dict[str, Any]) -> None:
                 trial(path, name, runs, _print_fraction)
             _print(_PASSED)
         except EdgespecError:
-            _print(_REFUSED)  # The parent process reports the error.
+            _print(_REFUSED)
     os._exit(0)
 
 

@@ -57,7 +57,7 @@ def _drawn(bar: Bar, longest: float, room: int) -> str:
 
 
 def charts(report: Report, width: int) -> list[str]:
-    """Draw speed, acceptance by depth, time by phase and verify pass costs across all categories."""
+    """Draw bar charts of speed-up, acceptance rate, time per phase and verify pass costs."""
     lines: list[str] = []
     for temperature in dict.fromkeys(each.temperature for each in report.figures):
         found = [each for each in report.figures if (each.temperature, each.category) == (temperature, None)]

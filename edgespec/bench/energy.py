@@ -36,7 +36,7 @@ class EnergyMeter:
                 self.reason = "only administrators can read this system's energy counters"
 
     def read(self) -> dict[Path, int]:
-        """Return the current energy counters in microjoules by folder. Empty if none can be read."""
+        """Return the energy counters in microjoules, keyed by sysfs folder. Empty if none can be read."""
         try:
             return {zone: _number(zone / "energy_uj") for zone in self._ranges}
         except (OSError, ValueError):

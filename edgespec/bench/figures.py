@@ -37,8 +37,7 @@ class MethodFigures:
         acceptance: Accepted tokens divided by drafted tokens. None if nothing was drafted.
         acceptance_by_depth: Fraction of the drafted tokens at each depth that were accepted.
         seconds: Total duration of each phase over all replies.
-        joules_per_token: Energy per token, measured for the whole processors. None if the system does not
-            report it.
+        joules_per_token: Energy used by all processors per token. None if the system does not report it.
         compared: Number of replies that must match plain decoding token for token.
         identical: Number of `compared` replies that do match.
     """
@@ -182,7 +181,7 @@ def _ratios(
     plain: Mapping[tuple[str, float, int], Measurement],
     speed: Callable[[Measurement], float],
 ) -> dict[str, list[float]]:
-    """Return the speed relative to plain decoding in the same repeat, grouped by prompt."""
+    """Return the speed of each reply relative to plain decoding, grouped by prompt."""
     found: dict[str, list[float]] = defaultdict(list)
     for row in rows:
         other = plain.get(_pairing_key(row))

@@ -82,7 +82,7 @@ def _speed(axes: Axes, found: Sequence[MethodFigures]) -> None:
         heights = [each.speed_up or 0.0 for each in own]
         below = [height - (each.low or height) for each, height in zip(own, heights, strict=True)]
         above = [(each.high or height) - height for each, height in zip(own, heights, strict=True)]
-        # Replace negative errors by 0, because matplotlib rejects them.
+        # Replace negative errors with 0, because matplotlib rejects them.
         errors = [[max(0.0, error) for error in side] for side in (below, above)]
         axes.bar(places, heights, 0.8 / len(configs), label=config.name, yerr=errors, error_kw={"lw": 0.8})
     axes.axhline(1.0, color="black", linewidth=0.8)

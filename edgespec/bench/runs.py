@@ -32,7 +32,7 @@ class Measurement:
         position: Index of the reply within its `BenchRound`, from 0.
         config: The method configuration that produced the reply.
         seconds: Wall-clock time of the whole reply.
-        joules: Energy used by the whole processors during the reply. None if the system does not report it.
+        joules: Energy used by all processors during the reply. None if the system does not report it.
     """
 
     prompt: str
@@ -147,7 +147,7 @@ class _Bench:
         return tokens
 
     def prepare(self) -> CostCurve:
-        """Measure the durations of verify passes, and do every method's one-time work."""
+        """Measure the durations of verify passes, and warm up every method."""
         curve = self.runtime.measure_costs(self.progress)
         prompt = self.plan.prompts[0]
         for config in self.plan.configs:

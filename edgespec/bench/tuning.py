@@ -24,7 +24,7 @@ _MAX_DRAFT_LENGTH = 16  # Longest draft length that can be recommended.
 
 @dataclass(frozen=True, slots=True)
 class PassCost:
-    """The duration of a verify pass, and how much speculation can gain with it.
+    """The duration of a verify pass, and the highest speed-up that it allows.
 
     Attributes:
         width: Number of tokens in the pass.
@@ -207,7 +207,6 @@ def _drafter_result(
     breadth = max(1.0, drafted / (share * _DRAFT_LENGTH)) if share else 1.0
 
     def speed_up(length: int) -> float:
-        """Return the expected speed-up over plain decoding at a draft length."""
         drafts, tokens = share / rounds, round(breadth * length)
         pass_seconds = curve.v(tokens + 1) * curve.target_step_seconds
         seconds = drafts * (tokens * token_seconds + pass_seconds + other) + (1.0 - drafts) * step_seconds
@@ -241,7 +240,7 @@ def _acceptance(replies: Sequence[Reply]) -> float:
     for reply in replies:
         drafted, accepted = reply.stats.drafted_per_position, reply.stats.accepted_per_position
         hits += sum(accepted)
-        # At most one token per depth of a draft tree can be accepted, so each depth counts once.
+        # Count one token per depth of a draft tree, because at most one can be accepted.
         judged += sum(
             min(pair) for pair in zip(drafted, [reply.stats.target_passes, *accepted], strict=False)
         )

@@ -43,6 +43,7 @@ class ModelEntry:
         name: The model's name.
         family: Name of the model family. All models in a family share a vocabulary.
         parameters: Number of parameters.
+        active_parameters: Number of parameters that process each token, if only some experts do. Otherwise 0.
         quantisation: The default quantisation.
         context_tokens: Context length that the model was trained with.
         approximate_file_bytes: Approximate size on disk at the default quantisation.
@@ -70,6 +71,7 @@ class ModelEntry:
     mlx_repository: str = ""
     embedded_file: str = ""
     notice: str = ""
+    active_parameters: int = 0
     drafts: tuple[str, ...] = ()
     aliases: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     format: ModelFormat = "gguf"
@@ -78,6 +80,11 @@ class ModelEntry:
     def repository(self) -> str:
         """The Hugging Face repository to download from. Empty for a model that edgespec includes."""
         return self.gguf_repository or self.mlx_repository
+
+    @property
+    def active_fraction(self) -> float:
+        """The fraction of the parameters that process each token."""
+        return (self.active_parameters or self.parameters) / self.parameters
 
     @property
     def file_format(self) -> FileFormat:
@@ -190,7 +197,7 @@ def _entry(table: dict[str, Any]) -> ModelEntry:
 
 
 def user_aliases_path() -> Path:
-    """Return the path of the user's TOML file of aliases and pairs, which may not exist."""
+    """Return the path of the TOML file with the user's model aliases and draft pairs."""
     return config_folder() / "aliases.toml"
 
 

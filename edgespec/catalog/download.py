@@ -112,7 +112,6 @@ def list_repository(repository: str) -> tuple[str, list[HubFile]]:
 
 
 def _check_disk(repository: str, files: list[HubFile]) -> None:
-    """Raise DownloadError if the disk has too little free space for the files."""
     cache = hub_cache_folder()
     partial_files = (repository_folder(repository) / "blobs").glob("*.edgespec")
     needed_bytes = sum(file.size_bytes for file in files) - sum(path.stat().st_size for path in partial_files)
@@ -232,7 +231,6 @@ def _stream(url: str, path: Path, size_bytes: int, etag: str, report: Callable[[
 
 
 def _new_digest(etag: str, size_bytes: int) -> Any:
-    """Return a new hash object. ETags are git hashes for small files, and SHA-256 for large files."""
     if len(etag) == _GIT_ETAG_CHARACTERS:
         return hashlib.sha1(b"blob %d\0" % size_bytes, usedforsecurity=False)
     return hashlib.sha256()
@@ -262,7 +260,6 @@ def stream_chunks(url: str, start: int = 0, chunk_bytes: int = _CHUNK_BYTES) -> 
 
 
 def _network_reason(error: Exception) -> str:
-    """Return the reason for a network error, without the error number."""
     return re.sub(r"^\[Errno -?\d+\] ", "", str(error)) or type(error).__name__
 
 

@@ -87,7 +87,7 @@ class DraftOption:
 
     @property
     def tokens(self) -> str:
-        """The share of the target's tokens that the model has, as text for messages."""
+        """How much of the target's vocabulary the draft model shares, as text for messages."""
         if self.shared_token_fraction is None:
             return "the same tokens (according to the catalogue)"
         if self.shared_token_fraction == 1.0:
@@ -173,7 +173,6 @@ def choose_draft(
 
 
 def _preferred_choice(target: Resolved, draft: str) -> DraftChoice:
-    """Return the draft model that the user has paired with this target."""
     if draft == "none":
         return DraftChoice(None, f"you chose no draft model for {target.name}")
     try:
@@ -192,7 +191,6 @@ def _first_recommended(target: Resolved) -> DraftChoice:
 
 
 def _recommended(target: Resolved) -> tuple[str, ...]:
-    """Return the names of the draft models that the catalogue recommends, best first."""
     return target.entry.drafts if target.entry else ()
 
 
@@ -206,7 +204,6 @@ def _no_draft_known(target: Resolved) -> str:
 
 
 def _why_none(target: Resolved, usable: Sequence[DraftOption], fitting: Sequence[DraftOption]) -> str:
-    """Explain why `--draft auto` uses no draft model."""
     if fitting:
         return (
             f"the best draft model on this machine, {fitting[0].reference}, has an expected speed-up of"
@@ -223,7 +220,6 @@ def _why_none(target: Resolved, usable: Sequence[DraftOption], fitting: Sequence
 
 
 def _is_for_auto(option: DraftOption, target: Resolved, info: ModelInfo | None) -> bool:
-    """Return whether `--draft auto` can use a model, which must be installed and match the target."""
     if option.path is None or not same_backend(option.format, target.format):
         return False
     if option.shared_token_fraction is None:
@@ -321,11 +317,7 @@ def _sizes(target: Resolved, info: ModelInfo | None) -> tuple[int, int]:
 
 
 def _same_family(target: Resolved, info: ModelInfo | None, installed: InstalledModels) -> list[str]:
-    """Return the names of smaller catalogue models that share the target's vocabulary.
-
-    A recommended draft model shares its target's vocabulary, and so do all models linked to the target by a
-    chain of recommendations.
-    """
+    """Return the names of smaller catalogue models that share the target's vocabulary."""
     entries = load_catalogue().entries
     names = {target.entry.name} if target.entry else set()
     if info is not None and info.vocabulary:

@@ -141,7 +141,7 @@ def _embedded() -> Iterator[StoredModel]:
 
 
 def _shortest_reference(stored: StoredModel) -> tuple[str, ModelEntry | None]:
-    """Return the shortest reference to a model, or else its path, and its catalogue entry, if any."""
+    """Return a model's shortest reference and its catalogue entry, or its path and None."""
     for name in stored.names:
         try:
             resolved = resolve(name, allow_download=False)
@@ -169,7 +169,6 @@ def _smaller(resolved: Resolved, installed: InstalledModels) -> list[tuple[Insta
 
 
 def _is_same_model(one: ModelInfo, other: ModelInfo) -> bool:
-    """Return whether two models are the same, apart from their quantisation."""
     first, second = (
         (info.architecture, info.family, info.parameters, info.vocabulary) for info in (one, other)
     )

@@ -54,7 +54,7 @@ class MetadataCache:
         return info
 
     def same_token_ids(self, target: Model, draft: Model) -> bool:
-        """Return whether both models use the same token ids. True if one of the vocabularies is unknown."""
+        """Return False if the models are known to use different token IDs, otherwise True."""
         if not target[2] or not draft[2] or target[2] == draft[2]:
             return True
         target_tokens, draft_tokens = self._read_tokens(target, draft)
@@ -85,7 +85,6 @@ class MetadataCache:
         """Write new entries to disk. If writing fails, the next run reads the metadata again."""
         if not self._changed:
             return
-        # Skip models that no longer exist, such as temporary files that contained only a model's header.
         existing = {path: entry for path, entry in self._models.items() if os.path.exists(path)}
         models = dict(list(existing.items())[-_MAX_MODELS:])
         value = {
@@ -111,7 +110,6 @@ class MetadataCache:
 
 
 def _info(value: Mapping[str, Any]) -> ModelInfo:
-    """Convert a JSON object to metadata. Raises TypeError or ValueError for a field of the wrong type."""
     info = ModelInfo(**{**value, "heads": tuple(value["heads"])})
     for one in fields(info):
         if one.name not in ("kind", "heads") and type(getattr(info, one.name)).__name__ != one.type:

@@ -48,7 +48,7 @@ def find_in_store(store: Literal["ollama", "lmstudio"], name: str) -> StoredMode
 
 
 def find_by_missing_path(path: Path) -> StoredModel | None:
-    """Return the model whose name was parsed as a path, or None if the path exists.
+    """Return the model in LM Studio or Ollama whose name is `path`, unless a file with this path exists.
 
     Names in LM Studio can look like publisher/repo/file.gguf, and in Ollama like registry/owner/name:tag.
     """
@@ -92,7 +92,6 @@ def installed_names() -> list[str]:
 
 
 def _split(name: str) -> tuple[str, str | None]:
-    """Split a name at its last colon into name and tag."""
     base, colon, tag = name.rpartition(":")
     return (base, tag) if colon and "/" not in tag else (name, None)
 

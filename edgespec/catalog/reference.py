@@ -177,7 +177,6 @@ def _resolve_entry(typed: str, entry: ModelEntry, quantisation: str, download: D
 
 
 def _resolve_hub(typed: str, reference: HubReference, download: Download) -> Resolved:
-    """Return a model from a Hugging Face repository, downloading it if it is not on this machine."""
     repository, quantisation = reference.repository, reference.quantisation
     entry = load_catalogue().of_repository(repository)
     cached = cached_model(repository, quantisation)
@@ -199,7 +198,7 @@ def _resolve_hub(typed: str, reference: HubReference, download: Download) -> Res
 
 
 def _resolve_stored(typed: str, stored: StoredModel, entry: ModelEntry | None = None) -> Resolved:
-    """Convert a model found in Ollama or LM Studio. Raises ModelFileError if it is unusable."""
+    """Return a model found in Ollama or LM Studio. Raises ModelFileError if it is unusable."""
     program = "Ollama" if stored.store == "ollama" else "LM Studio"
     if stored.path is None:
         raise ModelFileError(
@@ -250,7 +249,6 @@ def _resolve_path(path: Path) -> Resolved:
 
 
 def _resolve_prepared(prepared: PreparedModel, given: Path) -> Resolved:
-    """Return a model prepared for early exit, given its folder or the path of its deleted original."""
     if not is_registered(prepared.kind):
         raise ModelFileError(
             f"{given} contains files prepared for drafting, not a model",
@@ -265,7 +263,6 @@ def _resolve_prepared(prepared: PreparedModel, given: Path) -> Resolved:
 
 
 def _check_folder(folder: Path) -> None:
-    """Raise ModelFileError if the folder is not a complete MLX model. The message lists missing files."""
     missing = format_at(folder).missing_files(folder)
     if not missing:
         return

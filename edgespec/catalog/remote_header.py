@@ -23,7 +23,7 @@ _FIRST_PARSE_BYTES = 1 << 20
 # Maximum size of a header. The largest known headers are a few dozen megabytes.
 _MAX_HEADER_BYTES = 1 << 29
 _CHUNK_BYTES = 1 << 16
-# Size of the header length at the start of a safetensors file, in bytes.
+# A safetensors file begins with the length of its header, stored in this many bytes.
 _LENGTH_BYTES = 8
 _WITH_METADATA = (".gguf", ".safetensors", "config.json", ".index.json")
 

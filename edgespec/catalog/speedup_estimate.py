@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 __all__ = ["estimate_acceptance_rate", "estimate_speedup"]
 
@@ -14,6 +15,10 @@ _MIN_RATE, _MAX_RATE = 0.3, 0.95
 # Measured with F16 weights on a 2-core CPU.
 _COST_PER_ROW = 0.14
 _MAX_DRAFT_LENGTH = 8
+
+
+def _assumed_pass_cost(width: int) -> float:
+    return 1.0 + _COST_PER_ROW * (width - 1)
 
 
 def estimate_acceptance_rate(size_ratio: float, shared_token_fraction: float = 1.0) -> float:
@@ -33,6 +38,7 @@ def estimate_speedup(
     step_cost: float,
     shared_token_fraction: float = 1.0,
     acceptance_rate: float | None = None,
+    pass_cost: Callable[[int], float] = _assumed_pass_cost,
 ) -> float:
     """Return the expected speed-up over plain decoding at the best draft length.
 
@@ -43,11 +49,12 @@ def estimate_speedup(
             models read per token.
         shared_token_fraction: Fraction of the target's tokens that the draft model has.
         acceptance_rate: The measured acceptance rate. If None, it is estimated from the sizes.
+        pass_cost: Returns the duration of a pass over a number of tokens, relative to a single-token pass.
     """
     if acceptance_rate is None:
         acceptance_rate = estimate_acceptance_rate(size_ratio, shared_token_fraction)
     best, tokens = 0.0, 1.0
     for length in range(1, _MAX_DRAFT_LENGTH + 1):
         tokens += acceptance_rate**length
-        best = max(best, tokens / (length * step_cost + 1.0 + _COST_PER_ROW * length))
+        best = max(best, tokens / (length * step_cost + pass_cost(length + 1)))
     return best

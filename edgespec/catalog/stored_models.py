@@ -77,7 +77,7 @@ class EntryBudget:
         self.skipped: Path | None = None
 
     def notice(self, store: Store) -> Iterator[StoredModel]:
-        """If the search reached a limit, yield an unusable placeholder model that reports it."""
+        """Yield a model entry that tells the user which folder was skipped, if any."""
         if self.skipped is not None:
             problem = (
                 f"the folder has too many files to search (at most {_MAX_ENTRIES:,} in all folders,"
@@ -96,13 +96,13 @@ def files_below(
 ) -> Iterator[Path]:
     """Yield all regular files in a folder and its subfolders, sorted by name.
 
-    The search visits each folder once, never visits a parent of `folder`, and skips hidden and unreadable
-    entries. It skips folders that would exceed a limit on entries, and records the first one in `budget`.
+    The search visits each folder once. It skips hidden and unreadable entries, and folders with too many
+    entries.
 
     Args:
         folder: The folder to search.
         depth: Maximum depth of subfolders to search.
-        budget: The entry limit, shared by all searches of a store.
+        budget: The number of folder entries that may still be read.
         inside: Ignore symbolic links to files and folders outside this folder. None follows all links.
     """
     seen = set(_parents(folder))
@@ -130,7 +130,7 @@ def files_below(
 
 
 def _entries(folder: Path, budget: EntryBudget, own_budget: EntryBudget) -> list[os.DirEntry[str]]:
-    """Return the entries of a folder, sorted by name. Empty if it is unreadable or exceeds either budget."""
+    """Return the entries of a folder, sorted by name. Empty if it is unreadable or has too many entries."""
     limit = max(0, min(budget.left, own_budget.left))
     try:
         with os.scandir(folder) as iterator:
@@ -146,7 +146,6 @@ def _entries(folder: Path, budget: EntryBudget, own_budget: EntryBudget) -> list
 
 
 def _is_kind(entry: os.DirEntry[str], kind: Literal["file", "folder"]) -> bool:
-    """Return whether an entry is of the given kind. False if that cannot be determined."""
     try:
         return entry.is_dir() if kind == "folder" else entry.is_file()
     except OSError:
@@ -170,7 +169,6 @@ def is_parent(folder: Path, inner: Path) -> bool:
 
 
 def _parents(folder: Path) -> Iterator[tuple[int, int]]:
-    """Yield the (device, inode) of each parent folder."""
     for parent in Path(os.path.realpath(folder)).parents:
         with suppress(OSError):
             yield _identity(parent.stat())

@@ -12,7 +12,7 @@ from edgespec.errors import OptionError
 __all__ = ["Message", "Role", "as_message", "as_messages", "reply_message"]
 
 Role = Literal["user", "assistant", "system"]
-# The most common reasoning markers. Used for reasoning that comes without markers.
+# The default text before and after a message's reasoning.
 _DEFAULT_MARKERS = ("<think>\n", "\n</think>\n\n")
 _ROLES: dict[str, Role] = {"system": "system", "user": "user", "assistant": "assistant"}
 
@@ -99,8 +99,8 @@ def as_message(number: int, item: Message | Mapping[str, Any]) -> Message:
     markers = item.get("markers") or ["", ""]
     if not isinstance(markers, list) or [type(marker) for marker in markers] != [str, str]:
         raise OptionError(
-            f"the markers of message {number} must be a list of two strings",
-            "pass two strings, or leave the markers out",
+            f"the reasoning markers of message {number} must be a list of two strings",
+            "pass two strings, such as <think> and </think>, or leave the markers out",
         )
     if role == "assistant" and not reasoning and not any(markers):
         return reply_message(content)

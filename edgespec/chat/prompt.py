@@ -255,7 +255,7 @@ class PromptBuilder:
         Reasoning is not counted, because most templates drop it.
         """
         content = message.content
-        # A lower bound is enough for a message that is too long for the context.
+        # Do not tokenize a message that is certainly too long for the context.
         least = self._vocabulary.min_tokens(content) if len(content) > context_tokens else 0
         if least <= context_tokens:
             least = self._scanner.scan(content, progress).token_count
@@ -297,7 +297,7 @@ class PromptBuilder:
         return longest if longest and longest.text else None
 
     def _spelled_prefix(self, tokens: Sequence[int], encoded: bytes) -> RenderedPrompt:
-        """Return the longest common prefix of `encoded` and the decoded `tokens`, up to a control token."""
+        """Return the longest prefix of `tokens` that matches `encoded` and is followed by a control token."""
         at = spelled_bytes = spelled_tokens = 0
         for i, token in enumerate(tokens):
             control = is_control(self._vocabulary, token)

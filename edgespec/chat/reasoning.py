@@ -39,7 +39,7 @@ _MARKERS: Mapping[str, str] = MappingProxyType(
         "<|channel|>final<|message|>": "",
     }
 )
-# The parts of the markers that can be single control tokens, such as `[THINK]` and `<|channel|>`.
+# Parts of reasoning markers, such as `[THINK]` and `<|channel|>`.
 _MARKER_TOKENS = frozenset(
     part.encode()
     for pair in _MARKERS.items()
@@ -55,7 +55,7 @@ _PROMPT_END = 200
 
 
 def piece_with_markers(vocabulary: Vocabulary, token: int) -> bytes:
-    """Return the bytes that a token adds to a reply, including markers that are control tokens."""
+    """Return the bytes that a token adds to a reply, including reasoning markers such as `<think>`."""
     piece = vocabulary.piece(token)
     if piece:
         return piece
@@ -88,7 +88,7 @@ class SplitText(NamedTuple):
     """The reasoning and the answer in a part of a reply, without markers.
 
     Attributes:
-        in_reasoning: Whether the part belongs to the reasoning. Also set if both texts are empty.
+        in_reasoning: Whether the part belongs to the reasoning.
     """
 
     reasoning: str
@@ -113,13 +113,13 @@ class ReasoningSplitter:
         self._held = ""
         # Whether to drop leading whitespace of the reasoning or the answer.
         self._drops_space = False
-        # Number of buffered characters that are not returned, because they belong to the prompt.
+        # Number of buffered characters that come from `reply_start`.
         self._skipped = 0
         self.feed(reply_start)
         self._skipped = len(self._held)
 
     def feed(self, text: str) -> SplitText:
-        """Add a token's text. Return the reasoning or answer text that no longer has to be withheld."""
+        """Add a token's text. Return the reasoning and answer text that cannot be part of a marker."""
         before = self._phase
         self._held += text
         if self._phase == "start":
@@ -130,7 +130,7 @@ class ReasoningSplitter:
         return SplitText(reasoning, answer, in_reasoning or self._drops_space)
 
     def finish(self, text: str = "") -> SplitText:
-        """Add the last text of the reply, and return it with all withheld text."""
+        """Add the last text of the reply, and return all text that `feed` has not returned."""
         reasoning, answer, _ = self.feed(text)
         if self._phase == "start":
             self._begin_answer()
@@ -139,7 +139,6 @@ class ReasoningSplitter:
         return SplitText(reasoning, answer + self._read(len(self._held)), False)
 
     def _read_start(self) -> None:
-        """Read the opening marker, if there is one. Does nothing if more text is needed to decide."""
         text = self._held.lstrip()
         opening = next((marker for marker in _MARKERS if text.startswith(marker)), None)
         if opening is not None:
@@ -154,7 +153,6 @@ class ReasoningSplitter:
         self._held = self._held[self._skipped :]
 
     def _read_reasoning(self) -> str:
-        """Return the reasoning that is not withheld, and switch to the answer after the closing marker."""
         end = self._held.find(self._close)
         if end < 0:
             undecided = _shared_length(self._held, self._close)
@@ -165,7 +163,6 @@ class ReasoningSplitter:
         return reasoning
 
     def _read(self, length: int) -> str:
-        """Take `length` characters from the buffer, without whitespace before the reasoning or the answer."""
         text, self._held = self._held[:length], self._held[length:]
         if self._drops_space:
             text = text.lstrip()

@@ -20,7 +20,7 @@ def build_single_prompt(
     context_tokens: int,
     progress: Progress | None = None,
 ) -> RenderedPrompt:
-    """Build the prompt of a reply to one message of the user.
+    """Build the prompt for a reply to a single user message.
 
     Args:
         vocabulary: The target's tokenizer.

@@ -178,7 +178,7 @@ class ChatStore:
         try:
             return self.load(chat_id).updated != known
         except ChatFileError:
-            # Do not overwrite an unreadable file, because a newer version of edgespec may have written it.
+            # Treat an unreadable file as changed, because a newer version of edgespec may have written it.
             return self._path(chat_id).exists()
 
     @contextmanager
@@ -279,7 +279,6 @@ def read_chat(path: Path) -> SavedChat:
 
 
 def _checked(path: Path, json_value: object) -> SavedChat:
-    """Convert a file's JSON to a `SavedChat`. Raises ValueError if it is invalid."""
     data = _typed(json_value, dict, "the file")
     version = _typed(data.get("version"), int, "`version`")
     if version != VERSION:

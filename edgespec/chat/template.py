@@ -106,7 +106,7 @@ class ChatTemplate:
             raise
 
     def close(self) -> None:
-        """Stop the process, even while another thread is rendering. Further calls have no effect."""
+        """Stop the child process, even while another thread is rendering. Repeated calls have no effect."""
         self._closed = True
         if self._process:
             self._process.close()

@@ -73,7 +73,7 @@ class TemplateProcess:
         return self._end.alive and self._process.poll() is None
 
     def ask(self, request: dict[str, Any], progress: Progress | None = None) -> dict[str, str]:
-        """Send a request and return the reply. On any exception, the process is stopped.
+        """Send a request to the child process and return its reply. Any exception stops the process.
 
         Raises:
             CancelledError: `progress` returned False.
@@ -119,7 +119,7 @@ class TemplateProcess:
             raise
 
     def close(self) -> None:
-        """Stop the process. Further calls have no effect."""
+        """Stop the child process. Repeated calls have no effect."""
         self._end()
 
 

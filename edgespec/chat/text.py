@@ -47,7 +47,6 @@ class ReplyText:
         return False
 
     def _undecided(self) -> int:
-        """Return the length of the longest suffix of the withheld text that could begin a stop string."""
         longest = max((len(stop) for stop in self._stop), default=1) - 1
         for length in range(min(longest, len(self._held)), 0, -1):
             if any(stop.startswith(self._held[-length:]) for stop in self._stop):
@@ -65,7 +64,7 @@ class ReplyText:
         return fresh
 
     def finish(self) -> str:
-        """End the reply and return the text that was withheld. An incomplete character becomes U+FFFD."""
+        """End the reply and return the rest of its text. An incomplete character becomes U+FFFD."""
         rest = self._held + self._decoder.decode(b"", final=True)
         self._held = ""
         self._released.append(rest)

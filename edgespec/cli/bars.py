@@ -9,7 +9,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from edgespec.cli.screen import line_of
+from edgespec.cli.screen import line_of, rate
 from edgespec.files import format_bytes
 
 if TYPE_CHECKING:
@@ -44,6 +44,7 @@ def picture(preview: Preview, requested_context_tokens: int | None = None) -> Re
         _line(f"draft model {preview.draft}" if preview.draft else f"no draft model: {preview.why_no_draft}"),
         _line(f"context {plan.context_tokens:,} tokens{_about_context(preview, requested_context_tokens)}"),
         _line(f"cache type {plan.kv_type}"),
+        _line(f"expected speed {_expected_speed(preview)}"),
     ]
     if preview.draft_window:
         parts.append(_line(f"in longer contexts, the draft model reads {preview.draft_window.description}"))
@@ -60,6 +61,14 @@ def picture(preview: Preview, requested_context_tokens: int | None = None) -> Re
     if not plan.fits:
         parts += [Text(), _line(f"does not fit: {preview.advice}", "bold red")]
     return Group(*parts)
+
+
+def _expected_speed(preview: Preview) -> str:
+    speed = preview.prediction
+    if speed is None:
+        return "unknown, because this machine has not been measured (run `edgespec recommend`)"
+    drafted = f", {rate(speed.fastest_tokens_per_second)} with the draft model" if preview.draft else ""
+    return f"{rate(speed.tokens_per_second)} tokens per second{drafted}"
 
 
 def _about_context(preview: Preview, requested_tokens: int | None) -> str:

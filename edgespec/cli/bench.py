@@ -116,9 +116,9 @@ def command(
 ) -> int:
     """Measure how much each method speeds up replies to different kinds of prompts.
 
-    The model answers every prompt without drafting and with each method, in an order that changes from
-    prompt to prompt so that a machine slowdown affects all methods equally. Earlier chats are not cached. The
-    report ends with a legend and a conclusion. If you press Ctrl-C, it covers everything measured so far.
+    The model answers every prompt without drafting and with each method. The order changes from prompt to
+    prompt, so that a slowdown of the machine affects all methods equally. The report ends with a legend and a
+    conclusion. If you press Ctrl-C, the report covers everything measured so far.
     """
     reject_remember(options)
     texts = _texts(prompts, categories)
@@ -195,7 +195,6 @@ def _all_methods(drafters: Sequence[str]) -> tuple[str, ...]:
 
 
 def _planned(plan: BenchPlan, max_seconds: int | None) -> str:
-    """Return a line that says how many replies the benchmark generates, and how this number is computed."""
     factors = [
         counted(len(plan.prompts), "prompt"),
         counted(len(plan.temperatures), "temperature"),

@@ -12,6 +12,7 @@ __all__ = ["COMMANDS", "MISSING_COMMANDS", "OLLAMA_COMMANDS", "load_command"]
 COMMANDS = (
     "chat",
     "generate",
+    "recommend",
     "plan",
     "verify",
     "tune",
@@ -35,7 +36,7 @@ OLLAMA_COMMANDS = {
     "cp": "models alias",
     "help": "--help",
 }
-# Ollama's commands that edgespec does not have, and the reason.
+# Ollama's commands that edgespec does not have, and why not.
 MISSING_COMMANDS = dict.fromkeys(
     ("serve", "ps", "stop"), "edgespec has no server, and a model is loaded only while a command uses it"
 )

@@ -101,14 +101,13 @@ def command(ctx: click.Context, as_json: bool) -> int:
 
 
 def _print_problems(settings: Settings) -> int:
-    """Print an error for each invalid setting and return the exit status."""
     for problem in settings.problems:
         click.echo(printable(describe(problem)), err=True)
     return FAILED if settings.problems else DONE
 
 
 def _own_rows(settings: Settings, name: str, rows: dict[str, _Row]) -> dict[str, _Row]:
-    """Return the settings whose values for one command differ from those for all commands."""
+    """Return the settings that have their own value for the command `name`."""
     own = {key: _row(option, settings.find(name, key)) for key, option in settings_of(name).items()}
     return {
         key: row for key, row in own.items() if (row.value, row.source) != (rows[key].value, rows[key].source)
@@ -300,7 +299,6 @@ def _option_at(path: KeyPath, ctx: click.Context) -> SettingOption:
 
 
 def _literal(option: SettingOption, values: tuple[str, ...], value: Any) -> str:
-    """Format a value as TOML."""
     if option.multiple:
         return f"[{', '.join(map(quoted, values))}]"
     if isinstance(value, bool):

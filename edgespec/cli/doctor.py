@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 __all__ = ["Check", "command"]
 
 _DEMO_TOKENS = 16
-# Speed below which the demo model is reported as slow. An idle machine is several times as fast.
+# The demo model is reported as slow below this speed. An idle machine is several times faster.
 _SLOW_TOKENS_PER_SECOND = 50
 _LOW_MEMORY_BYTES = 2_000_000_000
 _BUILD_FLAG = {"metal": "-DGGML_METAL=on", "cuda": "-DGGML_CUDA=on"}
@@ -172,7 +172,6 @@ def _settings() -> Check:
 
 
 def _demo(stop: Stop) -> Check:
-    """Load the demo models and generate a short reply."""
     import edgespec
 
     started = time.perf_counter()

@@ -58,7 +58,7 @@ class HelpfulCommand(_Helpful):
     """A command with examples and titled groups of options in its help."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Parse arguments. If there are too many, the error explains how to choose a model."""
+        """Parse the arguments. For an unexpected argument, raise an error that suggests `--target`."""
         if not any(each.name == "target" and isinstance(each, click.Option) for each in self.params):
             return super().parse_args(ctx, args)
         ctx.allow_extra_args = True
@@ -85,7 +85,7 @@ class HelpfulGroup(_Helpful, click.Group):
     command_class = HelpfulCommand
     # Commands of other programs, and what to suggest instead. MODEL stands for the next argument.
     foreign_commands: Mapping[str, str] = {}
-    # Commands of other programs that edgespec does not have, and the reason.
+    # Commands of other programs that edgespec does not have, and why not.
     missing_commands: Mapping[str, str] = {}
 
     def __init__(self, *args: Any, **settings: Any) -> None:

@@ -38,7 +38,7 @@ class Stop:
         return self._event.is_set()
 
     def on_request(self, action: Callable[[], None]) -> None:
-        """Call `action` when a stop is requested, or now if that has already happened. May call it twice."""
+        """Call `action` when a stop is requested, or immediately if one was already requested."""
         self._action = action
         if self.requested:
             action()
@@ -62,7 +62,7 @@ class _WorkerThread:
         self._thread: threading.Thread | None = None
 
     def submit(self, call: Callable[[], None]) -> None:
-        """Run `call`, which must not raise exceptions, in the thread."""
+        """Run `call` in the worker thread. `call` must not raise exceptions."""
         # Start the thread on first use, and again after a fork, which does not copy threads.
         if self._thread is None or not self._thread.is_alive():
             self._thread = threading.Thread(target=self._run, name="edgespec-work", daemon=True)

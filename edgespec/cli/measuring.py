@@ -72,21 +72,19 @@ def duration_text(seconds: float) -> str:
 
 
 class RepliesProgress(ProgressLine):
-    """A progress bar that shows the current reply and, once the first one is finished, the remaining time.
+    """A progress bar that shows the current reply and the estimated remaining time.
 
-    In a pipe, the remaining time is printed once, after the first reply.
+    If stderr is not a terminal, the remaining time is printed once, after the first reply.
     """
 
     def __init__(self, stop: Stop, max_seconds: float | None = None) -> None:
         super().__init__(stop)
         self._ends = monotonic() + max_seconds if max_seconds else inf
         self._current = ""
-        # Start time of the current step, such as the warm-up or the first reply.
         self._step_began = 0.0
         self._first: tuple[float, float] | None = None
 
     def __call__(self, description: str, fraction: float) -> bool:
-        """Show progress. Return False if a stop was requested."""
         left = self._seconds_left(description, fraction)
         if not is_terminal(sys.stderr):
             return super().__call__("measuring", fraction)
@@ -104,7 +102,6 @@ class RepliesProgress(ProgressLine):
         is_first = self._first is None
         done, since = self._first = self._first or (fraction, now)
         if fraction > done:
-            # Estimate from the time since the first reply ended, because the first one may be slower.
             seconds = (now - since) * (1 - fraction) / (fraction - done)
         else:
             seconds = (since - self._step_began) * (1 - fraction) / fraction

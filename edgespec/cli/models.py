@@ -149,13 +149,11 @@ def _short_names(entry: ModelEntry) -> str:
 
 
 def _short_path(path: Path) -> str:
-    """Return a path as text, with `~` for the home folder."""
     home = Path.home()
     return f"~/{path.relative_to(home)}" if path.is_relative_to(home) else str(path)
 
 
 def _print_list(heads: Sequence[str], rows: Sequence[Sequence[str]], *, optional: Sequence[str] = ()) -> None:
-    """Print a table unless it is empty. On a terminal, add a blank line."""
     if rows:
         print_table(heads, rows, optional)
         if is_terminal(sys.stdout):

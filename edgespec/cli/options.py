@@ -79,7 +79,6 @@ class KindType(click.ParamType):  # type: ignore[type-arg]  # generic since clic
 
 
 def _check(kind: Kind, param: click.Parameter, value: Any) -> Any:
-    """Check and normalise a value. Errors name the option as written on the command line."""
     name = str(param.name)
     try:
         return kind.check(name, value)
@@ -113,7 +112,6 @@ def model_reference(name: str) -> Decorator:
 
 
 def _option(name: str, option: Option, default: Any, *, per_run: bool) -> click.Option:
-    """Return the click option for a declaration. `per_run` options ignore the settings file."""
     dashed = f"--{name.replace('_', '-')}"
     kind = option.kind
     words = option.default_text

@@ -52,6 +52,7 @@ def command(as_json: bool, **options: Any) -> int:
                 "context_begins": preview.first_context_tokens,
             }
             | ({} if preview.draft else {"why_no_draft": preview.why_no_draft})
+            | {"prediction": preview.prediction.to_json() if preview.prediction else None}
             | _window_json(preview)
             | ({"advice": preview.advice} if preview.advice else {})
         )

@@ -99,7 +99,7 @@ def layerskip(reference: str, exit_layer: str, to: Path | None, as_json: bool) -
 @_to_option
 @json_option
 def lowbit(reference: str, type_name: str | None, to: Path | None, as_json: bool) -> None:
-    """Make a lower-precision copy of REF that drafts with the model's own cache, for `--method lowbit`.
+    """Make a lower-precision copy of REF to use as its draft model, for `--method lowbit`.
 
     REF may also be a folder made by `edgespec prepare layerskip`.
     """
@@ -131,7 +131,7 @@ def _exit(text: str) -> int | None:
 def _resolve_and_prepare(
     reference: str, kind: str, make: Callable[[Path, ProgressLine], PreparedModel]
 ) -> PreparedModel:
-    """Resolve the model, downloading it if needed, and call `make` with its path. Ctrl-C stops both."""
+    """Resolve the model, downloading it if needed, and call `make` with its path."""
     from edgespec.catalog import resolve
 
     def work(stop: Stop) -> PreparedModel:

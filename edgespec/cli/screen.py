@@ -23,6 +23,7 @@ __all__ = [
     "print_json",
     "print_table",
     "printable",
+    "rate",
     "terminal_width",
     "warn",
     "write_text",
@@ -61,6 +62,11 @@ def write_text(text: str) -> None:
     """Write to stdout and flush. Control characters are removed only on a terminal."""
     sys.stdout.write(printable(text) if is_terminal(sys.stdout) else text)
     sys.stdout.flush()
+
+
+def rate(per_second: float) -> str:
+    """Return a speed with one decimal below 10, and without decimals from 10 on."""
+    return f"{per_second:,.{1 if per_second < 10 else 0}f}"
 
 
 def print_json(value: Mapping[str, object]) -> None:

@@ -160,7 +160,7 @@ def settings_of(command: str) -> dict[str, SettingOption]:
 
 
 def suggestion(name: str, known: Iterable[str], prefix: str = "") -> str:
-    """Return a hint with the most similar names in `known`. All names may begin with `prefix`."""
+    """Return a hint with the names in `known` that are most similar to `name`, ignoring `prefix`."""
     near = nearest(name.removeprefix(prefix), [each.removeprefix(prefix) for each in known])
     return (
         f"did you mean {' or '.join(prefix + each for each in near)}?"

@@ -22,7 +22,6 @@ __all__ = ["KeyPath", "NotEditableError", "changed", "line_number", "quoted", "r
 KeyPath: TypeAlias = tuple[str, ...]
 """The names that lead to a value: `("temperature",)`, `("chat", "temperature")`."""
 _LOCK_SECONDS = 10
-# Maximum size of a settings file in bytes, and maximum number of lines in one value.
 _MAX_BYTES, _MAX_VALUE_LINES = 64 << 10, 500
 _PLACE = re.compile(r" \(at (?:line (\d+), column (\d+)|end of document)\)$")
 
@@ -106,7 +105,7 @@ def write_value(file: Path, path: KeyPath, literal: str | None) -> bool:
             write_private_file(file.resolve(), after.encode())
     except NotEditableError:
         raise ConfigurationError(
-            f"{'.'.join(path)} cannot be changed in {file}, because of how it is written there",
+            f"{'.'.join(path)} cannot be changed in {file} automatically",
             "change it in an editor",
         ) from None
     except Timeout as error:
@@ -152,8 +151,7 @@ def changed(text: str, path: KeyPath, literal: str | None) -> str:
     result = "\n".join(lines)
     found = _read(result)
     if found is not None and len(path) > 1:
-        # Removing the last key of a table can also remove the table, which is harmless. Add an empty one, so
-        # that the comparison below succeeds.
+        # If the table was removed together with its last key, treat it as empty.
         found.setdefault(path[0], {})
     if found != _wanted(tomllib.loads(text), path, literal):
         raise NotEditableError
@@ -190,7 +188,6 @@ def _read(text: str) -> dict[str, Any] | None:
 
 
 def _path(table: Any) -> KeyPath:
-    """Return the keys of nested single-entry tables, outermost first."""
     names = []
     while isinstance(table, dict) and len(table) == 1:
         ((name, table),) = table.items()
@@ -212,7 +209,6 @@ def _replaced(lines: list[str], here: _Statement, literal: str) -> str:
 
 
 def _insert(lines: list[str], statements: list[_Statement], path: KeyPath, literal: str) -> None:
-    """Append a line to its table, adding the table if it does not exist."""
     *table, name = path
     new = f"{_spelled(name)} = {literal}"
     of_table = [each for each in statements if each.path[:-1] == tuple(table) and not each.opens]
@@ -241,7 +237,6 @@ def _spelled(name: str) -> str:
 
 
 def _wanted(table: dict[str, Any], path: KeyPath, literal: str | None) -> dict[str, Any]:
-    """Return the parsed contents that the edited file must have. Raises NotEditableError."""
     wanted = copy.deepcopy(table)
     *inside, name = path
     part: Any = wanted

@@ -18,7 +18,6 @@ __all__ = ["NoveltyFilter"]
 
 # Sequences are compared by hashes of 32-token windows. A hash is stored for every eighth position.
 _WINDOW, _STRIDE = 32, 8
-# Multiplier of the hash function, derived from the golden ratio.
 _MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
 
 
@@ -42,9 +41,10 @@ class NoveltyFilter:
         self._hashes = np.union1d(self._hashes, new_hashes) if has_room else new_hashes
 
     def new_parts(self, text: TokenArray) -> list[TokenArray]:
-        """Return the new parts of a token sequence in order, without parts of fewer than 8 tokens.
+        """Return the parts of a token sequence that have not been added before, in order.
 
-        The last part is the new end of the sequence. It is always included, even if it is empty.
+        Parts of fewer than 8 tokens are left out, except at the end of the sequence. If the sequence ends
+        with known tokens, the last part is empty.
         """
         known = np.zeros(len(text) + _WINDOW, np.int64)
         if len(self._hashes):

@@ -47,9 +47,10 @@ _DELETION_MARKER = "forgotten"
 
 
 class SavedReplies:
-    """Saves replies for models that share a vocabulary, along with the new parts of their prompts.
+    """Saves replies and prompts for models that share a vocabulary.
 
-    Methods report file errors in `notice` instead of raising them.
+    Parts of a prompt that have already been saved are left out. Methods report file errors in `notice`
+    instead of raising them.
 
     Args:
         vocabulary_fingerprint: Hash of the vocabulary, as returned by `vocabulary_fingerprint()`.
@@ -101,20 +102,18 @@ class SavedReplies:
             )
         texts = self._newest(texts)
         if texts:
-            # Join the turns of a chat, which are saved one by one, to recognise the whole chat later.
+            # Join the turns of a chat, so that the whole chat is recognised later.
             self._seen.add(np.concatenate(texts))
         return texts
 
     def add(self, reply: Sequence[int], prompt: Sequence[int] = ()) -> list[list[int]]:
-        """Save a reply and the new parts of its prompt.
+        """Save a reply and the parts of its prompt that have not been saved yet.
 
-        If another process holds the lock, the reply is written together with the next one. If saved replies
-        have been deleted since the last call, this turn is not saved, because it may repeat text that the
-        user wanted to delete.
+        If another process holds the lock, the reply is written together with the next one. If the user has
+        deleted saved replies since the last call, nothing is saved.
 
         Returns:
-            The new token sequences. These are the new parts of the prompt; the reply is appended to the last
-            one.
+            The token sequences to save. The last one ends with the reply.
         """
         if not reply:
             return []
@@ -144,7 +143,6 @@ class SavedReplies:
         except Timeout:
             self._unwritten = self._newest(self._unwritten)
         except (OSError, NotImplementedError) as error:
-            # Stop saving replies, for example because the file system does not support locks.
             self._disabled = True
             self._unwritten = []
             self.notice = f"replies cannot be saved in {self.path}: {error_reason(error)}"
@@ -218,7 +216,7 @@ class SavedReplies:
 def delete_saved_replies(folder: Path | None = None) -> int:
     """Delete the saved replies for all vocabularies and return the number of bytes freed. Raises OSError.
 
-    A running chat does not save its current turn, because it may repeat deleted text.
+    If a chat is running, its current turn will not be saved.
     """
     folder = folder or _default_folder()
     touch_private(folder / _DELETION_MARKER)

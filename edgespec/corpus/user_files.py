@@ -34,7 +34,6 @@ _MAX_FILE_BYTES = 2 * 1024 * 1024
 _MAX_FILES = 20_000
 # Maximum number of folder entries to read. A larger folder is probably a whole disk.
 _MAX_ENTRIES = 100_000
-# Maximum number of token caches on disk. The oldest are deleted first.
 _MAX_CACHES = 16
 _SUFFIX = ".corpus"
 

@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import os
-import platform
 from collections.abc import Mapping
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from edgespec.backends.base import LanguageModel, LoadOptions, Progress
-from edgespec.backends.registry import backends
 from edgespec.costs.curve import CostCurve, measure_costs
+from edgespec.costs.machine_speed import machine_identity
 from edgespec.errors import CancelledError
 from edgespec.saved_arrays import SavedArrays, models_fingerprint
 
 __all__ = ["FreeCosts", "PassCosts", "TargetCosts"]
 
-# Discard saved pass durations if a single-token pass is now slower or faster by more than this factor, for
-# example because other programs are running or the clock speed has changed.
+# Discard saved pass durations if a single-token pass is now slower or faster by more than this factor.
 _MAX_STEP_RATIO = 2.0
 
 
@@ -59,7 +55,7 @@ class TargetCosts:
         self._model = model
         self._is_measuring = is_measuring
         self.settings_key = _settings_key(options)
-        # Maps numbers of CPU threads to saved curves.
+        # Saved cost curves, keyed by number of CPU threads.
         self._stores: dict[int, SavedArrays] = {}
 
     @property
@@ -68,7 +64,6 @@ class TargetCosts:
         return next((store.notice for store in self._stores.values() if store.notice), "")
 
     def _store(self) -> SavedArrays:
-        """Return the saved curve for the number of threads of the last pass."""
         threads = self._model.threads
         if threads not in self._stores:
             key = f"{models_fingerprint(self._model.facts)} {self.settings_key} {threads}"
@@ -118,27 +113,16 @@ class TargetCosts:
         return curve
 
 
-# Provides the costs of a target's passes.
 PassCosts: TypeAlias = FreeCosts | TargetCosts
 
 
 def _settings_key(options: LoadOptions) -> str:
     chosen = (options.threads, options.gpu_layers, options.kv_type, options.flash_attention, options.adapter)
-    machine = (platform.node(), platform.machine(), os.cpu_count())
     exact = " exact" if options.exact else ""
-    packages = [name for backend in backends() for name in backend.packages]
-    return repr((chosen, machine, [_version(name) for name in packages])) + exact
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return ""
+    return repr((chosen, machine_identity())) + exact
 
 
 def _load_curve(saved: Mapping[str, NDArray[Any]]) -> CostCurve | None:
-    """Return the saved curve, or None if nothing was saved or the arrays are damaged."""
     try:
         widths = tuple(int(width) for width in saved["widths"])
         return CostCurve(widths, tuple(float(seconds) for seconds in saved["seconds"]))

@@ -24,10 +24,9 @@ __all__ = ["AdaptiveTreeGrowth"]
 
 # Maximum number of tree levels to plan ahead. Estimates for deeper levels are too uncertain.
 _MAX_LOOKAHEAD_LEVELS = 4
-# Maximum number of tokens in a draft tree, including the root.
 _MAX_WIDTH = 64
-# If a two-token pass takes at least this many times as long as a single-token pass, adding a third token
-# usually takes little more time.
+# If a two-token pass takes at least this many times as long as a single-token pass, forced drafts have two
+# tokens instead of one.
 _STEEP_COST = 1.9
 # Assumed duration of a draft model pass until it is measured, relative to a single-token target pass.
 _ASSUMED_DRAFT_PASS_COST = 0.2
@@ -158,12 +157,17 @@ class AdaptiveTreeGrowth(TreeGrowth):
     ) -> tuple[int, int, NDArray[np.int64]]:
         """Choose the nodes to add to a draft tree so that the expected decoding speed is highest.
 
-        Considers each candidate node, given by its probability, and one expected descendant of it per level.
+        Assumes that each candidate will have one child, one grandchild, and so on.
+
+        Args:
+            candidates: For each candidate node, the probability that it is accepted.
+            width: Number of tokens in the draft tree so far.
+            expected_tokens: Expected number of tokens emitted with the draft tree so far.
 
         Returns:
             The number of levels of descendants, the number of nodes to add, and the indices of the nodes in
             descending order of probability. A node d levels below candidate i has the index
-            i * (levels + 1) + d. The candidate itself has d = 0.
+            i * (levels + 1) + d.
         """
         this_round = self._round
         if len(candidates) == 1:
@@ -185,7 +189,6 @@ class AdaptiveTreeGrowth(TreeGrowth):
     def _best_chain(
         self, candidate: float, width: int, expected_tokens: float
     ) -> tuple[int, int, NDArray[np.int64]]:
-        """Choose how far to extend a draft chain so that the expected decoding speed is highest."""
         this_round = self._round
         levels = min(this_round.draft_length - this_round.passes + 1, self._max_width - width)
         counts = np.arange(levels + 1)
@@ -238,9 +241,9 @@ class _ChildAcceptance:
     # Assumed acceptance probability for each range of draft probabilities, before any tokens have been
     # counted.
     _PRIOR = np.array([0.01, 0.035, 0.07, 0.15, 0.27, 0.42, 0.57, 0.72, 0.85, 0.93, 0.98])
-    # Weight of the assumed acceptance probabilities, as a number of drafted tokens.
+    # The assumed acceptance probabilities count as much as this number of drafted tokens.
     _PRIOR_WEIGHT = 4.0
-    # Maximum weight of earlier acceptance counts when drafting resumes after a pause, as a number of drafted
+    # When drafting resumes after a pause, acceptance counts are scaled down to at most this many drafted
     # tokens.
     _WEIGHT_AFTER_PAUSE = 2.0
     # Assumed acceptance probability of the draft model's most likely next token.
@@ -252,7 +255,6 @@ class _ChildAcceptance:
         self._by_rank = AcceptanceCounts(nothing[:, 0], nothing[:, 0])
 
     def prob(self, rank: int, draft_prob: float) -> float:
-        """Return the acceptance probability of a token with this rank and draft probability."""
         category = rank, bisect_right(self._EDGES, draft_prob)
         accepted = self._by_prob.accepted[category] + self._PRIOR_WEIGHT * self._PRIOR[category[1]]
         return float(accepted / (self._by_prob.drafted[category] + self._PRIOR_WEIGHT))

@@ -165,10 +165,9 @@ class BudgetedDrafter(Drafter):
         """
 
     def with_growth(self, make_growth: Callable[[Capabilities], TreeGrowth]) -> BudgetedDrafter:
-        """Return a drafter with the same model and KV cache that shapes its draft trees by another rule.
+        """Return a drafter with another `TreeGrowth`, but with the same model and KV cache.
 
-        Only one of the two drafters may be used within a reply. Drafters without draft trees return
-        themselves.
+        Do not use both drafters within one reply. Drafters without draft trees return themselves.
         """
         return self
 

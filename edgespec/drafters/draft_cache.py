@@ -44,7 +44,7 @@ class DraftCache:
 
     @property
     def pending_tokens(self) -> int:
-        """Number of tokens to prefill before drafting. Drafting itself runs the last two tokens."""
+        """Number of tokens to prefill before drafting."""
         return max(self.lag_tokens - 2, 0)
 
     @property
@@ -63,12 +63,13 @@ class DraftCache:
         self.visible_tokens.extend(tokens)
 
     def prefill(self, max_tokens: int | None = None, progress: Progress | None = None) -> None:
-        """Prefill all visible tokens except the last, if they fit the model's context.
+        """Prefill the draft model with the token sequence, except its last token.
+
+        Nothing is prefilled if the tokens do not fit in the model's context.
 
         Args:
-            max_tokens: Maximum number of tokens to prefill. Defaults to no limit. If more are pending, only
-                the first and last tokens of the sequence remain visible until a later call can prefill the
-                whole sequence.
+            max_tokens: Maximum number of tokens to prefill. If the sequence needs more, only its first and
+                last tokens are prefilled. Defaults to no limit.
             progress: See `LanguageModel.prefill`.
         """
         if max_tokens is None or max_tokens >= self.full_pending_tokens:
@@ -87,7 +88,7 @@ class DraftCache:
 
 
 def replace_unknown_ids(model: LanguageModel, tokens: Sequence[int]) -> list[int]:
-    """Replace token ids that the model's vocabulary lacks with 0. This can lower the acceptance rate."""
+    """Replace token ids outside the model's vocabulary with 0, which can lower the acceptance rate."""
     vocab_size = model.facts.vocab_size
     return [token if token < vocab_size else 0 for token in tokens]
 

@@ -27,13 +27,12 @@ from edgespec.errors import OptionError
 
 __all__ = ["LookaheadDrafter", "LookaheadWindow", "NgramPool", "choose_window"]
 
-# Draft length assumed until the first draft is requested.
 _INITIAL_DRAFT_LENGTH = 16
 # Number of recent tokens from which the initial guesses for future tokens are drawn at random.
 _RECENT_TOKENS = 512
 # Number of tokens at the end of the prompt whose n-grams are indexed for drafting.
 _PROMPT_TOKENS = 1 << 14
-# Typical probability that a drafted token of an n-gram is accepted, and number of passes per accepted n-gram.
+# Typical probability that a drafted token is accepted, and typical number of verify passes per useful draft.
 _TOKEN_PROBABILITY, _PASSES_PER_HIT = 0.4, 3.0
 
 
@@ -56,31 +55,27 @@ class LookaheadWindow(NamedTuple):
 
     @property
     def levels(self) -> int:
-        """Number of tokens that an n-gram predicts, which excludes its first token, the lookup key."""
+        """Number of tokens in an n-gram after the first token, which is the lookup key."""
         return self.ngram_tokens - 1
 
     @property
     def rows(self) -> int:
-        """Maximum number of tokens in a verify pass with this window."""
+        """Maximum number of tokens in a verify pass."""
         return 1 + self.levels * (self.columns + self.candidates)
 
     @property
     def leaves(self) -> int:
-        """Maximum number of leaves in a draft tree with this window."""
+        """Maximum number of leaves in a draft tree."""
         return (self.columns if self.levels > 1 else min(self.columns, 1)) + self.candidates
 
     @property
     def depth(self) -> int:
-        """Maximum depth of a draft tree with this window."""
+        """Maximum depth of a draft tree."""
         return self.levels + max(0, self.columns - 1)
 
     @property
     def expected_tokens(self) -> float:
-        """Typical number of accepted tokens per pass, as modelled in section 4 of arXiv 2402.02057.
-
-        If every token is correct with probability a, the best of G candidates of N - 1 tokens begins with
-        sum(1 - (1 - a^i)^G for i < N) correct tokens on average.
-        """
+        """Typical number of accepted tokens per pass, as modelled in section 4 of arXiv 2402.02057."""
         tries = min(self.candidates, self.columns or 1)
         right = sum(1 - (1 - _TOKEN_PROBABILITY**i) ** tries for i in range(1, self.ngram_tokens))
         return right / _PASSES_PER_HIT
@@ -116,7 +111,7 @@ class NgramPool:
     MAX_PER_TOKEN = 16
 
     def __init__(self) -> None:
-        # For each first token, the remaining tokens of its n-grams, oldest n-gram first.
+        # Maps the first token of n-grams to the tokens after it, oldest n-gram first.
         self._continuations: dict[int, dict[tuple[int, ...], None]] = {}
 
     def add(self, ngram: tuple[int, ...]) -> None:
@@ -134,14 +129,12 @@ class NgramPool:
 
 @dataclass(slots=True)
 class _Column:
-    """A sequence of guessed tokens at consecutive future positions, advanced by each verify pass.
+    """A guess at consecutive future tokens. Each verify pass drops the first token and predicts another.
 
     Attributes:
-        tokens: The guessed tokens.
-        predicted: Number of tokens at the end that the target predicted. The other tokens were drawn at
-            random.
-        next: The token that the target predicted after `tokens` in the last verify pass, or None if the pass
-            did not include them.
+        tokens: The guessed tokens. At first, they are drawn at random.
+        predicted: How many of the tokens, counted from the end, were predicted by the target.
+        next: The token that the target predicted after `tokens`, or None if they were not verified.
     """
 
     tokens: list[int]
@@ -150,16 +143,15 @@ class _Column:
 
 
 class LookaheadDrafter(Drafter):
-    """Drafts with the target's own passes (lookahead decoding, Fu et al. 2024, arXiv 2402.02057).
+    """Implements lookahead decoding (Fu et al. 2024, arXiv 2402.02057), which needs no draft model.
 
-    Drafts depend only on emitted tokens, earlier passes and the drafter's own random numbers. Nothing is kept
-    between replies.
+    Drafts n-grams from the text. If the target can verify trees, it also guesses n-grams to draft. No n-grams
+    are kept between replies.
 
     Args:
-        capabilities: Capabilities of the target. If it cannot verify trees, n-grams from the sequence are
-            drafted as chains.
+        capabilities: Capabilities of the target.
         curve: Measured duration of verify passes by number of tokens. By default, a typical curve is assumed.
-        window: Fixed window size. By default, the fastest size is chosen.
+        window: Size of the lookahead window. By default, the fastest size is chosen.
 
     Raises:
         OptionError: The target cannot verify `window`.
@@ -178,10 +170,10 @@ class LookaheadDrafter(Drafter):
         self._curve = curve or CostCurve((1,), (1.0,))
         if window and not window.fits(capabilities):
             raise OptionError(
-                f"the lookahead window {window} needs passes of {window.rows} tokens and {window.leaves}"
-                f" branches, but the target supports only {capabilities.max_width} tokens and"
+                f"the lookahead window {window} is too large: it needs passes of {window.rows} tokens and"
+                f" {window.leaves} branches, but the target supports only {capabilities.max_width} tokens and"
                 f" {capabilities.max_branches if capabilities.tree else 1} branches",
-                "choose a window with fewer columns, fewer candidates or shorter n-grams",
+                "choose a smaller window",
             )
         self._forced = window is not None
         self._smallest = (_TREE_WINDOWS if capabilities.tree else _CHAIN_WINDOWS)[0]

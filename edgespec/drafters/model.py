@@ -22,7 +22,6 @@ from edgespec.engine.tree import TokenTree, TreeBuilder
 
 __all__ = ["ModelDrafter"]
 
-# Number of tokens to prefill during warm-up, as in a short prompt.
 _WARM_UP_TOKENS = 16
 _NO_PROBS: NDArray[np.float64] = np.zeros(0)
 
@@ -123,7 +122,6 @@ class ModelDrafter(BudgetedDrafter):
             return TokenTree.chain(last)
         if not self._growth.begin_round(draft_length):
             return TokenTree.chain(last)
-        # After a draft that was accepted completely, the draft model must run the last drafted token too.
         lag = replace_unknown_ids(self._model, cache.visible_tokens[self._model.length :])
         tree = self._tree = _DraftTree(last, lag)
         is_fixed_chain = self._growth.drafts_chains and not self.chooses_length
@@ -236,7 +234,7 @@ class _DraftTree:
     def add(
         self, parent: int, token: int, probs: Distribution | None, path_prob: float, expands: bool
     ) -> int:
-        """Add a drafted token and return its node. If `expands`, children can be drafted for it."""
+        """Add a drafted token and return the index of its node."""
         self.model_nodes.append(self.model_tree.add(self.model_nodes[parent], token) if expands else -1)
         self.path_probs.append(path_prob)
         return self.drafted.add(parent, token, probs)
@@ -247,10 +245,9 @@ class _DraftTree:
         return (*range(1, self._lag_tokens), *(self.model_nodes[node] for node in has_run))
 
     def build(self, block: bool) -> TokenTree:
-        """Return the draft tree, ordered so that the nodes run by the draft model come first.
+        """Return the draft tree. The nodes that the draft model runs come before the leaves.
 
-        A target that shares layers with the draft model can then reuse their results. Siblings keep their
-        order.
+        In this order, a target that shares layers with the draft model can reuse the draft model's results.
         """
         order = sorted(range(len(self.drafted)), key=lambda node: self.model_nodes[node] < 0)
         return self.drafted.build(block).subtree(order)

@@ -1,8 +1,8 @@
 """Train a draft model between replies on the tokens that it predicted incorrectly.
 
-Implements online speculative decoding (OSD, arXiv 2310.07177): whenever the target rejects a draft token, the
-target's probabilities for that token are recorded. The draft model is trained on them while no reply is being
-generated.
+Implements online speculative decoding (OSD, arXiv 2310.07177): whenever the target rejects a drafted token,
+the target's probabilities at its position are recorded. The draft model is trained on the recorded
+probabilities while no reply is being generated.
 """
 
 from __future__ import annotations
@@ -30,19 +30,17 @@ from edgespec.saved_arrays import SavedArrays
 
 __all__ = ["OnlineDrafter", "OnlineTrainer"]
 
-# Number of most likely target tokens, with probabilities, to record for each rejected draft token.
+# Number of the target's most likely tokens to record for each rejected draft token.
 TARGET_TOKENS = 16
 # Number of tokens per training example, including context tokens on which the model is not trained.
 EXAMPLE_TOKENS = 96
 _CONTEXT_TOKENS = 32
 _MAX_EXAMPLES = 128
-# Number of training steps to run for each new training example.
 _STEPS_PER_EXAMPLE = 4
 # Maximum number of training steps in one idle period between replies.
 _MAX_STEPS = 64
 # Approximate number of recent tokens on which the original and the trained weights are compared.
 _EVALUATION_TOKENS = 1024
-# Minimum number of recent tokens for comparing the original and the trained weights.
 _MIN_EVALUATION_TOKENS = 64
 _EMPTY = np.zeros(0)
 
@@ -124,12 +122,10 @@ class OnlineTrainer:
         # For each rejected draft token: the position before it, and the target's most likely tokens with
         # their probabilities.
         self._rejections: list[tuple[int, NDArray[np.int64], NDArray[np.float32]]] = []
-        # Training examples waiting for evaluation, each with the index of its first token after the context.
+        # Training examples waiting for evaluation, each with its number of context tokens.
         self._pending: deque[tuple[TrainingExample, int]] = deque(maxlen=_MAX_EXAMPLES)
         self._examples: deque[TrainingExample] = deque(maxlen=_MAX_EXAMPLES)
         self._pending_steps = 0
-        # For each evaluated example: tokens predicted correctly by the original weights, by the adapter, and
-        # tokens in total.
         self._evaluations: deque[tuple[int, int, int]] = deque()
         self._trained_tokens = self._steps = 0
         self._random = np.random.default_rng(0)
@@ -142,12 +138,10 @@ class OnlineTrainer:
         return self._trainer.state_bytes + self._trainer.peak_step_bytes
 
     def begin(self, tokens: Sequence[int]) -> None:
-        """Begin a reply to the prompt `tokens`."""
         self._collect_examples()
         self._tokens, self._prompt_tokens = list(tokens), len(tokens)
 
     def extend(self, tokens: tuple[int, ...]) -> None:
-        """Append emitted tokens to the reply."""
         self._tokens.extend(tokens)
 
     def record_round(
@@ -165,7 +159,6 @@ class OnlineTrainer:
         accepted_path = proposed.walk(tokens)
         accepted = len(accepted_path) - 1
         rows = verified.walk(tokens[:accepted])
-        # Record what the target predicted if it rejected a draft token.
         if len(rows) > accepted < len(tokens) and proposed.children(accepted_path[-1]):
             best, values = logits.limit_vocab(self._draft.facts.vocab_size).top(rows[-1], TARGET_TOKENS)
             # Sort and truncate, because `top` can return extra tokens with equal logits.
@@ -236,7 +229,7 @@ class OnlineTrainer:
 
     @property
     def evaluation(self) -> tuple[int, int, int]:
-        """Numbers of recent tokens: correct with the original weights, correct with the adapter, and all."""
+        """Correct predictions without the adapter, correct predictions with it, and total predictions."""
         original_hits, adapted_hits, tokens = np.sum([(0, 0, 0), *self._evaluations], axis=0).tolist()
         return original_hits, adapted_hits, tokens
 

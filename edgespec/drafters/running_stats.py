@@ -7,10 +7,8 @@ from numpy.typing import NDArray
 
 __all__ = ["AcceptanceCounts", "RunningMean"]
 
-# Approximate number of recent values that determine the mean: each new value has a weight of at least 1/10.
 _MEAN_VALUES = 10
-# Maximum weight of a mean restored from an earlier run, as a number of values, so that new values soon
-# outweigh it.
+# A mean restored from an earlier run counts as at most this many values, so that new values soon outweigh it.
 _MAX_RESTORED_COUNT = 5
 
 
@@ -36,7 +34,7 @@ class RunningMean:
         return np.array([self.value, self.count])
 
     def restore(self, saved: NDArray[np.float64]) -> None:
-        """Restore the mean from an array returned by `saved`. Raises ValueError if the array is invalid."""
+        """Restore the mean and the number of values. Raises ValueError if the saved array is invalid."""
         if saved.shape != (2,) or not np.isfinite(saved).all() or saved[1] < 0.0:
             raise ValueError(f"the saved array must consist of a finite mean and a count, not {saved}")
         value, count = map(float, saved)
@@ -44,10 +42,9 @@ class RunningMean:
 
 
 class AcceptanceCounts:
-    """Counts of drafted and accepted tokens per category, such as per tree rank, with exponential decay.
+    """Counts drafted and accepted tokens in several categories. Recent tokens have the most weight.
 
-    Also keeps counts with slower decay, whose long-term acceptance rates replace the recent ones when
-    drafting resumes after a pause.
+    Also keeps long-term counts, in which earlier tokens lose their weight more slowly.
 
     Args:
         accepted: Initial number of accepted tokens per category, float64.
@@ -70,14 +67,14 @@ class AcceptanceCounts:
         self._long_accepted, self._long_drafted = accepted.copy(), drafted.copy()
 
     def record(self, category: tuple[int, ...], accepted: bool) -> None:
-        """Count a drafted token as accepted or rejected. `category` is an index into the arrays of counts."""
+        """Count a drafted token as accepted or rejected. `category` is the array index of its category."""
         self.drafted[category] = self.drafted[category] * self.DECAY + 1.0
         self.accepted[category] = self.accepted[category] * self.DECAY + accepted
         self._long_drafted[category] = self._long_drafted[category] * self._LONG_DECAY + 1.0
         self._long_accepted[category] = self._long_accepted[category] * self._LONG_DECAY + accepted
 
     def saved(self) -> NDArray[np.float64]:
-        """Return all counts as a float64 array [4, ...] to save for a later run."""
+        """Return the recent and the long-term counts as a float64 array, to save for a later run."""
         return np.stack([self.accepted, self.drafted, self._long_accepted, self._long_drafted])
 
     def restore(self, saved: NDArray[np.float64]) -> None:
@@ -92,12 +89,9 @@ class AcceptanceCounts:
         self.accepted, self.drafted, self._long_accepted, self._long_drafted = saved.astype(np.float64)
 
     def limit_weight(self, max_drafted: float) -> None:
-        """Replace the recent acceptance rates with long-term rates of lower weight.
+        """Replace the recent counts with long-term counts, scaled to at most `max_drafted` drafted tokens.
 
-        Used when drafting resumes after a pause, because recent rates might no longer apply.
-
-        Args:
-            max_drafted: Maximum weight of the long-term rates, as a number of drafted tokens.
+        Used when drafting resumes after a pause, because the recent counts might no longer apply.
         """
         np.minimum(self.drafted, max_drafted, out=self.drafted)
         accepted = self._long_accepted * self.drafted

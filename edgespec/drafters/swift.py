@@ -29,17 +29,15 @@ LayerSet: TypeAlias = tuple[int, ...]
 # Number of recent tokens on which a set of skipped layers is evaluated. More would noticeably delay a new
 # reply.
 EVALUATION_TOKENS = 64
-# Minimum number of recent tokens needed to evaluate a set of skipped layers.
 _MIN_EVALUATION_TOKENS = 16
-# Maximum number of layer sets to evaluate in one idle period between replies.
+# Maximum number of sets of skipped layers to evaluate in one idle period between replies.
 MAX_SETS_PER_IDLE_PERIOD = 48
-# Maximum number of layer sets to evaluate for one model, from the SWIFT paper (arXiv 2410.06916).
+# Maximum number of sets of skipped layers to evaluate for one model, from the SWIFT paper (arXiv 2410.06916).
 MAX_SETS = 1000
-# Fraction of the layers to skip in random layer sets, from the SWIFT paper (arXiv 2410.06916).
+# Average fraction of the layers to skip in a random set, from the SWIFT paper (arXiv 2410.06916).
 _SKIP_RATIO = 0.45
-# Maximum number of tokens to draft.
 _MAX_DRAFT_LENGTH = 8
-# Maximum number of layer sets whose acceptance counts are kept.
+# Maximum number of sets of skipped layers for which results are kept.
 _MAX_SAVED_SETS = 256
 # When more drafted tokens than this have been counted for a set of skipped layers, its counts are halved to
 # give new tokens more weight.
@@ -89,7 +87,6 @@ class SwiftDrafter(Drafter):
         if store:
             self._search.restore(store.load())
         self._tokens: list[int] = []
-        # The set of layers that are skipped for drafts in the current reply.
         self._layer_set: ScoredLayerSet | None = None
         self._drafter: ModelDrafter | None = None
         self._proposed: TokenTree | None = None
@@ -137,10 +134,7 @@ class SwiftDrafter(Drafter):
         self._tokens.extend(tokens)
 
     def run_idle_work(self, should_continue: Callable[[], bool]) -> None:
-        """Test how well the target predicts the end of the chat while skipping different sets of layers.
-
-        The best set so far is tested first, because its accuracy depends on the text.
-        """
+        """Search for the best layers to skip, using the last tokens of the chat as test data."""
         tokens = self._tokens[: self._target.length][-EVALUATION_TOKENS:]
         if len(tokens) < _MIN_EVALUATION_TOKENS:
             return
@@ -261,7 +255,7 @@ class SwiftSearch:
         return tuple(sorted((chosen + 1).tolist()))
 
     def saved_arrays(self) -> dict[str, NDArray[Any]]:
-        """Return the acceptance counts of all layer sets as named arrays, to save for a later run."""
+        """Return the search results as named arrays, to save for a later run."""
         sets = np.zeros((len(self._counts), self._layer_count), np.uint8)
         for row, layers in zip(sets, self._counts, strict=True):
             row[list(layers)] = 1
@@ -272,7 +266,7 @@ class SwiftSearch:
         }
 
     def restore(self, saved: Mapping[str, NDArray[Any]]) -> None:
-        """Restore the arrays returned by `saved_arrays`, ignoring layer sets that do not fit this model."""
+        """Restore the search results returned by `saved_arrays`, ignoring invalid ones."""
         if not {"sets", "counts", "tried"} <= set(saved):
             return
         sets, counts = saved["sets"], saved["counts"]

@@ -32,15 +32,15 @@ class Children(NamedTuple):
 
 
 class TreeGrowth(ABC):
-    """A rule that decides, level by level, how a draft tree grows. Each drafter has its own instance.
+    """Decides how a draft tree grows, one level at a time. Each drafter has its own instance.
 
-    Each draft-and-verify round calls `begin_round`. If it returns True, the round also calls `grow_level`
-    after each draft model pass, `finish_draft`, `record_verify_pass`, and `record_outcome` for each node
-    whose next token is known.
+    The drafter calls `begin_round` before drafting, `grow_level` after each draft model pass, and
+    `finish_draft` when the draft is complete. After verification, it calls `record_verify_pass` and
+    `record_outcome`.
 
     Attributes:
-        drafts_chains: Whether all trees are chains.
-        siblings: Minimum number of candidate tokens to choose for each node and to pass to `record_outcome`.
+        drafts_chains: Whether no node has more than one child.
+        siblings: Minimum number of candidate tokens to draw for each node.
         chooses_length: Whether the rule may end a draft before it reaches the draft length.
     """
 
@@ -54,12 +54,13 @@ class TreeGrowth(ABC):
 
     @abstractmethod
     def grow_level(self, path_probs: Sequence[float], draft_probs: DraftProbs) -> list[Children]:
-        """Return the children to add to each frontier node, which are the nodes of the current level.
+        """Return the children to add to each node of the current level.
 
         Args:
-            path_probs: For each frontier node, the estimated probability that it and its ancestors are
-                accepted.
-            draft_probs: Function that returns the draft model's highest probabilities after a frontier node.
+            path_probs: For each node of the current level, the estimated probability that the node and all
+                its ancestors are accepted.
+            draft_probs: Function that returns the draft model's highest next-token probabilities after a
+                node of the current level.
         """
 
     def force_draft(self) -> None:  # noqa: B027
@@ -80,7 +81,7 @@ class TreeGrowth(ABC):
         """
 
     def saved_statistics(self) -> dict[str, NDArray[Any]]:
-        """Return the rule's acceptance and timing statistics as named arrays, to save for a later run."""
+        """Return acceptance and timing statistics as named arrays, to save for a later run."""
         return {}
 
     def restore_statistics(self, saved: Mapping[str, NDArray[Any]]) -> None:  # noqa: B027

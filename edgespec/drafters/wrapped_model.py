@@ -66,7 +66,7 @@ class WrappedModel(BaseModel):
             tokens = None
         if not isinstance(tokens, list) or not len(tokens) == snapshot.length <= self.facts.context_tokens:
             raise BackendError(
-                f"the snapshot of cached tokens is damaged or exceeds the context of {self.facts.name}",
+                "the saved KV cache belongs to another model or exceeds the context",
                 "process the prompt again",
             )
         self._append(tokens)

@@ -35,16 +35,14 @@ class TargetCache:
         self._memory_pressure = memory_pressure
         self._tokens: list[int] = []
         self._reuse_is_exact = target.facts.capabilities.prefix_reuse_exact
-        # Number of tokens in the target's cache that came from prefill rather than from decoding.
         self._prefilled_tokens = 0
 
     @property
     def saves_to_disk(self) -> bool:
-        """Whether `save` writes the target's cached tokens to disk."""
         return self._prefix_cache is not None and self._prefix_cache.saves_to_disk
 
     def sync_length(self) -> None:
-        """Drop recorded tokens that are no longer in the target's KV cache. Call this only between passes."""
+        """Forget tokens that are no longer in the target's KV cache. Call this only between passes."""
         self._tokens = self._tokens[: self._target.length]
 
     def invalidate(self) -> None:
@@ -111,7 +109,6 @@ class TargetCache:
         return reusable_tokens(self._target.facts.capabilities, length)
 
     def _truncate_to_reusable(self) -> None:
-        """Truncate the KV cache to the prefilled tokens that later prompts can reuse exactly."""
         if not self._reuse_is_exact:
             reusable = self._reusable(min(self._prefilled_tokens, len(self._tokens)))
             self._tokens = self._tokens[:reusable]
@@ -119,11 +116,10 @@ class TargetCache:
             self.sync_length()
 
     def _truncate_to_blocks(self) -> int:
-        """Truncate the KV cache to the tokens that can be reused exactly, and return their number."""
         length = self._target.length
         if (whole := self._reusable(length)) < length:
             self._target.truncate(whole)
-            # Clear the cache if it could not be truncated at exactly this token.
+            # Clear the KV cache if it became shorter than requested.
             if self._target.length < whole:
                 self._target.truncate(0)
         return self._target.length

@@ -78,7 +78,7 @@ class BuildFolder:
         self._finished: dict[str, FileRecord] = {}
 
     def file(self, name: str, write: Callable[[Path], None]) -> Path:
-        """Return the path of the file `name`. Write it with `write` unless an earlier build finished it."""
+        """Create the file `name` with `write`, unless it is already complete, and return its path."""
         path = self.folder / name
         if finished := self._finished.pop(name, None):
             with suppress(ModelFileError):
@@ -98,7 +98,7 @@ class BuildFolder:
 
         The folder gets its final name when all files are complete.
         """
-        # If the journal is already deleted, use the manifest, which has the same entries.
+        # A build that was interrupted just before its end has a manifest instead of a journal.
         journals = [path for path in (self._journal, self.folder / MANIFEST) if path.exists()]
         is_resumed = bool(journals) and self._resume(journals[0])
         if not is_resumed:
@@ -171,7 +171,8 @@ class BuildFolder:
             foreign = [path for path in self.folder.iterdir() if not path.name.startswith(_JOURNAL)]
             if foreign:
                 raise OptionError(
-                    f"{self.folder} already exists and is not an interrupted build", "choose another folder"
+                    f"{self.folder} already exists and contains files that edgespec did not create",
+                    "choose another folder",
                 )
         shutil.rmtree(self.folder, ignore_errors=True)
 
@@ -233,7 +234,6 @@ def build(
 
 
 def _register(entry: Path, folder: Path) -> None:
-    """Save the path of a prepared model outside the default folder, so that `find_prepared` finds it."""
     try:
         entry.parent.mkdir(parents=True, exist_ok=True)
         with replace_when_written(entry.with_name(f"{entry.name}.elsewhere")) as temporary:
@@ -246,7 +246,7 @@ def _register(entry: Path, folder: Path) -> None:
 
 
 def interrupted_settings(kind: PreparedKind, source: Path) -> BuildSettings | None:
-    """Return the settings with which the preparation of a model was interrupted, or None."""
+    """Return the settings of an interrupted preparation of `source`, or None if there is none."""
     for journal in sorted((store_folder() / kind).glob(f"*.partial/{_JOURNAL}")):
         with suppress(OSError, ValueError, KeyError, TypeError):
             value = json.loads(read_regular_file(journal).decode("utf-8"))
@@ -275,7 +275,6 @@ def _existing(
         existing = read_prepared(folder)
     except ModelFileError as error:
         if not _in_store(folder):
-            # Do not delete the folder, because it may belong to another program.
             raise OptionError(
                 f"{folder} already exists but is not usable: {error.what}", _USE_NEW_FOLDER
             ) from error
@@ -315,12 +314,10 @@ def _delete(folder: Path) -> None:
 
 
 def _in_store(folder: Path) -> bool:
-    """Return whether the folder is in the store, where only edgespec writes."""
     return folder.is_relative_to(absolute_path(store_folder()))
 
 
 def _file_states(parts: list[Path]) -> list[list[int]]:
-    """Return each file's identity, size and timestamps, which show whether it was replaced or written."""
     stats = [part.stat() for part in parts]
     return [[one.st_dev, one.st_ino, one.st_size, one.st_mtime_ns, one.st_ctime_ns] for one in stats]
 

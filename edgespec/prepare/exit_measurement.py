@@ -24,8 +24,8 @@ _CONTEXT_TOKENS = 256
 _MAX_EXITS = 16
 # Convert this many rows of the output head to floating point at a time, to limit memory use.
 _HEAD_ROWS = 8192
-# Minimum fraction of correct predictions from the last layer. Below it, the exit layers cannot be measured,
-# because this module computes the model's output incorrectly.
+# The last layer must predict at least this fraction of the model's own tokens. Otherwise, the measurement is
+# wrong.
 _MIN_LAST_LAYER_AGREEMENT = 0.9
 
 
@@ -61,17 +61,17 @@ def measure_exits(
         hidden = hidden_states(str(path), path.name, tokens, options, progress)[:, len(prompt) - 1 :]
     except BackendError as error:
         raise CapabilityError(
-            f"the exit layers of {path.name} cannot be measured: {error.what}",
-            "set the exit layer yourself with --exit N",
+            f"the fastest early-exit layer of {path.name} cannot be measured: {error.what}",
+            "choose the early-exit layer yourself with --exit N",
         ) from error
     chosen = _candidates(source.layer_count) if exit_layer is None else [exit_layer]
     layers = [*(layer - 1 for layer in chosen), source.layer_count - 1]
     *agreements, last = _agreement(source, hidden[layers], np.array(reply))
     if last < _MIN_LAST_LAYER_AGREEMENT:
         raise CapabilityError(
-            f"the exit layers of {path.name} cannot be measured: predictions from its last layer"
+            f"the fastest early-exit layer of {path.name} cannot be measured: predictions from its last layer"
             f" are correct for only {last:.0%} of the tokens",
-            "set the exit layer yourself with --exit N",
+            "choose the early-exit layer yourself with --exit N",
         )
     return exit_table(dict(zip(chosen, agreements, strict=True)), *_layer_bytes(source), curve.v)
 
@@ -82,7 +82,6 @@ def _candidates(layer_count: int) -> list[int]:
 
 
 def _layer_bytes(source: GgufModel) -> tuple[list[int], int]:
-    """Return the size in bytes of each layer's weights and of the output head."""
     layers = [source.layers(at, at + 1).values() for at in range(source.layer_count)]
     head = source.output_head()
     return [sum(tensor.n_bytes for tensor in layer) for layer in layers], head.n_bytes if head else 0
@@ -96,8 +95,9 @@ def _agreement(source: GgufModel, hidden: NDArray[np.float32], expected: NDArray
     head, norm = source.output_head(), source.tensors.get("output_norm.weight")
     if head is None or norm is None:
         raise CapabilityError(
-            "the best exit layer cannot be measured, because the model has no output head or final norm",
-            "set the exit layer yourself with --exit N",
+            "the fastest early-exit layer cannot be measured, because the model has no output head or no"
+            " final norm",
+            "choose the early-exit layer yourself with --exit N",
         )
     states = _normed(source, hidden, norm, source.tensors.get("output_norm.bias"))
     flat = states.reshape(-1, states.shape[-1])

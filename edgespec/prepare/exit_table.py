@@ -14,7 +14,7 @@ from edgespec.engine.draft_length import best_draft_length
 __all__ = ["EXIT_WIDTHS", "Exit", "ExitTable", "exit_table"]
 
 _MAX_DRAFT_LENGTH = 12
-# Sizes of verify passes in tokens, for which `exit_table` needs the cost.
+# Measure the cost of verify passes with these numbers of tokens.
 EXIT_WIDTHS = range(1, _MAX_DRAFT_LENGTH + 2)
 # A model was probably trained for early exit if its lower layers predict the same token as the full model at
 # least this often. A heuristic.
@@ -41,12 +41,11 @@ class Exit:
 
     @property
     def is_faster(self) -> bool:
-        """Whether drafting with this exit layer is expected to be faster than plain decoding."""
         return self.speed_up > 1.0
 
     @property
     def shortfall(self) -> str:
-        """User-facing reason why this exit layer is not faster than plain decoding, or an empty string."""
+        """Reason to show the user if early exit is not faster than plain decoding, or an empty string."""
         if self.is_faster:
             return ""
         reason = (
@@ -55,7 +54,6 @@ class Exit:
         return f"{reason} early exit, so it would not be faster here"
 
     def to_json(self) -> dict[str, float]:
-        """Return the exit layer's values as a JSON object."""
         return {
             "exit_layer": self.exit_layer,
             "agreement": round(self.agreement, 4),
@@ -67,7 +65,7 @@ class Exit:
 
 @dataclass(frozen=True, slots=True)
 class ExitTable:
-    """Measured early-exit layers of a model with `layer_count` layers, lowest first."""
+    """A model's possible exit layers, from the lowest to the highest, with their expected speed-ups."""
 
     exits: tuple[Exit, ...]
     layer_count: int
@@ -79,7 +77,6 @@ class ExitTable:
 
     @property
     def is_faster(self) -> bool:
-        """Whether drafting with the best exit layer is expected to be faster than plain decoding."""
         return self.best.is_faster
 
     @property

@@ -27,7 +27,6 @@ Tensors: TypeAlias = dict[str, Any]
 _LAYER = re.compile(r"blk\.(\d+)\.(.*)")
 # Metadata arrays with these keys never contain one value per layer, even if their length suggests it.
 _NOT_PER_LAYER = ("dimension_sections", "rope.scaling", "deepstack", "target_layer")
-# Metadata keys of layer counts, which are added up when two parts of a model are merged.
 _LAYER_COUNTS = ("block_count", "leading_dense_block_count")
 # Prefixes of metadata keys that are not copied to a new file, because the GGUF writer sets them or they do
 # not apply.
@@ -99,7 +98,7 @@ class GgufModel:
         return metadata
 
     def metadata_with(self, upper: GgufModel) -> Metadata:
-        """Return the metadata of a model with these layers followed by the layers of `upper`."""
+        """Return the metadata of a model with this model's layers, followed by the layers of `upper`."""
         merged = self.metadata(0, self.layer_count)
         for key, (above, kind, element) in upper.metadata(0, upper.layer_count).items():
             below = merged[key][0]

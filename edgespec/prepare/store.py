@@ -103,7 +103,6 @@ def list_prepared() -> list[PreparedModel]:
 
 
 def _prepared(kind: PreparedKind) -> Iterator[tuple[PreparedModel, int]]:
-    """Yield the prepared models of a kind, and when the entry of each one in the store was last modified."""
     for entry in sorted((store_folder() / kind).glob("*")):
         with suppress(ModelFileError, OSError):
             # A file with this suffix contains the path of a prepared model in another folder.
@@ -129,7 +128,7 @@ def read_prepared(folder: Path) -> PreparedModel:
                 _rebuild_hint(folder),
             )
         if value["kind"] not in _KINDS:
-            raise ValueError(f"the manifest has the unknown kind {value['kind']!r}")
+            raise ValueError(f"the manifest contains an unknown kind of model: {value['kind']!r}")
         return PreparedModel(
             value["kind"],
             folder,
@@ -166,7 +165,7 @@ def check_prepared(prepared: PreparedModel, source: Path | None = None, *, full:
         intact = hash_files([path], "checking")[0] == file if full else matches_record(path, file)
         if not intact:
             raise ModelFileError(
-                f"{path} is damaged: it differs from the prepared file of {file.size_bytes:,} bytes",
+                f"{path} is damaged or was changed after it was prepared",
                 _rebuild_hint(prepared.folder),
             )
     if source is None:

@@ -26,7 +26,6 @@ from edgespec.tui.worker import Load, ModelThread
 
 __all__ = ["ChatApp", "ChatEnd", "run_chat"]
 
-# Seconds between updates of the loading screen.
 _TICK_SECONDS = 1 / 25
 _QUIT_SECONDS = 5.0
 # Python's thread switch interval during the chat, in seconds. The default of 5 ms can slow down small models.
@@ -169,15 +168,14 @@ class ChatApp(App[None]):
         self.exit()
 
     def save_turn(self) -> None:
-        """Save the reply that is being generated, if any. Works in any thread, even after the app ended."""
+        """Save the reply in progress, if any. Works in any thread, even after the app has ended."""
         if self.chat is not None:
             self.chat.save_turn()
 
     def stop_model(self) -> bool:
         """Stop the reply and close the model. Return False if it takes longer than five seconds."""
         if self.chat is not None:
-            # Mark the reply as unfinished before it is stopped, because the app may save the chat at any
-            # time.
+            # Begin leaving before the reply stops, so that the reply is saved as unfinished.
             self.chat.begin_leaving()
         self.model_thread.close()
         return self.model_thread.join(_QUIT_SECONDS)
@@ -216,7 +214,6 @@ def run_chat(load: Load, **options: Any) -> ChatEnd:
     """
     check_textual_variables()
     app = ChatApp(load, **options)
-    # Switch threads more often, so that drawing the screen does not slow down the model.
     before = sys.getswitchinterval()
     sys.setswitchinterval(_SWITCH_SECONDS)
     with EndWatch(app.save_turn, app.leave_soon, app.stop_model) as watch:
@@ -227,11 +224,11 @@ def run_chat(load: Load, **options: Any) -> ChatEnd:
             model_stopped = app.stop_model()
             app.save_turn()
         if not model_stopped:
-            # A native call does not return, so end the process without cleaning up.
             for error in app.archive.unsaved.values():
                 sys.stderr.write(f"error: {error}\n")
             sys.stdout.flush()
             sys.stderr.flush()
+            # A normal exit could hang, because the model's thread is still running.
             os._exit(130)
     app.archive.check_saved()
     if app.load_error is not None:

@@ -1,4 +1,4 @@
-"""Read and write saved chats without blocking the screen, and save replies while they are written."""
+"""Read and save chats without blocking the screen, and save replies while they are generated."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from edgespec.tui.open_chat import OpenChat, RunningTurn
 
 __all__ = ["Archive"]
 
-# Seconds between saves of a reply while it is generated.
 _SAVE_SECONDS = 1.0
 # Maximum fraction of time spent saving. Chats that take long to save are saved less often.
 _MAX_SAVING_SHARE = 0.1
@@ -145,4 +144,6 @@ class Archive:
             edgespec.delete_data("replies")
             edgespec.delete_data("prefix-cache")
         except EdgespecError as error:
-            raise ChatFileError(f"the chat was deleted, but {error.what}", error.next_step) from error
+            raise ChatFileError(
+                f"the chat was deleted, but cached data with its text was not: {error.what}", error.next_step
+            ) from error

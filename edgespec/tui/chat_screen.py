@@ -128,7 +128,6 @@ class ChatScreen(TurnScreen):
             self.say("Press Ctrl+C again to quit. The chat is saved.")
 
     async def action_regenerate(self) -> None:
-        """Regenerate the last reply."""
         if not self.current_chat.entries and not self.writing:
             self.say("There is no reply to regenerate yet.")
             return
@@ -228,7 +227,7 @@ class ChatScreen(TurnScreen):
             )
 
     async def resume(self, wanted: str) -> None:
-        """Open the chat with this ID or title, or the newest for `last`. Show a note if there is none."""
+        """Open the chat with this ID or title. `last` means the newest chat. Show a note if there is none."""
         if not await self._open_found(wanted):
             missing = "no saved chat yet" if wanted == "last" else f"no saved chat {wanted!r}"
             await self.transcript.note(

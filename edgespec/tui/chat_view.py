@@ -39,7 +39,7 @@ _MEMORY_SECONDS = 3.0
 
 
 class ChatView(Screen[None]):
-    """The widgets of the chat screen and their contents. Subclasses add turns and key bindings."""
+    """The widgets of the chat screen. Subclasses generate replies and handle keys."""
 
     class PreferencesChanged(Event):
         """Posted when the user changes the theme or the visible columns."""
@@ -111,7 +111,6 @@ class ChatView(Screen[None]):
             await self.show_error(error)
 
     async def show_error(self, error: Exception) -> None:
-        """Show an error in the conversation."""
         await self.transcript.add(Panel(*error_text(error), kind="error"))
 
     @property
@@ -218,7 +217,7 @@ class ChatView(Screen[None]):
         """Show or hide the column `name`. Return True if it is now visible."""
         others = self._panels - {name} if self._width_class == "-wide" or name in self._panels else set()
         panels = others if name in self._panels else others | {name}
-        if self._width_class != "narrow":
+        if self._width_class != "-narrow":
             self.preferences.details = "details" in panels
             self.preferences.sidebar = "sidebar" in panels
         await self.show_panels(panels)

@@ -15,7 +15,7 @@ _CONTROLS = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
 
 
 class NoControls(LineFilter):
-    """Removes control characters from each line before it is drawn. The layout does not change."""
+    """Removes control characters from each line before it is drawn."""
 
     def apply(self, segments: list[Segment], background: Color) -> list[Segment]:  # noqa: ARG002 - textual's
         return [

@@ -29,7 +29,9 @@ def check_textual_variables() -> None:
         raise _error("TEXTUAL_COLOR_SYSTEM", constants.COLOR_SYSTEM, f"use one of {', '.join(colours)}")
     if constants.DRIVER is not None and not _is_driver(constants.DRIVER):
         raise _error(
-            "TEXTUAL_DRIVER", constants.DRIVER, "use the module and class of a Textual driver, as in a.b:C"
+            "TEXTUAL_DRIVER",
+            constants.DRIVER,
+            "use the module and class of a Textual driver, such as textual.drivers.linux_driver:LinuxDriver",
         )
     if constants.MAX_FPS > _MAX_FRAMES_PER_SECOND:
         raise _error(
@@ -49,7 +51,6 @@ def check_textual_variables() -> None:
 
 
 def _is_driver(name: str) -> bool:
-    """Return whether `name` is the module and class of a Textual driver, such as `a.b:C`."""
     if ":" not in name:
         return False
     try:

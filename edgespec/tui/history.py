@@ -10,7 +10,7 @@ _MAX_MESSAGES = 500
 
 
 class History:
-    """The sent messages, and the one that the input shows. The unsent text comes after the newest message."""
+    """The messages that the user has sent, and the text in the input that has not been sent."""
 
     def __init__(self) -> None:
         self._sent: list[str] = []
@@ -18,7 +18,7 @@ class History:
         self._unsent = ""
 
     def add(self, text: str) -> None:
-        """Append a sent message. The next call of `older` returns it."""
+        """Append a sent message."""
         if text.strip() and (not self._sent or self._sent[-1] != text):
             self._sent.append(text)
             del self._sent[:-_MAX_MESSAGES]

@@ -37,7 +37,6 @@ class ChatEntry:
 
     @classmethod
     def of(cls, message: Message) -> ChatEntry:
-        """Create an entry from a message."""
         return cls(message.role, message.content, message.reasoning, message.markers)
 
     @property
@@ -76,8 +75,8 @@ class OpenChat:
     Attributes:
         id: Empty until the chat is first saved.
         saved_at: Timestamp of the saved version that this program last wrote or read, or None.
-        unfinished: Whether the program ended, or an error occurred, before the last reply was complete.
-        turn: The reply that the model is writing and its message, both not yet in `entries`, or None.
+        unfinished: Whether the last reply is incomplete because the program ended or an error occurred.
+        turn: The message being answered and its reply so far. None if no reply is being generated.
     """
 
     system: str | None = None
@@ -111,12 +110,10 @@ class OpenChat:
 
     @property
     def last_reply(self) -> ChatEntry | None:
-        """The last reply, or None."""
         return next((entry for entry in reversed(self.entries) if entry.role == "assistant"), None)
 
     @property
     def last_user_text(self) -> str | None:
-        """The last user message, or None."""
         return next((entry.content for entry in reversed(self.entries) if entry.role == "user"), None)
 
     def follow(self, messages: Sequence[Message]) -> None:
@@ -134,7 +131,6 @@ class OpenChat:
         return self.turn
 
     def end_turn(self) -> None:
-        """End the running turn, so that `saved` no longer includes it."""
         if self.turn is not None:
             self.turn.ended.set()
             self.turn = None
@@ -155,7 +151,6 @@ class OpenChat:
         )
 
     def as_markdown(self) -> str:
-        """Return the whole chat as Markdown."""
         names = {"user": "You", "assistant": "Model", "system": "System"}
         return "\n\n".join(f"**{names[entry.role]}:**\n\n{entry.content.strip()}" for entry in self.entries)
 

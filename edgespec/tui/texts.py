@@ -78,7 +78,7 @@ def speed_up_short(method: MethodReport) -> str:
 
 
 def welcome_rows(runtime: Runtime) -> list[tuple[str, str]]:
-    """Return the rows shown above an empty chat: the models, the speed-up and how it works."""
+    """Return the labels and texts of the welcome box: the models, the speed-up and how drafting works."""
     target, method = runtime.target, runtime.method
     rows = [("Model", facts_line(target))]
     if runtime.draft is not None:
@@ -166,7 +166,7 @@ def worst_case(
     Args:
         stats: Statistics of the reply.
         method: Its drafting method.
-        limits: `Runtime.loss_limits`.
+        limits: Maximum slowdown allowed, as in `Runtime.loss_limits`.
 
     Returns:
         A percentage and an explanation, or None while the reply is too short to tell.
@@ -210,7 +210,6 @@ def memory_rows(use: MemoryUse) -> list[tuple[str, str]]:
 
 
 def _plan_rows(plan: MemoryPlan | None) -> list[tuple[str, str]]:
-    """Return rows that show the planned memory, what limits it, and what was left out to save memory."""
     if plan is None:
         return []
     rows = [

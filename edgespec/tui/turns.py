@@ -20,13 +20,13 @@ __all__ = ["TurnScreen"]
 _TICK_SECONDS = 1 / 25
 # Update the details panel only after this many screen updates, so that its numbers are readable.
 _TICKS_PER_DETAILS = 5
-# Maximum fraction of CPU time for drawing, and longest pause between screen updates in seconds.
+# Maximum fraction of CPU time for drawing.
 _MAX_DRAWING_SHARE = 0.25
 _MAX_PAUSE_SECONDS = 0.2
 
 
 class TurnScreen(ChatView):
-    """The chat view with sending, generating and saving, but without key bindings and commands."""
+    """The chat screen without key bindings and commands. It generates, shows and saves replies."""
 
     _job: Future[ChatState] | None = None
     _reply: ReplyMessage | None = None
@@ -67,7 +67,7 @@ class TurnScreen(ChatView):
         return True
 
     def save_turn(self) -> None:
-        """Save the reply that is being generated, if any. Works in any thread, even after the app ended."""
+        """Save the reply in progress, if any. Works in any thread, even after the app has ended."""
         chat = self.current_chat
         if chat.turn is not None:
             with suppress(ChatFileError):
@@ -88,11 +88,10 @@ class TurnScreen(ChatView):
 
     @property
     def idle(self) -> bool:
-        """True if the model thread is idle."""
         return self._job is None
 
     def begin_leaving(self) -> None:
-        """Mark every reply cancelled from now on as unfinished. Can be called from any thread."""
+        """Prepare to quit: save stopped replies as unfinished. Can be called from any thread."""
         self._leaving = True
 
     def say_while_writing(self, text: str) -> None:
@@ -101,7 +100,6 @@ class TurnScreen(ChatView):
         self._said_while_writing = True
 
     def stop_reply(self) -> None:
-        """Stop the running reply."""
         self._stopped = True
         self._thread.cancel()
 
@@ -118,7 +116,7 @@ class TurnScreen(ChatView):
         self.begin_leaving()
         self._after_reply = None
         if self.writing or self.archive.unsaved:
-            # Save the text generated so far, because the reply may not stop before the timeout.
+            # Save the text generated so far, because stopping the reply can take too long.
             with suppress(ChatFileError):
                 await self.archive.save(self.current_chat, self.runtime.target.name)
         self.stop_reply()
@@ -164,8 +162,8 @@ class TurnScreen(ChatView):
         if now - self._drawn_at < pause:
             return
         self._drawn_at, self._spent_at = now, spent
-        # Check whether the reply has ended before reading its chunks, so that no chunk is missed.
         job, reply = self._job, self._reply
+        # Check for the end before reading the last chunks, so that none are missed.
         ended = job is not None and job.done()
         if reply is not None:
             await self._write_chunks(reply)
@@ -206,7 +204,6 @@ class TurnScreen(ChatView):
             await self.show_error(failure)
 
     async def _end_turn(self, state: ChatState | None, ask: Ask, reply: ReplyMessage) -> None:
-        """Show and save the end of a turn. `state` is None if the turn failed."""
         chat = self.current_chat
         ended = state.reply if state is not None else None
         if (
@@ -230,7 +227,6 @@ class TurnScreen(ChatView):
             await self.save()
             return
         if state is None and chat.turn is not None and chat.turn.written:
-            # Keep the text that was generated before the reply failed.
             chat.follow(chat.turn.messages)
             chat.unfinished = True
             chat.end_turn()
@@ -240,7 +236,7 @@ class TurnScreen(ChatView):
             entry.thought_seconds = reply.thoughts.seconds
             await self.save()
             return
-        # No text was generated, so restore the conversation from before the message.
+        # No text was generated, so show the previous conversation again.
         chat.end_turn()
         await reply.finish(reply.text, reply.reasoning, None)
         self._give_back_text()

@@ -91,12 +91,11 @@ class ModelThread:
         return self._submit(lambda: _state(self._loaded().chat(system, copy)))
 
     def ask(self, ask: Ask) -> Future[ChatState]:
-        """Generate a reply and put its text into `chunks`."""
+        """Generate a reply in the model thread."""
         self._cancelled.clear()
         return self._submit(lambda: self._turn(ask))
 
     def cancel(self) -> None:
-        """Stop the running reply."""
         self._cancelled.set()
         if (stream := self.stream) is not None:
             stream.cancel()

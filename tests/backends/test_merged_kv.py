@@ -131,7 +131,7 @@ class TestInvalidBytes:
     @pytest.mark.parametrize(
         ("at", "value", "says"),
         [
-            (0, 1, "the KV caches of the lower and the upper layers have different headers"),
+            (0, 1, "the KV caches of the lower and the upper layers have different formats"),
             (8, 2, "the exported KV data has more than one stream"),
             (12, 2, "the exported KV data has an unknown layout"),
             (16, 9, "the KV caches of the lower and the upper layers contain different tokens"),

@@ -94,8 +94,8 @@ def test_markers_around_empty_reasoning_are_kept(store: ChatStore) -> None:
     ("key", "value", "error"),
     [
         ("reasoning", ["a"], "the reasoning of message 2 must be a string, not list"),
-        ("markers", "ab", "the markers of message 2 must be a list of two strings"),
-        ("markers", ["a", 1], "the markers of message 2 must be a list of two strings"),
+        ("markers", "ab", "the reasoning markers of message 2 must be a list of two strings"),
+        ("markers", ["a", 1], "the reasoning markers of message 2 must be a list of two strings"),
     ],
 )
 def test_damaged_reasoning_is_reported(store: ChatStore, key: str, value: object, error: str) -> None:

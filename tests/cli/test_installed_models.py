@@ -151,7 +151,7 @@ class TestNamesOfOnesOwn:
         file.parent.mkdir(parents=True)
         file.write_text('aliases = {mine = "demo"}\n')
         line = one_line_error(run("models", "alias", "mine", "demo-draft"), 1)
-        assert "because of how it is written there; change it in an editor" in line
+        assert "automatically; change it in an editor" in line
         assert file.read_text() == 'aliases = {mine = "demo"}\n'
 
     def test_concurrent_changes_are_all_kept(self, start: Start, file: Path) -> None:

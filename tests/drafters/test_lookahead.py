@@ -222,8 +222,8 @@ class TestWhetherItIsFaster:
         narrow = Capabilities(True, True, max_width=20, max_branches=8)
         with pytest.raises(
             OptionError,
-            match="W 6, N 4, G 3 needs passes of 28 tokens and 9 branches, but the target supports only 20 "
-            "tokens and 8 branches",
+            match="W 6, N 4, G 3 is too large: it needs passes of 28 tokens and 9 branches, but the "
+            "target supports only 20 tokens and 8 branches",
         ):
             LookaheadDrafter(narrow, window=LookaheadWindow(6, 4, 3))
 

@@ -162,7 +162,7 @@ def test_foreign_files_in_a_damaged_folder_are_kept(source: Path, tmp_path: Path
 def test_a_foreign_partial_folder_is_kept(source: Path, tmp_path: Path) -> None:
     (tmp_path / "mine.partial").mkdir()
     (tmp_path / "mine.partial" / "letter.txt").write_text("dear")
-    with pytest.raises(OptionError, match="is not an interrupted build"):
+    with pytest.raises(OptionError, match="contains files that edgespec did not create"):
         _made(source, to=tmp_path / "mine")
     with pytest.raises(OptionError, match="is not a prepared model"):
         _made(source, to=Path(tmp_path.anchor))

@@ -58,3 +58,10 @@ async def test_help_begins_with_the_keys_that_everybody_needs(tmp_path: Path, si
             assert line in shown, line
         if size[1] >= 20:
             assert "/show show the models" in shown
+
+
+async def test_a_panel_that_covers_a_small_screen_does_not_open_at_the_next_start(tmp_path: Path) -> None:
+    async with driving(loading(ScriptedRuntime()), tmp_path, size=(60, 20)) as d:
+        await d.press("f3")
+        await d.sees("Speed")
+        assert not d.chat.preferences.details

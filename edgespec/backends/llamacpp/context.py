@@ -106,7 +106,7 @@ class LlamaContext:
         self._others: set[int] = set()
         params.n_outputs_max = min(plan.rows, options.batch_tokens)
         self._thread_count = ThreadCount(threads) if adapts_threads(options, plan.kv_types) else None
-        # What is reported about rounding must not depend on the current load.
+        # Unlike `threads`, `max_threads` does not change with the CPU load.
         self.max_threads = threads
         params.n_threads = params.n_threads_batch = self.threads = threads
         params.type_k, params.type_v = plan.kv_types.ggml_types
@@ -229,7 +229,7 @@ class LlamaContext:
     def run_to_hook(
         self, tokens: Sequence[int], positions: Sequence[int], sequences: Sequence[Sequence[int]]
     ) -> None:
-        """Run a forward pass, but stop it as soon as the hook has copied the hidden states.
+        """Run a forward pass, and stop it when the `HiddenStateHook` has copied the hidden states.
 
         The pass can have at most `max_width` tokens.
         """
@@ -277,7 +277,7 @@ class LlamaContext:
         """Use as many threads for the next pass as there are cores that other programs leave free."""
         if self._thread_count and (threads := self._thread_count.update()) != self.threads:
             self._lib.llama_set_n_threads(self._context, threads, threads)
-            # A resize creates a new context from these parameters.
+            # Store the number of threads for `allocate`, which creates a new context.
             self._params.n_threads = self._params.n_threads_batch = self.threads = threads
 
     def copy(self, source: int, sequence: int, start: int = -1, end: int = -1) -> None:
@@ -319,10 +319,10 @@ class LlamaContext:
         self._lib.llama_memory_clear(self._memory, False)
 
     def compact_branch(self, source: int, start: int, end: int) -> None:
-        """Replace sequence 0 from position `start` on with positions [start, end) of the sequence `source`.
+        """Append positions [start, end) of the sequence `source` to the first `start` tokens of sequence 0.
 
-        All other sequences are removed. The KV cells are moved next to each other, so that later attention
-        sums are computed in the same order as without drafting, which gives the same rounding.
+        All other sequences are removed. The KV cells are moved next to each other, so that attention sums are
+        rounded in the same way as without drafting.
         """
         parts = self.export_cells(source, start, end)
         for sequence in range(self._scratch + 1):
@@ -336,8 +336,8 @@ class LlamaContext:
     def export_cells(self, source: int, start: int, end: int) -> list[memoryview]:
         """Return a sequence's KV cells at positions [start, end) as a list of parts for `import_cells`.
 
-        No part is longer than the model's sliding attention window, because llama.cpp does not export cells
-        outside the window.
+        Each part is at most as long as the model's sliding attention window, because llama.cpp exports no
+        more at a time.
         """
         parts = []
         # Remove KV cells that an earlier, interrupted export may have left in the scratch sequence.

@@ -49,11 +49,9 @@ UNDO_TOKENS = 8
 # writes them.
 _SMALL_STATES_BYTES = 128 * 2**20
 _F16 = KvTypes("f16", "f16")
-# Maximum size in bytes of the logits buffer for a split model's lower layers. It limits the tokens per
-# forward pass.
+# Maximum size in bytes of the logits buffer for LayerSkip's early exit.
 _UNREAD_BYTES = 16 * 2**20
-# Minimum number of tokens per forward pass of a split model's lower layers, even if their logits need much
-# memory.
+# Minimum number of tokens per forward pass up to LayerSkip's early exit.
 _FEWEST_ROWS = 16
 # Size in bytes of an exported KV cell's header, which stores the cell's position and sequence ids.
 _CELL_BYTES = 12
@@ -84,8 +82,6 @@ def plan_context(weights: Any, options: LoadOptions) -> ContextPlan:
 
 def choose_context(weights: Any, options: LoadOptions, states: States | None) -> ContextPlan:
     """Return a model's context plan for the load options, without checking that it fits in memory."""
-    # Round up to whole blocks of KV cells, as llama.cpp does, because it aborts if a forward pass exceeds the
-    # requested size.
     wanted = round_up_to_block(requested_context(options, library().llama_model_n_ctx_train(weights)))
     if states is None:
         same_type = has_latent_attention(weights)
@@ -111,7 +107,6 @@ def _with_rows(plan: ContextPlan, rows: int | None) -> ContextPlan:
 
 
 def _fixed_bytes(states: States | None, plan: ContextPlan) -> int:
-    """Return the total size of a context's recurrent states in bytes."""
     return states.state_bytes * plan.sequences * (1 + plan.undo_tokens) if states else 0
 
 
@@ -138,7 +133,7 @@ def plan_split_contexts(
 
 
 def choose_split_contexts(lower: Any, upper: Any, options: LoadOptions) -> tuple[ContextPlan, ContextPlan]:
-    """Return the context plans for a split model's lower and upper layers. Does not check the memory."""
+    """Return plans for a split model's lower and upper layers, without checking that they fit in memory."""
     wanted = round_up_to_block(requested_context(options, library().llama_model_n_ctx_train(lower)))
     types = choose_kv_types(options, sum(kv_bytes(half, _F16, wanted) for half in (lower, upper)))
     first, second = (
@@ -155,7 +150,7 @@ def choose_split_contexts(lower: Any, upper: Any, options: LoadOptions) -> tuple
 
 
 def work_bytes(lower: Any, options: LoadOptions) -> int:
-    """Return the bytes of memory for the logits of a split model's lower layers and for one copy of them."""
+    """Return the size in bytes of the logits buffers of a model that was split for LayerSkip."""
     return 2 * logits_bytes(lower, min(MAX_WIDTH, _lower_rows(lower, options)))
 
 
@@ -182,7 +177,6 @@ def check_contexts_fit(plans: Sequence[ContextPlan], other_bytes: int, options: 
     total_bytes, token_bytes = sum(plan.kv_bytes for plan in plans), sum(plan.token_bytes for plan in plans)
     if total_bytes > left:
         tokens = plans[0].tokens
-        # Exclude the recurrent states, whose size does not depend on the context length.
         left_for_tokens = max(0, left - (total_bytes - tokens * token_bytes))
         fitting = left_for_tokens // token_bytes // BLOCK_TOKENS * BLOCK_TOKENS if token_bytes else 0
         raise cache_too_large_error(tokens, total_bytes, left, fitting)
@@ -197,7 +191,6 @@ def _measured(weights: Any, options: LoadOptions) -> States:
         with_one = context.state_bytes()
         context.append([0], 1)
         per_token = context.state_bytes() - with_one
-        # Exclude the header of an exported KV cell, which takes no space in the KV cache.
         per_token = max(0, per_token - _CELL_BYTES)
         state = with_one - per_token if context.window else context.state_bytes(recurrent_only=True)
         return States(state, per_token, context.undo_tokens > 0 and not context.window)

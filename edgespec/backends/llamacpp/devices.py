@@ -36,7 +36,7 @@ def on_cpu(options: LoadOptions) -> bool:
 
 
 def in_main_memory(options: LoadOptions) -> bool:
-    """Return whether a model is entirely in system memory, which is also what Apple GPUs use."""
+    """Return whether a model is entirely in system memory. On a Mac, it always is."""
     return sys.platform == "darwin" or on_cpu(options)
 
 

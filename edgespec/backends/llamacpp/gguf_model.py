@@ -38,7 +38,6 @@ from edgespec.errors import BackendError, CancelledError, CapabilityError, Conte
 
 __all__ = ["GgufModel"]
 
-# Binary format of the size in bytes before each part of a snapshot.
 _SIZE = struct.Struct("<Q")
 
 
@@ -97,7 +96,7 @@ class GgufModel(BaseModel):
 
     @abstractmethod
     def _append(self, tokens: Sequence[int]) -> None:
-        """Append tokens to all contexts without computing their logits."""
+        """Append tokens to the KV cache without computing their logits."""
 
     def _run(
         self, tree: TokenTree, first: int, run: Callable[[TokenTree, int], NDArray[np.float32]]
@@ -130,7 +129,7 @@ class GgufModel(BaseModel):
             cells.truncate(length)
 
     def _end_round(self) -> None:
-        """Remove drafted tokens that were not accepted from the KV cache."""
+        """Remove rejected tokens from the KV cache."""
         for cells in self._all_cells:
             cells.end_round()
 
@@ -176,7 +175,10 @@ class GgufModel(BaseModel):
             fits = fits and self._imported(context, own, start, length)
         if not fits:
             self._cut(min(start, self.length))
-            raise BackendError("the snapshot does not fit this model and context", "prefill the tokens again")
+            raise BackendError(
+                "the saved KV cache belongs to another model or exceeds the context",
+                "process the prompt again",
+            )
         for cells in self._all_cells:
             cells.length = length
 
@@ -200,7 +202,6 @@ class GgufModel(BaseModel):
             for context, plan in zip(self._contexts, after, strict=True):
                 rebuild_context(context, plan, self.length, recurrent=self._recurrent)
         except BaseException:
-            # If resizing one context failed, restore the old size of all contexts.
             for context, plan in zip(self._contexts, before, strict=True):
                 if not context.is_lost:
                     rebuild_context(context, plan, self.length, recurrent=self._recurrent)
@@ -227,7 +228,6 @@ class GgufModel(BaseModel):
         return view
 
     def _early_exit_view(self, exit_layer: int) -> SelfDraftView[Any]:
-        """Return a draft model that stops after `exit_layer` layers. Only split models support this."""
         raise CapabilityError(
             f"{self.facts.name} cannot draft by early exit after layer {exit_layer}, because it was not"
             " prepared for that",
@@ -238,7 +238,7 @@ class GgufModel(BaseModel):
         """Return the KV cells of all layers at positions [start, end), in llama.cpp's export format.
 
         Raises:
-            CapabilityError: The KV cells of the lower and the upper layers cannot be merged.
+            CapabilityError: The model is split into two parts, and their KV cells cannot be merged.
         """
         lower, *upper = (context.export_cells(0, start, end) for context in self._contexts)
         return merge_kv(lower, upper[0], self.facts.name) if upper else lower
@@ -266,6 +266,5 @@ def _sized(parts: Sequence[bytes | memoryview]) -> list[bytes | memoryview]:
 
 
 def _first_part(data: memoryview) -> tuple[memoryview, memoryview]:
-    """Return the first part of a snapshot, and the remaining data."""
     end = _SIZE.size + int.from_bytes(data[: _SIZE.size], "little")
     return data[_SIZE.size : end], data[end:]

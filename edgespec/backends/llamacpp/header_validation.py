@@ -106,7 +106,6 @@ def _count_problem(header: GgufHeader) -> str:
 
 
 def _template_problem(header: GgufHeader) -> str:
-    """Return a problem if the chat template contains a null character, where llama.cpp would cut it off."""
     template = header.metadata.get("tokenizer.chat_template")
     if not isinstance(template, str) or "\0" not in template.rstrip("\0"):
         return ""
@@ -131,7 +130,6 @@ def _expert_problem(header: GgufHeader) -> str:
 
 
 def _largest(header: GgufHeader, key: str) -> int:
-    """Return an integer from the metadata, the maximum of a list of integers, or 0 if the key is missing."""
     value: Any = header.architecture_value(key, 0)
     if isinstance(value, np.ndarray):
         return int(value.max()) if value.size and value.dtype.kind in "iub" else 0
@@ -168,7 +166,7 @@ def _token_texts(tokens: StringArray) -> Iterator[bytes]:
 
 
 def _duplicate_count(tokens: StringArray) -> int:
-    # Compare hashes first, because a set of all tokens takes much more memory.
+    # Look for duplicate hashes first, because a set of all tokens takes much more memory.
     hashes = np.sort(np.fromiter(map(hash, _token_texts(tokens)), np.int64))
     if not (hashes[1:] == hashes[:-1]).any():
         return 0

@@ -53,25 +53,25 @@ class KvCells:
             prefix.tokens = min(prefix.tokens, length)
 
     def track_prefix(self) -> UnchangedPrefix:
-        """Return a counter of unchanged cached tokens, which is updated until `untrack_prefix` is called."""
+        """Return an `UnchangedPrefix` that every rollback updates until `untrack_prefix` is called."""
         prefix = UnchangedPrefix()
         self._tracked.append(prefix)
         return prefix
 
     def untrack_prefix(self, prefix: UnchangedPrefix) -> None:
-        """Stop updating a counter that `track_prefix` returned."""
+        """Stop updating an `UnchangedPrefix` that `track_prefix` returned."""
         self._tracked.remove(prefix)
 
     @property
     def is_tracked(self) -> bool:
-        """Whether a draft model uses copies of these KV cells."""
+        """Whether a draft model uses a copy of the KV cache."""
         return bool(self._tracked)
 
     def place_tree(self, tree: TokenTree, first: int) -> tuple[list[int], list[list[int]]]:
         """Choose and return the positions and sequence ids of a tree's nodes, starting at the node `first`.
 
         Raises:
-            CapabilityError: The tree has too many branches. Its nodes are removed from the KV cache.
+            CapabilityError: The tree has too many branches.
         """
         passing: list[list[int]] = []
         continued = set(tree.parents[1:first])
@@ -137,7 +137,7 @@ class KvCells:
 
         A model that can neither roll back nor restore checkpoints loses its whole cache instead.
         """
-        # Keep the other sequences of models that replay tokens, because they contain checkpoints.
+        # Keep llama.cpp sequences that contain checkpoints.
         if not self._replays:
             self.context.drop_others()
         self.length = length
@@ -148,5 +148,5 @@ class KvCells:
         self.clear_round()
 
     def clear_round(self) -> None:
-        """Forget the token tree that was being verified. Its KV cells must already be kept or removed."""
+        """Forget the current token tree, without changing the KV cache."""
         self._sequences, self._positions = [], []

@@ -73,7 +73,6 @@ class KvTypes:
 
     @property
     def ggml_types(self) -> tuple[int, int]:
-        """The ggml_type numbers of keys and values."""
         return _TYPES[self.keys][0], _TYPES[self.values][0]
 
 
@@ -107,10 +106,9 @@ def choose_kv_types(options: LoadOptions, f16_bytes: int, *, same_type: bool = F
 
 
 def prefill_kernel_differs(types: KvTypes, options: LoadOptions, threads: int) -> bool:
-    """Return whether prefill uses a different attention kernel than decoding, but verification does not.
+    """Return whether decoding and verification share an attention kernel, but prefill uses another one.
 
-    This is possible only with a single CPU thread. With more threads, verification uses a different kernel
-    too.
+    Returns False for several CPU threads, because decoding and verification then use different kernels.
     """
     return threads == 1 and on_cpu(options) and not types.has_single_kernel
 
@@ -147,6 +145,5 @@ def kv_bytes_per_token(weights: Any, types: KvTypes) -> int:
     layers: int = lib.llama_model_n_layer(weights)
     heads = sum(map(int, listed)) if len(listed) > 1 else lib.llama_model_n_head_kv(weights) * layers
     if has_latent_attention(weights):
-        # With latent attention, the values are stored as part of the keys.
         value_size = 0
     return int(heads * (key_size * _TYPES[types.keys][1] + value_size * _TYPES[types.values][1]) // 32)

@@ -96,8 +96,7 @@ class LayerSkipModel(GgufModel):
         _check_supported(lower, name)
         weight_bytes = lib.llama_model_size(lower) + lib.llama_model_size(upper)
         if options.mmap and in_main_memory(options):
-            # Count tensors that the lower and upper layers share only once, because both parts memory-map the
-            # same file.
+            # Tensors that are in both files use memory only once, because the files are memory-mapped.
             weight_bytes -= int(metadata(lower, SHARED_BYTES_KEY) or 0)
         max_plans = plan_split_contexts(lower, upper, weight_bytes, options)
         plans = [initial_plan(lower, plan, options) for plan in max_plans]
@@ -159,10 +158,7 @@ class LayerSkipModel(GgufModel):
         return self._context.run(hidden, positions, sequences)
 
     def draft(self, tree: TokenTree, first: int) -> HostLogits:
-        """Run a draft's token tree through the lower layers, starting at the node `first`, and return logits.
-
-        The next call to `verify` reuses the hidden states.
-        """
+        """Return the lower layers' logits for a draft's token tree, starting at the node `first`."""
         return self._run(tree, first, self._lower.draft)
 
     def commit(self, path: tuple[int, ...]) -> None:
@@ -194,7 +190,6 @@ class EarlyExitView(SelfDraftView[LayerSkipModel]):
         super().__init__(target)
         self.vocabulary = target.vocabulary
         name = f"{target.facts.name}, first {target.exit_layer} layers"
-        # Report 0 bytes for weights and KV cache, because they belong to the target.
         self.facts = replace(target.facts, name=name, weight_bytes=0, kv_bytes=0)
 
     def verify(self, tree: TokenTree, first: int = 0) -> HostLogits:
@@ -206,11 +201,7 @@ class EarlyExitView(SelfDraftView[LayerSkipModel]):
 
 
 class LowerSplit:
-    """Runs the lower layers of a model and stores the hidden states of tokens that are not committed yet.
-
-    `draft` computes logits and hidden states of drafted tokens. `hidden_of` returns these hidden states for
-    verification, and runs the lower layers only for tokens that were not drafted.
-    """
+    """Runs the lower layers of a model and stores the hidden states of drafted tokens for verification."""
 
     def __init__(
         self, context: LlamaContext, hook: HiddenStateHook, exit_name: str, max_branches: int
@@ -224,10 +215,8 @@ class LowerSplit:
 
     def _reset(self) -> None:
         self._tree = TreeBuilder()
-        # Maps each node of the token tree that is being verified to its index in the tree of all tokens run
-        # so far.
+        # For each node of the token tree to verify, its index in `self._tree`.
         self._nodes: list[int] = []
-        # The hidden states of all tokens that the lower layers have run since the last commit.
         self._hidden: list[NDArray[np.float32]] = []
 
     def end_round(self) -> None:
@@ -295,7 +284,6 @@ class LowerSplit:
         return np.stack([self._hidden[node] for node in self._nodes[first:]])
 
     def _map_nodes(self, tree: TokenTree, first: int) -> None:
-        """Match the tokens to verify with the tokens already run, and add those that are missing."""
         for node in range(first, tree.width):
             parent = self._nodes[tree.parents[node]] if node else -1
             self._nodes.append(self._tree.add_path(parent, tree.tokens[node : node + 1]))
@@ -311,7 +299,6 @@ class LowerSplit:
 
 
 def _check_supported(weights: Any, name: str) -> None:
-    """Raise ModelFileError if the model's architecture does not support LayerSkip."""
     reason = ""
     if has_state(weights):
         reason = "its recurrent state cannot be rolled back"

@@ -46,20 +46,17 @@ if TYPE_CHECKING:
 
 __all__ = ["WINDOW_EXTRA_TOKENS", "LowBitView", "check_can_share_cache", "load_low_bit_view"]
 
-# The minimum number of KV cells reserved for drafted tokens if the draft model has an attention window.
+# Number of KV cells reserved for drafted tokens if the draft model has an attention window.
 _DRAFT_TOKENS = 64
-# The draft model's attention window advances by this many tokens at once, because some models must then copy
-# all KV cells again.
+# Number of tokens by which the draft model's attention window advances at a time.
 _WINDOW_STEP_TOKENS = 64
 # Number of KV cells that a draft model needs in addition to its attention window and its attention sinks (the
 # first tokens of the text).
 WINDOW_EXTRA_TOKENS = _WINDOW_STEP_TOKENS + _DRAFT_TOKENS
-# A window size that is larger than any context.
 _ALL_TOKENS = 1 << 62
 # The maximum number of KV cells to copy from the target at once. Small chunks need little memory and can be
 # interrupted quickly.
 _COPY_CHUNK_TOKENS = 256
-# Metadata keys of layer counts. In a split model, the counts of both parts add up to that of the whole model.
 _LAYER_COUNTS = ("block_count", "leading_dense_block_count")
 
 
@@ -102,7 +99,6 @@ def load_low_bit_view(target: GgufModel, method: LowBit) -> LowBitView:
         left = options.memory_bytes - target.facts.weight_bytes - target.facts.max_kv_bytes
         options = replace(options, memory_bytes=max(0, left))
     name = f"{target.facts.name} at low bits"
-    # Check that the low-bit copy fits in memory before loading it, which may take minutes.
     check_weights_fit(name, check_file(method.copy), options)
     weights = load_weights(method.copy, name, options, None)
     try:
@@ -114,7 +110,6 @@ def load_low_bit_view(target: GgufModel, method: LowBit) -> LowBitView:
 
 
 def _check_same_model(weights: Sequence[Any], copy: Any, path: str) -> None:
-    """Raise CapabilityError if a low-bit copy does not have the architecture and vocabulary of the target."""
     target, other = _identity(weights), _identity([copy])
     for key in target | other:
         if target.get(key) != other.get(key):
@@ -140,7 +135,6 @@ def _identity(weights: Sequence[Any]) -> dict[str, str]:
 
 
 def _plan(target: GgufModel, weights: Any, method: LowBit, options: LoadOptions) -> ContextPlan:
-    """Return the low-bit copy's context plan, which is smaller than the target's if it uses a window."""
     tokens = target.max_plan.tokens
     if method.window_tokens is not None:
         windowed = method.sink_tokens + method.window_tokens + WINDOW_EXTRA_TOKENS
@@ -175,8 +169,6 @@ class LowBitView(SelfDraftView["GgufModel"]):
         threads = threads_for(weights, options)
         plan = max_plan.with_tokens(target.facts.context_tokens) if full else max_plan
         self._context = LlamaContext(weights, options, plan, threads)
-        # The length of the draft model's cache also counts tokens outside its attention window, which have no
-        # KV cells.
         self._cells = KvCells(self._context, options.max_branches)
         self._unchanged = target.cells.track_prefix()
         try:
@@ -227,7 +219,6 @@ class LowBitView(SelfDraftView["GgufModel"]):
         self.facts = replace(self.facts, kv_bytes=self._context.plan.kv_bytes)
 
     def _check_cells_arrive_unchanged(self) -> None:
-        """Raise CapabilityError if the target's KV cells change when copied, or give invalid logits."""
         target = self._target
         if is_empty := target.length == 0:
             target.prefill([0, 0])
@@ -266,7 +257,6 @@ class LowBitView(SelfDraftView["GgufModel"]):
             raise
 
     def _copy_target_cells(self) -> None:
-        """Remove drafted and rolled-back tokens, then copy missing KV cells from the target."""
         cells, length = self._cells, self._target.length
         passed = (length - self._window - self._sinks) // _WINDOW_STEP_TOKENS * _WINDOW_STEP_TOKENS
         begin = self._sinks + max(0, passed)
@@ -276,7 +266,7 @@ class LowBitView(SelfDraftView["GgufModel"]):
             # all cells again.
             same = 0
         if begin > self._begin and self._context.window:
-            # Avoid gaps between the KV cells of sliding-window layers by copying all cells again.
+            # Copy all KV cells again, so that the cells of sliding-window layers have no gaps.
             same = 0
         try:
             cells.truncate(same)
@@ -287,23 +277,21 @@ class LowBitView(SelfDraftView["GgufModel"]):
             self._begin = begin
             self._copy_range(max(begin, cells.length), length)
         except BaseException:
-            # Clear the KV cache after an interrupted copy, so that the next draft copies all cells again.
             self._context.clear()
             cells.truncate(0)
             raise
         cells.length = self._unchanged.tokens = length
 
     def _copy_range(self, start: int, end: int) -> None:
-        """Append copies of the target's KV cells at positions [start, end)."""
         for begin in range(start, end, _COPY_CHUNK_TOKENS):
             if self._context.interrupt.requested:
                 raise CancelledError("the model's computation was cancelled")
             stop = min(begin + _COPY_CHUNK_TOKENS, end)
             if not self._context.import_cells(self._target.export_cells(begin, stop), begin, stop):
                 raise BackendError(
-                    f"{stop - begin} KV cells of {self._target.facts.name} cannot be loaded into its"
-                    " low-bit copy",
-                    "use another --method",
+                    f"{stop - begin} tokens in the KV cache of {self._target.facts.name} cannot be copied"
+                    " to the draft model",
+                    "choose another --method",
                 )
             self._cells.length = stop
 

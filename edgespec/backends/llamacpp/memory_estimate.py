@@ -41,8 +41,8 @@ _COMPUTE = re.compile(r": +(\S+) compute buffer size = *([\d.]+) MiB")
 # Context length in tokens for measuring the cache size per token. It is large enough to make rounding errors
 # in llama.cpp's log irrelevant.
 _MEASURED_TOKENS = 32768
-# Maximum length in tokens of a context that is created to read its buffer sizes. Those of longer contexts are
-# extrapolated, which saves memory.
+# Maximum context length, in tokens, for which buffer sizes are measured. The buffer sizes of longer contexts
+# are estimated.
 _MAX_SIMULATED_TOKENS = 2**18
 # Bytes of memory per vocabulary token, for its text, its merge rule and its entries in lookup tables
 # (measured with the vocabularies in llama.cpp's test suite).
@@ -62,7 +62,6 @@ class ContextBuffers(NamedTuple):
 
     @property
     def compute_bytes(self) -> int:
-        """The total size of the compute buffers in bytes."""
         return sum(size for _, size in self.compute)
 
 
@@ -121,7 +120,6 @@ class GgufMemoryEstimator:
     def _open(self, gpu_layers: int | None) -> None:
         self.close()
         self._gpu_layers = gpu_layers
-        # Measured buffer sizes of long contexts. The keys are the options that affect these sizes.
         self._longest: dict[tuple[Any, ...], ContextBuffers] = {}
         try:
             for files in self._files:
@@ -170,7 +168,6 @@ class GgufMemoryEstimator:
         return [choose_context(weights, options, self._states)], [options]
 
     def _buffers(self, part: int, plan: ContextPlan, options: LoadOptions) -> ContextBuffers:
-        """Return the buffer sizes of a context. Those of a very long context are extrapolated."""
         weights, takes_hidden = self._weights[part], part > 0
         if plan.tokens <= _MAX_SIMULATED_TOKENS:
             return simulate(weights, plan, options, takes_hidden=takes_hidden)
@@ -192,7 +189,6 @@ class GgufMemoryEstimator:
 
 
 def _simulate_states(weights: Any, options: LoadOptions) -> States:
-    """Measure the size of a model's recurrent state without loading the model's weights."""
     plan = ContextPlan(_MEASURED_TOKENS, _F16, 1, undo_tokens=UNDO_TOKENS)
     with captured_log() as lines:
         context = LlamaContext(weights, replace(options, batch_tokens=64), plan, 1)
@@ -215,6 +211,5 @@ def _attention_bytes(weights: Any, plan: ContextPlan, options: LoadOptions) -> i
         return 0
     if lib.llama_model_is_recurrent(weights):
         return 0
-    # The metadata contains a list if the number of attention heads differs between layers.
     heads = re.findall(r"\d+", architecture_metadata(weights, "attention.head_count") or "")
     return min(options.batch_tokens, plan.tokens) * plan.tokens * max(map(int, heads), default=0) * 2

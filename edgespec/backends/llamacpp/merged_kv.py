@@ -30,8 +30,8 @@ Bytes: TypeAlias = NDArray[np.uint8]
 
 _HEADER_BYTES = 8
 _COUNT = struct.Struct("=I")
-# The binary formats of the header before a layer's keys or values: type and row size in bytes, or, for
-# transposed values, type, element size in bytes and row length.
+# Header before the keys or values of a layer: data type and bytes per row. For transposed values: data type,
+# bytes per element and row length.
 _ROWS, _TRANSPOSED = struct.Struct("=iQ"), struct.Struct("=iII")
 # Each exported KV cell has three integers: its position, its number of sequences (always 1) and its sequence
 # id.
@@ -40,8 +40,6 @@ _CELL_FIELDS = 3
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    """The exported keys or values of one layer."""
-
     header: memoryview
     cells: Bytes
 
@@ -56,7 +54,6 @@ class _Memory:
     values: Sequence[_Layer]
 
     def sorted_by_position(self) -> _Memory:
-        """Return a copy of the KV cells, sorted by their positions in the text."""
         order = np.argsort(self.cells[:, 0])
 
         def ordered(layers: Sequence[_Layer]) -> list[_Layer]:
@@ -87,7 +84,7 @@ def merge_kv(
 
 def _join(lower: memoryview, upper: memoryview) -> bytes:
     if lower[:_HEADER_BYTES] != upper[:_HEADER_BYTES]:
-        raise ValueError("the KV caches of the lower and the upper layers have different headers")
+        raise ValueError("the KV caches of the lower and the upper layers have different formats")
     pieces: list[bytes | memoryview] = [lower[:_HEADER_BYTES]]
     for below, above in zip(_memories(lower), _memories(upper), strict=True):
         if not np.array_equal(below.cells, above.cells):

@@ -30,7 +30,6 @@ _WARN, _ERROR = 3, 4
 # Seconds to wait before resending a Ctrl-C that was lost because it arrived during a Python callback from C.
 _RESEND_SECONDS = 0.02
 _errors: deque[str] = deque(maxlen=20)
-# Lists that collect the lines logged by llama.cpp, one for each active `captured_log` block.
 _captures: list[list[str]] = []
 # Callbacks that C code may still call. ctypes does not keep them alive.
 _callbacks: list[Any] = []
@@ -70,6 +69,11 @@ def ggml() -> Any:
         ("ggml_backend_tensor_get", None, [pointer, pointer, size, size]),
         ("ggml_get_name", ctypes.c_char_p, [pointer]),
         ("ggml_nbytes", size, [pointer]),
+        (
+            "ggml_quantize_chunk",
+            size,
+            [ctypes.c_int, pointer, pointer, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64, pointer],
+        ),
     ):
         function = getattr(libggml, name)
         function.restype, function.argtypes = result, arguments
@@ -80,7 +84,6 @@ class _PrivateLog(RotatingFileHandler):
     """A rotating log file that only its owner can read. Write errors are ignored."""
 
     def _open(self) -> TextIOWrapper:
-        # Make each new log file private before it is written, including those created by log rotation.
         touch_private(Path(self.baseFilename))
         return super()._open()
 
@@ -173,7 +176,6 @@ class Interrupt:
 
     @property
     def requested(self) -> bool:
-        """Whether the running forward pass must stop and new ones are rejected."""
         return self._buffer.raw[0] != 0
 
     @requested.setter
@@ -181,7 +183,7 @@ class Interrupt:
         self._buffer[0] = b"\x01" if value else b"\x00"
 
     def attach(self, context: Any) -> None:
-        """Register this flag as the abort callback of a llama_context."""
+        """Let this flag stop the forward passes of a llama_context."""
         lib = library()
         strlen = ctypes.cast(ctypes.CDLL(None).strlen, lib.ggml_abort_callback)
         lib.llama_set_abort_callback(context, strlen, ctypes.addressof(self._buffer))

@@ -26,10 +26,8 @@ class ProbeResult:
     """The capabilities of a model, as determined by `probe`.
 
     Attributes:
-        capabilities: The capabilities of the model without `ReplayModel`.
         rollback: A description of how the cache is rolled back.
-        replays: Whether checkpoints are restored exactly, so that a `ReplayModel` can verify drafts without
-            branches.
+        replays: Whether the model's state is exactly the same after restoring a checkpoint.
         undo_tokens: The number of most recent tokens that can be removed without restoring a checkpoint.
     """
 
@@ -84,7 +82,6 @@ def _probe_cells(context: LlamaContext, options: LoadOptions) -> ProbeResult:
             reason,
             max_width,
             options.max_branches,
-            # Drafting with a low-bit copy of the model requires copying KV cells.
             self_draft_methods=frozenset({"lowbit"}) if copyable else frozenset(),
             prefix_reuse_exact=prefix_reuse_exact,
         ),
@@ -111,8 +108,7 @@ def _probe_replay(context: LlamaContext) -> ProbeResult:
         checkpoints.restore(checkpoint)
         context.append(_PASS[:1], len(_PREFIX))
         narrow = _rows(context, 1)
-        # Accept the rollback if its error is not much larger than the rounding differences between forward
-        # passes.
+        # The rollback works if the logits after it are exact, apart from rounding errors.
         if _distance(undone, narrow) <= 2 * _distance(first[1:], narrow):
             undo_tokens = context.undo_tokens
     rollback = f"checkpoints and replay, {context.plan.sequences - 1} held"
@@ -128,7 +124,6 @@ def _without_rollback(reason: str) -> ProbeResult:
 
 
 def _rows(context: LlamaContext, skipped: int) -> NDArray[np.float32]:
-    """Run the test tokens, except the first `skipped` ones, and return their logits."""
     tokens = _PASS[skipped:]
     start = len(_PREFIX) + skipped
     rows = context.run(tokens, range(start, start + len(tokens)), [[0]] * len(tokens))

@@ -49,7 +49,7 @@ _SHORT_NAMES = {"Q3_K": "Q3_K_M", "Q4_K": "Q4_K_M", "Q5_K": "Q5_K_M"}
 
 @dataclass(frozen=True, slots=True)
 class QuantisedSize:
-    """A model's size before and after quantisation, and whether the type needs an importance matrix."""
+    """Model sizes before and after quantisation, and whether quantising needs an importance matrix."""
 
     source_bytes: int
     copy_bytes: int

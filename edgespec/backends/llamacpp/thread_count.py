@@ -16,22 +16,21 @@ __all__ = ["ThreadCount", "adapts_threads"]
 # Give up a core if other programs keep more than this share of it busy. A pass waits for its slowest thread,
 # so a thread that shares its core slows down all the others.
 _GIVE_UP_SHARE = 0.4
-# Use the core again when its share is below this. Lower than `_GIVE_UP_SHARE`, so that the number of threads
-# does not change back and forth.
+# Use a core again when other programs keep less than this share of it busy.
 _TAKE_BACK_SHARE = 0.3
 
 
 def adapts_threads(options: LoadOptions, kv_types: KvTypes) -> bool:
     """Return whether the number of threads can change between passes.
 
-    With `--exact` it cannot if attention rounds differently with one thread than with several.
+    With `--exact`, the number stays fixed if attention would otherwise round differently.
     """
     changes_rounding = options.exact and prefill_kernel_differs(kv_types, options, threads=1)
     return options.threads is None and not changes_rounding
 
 
 class ThreadCount:
-    """The number of threads of one context. It leaves a core to every other program that needs one.
+    """The number of CPU threads of one context, which is lower while other programs use the CPU.
 
     Args:
         most: Number of threads on an idle machine.
@@ -62,5 +61,4 @@ class ThreadCount:
         return self.current
 
     def _free_cores(self, busy_cores: float, share: float) -> int:
-        """Return the number of cores of which other programs use at most `share`, from 1 to `most`."""
         return max(1, min(self.most, self._cores - max(0, ceil(busy_cores - share))))

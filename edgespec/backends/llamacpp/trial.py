@@ -21,18 +21,16 @@ from edgespec.errors import CancelledError
 
 __all__ = ["try_model", "try_split_model"]
 
-# Options for the trial, which runs on the CPU with a small context to need little time and memory.
+# Load the model on the CPU with a small context, which takes little time and memory.
 _OPTIONS = LoadOptions(context_tokens=256, gpu_layers=0, batch_tokens=64)
 # Numbers of tokens per forward pass to try, because llama.cpp has different kernels for one, a few and many
 # tokens.
 _WIDTHS = (3, 1, 40)
-# CPU time limit in seconds for all forward passes of the trial. Large models may not finish, which is
-# acceptable because their layers all have the same structure.
+# CPU time limit in seconds for all forward passes. Large models may not finish, which is acceptable because
+# their layers all have the same structure.
 _PASS_CPU_SECONDS = 0.3
 _POLL_SECONDS = 0.02
-# Test text that contains characters of one to four bytes in UTF-8.
 _TEXT = "".join(map(chr, range(1, 0x250))) + " The quick brown fox. \u4f60\u597d \U0001f642"
-# Number of tokens to look up in order to test the vocabulary.
 _PIECES = 256
 
 
@@ -74,7 +72,6 @@ def _plan(path: str, name: str, *, split: bool) -> None:
 
 
 def _run_passes(context: LlamaContext, weights: Any) -> None:
-    """Run forward passes with different numbers of tokens until a CPU time limit is reached."""
     size = vocabulary_size(weights)
     with suppress(CancelledError), _interrupted_after(context, _PASS_CPU_SECONDS):
         probe(context, weights, _OPTIONS)
@@ -106,7 +103,6 @@ def _interrupted_after(context: LlamaContext, cpu_seconds: float) -> Iterator[No
 
 
 def _use_vocabulary(weights: Any) -> None:
-    """Tokenize some text and look up tokens, to see whether the vocabulary makes llama.cpp crash."""
     vocabulary = LlamaVocabulary(weights)
     for special in (False, True):
         vocabulary.tokenize(_TEXT, special=special, start=True)

@@ -30,8 +30,7 @@ class LlamaVocabulary:
 
     def __init__(self, model: Any) -> None:
         self._lib = library()
-        # Protects the number of running calls. The lock is reentrant, because garbage collection may look up
-        # tokens while it is held.
+        # The lock is reentrant, because a finaliser may look up tokens in a thread that already holds it.
         self._lock = threading.RLock()
         self._running_calls = 0
         self._free_model: Callable[[], None] | None = None
@@ -84,11 +83,11 @@ class LlamaVocabulary:
     def _longest_piece_bytes(self) -> int:
         lib, tokens = self._lib, range(self.size)
         with self._open():
-            # Vocabularies of other types can represent an unknown word of any length by one token.
+            # Other vocabularies have no longest token, because any unknown word can be one token.
             if lib.llama_vocab_type(self._vocab) not in (lib.LLAMA_VOCAB_TYPE_SPM, lib.LLAMA_VOCAB_TYPE_BPE):
                 return 0
             entries = list(map(lib.llama_vocab_get_text, repeat(self._vocab), tokens))
-        # Replace invalid UTF-8 with escapes, because shorter replacements would make tokens seem too short.
+        # Replace invalid UTF-8 with escapes, so that no entry is shorter than its token.
         texts = (entry.decode("utf-8", "backslashreplace") for entry in entries)
         return longest_piece_bytes(dict(zip(texts, tokens, strict=True)), self.raw_piece)
 
@@ -141,7 +140,6 @@ class LlamaVocabulary:
         self._update(free_model=free_model)
 
     def _update(self, calls: int = 0, free_model: Callable[[], None] | None = None) -> None:
-        """Add `calls` to the number of running calls. Free the model if it is closed and none is left."""
         with self._lock:
             self._running_calls += calls
             self._free_model = self._free_model or free_model

@@ -21,8 +21,8 @@ Rows: TypeAlias = tuple[mx.array, ...]
 
 # When a KV cache is full, it grows by this many rows, as in mlx-lm.
 _GROWTH_ROWS = 256
-# Sliding-window layers start reading keys at a multiple of this position. The attention kernel then groups
-# its sums in the same way at every pass width, so results do not depend on the width.
+# Sliding-window layers read keys from a position that is divisible by this number. Otherwise, results would
+# depend on the number of tokens in a pass.
 _BLOCK_ROWS = 64
 
 
@@ -87,10 +87,10 @@ class AttentionCache:
     def make_mask(
         self, count: int, return_array: bool = False, window_size: int | None = None
     ) -> mx.array | str | None:
-        """Return the attention mask of the next `count` tokens over the rows that `update_and_fetch` returns.
+        """Return the attention mask for the next `count` tokens.
 
         Returns:
-            A bool array [count, keys], the string `"causal"`, or None if a single token attends to every row.
+            A bool array [count, keys], the string `"causal"`, or None if no mask is needed.
         """
         window = window_size or self.window
         if self._layout.offsets is not None:
@@ -125,7 +125,7 @@ class AttentionCache:
         self.offset = min(self.offset, length)
 
     def keep_path(self, round_start: int, path: list[int]) -> None:
-        """Keep the rows of the tree nodes in `path`, in that order, and drop the tree's other rows.
+        """Keep the keys and values of the tree nodes in `path`, and drop the tree's other nodes.
 
         The root of the tree is at position `round_start`.
         """
@@ -136,7 +136,7 @@ class AttentionCache:
         self.offset = round_start + len(path)
 
     def dump(self, first: int, end: int) -> tuple[list[int], list[mx.array]]:
-        """Return a snapshot's data: `[start, end]` and the rows at positions `first` to `end` (exclusive)."""
+        """Return the numbers and arrays from which `load` restores positions `first` to `end` (exclusive)."""
         low, high = max(0, first - self.start), end - self.start
         return [self.start, end], [array[..., low:high, :] for array in self.state]
 
@@ -157,13 +157,11 @@ class AttentionCache:
                 if before > sinks + recent:
                     return [(0, sinks), (before - recent, end)]
             return [(0, end)]
-        # In a draft tree, all nodes use the sliding window of the root.
         first = self.offset if layout.offsets is None else before
         oldest = (first - self.window + 1) // _BLOCK_ROWS * _BLOCK_ROWS
         return [(max(self.start, oldest), end)]
 
     def _make_room(self, added: int, keys: Rows, values: Rows) -> None:
-        """Make room for `added` rows, and drop old rows that are no longer needed."""
         used = self.offset - self.start
         if self._keys and used + added <= self._keys[0].shape[2]:
             return

@@ -58,7 +58,6 @@ def mlx_lm_utils() -> Any:
     """Import and return `mlx_lm.utils`. Raises BackendMissingError if that fails."""
     mx = mlx_core()
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    # Silence two warnings: transformers warns if torch is missing, and tokenizers warns after a fork.
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     try:
@@ -81,7 +80,6 @@ def _missing(library: str, error: Exception) -> BackendMissingError:
 
 @contextlib.contextmanager
 def _preserve_open_file_limit() -> Iterator[None]:
-    """Keep the import of mlx_lm from changing the process's limit on open files, and raise a low limit."""
     if sys.platform == "win32":
         yield
         return

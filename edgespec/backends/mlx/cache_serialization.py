@@ -38,7 +38,7 @@ def serialize_caches(caches: LayerCaches, start: int, end: int, fingerprint: str
     blobs: list[bytes] = []
 
     def array_header(array: mx.array | None) -> dict[str, Any] | None:
-        """Save an array's data, and return its data type and shape for the header."""
+        """Add an array's data to `blobs`, and return its type and shape."""
         if array is None:
             return None
         blobs.append(np.array(array.view(_STORED_AS.get(array.dtype, array.dtype))).tobytes())

@@ -56,10 +56,6 @@ class LayerCaches:
         unsupported: list[Any] = []
 
         def replace(cache: Any) -> Any:
-            """Return the cache that a model uses in place of one of mlx-lm's caches.
-
-            Subclasses of known types count as unsupported, because they could behave differently.
-            """
             kind = type(cache)
             if kind is mlx_lm_cache.CacheList:
                 return mlx_lm_cache.CacheList(*map(replace, cache.caches))
@@ -85,7 +81,6 @@ class LayerCaches:
 
     @property
     def unsupported_kinds(self) -> str:
-        """Comma-separated class names of the unsupported caches."""
         return ", ".join(sorted({type(cache).__name__ for cache in self.unsupported}))
 
     @property
@@ -99,7 +94,6 @@ class LayerCaches:
 
     @property
     def states(self) -> list[list[mx.array]]:
-        """State arrays of each recurrent layer."""
         return [[array for array in cache.cache if array is not None] for cache in self.recurrent]
 
     @property
@@ -114,9 +108,9 @@ class LayerCaches:
             cache.cache = [array if array is None else mx.contiguous(array) for array in cache.cache]
 
     def bytes_by_context(self) -> Callable[[int], int]:
-        """Return a function that maps a context length in tokens to the size of the full caches in bytes.
+        """Return a function that maps a context length in tokens to the size of all caches in bytes.
 
-        At least one token must be cached. The function returns 0 if any cache is unsupported.
+        The size per token is measured, so at least one token must be cached.
         """
         if self.unsupported:
             return lambda _tokens: 0

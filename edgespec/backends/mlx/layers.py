@@ -64,7 +64,7 @@ class LayerList:
         return [SkippedLayer(layer) if i in indices else layer for i, layer in enumerate(self.layers)]
 
     def resumed_at(self, layer: int, states: mx.array) -> list[Any]:
-        """Return the model's layers, of which the first `layer` ones are skipped and return `states`."""
+        """Return a list of layers that starts with `states`, the output of the first `layer` layers."""
         skipped = [SkippedLayer(one) for one in self.layers[: layer - 1]]
         return [*skipped, SkippedLayer(self.layers[layer - 1], states), *self.layers[layer:]]
 

@@ -57,7 +57,7 @@ class LoadedModel(NamedTuple):
     """A model with all weights in memory.
 
     Attributes:
-        skeleton: The model and its properties. Its weights are no longer lazy.
+        skeleton: The model, whose weights have been loaded, and its properties.
         tokenizer: mlx_lm's TokenizerWrapper.
         weight_bytes: Size of the weights in bytes, excluding the arrays added for low-bit drafting.
         widened: Whether 16-bit weights were widened to float32.
@@ -132,7 +132,6 @@ def _load(path: str, name: str, options: LoadOptions, progress: Progress | None)
         capabilities=Capabilities(True, True, "", MAX_WIDTH),
         notice=notice if context_tokens > trained else "",
     )
-    # The capability tests need a context of several tokens, even if the requested context is smaller.
     probed_facts = replace(facts, context_tokens=max(context_tokens, PROBE_TOKENS))
     model = MlxModel(loaded, probed_facts, vocabulary, options)
     try:

@@ -21,8 +21,7 @@ __all__ = ["DeviceLogits"]
 
 # Fetch this many more top tokens than requested, to detect further tokens with the same logit.
 _SPARE_CANDIDATES = 16
-# Number of top tokens that `above` fetches from the device first. If more could qualify, it fetches all
-# logits.
+# Number of top tokens to fetch from the device before all logits are fetched.
 _ABOVE_CANDIDATES = 64
 
 
@@ -80,9 +79,9 @@ class DeviceLogits:
 
         Args:
             rows: Logits [rows, vocab], possibly not evaluated yet.
-            depths: Depth of each row's token in the token tree, which determines its random noise.
-            on_best_started: Callback that receives the best token in the last row (uint32 [1] on the device)
-                while it is still being computed, to launch the next pass without waiting.
+            depths: Depth of each row's token in the token tree.
+            on_best_started: Callback that launches the next pass. It receives the best token in the last row
+                (uint32 [1] on the device) before the token is computed.
         """
         self.chosen: int | None = None
         self._rows = rows.astype(mx.float32)
@@ -125,7 +124,7 @@ class DeviceLogits:
         begin = now()
         results = [tokens, peaks] if kept is None else [tokens, peaks, kept]
         if on_best_started is not None:
-            # Start computing the results before the next pass, because the device runs work in order.
+            # Start computing the results now, because the device would otherwise run the next pass first.
             start_evaluation(*results)
             on_best_started(tokens[-1], self)
         evaluate(*results)
@@ -138,7 +137,6 @@ class DeviceLogits:
     def top(self, row: int, count: int) -> Candidates:
         if 0 < count < self.vocab_size - _SPARE_CANDIDATES:
             tokens, values = self._largest(row, count + _SPARE_CANDIDATES)
-            # If more tokens could have the same logit as the last requested one, fetch all logits.
             if values[count - 1] != values[-1]:
                 return _ascending(tokens, values, values >= values[count - 1])
         return self._host_row(row).top(0, count)
@@ -259,7 +257,7 @@ def _gumbel(keys: mx.array, tokens: mx.array) -> mx.array:
     words = (words ^ (words >> 30)) * _M1
     words = (words ^ (words >> 27)) * _M2
     words = (words ^ (words >> 31)) >> 12
-    # Near 1, float32 is not precise enough, so compute the distance from 1 as well.
+    # float32 is not precise near 1, so use the distance from 1 for numbers above 0.5.
     unit = (words.astype(mx.float32) + 0.5) * 2.0**-52
     distance = ((_LAST - words).astype(mx.float32) + 0.5) * 2.0**-52
     return -mx.log(-mx.where(unit < 0.5, mx.log(unit), mx.log1p(-distance)))

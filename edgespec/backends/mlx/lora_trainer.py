@@ -90,7 +90,6 @@ class MlxTrainer:
 
     @contextmanager
     def _running(self, adapted: bool) -> Iterator[None]:
-        """Enable or disable the adapter inside the block, for passes that do not use the KV cache."""
         before = self.adapted
         self.set_adapted(adapted)
         self._layout.set_chain(0)
@@ -103,16 +102,16 @@ class MlxTrainer:
     def train_step(self, example: TrainingExample) -> float:
         tokens, weights = mx.array([example.tokens]), self._weights()
         corrected = np.isin(np.arange(len(example.tokens)), example.rows)
-        # Scale the loss so that corrected tokens and all other tokens have the same total weight.
+        # Give tokens that the target corrected the same total weight as all other tokens.
         row_weights = mx.array(
             np.where(corrected, 1.0 / corrected.sum(), 1.0 / max(1, (~corrected).sum())), mx.float32
         )
 
         def loss(weights: _Weights) -> mx.array:
-            """Return the forward KL divergence from the reference distribution, up to a constant.
+            """Return the KL divergence from the reference distribution, up to a constant.
 
-            For corrected tokens, the reference is the target's distribution. For all others, it is the
-            original draft model's, to keep the draft model from unlearning its correct predictions.
+            For tokens that the target corrected, the reference is the target's distribution. For all others,
+            it is the original draft model's distribution.
             """
             self._set_weights(weights)
             logits = self._net(tokens)[0].astype(mx.float32)

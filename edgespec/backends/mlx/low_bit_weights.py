@@ -20,7 +20,6 @@ from mlx.utils import tree_unflatten
 
 __all__ = ["LowBitWeights", "SplitEmbedding", "SplitLinear", "install_low_bit_weights", "merge_halves"]
 
-# Each 8-bit weight is stored as two halves of this many bits.
 _HALF_BITS = 4
 # Mean value of the low four bits of a weight (0 to 15), used when only the high four bits are read.
 _MEAN_LOW = 7.5
@@ -32,8 +31,7 @@ class LowBitWeights:
     Attributes:
         weights: Modules whose weights can be read at reduced precision.
         low: Whether passes currently read the weights at reduced precision.
-        zeros: Arrays of zeros, keyed by shape and data type. Used as the biases of the low four bits of 8-bit
-            weights.
+        zeros: Cached arrays of zeros, keyed by shape and data type.
     """
 
     def __init__(self) -> None:
@@ -50,12 +48,12 @@ class LowBitWeights:
 
     @property
     def array_bytes(self) -> int:
-        """Additional memory for the low-bit weights in bytes, excluding the arrays in `zeros`."""
+        """Size in bytes of the arrays that low-bit drafting adds to the model."""
         return sum(weight.extra_bytes for weight in self.weights)
 
     @property
     def nbytes(self) -> int:
-        """Additional memory for the low-bit weights in bytes, including the arrays in `zeros`."""
+        """Memory in bytes that low-bit drafting needs, including arrays of zeros."""
         scales = (weight.scales for weight in self.weights if isinstance(weight, _SplitWeight))
         return self.array_bytes + sum({(one.shape, one.dtype): one.nbytes for one in scales}.values())
 
@@ -64,10 +62,10 @@ class _SplitWeight(Module):
     """An 8-bit affine weight whose four high and four low bits are stored separately.
 
     Attributes:
-        high, low: Packed halves, uint32 [rows, columns / 8].
+        high, low: The packed high and low four bits, uint32 [rows, columns / 8].
         scales, biases: Scales and biases of the 8-bit weight, [rows, groups].
-        high_scales: Scales of the high halves, [rows, groups].
-        draft_biases: Biases to use when only the high halves are read, [rows, groups].
+        high_scales: Scales of the high bits, [rows, groups].
+        draft_biases: Biases to use when only the high bits are read, [rows, groups].
     """
 
     def __init__(self, module: Any, low_bits: LowBitWeights) -> None:
@@ -129,7 +127,7 @@ def _pack(codes: mx.array) -> mx.array:
 
 
 def merge_halves(high: mx.array, low: mx.array) -> mx.array:
-    """Merge packed halves (uint32 [..., n / 8]) into packed 8-bit codes (uint32 [..., n / 4])."""
+    """Merge high and low 4-bit halves (uint32 [..., n / 8]) into 8-bit codes (uint32 [..., n / 4])."""
     parts = [(half.view(mx.uint8) & 15, half.view(mx.uint8) >> _HALF_BITS) for half in (high, low)]
     (high_even, high_odd), (low_even, low_odd) = parts
     codes = mx.stack([(high_even << _HALF_BITS) | low_even, (high_odd << _HALF_BITS) | low_odd], axis=-1)
@@ -149,7 +147,6 @@ class _CopiedWeight:
 
     @property
     def extra_bytes(self) -> int:
-        """Size of the additional copy in bytes."""
         return sum(self[name].nbytes for name in _COPY_NAMES)  # type: ignore[index]
 
     def _multiply_copy(self, x: mx.array) -> mx.array:
@@ -191,12 +188,11 @@ _COPY_BITS = ((8, 4), (4, 3), (3, 2))
 def install_low_bit_weights(model: Any, trace_pass: Callable[[], object]) -> LowBitWeights:
     """Replace a model's linear layers and output head with modules that support reduced precision.
 
-    Evaluates no arrays. Leaves out mixture-of-experts layers, and weights that DoRA adapters read directly.
+    Mixture-of-experts layers, and weights that DoRA adapters read directly, are not replaced.
 
     Args:
         model: An mlx `nn.Module`.
-        trace_pass: Builds the graph of one pass, which shows which embedding tables double as the output
-            head. Other tables are not replaced.
+        trace_pass: Builds the graph of one pass, to find the embedding tables that are also the output head.
     """
     low_bits = LowBitWeights()
     modules = model.named_modules()

@@ -44,7 +44,7 @@ _CacheSizes = Callable[[int], "_CacheBytes"]
 
 
 class _CacheBytes(NamedTuple):
-    """Sizes in bytes: all full caches, the largest layer's cache, and a copy of the recurrent states."""
+    """Cache sizes in bytes: all layers, the largest layer, and one copy of the recurrent states."""
 
     total: int
     largest_layer: int
@@ -56,12 +56,11 @@ class _ModelShape(NamedTuple):
 
     Attributes:
         sizes: Sizes of the weights and the KV cache, used to decide whether to widen the weights to float32.
-        weight_bytes: Bytes of the weights in memory, as stored and after widening to float32.
+        weight_bytes: Size of the weights in bytes, as stored and after widening to float32.
         intermediate_size: Size of the feed-forward network.
-        scans: For each recurrent layer, a function that maps the number of tokens in a pass to the number
-            of array elements in memory.
-        caches: Functions that map a context length in tokens to cache sizes, keyed by bits per element and
-            whether the weights are widened. Unsupported combinations are absent.
+        scans: One function per recurrent layer, which returns the layer's memory use for a number of tokens.
+        caches: Functions that return cache sizes for a context length, keyed by bits per element and whether
+            the weights are widened.
     """
 
     sizes: WeightSizes
@@ -114,13 +113,11 @@ class MlxMemoryEstimator:
         return MemoryEstimate(tokens, kv_type, parts)
 
     def _pass_bytes(self, tokens: int, options: LoadOptions, widened: bool) -> int:
-        """Return the temporary memory of the largest pass in bytes. The factors were found experimentally."""
         shape, on_cpu, rows = self._shape, runs_on_cpu(), prefill_batch_tokens(options)
         # On a CPU, MLX stores the attention scores of all tokens in memory.
         scores = shape.attention_heads * tokens if on_cpu else 0
         row = 6 * shape.hidden_size + 2 * shape.intermediate_size + scores
         scan = max((elements(max(rows, MAX_WIDTH)) for elements in shape.scans), default=0)
-        # Use the largest of a prefill pass, a verify pass (which also computes logits) and a recurrent layer.
         elements = max(
             rows * row,
             MAX_WIDTH * (row + 2 * shape.vocab_size),
@@ -176,10 +173,9 @@ def _shape_of(skeleton: ModelSkeleton) -> _ModelShape:
 
 
 def _scans(model: Any) -> Iterator[Callable[[int], int]]:
-    """Yield a function for each recurrent layer that returns its memory use for a number of tokens.
+    """Yield one function per recurrent layer, which returns the layer's memory use for a number of tokens.
 
-    The memory is given in array elements. Each layer's dimensions are inferred from the shapes of its states.
-    The constant factors were determined experimentally.
+    Memory use is measured in array elements.
     """
     for states in trace_one_token(model)[1].states:
         # Convolution states have shape [1, tokens, channels], with fewer tokens than channels.

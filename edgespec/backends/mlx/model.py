@@ -49,8 +49,8 @@ class MlxModel(BaseModel):
         rounding: Machine epsilon of the model's compute data type.
         caches: The caches of all layers.
         partial_models: Factory for the partial models used for self-drafting.
-        kv_bytes_for: Function that maps a context length in tokens to the size of the full caches in bytes.
-            Raises MemoryBudgetError if they do not fit in memory.
+        kv_bytes_for: Function that maps a context length in tokens to the size of all caches in bytes. Raises
+            MemoryBudgetError if the caches do not fit in memory.
     """
 
     def __init__(
@@ -68,8 +68,8 @@ class MlxModel(BaseModel):
         # The loader replaces this function after it has measured the model's KV cache.
         self.kv_bytes_for: Callable[[int], int] = lambda _: 0
         self.partial_models = PartialModelFactory(self._net, self._runner.layout, loaded.skeleton.low_bits)
-        # The last result of the full model in `top1_agreement`, kept for reuse: the state of the cache, the
-        # input tokens and the most likely next tokens.
+        # Cached result of the full model in `top1_agreement`: the state of the cache, the input tokens and
+        # the most likely next tokens.
         self._scored: tuple[CacheCheckpoint, tuple[int, ...], NDArray[np.uint32]] | None = None
         self._batch_tokens = prefill_batch_tokens(options)
 
@@ -149,7 +149,7 @@ class MlxModel(BaseModel):
         if not self.caches.can_restore(checkpoint.length):
             raise CapabilityError(
                 f"{self.facts.name} cannot roll back {self.length - checkpoint.length} tokens",
-                "process them again",
+                "clear the cache and process the text again",
             )
         self.caches.restore(checkpoint)
         self._runner.committed = checkpoint

@@ -38,7 +38,6 @@ _OUT_OF_MEMORY = re.compile(
     r"unable to allocate|out of memory|maximum allowed buffer|bad_alloc", re.IGNORECASE
 )
 _DENSE_NAMES = {"F16": "float16", "BF16": "bfloat16", "F32": "float32"}
-# Maximum number of characters of an exception's text that an error message quotes.
 _MAX_DETAIL_CHARACTERS = 300
 
 
@@ -46,7 +45,7 @@ class WeightSizes(NamedTuple):
     """Sizes used to decide whether to widen 16-bit weights to float32.
 
     Attributes:
-        tensor_bytes: Size of all weights as stored, plus the memory that low-bit weights add, in bytes.
+        tensor_bytes: Size in bytes of all weights as stored, including those added for low-bit drafting.
         half_bytes: Size of the 16-bit weights, in bytes.
         kv_elements_per_token: Number of array elements in the KV caches per token.
         trained_context_tokens: Context length that the model was trained for; 0 if unknown.
@@ -121,8 +120,7 @@ def read_skeleton(path: str, name: str, options: LoadOptions) -> ModelSkeleton:
     with translate_load_errors(path), contextlib.redirect_stdout(sys.stderr):
         _check_architecture(folder, config)
         model, config = mlx_lm_utils().load_model(folder, lazy=True)
-    # mlx-lm initialises all layers with random weights that are never used. Evaluating MLX's random state
-    # frees the memory of these operations.
+    # Evaluate MLX's random state, to free the graph of the random initial weights, which are not used.
     mlx_core().eval(mlx_core().random.state)
     if adapter is not None:
         with translate_load_errors(adapter):
@@ -168,7 +166,6 @@ def _read_config(folder: Path) -> dict[str, Any]:
 
 
 def _adapter_file(folder: Path) -> Path:
-    """Return the weight file of an mlx-lm adapter. Raise ModelFileError if the folder contains none."""
     weights = folder / "adapters.safetensors"
     if (folder / "adapter_model.safetensors").exists() and not weights.exists():
         raise ModelFileError(

@@ -102,7 +102,7 @@ class EarlyExitModel(PartialModel):
         return mx.concatenate([states for _, states in self._states], axis=1)[:, :count]
 
     def resumed_from(self, states: mx.array) -> AbstractContextManager[None]:
-        """Return a context manager in which passes take `states` as the lower layers' output."""
+        """Return a context manager in which the model continues from `states`, the lower layers' output."""
         return self._list.replaced(self._list.resumed_at(self._exit_layer, states))
 
 
@@ -160,9 +160,8 @@ class PartialModelFactory:
             name: Model name for error messages.
 
         Raises:
-            CapabilityError: The model does not store its layers in a single list, or `method` names a
-                separate copy of the weights.
-            OptionError: The model does not have the layers that `method` names.
+            CapabilityError: The model does not store its layers in a single list, or `method.copy` is set.
+            OptionError: `method` specifies layers that do not exist or cannot be skipped.
         """
         if isinstance(method, LowBit):
             if method.copy is not None:
@@ -178,8 +177,8 @@ class PartialModelFactory:
         if isinstance(method, EarlyExit):
             if not 1 <= method.exit_layer <= last:
                 raise OptionError(
-                    f"{name} has {last + 1} layers, so it cannot exit after layer {method.exit_layer}",
-                    f"choose an exit layer from 1 to {last}",
+                    f"{name} has {last + 1} layers, so it cannot draft with the first {method.exit_layer}",
+                    f"draft with 1 to {last} layers",
                 )
             return EarlyExitModel(layers, method.exit_layer)
         for layer in method.layers:

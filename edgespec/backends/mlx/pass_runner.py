@@ -1,4 +1,4 @@
-"""Run the prefill, verify and draft passes of a model, and launch some of them early."""
+"""Run the prefill, verify and draft passes of a model."""
 
 from __future__ import annotations
 
@@ -23,8 +23,7 @@ from edgespec.errors import BackendError, CapabilityError
 
 __all__ = ["PassRunner"]
 
-# Release MLX's unused buffers every time this many tokens have been committed, because caches grow in steps
-# of this many rows and leave their old buffers behind.
+# MLX's unused buffers are released each time this many tokens have been committed.
 _CLEAR_EVERY_TOKENS = 256
 
 
@@ -76,8 +75,6 @@ class PassRunner:
         # The partial model (with fewer layers or bits) that is drafting for this model, or None.
         self._partial_model: PartialModel | None = None
         self._prelaunched: _PrelaunchedPass | None = None
-        # If a target and a draft model run concurrently, each model's runner refers to the other model's
-        # runner.
         self._target: PassRunner | None = None
         self._draft: PassRunner | None = None
         self._clear_at = _CLEAR_EVERY_TOKENS
@@ -85,7 +82,6 @@ class PassRunner:
 
     @property
     def length(self) -> int:
-        """Number of committed tokens in the model's caches."""
         return self.committed.length
 
     def _forward(self, tokens: mx.array) -> mx.array:
@@ -98,7 +94,6 @@ class PassRunner:
         return rows.astype(mx.float32)
 
     def _forward_partial(self, tokens: mx.array, partial_model: AbstractContextManager[None]) -> mx.array:
-        """Run a partial model on tokens [n], and return unevaluated logits [n, vocab]."""
         with partial_model:
             rows = self._forward(tokens)
         # Advance the position in every layer's cache, because skipped layers do not do so.
@@ -129,7 +124,6 @@ class PassRunner:
         try:
             self._forward(mx.array(list(tokens)))
             self._start_states(len(tokens))
-            # Evaluate only the caches, because the logits are not needed.
             evaluate(*self.caches.arrays)
         except BackendError:
             self.end_round()
@@ -206,7 +200,6 @@ class PassRunner:
         Raises CapabilityError if a recurrent state would have to drop tokens.
         """
         if self._partial_model:
-            # Discard a draft that has not been verified.
             self.end_round()
             return
         kept, prelaunched = [0, *path], self._prelaunched
@@ -251,7 +244,6 @@ class PassRunner:
         return self._forward_partial(tokens, self._partial_model.active(first))
 
     def _start(self, rows: mx.array) -> None:
-        """Start computing the logits and all other arrays that later passes need."""
         states = self._partial_model.background_arrays() if self._partial_model else []
         self._start_states(rows.shape[0])
         start_evaluation(rows, *states, *(array for layer in self.caches.states for array in layer))
@@ -268,12 +260,7 @@ class PassRunner:
         return DeviceLogits(rows, depths, self._prelaunch_next if self._round.is_chain else None)
 
     def _end_draft(self, tree: TokenTree) -> tuple[EarlyExitModel, mx.array] | None:
-        """End drafting with a partial model, and discard the drafted tokens.
-
-        Returns:
-            The early-exit model and its hidden states [1, nodes, size] for the nodes at which `tree` begins
-            like the draft. None if the draft did not use early exit.
-        """
+        """Discard the draft. Return the early-exit model and its hidden states if `tree` can reuse them."""
         partial_model = self._partial_model
         if partial_model is None:
             return None
@@ -281,7 +268,7 @@ class PassRunner:
         requested = zip(tree.tokens, tree.parents, strict=True)
         common = sum(takewhile(bool, map(eq, drafted, requested)))
         exit_states = None
-        # Reuse the lower layers' hidden states only if their rows remain in the KV cache.
+        # If no tokens are committed, `end_round` clears the KV cache, so hidden states cannot be reused.
         if isinstance(partial_model, EarlyExitModel) and common and self.length:
             exit_states = partial_model, partial_model.exit_states(common)
         self.end_round()
@@ -291,7 +278,6 @@ class PassRunner:
         """Verify a tree by running only the layers above the exit layer, whose output `states` is known."""
         known = states.shape[1]
         if known < tree.width:
-            # Run the lower layers for tree nodes that the draft did not process.
             self.caches.set_offset(self.length + known)
             self._set_layout(known)
             self._forward_partial(mx.array(list(tree.tokens[known:])), exit_model.active(known))

@@ -25,8 +25,8 @@ __all__ = ["PROBE_TOKENS", "ProbeResult", "probe"]
 
 # Number of tokens that the capability tests run through the model.
 PROBE_TOKENS = 8
-# Logits count as equal if they differ by at most this many machine epsilons, or by at most this fraction, of
-# the largest logit. Heuristics.
+# Maximum rounding error relative to the largest logit, in machine epsilons and as a fraction. The larger
+# limit applies.
 _MAX_EPSILONS, _MAX_LOGIT_SHARE = 32, 1e-3
 
 
@@ -148,7 +148,7 @@ class _Checks:
     def tree(self) -> str:
         model = self._model
         model.prefill(self._tokens[:2])
-        # Nodes 0, 2 and 4 form the correct path. Nodes 1 and 3 are a wrong branch.
+        # Tokens 2, 3 and 4 form the correct path. Tokens 6 and 7 form a wrong branch.
         nodes, parents = [2, 6, 3, 7, 4], (-1, 0, 0, 1, 2)
         logits = model.verify(self._tree(nodes[:3], parents))
         problem = self._differs("a token tree", logits, [2, 3], rows=[0, 2])
@@ -178,7 +178,7 @@ class _Checks:
         return self._self_draft(LowBit())
 
     def _self_draft(self, method: SelfDraft) -> str:
-        """Check that drafting for itself does not change the model's logits."""
+        """Check that self-drafting does not change the model's logits."""
         model, subject = self._model, "self-drafting"
         partial_model = model.partial_models.create(method, model.facts.name)
         model.truncate(0)

@@ -105,7 +105,6 @@ class MlxVocabulary:
     @cached_property
     def _longest_piece_bytes(self) -> int:
         tokenizer = self._check_open()
-        # Return 0 if the tokenizer may remove text, because a long text can then have few tokens.
         if not tokenizer.is_fast or _REMOVES_TEXT.search(str(tokenizer.backend_tokenizer.pre_tokenizer)):
             return 0
         return longest_piece_bytes(tokenizer.get_vocab(), self._known_piece)
@@ -184,7 +183,6 @@ def _other_family_ends(vocab: dict[str, int]) -> set[int]:
     """Return the tokens that end a reply in other model families, but not in this model's."""
     texts = ""
     if {"<|return|>", "<|call|>"} <= vocab.keys() or {"<|calls|>", "<|flush|>"} <= vocab.keys():
-        # In the Harmony format, `<|end|>` ends a message, but not the reply.
         texts += "<|end|> "
     if "<|tool_response>" in vocab or "<|plamo:eos|>" in vocab:
         texts += "</s>"

@@ -27,8 +27,7 @@ class SuffixAutomaton:
     amortised constant time. Memory use is about 100 bytes per token for code or prose, and at most 350.
 
     Args:
-        min_probability: Tokens that follow a smaller fraction of occurrences may be missing from
-            `continuations`.
+        min_probability: `continuations` may leave out tokens that are less probable than this.
         capacity_tokens: To limit memory, the automaton is rebuilt from the last `capacity_tokens` tokens
             whenever the sequence reaches twice this length.
     """
@@ -39,7 +38,6 @@ class SuffixAutomaton:
         self.clear()
 
     def clear(self) -> None:
-        """Remove all tokens from the automaton."""
         self.tokens = array("i")
         self._dropped_tokens = 0
         self._lengths, self._links = array("i", [0]), array("i", [-1])
@@ -54,7 +52,6 @@ class SuffixAutomaton:
 
     @property
     def size_bytes(self) -> int:
-        """Memory currently used by the automaton, in bytes."""
         columns = (self._lengths, self._links, self._labels, self._targets, self._counts, self._latest)
         arrays = sum(map(getsizeof, (self.tokens, *columns)))
         tables = getsizeof(self._more) + sum(map(getsizeof, self._more.values()))
@@ -146,7 +143,7 @@ class SuffixAutomaton:
         self._last, self._near, self._near_length = last, near, near_length
 
     def longest_repeated_suffix(self) -> tuple[int, int]:
-        """Return the state and length of the sequence's longest suffix that also occurs earlier in it."""
+        """Return the automaton state and length of the sequence's longest suffix that also occurs earlier."""
         state = self._near
         while self._lengths[self._links[state]] >= MAX_MATCH_TOKENS:
             state = self._links[state]
@@ -169,12 +166,14 @@ class SuffixAutomaton:
             length = self._lengths[state]
 
     def continuations(self, state: int) -> tuple[int, list[StateContinuation]]:
-        """Return the total number of tokens that follow a substring, and these tokens, most frequent first.
-
-        The counts are exact for substrings of fewer than `_MAX_COUNTED_TOKENS` tokens.
+        """Return the tokens that follow the occurrences of a substring, most frequent first.
 
         Args:
             state: The automaton state of the substring.
+
+        Returns:
+            The total count of all tokens that follow, and the tokens with their counts. Rare tokens may be
+            left out.
         """
         counts, latest, target, label = self._counts, self._latest, self._targets[state], self._labels[state]
         others = self._more.get(state)
@@ -199,15 +198,15 @@ class SuffixAutomaton:
         return others.get(token, 0) if others is not None else 0
 
     def follow(self, match: tuple[int, int], tokens: Sequence[int]) -> tuple[int, int]:
-        """Update the longest match with the end of another sequence after tokens are appended to it.
+        """Return the longest suffix of another sequence that also occurs in this automaton.
 
         Args:
-            match: State and length of the longest match before the tokens were appended; (0, 0) if nothing
-                matches. It becomes invalid when this automaton grows.
-            tokens: The tokens appended to the other sequence.
+            match: The return value for the other sequence without `tokens`. (0, 0) means that nothing
+                matches. A match becomes invalid when this automaton grows.
+            tokens: The last tokens of the other sequence.
 
         Returns:
-            State and length of the longest match after the tokens, of at most MAX_MATCH_TOKENS tokens.
+            Automaton state and length of the suffix, which has at most MAX_MATCH_TOKENS tokens.
         """
         state, length = match
         for token in tokens:

@@ -19,12 +19,11 @@ from edgespec.engine.tree import TokenTree
 
 __all__ = ["IndexedSource", "ReplyRecorder", "SuffixCorpus", "SuffixDrafter", "draft_from_automaton"]
 
-# The tokens after each earlier occurrence of a match, and how many of these tokens have been drafted already.
 _Rows: TypeAlias = tuple[list[list[int]], int]
 
 _DEFAULT_CONFIG = SuffixConfig()
 _MAX_CACHED_DRAFTS = 1 << 11
-# Number of tokens from other chats to search. Older tokens are dropped whenever there are twice as many.
+# Number of recent tokens from other chats to search.
 _OTHER_CHATS_TOKENS = 1 << 13
 
 
@@ -48,8 +47,7 @@ class SuffixCorpus:
     Attributes:
         index: Index of the user's files and of replies saved by earlier processes; None if there is nothing
             to search.
-        recorder: Saves each prompt and reply when the next reply begins or when the drafter is closed. If it
-            is set, the chats in this process also draft from each other.
+        recorder: Saves prompts and replies so that other chats can draft from them; None to save nothing.
     """
 
     index: SuffixArray | None = None
@@ -62,8 +60,6 @@ class SuffixDrafter(Drafter):
     Implements SuffixDecoding (Oliaro et al. 2024, arXiv 2411.04975). The longest match is updated with every
     token, so lookup time depends on the number of matches, not on the length of the chat. When a chat
     continues, only new tokens are indexed; a different prompt is indexed completely.
-
-    Drafts depend only on emitted tokens and have no draft probabilities, so rejection sampling stays exact.
 
     Args:
         load_corpus: Loads the corpus. Called once, before the first reply.
@@ -90,8 +86,7 @@ class SuffixDrafter(Drafter):
         self._other_match = 0, 0
         self._prompt: Sequence[int] = ()
         self._reply: list[int] = []
-        # New texts in the current chat. They are added to the other chats when the user switches to another
-        # chat.
+        # New texts in the current chat, added to `_other_chats` when the user switches to another chat.
         self._chat_texts: list[Sequence[int]] = []
 
     def warm_up(self) -> None:
@@ -120,7 +115,7 @@ class SuffixDrafter(Drafter):
         for draft in self._drafts(self._chat.tokens[-1], draft_length):
             drafts.append(draft)
             if draft.score >= draft_length:
-                # Skip the remaining texts, because this draft will probably be accepted completely.
+                # Do not search further, because this draft will probably be accepted completely.
                 break
         tokens, parents, _ = scoring.merge_drafts(drafts, self._config)
         is_chain = parents == list(range(-1, len(parents) - 1))

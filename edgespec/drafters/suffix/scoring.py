@@ -14,10 +14,8 @@ __all__ = ["Continuation", "ScoredDraft", "SuffixConfig", "best_draft", "grow_dr
 
 # Position of a match in an index. The type depends on the kind of index.
 Place = TypeVar("Place")
-# A token that follows a match: (number of occurrences, tie-breaker, token, index position after the token).
+# A token that follows a match: (number of occurrences, tie-breaker, token, position in the index).
 Continuation: TypeAlias = tuple[int, int, int, Place]
-# Function that returns how many tokens follow an index position, and a list of these tokens, most frequent
-# first.
 ContinuationLookup: TypeAlias = Callable[[Place], tuple[int, list[Continuation[Place]]]]
 
 
@@ -75,8 +73,7 @@ def best_draft(
     """Build a draft tree for each match, and return the tree with the most tokens expected to be accepted.
 
     Args:
-        matches: For each suffix of the sequence that occurs in the index, longest first: its length and the
-            index position after it.
+        matches: The length and the index position of each match with the last tokens, longest first.
         grow: Builds a draft tree, given the maximum number of drafted tokens and an index position.
         root: Last token of the sequence.
         depth: Maximum depth of the draft tree.
@@ -113,8 +110,7 @@ def grow_draft(
     """
     depth = min(depth, max_tokens, MAX_CONTINUATION_TOKENS)
     tokens, parents, probs = [root], [-1], [1.0]
-    # Heap of nodes to add: (-path probability, insertion order, parent, token, depth, index position after
-    # the token).
+    # Heap of nodes to add: (-path probability, insertion order, parent, token, depth, position in the index).
     frontier: list[tuple[float, int, int, int, int, Place]] = []
     node = level = inserted = 0
     while True:

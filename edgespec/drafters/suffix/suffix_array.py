@@ -41,21 +41,20 @@ class SuffixArray:
         whole: TokenArray = np.concatenate([*parts, np.full(MAX_CONTINUATION_TOKENS, SEPARATOR, np.int32)])
         self._order = _sorted_positions(whole)
         self._positions = self._order.data
-        # All texts in reverse order, as bytes.
+        # The tokens of all texts in reverse order, as bytes.
         self._reversed = whole[::-1].astype(_TOKEN).tobytes()
         self.text = np.frombuffer(self._reversed, _TOKEN)[::-1]
         self.token_count = int(np.count_nonzero(whole != SEPARATOR))
 
     @property
     def size_bytes(self) -> int:
-        """Memory currently used by the index, in bytes."""
         return len(self._reversed) + self._order.nbytes
 
     def matches(self, last_tokens: Sequence[int]) -> Iterator[tuple[int, SuffixRange]]:
         """Yield each suffix of `last_tokens` that occurs in the texts, longest first.
 
-        Each suffix is given as its length and its range of entries. If several suffixes have the same
-        occurrences, only the longest is yielded.
+        Each suffix is given as its length and the range of its occurrences in the suffix array. If several
+        suffixes have the same occurrences, only the longest is yielded.
         """
         key = np.array(last_tokens[-MAX_MATCH_TOKENS:][::-1], _TOKEN).tobytes()
         positions, reverse, size, width = self._positions, self._reversed, len(self._positions), len(key)
@@ -94,14 +93,16 @@ class SuffixArray:
         return entry
 
     def continuations(self, matches: SuffixRange, count: int) -> list[list[int]]:
-        """Return the tokens that follow each occurrence of a match, or an even sample of many occurrences.
+        """Return the tokens that follow a repeated text.
 
         Args:
-            matches: Range of suffix array entries, as returned by `matches`.
-            count: Number of tokens per entry, at most MAX_CONTINUATION_TOKENS.
+            matches: Range of occurrences in the suffix array. If there are more than 64, an evenly spaced
+                sample is used.
+            count: Number of tokens per occurrence, at most MAX_CONTINUATION_TOKENS.
 
         Returns:
-            One row of `count` tokens per entry. If a text ends earlier, its row is padded with separators.
+            One row of `count` tokens per occurrence. If a text ends earlier, its row is padded with
+            separators.
         """
         low, high = matches
         if high - low == 1:

@@ -18,7 +18,7 @@ from edgespec.engine.tree import TokenTree, TreeBuilder
 
 __all__ = ["TranslatedLogits", "TranslatedModel"]
 
-# Number of extra tokens to request from the draft model, because the target may lack some of its best tokens.
+# Number of extra tokens to request from the draft model, because the target's vocabulary may lack some.
 _EXTRA_TOKENS = 16
 
 
@@ -52,21 +52,19 @@ class TranslatedModel(WrappedModel):
             capabilities=wrapped_capabilities(capabilities, capabilities.max_width - self._margin),
         )
         self._translated: list[int] = []
-        # For each number of target tokens, the number of draft model tokens that they become.
+        # Number of draft model tokens that represent the first 0, 1, 2, ... target tokens.
         self._ends: list[int] = [0]
         self._inner_tree = TreeBuilder()
-        # For each node of the target's draft tree, the last node of its translation.
+        # For each node of the target's draft tree, the last corresponding node in `_inner_tree`.
         self._inner_nodes: list[int] = []
 
     @property
     def free_tokens(self) -> int:
-        """See `LanguageModel.free_tokens`. Assumes one draft model token for most target tokens."""
         lag = len(self._translated) - self._model.length
         left = self._model.free_tokens - lag - self._margin
         return max(0, min(self.facts.context_tokens - len(self._tokens), left))
 
     def prefill(self, tokens: Sequence[int], progress: Progress | None = None) -> None:
-        """See `LanguageModel.prefill`. If the translation exceeds the context, `free_tokens` becomes 0."""
         self._check(len(tokens))
         before = len(self._tokens)
         self._append(tokens)
@@ -75,7 +73,7 @@ class TranslatedModel(WrappedModel):
                 self._update_inner_cache(progress)
         except BaseException:
             if not self._closed:
-                # Drop target tokens whose translation is not completely in the draft model's KV cache.
+                # Drop target tokens that are not completely in the draft model's KV cache.
                 self.truncate(max(before, bisect_right(self._ends, self._model.length) - 1))
             raise
 
@@ -136,7 +134,9 @@ class TranslatedModel(WrappedModel):
 
 
 class TranslatedLogits:
-    """The draft model's logits under the target's token ids. Other target tokens have probability 0.
+    """The draft model's logits, indexed by the target's token ids.
+
+    Target tokens that the draft model's vocabulary lacks have probability 0.
 
     Args:
         logits: The draft model's logits.

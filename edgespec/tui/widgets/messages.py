@@ -48,7 +48,7 @@ def _origin_content(chunks: Sequence[TextChunk]) -> Content:
 
 
 class UserMessage(Static):
-    """A user message, shown exactly as typed, except for the end of a very long one."""
+    """A user message, shown exactly as typed. The end of a very long message is hidden."""
 
     def __init__(self, text: str) -> None:
         super().__init__(Content(limited_text(text, _COPY_CHAT)), classes="user")
@@ -124,7 +124,6 @@ class ReplyMessage(Widget):
 
     @property
     def writing(self) -> bool:
-        """True while the reply is being generated."""
         return self._stream is not None
 
     @property
@@ -189,7 +188,7 @@ class ReplyMessage(Widget):
 
     def _refresh_thoughts(self) -> None:
         chunks = [chunk for chunk in self.chunks if chunk.reasoning]
-        # The chunks of a continued reply may lack part of the reasoning. Show it without colours.
+        # Colour the reasoning only if its chunks are complete. A continued reply may lack its first chunks.
         coloured = self.coloured and "".join(chunk.text for chunk in chunks) == self.reasoning
         text = (
             _origin_content(chunks)
@@ -218,7 +217,6 @@ class ReplyMessage(Widget):
         self._end.display = bool(line)
 
     def _hidden_note(self) -> str:
-        """Return a note about the part of the answer that is not drawn as Markdown, or an empty string."""
         hidden = 0 if self.coloured else len(self.text) - len(self._drawn)
         return hidden_note(hidden, _COPY_REPLY) if hidden else ""
 

@@ -1,4 +1,4 @@
-"""A table of labels and values, without a column for the values in a narrow terminal."""
+"""A table of labels and values that fits narrow terminals."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ __all__ = ["Pairs", "pairs_content"]
 def pairs_content(
     rows: Sequence[tuple[str, str]], width: int, *, label_style: str, stack_below: int = 0
 ) -> Content:
-    """Return the rows, laid out for `width` cells.
+    """Return a table of labels and values for a screen that is `width` cells wide.
 
-    A value without a label starts at the left edge. If the column of values would be narrower than
-    `stack_below` cells, each value directly follows its label instead.
+    A value without a label starts at the left edge. If fewer than `stack_below` cells are left for the
+    values, they follow their labels directly instead of forming a column.
     """
     label_width = max((len(label) for label, _ in rows), default=0) + 2
     has_column = width - label_width >= stack_below

@@ -40,7 +40,6 @@ class PromptInput(TextArea):
         self._sent = sent
 
     def render_line(self, y: int) -> Strip:
-        """Render a line. In a very narrow terminal, there may be no room for any text."""
         if self.content_size.width < 1:
             # Textual's own method raises an exception if there is no room for text.
             return Strip.blank(self.size.width)
@@ -86,14 +85,14 @@ class PromptInput(TextArea):
         self.insert("\n")
 
     def action_cursor_up(self, select: bool = False) -> None:
-        """Move up a line. In the first line, show the previous sent message."""
+        """Move the cursor up. If it is on the first line, replace the text with the previous message."""
         if select or not self.navigator.is_first_wrapped_line(self.cursor_location):
             super().action_cursor_up(select)
         elif (older := self._sent.older(self.text)) is not None:
             self.replace_text(older)
 
     def action_cursor_down(self, select: bool = False) -> None:
-        """Move down a line. In the last line, show the next sent message."""
+        """Move the cursor down. If it is on the last line, replace the text with the next message."""
         if select or not self.navigator.is_last_wrapped_line(self.cursor_location):
             super().action_cursor_down(select)
         elif (newer := self._sent.newer()) is not None:

@@ -38,7 +38,7 @@ class ChatOption(Option):
 
 
 class Sidebar(OptionList):
-    """List of the saved chats, newest first. Enter opens a chat, Delete deletes it."""
+    """The saved chats, newest first. Enter opens the highlighted chat, and the Delete key deletes it."""
 
     BINDINGS: ClassVar[list[BindingType]] = [Binding("delete", "screen.delete_chat", "Delete", show=False)]
 

@@ -19,7 +19,7 @@ __all__ = ["Transcript"]
 
 # Number of messages shown when a chat is opened, and added each time the user asks for older ones.
 _PAGE_MESSAGES = 40
-# Maximum time in seconds for drawing the messages of a chat that is opened. The last message is always shown.
+# Show fewer messages at once if drawing them would take more seconds than this.
 _PAGE_SECONDS = 10.0
 # Maximum number of messages shown as widgets. Hundreds of Markdown widgets slow the screen down.
 _MAX_MESSAGES = 120
@@ -171,7 +171,6 @@ class Transcript(VerticalScroll):
 
 
 def _earlier() -> Static:
-    """Return the line shown in place of hidden older messages."""
     earlier = Static(classes="earlier")
     earlier.display = False
     return earlier

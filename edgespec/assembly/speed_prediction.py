@@ -1,0 +1,128 @@
+"""Predict how fast models run on this machine, before they are loaded or downloaded."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from edgespec.assembly.pairing import ModelPair
+from edgespec.backends.pass_weights import PassWeights
+from edgespec.catalog.acceptance_history import AcceptanceHistory
+from edgespec.catalog.catalogue import ModelEntry
+from edgespec.catalog.speedup_estimate import estimate_speedup
+from edgespec.costs.machine_speed import MachineSpeed, saved_machine_speed
+
+__all__ = ["SpeedPrediction", "catalogue_weights", "predict_pair", "predict_speed"]
+
+# Length in tokens of the prompt for which the time to the first token is predicted.
+_PROMPT_TOKENS = 1000
+# Approximate numbers of layers of models with up to this many parameters.
+_LAYERS = ((7e8, 26), (2e9, 26), (5e9, 32), (1e10, 34), (2e10, 44), (4e10, 62), (float("inf"), 80))
+
+
+@dataclass(frozen=True, slots=True)
+class SpeedPrediction:
+    """The expected speed of a model with a short context.
+
+    Attributes:
+        tokens_per_second: Speed of plain decoding.
+        pass_costs: Duration of a pass of 2, 4 and 8 tokens, relative to a single-token pass.
+        prompt_seconds: Time to the first token of the reply to a prompt of 1,000 tokens.
+        speedup: Speed-up with the recommended draft model, at least 1. 1 without a draft model.
+    """
+
+    tokens_per_second: float
+    pass_costs: Mapping[int, float]
+    prompt_seconds: float
+    speedup: float = 1.0
+
+    @property
+    def fastest_tokens_per_second(self) -> float:
+        """Speed with the recommended draft model."""
+        return self.tokens_per_second * self.speedup
+
+    def to_json(self) -> dict[str, object]:
+        """Return the prediction as JSON-compatible values."""
+        return {
+            "tokens_per_second": self.tokens_per_second,
+            "pass_costs": {str(width): cost for width, cost in self.pass_costs.items()},
+            "prompt_1000_seconds": self.prompt_seconds,
+            "speedup": self.speedup,
+        }
+
+
+def predict_speed(
+    speed: MachineSpeed,
+    target: PassWeights,
+    draft: PassWeights | None,
+    size_ratio: float = 0.0,
+    acceptance_rate: float | None = None,
+) -> SpeedPrediction:
+    """Predict the speed of a target, alone and with a draft model.
+
+    Args:
+        speed: The measured speed of this machine.
+        target: The weights of the target.
+        draft: The weights of the draft model, or None.
+        size_ratio: Parameters of the draft model divided by those of the target.
+        acceptance_rate: The pair's measured acceptance rate. If None, it is estimated from `size_ratio`.
+    """
+    step = speed.pass_seconds(target)
+    speedup = 1.0
+    if draft is not None:
+        speedup = estimate_speedup(
+            size_ratio,
+            speed.pass_seconds(draft) / step,
+            acceptance_rate=acceptance_rate,
+            pass_cost=lambda width: speed.v(target, width),
+        )
+    return SpeedPrediction(
+        tokens_per_second=1.0 / step,
+        pass_costs={width: speed.v(target, width) for width in (2, 4, 8)},
+        prompt_seconds=speed.prompt_seconds(target, _PROMPT_TOKENS),
+        speedup=max(1.0, speedup),
+    )
+
+
+def predict_pair(pair: ModelPair) -> SpeedPrediction | None:
+    """Predict the speed of a pair from its files, or return None if this machine has not been measured.
+
+    Raises:
+        ModelFileError: A file is damaged.
+    """
+    form = pair.target.file_format
+    speed = saved_machine_speed(form)
+    if speed is None or form.read_pass_weights is None:
+        return None
+    draft = pair.draft if pair.draft and pair.draft.format == form.name else None
+    weights = form.read_pass_weights(pair.target.path)
+    if draft is None:
+        return predict_speed(speed, weights, None)
+    parameters = [form.read_info(each.path).parameters for each in (draft, pair.target)]
+    models = [(each.path, each.format) for each in (pair.target, draft)]
+    return predict_speed(
+        speed,
+        weights,
+        form.read_pass_weights(draft.path),
+        parameters[0] / max(parameters[1], 1),
+        AcceptanceHistory().rate(models[0], models[1]),
+    )
+
+
+def catalogue_weights(entry: ModelEntry, type_name: str = "") -> PassWeights:
+    """Estimate the weights that a pass of a catalogue model reads, without its files.
+
+    Args:
+        entry: The model.
+        type_name: Name of a quantisation type that all weights would have. Defaults to the typical mixture of
+            the model's quantisation.
+    """
+    models = entry.file_format.benchmark_models
+    size_bytes = entry.active_fraction * entry.approximate_file_bytes
+    mixture: Mapping[str, float] = {type_name or entry.quantisation: 1.0}
+    if models and type_name:
+        size_bytes = entry.active_fraction * entry.parameters * models.types[type_name] / 8
+    elif models:
+        mixture = models.mixtures.get(entry.quantisation, mixture)
+    layers = next(count for most, count in _LAYERS if entry.parameters <= most)
+    return PassWeights({name: round(share * size_bytes) for name, share in mixture.items()}, layers)

@@ -1,0 +1,168 @@
+"""`edgespec recommend`: recommend a model for this machine and predict its speed."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from edgespec.cli.failures import DONE
+from edgespec.cli.help import HelpfulCommand
+from edgespec.cli.interrupt import Stop, interruptible
+from edgespec.cli.options import declared_options, json_option
+from edgespec.cli.screen import ProgressLine, print_json, print_table, rate, warn
+from edgespec.files import format_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from edgespec.assembly.recommendation import Candidate, Recommendation
+
+__all__ = ["command"]
+
+_BAR_COLUMNS = 20
+_WIDTHS = (2, 4, 8)
+# Warn if other programs used more than this number of processor cores while this machine was measured.
+_BUSY_CORES = 0.3
+_LEGEND = """\
+MEMORY        memory for the model, its draft model and a context of 8,192 tokens
+TOKENS/S      expected speed without drafting
+WITH DRAFT    expected speed and speed-up with the draft model
+PROMPT        expected time to read a prompt of 1,000 tokens
+DOWNLOAD      what is not on this machine yet"""
+
+
+@click.command(
+    "recommend",
+    cls=HelpfulCommand,
+    params=declared_options("memory", "reserve"),
+    short_help="Recommend a model for this machine.",
+    examples=(
+        "edgespec recommend",
+        "edgespec recommend --task code",
+        "edgespec recommend --memory 16GiB --json",
+    ),
+)
+@click.option(
+    "--task",
+    type=click.Choice(("chat", "code")),
+    default="chat",
+    show_default=True,
+    help="What the model is for.",
+)
+@click.option("--measure", is_flag=True, help="Measure this machine again instead of using saved results.")
+@json_option
+def command(task: Any, measure: bool, as_json: bool, **sizes: Any) -> int:
+    """Recommend a model for this machine, and predict the speed of every model that fits.
+
+    The first run measures how fast this machine is, which takes up to 20 seconds. Nothing is downloaded. The
+    predictions are for short contexts and an otherwise idle machine.
+    """
+    result = interruptible(lambda stop: _recommend(stop, task, measure, sizes))
+    if result.machine.busy_cores > _BUSY_CORES:
+        warn(
+            f"other programs kept {result.machine.busy_cores:.1f} processor cores busy when this machine was"
+            " measured, so the predictions are too low; close them and run this command with --measure"
+        )
+    if as_json:
+        print_json(_json(result))
+    else:
+        _print(result)
+    return DONE
+
+
+def _recommend(stop: Stop, task: Any, measure: bool, sizes: dict[str, Any]) -> Recommendation:
+    from edgespec.assembly.recommendation import recommend
+
+    with ProgressLine(stop) as progress:
+        return recommend(task, **sizes, remeasure=measure, progress=progress)
+
+
+def _json(result: Recommendation) -> dict[str, object]:
+    return {
+        "budget_bytes": result.budget_bytes,
+        "recommended": result.best.reference if result.best else None,
+        "command": result.best.command if result.best else None,
+        "machine": {
+            name: {"bytes_per_second": each.bytes_per_second, "pass_costs": _costs(each.curve.v)}
+            for name, each in result.machine.types.items()
+        },
+        "models": [
+            {
+                "model": each.reference,
+                "draft": each.draft or None,
+                "installed": each.is_installed,
+                "parameters": each.parameters,
+                "download_bytes": each.download_bytes,
+                "needed_bytes": each.needed_bytes,
+                "faster_quantisation": each.faster_type or None,
+            }
+            | each.speed.to_json()
+            for each in result.candidates
+        ],
+    }
+
+
+def _costs(v: Callable[[int], float]) -> dict[str, float]:
+    return {str(width): v(width) for width in _WIDTHS}
+
+
+def _print(result: Recommendation) -> None:
+    print_table(
+        ("WEIGHTS", "GB/S", *(f"{width} TOKENS" for width in _WIDTHS)),
+        [
+            (
+                name,
+                f"{each.bytes_per_second / 1e9:.3g}",
+                *(f"{cost:.2f}" for cost in _costs(each.curve.v).values()),
+            )
+            for name, each in result.machine.types.items()
+        ],
+    )
+    click.echo(
+        "The last columns show how long a pass over several tokens takes, as a multiple of one over a single"
+        " token.\nSpeculation saves the most time where these numbers are small.\n"
+    )
+    if result.best is None:
+        click.echo(
+            f"No model of the catalogue fits in {format_bytes(result.budget_bytes)} of memory. Close other"
+            " programs, or raise --memory."
+        )
+        return
+    fastest = max(each.speed.fastest_tokens_per_second for each in result.candidates)
+    print_table(
+        ("MODEL", "MEMORY", "TOKENS/S", "WITH DRAFT", "", "PROMPT", "DOWNLOAD"),
+        [_row(each, fastest, each is result.best) for each in result.candidates],
+        optional=("", "PROMPT", "DOWNLOAD"),
+    )
+    click.echo(f"\n{_LEGEND}\n")
+    click.echo(_verdict(result.best))
+
+
+def _row(candidate: Candidate, fastest: float, is_best: bool) -> tuple[str, ...]:
+    speed = candidate.speed
+    bar = "█" * max(1, round(_BAR_COLUMNS * speed.fastest_tokens_per_second / fastest))
+    return (
+        candidate.reference + (" *" if is_best else ""),
+        format_bytes(candidate.needed_bytes),
+        rate(speed.tokens_per_second),
+        f"{rate(speed.fastest_tokens_per_second)} ({speed.speedup:.1f}x)" if candidate.draft else "-",
+        bar,
+        f"{speed.prompt_seconds:,.0f} s" if speed.prompt_seconds >= 10 else f"{speed.prompt_seconds:.1f} s",
+        format_bytes(candidate.download_bytes) if candidate.download_bytes else "-",
+    )
+
+
+def _verdict(best: Candidate) -> str:
+    speed = best.speed
+    lines = [
+        f"Recommended: {best.reference}, with about {rate(speed.fastest_tokens_per_second)} tokens per second"
+        + (f" ({speed.speedup:.1f}x with the draft model {best.draft})." if best.draft else "."),
+        f"  {best.command}",
+    ]
+    if best.faster_type:
+        lines.append(
+            f"A {best.faster_type} version would be faster on this machine, because it checks several drafted"
+            " tokens at less cost."
+        )
+    return "\n".join(lines)
