@@ -130,7 +130,7 @@ def test_how_much_of_a_longer_text_the_draft_sees_is_told(run: Run) -> None:
     asked = ("plan", "--context", "24576", "--draft-window", "700")
     assert json.loads(run(*asked, "--json").stdout)["draft_sees"] == {"first_tokens": 4, "last_tokens": 700}
     assert (
-        "in longer contexts, the draft model reads the first 4 and the last 700 tokens\n"
+        "when the context is longer, the draft model sees only the first 4 and the last 700 tokens\n"
         in run(*asked).stdout
     )
     assert "draft_sees" not in json.loads(run("plan", "--json").stdout)
