@@ -110,7 +110,8 @@ def test_the_picture(run: Run) -> None:
     assert done.exit_code == 0
     assert done.stdout.startswith(
         "model demo\ndraft model demo-draft\n"
-        "context 1,024 tokens (the length the model was trained for)\ncache type f16/bf16\n\n"
+        "context 1,024 tokens (the length the model was trained for)\ncache type f16/bf16\n"
+        "expected speed unknown, because this machine has not been measured (run `edgespec recommend`)\n\n"
     )
     assert "of 400 MiB memory, plus up to " in done.stdout
     assert "█" in done.stdout
