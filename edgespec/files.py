@@ -62,7 +62,6 @@ _TRIAL_BYTES = 1 << 16
 
 
 def _folder(variable: str, default: str) -> Path:
-    """Return the folder given by an environment variable, or the platform's default."""
     if text := os.environ.get(variable, "").rstrip("\r\n"):
         path = Path(os.path.expanduser(text))
         if not path.is_absolute():
@@ -75,7 +74,6 @@ def _folder(variable: str, default: str) -> Path:
 
 
 def _platform_folder(default: str, variables: str) -> Path:
-    """Return the platform's default folder. Raises ConfigurationError if the home folder is unknown."""
     import platformdirs
 
     path = Path(getattr(platformdirs, default)("edgespec", appauthor=False))
@@ -230,9 +228,12 @@ def delete_stale_temporaries(folder: Path, name: str = "", older_seconds: float 
 
 @contextmanager
 def replace_when_written(path: Path) -> Iterator[Path]:
-    """Yield a temporary path to write to. If the block succeeds, rename that file to `path`.
+    """Yield the path of a temporary file, which replaces `path` if the block succeeds.
 
-    If the block fails, the temporary file is deleted. Allows only one writer at once. Raises OSError.
+    If the block fails, the temporary file is deleted. Only one process may write to `path` at a time.
+
+    Raises:
+        OSError: The temporary file cannot be moved to `path`.
     """
     temporary = path.with_name(f"{path.name}.tmp")
     try:
@@ -348,7 +349,7 @@ def write_error(folder: Path) -> OSError | None:
 
 
 def append_error(path: Path) -> OSError | None:
-    """Append random bytes to a file that a library failed to write. Return the error, or None."""
+    """Append bytes to a file to find out why a library could not write it. Return the error, or None."""
     try:
         with path.open("ab", buffering=0) as file:
             _write_trial(file.fileno())

@@ -22,8 +22,7 @@ __all__ = [
 
 # Parameter numbers of glibc's `mallopt`, from malloc.h.
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8
-# Buffers of at least the first size in bytes are allocated outside malloc's heap. The second number limits
-# the free bytes at the end of the heap.
+# Values of malloc's mmap threshold and trim threshold, in bytes.
 _LARGE_BUFFER_BYTES, _RETAINED_BYTES = 128 * 2**10, 2**20
 
 
@@ -48,8 +47,7 @@ def limit_malloc_arenas() -> None:
 def unmap_freed_buffers() -> None:
     """Make malloc return every buffer of at least 128 KiB to the system as soon as it is freed.
 
-    By default, malloc raises its threshold until it allocates buffers of up to 32 MiB on its heap. Freed
-    buffers can then remain in the process's resident memory.
+    By default, freed buffers of up to 32 MiB can remain in the process's resident memory.
     """
     _set_malloc_option(_MMAP_THRESHOLD, _LARGE_BUFFER_BYTES)
     _set_malloc_option(_TRIM_THRESHOLD, _RETAINED_BYTES)

@@ -1,4 +1,4 @@
-"""The background thread that runs the drafters' idle work between replies, then monitors memory."""
+"""A background thread that runs work between replies, such as online training of drafters."""
 
 from __future__ import annotations
 
@@ -66,10 +66,10 @@ class IdleWorker:
             self._thread.join()
 
     def run_drafters(self, drafters: Sequence[Drafter], should_continue: Callable[[], bool]) -> bool:
-        """Run the work that each drafter does between replies, such as online training, once.
+        """Call `run_idle_work` of each drafter, for example to train the drafter on recent replies.
 
         Returns:
-            False if a drafter's idle work failed. `failures` contains the reason.
+            False if a drafter failed. `failures` contains the reason.
         """
         succeeded = True
         for drafter in drafters:

@@ -1,4 +1,4 @@
-"""Commands to print in messages, such as those that install missing packages. They work as printed."""
+"""Shell commands to show in messages, such as the command that installs missing packages."""
 
 from __future__ import annotations
 
@@ -35,7 +35,6 @@ def setup_command(packages: str = "") -> str:
     """
     source = Path(__file__).resolve().parent.parent
     script = source / "scripts" / "setup"
-    # In the source folder, the relative path is enough.
     path = str(script) if script.is_file() and Path.cwd() != source else "scripts/setup"
     return f"{shlex.quote(path)} {packages}".rstrip()
 

@@ -42,6 +42,7 @@ from edgespec.assembly.pairing import ModelPair, find_pair
 from edgespec.errors import EdgespecError, OptionError
 from edgespec.files import replace_when_written
 from edgespec.losslessness import Prompt, prompt_tokens, read_prompts
+from scripts.bench_busy import other_program
 from scripts.peers.configurations import GRID, Configuration, parse, rotated_order, server_flags
 from scripts.peers.figures import MeasuredReply
 from scripts.peers.llama_server import LlamaServer, binary_features, binary_version, enabled_features
@@ -110,7 +111,8 @@ def main() -> None:
         # SIGTERM raises KeyboardInterrupt, so that all child processes are stopped.
         signal.signal(signal.SIGTERM, signal.default_int_handler)
         try:
-            measure(args, setup, prompt_set, _needed_bytes(pair), replies)
+            with other_program(args.load):
+                measure(args, setup, prompt_set, _needed_bytes(pair), replies)
         except KeyboardInterrupt:
             print("Interrupted. These are the results so far:", file=sys.stderr)
         _save(args, setup, replies)
@@ -140,7 +142,18 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--temperatures", default="0,0.8")
     parser.add_argument("--max-tokens", type=int, default=96)
     parser.add_argument("--context", type=int, default=1024)
-    parser.add_argument("--threads", type=int, default=psutil.cpu_count(logical=False) or os.cpu_count() or 1)
+    parser.add_argument(
+        "--threads",
+        type=lambda text: None if text == "auto" else int(text),
+        default=psutil.cpu_count(logical=False) or os.cpu_count() or 1,
+        help="CPU threads of all programs, or auto for each program's own choice (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--load",
+        choices=("idle", "busy", "alternating"),
+        default="idle",
+        help="use of one core by another program, as in bench_busy.py (default: %(default)s)",
+    )
     parser.add_argument(
         "--kv-type", help="KV cache type for all GGUF programs, such as f16 (default: each program's own)"
     )
@@ -191,8 +204,9 @@ def _server_contestants(args: argparse.Namespace, target: str, draft: str | None
 
 def _common_flags(args: argparse.Namespace, target: str) -> list[str]:
     """Return the flags of all llama-server configurations: one reply at a time and no prompt cache in RAM."""
-    flags = ["--model", target, "--ctx-size", args.context, "--threads", args.threads]
-    flags += ["--threads-batch", args.threads, "--parallel", 1, "--cache-ram", 0, "--offline"]
+    flags = ["--model", target, "--ctx-size", args.context, "--parallel", 1, "--cache-ram", 0, "--offline"]
+    if args.threads:
+        flags += ["--threads", args.threads, "--threads-batch", args.threads]
     if args.kv_type:
         flags += ["--cache-type-k", args.kv_type, "--cache-type-v", args.kv_type]
         flags += ["--spec-draft-type-k", args.kv_type, "--spec-draft-type-v", args.kv_type]

@@ -20,17 +20,15 @@ def wrapped_capabilities(inner: Capabilities, max_width: int) -> Capabilities:
 
 
 class WrappedModel(BaseModel):
-    """A draft model that runs another (inner) model on a token sequence derived from its own.
+    """A draft model that runs another model on shortened or translated token sequences.
 
-    Subclasses run tokens missing from the inner model's KV cache before its next pass. Snapshots of the model
-    contain only token ids.
+    A snapshot contains only token ids. The other model processes the tokens again after `restore`.
     """
 
     def __init__(self, model: LanguageModel, vocabulary: Vocabulary) -> None:
         self._model = model
         self.vocabulary = vocabulary
         self._tokens: list[int] = []
-        # The tokens of the draft tree that was verified last, or empty after the commit.
         self._round: tuple[int, ...] = ()
 
     @property

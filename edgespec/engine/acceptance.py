@@ -39,7 +39,7 @@ class Acceptance(Protocol):
     """An acceptance rule: draws tokens for drafters, and decides which drafted tokens to accept."""
 
     def draw(self, sampler: Sampler, logits: Logits, row: int, count: int) -> list[Draw]:
-        """Draw up to `count` different draft tokens, in the order in which to try to accept them."""
+        """Draw up to `count` different draft tokens from a row of the draft model's logits."""
 
     def accept(self, tree: TokenTree, logits: Logits, sampler: Sampler) -> AcceptedPath:
         """Decide which nodes of a verified draft tree are accepted, and choose the token after them.
@@ -47,7 +47,7 @@ class Acceptance(Protocol):
         Args:
             tree: The draft tree that the target verified.
             logits: The target's logits. Row i contains the logits after node i.
-            sampler: The sampler at the root. The call leaves its state unchanged.
+            sampler: The sampler of the reply. Its state is restored before returning.
         """
 
 
@@ -77,10 +77,7 @@ class Invariant:
 
 
 class RandomDraws:
-    """Random draws for rejection mode, from separate streams for drafting, accepting and recovering.
-
-    Every draw advances the counter of its stream, so no random number is used twice.
-    """
+    """Random draws for speculative sampling. No random number is used twice."""
 
     def __init__(self, seed: int) -> None:
         self._seed = seed
@@ -154,7 +151,6 @@ class Rejection:
         return AcceptedPath(tuple(path), self._random.sample(target))
 
     def _accept_block(self, tree: TokenTree, logits: Logits, sampler: Sampler) -> AcceptedPath:
-        """Accept a prefix of a drafted chain by block verification (arXiv 2403.10444, algorithm 2)."""
         joint: float = 1
         accepted, after = 0, sampler.distribution(logits, 0)
         recovery = _residual(after, _draft_distribution(tree, 1))

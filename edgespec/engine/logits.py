@@ -71,7 +71,7 @@ class Logits(Protocol):
         """Return the same logits without token ids of `vocab_size` and above."""
 
     def at(self, row: int, tokens: NDArray[np.int64]) -> NDArray[np.float64]:
-        """Return the logits of `tokens` (int64 [n]) in a row as float64 [n]."""
+        """Return the logits of the given tokens in one row, as float64 [n]."""
 
 
 def best_on_host(
@@ -89,7 +89,6 @@ def best_on_host(
     if count == 1:
         return [int(tokens[scores.argmax()])], peak
     best = np.argsort(-scores, kind="stable")[:count]
-    # Omit tokens that the logits processors forbid.
     return tokens[best[scores[best] > -np.inf]].tolist(), peak
 
 
@@ -102,7 +101,7 @@ def candidates(
         logits: The logits of the pass.
         row: Index of the row.
         processors: The logits processors, in order.
-        count: Number of best tokens needed, or 0 for all. Ignored if a processor determines the number.
+        count: Number of best tokens needed, or 0 for all. Overridden by filters such as top-k.
 
     Returns:
         The candidates, which can include tokens that the processors will drop, and the row's largest logit.
@@ -138,7 +137,7 @@ def candidates(
 
 
 class HostLogits:
-    """Logits in host memory, as a float32 array of shape [rows, vocab] that is not copied."""
+    """Logits in host memory, as a float32 array of shape [rows, vocab]."""
 
     __slots__ = ("overlapped_seconds", "rows", "vocab_size", "waited_seconds")
 

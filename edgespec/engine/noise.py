@@ -1,8 +1,7 @@
 """Random numbers that are a pure function of (seed, stream, position, token id).
 
-The generator has no state, so drafting, accepting and rolling back cannot change each other's random numbers.
-Each word of the counter is hashed with the finaliser of SplitMix64 (Steele, Lea and Flood 2014, "Fast
-splittable pseudorandom number generators").
+Discarding drafted tokens therefore never changes a random number. The hash function is the finaliser of
+SplitMix64 (Steele, Lea and Flood 2014, "Fast splittable pseudorandom number generators").
 """
 
 from __future__ import annotations

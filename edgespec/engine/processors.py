@@ -58,10 +58,10 @@ class LogitsProcessor(ABC):
         """Return the candidate tokens that remain, with new logits. A logit of -inf forbids a token."""
 
     def push(self, token: int) -> None:  # noqa: B027
-        """Append a token to the sequence that precedes the token to sample."""
+        """Append a token to the token history."""
 
     def pop(self, count: int) -> None:  # noqa: B027
-        """Remove the last `count` tokens from the sequence that precedes the token to sample."""
+        """Remove the last `count` tokens from the token history."""
 
     def touched_tokens(self, vocab_size: int) -> NDArray[np.int64] | None:  # noqa: ARG002
         """Return the ids of all tokens whose logits `apply` can change, or None if it needs all logits.
@@ -80,10 +80,10 @@ class LogitsProcessor(ABC):
 
 
 class Penalties(LogitsProcessor):
-    """Repetition, presence and frequency penalties for the last `window` tokens (all if negative).
+    """Repetition, presence and frequency penalties for tokens of the prompt and the reply.
 
-    The repetition penalty divides positive logits, as in CTRL (Keskar et al. 2019, arXiv 1909.05858), and
-    multiplies negative ones. Tokens of the prompt are penalised too.
+    Only the last `window` tokens are penalised, or all tokens if `window` is negative. The repetition penalty
+    divides positive logits, as in CTRL (Keskar et al. 2019, arXiv 1909.05858), and multiplies negative ones.
     """
 
     def __init__(
@@ -262,7 +262,7 @@ def build_processors(
 
 
 def apply_chain(processors: Sequence[LogitsProcessor], candidates: Candidates) -> Candidates:
-    """Return the tokens that remain after all processors, which are none if every token is forbidden."""
+    """Apply the logits processors in order, and return the tokens that remain with their new logits."""
     for processor in processors:
         if not len(candidates[0]):
             break

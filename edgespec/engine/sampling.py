@@ -61,7 +61,7 @@ class Sampler:
             processor.pop(count)
 
     def token(self, logits: Logits, row: int) -> int:
-        """Return the token that the target samples at this position in invariant mode."""
+        """Sample a token from a row of logits. At temperature 0, return the most likely token."""
         return self.ranked(logits, row, 1)[0]
 
     def ranked(self, logits: Logits, row: int, count: int) -> list[int]:

@@ -151,10 +151,8 @@ class RoundTimer:
 
         Args:
             stats: The statistics of the reply.
-            overlapped_seconds: Part of the draft time to count as verify time, because the target was already
-                running its verify pass.
-            waited_seconds: Part of the sampling time to count as verify time, because sampling waited for the
-                verify pass.
+            overlapped_seconds: Part of the draft time in which the verify pass was already running.
+            waited_seconds: Part of the sampling time spent waiting for the verify pass.
         """
         seconds = self._seconds
         stats.draft_seconds += seconds["draft"] - overlapped_seconds

@@ -108,8 +108,7 @@ class TokenTree:
     ) -> TokenTree:
         """Return this tree without the nodes that exceed the limits, and without their descendants.
 
-        Token ids in the vocabulary do not affect which nodes are removed, because that would bias rejection
-        sampling.
+        Removing valid tokens because of their id or probability would bias rejection sampling.
 
         Args:
             vocab_size: Token ids must be smaller than this.
@@ -187,7 +186,7 @@ class TreeBuilder:
         return node
 
     def extend(self, tree: TokenTree, first: int) -> None:
-        """Add the nodes of `tree` from number `first` on. The earlier nodes must already have been added."""
+        """Append the nodes of `tree` from index `first`. Earlier nodes must already have been added."""
         for node in range(first, tree.width):
             self.add(tree.parents[node], tree.tokens[node], tree.draft_probs[node])
 
@@ -200,5 +199,5 @@ class TreeBuilder:
         return tuple(reversed(path))
 
     def build(self, block_verifiable: bool = False) -> TokenTree:
-        """Return a token tree of all nodes added so far."""
+        """Return a token tree of all nodes added so far. See `TokenTree.block_verifiable`."""
         return TokenTree(tuple(self.tokens), tuple(self.parents), tuple(self.draft_probs), block_verifiable)

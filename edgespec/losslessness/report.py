@@ -85,7 +85,7 @@ class Report:
 
     @property
     def nothing_drafted(self) -> tuple[str, ...]:
-        """Speculative methods that drafted no tokens, so that their identical replies prove nothing."""
+        """Names of speculative methods that drafted no tokens and were therefore not tested."""
         return tuple(
             name for name, result in self.methods.items() if name != "none" and not result.drafted_tokens
         )

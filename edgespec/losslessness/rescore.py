@@ -35,9 +35,8 @@ class Rescored(NamedTuple):
 
     Attributes:
         plain: Logits of a single-token pass, float32 [vocab].
-        wide: Logits computed by each of the other passes, float32 [vocab].
-        error: The rounding error, which is the largest difference between `plain` and `wide` logits at this
-            and preceding positions.
+        wide: Logits of each pass that is compared with `plain`, float32 [vocab] per pass.
+        error: The rounding error: the largest difference from the logits of single-token passes.
     """
 
     plain: NDArray[np.float32]
@@ -53,22 +52,21 @@ def rescore(
     *,
     batch_sizes: Sequence[int] = (),
 ) -> Rescored:
-    """Compute the logits after a prompt and a reply with single-token passes and with wider passes.
+    """Compute the logits after a prompt and part of a reply, with passes over different numbers of tokens.
 
     Overwrites the model's KV cache.
 
     Args:
         model: The model.
         prompt: Tokens of the prompt.
-        reply: Tokens of the reply before the position to compare.
-        widths: Numbers of tokens in the verify passes to compare with single-token passes.
-        batch_sizes: Also compare single-token passes after a prefill in batches of these numbers of tokens.
+        reply: The first tokens of the reply.
+        widths: Numbers of tokens per verify pass to compare with single-token passes.
+        batch_sizes: Numbers of tokens per prefill pass to compare with a single prefill pass.
 
     Returns:
-        The logits after the last token, and the largest difference over the last 64 tokens of the reply.
+        The logits after the last token, and the rounding error.
     """
     plain = _rows(model, prompt, reply, 1)
-    # Limit the number of tokens in a pass to those that fit into the context.
     widest = max(1, model.facts.context_tokens - len(prompt) - len(reply) + 1)
     wide = [_rows(model, prompt, reply, min(width, widest)) for width in widths]
     wide += [_rows(model, prompt, reply, 1, batch) for batch in batch_sizes]
@@ -105,8 +103,8 @@ def is_near_tie(
 ) -> bool:
     """Return whether the measured rounding error explains why two replies differ.
 
-    It does if shifting the logits of the two tokens by the rounding error can lead to each of them. For
-    `other`, it also suffices that the logits of a pass over several tokens lead to it.
+    It does if each reply's token can be sampled from logits that differ from `rescored.plain` by at most
+    `rescored.error`.
 
     Args:
         rescored: The logits at the first difference.

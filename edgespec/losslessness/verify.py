@@ -29,7 +29,7 @@ __all__ = ["count_replies", "verify"]
 _TESTED_POSITIONS = 3
 # Test the next token after a prefix only if at least this many replies begin with the prefix.
 _MIN_SAMPLES = 5
-# P-values below this, after Holm's correction for multiple tests, count as a violation.
+# A statistical test fails if its p-value, after Holm's correction, is below this.
 _SIGNIFICANCE = 0.001
 # Statistical tests run without filters, because rounding can move a token across a filter's threshold.
 _NO_FILTERS = SamplingParams.disabled_filters()
@@ -218,7 +218,6 @@ class _Verification:
         )
 
     def check(self, case: _Case, findings: _MethodFindings) -> None:
-        """Verify one method for one prompt, temperature and draft length."""
         self.description = f"{case.prompt.name}, {case.method}, temperature {case.temperature:g}"
         if _is_sampled(case, self.acceptance):
             self._check_distribution(case, findings)
@@ -226,7 +225,6 @@ class _Verification:
             self._check_tokens(case, findings)
 
     def _run_idle_work(self) -> None:
-        """Let drafters train until they have finished or `idle_seconds` have passed."""
         end = monotonic() + self.idle_seconds
         self.runtime.run_idle_work(lambda: monotonic() < end and self.should_continue())
 
@@ -319,7 +317,6 @@ class _Verification:
     def _distributions(
         self, case: _Case, prefixes: Sequence[tuple[int, ...]]
     ) -> dict[tuple[int, ...], Distribution]:
-        """Return the exact next-token distribution after each prefix, from single-token passes."""
         start = self._prompt_tokens(case.prompt)
         params = SamplingParams(temperature=case.temperature, **(self.sampling | _NO_FILTERS))
         with self.runtime.borrowed_target() as target:

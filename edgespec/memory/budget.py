@@ -63,9 +63,9 @@ def find_budget(
     cards: Sequence[tuple[str, int]] = (),
     reserve_bytes: int | None = None,
 ) -> Budget:
-    """Return the user's budget or, by default, the memory that the system and its limits make available.
+    """Return how much memory this process may use.
 
-    Hard limits also cap the user's budget, because the system enforces them.
+    If the system enforces a lower limit than the user's, such as a cgroup limit, the lower one applies.
 
     Args:
         memory_bytes: The value of `--memory`, which limits system memory. Defaults to the available memory.
@@ -80,7 +80,7 @@ def find_budget(
     def usable(limit: Limit) -> tuple[int, str]:
         kept_free = reserve(limit.free_bytes)
         source = f"{limit.what}, less {format_bytes(kept_free)} for other programs"
-        # Count the memory of this process as usable, because the memory plan includes it.
+        # `limit.free_bytes` does not include the memory that this process already uses.
         return max(0, limit.free_bytes - kept_free + process_bytes()), source
 
     limits = process_limits()

@@ -85,8 +85,8 @@ class ResizableContext:
         if 2 * generous > self.limit_tokens:
             generous = self.limit_tokens
         if not self._grow_target(generous, least):
-            # If the failed resize left no cache at all, keep the old limit, so that the next prompt tries
-            # again.
+            # If the failure leaves the target without a KV cache, keep `limit_tokens`, so that the next
+            # prompt can allocate one.
             size = self._target.facts.context_tokens
             self.limit_tokens = size or self.limit_tokens
             self.notice = f"the context cannot grow beyond {size} tokens: {self._failure}"
@@ -119,7 +119,6 @@ class ResizableContext:
         return self._target.facts.kv_bytes + (self._draft.facts.kv_bytes if self._draft else 0)
 
     def _smaller_size(self, model: LanguageModel, tokens: int) -> int | None:
-        """Return the context size that `tokens` needs, or None if it exceeds half of the current size."""
         size = max(self._first_tokens[id(model)], round_up_to_block(tokens))
         return size if 2 * size <= model.facts.context_tokens else None
 
@@ -129,8 +128,7 @@ class ResizableContext:
             return
         if model.length > size:
             model.truncate(size)
-        # If a resize fails, the context is left as it is, or lost and then allocated again for the next
-        # prompt.
+        # Ignore a failure to resize, because the next prompt resizes the context again if necessary.
         with suppress(MemoryBudgetError):
             model.resize(size)
 
@@ -172,7 +170,6 @@ class ResizableContext:
         return freed
 
     def _grow_draft(self) -> None:
-        """Grow the draft model's context to match the target's, or stop growing it if memory is low."""
         draft = self._draft
         if draft is None or not self._draft_follows:
             return

@@ -35,7 +35,7 @@ PlanOption = Literal[
 # resort, one for a short question. Heuristics.
 _SHORT_CONTEXT_TOKENS, _MIN_CONTEXT_TOKENS = 2048, 512
 _WINDOW_TOKENS = 1024
-# Load options that are reset to their preferred values, in this order, if enough memory remains in the end.
+# Load options that are set back to earlier values, in this order, if that still fits the memory budget.
 _RESTORABLE: tuple[PlanOption, ...] = (
     "float32",
     "kv_type",
@@ -136,7 +136,6 @@ def _fits(plan: _Plan, choice: PlanChoice) -> bool:
 
 
 def _saves_memory(plan: _Plan, before: PlanChoice, after: PlanChoice) -> bool:
-    """Return whether `after` needs less memory than `before` where `before` exceeds the budget."""
     try:
         old, new = plan(before), plan(after)
     except (OptionError, MemoryBudgetError):
@@ -178,7 +177,7 @@ def _steps(start: PlanChoice, prefer: Preference, layers: int, draft_forms: Sequ
 
 
 def _restore_options(choice: PlanChoice, passed: list[PlanChoice], plan: _Plan) -> PlanChoice:
-    """Undo reductions that are no longer needed because of a later, larger reduction."""
+    """Set load options back to earlier values that still fit the memory budget."""
     for name in _RESTORABLE:
         for earlier in passed:
             restored = replace(choice, **_values(name, earlier))
@@ -201,7 +200,6 @@ def _maximise_context(choice: PlanChoice, max_tokens: int, plan: _Plan) -> PlanC
 
 
 def _decisions(start: PlanChoice, choice: PlanChoice, plan: _Plan) -> tuple[Decision, ...]:
-    """Return the reductions that lead from `start` to `choice`, with the memory that each saves."""
     chosen = plan(choice)
     decisions = []
     for name, (what, why) in _descriptions(start, choice).items():
@@ -216,7 +214,6 @@ def _decisions(start: PlanChoice, choice: PlanChoice, plan: _Plan) -> tuple[Deci
 
 
 def _descriptions(start: PlanChoice, choice: PlanChoice) -> dict[PlanOption, tuple[str, str]]:
-    """Return a user-facing description of each possible reduction, and the reason for it."""
     no_drafter = "drafting from the prompt and the reply takes hardly any memory"
     return {
         "context": (

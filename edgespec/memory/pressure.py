@@ -28,7 +28,7 @@ class MemoryPressure:
 
     Attributes:
         available: Returns the bytes currently free.
-        notice: User-facing summary of the memory freed during the current reply and since the previous one.
+        notice: User-facing summary of the memory freed since the end of the previous reply.
         last_reclaim: User-facing description of the memory freed most recently.
         reclaimed_bytes: Total number of bytes freed so far.
     """

@@ -18,14 +18,7 @@ MAX_SPELLING_TOKENS = 16
 
 
 class _TokenTable:
-    """Looks up the ids of text and control tokens in one vocabulary.
-
-    Attributes:
-        text: First id of each text token.
-        control: First id of each control token.
-        duplicates: All ids of text tokens that share the same bytes.
-        ends: Ids of the tokens that end a reply.
-    """
+    """Looks up the ids of text and control tokens in one vocabulary."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self.text: dict[bytes, int] = {}

@@ -22,8 +22,8 @@ __all__ = ["PrefixCache", "PrefixCacheUsage"]
 # Do not split cached sequences into segments of fewer tokens than this, because each segment has a fixed
 # cost. A heuristic.
 _MIN_SEGMENT_TOKENS = 64
-# When a chat continues, its last cached segment of up to this many tokens is merged into the new one.
-# Otherwise, a chat of many short turns would become many segments. A heuristic.
+# A segment of up to this many tokens is merged with the next one, so that a chat of many short turns does not
+# become many segments. A heuristic.
 _MAX_MERGED_TOKENS = 256
 # Maximum size of a cached sequence as a fraction of the cache's size limit. Copies can be slightly larger
 # than estimated.
@@ -124,7 +124,6 @@ class PrefixCache:
             self.store.enforce_limits()
 
     def _is_worth_storing(self, lost_tokens: int, copied_tokens: int) -> bool:
-        """Return whether `copied_tokens` fit and copying them is faster than prefilling `lost_tokens`."""
         size_bytes = copied_tokens * self._bytes_per_token()
         least_tokens = min(copied_tokens, _MIN_SEGMENT_TOKENS) if self._can_truncate else copied_tokens
         return (
@@ -185,10 +184,10 @@ class PrefixCache:
         return max(1, ceil(tokens * self._bytes_per_token() / max(1, self._max_segment_bytes)))
 
     def _copy_segments(self, sequence: Tokens, parent: Segment | None) -> Segment | None:
-        """Copy the part of a sequence after `parent` from the model's cache, in as many segments as needed.
+        """Copy the KV state of the tokens after `parent` into one or more segments.
 
         Returns:
-            The last segment, or None if the whole part did not fit.
+            The last segment, or None if there was not enough memory.
         """
         start = parent.end if parent else 0
         count = self._segments_for(len(sequence) - start)
@@ -235,7 +234,7 @@ class PrefixCache:
         return shared if lost >= _MIN_SEGMENT_TOKENS and self._is_worth_storing(lost, shared) else 0
 
     def add_branch_point(self, tokens: Sequence[int]) -> None:
-        """Store the model's cache, which holds `tokens`, as a prefix shared by several sequences."""
+        """Store the model's KV state of `tokens`, so that several prompts can continue from it."""
         sequence = np.array(tokens, np.int32)
         with self.store.lock:
             try:
@@ -262,7 +261,8 @@ class PrefixCache:
             if segment is None:
                 return None
             shared = self._reusable(min(shared, segment.end))
-            # Restoring a prefix takes one copy, but `saves_time` assumes two.
+            # The estimate in `saves_time` covers both storing and restoring a KV state. Halve the size to
+            # count only the time to restore it.
             size_bytes = sum(part.size_bytes for part in segment.chain()) / 2
             return segment if self.reuse_costs.saves_time(shared - cached, size_bytes) else None
 
@@ -281,7 +281,7 @@ class PrefixCache:
         with self.store.lock:
             chain = segment.chain()
             common = self._reusable(shared_tokens(segment.sequence(), sequence))
-            # Skip the segments whose tokens are still in the model's cache.
+            # Find the ends of the segments that are still in the model's KV cache.
             ends = [part.end for part in chain if self._can_truncate and part.end <= min(cached, common)]
             length = max(ends, default=0)
             self._model.truncate(length)
@@ -315,7 +315,6 @@ class PrefixCache:
         try:
             self._model.restore(snapshot)
         except (EdgespecError, MemoryError):
-            # Delete a segment that cannot be restored, because it would fail again.
             self.store.remove(segment)
             return False
         self.reuse_costs.record_copy(segment.size_bytes, now() - began)
@@ -329,7 +328,7 @@ class PrefixCache:
             return
         sequence, children = segment.sequence(), segment.children
         try:
-            # Segments from disk can exceed the maximum size of a copy. Copy these in several parts.
+            # A segment that was read from disk can be too large to copy at once.
             copy = self._copy_segment if self._segments_for(len(segment.tokens)) == 1 else self._copy_segments
             first = copy(sequence[:at], segment.parent)
             last = first and copy(sequence, first)
@@ -346,7 +345,6 @@ class PrefixCache:
         self.store.remove(segment)
 
     def _was_deleted(self, sequence: Tokens) -> bool:
-        """Return whether the user deleted all cached prefixes while the model's cache held this sequence."""
         disk = self.store.disk
         if disk and disk.was_cleared:
             disk.acknowledge_clear()

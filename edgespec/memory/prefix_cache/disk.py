@@ -36,15 +36,13 @@ from edgespec.memory.prefix_cache.segments import Tokens
 __all__ = ["PrefixCacheDisk", "StoredSegment", "default_disk_bytes", "delete_cached_prefixes", "kept_folder"]
 
 _SUFFIX = ".kept"
-# Maximum seconds to wait for another process before writing a cached prefix, and before deleting all of them.
-# Heuristics.
+# Lock timeouts in seconds: for writing one cached prefix, and for deleting all cached prefixes.
 _LOCK_SECONDS, _CLEAR_LOCK_SECONDS = 1.0, 10.0
 # Name of a file whose modification time shows when all cached prefixes were last deleted.
 _CLEARED_MARK = "forgotten"
 # By default, cached prefixes take up to a tenth of the free disk space, and at most 4 GiB. Heuristics.
 _DEFAULT_MAX_BYTES, _DEFAULT_SHARE = 4 * 2**30, 0.1
-# Seconds added to each file's age when choosing files to delete, so that recently used files count as about
-# equally old.
+# Files used within this many seconds count as about equally old when choosing which files to delete.
 _FRESH_SECONDS = 600.0
 
 
@@ -80,7 +78,7 @@ def default_disk_bytes(folder: Path | None = None) -> int:
 
 
 class PrefixCacheDisk:
-    """Manages the files of one model with specific settings. Reports errors in `notice` instead of raising.
+    """Stores the prefix cache of one model on disk. Reports errors in `notice` instead of raising.
 
     Args:
         identity: Digest of everything besides the tokens that affects the KV state, such as the weights, the
@@ -98,9 +96,9 @@ class PrefixCacheDisk:
         self._cleared_ns = self._last_cleared_ns()
 
     def list_segments(self) -> list[StoredSegment]:
-        """Return the model's cached segments on disk, in the order of their position.
+        """Return the model's cached segments on disk, ordered by start position.
 
-        Delete unusable files.
+        Unusable files are deleted.
         """
         if self.used_bytes() > self.quota_bytes:
             with suppress(OSError, Timeout, NotImplementedError), _lock(self._root, _LOCK_SECONDS):
@@ -112,7 +110,6 @@ class PrefixCacheDisk:
                 found[segment.name] = segment
             else:
                 _delete(path)
-        # Lengths of the token sequences that are complete on disk, keyed by digest.
         lengths = {"": 0}
         complete: list[StoredSegment] = []
         for segment in sorted(found.values(), key=lambda segment: segment.start):
@@ -204,18 +201,17 @@ class PrefixCacheDisk:
 
     @property
     def was_cleared(self) -> bool:
-        """Whether the user has deleted all cached prefixes, and `acknowledge_clear` was not called since."""
+        """Whether the user has deleted all cached prefixes since the last call of `acknowledge_clear`."""
         return self._last_cleared_ns() != self._cleared_ns
 
     def acknowledge_clear(self) -> None:
-        """Allow writing again after the user has deleted all cached prefixes."""
+        """Set `was_cleared` to False, so that prefixes are stored again."""
         self._cleared_ns = self._last_cleared_ns()
 
     def _path(self, name: str) -> Path:
         return self.folder / f"{name}{_SUFFIX}"
 
     def _read_segment(self, path: Path) -> StoredSegment | None:
-        """Read a file's header and tokens, or return None if this model cannot use the file."""
         try:
             with _opened(path) as file:
                 header = self._header(file)
@@ -280,7 +276,6 @@ def delete_cached_prefixes(folder: Path | None = None) -> int:
     """
     folder = folder or kept_folder()
     touch_private(folder / _CLEARED_MARK)
-    # Wait for another process that may be writing a file.
     lock = _lock(folder, _CLEAR_LOCK_SECONDS)
     with suppress(Timeout, NotImplementedError):
         lock.acquire()
@@ -295,7 +290,6 @@ def _lock(folder: Path, seconds: float) -> FileLock:
 
 
 def _opened(path: Path) -> BinaryIO:
-    """Open a regular file. Raise OSError on failure, or if it is not a regular file."""
     regular_file_bytes(path)
     return path.open("rb")
 
@@ -317,7 +311,7 @@ def _by_value(root: Path, now: float) -> list[Path]:
             named.setdefault((path.parent, _digest(path.name)), []).append(path)
         except (OSError, ValueError):
             value[path], starts[path] = 0.0, 0
-    # A segment is at least as valuable as those that continue it, which are unusable without it.
+    # Give each segment at least the value of the segments after it, which are useless without it.
     for path in sorted(value, key=lambda path: -starts[path]):
         for before in named.get((path.parent, after.get(path, "")), ()):
             value[before] = max(value[before], value[path])

@@ -13,10 +13,10 @@ __all__ = ["block_checksums", "encode_header", "read_header"]
 
 VERSION = 1
 _MAGIC = b"edgespec kept %d\n" % VERSION
-# A segment file contains its header's size in bytes and CRC-32 checksum.
+# Binary format of the header's size in bytes and CRC-32 checksum.
 _SIZES = struct.Struct("<II")
 _BLOCK_BYTES = 1 << 20
-# Reject files with larger headers or numbers, which edgespec never writes.
+# Maximum size of a header in bytes. edgespec never writes larger headers.
 _MAX_HEADER_BYTES = 1 << 24
 _MAX_COUNT = 1 << 62
 _TEXTS = ("identity", "name", "after")

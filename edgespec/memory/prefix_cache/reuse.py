@@ -15,14 +15,14 @@ _MIN_TOKENS = 16
 _MIN_TIMED_BYTES = 1 << 16
 # Assumed speed of copying a KV cache in bytes per second, until a copy has been timed.
 _COPY_BYTES_PER_SECOND = 2e9
-# Weight of a new measurement in the moving averages of prefill and copy times. A heuristic.
+# Weight of the latest measurement in the moving averages of `ReuseCosts`. A heuristic.
 _NEW_WEIGHT = 0.3
 
 
 def reusable_tokens(capabilities: Capabilities, length: int) -> int:
     """Return how many of the first `length` cached tokens can be reused without changing the logits.
 
-    Depending on the model, these are all tokens, the tokens in whole blocks, or none.
+    For some models, the result is a multiple of `REUSE_BLOCK_TOKENS`, or 0.
     """
     if capabilities.prefix_reuse_exact:
         return length

@@ -93,15 +93,15 @@ class Segment:
         return found
 
     def value(self, own_value: Callable[[Segment], float]) -> float:
-        """Return the highest value of this segment and those that continue it, which all depend on it."""
+        """Return the highest `own_value` of this segment and all segments that continue it."""
         return max(map(own_value, self.subtree()))
 
 
 class SegmentTree:
-    """A tree of one model's stored sequences, which share the segments of common prefixes.
+    """A tree of one model's cached token sequences.
 
-    Each segment is a run of consecutive tokens with their KV state. Segments with the same parent can begin
-    with the same tokens.
+    Each segment is a run of consecutive tokens with their KV state. Sequences with a common prefix can share
+    segments.
     """
 
     def __init__(self) -> None:
@@ -153,7 +153,6 @@ class SegmentTree:
         return best, longest
 
     def _matches(self, segments: list[Segment], tokens: Tokens, start: int) -> Iterator[tuple[Segment, int]]:
-        """Yield each segment that matches some of `tokens`, and the length of the shared prefix."""
         for segment in segments:
             shared = shared_tokens(segment.tokens, tokens[start:])
             if shared:

@@ -1,4 +1,4 @@
-"""Keep segments in memory, on disk or both, and choose which ones to evict."""
+"""Keep cached prefixes in memory, on disk or both, and choose which ones to evict."""
 
 from __future__ import annotations
 
@@ -17,11 +17,9 @@ __all__ = ["SegmentStore", "default_memory_bytes", "max_copy_bytes"]
 # By default, the prefix cache uses up to a quarter of the memory that the loaded models leave free, at most 4
 # GiB. A heuristic.
 _DEFAULT_MAX_BYTES, _DEFAULT_SHARE = 4 * 2**30, 0.25
-# A copy of the KV cache may take at most the free memory divided by this number, because making it takes
-# temporary memory.
+# Maximum memory needed to copy a KV cache, as a multiple of the size of the copy.
 _COPIES_AT_ONCE = 3
-# Seconds added to each segment's age when choosing segments to drop, so that recently used ones count as
-# about equally old.
+# Segments used within this many seconds count as about equally old when choosing which segments to drop.
 _FRESH_SECONDS = 60.0
 
 
