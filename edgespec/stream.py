@@ -108,10 +108,7 @@ class ReplyStream:
         self._session.cancel(self._request)
 
     def close(self) -> None:
-        """Stop generating. The tokens generated so far stay in the KV cache.
-
-        If another thread is reading the stream, this only cancels the reply.
-        """
+        """Stop generating. The tokens generated so far stay in the KV cache."""
         if not self._reading.acquire(blocking=False):
             self.cancel()
             return

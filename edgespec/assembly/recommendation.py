@@ -30,7 +30,7 @@ __all__ = ["Candidate", "Recommendation", "Task", "recommend"]
 
 Task = Literal["chat", "code"]
 
-# Speeds in tokens per second that are comfortable to read along with, and still acceptable.
+# Comfortable and minimum acceptable speeds for reading along, in tokens per second.
 _COMFORTABLE_SPEED, _ACCEPTABLE_SPEED = 8.0, 4.0
 # Recommend a draft model only if its expected speed-up is at least this.
 _MIN_SPEEDUP = 1.05

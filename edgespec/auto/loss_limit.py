@@ -51,7 +51,7 @@ class LossLimit:
         self._draft_round_tokens, self._draft_round_plain_seconds = 0, 0.0
 
     def record_target_step(self, tokens: int, draft_seconds: float = 0.0) -> None:
-        """Record a round in which no draft was verified.
+        """Record a pass of the target without drafted tokens.
 
         Args:
             tokens: Number of tokens emitted in the round.

@@ -15,7 +15,7 @@ _ASSUMED_PASS_RATIO = 2.0
 # Factors by which the estimated worst-case costs shrink after each target pass, to forget old outliers.
 _DRAFT_ROUND_DECAY = 0.97
 _TARGET_STEP_DECAY = 0.995
-# Let the first two drafts of a reply use only half of the time that may be lost on rejected drafts.
+# The first two drafts of a reply may use up at most half of the time that rejected drafts may cost.
 _FIRST_ROUNDS, _FIRST_ROUNDS_SHARE = 2, 0.5
 # Do not shorten a draft if shortening raises its cost per token by more than this factor.
 _MAX_LEVEL_COST_RATIO = 1.25

@@ -19,7 +19,7 @@ from edgespec.errors import CancelledError
 
 __all__ = ["BitExactPasses", "find_bit_exact_passes", "restricted_to"]
 
-# Test passes of up to this many tokens: the longest draft of `--method auto` plus one.
+# Number of tokens in the largest pass to test: the longest draft of `--method auto` plus one.
 _MAX_WIDTH = 17
 # Context lengths to test. Beyond 256 tokens, llama.cpp uses a different attention kernel for single tokens.
 _CONTEXT_LENGTHS = (290, 40)

@@ -98,4 +98,4 @@ def _phases(found: Sequence[MethodFigures], width: int) -> list[str]:
 
 def _passes(curve: CostCurve, width: int) -> list[str]:
     bars = [Bar(str(rows), ((curve.v(rows), _FULL),), f"{curve.v(rows):.2f}") for rows in curve.widths]
-    return bar_chart("cost of checking several tokens at once, in single-token passes", bars, width)
+    return bar_chart("time to check several tokens in one pass (a single token takes 1)", bars, width)

@@ -116,7 +116,7 @@ def _phases(axes: Axes, found: Sequence[MethodFigures]) -> None:
         axes.barh(names, spent, left=reached, label=phase)
         reached = [before + more for before, more in zip(reached, spent, strict=True)]
     axes.invert_yaxis()
-    axes.set_xlabel("ms per token, with prefill divided among the tokens of the reply")
+    axes.set_xlabel("ms per token, including prefill time")
     axes.set_title("Time by phase")
     _add_legend(axes)
 
@@ -133,7 +133,7 @@ def _passes(report: Report, axes: Axes) -> None:
         axis.set_major_formatter(FormatStrFormatter("%g"))
     axes.set_xlabel("tokens checked in one pass")
     axes.set_ylabel("single-token passes")
-    axes.set_title(f"Cost of checking several tokens at once: {report.target}")
+    axes.set_title(f"Time for {report.target} to check several tokens in one pass")
     _add_legend(axes)
 
 

@@ -187,7 +187,8 @@ def _reply(runtime: Runtime, prompt: Prompt, method: str, max_tokens: int) -> Re
 
 def _cancelled(runtime: Runtime) -> CancelledError:
     return CancelledError(
-        "tuning was cancelled", runtime.costs_notice or "the measured pass costs were saved"
+        "tuning was cancelled",
+        runtime.costs_notice or "later replies will use the saved measurements",
     )
 
 

@@ -33,7 +33,7 @@ _MAX_LINKED_ENTRIES = 10_000
 
 @dataclass(frozen=True, slots=True)
 class StoredModel:
-    """A model in another program's store.
+    """A model file on this machine, and the program that stores it.
 
     Attributes:
         store: The program that stores it. `hub` is the Hugging Face cache; `embedded` is edgespec itself.

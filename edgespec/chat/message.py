@@ -1,4 +1,4 @@
-"""The `Message` type, which prompts, saved chats and the terminal chat share."""
+"""The `Message` type, shared by prompts, saved chats and the terminal chat."""
 
 from __future__ import annotations
 

@@ -47,7 +47,9 @@ def picture(preview: Preview, requested_context_tokens: int | None = None) -> Re
         _line(f"expected speed {_expected_speed(preview)}"),
     ]
     if preview.draft_window:
-        parts.append(_line(f"in longer contexts, the draft model reads {preview.draft_window.description}"))
+        parts.append(
+            _line(f"when the context is longer, the draft model sees only {preview.draft_window.description}")
+        )
     for pool in plan.pools:
         planned = f"{format_bytes(plan.planned_bytes(pool))} of {format_bytes(plan.budget_bytes(pool))}"
         chats = plan.prefix_cache_bytes if pool == "memory" else 0

@@ -133,7 +133,7 @@ def list_models(as_json: bool) -> None:
     if not own and not pairs:
         note("To give models names of your own, see `edgespec models alias --help`.")
     for each in installed.unusable[:_MAX_UNUSABLE]:
-        note(f"Not usable: {each.name}: {each.reason}.")
+        note(f"Cannot use {each.name}: {each.reason}.")
     if len(installed.unusable) > _MAX_UNUSABLE:
         more = len(installed.unusable) - _MAX_UNUSABLE
         note(f"{more} more models are not usable. `edgespec models list --json` shows why.")

@@ -137,7 +137,7 @@ class Settings:
         return cls(path, environment, file, tuple(problems))
 
     def find(self, command: str, name: str) -> SettingValue | None:
-        """Return a setting from the environment, the file's section for a command, or its common section."""
+        """Return a setting from the environment or the settings file, or None if it is in neither."""
         places = (self.environment, self.file.get(command, {}), self.file.get(ALL_COMMANDS, {}))
         return next((place[name] for place in places if name in place), None)
 

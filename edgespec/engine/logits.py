@@ -71,7 +71,7 @@ class Logits(Protocol):
         """Return the same logits without token ids of `vocab_size` and above."""
 
     def at(self, row: int, tokens: NDArray[np.int64]) -> NDArray[np.float64]:
-        """Return the logits of `tokens` (int64 [n]) in a row as float64 [n]."""
+        """Return the logits of the given tokens in one row, as float64 [n]."""
 
 
 def best_on_host(

@@ -1,4 +1,4 @@
-"""The sampling settings of one reply and their allowed ranges."""
+"""The sampling settings for a reply and their allowed ranges."""
 
 from __future__ import annotations
 

@@ -229,7 +229,7 @@ class ChatScreen(TurnScreen):
     async def resume(self, wanted: str) -> None:
         """Open the chat with this ID or title. `last` means the newest chat. Show a note if there is none."""
         if not await self._open_found(wanted):
-            missing = "no saved chat yet" if wanted == "last" else f"no saved chat {wanted!r}"
+            missing = "there are no saved chats yet" if wanted == "last" else f"no saved chat {wanted!r}"
             await self.transcript.note(
                 f"There is {missing}. This is a new chat. Press F2 for the list of chats."
             )
@@ -283,7 +283,7 @@ class ChatScreen(TurnScreen):
             return
         question = (
             f"Delete “{option.chat.title}”? This cannot be undone. Your other chats are kept, but the data"
-            " that makes replies in them faster is deleted too, because it may contain text from this chat."
+            " cached for faster replies is deleted too, because it may contain text from this chat."
         )
         if not await self.app.push_screen_wait(ConfirmScreen(question, "Delete")):
             return

@@ -36,7 +36,7 @@ SETTINGS = {
     "penalty_window": Description("Penalty window", "tokens to look back; -1 = all"),
     "max_tokens": Description("Maximum length", "tokens per reply, if they fit"),
     "seed": Description("Seed", "the same seed gives the same reply"),
-    "stop": Description("Stop strings", "end the reply here; comma-separated"),
+    "stop": Description("Stop strings", "end the reply at any of these strings; comma-separated"),
     "method": Description("Speed-up method", "auto, none, or e.g. model+suffix"),
     "draft_length": Description("Draft length", "tokens to guess at once, 1 to 64"),
     "acceptance": Description("Acceptance", "invariant (repeatable) or rejection"),

@@ -1,4 +1,4 @@
-"""The turns of the open chat: send messages to the model thread, then show and save the replies."""
+"""Send the messages of the open chat to the model thread, then show and save the replies."""
 
 from __future__ import annotations
 

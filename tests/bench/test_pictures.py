@@ -123,7 +123,7 @@ def test_every_plot_is_a_picture_with_something_in_it(made: Report, tmp_path: Pa
 def test_a_report_with_nothing_in_it_is_drawn_too(made: Report, tmp_path: Path) -> None:
     empty = replace(made, figures=(), oracle_comparisons=(), rows=())
     assert len(save_plots(empty, tmp_path)) == 1
-    assert charts(empty, 72)[0].startswith("cost of checking several tokens")
+    assert charts(empty, 72)[0].startswith("time to check several tokens")
 
 
 def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

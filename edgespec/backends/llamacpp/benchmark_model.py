@@ -98,7 +98,7 @@ def _random_rows(columns: int) -> NDArray[np.float32]:
 
 
 def _matrix(kind: gguf.GGMLQuantizationType, rows: int, columns: int) -> NDArray[np.uint8]:
-    """Return a quantised matrix as bytes."""
+    """Return a random matrix, quantised to the type `kind`, as bytes."""
     block_elements, block_bytes = gguf.GGML_QUANT_SIZES[kind]
     weights = _random_rows(columns)
     quantised = np.empty((_RANDOM_ROWS, columns // block_elements * block_bytes), np.uint8)

@@ -71,8 +71,7 @@ def check_can_share_cache(path: Path) -> None:
     try:
         if has_state(model):
             raise CapabilityError(
-                f"{path.name} does not support lowbit: it has recurrent layers, but a low-bit copy can reuse"
-                " only keys and values",
+                f"{path.name} does not support the method lowbit, because it has recurrent layers",
                 "use a method that needs no copy of the model, such as suffix",
             )
     finally:

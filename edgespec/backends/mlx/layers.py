@@ -64,7 +64,7 @@ class LayerList:
         return [SkippedLayer(layer) if i in indices else layer for i, layer in enumerate(self.layers)]
 
     def resumed_at(self, layer: int, states: mx.array) -> list[Any]:
-        """Return a list of layers that starts with `states`, the output of the first `layer` layers."""
+        """Return the model's layers with the first `layer` ones replaced by their known output, `states`."""
         skipped = [SkippedLayer(one) for one in self.layers[: layer - 1]]
         return [*skipped, SkippedLayer(self.layers[layer - 1], states), *self.layers[layer:]]
 

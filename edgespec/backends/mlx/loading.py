@@ -57,7 +57,7 @@ class LoadedModel(NamedTuple):
     """A model with all weights in memory.
 
     Attributes:
-        skeleton: The model, whose weights have been loaded, and its properties.
+        skeleton: The model with its loaded weights, and its properties.
         tokenizer: mlx_lm's TokenizerWrapper.
         weight_bytes: Size of the weights in bytes, excluding the arrays added for low-bit drafting.
         widened: Whether 16-bit weights were widened to float32.

@@ -195,7 +195,7 @@ def _scans(model: Any) -> Iterator[Callable[[int], int]]:
 
 
 def _scan_elements(row: int, heads: int, head_size: int, state_size: int, copies: int, rows: int) -> int:
-    """Return the peak number of array elements in memory while a recurrent layer computes `rows` tokens."""
+    """Return the peak number of array elements in memory while a recurrent layer processes `rows` tokens."""
     if copies:
         return rows * (row + copies * heads * head_size * state_size)
     return rows * row + 3 * heads * max(rows * rows, state_size * (head_size + rows))

@@ -1,4 +1,4 @@
-"""Index saved replies and the user's files, which do not change, in a suffix array."""
+"""A suffix array over saved replies and the user's files, to find where a text occurs in them."""
 
 from __future__ import annotations
 

@@ -261,7 +261,8 @@ class PrefixCache:
             if segment is None:
                 return None
             shared = self._reusable(min(shared, segment.end))
-            # Halve the size, because `saves_time` also counts the time to store the KV state.
+            # The estimate in `saves_time` covers both storing and restoring a KV state. Halve the size to
+            # count only the time to restore it.
             size_bytes = sum(part.size_bytes for part in segment.chain()) / 2
             return segment if self.reuse_costs.saves_time(shared - cached, size_bytes) else None
 

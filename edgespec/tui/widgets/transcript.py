@@ -19,7 +19,7 @@ __all__ = ["Transcript"]
 
 # Number of messages shown when a chat is opened, and added each time the user asks for older ones.
 _PAGE_MESSAGES = 40
-# Show fewer messages at once if drawing them would take more seconds than this.
+# Maximum time in seconds for drawing the messages that are shown at once.
 _PAGE_SECONDS = 10.0
 # Maximum number of messages shown as widgets. Hundreds of Markdown widgets slow the screen down.
 _MAX_MESSAGES = 120
