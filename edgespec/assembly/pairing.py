@@ -311,8 +311,8 @@ def draft_load_options(
 def options_in_pair(found: Resolved, other: Resolved | None, options: LoadOptions) -> LoadOptions:
     """Return the options for loading `found`, one model of a pair.
 
-    If the other model uses a different backend, options that the backend of `found` does not support are reset
-    to their defaults.
+    If the other model uses a different backend, options that the backend of `found` does not support are
+    reset to their defaults.
     """
     if other is None or same_backend(found.format, other.format):
         return options
