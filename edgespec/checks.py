@@ -70,7 +70,7 @@ def parse_size(name: str, value: str | int) -> int:
         raise OptionError(f"{name} is larger than the memory of any machine", hint)
     match = _SIZE.fullmatch(str(value))
     if not match or (match[3] and not match[2]):
-        raise OptionError(f"{name} must be a size, not {value!r}", hint)
+        raise OptionError(f"{name} must be a number of bytes, not {value!r}", hint)
     unit = match[2].lower()
     if not unit and "b" not in match[0].lower() and 0 < float(match[1]) < _MIN_UNITLESS_BYTES:
         raise OptionError(f"{name} {value!r} has no unit", hint)

@@ -94,7 +94,7 @@ def test_one_number_of_branches_is_a_tree_of_depth_one() -> None:
         ({"context": 10}, "context must be an integer from 256 to 16777216, not 10"),
         ({"context": 999999999}, "context must be an integer from 256 to 16777216, not 999999999"),
         ({"threads": 5000}, "threads must be an integer from 1 to 1024, not 5000"),
-        ({"memory": "lots"}, "memory must be a size, not 'lots'; use a size such as 8GiB"),
+        ({"memory": "lots"}, "memory must be a number of bytes, not 'lots'; use a size such as 8GiB"),
         ({"prefer": "both"}, "prefer must be one of speed, context, not 'both'"),
         ({"mmap": "no"}, "mmap must be True or False, not 'no'"),
         ({"method": "modl"}, "did you mean 'model'"),

@@ -53,7 +53,7 @@ class PairEstimator:
         self.target = open_estimator(pair.target, self._options)
         undo.callback(self.target.close)
         self._undo = undo
-        # The versions of the draft model by name, with their memory estimators. "" is the requested version.
+        # Keys are "" for the requested draft model, and the names of its lower-bit versions.
         self._drafts: dict[str, tuple[Resolved, MemoryEstimator]] = {}
         if pair.draft:
             self._drafts[""] = pair.draft, self._open_draft(pair.draft)
@@ -104,7 +104,7 @@ class PairEstimator:
         options = self.load_options(choice)
         pair = self._pair
         target_options = options_in_pair(pair.target, pair.draft, options)
-        # With a memory limit of 0, MLX does not convert the weights to float32.
+        # MLX converts the weights to float32 only if they then fit in the memory limit.
         room = _UNLIMITED_BYTES if choice.float32 else 0
         target = self.target.estimate(replace(target_options, memory_bytes=room))
         items = list(create_items("target", target))

@@ -309,9 +309,10 @@ def draft_load_options(
 
 
 def options_in_pair(found: Resolved, other: Resolved | None, options: LoadOptions) -> LoadOptions:
-    """Return the options for loading `found`, with defaults for options that its backend does not support.
+    """Return the options for loading `found`, one model of a pair.
 
-    The options are changed only if the other model uses a different backend.
+    If the other model uses a different backend, options that the backend of `found` does not support are
+    reset to their defaults.
     """
     if other is None or same_backend(found.format, other.format):
         return options

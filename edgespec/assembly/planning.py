@@ -99,7 +99,7 @@ class LoadPlan:
         kinds = ("weights", "cache")
         draft_bytes = sum(i.bytes for i in self.plan.items if i.role == "draft" and i.kind in kinds)
         left = (self.options.memory_bytes or 0) - draft_bytes
-        # MLX does not convert the weights to float32 if the result would exceed the memory limit.
+        # Lower the memory limit, so that MLX does not convert the weights to float32.
         if not self.float32:
             target = (i.bytes for i in self.plan.items if i.role == "target" and i.kind in kinds)
             left = min(left, sum(target))
@@ -121,7 +121,7 @@ class LoadPlan:
 
 
 def budget_for(pair: ModelPair, memory_bytes: int | None, reserve_bytes: int | None = None) -> Budget:
-    """Return the memory budget for a pair of models, including the graphics cards of its backend."""
+    """Return how much main memory and graphics memory a pair of models may use."""
     if address_space_is_limited():
         limit_malloc_arenas()
         for model in filter(None, (pair.target, pair.draft)):
@@ -184,7 +184,7 @@ def plan_pair(
     drafting = replace(
         drafting,
         window_tokens=choice.draft_window,
-        # If the planner dropped the draft model, it did not reserve memory for a low-bit copy of the target.
+        # If the draft model does not fit in memory, do not use a low-bit copy of the target instead.
         has_room_for_copy=choice.copy and start.draft == choice.draft,
         draft_kv_type=choice.draft_kv_type,
     )

@@ -84,7 +84,7 @@ def plan(
         if not request.trust:
             try_pair(pair, 0, progress)
         if address_space_is_limited():
-            # Import the modules that `load` uses, because they take up address space.
+            # Import the modules that `load` uses before measuring the free address space.
             import_module("edgespec.assembly.loading")
         budget = budget_for(pair, request.memory_bytes, request.reserve_bytes)
         planned = plan_pair(pair, request.drafting, request.options, budget, request.plan)

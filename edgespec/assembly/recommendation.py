@@ -34,9 +34,9 @@ Task = Literal["chat", "code"]
 _COMFORTABLE_SPEED, _ACCEPTABLE_SPEED = 8.0, 4.0
 # Recommend a draft model only if its expected speed-up is at least this.
 _MIN_SPEEDUP = 1.05
-# Suggest another quantisation only if it makes the model with its draft at least this much faster.
+# Suggest another quantisation only if it is faster by at least this factor.
 _MIN_QUANTISATION_GAIN = 1.15
-# Quantisations of lower quality than the catalogue's default are not suggested.
+# Do not suggest quantisations with fewer bits per weight than this.
 _MIN_BITS = 4.5
 # Part of the names of models that were trained to write programs.
 _CODE_NAME = "coder"

@@ -28,7 +28,7 @@ class SpeedPrediction:
         tokens_per_second: Speed of plain decoding.
         pass_costs: Duration of a pass of 2, 4 and 8 tokens, relative to a single-token pass.
         prompt_seconds: Time to the first token of the reply to a prompt of 1,000 tokens.
-        speedup: Speed-up with the recommended draft model, at least 1. 1 without a draft model.
+        speedup: Speed-up with the recommended draft model. 1 if there is none.
     """
 
     tokens_per_second: float

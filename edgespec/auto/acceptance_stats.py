@@ -24,7 +24,7 @@ class AcceptanceStats:
 
     For lookup drafters, acceptance also depends on how many tokens have just been accepted in a row.
 
-    The ids of rejected tokens do not influence the statistics, because that would bias rejection sampling.
+    To keep rejection sampling unbiased, the ids of rejected tokens are not recorded.
 
     Attributes:
         draft_seconds: Mean duration of non-empty drafts, in seconds.
@@ -41,10 +41,9 @@ class AcceptanceStats:
     # Assumed acceptance probability of a node's first, second and later children in drafts from draft models.
     # The first value is high, so that draft models are tried.
     _MODEL_PRIOR = np.array([[0.85, 0.1, 0.05]])
-    # The assumed acceptance probabilities count like measurements on this many drafted tokens.
+    # Measurements outweigh the assumed acceptance probabilities after this many drafted tokens.
     _PRIOR_WEIGHT = 4.0
-    # After a long pause in drafting, earlier measurements count like measurements on at most this many
-    # drafted tokens.
+    # After a long pause in drafting, new measurements outweigh the old ones after this many drafted tokens.
     _WEIGHT_AFTER_PAUSE = 2.0
 
     def __init__(self, is_lookup: bool) -> None:

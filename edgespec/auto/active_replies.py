@@ -11,7 +11,7 @@ __all__ = ["ACTIVE_REPLIES", "ActiveReplies"]
 class ActiveReplies:
     """Thread-safe set of the replies that are being generated.
 
-    It has no lock, because a reply that ends during garbage collection could then cause a deadlock.
+    It relies on atomic set operations. A lock could deadlock if garbage collection calls `discard`.
     """
 
     def __init__(self) -> None:
@@ -23,7 +23,7 @@ class ActiveReplies:
         return len(self._ids)
 
     def add(self, reply: object) -> None:
-        """Add a reply. Keep a reference to the reply until you call `discard`."""
+        """Add a reply. Call `discard` before the reply is deleted, because its `id` can be reused."""
         self._ids.add(id(reply))
 
     def discard(self, reply: object) -> None:

@@ -78,7 +78,7 @@ class Backoff:
         """Record a round in which drafting would have exceeded `--max-loss`.
 
         Args:
-            cost: Time spent on the decision, relative to a single-token target pass.
+            cost: Time spent on deciding whether to draft, relative to a single-token target pass.
         """
         if cost > _NEGLIGIBLE_COST:
             self.record_empty_draft(cost)
@@ -99,7 +99,7 @@ class Backoff:
         return {f"patience.{name}": part.saved() for name, part in self._parts.items()}
 
     def restore_statistics(self, saved: Mapping[str, NDArray[Any]]) -> None:
-        """Restore the arrays returned by `saved_statistics`. Drafting may then be paused from the start."""
+        """Restore the arrays returned by `saved_statistics`."""
         for name, part in self._parts.items():
             part.restore(saved[f"patience.{name}"])
         self._trial_rounds = 0

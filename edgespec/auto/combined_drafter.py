@@ -25,13 +25,13 @@ from edgespec.engine.tree import TokenTree
 
 __all__ = ["CombinedDrafter"]
 
-# Maximum share of the time that `--max-loss` allows to spend on prefilling draft models.
+# Prefilling draft models may use at most this share of the time that `--max-loss` allows.
 _PREFILL_SHARE = 0.5
 # Minimum number of tokens to prefill. A draft model that sees fewer tokens rarely predicts correctly.
 _MIN_PREFILL_TOKENS = 32
 # Draft lengths to compare for drafters that choose their own length.
 _DRAFT_LENGTHS = (1, 2, 3, 4, 5, 6, 8, 12, 16)
-# An unsuccessful drafter is not retried while other drafters expect more than this many accepted tokens.
+# Retry unsuccessful drafters only while other drafters contribute no more accepted tokens than this.
 _MAX_TOKENS_AT_RISK = 0.5
 
 

@@ -29,7 +29,7 @@ _REMEASURE_TOKENS = 96
 # takes noticeable time on small models.
 _PAUSED_ROUNDS = 15
 _SAVE_INTERVAL_SECONDS = 60.0
-# Do not report drafters that drafted less than once per this many tokens, unless they saved time.
+# Report the drafters of a reply only if they saved time or drafted at least once per 16 tokens.
 _TOKENS_PER_RETRY = 16
 # Minimum length of a reply for which a speed-up is reported. Shorter replies vary too much.
 _MIN_COMPARED_TOKENS = 16
@@ -126,7 +126,6 @@ class AutoController(Drafter):
         self._now = Conditions()
         self._tokens: list[int] = []
         self._tokens_since_target_step = _REMEASURE_TOKENS
-        # Whether the drafters receive the emitted tokens.
         self._is_drafting = False
         self._round: _Round | None = None
         # Mean time spent outside the target's pass when one token is generated, for example on sampling.
@@ -299,7 +298,7 @@ class AutoController(Drafter):
         self._run_ahead(self._backoff.is_paused)
 
     def report(self) -> ControllerReport:
-        """Return the speed-up of the current or last reply, and why drafts are used or not."""
+        """Return a report on how much drafting speeds up the current or last reply."""
         step_seconds, loss_limit = self.target_step_seconds, self.loss_limit
         speed_up = loss_limit.speed_up(step_seconds)
         shortest_loss = self._worst_case.loss_seconds(1, self._worst_case.level_seconds)

@@ -26,7 +26,6 @@ class RoundEstimate:
     cost: float = 0.0
 
     def with_draft(self, reach_probs: Sequence[float], rows: Sequence[int], cost: float) -> RoundEstimate:
-        """Return a new estimate that includes another draft."""
         all_rows = tuple(sum(pair) for pair in zip_longest(self.rows, rows, fillvalue=0))
         return RoundEstimate(tuple(_either_prob(self.reach_probs, reach_probs)), all_rows, self.cost + cost)
 
@@ -50,19 +49,18 @@ class RoundEstimate:
         max_width: int,
         can_branch: bool,
     ) -> float:
-        """Return the expected speed-up over plain decoding if another draft is added.
+        """Return the expected speed-up over plain decoding if a new draft is combined with the current one.
 
-        The added draft is verified in full. The earlier drafts are cut at the most profitable depth.
+        All tokens of the new draft are verified. The current draft is shortened if that saves time.
 
         Args:
-            reach_probs: For each level of the added draft, the probability that one of its tokens is
-                accepted.
-            rows: Number of tokens in the added draft.
-            cost: Duration of drafting it, relative to a single-token target pass.
+            reach_probs: For each level of the new draft, the probability that one of its tokens is accepted.
+            rows: Number of tokens in the new draft.
+            cost: Time to create the new draft, relative to a single-token target pass.
             v: Function that returns the duration of a verify pass of a given width, relative to a
                 single-token target pass.
             max_width: Maximum number of tokens in a verify pass.
-            can_branch: Whether the target can verify trees. If False, it verifies only the added draft.
+            can_branch: Whether the target can verify trees. If False, only the new draft is verified.
         """
         alone = chain(reach_probs, repeat(0.0))
         either = _either_prob(self.reach_probs, reach_probs)

@@ -80,10 +80,10 @@ class LiveCosts:
     _WIDE_PASS_RATE = 0.15
     # Logarithm of the largest factor by which a single pass can change an estimate.
     _MAX_LOG_CHANGE = math.log(4.0)
-    # Measure a single-token pass if multi-token passes differ from their estimated durations by a factor of
-    # more than 1.25 on average.
+    # The machine's speed may have changed if multi-token passes deviate from their estimated durations by
+    # more than a factor of 1.25.
     _MAX_LOG_DEVIATION = math.log(1.25)
-    # Weight of the newest multi-token pass in the mean deviation from the estimated durations.
+    # Weight of the newest pass in the moving average of actual divided by estimated durations.
     _DEVIATION_RATE = 0.3
 
     def __init__(self, curve: CostCurve, threads: int = 0) -> None:
@@ -166,8 +166,8 @@ class LiveCosts:
         self._steps += 1
         self._spread += (abs(change) - self._spread) / min(self._steps, 10)
         if self._is_deviating and change / self._deviation > 0.5:
-            # The speed of the whole machine has changed. The relative costs of multi-token passes stay the
-            # same.
+            # The durations of single-token and multi-token passes have changed by a similar factor. Scale
+            # both estimates.
             bucket.target_step_seconds *= math.exp(change)
             bucket.log_ratios = dict(self._at_last_target_step.log_ratios)
             bucket.common_log_ratio = self._at_last_target_step.common_log_ratio

@@ -1,9 +1,7 @@
 """The loss limit: a bound on how much speculation can slow down a reply.
 
-A reply of N tokens takes at most (1 + rate) * N + steps target steps, no matter how few draft tokens are
-accepted. See `LossLimits` for `rate` and `steps`. The bound holds as long as a target step takes its measured
-time and no round costs more than its estimated worst case. If a round exceeds its worst case, drafting stops
-until the excess has been recovered.
+`LossLimits` sets how much longer than plain decoding a reply may take, even if no drafted token is accepted.
+If a draft costs more than its estimated worst case, drafting stops until the reply is within the limit again.
 """
 
 from __future__ import annotations

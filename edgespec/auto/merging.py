@@ -24,7 +24,7 @@ def merge_trees(trees: Sequence[TokenTree]) -> MergedTree:
     """Merge draft trees that share a root into one.
 
     Siblings with the same token become one node, unless they were drawn at random (SpecInfer, arXiv
-    2305.09781). Trees with randomly drawn tokens are added first.
+    2305.09781).
     """
     drafted = [tree for tree in trees if tree.drafted]
     if len(drafted) < 2:
@@ -96,8 +96,7 @@ def prune_optional(
 def _path_probs(tree: TokenTree, probs: Sequence[float], is_required: Sequence[bool]) -> list[float]:
     """Return, for each node, the probability that it and all its ancestors are accepted.
 
-    At most one of several siblings can be accepted. Nodes that may be pruned therefore get a lower
-    probability if they have siblings that must be kept.
+    A node that may be pruned is accepted only if all of its required siblings are rejected.
     """
     required_sums = [0.0] * tree.width
     for node in range(1, tree.width):

@@ -45,7 +45,6 @@ class RetrySchedule:
         return True
 
     def skip_rounds(self, rounds: int) -> None:
-        """Count `rounds` more draft-and-verify rounds since the last retry of the drafter."""
         self._waited += rounds
 
     def retry_next_round(self) -> None:
@@ -56,7 +55,7 @@ class RetrySchedule:
         self._interval, self._waited = max(self._interval // 2, self._min_interval), 0
 
     def saved(self) -> NDArray[np.float64]:
-        """Return the interval between retries as an array with one number, to save for a later run."""
+        """Return the interval between retries of the drafter as an array with one number."""
         return np.array([self._interval])
 
     def restore(self, saved: NDArray[np.float64]) -> None:

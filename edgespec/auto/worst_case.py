@@ -9,13 +9,13 @@ __all__ = ["WorstCaseCosts"]
 
 # Assumed time to draft one token until it is measured, relative to a single-token target pass.
 _ASSUMED_LEVEL_COST = 0.3
-# Assumed worst-case cost of a verify pass, as a multiple of its expected cost, after the number of concurrent
-# replies or of CPU threads has changed.
+# Assumed worst-case duration of a verify pass after the system load changes, relative to its expected
+# duration.
 _ASSUMED_PASS_RATIO = 2.0
-# Factors by which the estimated worst-case costs shrink after each target pass, to forget old outliers.
+# After each draft, the worst-case cost estimates are multiplied by this factor, to forget outliers.
 _DRAFT_ROUND_DECAY = 0.97
 _TARGET_STEP_DECAY = 0.995
-# The first two drafts of a reply may use up at most half of the time that rejected drafts may cost.
+# Each of the first two drafts of a reply may lose at most half of the time that `--max-loss` allows.
 _FIRST_ROUNDS, _FIRST_ROUNDS_SHARE = 2, 0.5
 # Do not shorten a draft if shortening raises its cost per token by more than this factor.
 _MAX_LEVEL_COST_RATIO = 1.25
@@ -64,9 +64,10 @@ class WorstCaseCosts:
         return 0
 
     def model_draft_length(self, draft_length: int, allowance_seconds: float, draft_rounds: int) -> int:
-        """Return how many tokens a draft model may draft if a rejection may cost `allowance_seconds`.
+        """Return how many tokens a draft model may draft without risking more than `allowance_seconds`.
 
-        The first drafts of a reply are shorter, to leave time for another draft if one is rejected.
+        The first two drafts of a reply usually use only half of the allowance, so that drafting can continue
+        if one of them is rejected.
         """
         level = self.level_seconds
         longest = self.affordable_length(draft_length, allowance_seconds, level)
@@ -80,7 +81,7 @@ class WorstCaseCosts:
         return longest
 
     def record_target_step(self) -> None:
-        """Forget old outliers gradually, after a target pass without a draft."""
+        """Lower the worst-case estimates slightly, to forget outliers."""
         self._set_level_seconds(self.level_seconds * _TARGET_STEP_DECAY)
         self._pass_ratio = max(self._pass_ratio * _TARGET_STEP_DECAY, 1.0)
 

@@ -26,7 +26,7 @@ _CONTEXT_LENGTHS = (290, 40)
 # Number of single-token passes to compare with multi-token passes at each context length.
 _STEPS = 3 * _MAX_WIDTH // 2 + 1
 _STEPS_OF_SMALL_MODELS, _SMALL_MODEL_BYTES = 136, 256 * 2**20
-# Batch sizes with which prefill must give the same KV cache.
+# Prefill batch sizes to test. They must not influence the contents of the KV cache.
 _BATCHES = (5, 37, 1, 3, 100, 64, 16, 1, 2, 8, 9, 4, 11, 7, 13, 6, 33, 130)
 _TREES = 3
 # Number of single-token passes after a tested pass, to check the KV cache that the tested pass wrote.
@@ -77,7 +77,8 @@ def find_bit_exact_passes(model: LanguageModel, progress: Progress | None = None
             steps = min(steps, _STEPS)
     finally:
         model.truncate(0)
-    # Do not trust the prefill test alone, because a low-precision KV cache can hide small differences.
+    # The prefill test can miss small differences if the KV cache has a low precision. Therefore also require
+    # bit-exact multi-token passes.
     return BitExactPasses(width, trees, prefill and (width > 1 or not capabilities.rollback))
 
 
@@ -157,7 +158,7 @@ class _Trial:
         return self._steps_after_are_exact()
 
     def prefill_is_exact(self) -> bool:
-        """Return whether the prefill's cache is the same for any batch size, down to single-token passes."""
+        """Return whether prefill gives a bit-identical KV cache for all tested batch sizes."""
         self._model.truncate(0)
         batches = cycle(_BATCHES)
         while (start := self._model.length) < self._length:

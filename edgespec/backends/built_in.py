@@ -169,7 +169,6 @@ _GGUF = FileFormat(
 _SPLIT_GGUF = FileFormat(
     name="layerskip",
     label="GGUF prepared for early exit, run by llama.cpp",
-    # This format is never detected from a path, because a prepared model's manifest names it.
     recognise=lambda _path: False,
     load=_load_split,
     open_estimator=_estimate_split,

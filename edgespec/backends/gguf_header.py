@@ -21,7 +21,6 @@ __all__ = ["GgufHeader", "GgufTensor", "StringArray", "TruncatedHeader", "parse_
 # How many bytes of a GGUF file to read at first, and at most, to find its header. Most headers take a few
 # MiB, because they contain the vocabulary.
 _FIRST_READ_BYTES, _MAX_READ_BYTES = 1 << 20, 1 << 29
-# A GGUF file is treated as damaged if a tensor has more dimensions than this. ggml supports 4.
 _MAX_DIMENSIONS = 8
 _STRING, _ARRAY = 8, 9
 _SCALARS = {

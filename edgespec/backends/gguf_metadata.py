@@ -160,8 +160,7 @@ def _used_fraction(header: GgufHeader) -> float:
 
 
 def _pass_bytes(bytes_of: Sequence[tuple[str, int]], used_fraction: float, has_head: bool) -> int:
-    """Return how many bytes of these tensors a single-token pass reads."""
-    # Without an output head, the embedding table is also the output layer, which reads it as a whole.
+    # A pass reads only a few rows of the embedding table, unless the table is also the output layer.
     looked_up = {"token_embd.weight"} if has_head else set()
     return round(
         sum(

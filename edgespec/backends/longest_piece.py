@@ -16,17 +16,15 @@ _BYTE_FALLBACK = frozenset(
 
 
 def longest_piece_bytes(entries: Mapping[str, int], raw_piece: Callable[[int], bytes]) -> int:
-    """Return the length of the longest token in bytes, or 0 if some bytes have no token.
+    """Return the length of the longest token in bytes, or 0 if a token can stand for text of any length.
 
     Args:
-        entries: The token id of each vocabulary entry. An entry must have at least as many bytes as its
-            token.
+        entries: The token id of each vocabulary entry. No token may have more bytes than its entry.
         raw_piece: Function that returns the bytes of a token.
     """
     if not (entries.keys() >= _BYTE_LEVEL or entries.keys() >= _BYTE_FALLBACK):
         return 0
     longest = 0
-    # Start with the longest entries, because a token is never longer than its entry.
     for entry in sorted(entries, key=lambda entry: len(entry.encode()), reverse=True):
         if len(entry.encode()) <= longest:
             break

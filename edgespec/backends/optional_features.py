@@ -19,7 +19,7 @@ class Skippable(LanguageModel, Protocol):
 
     @property
     def layer_count(self) -> int:
-        """Number of layers. The first and last layers cannot be skipped."""
+        """Number of layers in the model."""
 
     def top1_agreement(self, layers: Sequence[int], tokens: Sequence[int]) -> float:
         """Return how often the model predicts the same next token with and without `layers` (0 to 1).
@@ -69,7 +69,7 @@ class Trainer(Protocol):
 
     @property
     def adapted(self) -> bool:
-        """Whether the adapter is enabled."""
+        """Whether the draft model runs with the trained adapter."""
 
     @property
     def state_bytes(self) -> int:

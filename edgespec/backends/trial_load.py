@@ -246,7 +246,7 @@ class _Child:
             return ""
         name = _signal_name(status)
         if name == "SIGXCPU":
-            # Raise an error that is not saved, because the processor may just be slow.
+            # Do not report the timeout as a crash, because the processor may just be slow.
             raise BackendError(
                 f"{model.path} seems to be damaged or not supported: loading it and generating a few tokens"
                 f" took {backend_of(model.form.name).name} more than {self._cpu_seconds} seconds of CPU time",

@@ -73,14 +73,13 @@ class MethodFigures:
 
 @dataclass(frozen=True, slots=True)
 class OracleComparison:
-    """Compares `auto` with the fixed methods (including plain decoding) that were best in hindsight.
+    """Compares `auto` with the best single method, and with the best method for each prompt.
 
     Attributes:
         category: Category of the prompts. None for all prompts.
-        best: The fixed method with the highest speed-up over these prompts.
+        best: The method with the highest speed-up over the category's prompts. May be plain decoding.
         best_speed_up: Speed-up of `best` over plain decoding.
-        oracle_speed_up: Speed-up if every prompt used its own best method. Measurement noise makes it
-            slightly too high.
+        oracle_speed_up: Speed-up if every prompt used its own best method.
         auto_speed_up: Speed-up of `auto`. None if `auto` was not measured.
         share_of_best, share_of_oracle: `auto_speed_up` divided by `best_speed_up` and by `oracle_speed_up`.
     """

@@ -29,7 +29,7 @@ class MethodConfig:
     Attributes:
         method: Name of the method, as in `--method`.
         draft_length: Draft length in tokens. Defaults to the runtime's draft length.
-        again: Whether this is the second measurement of plain decoding, which shows the measurement noise.
+        again: Whether plain decoding is measured a second time, to estimate the measurement noise.
     """
 
     method: str

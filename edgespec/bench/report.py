@@ -18,12 +18,14 @@ class Report:
     """The results of a benchmark run and the settings used to measure them.
 
     Attributes:
-        planned: Number of replies in the plan. `rows` contains those that were measured.
-        ending, error, no_energy: See `BenchRun`.
+        planned: Number of planned replies. `rows` contains the measured ones.
+        ending: Why the run ended.
+        error: The error message, if the run failed.
+        no_energy: Why energy was not measured. Empty if it was.
         curve: Measured duration of verify passes, by number of tokens in the pass.
         peak_memory_bytes: Peak memory of the process during the whole run.
-        figures: Speed, acceptance and memory by temperature, category and method.
-        oracle_comparisons: `auto` compared with the fixed methods that were best in hindsight.
+        figures: Speed, acceptance and memory of each method, by temperature and prompt category.
+        oracle_comparisons: Comparisons of `auto` with the best other methods.
     """
 
     target: str

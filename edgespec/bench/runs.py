@@ -157,7 +157,7 @@ class _Bench:
         return curve
 
     def rows(self) -> Iterator[Measurement]:
-        """Measure and yield replies until the plan is complete or the time is up, or raise CancelledError."""
+        """Measure and yield replies until the plan is complete or the time is up."""
         for each in self.plan.rounds():
             for position, config in enumerate(each.configs):
                 if self.max_seconds and monotonic() - self._began >= self.max_seconds:

@@ -44,7 +44,7 @@ class PassCost:
 
 @dataclass(frozen=True, slots=True)
 class DrafterResult:
-    """The performance of a drafter, measured on the prompts.
+    """The measured performance of a drafter.
 
     Attributes:
         speed_up: Speed-up over plain decoding at a draft length of 4.
@@ -52,7 +52,7 @@ class DrafterResult:
             all accepted.
         c: Time to draft one token, relative to a single-token target pass.
         best_length: Draft length with the highest expected speed-up.
-        expected: Expected speed-up at `best_length`, for replies with the same acceptance rate.
+        expected: Expected speed-up at `best_length`.
         drafted: Number of drafted tokens. If it is small, the other values are unreliable.
     """
 

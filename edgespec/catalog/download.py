@@ -135,7 +135,7 @@ def _report(
     name = file.name.rsplit("/", 1)[-1]
     if progress and not progress(f"downloading {name} ({format_bytes(total_bytes)})", fraction):
         raise CancelledError(
-            f"the download of {name} was cancelled at {fraction:.0%}", "run it again to resume"
+            f"the download of {name} was cancelled at {fraction:.0%}", "start the download again to resume it"
         )
 
 

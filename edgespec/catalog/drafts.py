@@ -102,8 +102,7 @@ class DraftChoice:
     Attributes:
         draft: The model. None if no model is suitable.
         reason: Why this model was chosen, or why none was.
-        is_expected: Whether the user chose the model or the catalogue recommends it. Other choices trigger a
-            notice.
+        is_expected: If False, the user is notified of the choice.
     """
 
     draft: Resolved | None

@@ -149,7 +149,7 @@ def _resolve_name(typed: str, reference: NameReference, download: Download) -> R
     if os.path.exists(full_name):
         return _resolve_path(Path(full_name))
     if stored:
-        # The model is unusable. Raise an error with the reason.
+        # Raises an error, because the model is unusable.
         return _resolve_stored(typed, stored)
     nearest = catalogue.nearest(full_name, [*user_aliases(), *ollama_names()])
     raise ModelNotFoundError(

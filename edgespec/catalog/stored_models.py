@@ -77,7 +77,7 @@ class EntryBudget:
         self.skipped: Path | None = None
 
     def notice(self, store: Store) -> Iterator[StoredModel]:
-        """Yield a model entry that tells the user which folder was skipped, if any."""
+        """Yield an entry that describes the problem if a folder with too many files was skipped."""
         if self.skipped is not None:
             problem = (
                 f"the folder has too many files to search (at most {_MAX_ENTRIES:,} in all folders,"

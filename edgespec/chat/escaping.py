@@ -20,7 +20,7 @@ _MAX_CACHED_SCANS = 16_384
 
 @dataclass(frozen=True, slots=True)
 class Scan:
-    """The result of tokenizing a text by itself.
+    """The token count and the control tokens of a text.
 
     Attributes:
         token_count: Number of tokens.

@@ -297,7 +297,6 @@ class PromptBuilder:
         return longest if longest and longest.text else None
 
     def _spelled_prefix(self, tokens: Sequence[int], encoded: bytes) -> RenderedPrompt:
-        """Return the longest prefix of `tokens` that matches `encoded` and is followed by a control token."""
         at = spelled_bytes = spelled_tokens = 0
         for i, token in enumerate(tokens):
             control = is_control(self._vocabulary, token)

@@ -79,16 +79,19 @@ def split_at_markers(text: str) -> list[tuple[str, bool]]:
 
 
 def leading_marker(text: str) -> str:
-    """Return the marker that opens reasoning at the start of a reply, with whitespace, or an empty string."""
+    """Return the marker that opens the reasoning at the start of a reply, or an empty string.
+
+    Whitespace before and after the marker is included.
+    """
     leading = _LEADING.match(text)
     return leading[0] if leading else ""
 
 
 class SplitText(NamedTuple):
-    """The reasoning and the answer in a part of a reply, without markers.
+    """The reasoning and the answer in new text of a reply, without the markers around the reasoning.
 
     Attributes:
-        in_reasoning: Whether the part belongs to the reasoning.
+        in_reasoning: Whether any of the new text belongs to the reasoning.
     """
 
     reasoning: str
@@ -113,13 +116,12 @@ class ReasoningSplitter:
         self._held = ""
         # Whether to drop leading whitespace of the reasoning or the answer.
         self._drops_space = False
-        # Number of buffered characters that come from `reply_start`.
         self._skipped = 0
         self.feed(reply_start)
         self._skipped = len(self._held)
 
     def feed(self, text: str) -> SplitText:
-        """Add a token's text. Return the reasoning and answer text that cannot be part of a marker."""
+        """Add text of the reply. Return the text that can already be classified as reasoning or answer."""
         before = self._phase
         self._held += text
         if self._phase == "start":

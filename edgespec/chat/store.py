@@ -178,7 +178,7 @@ class ChatStore:
         try:
             return self.load(chat_id).updated != known
         except ChatFileError:
-            # Treat an unreadable file as changed, because a newer version of edgespec may have written it.
+            # Do not overwrite an unreadable file, because a newer version of edgespec may have written it.
             return self._path(chat_id).exists()
 
     @contextmanager

@@ -97,8 +97,7 @@ def compile_template(source: str) -> Template:
     try:
         return environment.from_string(source)
     except SyntaxError as error:
-        # Jinja reports other errors as TemplateSyntaxError. A SyntaxError means that the template is nested
-        # too deeply.
+        # Jinja raises a plain SyntaxError only if the template is nested too deeply.
         raise RecursionError from error
 
 

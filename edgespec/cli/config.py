@@ -267,8 +267,8 @@ def set_value(ctx: click.Context, key: str, values: tuple[str, ...], as_json: bo
 def unset_value(ctx: click.Context, key: str, as_json: bool) -> int:
     """Remove a setting from the file so that its default applies again. Unknown names can be removed too."""
     path = _key_path(key)
-    # First look up the key exactly as typed, so that misspelt settings can be removed.
     file = settings_path()
+    # Look up the typed key first, because a misspelt key can contain hyphens, which `_key_path` replaces.
     removed = write_value(file, tuple(key.split(".")), None) or write_value(file, path, None)
     if not removed:
         _option_at(path, ctx)

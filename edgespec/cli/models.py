@@ -36,8 +36,6 @@ _MAX_UNUSABLE = 3
 
 
 class _Models(HelpfulGroup):
-    """The group of model commands. Suggests the equivalents of Ollama's commands."""
-
     foreign_commands = {"ls": "list", "rm": "remove MODEL", "cp": "alias", "download": "pull MODEL"}  # noqa: RUF012
 
 

@@ -159,10 +159,6 @@ def changed(text: str, path: KeyPath, literal: str | None) -> str:
 
 
 def _statements(lines: list[str]) -> Iterator[_Statement]:
-    """Yield the statements of a valid TOML file, up to the first value of more than 500 lines.
-
-    A multi-line value ends at the first line that makes it valid TOML.
-    """
     table: KeyPath = ()
     at = 0
     while at < len(lines):

@@ -43,8 +43,8 @@ class NoveltyFilter:
     def new_parts(self, text: TokenArray) -> list[TokenArray]:
         """Return the parts of a token sequence that have not been added before, in order.
 
-        Parts of fewer than 8 tokens are left out, except at the end of the sequence. If the sequence ends
-        with known tokens, the last part is empty.
+        Parts of fewer than 8 tokens are left out. Only the last part may be shorter or empty, because it
+        always reaches the end of the sequence.
         """
         known = np.zeros(len(text) + _WINDOW, np.int64)
         if len(self._hashes):

@@ -102,18 +102,18 @@ class SavedReplies:
             )
         texts = self._newest(texts)
         if texts:
-            # Join the turns of a chat, so that the whole chat is recognised later.
+            # Join the turns of a chat, so that a later prompt with the whole chat is not saved again.
             self._seen.add(np.concatenate(texts))
         return texts
 
     def add(self, reply: Sequence[int], prompt: Sequence[int] = ()) -> list[list[int]]:
         """Save a reply and the parts of its prompt that have not been saved yet.
 
-        If another process holds the lock, the reply is written together with the next one. If the user has
-        deleted saved replies since the last call, nothing is saved.
+        If another process has locked the file, the reply is written together with the next one. If the user
+        has deleted saved replies since the last call, nothing is saved.
 
         Returns:
-            The token sequences to save. The last one ends with the reply.
+            The new parts of the prompt and the reply. The last sequence ends with the reply.
         """
         if not reply:
             return []

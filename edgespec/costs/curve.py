@@ -122,7 +122,6 @@ def measure_costs(
     started = now()
     seconds: dict[int, list[float]] = {1: [cold, _pass_seconds(model, 1)]}
     budget = max(budget_seconds, _MIN_BUDGET_STEPS * seconds[1][-1])
-    # Spend up to half of the time budget on measuring each width once, and the rest on repeats.
     for width in sorted(chosen, key=lambda width: width not in _REQUIRED_WIDTHS):
         if width not in _REQUIRED_WIDTHS and now() - started > budget / 2:
             break

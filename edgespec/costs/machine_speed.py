@@ -42,7 +42,7 @@ _TYPE_SECONDS = 1.0
 
 @dataclass(frozen=True, slots=True)
 class TypeSpeed:
-    """How fast this machine runs weights of one quantisation type.
+    """The speed of this machine with weights of one quantisation type.
 
     Attributes:
         curve: Duration of a pass for each number of tokens, in seconds per byte of weights.
@@ -103,7 +103,7 @@ def _bits(type_name: str) -> int:
 
 
 def machine_identity() -> tuple[object, ...]:
-    """Return values that change when the speed of this machine may have changed, to key saved results."""
+    """Return values that identify this machine and the versions of its backend packages."""
     names = [name for backend in backends() for name in backend.packages]
     return platform.node(), platform.machine(), os.cpu_count(), *map(_version, names)
 

@@ -74,7 +74,7 @@ class TargetCosts:
         """Return the saved cost curve if the target's speed has not changed much, or else measure a new one.
 
         Args:
-            progress: Called before a measurement. Returns False to cancel it.
+            progress: Called before a measurement. If it returns False, the measurement is cancelled.
 
         Raises:
             CancelledError: `progress` returned False.

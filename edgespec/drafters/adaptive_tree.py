@@ -25,8 +25,8 @@ __all__ = ["AdaptiveTreeGrowth"]
 # Maximum number of tree levels to plan ahead. Estimates for deeper levels are too uncertain.
 _MAX_LOOKAHEAD_LEVELS = 4
 _MAX_WIDTH = 64
-# If a two-token pass takes at least this many times as long as a single-token pass, forced drafts have two
-# tokens instead of one.
+# If a two-token pass takes at least 1.9 times as long as a single-token pass, `force_draft` drafts two tokens
+# instead of one.
 _STEEP_COST = 1.9
 # Assumed duration of a draft model pass until it is measured, relative to a single-token target pass.
 _ASSUMED_DRAFT_PASS_COST = 0.2
@@ -155,20 +155,6 @@ class AdaptiveTreeGrowth(TreeGrowth):
     def _best_addition(
         self, candidates: NDArray[np.float64], width: int, expected_tokens: float
     ) -> tuple[int, int, NDArray[np.int64]]:
-        """Choose the nodes to add to a draft tree so that the expected decoding speed is highest.
-
-        Assumes that each candidate will have one child, one grandchild, and so on.
-
-        Args:
-            candidates: For each candidate node, the probability that it is accepted.
-            width: Number of tokens in the draft tree so far.
-            expected_tokens: Expected number of tokens emitted with the draft tree so far.
-
-        Returns:
-            The number of levels of descendants, the number of nodes to add, and the indices of the nodes in
-            descending order of probability. A node d levels below candidate i has the index
-            i * (levels + 1) + d.
-        """
         this_round = self._round
         if len(candidates) == 1:
             return self._best_chain(float(candidates[0]), width, expected_tokens)
@@ -261,7 +247,6 @@ class _ChildAcceptance:
 
     @property
     def typical_prob(self) -> float:
-        """Acceptance probability of the draft model's top token if its draft probability is unknown."""
         accepted = float(self._by_rank.accepted.max()) + self._PRIOR_WEIGHT * self._TYPICAL_PRIOR
         return accepted / (float(self._by_rank.drafted.max()) + self._PRIOR_WEIGHT)
 

@@ -16,8 +16,8 @@ __all__ = ["DraftCache", "is_confident", "replace_unknown_ids", "top_probs"]
 # Number of tokens at the beginning of a sequence that are always kept, because attention concentrates on
 # them. StreamingLLM (arXiv 2309.17453) calls them "attention sinks".
 _SINK_TOKENS = 4
-# Number of most likely tokens to compute draft probabilities for, because sorting the whole vocabulary is
-# slow.
+# Draft probabilities are computed only for this many of the most likely tokens, because sorting the whole
+# vocabulary is slow.
 _TOP_TOKENS = 64
 
 

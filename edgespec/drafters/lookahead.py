@@ -129,12 +129,12 @@ class NgramPool:
 
 @dataclass(slots=True)
 class _Column:
-    """A guess at consecutive future tokens. Each verify pass drops the first token and predicts another.
+    """A sequence of guessed future tokens in lookahead decoding.
 
     Attributes:
         tokens: The guessed tokens. At first, they are drawn at random.
-        predicted: How many of the tokens, counted from the end, were predicted by the target.
-        next: The token that the target predicted after `tokens`, or None if they were not verified.
+        predicted: Number of guessed tokens, counted from the end, that the target predicted.
+        next: The token that the target predicted after `tokens`, or None before verification.
     """
 
     tokens: list[int]
@@ -145,8 +145,8 @@ class _Column:
 class LookaheadDrafter(Drafter):
     """Implements lookahead decoding (Fu et al. 2024, arXiv 2402.02057), which needs no draft model.
 
-    Drafts n-grams from the text. If the target can verify trees, it also guesses n-grams to draft. No n-grams
-    are kept between replies.
+    Drafts n-grams that occurred earlier in the sequence. If the target can verify trees, n-grams that the
+    target has predicted are drafted too. No n-grams are kept between replies.
 
     Args:
         capabilities: Capabilities of the target.

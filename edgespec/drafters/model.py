@@ -240,14 +240,14 @@ class _DraftTree:
         return self.drafted.add(parent, token, probs)
 
     def model_path(self, nodes: Sequence[int]) -> tuple[int, ...]:
-        """Return which nodes to keep in the draft model's KV cache after `nodes` were accepted."""
+        """Return the path that the draft model commits when the target accepts `nodes`."""
         has_run = takewhile(lambda node: 0 <= self.model_nodes[node] < self.model_tree_run, nodes)
         return (*range(1, self._lag_tokens), *(self.model_nodes[node] for node in has_run))
 
     def build(self, block: bool) -> TokenTree:
-        """Return the draft tree. The nodes that the draft model runs come before the leaves.
+        """Return the draft tree. Nodes that the draft model has processed come first.
 
-        In this order, a target that shares layers with the draft model can reuse the draft model's results.
+        For these nodes, a target that shares layers with the draft model can reuse the model's results.
         """
         order = sorted(range(len(self.drafted)), key=lambda node: self.model_nodes[node] < 0)
         return self.drafted.build(block).subtree(order)

@@ -134,7 +134,6 @@ class OnlineTrainer:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of memory used for training, including the peak of the training steps measured so far."""
         return self._trainer.state_bytes + self._trainer.peak_step_bytes
 
     def begin(self, tokens: Sequence[int]) -> None:
@@ -169,7 +168,7 @@ class OnlineTrainer:
             self._rejections.append((position, best[order].astype(np.int64), probs))
 
     def run_idle_work(self, should_continue: Callable[[], bool]) -> None:
-        """Evaluate the adapter on the last reply, then train it, until `should_continue()` returns False."""
+        """Evaluate and train the draft model's adapter while `should_continue()` returns True."""
         try:
             self._collect_examples()
             while self._pending and should_continue():

@@ -34,9 +34,9 @@ class RunningMean:
         return np.array([self.value, self.count])
 
     def restore(self, saved: NDArray[np.float64]) -> None:
-        """Restore the mean and the number of values. Raises ValueError if the saved array is invalid."""
+        """Restore the mean from an array returned by `saved`. Raises ValueError if the array is invalid."""
         if saved.shape != (2,) or not np.isfinite(saved).all() or saved[1] < 0.0:
-            raise ValueError(f"the saved array must consist of a finite mean and a count, not {saved}")
+            raise ValueError(f"a saved running mean must consist of a finite mean and a count, not {saved}")
         value, count = map(float, saved)
         self.value, self.count = value, min(int(count), _MAX_RESTORED_COUNT)
 
@@ -67,7 +67,6 @@ class AcceptanceCounts:
         self._long_accepted, self._long_drafted = accepted.copy(), drafted.copy()
 
     def record(self, category: tuple[int, ...], accepted: bool) -> None:
-        """Count a drafted token as accepted or rejected. `category` is the array index of its category."""
         self.drafted[category] = self.drafted[category] * self.DECAY + 1.0
         self.accepted[category] = self.accepted[category] * self.DECAY + accepted
         self._long_drafted[category] = self._long_drafted[category] * self._LONG_DECAY + 1.0

@@ -237,7 +237,7 @@ class SwiftSearch:
         self._scored[layers] = ScoredLayerSet(layers, agreement, speed_up, length)
 
     def next_set(self) -> LayerSet:
-        """Return the next layers to try skipping: alternately random layers and a variant of a good set."""
+        """Return the next layers to try skipping: a random set, or a variant of one of the best sets."""
         if self.tried % 2:
             leaders = sorted(self._scored.values(), key=lambda scored: -scored.speed_up)[:4]
             layers = list(leaders[self._random.integers(len(leaders))].layers)
@@ -266,7 +266,7 @@ class SwiftSearch:
         }
 
     def restore(self, saved: Mapping[str, NDArray[Any]]) -> None:
-        """Restore the search results returned by `saved_arrays`, ignoring invalid ones."""
+        """Restore the tried layer sets from arrays returned by `saved_arrays`, ignoring invalid sets."""
         if not {"sets", "counts", "tried"} <= set(saved):
             return
         sets, counts = saved["sets"], saved["counts"]

@@ -41,7 +41,7 @@ class TreeGrowth(ABC):
     Attributes:
         drafts_chains: Whether no node has more than one child.
         siblings: Minimum number of candidate tokens to draw for each node.
-        chooses_length: Whether the rule may end a draft before it reaches the draft length.
+        chooses_length: Whether a draft may end before it reaches the draft length.
     """
 
     drafts_chains: bool

@@ -110,7 +110,7 @@ def test_impossible_values_raise() -> None:
         with pytest.raises(ValueError, match="finite mean"):
             RunningMean().restore(wrong)
     for wrong in (np.array([1.0]), np.array([np.inf]), np.zeros(0), np.array(8)):
-        with pytest.raises(ValueError, match="rounds"):
+        with pytest.raises(ValueError, match="saved interval"):
             RetrySchedule().restore(wrong)
     costs = LiveCosts(CostCurve((1, 2), (1.0, 1.5)))
     for plain in (-1.0, 1e-9, np.inf):

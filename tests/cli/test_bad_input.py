@@ -28,7 +28,7 @@ DRAFT = ROOT / "models" / "demo-draft-q8_0.gguf"
             ["--logit-bias", "five"],
             "--logit-bias must have the form ID=VALUE, not 'five'; for example, use",
         ),
-        (["--memory", "lots"], "--memory must be a size, not 'lots'; use a size such as 8GiB"),
+        (["--memory", "lots"], "--memory must be a number of bytes, not 'lots'; use a size such as 8GiB"),
         (["--method", "modl"], "did you mean 'model'?"),
         (["--method", "model", "--draft", "none"], "needs a draft model"),
         (

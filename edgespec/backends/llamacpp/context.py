@@ -292,7 +292,8 @@ class LlamaContext:
         """Remove positions [start, end) from a sequence. By default, remove from `start` to the end.
 
         Returns:
-            Whether the positions were removed. A recurrent state cannot be truncated at every position.
+            Whether the positions were removed. llama.cpp cannot always remove positions from a recurrent
+            state.
         """
         dropped = bool(self._lib.llama_memory_seq_rm(self._memory, sequence, start, end))
         if (start, end) == (0, -1):

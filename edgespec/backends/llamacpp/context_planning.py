@@ -49,9 +49,9 @@ UNDO_TOKENS = 8
 # writes them.
 _SMALL_STATES_BYTES = 128 * 2**20
 _F16 = KvTypes("f16", "f16")
-# Maximum size in bytes of the logits buffer for LayerSkip's early exit.
+# Maximum size in bytes of the logits buffer of LayerSkip's lower layers. It limits their batch size.
 _UNREAD_BYTES = 16 * 2**20
-# Minimum number of tokens per forward pass up to LayerSkip's early exit.
+# Minimum batch size of LayerSkip's lower layers, in tokens.
 _FEWEST_ROWS = 16
 # Size in bytes of an exported KV cell's header, which stores the cell's position and sequence ids.
 _CELL_BYTES = 12
@@ -171,7 +171,7 @@ def logits_bytes(weights: Any, rows: int) -> int:
 
 
 def check_contexts_fit(plans: Sequence[ContextPlan], other_bytes: int, options: LoadOptions) -> None:
-    """Raise MemoryBudgetError if the contexts and `other_bytes` exceed the memory limit together."""
+    """Raise MemoryBudgetError if the contexts and `other_bytes` together exceed the memory limit."""
     limit = options.memory_bytes if options.memory_bytes is not None else psutil.virtual_memory().available
     left = max(0, limit - other_bytes)
     total_bytes, token_bytes = sum(plan.kv_bytes for plan in plans), sum(plan.token_bytes for plan in plans)

@@ -44,14 +44,14 @@ _SIZE = struct.Struct("<Q")
 class GgufModel(BaseModel):
     """A GGUF model that runs in one llama.cpp context, or in two contexts for its lower and upper layers.
 
-    All contexts hold the same committed tokens. The last one computes the model's logits. Subclasses set
-    `facts`.
+    Two contexts hold the same committed tokens, and the upper layers' context computes the model's logits.
+    Subclasses set `facts`.
 
     Attributes:
-        cells: The KV cells of the last context.
-        max_plan: The context plan at the model's maximum context length.
+        cells: The KV cells of the context that computes the model's logits.
+        max_plan: The size and layout of the KV cache at the maximum context length.
         options: The options that the model was loaded with.
-        low_bit_error: Why a low-bit copy cannot draft for this model. None if it can.
+        low_bit_error: Why the model cannot draft with a low-bit copy of itself. None if it can.
     """
 
     def __init__(

@@ -38,14 +38,14 @@ _EPSILONS = (
     "attention.layer_norm_epsilon",
     "attention.group_norm_epsilon",
 )
-# Architectures for which llama.cpp ignores an expert count of 1 in the metadata.
+# Architectures for which an expert count of 1 in the metadata is valid, because llama.cpp ignores it.
 _SINGLE_EXPERT_IGNORED = ("hunyuan-dense", "hunyuan_vl")
 # ggml types that cannot be used for weights, because llama.cpp has no matrix multiplication for them.
 _NOT_WEIGHT_TYPES = {24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64"}
 _F32 = 0
 # Name suffixes of tensors that llama.cpp reads as F32 without checking their type.
 _ALWAYS_F32 = (".ssm_a", ".ssm_d", ".ssm_conv1d.weight")
-# Name suffixes of tensors that contain integer tables instead of weights.
+# Name suffixes of tensors that may have an integer type, because they do not contain weights.
 _TABLES = ("tid2eid",)
 _ROPE_SCALINGS = ("none", "linear", "yarn", "longrope")
 # Architectures whose `ssm.inner_size` must be twice the `embedding_length`.

@@ -53,7 +53,6 @@ class KvCells:
             prefix.tokens = min(prefix.tokens, length)
 
     def track_prefix(self) -> UnchangedPrefix:
-        """Return an `UnchangedPrefix` that every rollback updates until `untrack_prefix` is called."""
         prefix = UnchangedPrefix()
         self._tracked.append(prefix)
         return prefix
@@ -97,7 +96,8 @@ class KvCells:
         if sequence >= self._max_branches:
             self.end_round()
             raise CapabilityError(
-                f"the draft tree has more than {self._max_branches} branches", "use a larger --draft-branches"
+                f"the draft tree exceeds the limit of {self._max_branches} branches",
+                "raise the limit with --draft-branches",
             )
         # Ancestors in the current batch are not in the KV cache yet, so add them to the new sequence here.
         while parent >= first:
@@ -137,7 +137,7 @@ class KvCells:
 
         A model that can neither roll back nor restore checkpoints loses its whole cache instead.
         """
-        # Keep llama.cpp sequences that contain checkpoints.
+        # If `_replays` is set, the other llama.cpp sequences contain checkpoints.
         if not self._replays:
             self.context.drop_others()
         self.length = length

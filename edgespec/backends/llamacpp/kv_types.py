@@ -21,7 +21,7 @@ __all__ = [
     "prefill_kernel_differs",
 ]
 
-# llama.cpp's CPU flash attention uses its small kernel up to this number of tokens per forward pass.
+# llama.cpp's CPU flash attention uses a different kernel for passes with more tokens than this.
 SMALL_KERNEL_MAX_ROWS = 63
 # For each KV-cache type, its ggml_type number and the size of 32 elements in bytes.
 _TYPES = {
@@ -35,7 +35,8 @@ _TYPES = {
     "iq4_nl": (20, 18),
     "q4_0": (2, 18),
 }
-# `--kv-type auto` stores values as bf16 in caches up to this size. In larger caches, bf16 slows down prefill.
+# In KV caches above this size, `--kv-type auto` stores both keys and values as f16, because bf16 values would
+# slow down prefill.
 _SMALL_CACHE_BYTES = 64 * 2**20
 
 
@@ -106,9 +107,9 @@ def choose_kv_types(options: LoadOptions, f16_bytes: int, *, same_type: bool = F
 
 
 def prefill_kernel_differs(types: KvTypes, options: LoadOptions, threads: int) -> bool:
-    """Return whether decoding and verification share an attention kernel, but prefill uses another one.
+    """Return whether decoding and verification use the same attention kernel and prefill a different one.
 
-    Returns False for several CPU threads, because decoding and verification then use different kernels.
+    With more than one CPU thread, decoding and verification use different kernels.
     """
     return threads == 1 and on_cpu(options) and not types.has_single_kernel
 

@@ -96,7 +96,7 @@ class LayerSkipModel(GgufModel):
         _check_supported(lower, name)
         weight_bytes = lib.llama_model_size(lower) + lib.llama_model_size(upper)
         if options.mmap and in_main_memory(options):
-            # Tensors that are in both files use memory only once, because the files are memory-mapped.
+            # The lower and upper model share some memory-mapped tensors. Count them only once.
             weight_bytes -= int(metadata(lower, SHARED_BYTES_KEY) or 0)
         max_plans = plan_split_contexts(lower, upper, weight_bytes, options)
         plans = [initial_plan(lower, plan, options) for plan in max_plans]
@@ -134,8 +134,7 @@ class LayerSkipModel(GgufModel):
                 capabilities=capabilities,
                 cache_variant=cache_variant(lower, max_plans[0]),
             )
-            # Test with two tokens whether the KV caches of the lower and upper layers can be merged, as
-            # drafting with a low-bit copy requires.
+            # Export the KV cells of two tokens, to test whether the model can draft with a low-bit copy.
             self.prefill([0, 0])
             try:
                 self.export_cells(0, 2)

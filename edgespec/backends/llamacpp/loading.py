@@ -41,7 +41,6 @@ Paths: TypeAlias = str | Sequence[str]
 # Models with fewer weight bytes than this run on one CPU thread by default, because more threads would slow
 # them down.
 _SMALL_MODEL_BYTES = 64 * 2**20
-# The weight size in bytes that is assumed if it is unknown. It counts as a large model.
 _LARGE_MODEL_BYTES = 1 << 40
 
 

@@ -265,7 +265,7 @@ class LowBitView(SelfDraftView["GgufModel"]):
             # all cells again.
             same = 0
         if begin > self._begin and self._context.window:
-            # Copy all KV cells again, so that the cells of sliding-window layers have no gaps.
+            # Removing old KV cells would leave gaps in sliding-window layers, so copy all cells again.
             same = 0
         try:
             cells.truncate(same)

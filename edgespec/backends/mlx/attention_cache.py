@@ -21,8 +21,7 @@ Rows: TypeAlias = tuple[mx.array, ...]
 
 # When a KV cache is full, it grows by this many rows, as in mlx-lm.
 _GROWTH_ROWS = 256
-# Sliding-window layers read keys from a position that is divisible by this number. Otherwise, results would
-# depend on the number of tokens in a pass.
+# Sliding windows start at a multiple of this many tokens, because their alignment affects rounding errors.
 _BLOCK_ROWS = 64
 
 

@@ -38,7 +38,6 @@ def serialize_caches(caches: LayerCaches, start: int, end: int, fingerprint: str
     blobs: list[bytes] = []
 
     def array_header(array: mx.array | None) -> dict[str, Any] | None:
-        """Add an array's data to `blobs`, and return its type and shape."""
         if array is None:
             return None
         blobs.append(np.array(array.view(_STORED_AS.get(array.dtype, array.dtype))).tobytes())

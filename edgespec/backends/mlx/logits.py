@@ -21,7 +21,7 @@ __all__ = ["DeviceLogits"]
 
 # Fetch this many more top tokens than requested, to detect further tokens with the same logit.
 _SPARE_CANDIDATES = 16
-# Number of top tokens to fetch from the device before all logits are fetched.
+# Number of top tokens to fetch from the device first. If they are not enough, all logits are fetched.
 _ABOVE_CANDIDATES = 64
 
 
@@ -81,7 +81,7 @@ class DeviceLogits:
             rows: Logits [rows, vocab], possibly not evaluated yet.
             depths: Depth of each row's token in the token tree.
             on_best_started: Callback that launches the next pass. It receives the best token in the last row
-                (uint32 [1] on the device) before the token is computed.
+                as an array (uint32 [1]) that the device is still computing.
         """
         self.chosen: int | None = None
         self._rows = rows.astype(mx.float32)
@@ -257,7 +257,7 @@ def _gumbel(keys: mx.array, tokens: mx.array) -> mx.array:
     words = (words ^ (words >> 30)) * _M1
     words = (words ^ (words >> 27)) * _M2
     words = (words ^ (words >> 31)) >> 12
-    # float32 is not precise near 1, so use the distance from 1 for numbers above 0.5.
     unit = (words.astype(mx.float32) + 0.5) * 2.0**-52
+    # 1 - unit, computed from integers because float32 is not precise near 1.
     distance = ((_LAST - words).astype(mx.float32) + 0.5) * 2.0**-52
     return -mx.log(-mx.where(unit < 0.5, mx.log(unit), mx.log1p(-distance)))

@@ -166,8 +166,6 @@ def _copied_linear(base: type) -> type:
 
 
 def _copied_embedding(base: type) -> type:
-    """Return a subclass of an embedding that uses a low-bit copy of its weight as the draft's output head."""
-
     class CopiedEmbedding(_CopiedWeight, base):  # type: ignore[misc]
         def as_linear(self, x: mx.array) -> Any:
             self.is_head = True

@@ -68,8 +68,8 @@ class MlxModel(BaseModel):
         # The loader replaces this function after it has measured the model's KV cache.
         self.kv_bytes_for: Callable[[int], int] = lambda _: 0
         self.partial_models = PartialModelFactory(self._net, self._runner.layout, loaded.skeleton.low_bits)
-        # Cached result of the full model in `top1_agreement`: the state of the cache, the input tokens and
-        # the most likely next tokens.
+        # Cached by `top1_agreement`: a KV-cache checkpoint, the input tokens, and the most likely next tokens
+        # with all layers.
         self._scored: tuple[CacheCheckpoint, tuple[int, ...], NDArray[np.uint32]] | None = None
         self._batch_tokens = prefill_batch_tokens(options)
 
@@ -272,11 +272,7 @@ class MlxModel(BaseModel):
 
 
 class MlxSelfDraftView(SelfDraftView[MlxModel]):
-    """Draft model that runs part of its target's weights and shares the target's KV cache.
-
-    Attributes:
-        facts: Facts of the target, except that `weight_bytes` counts only the weights added for drafting.
-    """
+    """Draft model that reuses the target's weights and KV cache."""
 
     def __init__(self, target: MlxModel, partial_model: PartialModel) -> None:
         super().__init__(target)

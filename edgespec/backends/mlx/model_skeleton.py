@@ -94,7 +94,7 @@ class ModelSkeleton:
 
 
 def read_skeleton(path: str, name: str, options: LoadOptions) -> ModelSkeleton:
-    """Build the model in a folder without reading its weights.
+    """Load a model from a folder without reading its weights.
 
     Uses only the adapter, `low_bits` and the memory limit from `options`.
 

@@ -85,7 +85,7 @@ class EarlyExitModel(PartialModel):
     def active(self, first: int) -> Iterator[None]:
         with self._activate():
             yield
-        # Drop the hidden states of a draft pass that was launched early and then discarded.
+        # A discarded draft pass may have stored hidden states for the nodes from `first` on. Drop them.
         self._states = [(node, states) for node, states in self._states if node < first]
         assert self._first_skipped.last_input is not None
         self._states.append((first, self._first_skipped.last_input))
@@ -116,7 +116,7 @@ def _low_precision(low_bits: LowBitWeights, layout: PassLayout, method: LowBit) 
 
 
 class PartialModelFactory:
-    """Factory for the partial models of a loaded model.
+    """Creates draft models that run fewer layers of a loaded target, or all layers at lower precision.
 
     Attributes:
         low_bits: Weights that can be read at reduced precision, or None if the model was loaded without them.
@@ -153,14 +153,15 @@ class PartialModelFactory:
             )
 
     def create(self, method: SelfDraft, name: str) -> PartialModel:
-        """Create the partial model for a self-draft method, without checking whether the model supports it.
+        """Create the draft model for a self-draft method that the target supports.
 
         Args:
             method: The self-draft method.
             name: Model name for error messages.
 
         Raises:
-            CapabilityError: The model does not store its layers in a single list, or `method.copy` is set.
+            CapabilityError: The target does not store its layers in a single list, or `method` uses a
+                separate low-bit copy.
             OptionError: `method` specifies layers that do not exist or cannot be skipped.
         """
         if isinstance(method, LowBit):

@@ -249,7 +249,7 @@ class PassRunner:
         start_evaluation(rows, *states, *(array for layer in self.caches.states for array in layer))
 
     def _start_states(self, width: int) -> None:
-        """Start computing the recurrent states layer by layer, so that MLX frees each layer's input early."""
+        """Start computing the recurrent states one layer at a time, which reduces peak memory."""
         if width > 1:
             for layer in self.caches.states:
                 start_evaluation(*layer)
@@ -268,7 +268,7 @@ class PassRunner:
         requested = zip(tree.tokens, tree.parents, strict=True)
         common = sum(takewhile(bool, map(eq, drafted, requested)))
         exit_states = None
-        # If no tokens are committed, `end_round` clears the KV cache, so hidden states cannot be reused.
+        # `end_round` clears the KV cache if `length` is 0. The hidden states then cannot be reused.
         if isinstance(partial_model, EarlyExitModel) and common and self.length:
             exit_states = partial_model, partial_model.exit_states(common)
         self.end_round()

@@ -25,8 +25,7 @@ __all__ = ["PROBE_TOKENS", "ProbeResult", "probe"]
 
 # Number of tokens that the capability tests run through the model.
 PROBE_TOKENS = 8
-# Maximum rounding error relative to the largest logit, in machine epsilons and as a fraction. The larger
-# limit applies.
+# Maximum relative rounding error of logits: the larger of this many machine epsilons and this fraction.
 _MAX_EPSILONS, _MAX_LOGIT_SHARE = 32, 1e-3
 
 

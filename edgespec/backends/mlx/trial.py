@@ -9,9 +9,7 @@ __all__ = ["try_model"]
 
 
 def try_model(path: str, name: str) -> None:
-    """Build a model with lazy weights and trace one token, which checks all shapes.
-
-    The token is not computed, because that would read all weights twice: here and in the actual load.
+    """Check that a model can be built and that its tensor shapes fit, without reading its weights.
 
     Raises:
         EdgespecError: The model cannot be loaded.

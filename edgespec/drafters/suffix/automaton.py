@@ -198,15 +198,14 @@ class SuffixAutomaton:
         return others.get(token, 0) if others is not None else 0
 
     def follow(self, match: tuple[int, int], tokens: Sequence[int]) -> tuple[int, int]:
-        """Return the longest suffix of another sequence that also occurs in this automaton.
+        """Update the longest match between a sequence's end and this automaton after `tokens` were appended.
 
         Args:
-            match: The return value for the other sequence without `tokens`. (0, 0) means that nothing
-                matches. A match becomes invalid when this automaton grows.
-            tokens: The last tokens of the other sequence.
+            match: The match without `tokens`, or (0, 0) for none. Becomes invalid when the automaton grows.
+            tokens: The tokens that were appended to the sequence.
 
         Returns:
-            Automaton state and length of the suffix, which has at most MAX_MATCH_TOKENS tokens.
+            Automaton state and length of the match, which has at most MAX_MATCH_TOKENS tokens.
         """
         state, length = match
         for token in tokens:

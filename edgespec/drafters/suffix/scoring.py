@@ -110,7 +110,7 @@ def grow_draft(
     """
     depth = min(depth, max_tokens, MAX_CONTINUATION_TOKENS)
     tokens, parents, probs = [root], [-1], [1.0]
-    # Heap of nodes to add: (-path probability, insertion order, parent, token, depth, position in the index).
+    # Heap of candidate nodes: (-path probability, insertion order, parent, token, depth, place).
     frontier: list[tuple[float, int, int, int, int, Place]] = []
     node = level = inserted = 0
     while True:

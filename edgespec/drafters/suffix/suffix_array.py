@@ -25,8 +25,8 @@ _TOKEN = np.dtype(">i4")
 class SuffixArray:
     """A suffix array of reversed texts, in which all occurrences of a match are adjacent.
 
-    Positions are sorted by the 32 tokens before them with prefix doubling (Manber and Myers 1990). A binary
-    search finds the longest match. The index uses 8 bytes per token.
+    Each position is sorted by the 32 tokens before it. Sorting uses prefix doubling (Manber and Myers 1990).
+    A binary search finds the longest match. The index uses 8 bytes per token.
 
     Attributes:
         text: All texts, with separators around each, as big-endian int32 [n].

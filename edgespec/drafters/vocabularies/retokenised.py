@@ -21,8 +21,8 @@ _CONTEXT_TOKENS = 8
 # Maximum number of tokens missing from the draft model's KV cache that are run as part of drafting. If more
 # are missing, they are prefilled separately.
 _MAX_TOKENS_WITH_PROPOSAL = 16
-# Minimum and approximate maximum number of bytes at the end of the text to tokenize again when text is
-# appended, because their tokens can change.
+# When text is appended, the last 64 to about 256 bytes before it are tokenized again, because their tokens
+# can change.
 _MIN_OPEN_BYTES, _MAX_OPEN_BYTES = 64, 256
 
 
@@ -63,7 +63,7 @@ class RetokenisedDrafter(BudgetedDrafter):
         self._tokens: list[int] = []
         self._new_input()
         self._cached: list[int] = []
-        # Number of tokens that the draft model must run before its next draft.
+        # Number of tokens that are missing from the draft model's KV cache.
         self._lag = 0
 
     def _new_input(self) -> None:

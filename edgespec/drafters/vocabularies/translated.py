@@ -55,7 +55,6 @@ class TranslatedModel(WrappedModel):
         # Number of draft model tokens that represent the first 0, 1, 2, ... target tokens.
         self._ends: list[int] = [0]
         self._inner_tree = TreeBuilder()
-        # For each node of the target's draft tree, the last corresponding node in `_inner_tree`.
         self._inner_nodes: list[int] = []
 
     @property

@@ -1,0 +1,198 @@
+"""Tests of the GPU check: its steps on the CPU, its report, and its errors on machines that cannot run it."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from scripts.gpu_checking.gpu import CheckError, find_nvcc, parse_memory, parse_names
+from scripts.gpu_checking.report import read_report, to_markdown, write_report
+from scripts.gpu_checking.steps import Result, Step, create_steps, run_step, summarise_plan
+
+ROOT = Path(__file__).parents[2]
+MIB = 2**20
+pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="the steps are POSIX process groups")
+
+
+def check_gpu(*options: str, path: Path | None = None) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PATH": str(path)} if path else None
+    command = [sys.executable, "-m", "scripts.gpu_checking", *options]
+    return subprocess.run(
+        command, capture_output=True, text=True, check=False, cwd=ROOT, env=environment, timeout=600
+    )
+
+
+def write_program(folder: Path, name: str, output: str, status: int = 0) -> None:
+    program = folder / name
+    program.write_text(f"#!/bin/sh\necho '{output}'\nexit {status}\n")
+    program.chmod(0o755)
+
+
+def run(step: Step, folder: Path, limit_seconds: float = 60.0) -> Result:
+    return run_step(step, step.name, sys.executable, folder, os.environ, limit_seconds)
+
+
+def python(*programs: str) -> Step:
+    return Step(
+        "step", tuple(("-c", program) for program in programs), lambda outputs: ({"out": outputs[0]}, "")
+    )
+
+
+def test_the_output_of_nvidia_smi_is_parsed() -> None:
+    assert parse_memory("1234") == 1234 * MIB
+    assert parse_memory("4 MiB\n 16\n0") == 20 * MIB
+    assert parse_names("NVIDIA H200, 580.95.05") == "1 x NVIDIA H200, driver 580.95.05"
+    assert parse_names("A, B, 1.2\nA, B, 1.2\nC, 1.2") == "2 x A, B, 1 x C, driver 1.2"
+
+
+@pytest.mark.parametrize("output", ["", "[N/A]", "12\n[Not Supported]", "-3"])
+def test_memory_that_nvidia_smi_does_not_report_is_an_error(output: str) -> None:
+    with pytest.raises(CheckError, match="does not report the used memory"):
+        parse_memory(output)
+
+
+@pytest.mark.skipif(
+    sys.platform == "darwin" and platform.machine() == "arm64", reason="every such Mac has a GPU"
+)
+def test_a_machine_without_a_working_gpu_is_an_error(tmp_path: Path) -> None:
+    missing = check_gpu(path=tmp_path)
+    assert missing.returncode == 1
+    assert missing.stdout == ""
+    assert missing.stderr.startswith("error: no GPU was found: nvidia-smi is missing")
+    assert missing.stderr.count("\n") == 1
+    write_program(tmp_path, "nvidia-smi", "Failed to initialize NVML: Driver/library version mismatch", 18)
+    broken = check_gpu(path=tmp_path)
+    assert broken.returncode == 1
+    assert broken.stderr.startswith("error: nvidia-smi failed: Failed to initialize NVML")
+
+
+def test_nvcc_must_run_and_must_not_be_newer_than_the_driver(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setenv("CUDACXX", str(tmp_path / "nvcc"))
+    with pytest.raises(CheckError, match="nvcc does not run"):
+        find_nvcc()
+    write_program(tmp_path, "nvcc", "Cuda compilation tools, release 13.0, V13.0.88")
+    write_program(tmp_path, "nvidia-smi", "| Driver Version: 550.1    CUDA Version: 12.4 |")
+    with pytest.raises(CheckError, match=r"from CUDA 13, but the driver supports only CUDA 12"):
+        find_nvcc()
+    write_program(tmp_path, "nvidia-smi", "| Driver Version: 580.1    CUDA UMD Version: 13.1 |")
+    assert find_nvcc() == str(tmp_path / "nvcc")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--draft", "models/demo-draft-q8_0.gguf"), "--draft needs --target"),
+        (("--target", "no-such.gguf"), "no-such.gguf does not exist"),
+        (("--wheels", "no-such-folder"), "no-such-folder does not exist"),
+        (("--only", "speed"), "--only speed is not a step; choose from doctor, verify"),
+        (("--fast",), "unrecognized arguments: --fast"),
+    ],
+)
+def test_wrong_options_are_rejected(options: tuple[str, ...], message: str) -> None:
+    completed = check_gpu("--cpu", *options)
+    assert completed.returncode == 2
+    assert message in completed.stderr
+
+
+def test_a_step_passes_or_fails_with_the_end_of_its_output(tmp_path: Path) -> None:
+    passed = run(python("print('good')"), tmp_path)
+    assert (passed.status, passed.figures, passed.problem, passed.output) == (
+        "passed",
+        {"out": "good\n"},
+        "",
+        [],
+    )
+    program = f"import sys; [print(i) for i in range(50)]; sys.exit({str(ROOT / 'x')!r})"
+    failed = run(python(program, "print('never')"), tmp_path)
+    assert (failed.status, failed.problem) == ("failed", "exit status 1")
+    assert failed.output[-2:] == ["49", "./x"]
+    assert len(failed.output) == 20
+    unreadable = run(
+        Step("step", (("-c", "print('{')"),), lambda outputs: (json.loads(outputs[0]), "")), tmp_path
+    )
+    assert unreadable.problem.startswith("the output cannot be read: JSONDecodeError")
+
+
+def test_a_step_is_stopped_with_its_child_processes_after_the_time_limit(tmp_path: Path) -> None:
+    program = (
+        "import subprocess, sys, time\n"
+        "print(subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)']).pid, flush=True)\n"
+        "time.sleep(60)"
+    )
+    stopped = run(python(program), tmp_path, limit_seconds=3.0)
+    assert stopped.problem == "stopped after the time limit of 0.05 minutes"
+    child = int(stopped.figures["out"])
+    assert not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE
+
+
+@pytest.mark.parametrize(("measured", "is_near"), [(1000, True), (936, True), (935, False), (1065, False)])
+def test_planned_and_measured_memory_of_the_cards_are_compared(measured: int, is_near: bool) -> None:
+    items = [
+        {"kind": "weights", "bytes": 900 * MIB, "pool": "gpu"},
+        {"kind": "cache", "bytes": 100 * MIB, "pool": "gpu"},
+        {"kind": "weights", "bytes": 500 * MIB, "pool": "memory"},
+        {"kind": "process", "bytes": 80 * MIB, "pool": "memory"},
+    ]
+    outputs = [json.dumps({"gpu_layers": 6, "measured_bytes": measured * MIB}), json.dumps({"items": items})]
+    figures, problem = summarise_plan("cuda", outputs)
+    assert figures == {"GPU layers": "6", "planned": "1,000.0 MiB", "measured": f"{measured:,}.0 MiB"}
+    assert bool(problem) != is_near
+
+
+def test_only_the_cpu_gets_options_that_turn_the_gpu_off() -> None:
+    target = ROOT / "models" / "demo-target-q8_0.gguf"
+    for kind in ("cuda", "metal", "cpu"):
+        steps = {step.name: step for step in create_steps(kind, target, None, quick=False)}
+        assert {"verify-given", "bench-given", "plan-half"} < steps.keys()
+        for name in ("verify", "bench-given"):
+            assert ("--gpu-layers" in steps[name].commands[-1]) == (kind == "cpu")
+
+
+def test_the_report_shows_passed_and_failed_steps(tmp_path: Path) -> None:
+    machine = {"GPU": "1 x NVIDIA H200, driver 580.1"}
+    results = {
+        "doctor": Result("doctor", "passed", 3.5, {"gpu": "llama.cpp can use the GPU"}),
+        "bench": Result("bench", "failed", 60.0, {}, "exit status 1", ["a | b", "error: out of memory"]),
+    }
+    write_report(tmp_path / "report.md", machine, results)
+    text = (tmp_path / "report.md").read_text("utf-8")
+    assert "\n1 of 2 steps failed: bench.\n" in text
+    assert "| doctor | passed | 3.5 |  |\n| bench | failed | 60 | exit status 1 |\n" in text
+    assert "| gpu | llama.cpp can use the GPU |" in text
+    assert text.endswith("    a | b\n    error: out of memory\n")
+    assert "\nAll 1 steps passed.\n" in to_markdown(machine, {"doctor": results["doctor"]})
+    assert read_report(tmp_path / "report.json", machine) == results
+    assert read_report(tmp_path / "other.json", machine) == {}
+    with pytest.raises(CheckError, match=r"from another run \(different GPU\)"):
+        read_report(tmp_path / "report.json", {"GPU": "2 x NVIDIA H200, driver 580.1"})
+    (tmp_path / "report.json").write_text("{")
+    with pytest.raises(CheckError, match="cannot be read"):
+        read_report(tmp_path / "report.json", machine)
+
+
+def test_steps_run_on_the_cpu_one_by_one(tmp_path: Path) -> None:
+    options = ("--cpu", "--quick", "--results", str(tmp_path))
+    first = check_gpu(*options, "--only", "doctor", "--only", "plan-half")
+    assert first.returncode == 0, first.stdout + first.stderr
+    assert "[2/2] plan-half passed in " in first.stderr
+    second = check_gpu(*options, "--only", "plan-0")
+    assert second.returncode == 0, second.stdout + second.stderr
+    steps = {step["name"]: step for step in json.loads((tmp_path / "report.json").read_text())["steps"]}
+    assert {name: step["status"] for name, step in steps.items()} == dict.fromkeys(
+        ["doctor", "plan-half", "plan-0"], "passed"
+    )
+    assert [steps[name]["figures"]["GPU layers"] for name in ("plan-half", "plan-0")] == ["6", "0"]
+    assert "All 3 steps passed." in (tmp_path / "report.md").read_text()
+    other = check_gpu("--cpu", "--results", str(tmp_path), "--only", "doctor")
+    assert other.returncode == 1
+    assert "is from another run (different run)" in other.stderr
