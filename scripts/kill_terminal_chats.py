@@ -110,6 +110,9 @@ class TerminalChat:
         self.pid, self._terminal = pty.fork()
         if not self.pid:
             os.environ.update(folders, TERM="xterm-256color")
+            # A script that runs in the background of a shell ignores Ctrl-C, and so would its children.
+            for ignored in (signal.SIGINT, signal.SIGHUP):
+                signal.signal(ignored, signal.SIG_DFL)
             os.execv(CHAT[0], [*CHAT, "--seed", str(seed)])
         fcntl.ioctl(self._terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 30, 100, 0, 0))
         self._shown = ""
