@@ -15,7 +15,6 @@ __all__ = ["IdleWorker", "drafters_with_idle_work"]
 
 # Type of a function that does work between replies. It stops when its argument returns False.
 _IdleWork: TypeAlias = Callable[[Callable[[], bool]], None]
-# Type of a function that is called regularly between replies, until it returns False.
 _Watch: TypeAlias = Callable[[Callable[[], bool]], bool]
 
 # Seconds without a reply before background work begins. Scripts usually start their next reply sooner.

@@ -92,8 +92,8 @@ class DrafterSet:
     def loss_limits(self) -> tuple[float, float] | None:
         """Maximum slowdown that drafting may cause, compared with plain decoding. None if unlimited.
 
-        The first number is a fraction of the plain decoding time. The second is a number of single-token
-        passes, whose time is added.
+        With limits (r, n), a reply takes at most 1 + r times as long as with plain decoding, plus the time of
+        n single-token passes.
         """
         return self._auto_config.limits if self._auto_config else None
 

@@ -56,7 +56,7 @@ class Request:
     processors: tuple[LogitsProcessor, ...] = ()
 
     def max_draft_length(self, adapts: bool) -> int:
-        """Return the maximum draft length in tokens. `adapts` says whether the drafter adapts its length."""
+        """Return the maximum draft length in tokens. The default is larger for an adaptive drafter."""
         return self.draft_length or _default_draft_length(adapts)
 
 

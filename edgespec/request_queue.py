@@ -118,7 +118,7 @@ class RequestQueue:
                     return
                 self._running = running = self._waiting.popleft()
             error = running._run()
-            # Make room in the queue before the caller learns that its reply has ended.
+            # Free the reply's place in the queue before its caller can submit another request.
             with self._changed:
                 self._running = None
             running._end(error)

@@ -382,8 +382,8 @@ class Session:
     def close_at_exit(self) -> None:
         """Close the session when Python exits.
 
-        If another thread is reading a reply, that thread closes the models if it can. Otherwise, MLX could
-        abort the process.
+        MLX models must be closed in the thread that last read a reply. If another thread is still reading a
+        reply, wait up to two seconds for that thread to close the models.
         """
         reader = self._reader
         if self._active_request and reader is not threading.current_thread() and reader.is_alive():

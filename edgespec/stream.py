@@ -40,7 +40,7 @@ class ReplyStream:
         reply_start: Text at the end of the prompt that belongs to the reply, such as an opening `<think>`.
     """
 
-    # Class attribute for `__del__`, in case the constructor raises an exception.
+    # If the constructor raises an exception, `__del__` reads this value and has nothing to end.
     _ended = True
 
     def __init__(
@@ -159,7 +159,6 @@ class ReplyStream:
             self._chunks.extend(_text_chunks(part, split, is_draft, 1))
 
     def _finish(self, failed: bool, *, wait: bool = True) -> bool:
-        """End the reply and create the `Reply` object. Return False if it would have to wait for a lock."""
         if self._ended:
             return True
         if not self._session.end(self._request, wait=wait):

@@ -91,8 +91,6 @@ class WindowedModel(WrappedModel):
     wrapped (inner) model's KV cache contains only the first tokens and the last tokens of the sequence. Token
     positions are counted within this cache.
 
-    If the window is full and the inner model cannot evict tokens, the most recent half is recomputed.
-
     Args:
         model: The inner model.
         window: The sizes of the attention window.

@@ -1,8 +1,7 @@
 """Acceptance rules, which decide which drafted tokens to accept and which token comes next.
 
-There are two rules, invariant and rejection. Under both, emitted tokens follow the target distribution
-exactly. A rule also defines how a drafter samples from its own distribution, because drafting and accepting
-must match.
+There are two rules, `Invariant` and `Rejection`. With either rule, emitted tokens follow the target
+distribution exactly. A rule also draws random tokens for drafters.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ class Logits(Protocol):
 
     @property
     def overlapped_seconds(self) -> float:
-        """Seconds that the model's pass had already run when `verify` was called."""
+        """Seconds during which drafting and the model's pass ran at the same time."""
 
     def __len__(self) -> int:
         """Return the number of rows, which is the number of tokens in the pass."""

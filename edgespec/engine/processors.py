@@ -55,7 +55,7 @@ class LogitsProcessor(ABC):
 
     @abstractmethod
     def apply(self, candidates: Candidates) -> Candidates:
-        """Return the candidate tokens that remain, with new logits. A logit of -inf forbids a token."""
+        """Remove candidate tokens or change their logits. A logit of -inf forbids a token."""
 
     def push(self, token: int) -> None:  # noqa: B027
         """Append a token to the token history."""

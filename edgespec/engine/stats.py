@@ -136,7 +136,7 @@ class RoundTimer:
         self.start()
 
     def start(self) -> None:
-        """Start a draft-and-verify round, and discard the times of an unfinished one."""
+        """Set all times to zero and start timing a draft-and-verify round."""
         self._seconds: dict[Phase, float] = dict.fromkeys(get_args(Phase), 0.0)
         self._lap_start = self._now()
 

@@ -1,8 +1,7 @@
 """Decide whether rounding explains the first difference between two replies.
 
-Quantised kernels give slightly different logits for passes of different widths, so two tokens with nearly
-equal logits can swap. This rounding error is measured on the tokens of the reply. Only a difference within
-the rounding error is a near-tie.
+Quantised kernels give slightly different logits for passes over different numbers of tokens. Two replies can
+therefore differ where two tokens have nearly equal logits.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ class Rescored(NamedTuple):
     Attributes:
         plain: Logits of a single-token pass, float32 [vocab].
         wide: Logits of each pass that is compared with `plain`, float32 [vocab] per pass.
-        error: The rounding error: the largest difference from the logits of single-token passes.
+        error: Largest difference between `plain` and any of `wide`, at this position or an earlier one.
     """
 
     plain: NDArray[np.float32]
@@ -52,7 +51,7 @@ def rescore(
     *,
     batch_sizes: Sequence[int] = (),
 ) -> Rescored:
-    """Compute the logits after a prompt and part of a reply, with passes over different numbers of tokens.
+    """Measure how much a model's logits depend on the number of tokens per pass.
 
     Overwrites the model's KV cache.
 
@@ -64,7 +63,7 @@ def rescore(
         batch_sizes: Numbers of tokens per prefill pass to compare with a single prefill pass.
 
     Returns:
-        The logits after the last token, and the rounding error.
+        The logits after the last token of `reply`, and the largest difference that was found.
     """
     plain = _rows(model, prompt, reply, 1)
     widest = max(1, model.facts.context_tokens - len(prompt) - len(reply) + 1)

@@ -85,8 +85,7 @@ class ResizableContext:
         if 2 * generous > self.limit_tokens:
             generous = self.limit_tokens
         if not self._grow_target(generous, least):
-            # If the failure leaves the target without a KV cache, keep `limit_tokens`, so that the next
-            # prompt can allocate one.
+            # The size is 0 if the target has lost its KV cache. A limit of 0 would prevent a new one.
             size = self._target.facts.context_tokens
             self.limit_tokens = size or self.limit_tokens
             self.notice = f"the context cannot grow beyond {size} tokens: {self._failure}"
@@ -115,7 +114,7 @@ class ResizableContext:
 
     @property
     def kv_bytes(self) -> int:
-        """Current total size of both KV caches, in bytes."""
+        """Total size of the KV caches of the target and the draft model, in bytes."""
         return self._target.facts.kv_bytes + (self._draft.facts.kv_bytes if self._draft else 0)
 
     def _smaller_size(self, model: LanguageModel, tokens: int) -> int | None:

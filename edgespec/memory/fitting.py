@@ -35,7 +35,7 @@ PlanOption = Literal[
 # resort, one for a short question. Heuristics.
 _SHORT_CONTEXT_TOKENS, _MIN_CONTEXT_TOKENS = 2048, 512
 _WINDOW_TOKENS = 1024
-# Load options that are set back to earlier values, in this order, if that still fits the memory budget.
+# Load options to restore, in this order, if memory is left.
 _RESTORABLE: tuple[PlanOption, ...] = (
     "float32",
     "kv_type",
@@ -177,7 +177,6 @@ def _steps(start: PlanChoice, prefer: Preference, layers: int, draft_forms: Sequ
 
 
 def _restore_options(choice: PlanChoice, passed: list[PlanChoice], plan: _Plan) -> PlanChoice:
-    """Set load options back to earlier values that still fit the memory budget."""
     for name in _RESTORABLE:
         for earlier in passed:
             restored = replace(choice, **_values(name, earlier))

@@ -22,8 +22,6 @@ __all__ = ["Limit", "address_limit", "apple_limit", "cgroup_limits", "process_li
 
 # Limits above this count as unlimited, because cgroup v1 reports "no limit" as a number near 2^63.
 _UNLIMITED_BYTES = 1 << 60
-# Names of the files with a cgroup's memory limit and usage, and of the statistic for inactive page cache. The
-# key is True for cgroup version 1 and False for version 2.
 _NAMES = {
     False: ("memory.max", "memory.current", "inactive_file"),
     True: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),

@@ -119,7 +119,7 @@ class TargetCache:
         length = self._target.length
         if (whole := self._reusable(length)) < length:
             self._target.truncate(whole)
-            # Clear the KV cache if it became shorter than requested.
+            # Recurrent models may keep fewer tokens than `whole`. Clear their KV cache then.
             if self._target.length < whole:
                 self._target.truncate(0)
         return self._target.length

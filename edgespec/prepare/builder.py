@@ -166,7 +166,6 @@ class BuildFolder:
         return True
 
     def _delete_unusable(self, *, has_journal: bool) -> None:
-        """Delete the partial folder of an earlier build. Raises OptionError if edgespec did not create it."""
         if self.folder.exists() and not has_journal and not _in_store(self.folder):
             foreign = [path for path in self.folder.iterdir() if not path.name.startswith(_JOURNAL)]
             if foreign:
@@ -216,7 +215,7 @@ def build(
         raise OptionError(f"{folder} already exists and is not a prepared model", _USE_NEW_FOLDER)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        # Raise an error if the folder is not writable, because waiting for the lock would then never end.
+        # If the folder is not writable, fail here, because `_exclusive` would wait forever.
         tempfile.TemporaryFile(dir=folder.parent).close()
         with _exclusive(folder, progress):
             prepared = _existing(kind, folder, source, settings, progress)

@@ -24,15 +24,14 @@ _CONTEXT_TOKENS = 256
 _MAX_EXITS = 16
 # Convert this many rows of the output head to floating point at a time, to limit memory use.
 _HEAD_ROWS = 8192
-# The last layer must predict at least this fraction of the model's own tokens. Otherwise, the measurement is
-# wrong.
+# Minimum fraction of the model's greedy reply that the hidden states of its last layer must predict.
 _MIN_LAST_LAYER_AGREEMENT = 0.9
 
 
 def measure_exits(
     path: Path, source: GgufModel, exit_layer: int | None = None, progress: Progress | None = None
 ) -> ExitTable:
-    """Measure exit layers on the model's own greedy reply to a calibration prompt.
+    """Measure how often each exit layer predicts the next token of the model's own reply to a prompt.
 
     The cost of verify passes is measured on the device that the model normally runs on.
 

@@ -81,7 +81,7 @@ class ExitTable:
 
     @property
     def verdict(self) -> str:
-        """User-facing summary of whether early exit is faster, to follow the model's name and a colon."""
+        """User-facing summary of whether early exit is faster."""
         best = self.best
         accuracy = (
             f"after {best.exit_layer} of {self.layer_count} layers it predicts the full model's token"
@@ -98,7 +98,7 @@ def exit_table(
     head_bytes: int,
     v: CostFunction = assumed_cost,
 ) -> ExitTable:
-    """Estimate the speed-up of drafting with each exit layer from the bytes of weights that passes read.
+    """Estimate the speed-up of drafting with each exit layer.
 
     Args:
         agreements: Agreement with the full model for each exit layer, from 1 to the number of layers - 1.

@@ -45,7 +45,7 @@ class FileRecord:
 
 
 def hash_files(paths: Sequence[Path], what: str, progress: Progress | None = None) -> tuple[FileRecord, ...]:
-    """Read files completely and return their records.
+    """Read files completely and return a record of each file's size and SHA-256 hash.
 
     Args:
         paths: The files.

@@ -193,8 +193,8 @@ def _test_split_model(
     difference = np.abs(actual - expected).max(axis=1) / expected.std(axis=1)
     if not np.isfinite(actual).all() or not (difference <= _MAX_DIFFERENCE).all():
         raise CapabilityError(
-            f"{path.name} computes different logits when it is split (difference"
-            f" {float(difference.max()):.2g} standard deviations)",
+            f"{path.name} cannot be split into two parts: its logits would change by"
+            f" {float(difference.max()):.2g} standard deviations",
             "choose another exit layer with --exit",
         )
 

@@ -175,7 +175,7 @@ class ChatApp(App[None]):
     def stop_model(self) -> bool:
         """Stop the reply and close the model. Return False if it takes longer than five seconds."""
         if self.chat is not None:
-            # Begin leaving before the reply stops, so that the reply is saved as unfinished.
+            # A reply that stops after `begin_leaving` is saved as unfinished.
             self.chat.begin_leaving()
         self.model_thread.close()
         return self.model_thread.join(_QUIT_SECONDS)

@@ -214,7 +214,7 @@ class ChatView(Screen[None]):
         self.call_after_refresh(self.refresh_facts)
 
     async def toggle_panel(self, name: str) -> bool:
-        """Show or hide the column `name`. Return True if it is now visible."""
+        """Show or hide a panel, `sidebar` or `details`. Return True if it is now visible."""
         others = self._panels - {name} if self._width_class == "-wide" or name in self._panels else set()
         panels = others if name in self._panels else others | {name}
         if self._width_class != "-narrow":

@@ -23,8 +23,8 @@ __all__ = ["ChatEntry", "OpenChat", "RunningTurn", "code_blocks"]
 class ChatEntry:
     """A message in the open chat.
 
-    Only replies generated since the chat was opened have `chunks`, `reply` and `thought_seconds`, the time
-    that the model spent on its reasoning.
+    `chunks`, `reply` and `thought_seconds` are set only for replies generated since the chat was opened.
+    `thought_seconds` is the time that the model spent on its reasoning.
     """
 
     role: Role

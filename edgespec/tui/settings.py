@@ -107,7 +107,7 @@ def default_text(name: str, runtime: Runtime, settings: Mapping[str, Setting]) -
     try:
         defaults = dict(runtime.reply_defaults(None if method is None else str(method)))
     except OptionError:
-        # If the chat's method needs a model that is not loaded, show the default values instead.
+        # The chat's method is unavailable, so show the defaults of the method passed to `load`.
         defaults = dict(runtime.reply_defaults())
     value = defaults[name]
     if name == "draft_length" and defaults["method"] == "auto":

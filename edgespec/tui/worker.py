@@ -79,7 +79,7 @@ class ModelThread:
         self._thread = threading.Thread(target=self._run, name="edgespec-model", daemon=True)
 
     def start(self) -> Future[Runtime]:
-        """Start the thread and load the model."""
+        """Start the model thread and load the model in it."""
         limit_malloc_arenas()
         loaded = self._submit(self._load_model)
         self._thread.start()

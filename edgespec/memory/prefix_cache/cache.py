@@ -328,7 +328,6 @@ class PrefixCache:
             return
         sequence, children = segment.sequence(), segment.children
         try:
-            # A segment that was read from disk can be too large to copy at once.
             copy = self._copy_segment if self._segments_for(len(segment.tokens)) == 1 else self._copy_segments
             first = copy(sequence[:at], segment.parent)
             last = first and copy(sequence, first)

@@ -19,7 +19,7 @@ _MAX_CHARACTERS = 100_000
 _CHARACTER_SECONDS, _WIDGET_SECONDS = 3e-5, 4e-3
 _LIST_ITEM_WIDGETS = 4
 _LIST_ITEM = re.compile(r"\s*(?:[-*+]|\d+[.)])\s")
-# Maximum time in seconds for drawing a reply.
+# Maximum estimated time in seconds for showing a reply. The rest of a longer reply is hidden.
 _MAX_SECONDS = 8.0
 
 
