@@ -20,16 +20,17 @@ _READ_INTERVAL_SECONDS = 0.25
 _MIN_OWN_SHARE = 0.2
 
 
-def usable_cores(root: Path = Path("/")) -> int:
-    """Return the number of physical cores that this process can use, at least 1.
+def usable_cores(root: Path = Path("/"), *, logical: bool = False) -> int:
+    """Return the number of cores that this process can use, at least 1.
 
     The process's CPU affinity and the CPU quotas of its control groups (`docker run --cpus`) limit this
     number.
 
     Args:
         root: The folder that contains `proc` and `sys`.
+        logical: Whether to count the hyper-threads of a core separately.
     """
-    cores = psutil.cpu_count(logical=False) or 1
+    cores = psutil.cpu_count(logical=logical) or 1
     with suppress(AttributeError, psutil.Error):  # psutil does not support cpu_affinity on macOS.
         cores = min(cores, len(psutil.Process().cpu_affinity()))
     quotas = [ceil(quota) for group in control_groups("cpu", root) if (quota := _cpu_quota(group))]

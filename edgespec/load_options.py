@@ -56,7 +56,7 @@ class LoadArguments(TypedDict, total=False):
         default=False)]
     threads: Annotated[int | None, Option(Integer(1, 1024), "model",
         "Number of CPU threads to use.",
-        default_text="one per core that other programs leave free; 1 for tiny models")]
+        default_text="fastest number, within the cores that other programs leave free; 1 for tiny models")]
     gpu_layers: Annotated[int | None, Option(Integer(0), "model",
         "Number of model layers to offload to the GPU.",
         default_text="all")]

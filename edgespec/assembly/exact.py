@@ -30,7 +30,7 @@ def restrict_to_exact(model: LanguageModel, computation: str, progress: Progress
     facts = model.facts
     capabilities = facts.capabilities
     methods = sorted(capabilities.self_draft_methods)
-    limits = f"{usable_cores()} {facts.context_tokens} {capabilities.tree} {methods}"
+    limits = f"{model.max_threads or usable_cores()} {facts.context_tokens} {capabilities.tree} {methods}"
     model_identity = f"{models_fingerprint(facts)} {facts.cache_variant} {facts.weight_bytes}"
     saved = SavedArrays("agreement", f"{model_identity} {computation} {limits}")
     passes = _load_saved(saved)

@@ -90,6 +90,7 @@ def _load_planned(planned: LoadPlan, trial_notice: str, progress: Progress | Non
         model = load_target(pair, planned.target_options, progress)
         undo.callback(model.close)
         costs = TargetCosts(model, options, arguments["measure_costs"])
+        costs.choose_threads(progress)
         exact_notice = restrict_to_exact(model, costs.settings_key, progress) if options.exact else ""
         draft = load_draft(pair, model, drafting, options, progress)
         if draft:

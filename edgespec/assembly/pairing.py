@@ -12,6 +12,8 @@ from edgespec.backends.base import LanguageModel, LoadOptions, ModelFacts, Progr
 from edgespec.backends.registry import same_backend
 from edgespec.backends.trial_load import TrialModel, check_loadable
 from edgespec.catalog import Resolved, choose_draft, resolve
+from edgespec.costs.target_costs import settings_key
+from edgespec.costs.thread_search import use_fastest_threads
 from edgespec.drafters.base import Drafter
 from edgespec.drafters.vocabularies import (
     RetokenisedDrafter,
@@ -214,6 +216,7 @@ def load_draft(
 
     model = _load_model(found, replace(options, choose_context_tokens=context_for), progress)
     try:
+        use_fastest_threads(model, settings_key(options), progress)
         compared = compare_vocabularies(target.vocabulary, model.vocabulary, target.facts.name, found.name)
         return _adapted_to_target(model, pair, target, drafting, compared, window_for)
     except BaseException:

@@ -286,6 +286,13 @@ class LanguageModel(Protocol):
     def threads(self) -> int:
         """Number of CPU threads of the last pass, or 0 if the backend's library chooses it."""
 
+    @property
+    def max_threads(self) -> int:
+        """Number of CPU threads on an idle machine, or 0 if it cannot be changed."""
+
+    def set_max_threads(self, threads: int) -> None:
+        """Set the number of CPU threads on an idle machine. Has no effect if `max_threads` is 0."""
+
     def prefill(self, tokens: Sequence[int], progress: Progress | None = None) -> None:
         """Append tokens to the cache without computing their logits.
 

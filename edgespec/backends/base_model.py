@@ -57,6 +57,13 @@ class BaseModel(ABC):
     def threads(self) -> int:
         return 0
 
+    @property
+    def max_threads(self) -> int:
+        return 0
+
+    def set_max_threads(self, threads: int) -> None:  # noqa: B027
+        pass
+
     def run_ahead(self, enabled: bool) -> None:  # noqa: B027
         pass
 

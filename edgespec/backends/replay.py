@@ -91,6 +91,17 @@ class ReplayModel(BaseModel):
     def length(self) -> int:
         return self._first_known + len(self._known)
 
+    @property
+    def threads(self) -> int:
+        return self._inner.threads
+
+    @property
+    def max_threads(self) -> int:
+        return self._inner.max_threads
+
+    def set_max_threads(self, threads: int) -> None:
+        self._inner.set_max_threads(threads)
+
     def prefill(self, tokens: Sequence[int], progress: Progress | None = None) -> None:
         self._check(len(tokens))
         self._end_round()

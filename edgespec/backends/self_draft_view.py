@@ -49,6 +49,13 @@ class SelfDraftView(ABC, Generic[M]):
     def threads(self) -> int:
         return self._target.threads
 
+    @property
+    def max_threads(self) -> int:
+        return 0
+
+    def set_max_threads(self, threads: int) -> None:
+        pass
+
     def prefill(self, tokens: Sequence[int], progress: Progress | None = None) -> None:  # noqa: ARG002
         self._check()
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import product
 from statistics import geometric_mean
 from typing import Any
 
+from edgespec.cores import usable_cores
 from edgespec.costs.curve import CostCurve
+from edgespec.costs.thread_search import fastest_threads
 from edgespec.errors import CancelledError
 from edgespec.losslessness import Prompt, prompt_tokens
 from edgespec.reply import Reply
@@ -70,6 +72,9 @@ class Tuning:
     """The result of `edgespec tune`.
 
     Attributes:
+        thread_seconds: Duration of a single-token pass in seconds for each number of CPU threads that was
+            compared. Empty if none were compared.
+        threads: Fastest number of CPU threads. 0 if none were compared.
         passes: Durations of verify passes, by number of tokens in the pass.
         drafters: Performance of each drafter.
         limit: Highest possible speed-up on this machine, if every draft token is accepted and drafting costs
@@ -82,6 +87,8 @@ class Tuning:
     target: str
     draft: str | None
     target_step_seconds: float
+    thread_seconds: Mapping[int, float]
+    threads: int
     passes: tuple[PassCost, ...]
     drafters: tuple[DrafterResult, ...]
     limit: float
@@ -115,6 +122,7 @@ def tune(
         CancelledError: The tuning was cancelled.
     """
     curve = runtime.measure_costs(progress)
+    threads = runtime.thread_seconds
     capabilities = runtime.target.capabilities
     tries_auto = runtime.method.requested == "auto" and capabilities.rollback
     configs = ["none", *runtime.drafters, *(["auto"] if tries_auto else [])]
@@ -132,6 +140,8 @@ def tune(
         target=runtime.target.name,
         draft=runtime.draft.name if runtime.draft else None,
         target_step_seconds=curve.target_step_seconds,
+        thread_seconds=threads,
+        threads=fastest_threads(threads, usable_cores()) if threads else 0,
         passes=passes,
         drafters=drafters,
         limit=limit,

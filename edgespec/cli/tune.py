@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 __all__ = ["command"]
 
 _LEGEND = """\
+THREADS       number of CPU threads; the one with an arrow is used while no other program is busy
 TOKENS        number of tokens the model checks in one pass
 MS            duration of that pass in milliseconds
 COST          duration of that pass divided by the time for a single token
@@ -87,6 +88,15 @@ def _tune(stop: Stop, method: str, max_tokens: int, options: dict[str, Any]) -> 
 def _print(tuning: Tuning) -> None:
     click.echo(f"model {tuning.target}, draft model {tuning.draft or 'none'}")
     click.echo(f"{tuning.target_step_seconds * 1e3:.3g} ms per token without drafting\n")
+    if tuning.thread_seconds:
+        print_table(
+            ("THREADS", "MS PER TOKEN"),
+            [
+                (f"{count}{' <-' if count == tuning.threads else ''}", f"{seconds * 1e3:.3g}")
+                for count, seconds in sorted(tuning.thread_seconds.items())
+            ],
+        )
+        click.echo()
     print_table(
         ("TOKENS", "MS", "COST", "LIMIT", "BREAK-EVEN"),
         [

@@ -11,10 +11,11 @@ from numpy.typing import NDArray
 from edgespec.backends.base import LanguageModel, LoadOptions, Progress
 from edgespec.costs.curve import CostCurve, measure_costs
 from edgespec.costs.machine_speed import machine_identity
+from edgespec.costs.thread_search import use_fastest_threads
 from edgespec.errors import CancelledError
 from edgespec.saved_arrays import SavedArrays, models_fingerprint
 
-__all__ = ["FreeCosts", "PassCosts", "TargetCosts"]
+__all__ = ["FreeCosts", "PassCosts", "TargetCosts", "settings_key"]
 
 # Discard saved pass durations if a single-token pass is now slower or faster by more than this factor.
 _MAX_STEP_RATIO = 2.0
@@ -47,6 +48,8 @@ class TargetCosts:
     Attributes:
         settings_key: Key that identifies all settings that affect the duration of a pass.
         has_loss_limit: Whether to limit the time that a reply can lose to rejected drafts.
+        thread_seconds: Duration of a single-token pass in seconds for each number of CPU threads that
+            `choose_threads` compared.
     """
 
     has_loss_limit = True
@@ -54,7 +57,8 @@ class TargetCosts:
     def __init__(self, model: LanguageModel, options: LoadOptions, is_measuring: bool = True) -> None:
         self._model = model
         self._is_measuring = is_measuring
-        self.settings_key = _settings_key(options)
+        self.settings_key = settings_key(options)
+        self.thread_seconds: Mapping[int, float] = {}
         # Saved cost curves, keyed by number of CPU threads.
         self._stores: dict[int, SavedArrays] = {}
 
@@ -69,6 +73,10 @@ class TargetCosts:
             key = f"{models_fingerprint(self._model.facts)} {self.settings_key} {threads}"
             self._stores[threads] = SavedArrays("costs", key)
         return self._stores[threads]
+
+    def choose_threads(self, progress: Progress | None = None, *, again: bool = False) -> None:
+        """Make the target use the fastest number of CPU threads. See `use_fastest_threads`."""
+        self.thread_seconds = use_fastest_threads(self._model, self.settings_key, progress, again=again)
 
     def curve(self, progress: Progress | None = None) -> CostCurve:
         """Return the saved cost curve if the target's speed has not changed much, or else measure a new one.
@@ -116,7 +124,8 @@ class TargetCosts:
 PassCosts: TypeAlias = FreeCosts | TargetCosts
 
 
-def _settings_key(options: LoadOptions) -> str:
+def settings_key(options: LoadOptions) -> str:
+    """Return a key that identifies this machine and all options that affect the duration of a pass."""
     chosen = (options.threads, options.gpu_layers, options.kv_type, options.flash_attention, options.adapter)
     exact = " exact" if options.exact else ""
     return repr((chosen, machine_identity())) + exact

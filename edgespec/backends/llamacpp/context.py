@@ -106,8 +106,6 @@ class LlamaContext:
         self._others: set[int] = set()
         params.n_outputs_max = min(plan.rows, options.batch_tokens)
         self._thread_count = ThreadCount(threads) if adapts_threads(options, plan.kv_types) else None
-        # Unlike `threads`, `max_threads` does not change with the CPU load.
-        self.max_threads = threads
         params.n_threads = params.n_threads_batch = self.threads = threads
         params.type_k, params.type_v = plan.kv_types.ggml_types
         params.flash_attn_type = _FLASH_ATTENTION[options.flash_attention]
@@ -272,6 +270,21 @@ class LlamaContext:
             f"llama.cpp failed on a pass over {count} tokens with status {status}: {detail}",
             "close other programs or use a smaller --context",
         )
+
+    @property
+    def adapts_threads(self) -> bool:
+        """Whether the number of threads may change between passes."""
+        return self._thread_count is not None
+
+    @property
+    def max_threads(self) -> int:
+        """Number of threads on an idle machine."""
+        return self._thread_count.most if self._thread_count else self.threads
+
+    def set_max_threads(self, threads: int) -> None:
+        """Set the number of threads on an idle machine. Has no effect unless `adapts_threads`."""
+        if self._thread_count:
+            self._thread_count.most = self._thread_count.current = threads
 
     def _adapt_threads(self) -> None:
         """Use as many threads for the next pass as there are cores that other programs leave free."""

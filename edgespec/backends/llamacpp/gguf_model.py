@@ -83,6 +83,14 @@ class GgufModel(BaseModel):
     def threads(self) -> int:
         return self._context.threads
 
+    @property
+    def max_threads(self) -> int:
+        return self._context.max_threads if self._context.adapts_threads else 0
+
+    def set_max_threads(self, threads: int) -> None:
+        for context in self._contexts:
+            context.set_max_threads(threads)
+
     def prefill(self, tokens: Sequence[int], progress: Progress | None = None) -> None:
         self._check(len(tokens))
         self._end_round()
