@@ -154,7 +154,12 @@ def _mapped_files(pair: ModelPair, options: LoadOptions, *, has_copy: bool) -> M
 def _acceptance_recorder(pair: ModelPair, drafting: DraftingOptions) -> AcceptanceRecorder | None:
     """Return a recorder for the draft model's acceptance rate, or None if the options would distort it."""
     arguments = drafting.arguments
-    distorts = arguments["draft_branches"] or arguments["draft_confidence"] or arguments["learn"]
+    distorts = (
+        arguments["adapter"] is not None
+        or arguments["draft_branches"]
+        or arguments["draft_confidence"]
+        or arguments["learn"]
+    )
     if pair.draft is None or distorts:
         return None
     return AcceptanceRecorder((pair.target.path, pair.target.format), (pair.draft.path, pair.draft.format))
