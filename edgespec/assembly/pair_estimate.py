@@ -112,9 +112,8 @@ class PairEstimator:
             items += self._draft_items(choice, options, target.context_tokens)
         if self._copy and choice.copy:
             tokens = self._copy_context_tokens(choice, target.context_tokens)
-            items += create_items(
-                "low-bit copy", self._copy.estimate(replace(options, context_tokens=tokens))
-            )
+            copy_options = replace(options, adapter=None, context_tokens=tokens)
+            items += create_items("low-bit copy", self._copy.estimate(copy_options))
         items += shared_items(sum(item.bytes for item in items), self._process_bytes, self._headroom_bytes)
         return MemoryPlan(self._budget, target.context_tokens, target.kv_type, tuple(items))
 
