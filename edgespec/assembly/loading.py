@@ -11,7 +11,7 @@ from typing import Unpack
 from edgespec.assembly.drafting import make_drafters
 from edgespec.assembly.drafting_options import DraftingOptions
 from edgespec.assembly.exact import restrict_to_exact
-from edgespec.assembly.load_request import LoadRequest, as_bytes
+from edgespec.assembly.load_request import LoadRequest
 from edgespec.assembly.pairing import ModelPair, find_pair, load_draft, load_target, try_pair
 from edgespec.assembly.planning import LoadPlan, budget_for, check_fits, plan_pair
 from edgespec.assembly.prefix_cache_options import create_prefix_cache, file_states
@@ -21,7 +21,7 @@ from edgespec.catalog.acceptance_history import AcceptanceRecorder
 from edgespec.costs.target_costs import FreeCosts, TargetCosts
 from edgespec.errors import ModelFileError, OptionError
 from edgespec.memory import check_room_to_plan
-from edgespec.options import LoadArguments
+from edgespec.options import LoadArguments, as_bytes
 from edgespec.prepare.lowbit import find_lowbit, lowbit_file
 from edgespec.runtime import Runtime
 
@@ -75,7 +75,7 @@ def load(
     check_room_to_plan()
     pair = find_pair(request.target, request.draft, request.drafting, progress, request.options)
     trial_notice = "" if request.trust else try_pair(pair, request.options.memory_bytes or 0, progress)
-    budget = budget_for(pair, request.memory_bytes, request.reserve_bytes)
+    budget = budget_for(pair.backends, request.drafting.arguments)
     planned = plan_pair(pair, request.drafting, request.options, budget, request.plan)
     check_fits(planned)
     return _load_planned(planned, trial_notice, progress)

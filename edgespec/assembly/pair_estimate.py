@@ -61,9 +61,7 @@ class PairEstimator:
         if copy := _find_low_bit_copy(pair, drafting):
             self._copy = open_estimator(copy, replace(options, adapter=None))
             undo.callback(self._copy.close)
-        self._process_bytes = max(
-            each.backend.process_bytes for each in (pair.target, pair.draft) if each is not None
-        )
+        self._process_bytes = max(backend.process_bytes for backend in pair.backends)
 
     def _open_draft(self, draft: Resolved) -> MemoryEstimator:
         estimator = open_estimator(draft, self._options.for_draft())

@@ -9,7 +9,7 @@ from functools import partial
 
 from edgespec.assembly.drafting_options import DraftingOptions
 from edgespec.backends.base import LanguageModel, LoadOptions, ModelFacts, Progress
-from edgespec.backends.registry import same_backend
+from edgespec.backends.registry import Backend, same_backend
 from edgespec.backends.trial_load import TrialModel, check_loadable
 from edgespec.catalog import Resolved, choose_draft, resolve
 from edgespec.drafters.base import Drafter
@@ -61,6 +61,11 @@ class ModelPair:
     draft: Resolved | None
     why_no_draft: str
     why_draft: str = ""
+
+    @property
+    def backends(self) -> tuple[Backend, ...]:
+        """The backends of the models, starting with that of the target."""
+        return tuple(found.backend for found in (self.target, self.draft) if found)
 
 
 @dataclass(frozen=True, slots=True)

@@ -86,6 +86,6 @@ def plan(
         if address_space_is_limited():
             # Import the modules that `load` uses before measuring the free address space.
             import_module("edgespec.assembly.loading")
-        budget = budget_for(pair, request.memory_bytes, request.reserve_bytes)
+        budget = budget_for(pair.backends, request.drafting.arguments)
         planned = plan_pair(pair, request.drafting, request.options, budget, request.plan)
         return Preview(planned, predict_pair(planned.pair))
