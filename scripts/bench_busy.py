@@ -6,7 +6,8 @@
 
 The other program computes on one core: never (`idle`), always (`busy`), or for 5 of every 10 seconds
 (`alternating`). Every repeat runs all combinations of a method and a number of threads on the same prompt, in
-an order that changes from repeat to repeat. Times exclude prefill.
+an order that changes from repeat to repeat. An alternating load starts anew with each reply, in every other
+repeat with the busy half. Times exclude prefill.
 
 tokens/s    median over the repeats
 x best      median ratio of its speed to that of the fastest fixed number of threads in the same repeat
@@ -24,6 +25,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from itertools import product
 from statistics import median
 from threading import Event, Thread
 
@@ -40,8 +42,13 @@ _ALTERNATING_SECONDS = 5.0
 
 
 @contextmanager
-def other_program(load: str) -> Iterator[None]:
-    """Keep one core busy, as `load` says."""
+def other_program(load: str, starts_busy: bool = True) -> Iterator[None]:
+    """Keep one core busy, as `load` says.
+
+    Args:
+        load: `idle`, `busy` or `alternating`.
+        starts_busy: Whether an alternating load starts with the 5 seconds in which the core is busy.
+    """
     if load == "idle":
         yield
         return
@@ -49,9 +56,11 @@ def other_program(load: str) -> Iterator[None]:
     done = Event()
 
     def alternate() -> None:
-        is_running = True
-        while not done.wait(_ALTERNATING_SECONDS):
-            os.kill(program.pid, signal.SIGSTOP if is_running else signal.SIGCONT)
+        is_running = starts_busy
+        while True:
+            os.kill(program.pid, signal.SIGCONT if is_running else signal.SIGSTOP)
+            if done.wait(_ALTERNATING_SECONDS):
+                return
             is_running = not is_running
 
     thread = Thread(target=alternate, daemon=True)
@@ -61,6 +70,8 @@ def other_program(load: str) -> Iterator[None]:
         yield
     finally:
         done.set()
+        if thread.is_alive():
+            thread.join()
         program.kill()
         program.wait()
 
@@ -80,26 +91,25 @@ def main() -> None:
             )
             for threads in counts
         }
-        for load in args.loads.split(","):
-            with other_program(load):
-                for repeat in range(args.repeats):
-                    cases = [(method, threads) for method in methods for threads in counts]
-                    first = repeat % len(cases)
-                    replies = {}
-                    for method, threads in cases[first:] + cases[:first]:
-                        runtime = runtimes[threads]
-                        runtime.clear_cache()
-                        replies[method, threads] = runtime.generate(
-                            _PROMPTS[repeat % len(_PROMPTS)],
-                            method=method,
-                            max_tokens=args.max_tokens,
-                            temperature=0.0,
-                        )
-                    expected = replies[methods[0], 1].tokens
-                    for (method, threads), reply in replies.items():
-                        speeds[load, method, threads].append(reply.stats.tokens_per_second or 0.0)
-                        equal[load, method, threads] += reply.tokens == expected
-                    print(f"{load}, repeat {repeat + 1} of {args.repeats}", file=sys.stderr, flush=True)
+        for load, repeat in product(args.loads.split(","), range(args.repeats)):
+            cases = [(method, threads) for method in methods for threads in counts]
+            first = repeat % len(cases)
+            replies = {}
+            for method, threads in cases[first:] + cases[:first]:
+                runtime = runtimes[threads]
+                runtime.clear_cache()
+                with other_program(load, starts_busy=repeat % 2 == 0):
+                    replies[method, threads] = runtime.generate(
+                        _PROMPTS[repeat % len(_PROMPTS)],
+                        method=method,
+                        max_tokens=args.max_tokens,
+                        temperature=0.0,
+                    )
+            expected = replies[methods[0], 1].tokens
+            for (method, threads), reply in replies.items():
+                speeds[load, method, threads].append(reply.stats.tokens_per_second or 0.0)
+                equal[load, method, threads] += reply.tokens == expected
+            print(f"{load}, repeat {repeat + 1} of {args.repeats}", file=sys.stderr, flush=True)
     _print(speeds, equal, counts)
 
 

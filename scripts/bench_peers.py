@@ -111,8 +111,7 @@ def main() -> None:
         # SIGTERM raises KeyboardInterrupt, so that all child processes are stopped.
         signal.signal(signal.SIGTERM, signal.default_int_handler)
         try:
-            with other_program(args.load):
-                measure(args, setup, prompt_set, _needed_bytes(pair), replies)
+            measure(args, setup, prompt_set, _needed_bytes(pair), replies)
         except KeyboardInterrupt:
             print("Interrupted. These are the results so far:", file=sys.stderr)
         _save(args, setup, replies)
@@ -302,7 +301,8 @@ def measure(
                 options = GenerationOptions(args.max_tokens, temperature, 1 + index, *setup.filters)
                 for configuration in rotated_order(working, index + repeat):
                     try:
-                        run = pool.generate(configuration, prompt_set.tokens[prompt.name], options)
+                        with other_program(args.load, starts_busy=index % 2 == 0):
+                            run = pool.generate(configuration, prompt_set.tokens[prompt.name], options)
                     except EdgespecError as error:
                         print(f"{configuration} is left out: {error}", file=sys.stderr)
                         working.remove(configuration)

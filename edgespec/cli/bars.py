@@ -48,7 +48,7 @@ def picture(preview: Preview, requested_context_tokens: int | None = None) -> Re
     ]
     if preview.draft_window:
         parts.append(
-            _line(f"when the context is longer, the draft model sees only {preview.draft_window.description}")
+            _line(f"in longer contexts, the draft model reads only {preview.draft_window.description}")
         )
     for pool in plan.pools:
         planned = f"{format_bytes(plan.planned_bytes(pool))} of {format_bytes(plan.budget_bytes(pool))}"
@@ -57,7 +57,7 @@ def picture(preview: Preview, requested_context_tokens: int | None = None) -> Re
         parts += [Text(), bar(plan, pool), Text(f"{planned} {_POOLS[pool]}{more}", "bold")]
     parts += [Text(f"limit: {plan.budget.source}", "dim"), Text(), _items(plan)]
     if plan.decisions:
-        heading = "reduced to make it fit:" if plan.fits else "tried, but still too large:"
+        heading = "changed so that it fits:" if plan.fits else "tried, but still too large:"
         lines = [f"{each.what} (frees {format_bytes(each.bytes)}): {each.why}" for each in plan.decisions]
         parts += [Text(), Text(heading), Padding(Group(*map(_line, lines)), (0, 0, 0, 2))]
     if not plan.fits:
@@ -77,11 +77,11 @@ def _about_context(preview: Preview, requested_tokens: int | None) -> str:
     """Return a parenthesised note on the context length, or an empty string."""
     tokens, trained = preview.plan.context_tokens, preview.trained_context_tokens
     first = preview.first_context_tokens
-    remarks = ["the length the model was trained for"] if tokens == trained else []
+    remarks = ["the model's trained context length"] if tokens == trained else []
     if requested_tokens is not None and requested_tokens < tokens:
         remarks.append(f"rounded up from {requested_tokens:,} to a multiple of 256")
     if 0 < trained < tokens:
-        remarks.append(f"more than the {trained:,} the model was trained for")
+        remarks.append(f"longer than the {trained:,} tokens the model was trained for")
     if first < tokens:
         remarks.append("grows on demand" + (f" from {first:,}" if first else ""))
     return f" ({'; '.join(remarks)})" if remarks else ""

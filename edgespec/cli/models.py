@@ -279,7 +279,7 @@ def set_pair(target: str, draft: str | None, remove: bool, as_json: bool) -> Non
     remark = check_pair(target, draft.strip()) if draft is not None else ""
     write_name("pairs", target, draft.strip() if draft is not None else None)
     if draft is None:
-        change = f"edgespec now chooses the draft model for {target} again."
+        change = f"The draft model for {target} is chosen automatically again."
     elif draft.strip() == "none":
         change = f"{target} now runs without a draft model."
     else:

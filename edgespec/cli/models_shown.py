@@ -220,7 +220,7 @@ def _info_lines(info: ModelInfo) -> list[tuple[str, str]]:
         ("context memory", f"{format_bytes(info.kv_bytes * 1000)} per 1,000 tokens at f16"),
         (
             "has chat template",
-            "yes" if info.chat_template else "no (use `edgespec generate --raw` instead of a chat)",
+            "yes" if info.chat_template else "no; use `edgespec generate --raw` instead of `edgespec chat`",
         ),
     ]
     if info.heads:

@@ -40,7 +40,7 @@ def command() -> None:
 
 @command.command(
     "layerskip",
-    short_help="Split a model so that its first layers can draft.",
+    short_help="Let a model use its first layers as its draft model.",
     examples=(
         "edgespec prepare layerskip demo --exit 4",
         "edgespec prepare layerskip ./my.gguf --exit 8 --to ./my-layerskip",

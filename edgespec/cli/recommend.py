@@ -125,7 +125,7 @@ def _print(result: Recommendation) -> None:
     )
     if result.best is None:
         click.echo(
-            f"No model of the catalogue fits in {format_bytes(result.budget_bytes)} of memory. Close other"
+            f"No model in the catalogue fits in {format_bytes(result.budget_bytes)} of memory. Close other"
             " programs, or raise --memory."
         )
         return

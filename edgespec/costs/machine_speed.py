@@ -31,11 +31,11 @@ from edgespec.saved_arrays import SavedArrays
 
 __all__ = ["MachineSpeed", "TypeSpeed", "machine_identity", "measure_machine", "saved_machine_speed"]
 
-_MEASURED_WIDTHS = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16)
+_MEASURED_WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16)
 # Approximate size of the weights of each benchmark model. Like those of real models, they do not fit into the
 # caches of most processors.
-_BENCHMARK_BYTES = 384 * 2**20
-_PROMPT_TOKENS = 128
+_BENCHMARK_BYTES = 256 * 2**20
+_PROMPT_TOKENS = 32
 # Time budget for measuring the passes of one quantisation type.
 _TYPE_SECONDS = 1.0
 
@@ -123,7 +123,7 @@ def saved_machine_speed(form: FileFormat) -> MachineSpeed | None:
 def measure_machine(form: FileFormat, progress: Progress | None = None) -> MachineSpeed:
     """Measure how fast this machine runs each quantisation type of a file format, and save the results.
 
-    Takes 10 to 20 seconds and up to 1 GiB of memory and of temporary files.
+    Takes about 15 seconds and up to 1 GiB of memory and of temporary files.
 
     Raises:
         CapabilityError: The format has no benchmark models.

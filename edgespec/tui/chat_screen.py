@@ -319,8 +319,8 @@ class ChatScreen(TurnScreen):
         if text == self.current_chat.system:
             return
         self.current_chat.system = text
-        what = "The new system prompt takes effect" if text else "The system prompt will be removed"
-        await self.transcript.note(f"{what} with your next message.")
+        which = "use the new system prompt" if text else "not use a system prompt"
+        await self.transcript.note(f"Your next message will {which}.")
         await self.save()
 
     @work

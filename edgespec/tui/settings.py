@@ -39,7 +39,7 @@ SETTINGS = {
     "stop": Description("Stop strings", "end the reply at any of these strings; comma-separated"),
     "method": Description("Speed-up method", "auto, none, or e.g. model+suffix"),
     "draft_length": Description("Draft length", "tokens to guess at once, 1 to 64"),
-    "acceptance": Description("Acceptance", "invariant (repeatable) or rejection"),
+    "acceptance": Description("Acceptance", "invariant (same seed, same reply) or rejection"),
 }
 _ESCAPES = {"\n": "\\n", "\t": "\\t", ",": "\\c", " ": "\\s"}
 

@@ -143,7 +143,7 @@ class TestEqualsWholeModel:
     def test_a_snapshot_of_the_whole_model_is_refused(self, both: Both, split: LayerSkipModel) -> None:
         both.whole.truncate(0)
         both.whole.prefill(tokens_for(both.whole, 20))
-        with pytest.raises(BackendError, match="does not fit"):
+        with pytest.raises(BackendError, match="belongs to another model"):
             split.restore(both.whole.snapshot())
         assert split.length == 0
 

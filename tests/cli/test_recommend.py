@@ -43,7 +43,7 @@ def test_the_json_report_has_one_entry_per_model(run: Run) -> None:
 def test_too_little_memory_is_said_plainly(run: Run) -> None:
     done = run("recommend", "--memory", "100MiB")
     assert done.exit_code == 0
-    assert "No model of the catalogue fits in 100 MiB of memory" in done.stdout
+    assert "No model in the catalogue fits in 100 MiB of memory" in done.stdout
 
 
 def test_an_unknown_task_is_refused(run: Run) -> None:

@@ -195,7 +195,7 @@ class TestErrors:
     def test_invalid_snapshot(self) -> None:
         model = WindowedModel(a_table(), WINDOW, CONTEXT)
         for snapshot in (Snapshot(2, b"nothing"), Snapshot(3, b"[1, 2]"), Snapshot(401, b"[1]")):
-            with pytest.raises(BackendError, match="does not fit"):
+            with pytest.raises(BackendError, match="belongs to another model"):
                 model.restore(snapshot)
         assert model.length == 0
 

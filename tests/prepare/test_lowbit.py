@@ -101,7 +101,9 @@ def test_a_model_that_cannot_share_its_cache_is_an_error(
 
     monkeypatch.setattr(quantise_module, "_run", never)
     path = write(tmp_path / "model.gguf")
-    with pytest.raises(CapabilityError, match="does not support lowbit: it has recurrent layers"):
+    with pytest.raises(
+        CapabilityError, match="does not support the method lowbit, because it has recurrent layers"
+    ):
         prepare_lowbit(path)
     assert not store_folder().exists()
 

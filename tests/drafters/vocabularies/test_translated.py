@@ -293,7 +293,7 @@ class TestErrors:
     def test_invalid_snapshot(self) -> None:
         model = translated(speaking(DRAFT, 3))
         for snapshot in (Snapshot(1, b"nothing"), Snapshot(2, b"[1]")):
-            with pytest.raises(BackendError, match="does not fit"):
+            with pytest.raises(BackendError, match="belongs to another model"):
                 model.restore(snapshot)
 
     def test_calls_that_the_inner_model_does_not_support(self) -> None:
