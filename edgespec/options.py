@@ -26,6 +26,7 @@ __all__ = [
     "LoadArguments",
     "Option",
     "ReplyArguments",
+    "as_bytes",
     "check_load_arguments",
     "check_names",
     "documentation",
@@ -98,6 +99,11 @@ def check_load_arguments(given: Mapping[str, Any]) -> LoadArguments:
                 f"remove it, or add {option.read_by[0]} to the method",
             )
     return arguments
+
+
+def as_bytes(size: str | int | None) -> int | None:
+    """Return a size that `check_load_arguments` has already converted to bytes, or None if it is not set."""
+    return None if size is None else int(size)
 
 
 def unread_options(methods: Iterable[str]) -> list[str]:

@@ -7,6 +7,8 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
 from tests.docs import DOCS, ROOT, check_block
 
 PACKAGE = ROOT / "edgespec"
@@ -33,8 +35,13 @@ def test_the_map_lists_every_module() -> None:
     check_block("architecture.md", "map", "\n".join(["", "    edgespec/", *rows(PACKAGE, " " * 8), "", ""]))
 
 
-def test_files_named_in_the_architecture_exist() -> None:
-    text = (DOCS / "architecture.md").read_text(encoding="utf-8").partition("<!-- map -->")[0]
-    for name in re.findall(r"`([a-z_/]+\.(?:py|toml)|[a-z_/]+/)`", text):
-        places = (ROOT / name, PACKAGE / name, *PACKAGE.glob(f"*/*/{name}"))
+@pytest.mark.parametrize(
+    "page", [DOCS / "architecture.md", ROOT / "CONTRIBUTING.md"], ids=lambda page: page.name
+)
+def test_files_named_in_the_documentation_exist(page: Path) -> None:
+    text = page.read_text(encoding="utf-8").partition("<!-- map -->")[0]
+    names = re.findall(r"`([a-z_/]+\.(?:py|toml)|[a-z_/]+/)`", text)
+    assert names
+    for name in names:
+        places = (ROOT / name, *PACKAGE.rglob(name), *(ROOT / "tests").rglob(name))
         assert any(place.exists() for place in places), name

@@ -13,25 +13,20 @@ from edgespec.backends.base import LoadOptions
 from edgespec.errors import OptionError
 from edgespec.memory import Preference, available_bytes
 from edgespec.memory.context_resize import INITIAL_CONTEXT_TOKENS
-from edgespec.options import MODEL_OPTIONS
+from edgespec.options import MODEL_OPTIONS, as_bytes
 
-__all__ = ["LoadRequest", "as_bytes"]
+__all__ = ["LoadRequest"]
 
 
 @dataclass(frozen=True, slots=True)
 class LoadRequest:
-    """The validated arguments of a call to `load` or `plan`.
-
-    `memory_bytes` and `reserve_bytes` are None if the user did not set them.
-    """
+    """The validated arguments of a call to `load` or `plan`."""
 
     target: str
     draft: str | None
     drafting: DraftingOptions
     options: LoadOptions
     plan: PlanRequest
-    memory_bytes: int | None
-    reserve_bytes: int | None
     trust: bool
 
     @classmethod
@@ -42,8 +37,7 @@ class LoadRequest:
             MODEL_OPTIONS["draft"].check("draft", draft)
         drafting = DraftingOptions.of(**given)
         arguments = drafting.arguments
-        memory_bytes = as_bytes(arguments["memory"])
-        options = _backend_options(drafting, memory_bytes)
+        options = _backend_options(drafting)
         plan = PlanRequest.from_options(
             cast(Preference, arguments["prefer"]),
             options,
@@ -51,18 +45,12 @@ class LoadRequest:
             0 if arguments["prefix_cache"] == "none" else as_bytes(arguments["prefix_cache_memory"]),
             as_bytes(arguments["headroom"]),
         )
-        reserve_bytes = as_bytes(arguments["reserve"])
-        return cls(target, draft, drafting, options, plan, memory_bytes, reserve_bytes, arguments["trust"])
+        return cls(target, draft, drafting, options, plan, arguments["trust"])
 
 
-def as_bytes(size: str | int | None) -> int | None:
-    """Return a size that `check_load_arguments` has already converted to bytes, or None if it is not set."""
-    return None if size is None else int(size)
-
-
-def _backend_options(drafting: DraftingOptions, memory_bytes: int | None) -> LoadOptions:
+def _backend_options(drafting: DraftingOptions) -> LoadOptions:
     arguments = drafting.arguments
-    adapter = arguments["adapter"]
+    adapter, memory_bytes = arguments["adapter"], as_bytes(arguments["memory"])
     return LoadOptions(
         context_tokens=arguments["context"],
         initial_context_tokens=None if arguments["reserve_full_context"] else INITIAL_CONTEXT_TOKENS,

@@ -11,7 +11,7 @@ from typing import Unpack
 from edgespec.assembly.drafting import make_drafters
 from edgespec.assembly.drafting_options import DraftingOptions
 from edgespec.assembly.exact import restrict_to_exact
-from edgespec.assembly.load_request import LoadRequest, as_bytes
+from edgespec.assembly.load_request import LoadRequest
 from edgespec.assembly.pairing import ModelPair, find_pair, load_draft, load_target, try_pair
 from edgespec.assembly.planning import LoadPlan, budget_for, check_fits, plan_pair
 from edgespec.assembly.prefix_cache_options import create_prefix_cache, file_states
@@ -21,7 +21,7 @@ from edgespec.catalog.acceptance_history import AcceptanceRecorder
 from edgespec.costs.target_costs import FreeCosts, TargetCosts
 from edgespec.errors import ModelFileError, OptionError
 from edgespec.memory import check_room_to_plan
-from edgespec.options import LoadArguments
+from edgespec.options import LoadArguments, as_bytes
 from edgespec.prepare.lowbit import find_lowbit, lowbit_file
 from edgespec.runtime import Runtime
 
@@ -74,8 +74,8 @@ def load(
     request = LoadRequest.read(target, draft, options)
     check_room_to_plan()
     pair = find_pair(request.target, request.draft, request.drafting, progress, request.options)
-    trial_notice = "" if request.trust else try_pair(pair, request.options.memory_bytes or 0, progress)
-    budget = budget_for(pair, request.memory_bytes, request.reserve_bytes)
+    trial_notice = "" if request.trust else try_pair(pair, request.options, progress)
+    budget = budget_for(pair.backends, request.drafting.arguments)
     planned = plan_pair(pair, request.drafting, request.options, budget, request.plan)
     check_fits(planned)
     return _load_planned(planned, trial_notice, progress)
@@ -155,7 +155,12 @@ def _mapped_files(pair: ModelPair, options: LoadOptions, *, has_copy: bool) -> M
 def _acceptance_recorder(pair: ModelPair, drafting: DraftingOptions) -> AcceptanceRecorder | None:
     """Return a recorder for the draft model's acceptance rate, or None if the options would distort it."""
     arguments = drafting.arguments
-    distorts = arguments["draft_branches"] or arguments["draft_confidence"] or arguments["learn"]
+    distorts = (
+        arguments["adapter"] is not None
+        or arguments["draft_branches"]
+        or arguments["draft_confidence"]
+        or arguments["learn"]
+    )
     if pair.draft is None or distorts:
         return None
     return AcceptanceRecorder((pair.target.path, pair.target.format), (pair.draft.path, pair.draft.format))

@@ -61,9 +61,7 @@ class PairEstimator:
         if copy := _find_low_bit_copy(pair, drafting):
             self._copy = open_estimator(copy, replace(options, adapter=None))
             undo.callback(self._copy.close)
-        self._process_bytes = max(
-            each.backend.process_bytes for each in (pair.target, pair.draft) if each is not None
-        )
+        self._process_bytes = max(backend.process_bytes for backend in pair.backends)
 
     def _open_draft(self, draft: Resolved) -> MemoryEstimator:
         estimator = open_estimator(draft, self._options.for_draft())
@@ -112,9 +110,8 @@ class PairEstimator:
             items += self._draft_items(choice, options, target.context_tokens)
         if self._copy and choice.copy:
             tokens = self._copy_context_tokens(choice, target.context_tokens)
-            items += create_items(
-                "low-bit copy", self._copy.estimate(replace(options, context_tokens=tokens))
-            )
+            copy_options = replace(options, adapter=None, context_tokens=tokens)
+            items += create_items("low-bit copy", self._copy.estimate(copy_options))
         items += shared_items(sum(item.bytes for item in items), self._process_bytes, self._headroom_bytes)
         return MemoryPlan(self._budget, target.context_tokens, target.kv_type, tuple(items))
 

@@ -9,7 +9,7 @@ from functools import partial
 
 from edgespec.assembly.drafting_options import DraftingOptions
 from edgespec.backends.base import LanguageModel, LoadOptions, ModelFacts, Progress
-from edgespec.backends.registry import same_backend
+from edgespec.backends.registry import Backend, same_backend
 from edgespec.backends.trial_load import TrialModel, check_loadable
 from edgespec.catalog import Resolved, choose_draft, resolve
 from edgespec.costs.target_costs import settings_key
@@ -63,6 +63,11 @@ class ModelPair:
     draft: Resolved | None
     why_no_draft: str
     why_draft: str = ""
+
+    @property
+    def backends(self) -> tuple[Backend, ...]:
+        """The backends of the models, starting with that of the target."""
+        return tuple(found.backend for found in (self.target, self.draft) if found)
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,10 +163,11 @@ def _find_draft(
     )
 
 
-def try_pair(pair: ModelPair, memory_bytes: int, progress: Progress | None) -> str:
+def try_pair(pair: ModelPair, options: LoadOptions, progress: Progress | None) -> str:
     """Check in a child process that the models can be loaded, because damaged files can crash a process.
 
-    Reads only the metadata of models larger than `memory_bytes`. Raises the same errors as `check_loadable`.
+    Reads only the metadata of models larger than the memory limit in `options`. Raises the same errors as
+    `check_loadable`.
 
     Returns:
         A notice for the user if the check could not be made, or an empty string.
@@ -170,7 +176,7 @@ def try_pair(pair: ModelPair, memory_bytes: int, progress: Progress | None) -> s
     for found in filter(None, (pair.target, pair.draft)):
         with suppress(OSError, ModelFileError):
             size_bytes = sum(file.stat().st_size for file in found.file_format.files(found.path))
-            runs = size_bytes <= memory_bytes
+            runs = options.memory_bytes is None or size_bytes <= options.memory_bytes
             models.append(TrialModel(found.name, found.path, found.file_format, runs))
     return check_loadable(models, progress)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 
@@ -11,6 +12,7 @@ from edgespec.assembly.pair_estimate import PairEstimator
 from edgespec.assembly.pairing import ModelPair
 from edgespec.backends.base import LoadOptions
 from edgespec.backends.memory_check import initial_context, requested_context
+from edgespec.backends.registry import Backend
 from edgespec.drafters.windowed import AttentionWindow
 from edgespec.errors import MemoryBudgetError, OptionError
 from edgespec.files import format_bytes
@@ -26,6 +28,7 @@ from edgespec.memory import (
 )
 from edgespec.memory.context_resize import has_room_to_resize
 from edgespec.memory.prefix_cache import default_memory_bytes
+from edgespec.options import LoadArguments, as_bytes
 
 __all__ = ["LoadPlan", "PlanRequest", "budget_for", "check_fits", "plan_pair"]
 
@@ -120,13 +123,19 @@ class LoadPlan:
         return f"to fit {format_bytes(self.plan.budget.bytes)}: {given_up}" if given_up else ""
 
 
-def budget_for(pair: ModelPair, memory_bytes: int | None, reserve_bytes: int | None = None) -> Budget:
-    """Return how much main memory and graphics memory a pair of models may use."""
+def budget_for(backends: Sequence[Backend], arguments: LoadArguments) -> Budget:
+    """Return how much main memory and graphics memory models may use.
+
+    Args:
+        backends: The backends of the models, starting with that of the target.
+        arguments: The checked arguments of `load`.
+    """
     if address_space_is_limited():
         limit_malloc_arenas()
-        for model in filter(None, (pair.target, pair.draft)):
-            model.backend.preload()
-    return find_budget(memory_bytes, pair.target.backend.graphics_cards(), reserve_bytes)
+        for backend in backends:
+            backend.preload()
+    cards = backends[0].graphics_cards()
+    return find_budget(as_bytes(arguments["memory"]), cards, as_bytes(arguments["reserve"]))
 
 
 def plan_pair(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import Unpack
@@ -82,10 +83,11 @@ def plan(
 
         pair = find_pair(request.target, request.draft, request.drafting, progress, request.options, find)
         if not request.trust:
-            try_pair(pair, 0, progress)
+            # With a limit of 0 bytes, the trial reads only the metadata.
+            try_pair(pair, replace(request.options, memory_bytes=0), progress)
         if address_space_is_limited():
             # Import the modules that `load` uses before measuring the free address space.
             import_module("edgespec.assembly.loading")
-        budget = budget_for(pair, request.memory_bytes, request.reserve_bytes)
+        budget = budget_for(pair.backends, request.drafting.arguments)
         planned = plan_pair(pair, request.drafting, request.options, budget, request.plan)
         return Preview(planned, predict_pair(planned.pair))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from edgespec.assembly.load_request import as_bytes
+from edgespec.assembly.planning import budget_for
 from edgespec.assembly.speed_prediction import SpeedPrediction, catalogue_weights, predict_speed
 from edgespec.backends.base import Progress
 from edgespec.backends.pass_weights import PassWeights
@@ -23,7 +23,6 @@ from edgespec.catalog import (
 from edgespec.catalog.installed import InstalledModels
 from edgespec.catalog.suggestion import needed_bytes, short_name
 from edgespec.costs.machine_speed import MachineSpeed, measure_machine, saved_machine_speed
-from edgespec.memory import find_budget
 from edgespec.options import check_load_arguments
 
 __all__ = ["Candidate", "Recommendation", "Task", "recommend"]
@@ -117,13 +116,11 @@ def recommend(
         CancelledError: `progress` returned False.
         OSError: A temporary file for the measurement cannot be written.
     """
-    sizes = check_load_arguments({"memory": memory, "reserve": reserve})
+    arguments = check_load_arguments({"memory": memory, "reserve": reserve})
     form = format_of("gguf")
     saved = None if remeasure else saved_machine_speed(form)
     machine = saved or measure_machine(form, progress)
-    budget = find_budget(
-        as_bytes(sizes["memory"]), backend_of(form.name).graphics_cards(), as_bytes(sizes["reserve"])
-    )
+    budget = budget_for([backend_of(form.name)], arguments)
     candidates = [each for each in _candidates(form, machine) if each.needed_bytes <= budget.total_bytes]
     ordered = tuple(sorted(candidates, key=lambda each: -each.parameters))
     return Recommendation(_best(ordered, task), ordered, machine, budget.total_bytes)

@@ -52,8 +52,8 @@ _SKILLS = ("code", "copy", "explain", "howto")
     "--method",
     metavar="METHOD",
     default="auto",
-    help="Additional method to try: layerskip, lowbit, swift or lookahead. [default: only methods that need"
-    " no preparation]",
+    help="Additional method to try, such as layerskip or lookahead. [default: only methods that need no"
+    " preparation]",
 )
 @json_option
 def command(method: str, max_tokens: int, as_json: bool, **options: Any) -> int:

@@ -60,7 +60,7 @@ _PROMPTS_PER_CATEGORY = 2
     ),
 )
 @methods_option(
-    help="Methods to check. auto, layerskip, lowbit, swift and lookahead are checked only if listed."
+    help="Methods to check. Others, such as auto, are checked only if listed."
     " [default: suffix and ngram, plus model and model+suffix if there is a draft model]"
 )
 @prompts_option(

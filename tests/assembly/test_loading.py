@@ -13,7 +13,8 @@ import pytest
 
 import edgespec
 from edgespec.assembly.drafting_options import DraftingOptions
-from edgespec.assembly.pairing import _load_model, draft_load_options, options_in_pair
+from edgespec.assembly.loading import _acceptance_recorder
+from edgespec.assembly.pairing import _load_model, draft_load_options, find_pair, options_in_pair
 from edgespec.backends import mlx_files
 from edgespec.backends.base import Capabilities, LoadOptions, ModelFacts
 from edgespec.catalog import resolve
@@ -147,6 +148,24 @@ def test_options_of_llama_cpp_reach_only_the_gguf_model_of_a_pair() -> None:
         assert options_in_pair(found, other, options) == wanted
     draft = replace(options, is_draft=True)
     assert options_in_pair(mlx, gguf, draft) == replace(without, is_draft=True, kv_type="auto")
+
+
+@pytest.mark.parametrize(
+    ("options", "recorded"),
+    [
+        ({"draft_length": 3, "kv_type": "q8_0"}, True),
+        ({"adapter": "a"}, False),
+        ({"draft_branches": 2}, False),
+        ({"draft_confidence": 0.5}, False),
+        ({"learn": True}, False),
+    ],
+)
+def test_acceptance_is_recorded_only_if_it_applies_to_the_plain_pair(
+    options: dict[str, Any], recorded: bool
+) -> None:
+    drafting = DraftingOptions.of(**options)
+    pair = find_pair("demo-mlx", "demo-mlx-draft", drafting, None)
+    assert (_acceptance_recorder(pair, drafting) is not None) == recorded
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,9 @@ from edgespec.assembly.drafting_options import DraftingOptions
 from edgespec.assembly.pairing import ModelPair, find_pair
 from edgespec.assembly.planning import LoadPlan, PlanRequest, check_fits, plan_pair
 from edgespec.backends.base import LoadOptions
+from edgespec.backends.llamacpp.memory_estimate import GgufMemoryEstimator
 from edgespec.backends.llamacpp.quantise import quantise
+from edgespec.backends.memory_estimate import MemoryEstimate
 from edgespec.catalog import resolve
 from edgespec.catalog.catalogue import models_folder
 from edgespec.errors import MemoryBudgetError, OptionError
@@ -107,6 +109,19 @@ class TestCopies:
         assert planned.plan.fits
         assert planned.pair.draft is None
         assert not planned.drafting.has_room_for_copy
+
+    @pytest.mark.usefixtures("copied")
+    def test_a_copy_is_estimated_without_the_adapter(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        estimate = GgufMemoryEstimator.estimate
+        adapters: dict[str, str | None] = {}
+
+        def recorded(self: GgufMemoryEstimator, options: LoadOptions) -> MemoryEstimate:
+            adapters[self.name] = options.adapter
+            return estimate(self, options)
+
+        monkeypatch.setattr(GgufMemoryEstimator, "estimate", recorded)
+        _planned(1 << 40, draft=None, options=replace(_OPTIONS, adapter="a"))
+        assert adapters == {"demo": "a", "demo at low bits": None}
 
 
 def test_the_draft_kv_cache_is_quantised_first() -> None:

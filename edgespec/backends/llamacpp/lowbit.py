@@ -93,7 +93,7 @@ def load_low_bit_view(target: GgufModel, method: LowBit) -> LowBitView:
             f" {target.facts.capabilities.reason or 'its KV cells cannot be copied'}",
             "choose another method",
         )
-    options = target.options
+    options = replace(target.options, adapter=None)
     if options.memory_bytes is not None:
         left = options.memory_bytes - target.facts.weight_bytes - target.facts.max_kv_bytes
         options = replace(options, memory_bytes=max(0, left))
@@ -102,7 +102,7 @@ def load_low_bit_view(target: GgufModel, method: LowBit) -> LowBitView:
     weights = load_weights(method.copy, name, options, None)
     try:
         _check_same_model(target.weights, weights, method.copy)
-        return LowBitView(target, weights, method.copy, method, replace(options, adapter=None), name)
+        return LowBitView(target, weights, method.copy, method, options, name)
     except BaseException:
         library().llama_model_free(weights)
         raise
