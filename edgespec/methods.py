@@ -190,7 +190,7 @@ class DrafterSet:
         return self._chain_model if method == "model" and not is_controlled else None
 
     def reset(self) -> None:
-        """Clear the tokens of the last reply in every drafter."""
+        """Clear the last reply's tokens from every drafter."""
         for drafter in self._drafters.values():
             drafter.reset()
 

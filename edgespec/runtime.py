@@ -408,7 +408,7 @@ class Runtime:
     def clear_cache(self) -> None:
         """Clear the KV caches and the prefix cache, so that the next reply processes its whole prompt.
 
-        Keeps trained drafters and measured costs. Raises BusyError and ClosedError.
+        Keeps trained drafters and measured costs. Raises BusyError or ClosedError.
         """
         self._session.clear_cache()
 

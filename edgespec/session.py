@@ -301,7 +301,7 @@ class Session:
             self.end(borrower)
 
     def clear_cache(self) -> None:
-        """Clear the prefix cache and the target's and drafters' caches. Raises BusyError and ClosedError."""
+        """Clear the prefix cache and the target's and drafters' caches. Raises BusyError or ClosedError."""
         with self.borrowed_target():
             self.drafters.reset()
             if self.prefix_cache:

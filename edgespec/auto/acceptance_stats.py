@@ -43,7 +43,7 @@ class AcceptanceStats:
     _MODEL_PRIOR = np.array([[0.85, 0.1, 0.05]])
     # Measurements outweigh the assumed acceptance probabilities after this many drafted tokens.
     _PRIOR_WEIGHT = 4.0
-    # After a long pause in drafting, new measurements outweigh the old ones after this many drafted tokens.
+    # After a long pause in drafting, all earlier results count only as much as this many drafted tokens.
     _WEIGHT_AFTER_PAUSE = 2.0
 
     def __init__(self, is_lookup: bool) -> None:

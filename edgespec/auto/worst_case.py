@@ -9,9 +9,9 @@ __all__ = ["WorstCaseCosts"]
 
 # Assumed time to draft one token until it is measured, relative to a single-token target pass.
 _ASSUMED_LEVEL_COST = 0.3
-# Assumed worst-case duration of a verify pass after the system load changes, relative to its expected
-# duration.
-_ASSUMED_PASS_RATIO = 2.0
+# Assumed worst-case duration of a verify pass, relative to its expected duration, after the number of
+# concurrent replies or of CPU threads changes. Concurrent replies can delay a pass for longer.
+_ASSUMED_PASS_RATIO, _ASSUMED_RATIO_OF_THREADS = 2.0, 1.25
 # After each draft, the worst-case cost estimates are multiplied by this factor, to forget outliers.
 _DRAFT_ROUND_DECAY = 0.97
 _TARGET_STEP_DECAY = 0.995
@@ -41,8 +41,11 @@ class WorstCaseCosts:
 
         Call `LiveCosts.set_conditions` first.
         """
+        now = self._costs.conditions
         self._pass_ratio_under[previous] = self._pass_ratio
-        self._pass_ratio = self._pass_ratio_under.get(self._costs.conditions, _ASSUMED_PASS_RATIO)
+        same_replies = now.replies == previous.replies
+        assumed = max(self._pass_ratio, _ASSUMED_RATIO_OF_THREADS) if same_replies else _ASSUMED_PASS_RATIO
+        self._pass_ratio = self._pass_ratio_under.get(now, assumed)
         self.level_seconds *= self._costs.target_step_seconds / previous_step_seconds
 
     def extra_pass_seconds(self, width: int) -> float:

@@ -88,7 +88,7 @@ def _speed(axes: Axes, found: Sequence[MethodFigures]) -> None:
     axes.axhline(1.0, color="black", linewidth=0.8)
     axes.set_xticks(range(len(categories)), [_category_label(category) for category in categories])
     axes.set_ylabel("speed-up over replies without drafting")
-    axes.set_title("Speed-up by method, with 95 % intervals")
+    axes.set_title("Speed-up by method, with 95% confidence intervals")
     _add_legend(axes)
 
 

@@ -147,7 +147,7 @@ class _Bench:
         return tokens
 
     def prepare(self) -> CostCurve:
-        """Measure the durations of verify passes, and warm up every method."""
+        """Measure the durations of verify passes, and run every drafting method once to warm up."""
         curve = self.runtime.measure_costs(self.progress)
         prompt = self.plan.prompts[0]
         for config in self.plan.configs:

@@ -121,7 +121,7 @@ def _matches(file: HubFile, quantisation: str | None) -> bool:
 
 
 def _repository(name: str) -> Iterator[_Repository]:
-    """Yield the folders named publisher/repository in all of LM Studio's models folders."""
+    """Yield the contents of the folder `publisher/repository` in each of LM Studio's models folders."""
     publisher, _, repository = name.partition("/")
     for root in _folders():
         publisher_folder = find_child(root, publisher)

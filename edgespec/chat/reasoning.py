@@ -88,7 +88,7 @@ def leading_marker(text: str) -> str:
 
 
 class SplitText(NamedTuple):
-    """The reasoning and the answer in new text of a reply, without the markers around the reasoning.
+    """Newly generated text, split into reasoning and answer, without the markers around the reasoning.
 
     Attributes:
         in_reasoning: Whether any of the new text belongs to the reasoning.

@@ -57,7 +57,7 @@ def picture(preview: Preview, requested_context_tokens: int | None = None) -> Re
         parts += [Text(), bar(plan, pool), Text(f"{planned} {_POOLS[pool]}{more}", "bold")]
     parts += [Text(f"limit: {plan.budget.source}", "dim"), Text(), _items(plan)]
     if plan.decisions:
-        heading = "changed so that it fits:" if plan.fits else "tried, but still too large:"
+        heading = "changed to save memory:" if plan.fits else "tried, but still too large:"
         lines = [f"{each.what} (frees {format_bytes(each.bytes)}): {each.why}" for each in plan.decisions]
         parts += [Text(), Text(heading), Padding(Group(*map(_line, lines)), (0, 0, 0, 2))]
     if not plan.fits:

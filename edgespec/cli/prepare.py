@@ -31,11 +31,11 @@ _to_option = click.option(
 @click.group(
     "prepare",
     cls=HelpfulGroup,
-    short_help="Make the files that a GGUF model needs to draft for itself.",
+    short_help="Prepare a GGUF model so that it can speed itself up without a draft model.",
     examples=("edgespec prepare layerskip demo --exit 4", "edgespec prepare lowbit ./my-f16.gguf"),
 )
 def command() -> None:
-    """Make the files that a GGUF model needs to draft for itself. If interrupted, run the command again."""
+    """Prepare a GGUF model so that it can speed itself up without a draft model. If interrupted, run the command again."""
 
 
 @command.command(

@@ -65,7 +65,7 @@ def read_text(path: Path) -> str | None:
     except OSError as error:
         raise ConfigurationError(
             f"the settings file {path} cannot be read: {error_reason(error)}",
-            "make it a readable file, or move it",
+            "correct its permissions, or delete it",
         ) from error
     except ValueError as error:
         reason = str(error)

@@ -35,7 +35,7 @@ PlanOption = Literal[
 # resort, one for a short question. Heuristics.
 _SHORT_CONTEXT_TOKENS, _MIN_CONTEXT_TOKENS = 2048, 512
 _WINDOW_TOKENS = 1024
-# Load options to restore, in this order, if memory is left.
+# The load options to restore, in this order, while there is memory left.
 _RESTORABLE: tuple[PlanOption, ...] = (
     "float32",
     "kv_type",

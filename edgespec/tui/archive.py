@@ -63,7 +63,7 @@ class Archive:
                 title = snapshot.title or title_of(snapshot.messages)
                 lost = f"the chat {title!r} was"
                 if chat.saved_at is not None:
-                    lost = f"the last messages of {title!r} were"
+                    lost = f"the last messages in {title!r} were"
                 self.unsaved[chat.id] = ChatFileError(f"{lost} not saved: {error.what}", error.next_step)
                 raise
             self.unsaved.pop(snapshot.id, None)

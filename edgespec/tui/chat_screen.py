@@ -49,7 +49,7 @@ class ChatScreen(TurnScreen):
         _key("f1", "help", "show this page", _OTHER),
         _key("f4,ctrl+t", "origin", "colour the words that were guessed correctly", _OTHER),
         _key("f5", "system", "system prompt", _OTHER),
-        _key("f7", "thoughts", "show or hide what the model thought", _OTHER),
+        _key("f7", "thoughts", "show or hide the model's reasoning", _OTHER),
         _key("f8", "theme", "switch between light and dark", _OTHER),
         _key("ctrl+p", "edit_last", "edit your last message", _OTHER),
         _key("ctrl+y", "copy_reply", "copy the last reply", _OTHER),

@@ -34,7 +34,7 @@ SETTINGS = {
     "presence_penalty": Description("Presence penalty", "avoid tokens already used; 0 = off"),
     "frequency_penalty": Description("Frequency penalty", "avoid tokens used often; 0 = off"),
     "penalty_window": Description("Penalty window", "tokens to look back; -1 = all"),
-    "max_tokens": Description("Maximum length", "tokens per reply, if they fit"),
+    "max_tokens": Description("Maximum length", "maximum number of tokens in a reply"),
     "seed": Description("Seed", "the same seed gives the same reply"),
     "stop": Description("Stop strings", "end the reply at any of these strings; comma-separated"),
     "method": Description("Speed-up method", "auto, none, or e.g. model+suffix"),

@@ -97,7 +97,7 @@ def welcome_rows(runtime: Runtime) -> list[tuple[str, str]]:
     )
     if target.name == "demo":
         explanation += (
-            " The demo model is so small that guessing often costs more time than it saves. edgespec then"
+            " The demo model is so small that guessing words often costs more time than it saves. edgespec then"
             " stops guessing; press F3 to see why."
         )
     return [*rows, ("", ""), ("", explanation)]

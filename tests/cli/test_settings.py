@@ -209,7 +209,7 @@ def test_a_folder_or_a_pipe_in_place_of_the_file(run: Run, file: Path) -> None:
     file.mkdir()
     for command in (["generate", "hi"], ["config", "set", "seed", "1"]):
         error = one_line_error(run(*command), 1)
-        assert re.search(f"{file} cannot be read: .*; make it a readable file, or move it", error)
+        assert re.search(f"{file} cannot be read: .*; correct its permissions, or delete it", error)
     file.rmdir()
     os.mkfifo(file)
     assert "the path is not a regular file" in one_line_error(run("generate", "hi"), 1)

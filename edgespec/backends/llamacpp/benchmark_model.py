@@ -15,7 +15,7 @@ from edgespec.backends.pass_weights import PassWeights
 
 __all__ = ["write_benchmark_model"]
 
-# Dimensions of a layer, which are those of a 1B Llama model.
+# Layer dimensions of a 1B Llama model.
 _EMBEDDING, _FEED_FORWARD, _HEADS = 2048, 5632, 16
 # Dimensions of a layer whose weights take hardly any time to read, so that its fixed costs can be measured.
 _SMALL_EMBEDDING, _SMALL_FEED_FORWARD, _SMALL_LAYERS = 256, 256, 24

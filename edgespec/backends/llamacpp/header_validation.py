@@ -55,7 +55,7 @@ _ALIGNMENT_BYTES = 32
 
 
 def check_header(path: Path) -> None:
-    """Raise ModelFileError if the header of one of a GGUF model's files could make llama.cpp abort."""
+    """Raise ModelFileError if a file of a GGUF model has a header that could make llama.cpp abort."""
     for part in gguf_files(path):
         try:
             status = part.stat()

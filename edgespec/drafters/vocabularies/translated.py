@@ -72,7 +72,7 @@ class TranslatedModel(WrappedModel):
                 self._update_inner_cache(progress)
         except BaseException:
             if not self._closed:
-                # Drop target tokens that are not completely in the draft model's KV cache.
+                # Drop target tokens whose draft tokens are not all in the draft model's KV cache.
                 self.truncate(max(before, bisect_right(self._ends, self._model.length) - 1))
             raise
 

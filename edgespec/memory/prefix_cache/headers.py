@@ -72,6 +72,6 @@ def _is_valid(header: Any) -> bool:
 
 
 def block_checksums(data: bytes) -> list[int]:
-    """Return the CRC-32 checksum of each block of 1 MiB in `data`."""
+    """Return the CRC-32 checksum of each 1 MiB block of `data`."""
     view = memoryview(data)
     return [crc32(view[at : at + _BLOCK_BYTES]) for at in range(0, len(view), _BLOCK_BYTES)]

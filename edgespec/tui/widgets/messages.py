@@ -193,7 +193,7 @@ class ReplyMessage(Widget):
         text = (
             _origin_content(chunks)
             if coloured
-            else Content(limited_text(self.reasoning, "the file of the chat contains them"))
+            else Content(limited_text(self.reasoning, "the chat file contains them"))
         )
         if self.writing and not self.text:
             self.thoughts.show_growing(text, sum(chunk.token_count for chunk in chunks))

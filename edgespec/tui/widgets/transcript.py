@@ -119,7 +119,7 @@ class Transcript(VerticalScroll):
             reply.show_origin(origin)
 
     def toggle_thoughts(self) -> bool:
-        """Unfold or fold the reasoning of the last reply that has any. Return False if there is none."""
+        """Expand or collapse the last reasoning shown. Return False if there is none."""
         replies = [reply for reply in self._messages if isinstance(reply, ReplyMessage) and reply.reasoning]
         if replies:
             replies[-1].thoughts.collapsed = not replies[-1].thoughts.collapsed
