@@ -60,7 +60,7 @@ class TokenList:
         return alike and abs(len(self.tokens) - len(other.tokens)) <= MAX_VOCAB_PADDING
 
     def shared_token_fraction(self, draft: TokenList) -> float:
-        """Return the fraction of this list's tokens that `draft` also contains, possibly under different ids."""
+        """Return the fraction of this list's tokens that `draft` also has, possibly under other ids."""
         own, others = set(self._bytes()), set(draft._bytes())
         return len(own & others) / max(1, len(own))
 

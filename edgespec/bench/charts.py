@@ -74,7 +74,9 @@ def _speeds(found: Sequence[MethodFigures], width: int) -> list[str]:
             low, high = each.low or each.speed_up, each.high or each.speed_up
             value = f"{each.speed_up:.2f}x"
             bars.append(Bar(each.config.name, ((low, _FULL), (high - low, _UNCERTAIN)), value))
-    return bar_chart(f"speed-up over replies without drafting ({_UNCERTAIN}: 95% confidence interval)", bars, width)
+    return bar_chart(
+        f"speed-up over replies without drafting ({_UNCERTAIN}: 95% confidence interval)", bars, width
+    )
 
 
 def _depths(found: Sequence[MethodFigures], width: int) -> list[str]:

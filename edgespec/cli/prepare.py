@@ -35,7 +35,10 @@ _to_option = click.option(
     examples=("edgespec prepare layerskip demo --exit 4", "edgespec prepare lowbit ./my-f16.gguf"),
 )
 def command() -> None:
-    """Prepare a GGUF model so that it can speed itself up without a draft model. If interrupted, run the command again."""
+    """Prepare a GGUF model so that it can speed itself up without a draft model.
+
+    If interrupted, run the command again.
+    """
 
 
 @command.command(

@@ -97,8 +97,8 @@ def welcome_rows(runtime: Runtime) -> list[tuple[str, str]]:
     )
     if target.name == "demo":
         explanation += (
-            " The demo model is so small that guessing words often costs more time than it saves. edgespec then"
-            " stops guessing; press F3 to see why."
+            " The demo model is so small that guessing words often costs more time than it saves. edgespec"
+            " then stops guessing; press F3 to see why."
         )
     return [*rows, ("", ""), ("", explanation)]
 
