@@ -301,7 +301,7 @@ def format_bytes(size_bytes: int) -> str:
 def error_reason(error: Exception) -> str:
     """Return the reason for an error in lower case, such as `the disk is full` or `permission denied`."""
     if isinstance(error, OSError):
-        reason = _WRITE_REASONS.get(error.errno or 0, error.strerror)
+        reason = _WRITE_REASONS.get(error.errno or 0, error.strerror or str(error))
     else:
         reason = str(error)
     return (reason or type(error).__name__).lower()

@@ -5,12 +5,14 @@ from __future__ import annotations
 from edgespec.errors import OptionError
 from edgespec.spelling import nearest
 
-__all__ = ["DRAFTER_NAMES", "SELF_DRAFTS", "parse_method"]
+__all__ = ["DRAFTER_NAMES", "DRAFT_MODEL_USERS", "SELF_DRAFTS", "parse_method"]
 
 # The names of all drafters, in the order in which their drafts are merged.
 DRAFTER_NAMES = ("layerskip", "lowbit", "swift", "model", "lookahead", "suffix", "ngram")
 # Drafters that use the target's own weights and KV cache. A method can include at most one of them.
 SELF_DRAFTS = ("layerskip", "lowbit", "swift")
+# Drafters that cannot work without the model passed as `--draft`.
+DRAFT_MODEL_USERS = frozenset({"model"})
 _AUTOMATIC = ("model", "suffix")
 
 

@@ -166,13 +166,15 @@ class DrafterSet:
         return text_kind("".join(piece.decode("utf-8", "replace") for piece in pieces))
 
     def _with_adaptive_length(self, drafter: Drafter, config: AutoConfig) -> Drafter:
+        if not (config.adapts_length and isinstance(drafter, BudgetedDrafter)):
+            return drafter
+        pass_cost = drafter.pass_seconds / config.costs.target_step_seconds
+
         def make_growth(draft: Capabilities) -> TreeGrowth:
             limits = PassLimits.of(self._target.capabilities, draft)
-            return AdaptiveTreeGrowth(limits, config.costs.v, siblings=1)
+            return AdaptiveTreeGrowth(limits, config.costs.v, siblings=1, initial_pass_cost=pass_cost)
 
-        if config.adapts_length and isinstance(drafter, BudgetedDrafter):
-            return drafter.with_growth(make_growth)
-        return drafter
+        return drafter.with_growth(make_growth)
 
     def _combined(self, names: tuple[str, ...]) -> CombinedDrafter:
         if names not in self._combinations:

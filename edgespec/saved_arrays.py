@@ -65,7 +65,7 @@ class SavedArrays:
         except OSError as error:
             self.notice = f"saved data cannot be read from {self.path}: {error_reason(error)}"
             return {}
-        except (ValueError, EOFError, KeyError, zipfile.BadZipFile, NotImplementedError, MemoryError):
+        except (ValueError, EOFError, KeyError, RuntimeError, zipfile.BadZipFile, MemoryError):
             self.notice = f"the saved data in {self.path} is damaged and will be replaced"
             return {}
         if str(values.pop("header", "")) != self._header:

@@ -219,6 +219,7 @@ class Session:
             drafted_tokens, decode_seconds = stats.drafted_tokens, stats.decode_seconds
             if stats.worst_case_loss is None:
                 stats.target_step_seconds = self.target_step_seconds
+            stats.busy_passes += self.target.threads < self.target.max_threads
             if stats.ttft_seconds is None and step.tokens:
                 stats.ttft_seconds = now() - started
             ended = step.finish_reason is not None

@@ -65,6 +65,16 @@ def test_a_damaged_file_is_reported_and_replaced(tmp_path: Path) -> None:
     assert set(file.load()) == set(VALUES)
 
 
+def test_a_file_that_claims_to_be_encrypted_is_reported(tmp_path: Path) -> None:
+    file = SavedArrays("online", "one", tmp_path)
+    file.save(VALUES)
+    whole = bytearray(file.path.read_bytes())
+    whole[whole.index(b"PK\x01\x02") + 8] |= 1
+    file.path.write_bytes(whole)
+    assert file.load() == {}
+    assert "damaged" in file.notice
+
+
 def test_an_unwritable_folder_is_reported(tmp_path: Path) -> None:
     (tmp_path / "learnt").write_text("a file where a folder should be")
     file = SavedArrays("online", "one", tmp_path / "learnt")

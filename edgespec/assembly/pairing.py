@@ -23,6 +23,7 @@ from edgespec.drafters.vocabularies import (
 )
 from edgespec.drafters.windowed import AttentionWindow, WindowedModel, choose_draft_window
 from edgespec.errors import ModelFileError, OptionError
+from edgespec.method_names import DRAFT_MODEL_USERS
 from edgespec.prepare.lowbit import find_valid_lowbit
 from edgespec.prepare.store import check_prepared, find_prepared
 
@@ -121,8 +122,8 @@ def find_pair(
             "omit --adapter, or use an MLX version of the model, such as 8b-mlx",
         )
     found = _prepared_for_early_exit(found, drafting, found_draft is not None)
-    if not found_draft and "model" in drafting.named_drafters:
-        method = next(method for method in drafting.methods if "model" in method.split("+"))
+    if not found_draft and DRAFT_MODEL_USERS & drafting.named_drafters:
+        method = next(method for method in drafting.methods if DRAFT_MODEL_USERS & {*method.split("+")})
         raise OptionError(
             f"method {method!r} needs a draft model: {why_none}", "pass a draft model with --draft REF"
         )

@@ -28,6 +28,7 @@ from edgespec.memory import (
 )
 from edgespec.memory.context_resize import has_room_to_resize
 from edgespec.memory.prefix_cache import default_memory_bytes
+from edgespec.method_names import DRAFT_MODEL_USERS
 from edgespec.options import LoadArguments, as_bytes
 
 __all__ = ["LoadPlan", "PlanRequest", "budget_for", "check_fits", "plan_pair"]
@@ -221,7 +222,7 @@ def _fixed_options(request: PlanRequest, drafting: DraftingOptions) -> set[PlanO
     fixed = set(request.fixed)
     if "kv_type" in fixed:
         fixed.add("draft_kv_type")
-    if "model" in drafting.named_drafters or drafting.arguments["learn"]:
+    if DRAFT_MODEL_USERS & drafting.named_drafters or drafting.arguments["learn"]:
         fixed.add("draft")
     if "lowbit" in drafting.named_drafters:
         fixed.add("copy")

@@ -8,7 +8,13 @@ from pathlib import Path
 from typing import Literal
 
 from edgespec.assembly.planning import budget_for
-from edgespec.assembly.speed_prediction import SpeedPrediction, catalogue_weights, predict_speed
+from edgespec.assembly.speed_prediction import (
+    SpeedPrediction,
+    catalogue_weights,
+    predict_entry,
+    predict_speed,
+    recommended_draft,
+)
 from edgespec.backends.base import Progress
 from edgespec.backends.pass_weights import PassWeights
 from edgespec.backends.registry import FileFormat, backend_of, format_of
@@ -105,7 +111,7 @@ def recommend(
     Measures this machine the first time, which takes up to 20 seconds. Downloads nothing.
 
     Args:
-        task: What the model is for.
+        task: What the model will be used for.
         memory: Memory that edgespec may use, such as "8GiB". Defaults to the available memory.
         reserve: Memory to leave for other programs if `memory` is None.
         remeasure: Whether to measure this machine even if saved measurements exist.
@@ -114,7 +120,7 @@ def recommend(
     Raises:
         OptionError: A size is invalid.
         CancelledError: `progress` returned False.
-        OSError: A temporary file for the measurement cannot be written.
+        EdgespecError: A temporary file for the measurement cannot be written.
     """
     arguments = check_load_arguments({"memory": memory, "reserve": reserve})
     form = format_of("gguf")
@@ -175,10 +181,8 @@ def _weights(form: FileFormat, path: Path | None, entry: ModelEntry | None) -> P
 
 
 def _catalogue_candidate(entry: ModelEntry, installed: Set[str], machine: MachineSpeed) -> Candidate:
-    draft = _draft_entry(entry)
-    ratio = draft.parameters / entry.parameters if draft else 0.0
-    draft_weights = catalogue_weights(draft) if draft else None
-    speed = predict_speed(machine, catalogue_weights(entry), draft_weights, ratio)
+    draft, speed = recommended_draft(entry), predict_entry(entry, machine)
+    assert speed is not None
     draft_bytes = draft.approximate_file_bytes if draft else 0
     return Candidate(
         reference=short_name(entry),
@@ -189,30 +193,25 @@ def _catalogue_candidate(entry: ModelEntry, installed: Set[str], machine: Machin
         + (draft_bytes if draft and draft.name not in installed else 0),
         needed_bytes=needed_bytes(entry.approximate_file_bytes + draft_bytes, entry.parameters),
         speed=speed,
-        faster_type=_faster_type(entry, draft_weights, ratio, speed, machine),
+        faster_type=_faster_type(entry, draft, speed, machine),
         is_for_code=_CODE_NAME in entry.name,
     )
 
 
-def _draft_entry(entry: ModelEntry) -> ModelEntry | None:
-    found = load_catalogue().find(entry.drafts[0]) if entry.drafts else None
-    return found[0] if found else None
-
-
 def _faster_type(
-    entry: ModelEntry,
-    draft: PassWeights | None,
-    size_ratio: float,
-    speed: SpeedPrediction,
-    machine: MachineSpeed,
+    entry: ModelEntry, draft: ModelEntry | None, speed: SpeedPrediction, machine: MachineSpeed
 ) -> str:
     """Return a quantisation type with which the model and its draft model are clearly faster, or ''."""
     models = entry.file_format.benchmark_models
     if draft is None or models is None:
         return ""
     best, most = "", speed.fastest_tokens_per_second * _MIN_QUANTISATION_GAIN
+    draft_weights, ratio = catalogue_weights(draft), draft.parameters / entry.parameters
+    own_types = catalogue_weights(entry).bytes_of
     for name, bits in models.types.items():
-        other = predict_speed(machine, catalogue_weights(entry, name), draft, size_ratio)
+        if name in own_types:
+            continue
+        other = predict_speed(machine, catalogue_weights(entry, name), draft_weights, ratio)
         if bits >= _MIN_BITS and other.fastest_tokens_per_second > most:
             best, most = name, other.fastest_tokens_per_second
     return best

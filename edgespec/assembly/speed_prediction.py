@@ -8,11 +8,18 @@ from dataclasses import dataclass
 from edgespec.assembly.pairing import ModelPair
 from edgespec.backends.pass_weights import PassWeights
 from edgespec.catalog.acceptance_history import AcceptanceHistory
-from edgespec.catalog.catalogue import ModelEntry
+from edgespec.catalog.catalogue import ModelEntry, load_catalogue
 from edgespec.catalog.speedup_estimate import estimate_speedup
 from edgespec.costs.machine_speed import MachineSpeed, saved_machine_speed
 
-__all__ = ["SpeedPrediction", "catalogue_weights", "predict_pair", "predict_speed"]
+__all__ = [
+    "SpeedPrediction",
+    "catalogue_weights",
+    "predict_entry",
+    "predict_pair",
+    "predict_speed",
+    "recommended_draft",
+]
 
 # Length in tokens of the prompt for which the time to the first token is predicted.
 _PROMPT_TOKENS = 1000
@@ -107,6 +114,34 @@ def predict_pair(pair: ModelPair) -> SpeedPrediction | None:
         parameters[0] / max(parameters[1], 1),
         AcceptanceHistory().rate(models[0], models[1]),
     )
+
+
+def predict_entry(entry: ModelEntry, speed: MachineSpeed | None = None) -> SpeedPrediction | None:
+    """Predict the speed of a catalogue model with its recommended draft model, without their files.
+
+    Args:
+        entry: The model.
+        speed: The measured speed of this machine. Defaults to the saved one.
+
+    Returns:
+        The prediction, or None if this machine has not been measured with the model's file format.
+    """
+    speed = speed or saved_machine_speed(entry.file_format)
+    if speed is None:
+        return None
+    draft = recommended_draft(entry)
+    return predict_speed(
+        speed,
+        catalogue_weights(entry),
+        catalogue_weights(draft) if draft else None,
+        draft.parameters / entry.parameters if draft else 0.0,
+    )
+
+
+def recommended_draft(entry: ModelEntry) -> ModelEntry | None:
+    """Return the catalogue entry of a model's recommended draft model, or None if there is none."""
+    found = load_catalogue().find(entry.drafts[0]) if entry.drafts else None
+    return found[0] if found else None
 
 
 def catalogue_weights(entry: ModelEntry, type_name: str = "") -> PassWeights:

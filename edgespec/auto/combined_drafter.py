@@ -117,6 +117,14 @@ class CombinedDrafter(Drafter):
     def has_lookup(self) -> bool:
         return any(stats.is_lookup for stats in self._stats)
 
+    @property
+    def pass_seconds(self) -> float:
+        """Longest duration of a draft model's single-token pass, measured before the first draft.
+
+        0 if it was not measured.
+        """
+        return max(stats.pass_seconds for stats in self._stats)
+
     def select_text_kind(self, kind: str) -> None:
         for stats in self._stats:
             stats.select_text_kind(kind)
@@ -273,7 +281,8 @@ class CombinedDrafter(Drafter):
         """
         acceptance = stats.acceptance
         if not self._is_measured(stats):
-            return 0.0 if acceptance.was_empty else inf
+            can_draft_more = 0 < stats.empty_draft_levels < draft_length
+            return inf if can_draft_more or not acceptance.was_empty else 0.0
         estimate = self._estimate()
         reach_probs = acceptance.reach_probs(draft_length)
         usual = max(1, min(draft_length, round(acceptance.levels.value)))

@@ -130,7 +130,7 @@ class AutoController(Drafter):
         self._round: _Round | None = None
         # Mean time spent outside the target's pass when one token is generated, for example on sampling.
         self._overhead_seconds = RunningMean()
-        self._worst_case = WorstCaseCosts(costs)
+        self._worst_case = WorstCaseCosts(costs, drafter.pass_seconds)
         self._backoff = Backoff()
         self._backoffs = {costs.conditions: self._backoff}
         self._saved_backoff = self._backoff

@@ -48,6 +48,8 @@ class DrafterStats:
         self._acceptance_by_kind: dict[str, AcceptanceStats] = {}
         self._retries_by_kind: dict[str, RetrySchedule] = {}
         self._prefill_token_seconds = RunningMean()
+        if self._budgeted and self._budgeted.prefill_token_seconds:
+            self._prefill_token_seconds.add(self._budgeted.prefill_token_seconds)
 
     def begin(self, tokens: Sequence[int]) -> None:
         self.has_prefilled = False
@@ -56,6 +58,10 @@ class DrafterStats:
     @property
     def is_measured(self) -> bool:
         return self.acceptance.draft_seconds.count >= MEASURED_ROUNDS
+
+    @property
+    def pass_seconds(self) -> float:
+        return self._budgeted.pass_seconds if self._budgeted else 0.0
 
     @property
     def pending_tokens(self) -> int:

@@ -7,10 +7,13 @@ from edgespec.drafters.running_stats import RunningMean
 
 __all__ = ["WorstCaseCosts"]
 
-# Assumed time to draft one token until it is measured, relative to a single-token target pass.
+# Assumed time to draft one token if the draft model has not been measured, relative to a single-token target
+# pass.
 _ASSUMED_LEVEL_COST = 0.3
-# Assumed worst-case duration of a verify pass, relative to its expected duration, after the number of
-# concurrent replies or of CPU threads changes. Concurrent replies can delay a pass for longer.
+# Worst-case time to draft one token, relative to a pass of the draft model. It includes sampling the token.
+_MAX_LEVEL_PASSES = 1.5
+# Worst-case duration of a verify pass, relative to its expected duration, until it is measured under new
+# conditions: after the number of concurrent replies changes, and after the number of CPU threads changes.
 _ASSUMED_PASS_RATIO, _ASSUMED_RATIO_OF_THREADS = 2.0, 1.25
 # After each draft, the worst-case cost estimates are multiplied by this factor, to forget outliers.
 _DRAFT_ROUND_DECAY = 0.97
@@ -24,12 +27,19 @@ _MAX_LEVEL_COST_RATIO = 1.25
 class WorstCaseCosts:
     """Estimates how much time is lost, at worst, if all tokens of a draft are rejected.
 
+    Args:
+        costs: Live costs of the target's passes.
+        pass_seconds: Duration of a pass of the draft model, or 0 if unknown.
+
     Attributes:
         level_seconds: Worst-case time to draft one level of a token tree.
     """
 
-    def __init__(self, costs: LiveCosts) -> None:
-        self.level_seconds = _ASSUMED_LEVEL_COST * costs.target_step_seconds
+    def __init__(self, costs: LiveCosts, pass_seconds: float = 0.0) -> None:
+        self._assumed_level_cost = _ASSUMED_LEVEL_COST
+        if pass_seconds:
+            self._assumed_level_cost = _MAX_LEVEL_PASSES * pass_seconds / costs.target_step_seconds
+        self.level_seconds = self._assumed_level_cost * costs.target_step_seconds
         self._costs = costs
         self._mean_level_seconds = RunningMean()
         # Highest recent ratio of the actual to the expected duration of a verify pass.
@@ -53,7 +63,7 @@ class WorstCaseCosts:
         return max(self._pass_ratio * self._costs.v(width) - 1.0, 0.0) * self._costs.target_step_seconds
 
     def loss_seconds(self, levels: int, level_seconds: float) -> float:
-        """Return the time lost, at worst, if `levels` tokens are drafted and rejected.
+        """Return the time lost in the worst case if `levels` tokens are drafted and all of them are rejected.
 
         `level_seconds` is the time to draft one token.
         """
@@ -101,5 +111,5 @@ class WorstCaseCosts:
 
     def _set_level_seconds(self, worst_seconds: float) -> None:
         mean = self._mean_level_seconds
-        usual = mean.value if mean.count else _ASSUMED_LEVEL_COST * self._costs.target_step_seconds
+        usual = mean.value if mean.count else self._assumed_level_cost * self._costs.target_step_seconds
         self.level_seconds = max(worst_seconds, usual)

@@ -27,7 +27,7 @@ _KINDS = {"gpt2": _BYTE_LEVEL, "llama": _SENTENCEPIECE, "t5": _SENTENCEPIECE}
 _PADDING = re.compile(rb"\[PAD\d+\]")
 _BYTE = re.compile(rb"<0x([0-9A-Fa-f]{2})>")
 _MAX_TOKENS = 1 << 22
-# Exceptions that an invalid tokenizer.json can cause while it is parsed.
+# Exceptions that parsing an invalid tokenizer.json can raise.
 _PARSE_ERRORS = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError)
 
 

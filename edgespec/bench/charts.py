@@ -74,9 +74,7 @@ def _speeds(found: Sequence[MethodFigures], width: int) -> list[str]:
             low, high = each.low or each.speed_up, each.high or each.speed_up
             value = f"{each.speed_up:.2f}x"
             bars.append(Bar(each.config.name, ((low, _FULL), (high - low, _UNCERTAIN)), value))
-    return bar_chart(
-        f"speed-up over replies without drafting ({_UNCERTAIN}: 95% confidence interval)", bars, width
-    )
+    return bar_chart(f"speed-up over plain decoding ({_UNCERTAIN}: 95% confidence interval)", bars, width)
 
 
 def _depths(found: Sequence[MethodFigures], width: int) -> list[str]:
@@ -100,4 +98,4 @@ def _phases(found: Sequence[MethodFigures], width: int) -> list[str]:
 
 def _passes(curve: CostCurve, width: int) -> list[str]:
     bars = [Bar(str(rows), ((curve.v(rows), _FULL),), f"{curve.v(rows):.2f}") for rows in curve.widths]
-    return bar_chart("time to check several tokens in one pass (a single token takes 1)", bars, width)
+    return bar_chart("time per pass, relative to a pass over one token, by number of tokens", bars, width)

@@ -87,7 +87,7 @@ class BenchPlan:
         if not self.prompts or not self.temperatures or PLAIN not in self.configs:
             raise OptionError(
                 "the benchmark has nothing to measure",
-                "specify at least one prompt and one temperature, and include method none",
+                "specify at least one prompt and one temperature, and list none among the methods",
             )
         for kind, entries in (
             ("prompts", [prompt.name for prompt in self.prompts]),

@@ -27,7 +27,7 @@ def check_plots() -> None:
     if find_spec("matplotlib") is None:
         raise BackendMissingError(
             "plots require matplotlib, which is not installed",
-            f"install it with `{setup_command('dev')}`, or use --plot, which draws in the terminal",
+            f"install matplotlib with `{setup_command('dev')}`, or use --plot to draw in the terminal",
         )
 
 
@@ -87,7 +87,7 @@ def _speed(axes: Axes, found: Sequence[MethodFigures]) -> None:
         axes.bar(places, heights, 0.8 / len(configs), label=config.name, yerr=errors, error_kw={"lw": 0.8})
     axes.axhline(1.0, color="black", linewidth=0.8)
     axes.set_xticks(range(len(categories)), [_category_label(category) for category in categories])
-    axes.set_ylabel("speed-up over replies without drafting")
+    axes.set_ylabel("speed-up over plain decoding")
     axes.set_title("Speed-up by method, with 95% confidence intervals")
     _add_legend(axes)
 
@@ -131,7 +131,7 @@ def _passes(report: Report, axes: Axes) -> None:
     axes.set_yscale("log", base=2)
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_formatter(FormatStrFormatter("%g"))
-    axes.set_xlabel("tokens checked in one pass")
+    axes.set_xlabel("tokens verified per pass")
     axes.set_ylabel("single-token passes")
     axes.set_title(f"Time for {report.target} to check several tokens in one pass")
     _add_legend(axes)

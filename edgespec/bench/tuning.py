@@ -20,6 +20,8 @@ __all__ = ["DrafterResult", "PassCost", "Tuning", "break_even", "tune"]
 
 # Minimum speed-up for recommending a method. A smaller one could be measurement noise.
 _MIN_SPEED_UP = 1.05
+# Warn if other programs used the CPU during more than this share of a method's passes.
+_MAX_BUSY_SHARE = 0.2
 _DRAFT_LENGTH = 4  # Draft length with which every drafter is tried.
 _MAX_DRAFT_LENGTH = 16  # Longest draft length that can be recommended.
 
@@ -82,6 +84,7 @@ class Tuning:
         auto: Speed-up of method `auto`. None if the models were loaded with another method.
         verdict: Recommendation in one sentence.
         notice: Why the pass durations could not be saved. Empty if they were saved.
+        was_cpu_busy: Whether other programs used the CPU during the measurements.
     """
 
     target: str
@@ -95,6 +98,7 @@ class Tuning:
     auto: float | None
     verdict: str
     notice: str
+    was_cpu_busy: bool = False
 
     def to_json(self) -> dict[str, object]:
         return asdict(self)
@@ -150,6 +154,7 @@ def tune(
         if capabilities.rollback
         else f"Drafting cannot be used with this model: {capabilities.reason}.",
         notice=runtime.costs_notice,
+        was_cpu_busy=any(_is_disturbed(each) for each in replies.values()),
     )
 
 
@@ -177,6 +182,10 @@ def break_even(v: float, width: int) -> float | None:
 
 def _expected_tokens(acceptance: float, length: int) -> float:
     return sum(acceptance**i for i in range(length + 1))
+
+
+def _is_disturbed(replies: Sequence[Reply]) -> bool:
+    return _sum(replies, "busy_passes") > _MAX_BUSY_SHARE * _sum(replies, "target_passes")
 
 
 def _pass_cost(width: int, seconds: float, curve: CostCurve) -> PassCost:

@@ -62,7 +62,7 @@ def check_pair(target: str, draft: str) -> str:
     if target.lower() in _RESERVED or draft.lower() == "auto":
         raise OptionError(
             f"{target} and {draft} are not a valid pair",
-            "specify a target model, and a draft model or none",
+            "specify a target model, then its draft model or none",
         )
     names = (target,) if draft.lower() == "none" else (target, draft)
     if notices := list(filter(None, map(_not_installed_notice, names))):

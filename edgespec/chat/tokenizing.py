@@ -37,10 +37,9 @@ def tokenize(
 
 
 def check_size(vocabulary: Vocabulary, texts: Sequence[str], context_tokens: int) -> None:
-    """Raise ContextFullError if the texts are too long to fit in the context.
+    """Raise ContextFullError if the texts certainly do not fit in the context.
 
-    The check is fast unless the texts have more characters than the context has tokens. Texts that pass may
-    still have too many tokens.
+    Texts that pass may still have too many tokens. The check avoids the time to tokenise very long texts.
     """
     if sum(map(len, texts)) <= context_tokens:
         return

@@ -68,7 +68,8 @@ __all__ = ["command"]
 @temperatures_option(default="0,0.8", help="Temperatures to measure.")
 @draft_lengths_option(
     default=None,
-    help="Draft lengths to measure, in tokens; auto chooses its own. [default: each method's own default]",
+    help="Draft lengths to measure, in tokens. The method auto chooses its own."
+    " [default: each method's default]",
 )
 @click.option(
     "--repeats",
@@ -81,7 +82,7 @@ __all__ = ["command"]
 @click.option(
     "--control",
     is_flag=True,
-    help="Measure replies without drafting twice, to show how much timings vary by chance.",
+    help="Measure plain decoding (no drafting) a second time, to show how much timings vary by chance.",
 )
 @max_tokens_option(default=64, help="Maximum number of tokens per reply.")
 @seed_option(help="Random seed for all replies.")
@@ -153,7 +154,9 @@ def _texts(file: Path | None, categories: tuple[str, ...] | None) -> list[Prompt
     there = sorted({text.category for text in texts})
     for category in categories:
         if category not in there:
-            raise OptionError(f"no prompt has the category {category!r}", f"choose from {', '.join(there)}")
+            raise OptionError(
+                f"there are no prompts in the category {category!r}", f"choose from {', '.join(there)}"
+            )
     return [text for text in texts if text.category in categories]
 
 

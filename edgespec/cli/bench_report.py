@@ -57,7 +57,7 @@ def print_report(report: Report, machine: Mapping[str, object], *, plot: bool) -
         _print_details([each for each in figures if each.category is None])
         _print_oracle([each for each in report.oracle_comparisons if each.temperature == temperature])
     if not report.figures:
-        click.echo("There are no results without drafting to compare with.")
+        click.echo("No prompt was answered both with and without drafting, so no speed-up can be shown.")
     if plot:
         click.echo("")
         for line in charts(report, terminal_width() or _PIPE_COLUMNS):

@@ -15,9 +15,9 @@ from edgespec.files import format_bytes
 __all__ = ["command"]
 
 _DESCRIPTIONS = {
-    "all": "saved replies, learned data and the cache of earlier chats",
+    "all": "saved replies, what drafters learned from earlier replies, and the cache of earlier chats",
     "replies": "saved replies",
-    "learned": "learned data",
+    "learned": "what drafters learned from earlier replies",
     "prefix-cache": "the cache of earlier chats",
 }
 
@@ -48,7 +48,7 @@ def command(ctx: click.Context, /, kind: str, as_json: bool) -> int:
 
     chosen = ctx.get_parameter_source("kind") is not ParameterSource.DEFAULT
     if not (chosen or as_json) and is_terminal(sys.stdin):
-        click.confirm(f"Delete {_DESCRIPTIONS[kind]}? Your chats are kept.", abort=True, err=True)
+        click.confirm(f"Delete {_DESCRIPTIONS[kind]}? Your chats will be kept.", abort=True, err=True)
     freed_bytes = edgespec.delete_data(kind)  # type: ignore[arg-type]
     if as_json:
         print_json({"deleted": kind, "freed_bytes": freed_bytes})

@@ -94,7 +94,7 @@ def _hardware(machine: MachineInfo) -> list[Check]:
 def _libraries(machine: MachineInfo) -> list[Check]:
     library = machine.llama_cpp
     if library.problem:
-        llama = Check("llama.cpp", False, library.problem, "run `edgespec doctor --json` for all details")
+        llama = Check("llama.cpp", False, library.problem, "run `edgespec doctor --json` for full details")
         return [llama, _mlx(machine)]
     llama = Check("llama.cpp", True, f"llama-cpp-python {library.version}")
     if library.gpu_offload:

@@ -49,7 +49,7 @@ def _line(error: Exception) -> str:
             return f"error: {error_reason(error)}; check disk space and permissions"
         return f"error: {error_reason(error)} ({error.filename}); {write_advice(error, Path(error.filename))}"
     what = " ".join(f"{type(error).__name__}: {error}".split())
-    return f"error: {what}; this is a bug, so please report it with the traceback that {_DEBUG}=1 prints"
+    return f"error: {what}; this is a bug: please report it with the traceback that {_DEBUG}=1 shows"
 
 
 def _wrong_usage(error: click.UsageError) -> str:

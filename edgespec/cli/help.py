@@ -116,6 +116,6 @@ class HelpfulGroup(_Helpful, click.Group):
                 meant = self.foreign_commands.get(near[0], near[0])
                 hint = f"did you mean '{meant.replace('MODEL', model)}'?"
             else:
-                hint = f"the commands are {', '.join(known)}"
+                hint = f"available commands: {', '.join(known)}"
             raise click.UsageError(f"no such command {name!r}; {hint}", ctx)
         return super().resolve_command(ctx, args)

@@ -14,7 +14,16 @@ from edgespec.cli.help import HelpfulGroup
 from edgespec.cli.interrupt import Stop, interruptible
 from edgespec.cli.models_shown import STORED_BY, Shown, entry_json, installed_json, prepared_json
 from edgespec.cli.options import json_option, model_reference
-from edgespec.cli.screen import ProgressLine, is_terminal, line_of, note, print_json, print_table, printable
+from edgespec.cli.screen import (
+    ProgressLine,
+    is_terminal,
+    line_of,
+    note,
+    print_json,
+    print_table,
+    printable,
+    rate,
+)
 from edgespec.errors import (
     BackendMissingError,
     MemoryBudgetError,
@@ -65,21 +74,26 @@ def list_models(as_json: bool) -> None:
     """List the models edgespec knows by name, the models on this machine, and your aliases and pairs.
 
     The DOWNLOADED column shows which versions of a model are on this machine; others are downloaded on first
-    use. The second table lists models from Ollama, LM Studio and the Hugging Face cache, which edgespec uses
-    without copying them. A narrow terminal shows fewer columns. For details of one model, run `edgespec
-    models show REF`.
+    use. TOKENS/S shows how fast a model would be with its recommended draft model, after `edgespec
+    recommend` has measured this machine. The second table lists models from Ollama, LM Studio and the
+    Hugging Face cache, which edgespec uses without copying them. A narrow terminal shows fewer columns. For
+    details of one model, run `edgespec models show REF`.
     """
+    from edgespec.assembly.speed_prediction import predict_entry
     from edgespec.catalog import find_installed, load_catalogue
     from edgespec.catalog.catalogue import user_aliases, user_pairs
 
     entries = sorted(load_catalogue().entries, key=lambda entry: not entry.embedded_file)
     listed = [(entry, _files(entry)) for entry in entries]
+    speeds = {entry.name: None if entry.embedded_file else predict_entry(entry) for entry in entries}
     own, pairs, installed = user_aliases(), user_pairs(), find_installed()
     if as_json:
         print_json(
             {
                 "models": [
-                    entry_json(entry) | {"on_this_machine": bool(files), "files": files}
+                    entry_json(entry)
+                    | {"on_this_machine": bool(files), "files": files}
+                    | {"expected_speed": speed.to_json() if (speed := speeds[entry.name]) else None}
                     for entry, files in listed
                 ],
                 "local": [installed_json(model) for model in installed.models],
@@ -90,20 +104,22 @@ def list_models(as_json: bool) -> None:
             }
         )
         return
-    _print_list(
-        ("NAME", "ALSO CALLED", "FORMAT", "SIZE", "DOWNLOADED"),
+    columns = ["NAME", "ALSO CALLED", "FORMAT", "SIZE", "DOWNLOADED"]
+    rows = [
         [
-            (
-                entry.name,
-                _short_names(entry),
-                entry.format,
-                format_bytes(entry.approximate_file_bytes),
-                ", ".join(files) or "-",
-            )
-            for entry, files in listed
-        ],
-        optional=("FORMAT", "ALSO CALLED"),
-    )
+            entry.name,
+            _short_names(entry),
+            entry.format,
+            format_bytes(entry.approximate_file_bytes),
+            ", ".join(files) or "-",
+        ]
+        for entry, files in listed
+    ]
+    if any(speeds.values()):
+        columns.insert(-1, "TOKENS/S")
+        for row, speed in zip(rows, speeds.values(), strict=True):
+            row.insert(-1, rate(speed.fastest_tokens_per_second) if speed else "-")
+    _print_list(columns, rows, optional=("FORMAT", "ALSO CALLED", "TOKENS/S"))
     _print_list(
         ("ON THIS MACHINE", "FORMAT", "SIZE", "QUANTISATION", "STORED BY"),
         [
@@ -128,8 +144,10 @@ def list_models(as_json: bool) -> None:
     )
     _print_list(("YOUR ALIAS", "MODEL"), sorted(own.items()))
     _print_list(("YOUR MODEL", "DRAFT MODEL"), sorted(pairs.items()))
+    if not any(speeds.values()):
+        note("To see how fast each model would be on this machine, run `edgespec recommend` once.")
     if not own and not pairs:
-        note("To give models names of your own, see `edgespec models alias --help`.")
+        note("To give a model an alias, see `edgespec models alias --help`.")
     for each in installed.unusable[:_MAX_UNUSABLE]:
         note(f"Cannot use {each.name}: {each.reason}.")
     if len(installed.unusable) > _MAX_UNUSABLE:
@@ -235,7 +253,7 @@ def pull_model(reference: str, as_json: bool) -> None:
 
 @command.command(
     "alias",
-    short_help="Give a model a name of your own.",
+    short_help="Give a model an alias of your choice.",
     examples=("edgespec models alias big hf:user/repo:Q4_K_M", "edgespec models alias fast llama3.2:1b"),
 )
 @click.argument("name")
@@ -266,7 +284,9 @@ def set_alias(name: str, reference: str, as_json: bool) -> None:
 )
 @model_reference("target")
 @click.argument("draft", metavar="DRAFT", required=False)
-@click.option("--remove", is_flag=True, help="Delete the pair and let edgespec choose again.")
+@click.option(
+    "--remove", is_flag=True, help="Delete your choice and let edgespec choose the draft model again."
+)
 @json_option
 def set_pair(target: str, draft: str | None, remove: bool, as_json: bool) -> None:
     """Choose the draft model that `--draft auto` uses for the model REF. DRAFT may be none."""
@@ -279,7 +299,7 @@ def set_pair(target: str, draft: str | None, remove: bool, as_json: bool) -> Non
     remark = check_pair(target, draft.strip()) if draft is not None else ""
     write_name("pairs", target, draft.strip() if draft is not None else None)
     if draft is None:
-        change = f"The draft model for {target} is chosen automatically again."
+        change = f"The draft model for {target} will be chosen automatically again."
     elif draft.strip() == "none":
         change = f"{target} now runs without a draft model."
     else:

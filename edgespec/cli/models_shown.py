@@ -211,7 +211,7 @@ def _entry_lines(entry: ModelEntry | None) -> list[tuple[str, str]]:
 def _info_lines(info: ModelInfo) -> list[tuple[str, str]]:
     experts = f", {info.experts_used} of {info.experts} experts per token" if info.experts else ""
     trained = f"{info.context_tokens:,} tokens" if info.context_tokens else "not stated in the files"
-    same = f"ID {info.vocabulary[:12]}" if info.vocabulary else "not comparable with other models"
+    same = f"ID {info.vocabulary[:12]}" if info.vocabulary else "cannot be compared with other models"
     lines = [
         ("file", f"{info.family}: {info.architecture}, {info.quantisation}, {format_bytes(info.size_bytes)}"),
         ("parameters", f"{info.parameters:,}{experts}"),
@@ -231,9 +231,12 @@ def _info_lines(info: ModelInfo) -> list[tuple[str, str]]:
 def _capability_lines(facts: ModelFacts) -> list[tuple[str, str]]:
     """Return the lines for properties known only after loading."""
     capabilities = facts.capabilities
-    one_only = f"but with only one candidate per position, because {capabilities.reason}"
-    trees = "also with several candidates per position" if capabilities.tree else one_only
-    speculation = f"yes, {trees}" if capabilities.rollback else f"no: {capabilities.reason}"
+    if not capabilities.rollback:
+        speculation = f"no: {capabilities.reason}"
+    elif capabilities.tree:
+        speculation = "yes, with one or more candidate tokens per position"
+    else:
+        speculation = f"yes, with only one candidate token per position: {capabilities.reason}"
     return [("drafting works", speculation), ("rollback", facts.rollback)]
 
 

@@ -24,7 +24,7 @@ def write_name(table: Literal["aliases", "pairs"], name: str, reference: str | N
     if reference is None and name.lower() not in names:
         near = difflib.get_close_matches(name.lower(), names, n=1, cutoff=0.4)
         raise ModelNotFoundError(
-            f"there is no {'alias' if table == 'aliases' else 'pair for'} {name}",
+            f"there is no {'alias' if table == 'aliases' else 'draft model saved for'} {name}",
             f"did you mean {near[0]}?" if near else "`edgespec models list` shows all",
         )
     path = user_aliases_path()

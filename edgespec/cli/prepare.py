@@ -31,11 +31,11 @@ _to_option = click.option(
 @click.group(
     "prepare",
     cls=HelpfulGroup,
-    short_help="Prepare a GGUF model so that it can speed itself up without a draft model.",
+    short_help="Prepare a GGUF model for drafting without a separate draft model.",
     examples=("edgespec prepare layerskip demo --exit 4", "edgespec prepare lowbit ./my-f16.gguf"),
 )
 def command() -> None:
-    """Prepare a GGUF model so that it can speed itself up without a draft model.
+    """Prepare a GGUF model for drafting without a separate draft model.
 
     If interrupted, run the command again.
     """
@@ -56,7 +56,7 @@ def command() -> None:
     metavar="E|auto",
     default="auto",
     show_default=True,
-    help="Number of layers to draft with; auto measures which is best.",
+    help="Number of layers to draft with. auto tries several and chooses the fastest.",
 )
 @_to_option
 @json_option
@@ -92,7 +92,7 @@ def layerskip(reference: str, exit_layer: str, to: Path | None, as_json: bool) -
 
 @command.command(
     "lowbit",
-    short_help="Make a lower-precision copy that can draft.",
+    short_help="Make a lower-precision copy of a model to use for drafting.",
     examples=("edgespec prepare lowbit ./my-f16.gguf", "edgespec prepare lowbit ./my-f16.gguf --type Q2_K"),
 )
 @model_reference("reference")
@@ -146,9 +146,7 @@ def _resolve_and_prepare(
                     "use the method directly, for example `edgespec chat --method layerskip`",
                 )
             if kind not in found.file_format.preparations:
-                raise OptionError(
-                    f"{found.path} is already prepared", "use the GGUF file from which it was made"
-                )
+                raise OptionError(f"{found.path} is already prepared", "use the GGUF file it was made from")
             return make(found.path, progress)
 
     return interruptible(work)

@@ -56,7 +56,7 @@ class Program(HelpfulGroup):
         if sys.stdout is None:
             # stdout was already closed when the program started, so report the error on stderr.
             if sys.stderr is not None:
-                sys.stderr.write("error: there is nowhere to print to, because stdout is closed\n")
+                sys.stderr.write("error: cannot write output because stdout is closed\n")
             sys.exit(FAILED)
         with suppress(AttributeError):
             sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]

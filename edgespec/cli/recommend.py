@@ -10,7 +10,7 @@ from edgespec.cli.failures import DONE
 from edgespec.cli.help import HelpfulCommand
 from edgespec.cli.interrupt import Stop, interruptible
 from edgespec.cli.options import declared_options, json_option
-from edgespec.cli.screen import ProgressLine, print_json, print_table, rate, warn
+from edgespec.cli.screen import ProgressLine, note, print_json, print_table, rate, warn
 from edgespec.files import format_bytes
 
 if TYPE_CHECKING:
@@ -25,6 +25,7 @@ _WIDTHS = (2, 4, 8)
 # Warn if other programs used more than this number of processor cores while this machine was measured.
 _BUSY_CORES = 0.3
 _LEGEND = """\
+*             the recommended model
 MEMORY        memory for the model, its draft model and a context of 8,192 tokens
 TOKENS/S      expected speed without drafting
 WITH DRAFT    expected speed and speed-up with the draft model
@@ -48,7 +49,7 @@ DOWNLOAD      what is not on this machine yet"""
     type=click.Choice(("chat", "code")),
     default="chat",
     show_default=True,
-    help="What the model is for.",
+    help="What the model will be used for.",
 )
 @click.option("--measure", is_flag=True, help="Measure this machine again instead of using saved results.")
 @json_option
@@ -59,15 +60,17 @@ def command(task: Any, measure: bool, as_json: bool, **sizes: Any) -> int:
     predictions are for short contexts and an otherwise idle machine.
     """
     result = interruptible(lambda stop: _recommend(stop, task, measure, sizes))
-    if result.machine.busy_cores > _BUSY_CORES:
-        warn(
-            f"other programs kept {result.machine.busy_cores:.1f} processor cores busy when this machine was"
-            " measured, so the predictions are too low; close them and run this command with --measure"
-        )
+    note(result.machine.notice)
     if as_json:
         print_json(_json(result))
     else:
         _print(result)
+    if result.machine.busy_cores > _BUSY_CORES:
+        warn(
+            f"other programs kept {result.machine.busy_cores:.1f} processor cores busy when this machine was"
+            " measured, so the predictions are too low and the recommended model may be too small; close them"
+            " and run this command with --measure"
+        )
     return DONE
 
 
@@ -108,6 +111,19 @@ def _costs(v: Callable[[int], float]) -> dict[str, float]:
 
 
 def _print(result: Recommendation) -> None:
+    if result.best is None:
+        click.echo(
+            f"No model in the catalogue fits in {format_bytes(result.budget_bytes)} of memory. Raise --memory"
+            " if you set it, or close other programs."
+        )
+        return
+    fastest = max(each.speed.fastest_tokens_per_second for each in result.candidates)
+    print_table(
+        ("MODEL", "MEMORY", "TOKENS/S", "WITH DRAFT", "", "PROMPT", "DOWNLOAD"),
+        [_row(each, fastest, each is result.best) for each in result.candidates],
+        optional=("", "PROMPT", "DOWNLOAD"),
+    )
+    click.echo(f"\n{_LEGEND}\n")
     print_table(
         ("WEIGHTS", "GB/S", *(f"{width} TOKENS" for width in _WIDTHS)),
         [
@@ -120,22 +136,10 @@ def _print(result: Recommendation) -> None:
         ],
     )
     click.echo(
-        "The last columns show how long a pass over several tokens takes, as a multiple of one over a single"
-        " token.\nSpeculation saves the most time where these numbers are small.\n"
+        "How fast this machine reads each type of weights, and how long it takes to check several tokens at"
+        "\nonce, as a multiple of the time for one token. Speculation saves the most time where these numbers"
+        " are small.\n"
     )
-    if result.best is None:
-        click.echo(
-            f"No model in the catalogue fits in {format_bytes(result.budget_bytes)} of memory. Close other"
-            " programs, or raise --memory."
-        )
-        return
-    fastest = max(each.speed.fastest_tokens_per_second for each in result.candidates)
-    print_table(
-        ("MODEL", "MEMORY", "TOKENS/S", "WITH DRAFT", "", "PROMPT", "DOWNLOAD"),
-        [_row(each, fastest, each is result.best) for each in result.candidates],
-        optional=("", "PROMPT", "DOWNLOAD"),
-    )
-    click.echo(f"\n{_LEGEND}\n")
     click.echo(_verdict(result.best))
 
 
@@ -156,13 +160,13 @@ def _row(candidate: Candidate, fastest: float, is_best: bool) -> tuple[str, ...]
 def _verdict(best: Candidate) -> str:
     speed = best.speed
     lines = [
-        f"Recommended: {best.reference}, with about {rate(speed.fastest_tokens_per_second)} tokens per second"
+        f"Recommended: {best.reference}, at about {rate(speed.fastest_tokens_per_second)} tokens per second"
         + (f" ({speed.speedup:.1f}x with the draft model {best.draft})." if best.draft else "."),
         f"  {best.command}",
     ]
     if best.faster_type:
         lines.append(
-            f"A {best.faster_type} version would be faster on this machine, because it checks several drafted"
-            " tokens at less cost."
+            f"A version of {best.reference} quantised to {best.faster_type} would be faster on this machine,"
+            " because it checks several drafted tokens at lower cost."
         )
     return "\n".join(lines)

@@ -65,7 +65,7 @@ def write_text(text: str) -> None:
 
 
 def rate(per_second: float) -> str:
-    """Return a speed with one decimal below 10, and without decimals from 10 on."""
+    """Format a speed, with one decimal place if it is below 10 and none otherwise."""
     return f"{per_second:,.{1 if per_second < 10 else 0}f}"
 
 

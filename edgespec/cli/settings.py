@@ -193,7 +193,9 @@ def _from_environment(problems: list[ConfigurationError]) -> Iterator[tuple[str,
             continue
         if variable not in names:
             step = suggestion(variable, [*names, *VARIABLES], _PREFIX)
-            problems.append(ConfigurationError(f"there is no setting for the variable {variable}", step))
+            problems.append(
+                ConfigurationError(f"the environment variable {variable} does not match any setting", step)
+            )
             continue
         try:
             value = setting_value(names[variable], text)

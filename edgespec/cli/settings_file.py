@@ -65,7 +65,7 @@ def read_text(path: Path) -> str | None:
     except OSError as error:
         raise ConfigurationError(
             f"the settings file {path} cannot be read: {error_reason(error)}",
-            "correct its permissions, or delete it",
+            "fix its permissions or delete it",
         ) from error
     except ValueError as error:
         reason = str(error)
@@ -76,7 +76,7 @@ def read_text(path: Path) -> str | None:
             where += f", column {place[2]}" if place[2] else ""
         raise ConfigurationError(
             f"{where}: {reason[:1].lower()}{reason[1:]}",
-            'write lines such as target = "8b-q4", or move the file',
+            'write lines such as target = "8b-q4", or move the file elsewhere',
         ) from error
     return text
 
@@ -109,7 +109,9 @@ def write_value(file: Path, path: KeyPath, literal: str | None) -> bool:
             "change it in an editor",
         ) from None
     except Timeout as error:
-        raise ConfigurationError(f"another program is writing {file}", "try again when it is done") from error
+        raise ConfigurationError(
+            f"another program is writing to {file}", "try again when it is done"
+        ) from error
     except OSError as error:
         raise ConfigurationError(
             f"{file} cannot be written: {error_reason(error)}",

@@ -88,7 +88,7 @@ def _has_data(number: int) -> bool:
     """Wait until a pipe has data or is closed by its writer. Return False after 10 seconds."""
     if _is_ready(number, _NOTICE_SECONDS):
         return True
-    click.echo(f"waiting up to {_WAIT_SECONDS:.0f} seconds for text from the pipe on stdin", err=True)
+    click.echo(f"waiting up to {_WAIT_SECONDS:.0f} seconds for input on stdin", err=True)
     return _is_ready(number, _WAIT_SECONDS - _NOTICE_SECONDS)
 
 

@@ -12,7 +12,7 @@ from edgespec.cli.interrupt import Stop, interruptible
 from edgespec.cli.loading import loaded
 from edgespec.cli.measuring import max_tokens_option, reject_remember
 from edgespec.cli.options import MODEL_NAMES, declared_options, json_option, pick
-from edgespec.cli.screen import ProgressLine, note, print_json, print_table
+from edgespec.cli.screen import ProgressLine, note, print_json, print_table, warn
 
 if TYPE_CHECKING:
     from edgespec.bench.tuning import DrafterResult, PassCost, Tuning
@@ -20,8 +20,10 @@ if TYPE_CHECKING:
 
 __all__ = ["command"]
 
-_LEGEND = """\
+_THREADS_LEGEND = """\
 THREADS       number of CPU threads; the one with an arrow is used while no other program is busy
+"""
+_LEGEND = """\
 TOKENS        number of tokens the model checks in one pass
 MS            duration of that pass in milliseconds
 COST          duration of that pass divided by the time for a single token
@@ -52,8 +54,8 @@ _SKILLS = ("code", "copy", "explain", "howto")
     "--method",
     metavar="METHOD",
     default="auto",
-    help="Additional method to try, such as layerskip or lookahead. [default: only methods that need no"
-    " preparation]",
+    help="Also try this method, such as layerskip or lookahead. Methods that need no preparation are always"
+    " tried.",
 )
 @json_option
 def command(method: str, max_tokens: int, as_json: bool, **options: Any) -> int:
@@ -69,6 +71,11 @@ def command(method: str, max_tokens: int, as_json: bool, **options: Any) -> int:
         print_json(tuning.to_json())
     else:
         _print(tuning)
+    if tuning.was_cpu_busy:
+        warn(
+            "other programs used the processor during the measurements, so the results are unreliable; close"
+            " them and run `edgespec tune` again"
+        )
     return DONE
 
 
@@ -87,12 +94,12 @@ def _tune(stop: Stop, method: str, max_tokens: int, options: dict[str, Any]) -> 
 
 def _print(tuning: Tuning) -> None:
     click.echo(f"model {tuning.target}, draft model {tuning.draft or 'none'}")
-    click.echo(f"{tuning.target_step_seconds * 1e3:.3g} ms per token without drafting\n")
+    click.echo(f"{_milliseconds(tuning.target_step_seconds)} ms per token without drafting\n")
     if tuning.thread_seconds:
         print_table(
             ("THREADS", "MS PER TOKEN"),
             [
-                (f"{count}{' <-' if count == tuning.threads else ''}", f"{seconds * 1e3:.3g}")
+                (f"{count}{' <-' if count == tuning.threads else ''}", _milliseconds(seconds))
                 for count, seconds in sorted(tuning.thread_seconds.items())
             ],
         )
@@ -102,7 +109,7 @@ def _print(tuning: Tuning) -> None:
         [
             (
                 str(each.width),
-                f"{each.seconds * 1e3:.3g}",
+                _milliseconds(each.seconds),
                 f"{each.v:.2f}",
                 f"{each.limit:.2f}x",
                 _break_even(each),
@@ -115,9 +122,9 @@ def _print(tuning: Tuning) -> None:
         ("METHOD", "SPEED-UP", "ACCEPTED", "DRAFT COST", "BEST LENGTH", "EXPECTED"),
         [(each.name, *(_results(each) if each.drafted else ("-",) * 5)) for each in tuning.drafters],
     )
-    click.echo(f"\n{_LEGEND}\n")
+    click.echo(f"\n{_THREADS_LEGEND if tuning.thread_seconds else ''}{_LEGEND}\n")
     if tuning.auto is not None:
-        click.echo(f"The default method, auto, reached a speed-up of {tuning.auto:.2f}x.")
+        click.echo(f"The speed-up with the default method, auto, was {tuning.auto:.2f}x.")
     click.echo(tuning.verdict)
 
 
@@ -129,6 +136,10 @@ def _results(result: DrafterResult) -> tuple[str, ...]:
         str(result.best_length),
         f"{result.expected:.2f}x",
     )
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{seconds * 1e3:,.0f}" if seconds >= 0.1 else f"{seconds * 1e3:.3g}"
 
 
 def _break_even(cost: PassCost) -> str:

@@ -52,7 +52,7 @@ _PROMPTS_PER_CATEGORY = 2
     "verify",
     cls=HelpfulCommand,
     params=declared_options(*MODEL_NAMES, "acceptance", per_run=("remember",)),
-    short_help="Check that drafting does not change any token.",
+    short_help="Check that drafting does not change the generated tokens.",
     examples=(
         "edgespec verify",
         "edgespec verify --target 8b-q4 --methods model,model+suffix --temperatures 0,1",
@@ -67,7 +67,7 @@ _PROMPTS_PER_CATEGORY = 2
     help="JSON Lines file with a `prompt` or `messages` on each line. [default: built-in prompts]"
 )
 @temperatures_option(default="0,0.8,1.2", help="Temperatures to check.")
-@draft_lengths_option(default="1,4,8", help="Draft lengths to check, in tokens.")
+@draft_lengths_option(default="1,4,8", help="Draft lengths to test, in tokens.")
 @max_tokens_option(default=64, help="Maximum number of tokens per reply.")
 @seed_option(help="Random seed for the first reply.")
 @click.option(
@@ -77,14 +77,14 @@ _PROMPTS_PER_CATEGORY = 2
     metavar="SECONDS",
     default=2,
     show_default=True,
-    help="Time to wait after each reply for methods that improve between replies: swift, and model with"
-    " --learn. Other methods do not wait.",
+    help="Time to wait after each reply, for the methods that improve between replies (swift, or model with"
+    " --learn). Ignored for other methods.",
 )
 @json_option
 def command(
     methods: tuple[str, ...] | None, prompts: Path | None, as_json: bool, acceptance: str, **options: Any
 ) -> int:
-    """Check on your own models that drafting does not change any token of a reply.
+    """Check on your own models that drafting does not change the generated tokens.
 
     The model answers every prompt without drafting and with each method, and the tokens are compared.
 
@@ -148,9 +148,7 @@ def _verify(
             progress=progress,
         )
         if stop.requested:
-            raise CancelledError(
-                "verify was cancelled", "run it again, because a partial comparison proves nothing"
-            )
+            raise CancelledError("verify was cancelled", "run it again; a partial comparison proves nothing")
         return report
 
 
@@ -165,7 +163,8 @@ def _planned(replies: int, max_tokens: int, prompts: int, compared: dict[str, An
     names = ", ".join(compared["methods"])
     sampled = compared["acceptance"] == "rejection"
     rest = "; above temperature 0, each is sampled many times" if sampled else ", and without drafting"
-    return f"plan: {replies:,} replies of up to {max_tokens} tokens ({' x '.join(factors)}: {names}{rest})"
+    amount = f"{replies:,} replies of up to {max_tokens} tokens"
+    return f"plan: {amount}: {' x '.join(factors)} ({names}){rest}"
 
 
 def _few_of_each_category(prompts: Sequence[Prompt]) -> list[Prompt]:
@@ -189,10 +188,10 @@ def _smallest_p_value(facts: dict[str, Any]) -> float:
 def _verdict(facts: dict[str, Any]) -> str:
     """Return a one-sentence conclusion for a report in which all checks passed."""
     if facts["acceptance"] == "rejection":
-        return "Passed: drafting did not change the probabilities of the replies measurably."
+        return "Passed: drafting did not measurably change the probabilities of the replies."
     near_ties = sum(method["near_tie"] for method in facts["methods"].values())
     apart = f", apart from {near_ties} near-ties (see `edgespec verify --help`)" if near_ties else ""
-    return f"Passed: drafting did not change any token of these replies{apart}."
+    return f"Passed: drafting did not change a single token of these replies{apart}."
 
 
 def _print(facts: dict[str, Any]) -> None:

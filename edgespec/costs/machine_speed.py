@@ -10,7 +10,8 @@ from __future__ import annotations
 import os
 import platform
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -26,7 +27,8 @@ from edgespec.backends.pass_weights import PassWeights
 from edgespec.backends.registry import BenchmarkModels, FileFormat, backends
 from edgespec.cores import CPU_LOAD
 from edgespec.costs.curve import CostCurve, measure_costs
-from edgespec.errors import CancelledError, CapabilityError
+from edgespec.errors import CancelledError, CapabilityError, EdgespecError
+from edgespec.files import error_reason, format_bytes
 from edgespec.saved_arrays import SavedArrays
 
 __all__ = ["MachineSpeed", "TypeSpeed", "machine_identity", "measure_machine", "saved_machine_speed"]
@@ -34,10 +36,14 @@ __all__ = ["MachineSpeed", "TypeSpeed", "machine_identity", "measure_machine", "
 _MEASURED_WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16)
 # Approximate size of the weights of each benchmark model. Like those of real models, they do not fit into the
 # caches of most processors.
-_BENCHMARK_BYTES = 256 * 2**20
+_BENCHMARK_BYTES = 192 * 2**20
 _PROMPT_TOKENS = 32
-# Time budget for measuring the passes of one quantisation type.
-_TYPE_SECONDS = 1.0
+# All types are measured this many times in turn, because the speed of a machine varies over a few seconds.
+_ROUNDS = 2
+# Saved times per byte of weights outside this range, in seconds, are damaged.
+_MIN_BYTE_SECONDS, _MAX_BYTE_SECONDS = 1e-15, 1e-3
+# Time budget for measuring the passes of one quantisation type once.
+_TYPE_SECONDS = 0.6
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,11 +72,13 @@ class MachineSpeed:
         types: The measured speed of each quantisation type.
         layer_seconds: Time that each layer adds to a pass, however small its weights are.
         busy_cores: Processor cores that other programs used on average during the measurement.
+        notice: Why the measurement could not be saved. Empty if it was saved.
     """
 
     types: Mapping[str, TypeSpeed]
     layer_seconds: float
     busy_cores: float = 0.0
+    notice: str = ""
 
     def pass_seconds(self, weights: PassWeights, width: int = 1) -> float:
         """Predict the duration of a pass of `width` tokens in a short context."""
@@ -97,8 +105,8 @@ class MachineSpeed:
 
 
 def _bits(type_name: str) -> int:
-    """Return the number of bits in the name of a type, such as 4 for Q4_K."""
-    digits = "".join(letter if letter.isdigit() else " " for letter in type_name).split()
+    """Return the bit width that the name of a quantisation type contains, such as 4 for Q4_K."""
+    digits = "".join(letter if letter in "0123456789" else " " for letter in type_name).split()
     return int(digits[0]) if digits else 16
 
 
@@ -123,32 +131,58 @@ def saved_machine_speed(form: FileFormat) -> MachineSpeed | None:
 def measure_machine(form: FileFormat, progress: Progress | None = None) -> MachineSpeed:
     """Measure how fast this machine runs each quantisation type of a file format, and save the results.
 
-    Takes about 15 seconds and up to 1 GiB of memory and of temporary files.
+    Takes up to 20 seconds and up to 1 GiB of memory and of temporary files.
 
     Raises:
         CapabilityError: The format has no benchmark models.
         CancelledError: `progress` returned False.
-        OSError: A temporary file cannot be written.
+        EdgespecError: A temporary file cannot be written.
     """
     models = form.benchmark_models
     if models is None:
         raise CapabilityError(f"edgespec cannot measure this machine with {form.label} models")
-    with tempfile.TemporaryDirectory(prefix="edgespec-") as folder:
-        path = Path(folder) / "model"
+    with _temporary_folder() as folder:
+        path = folder / "model"
         small, weights, _ = _measure(form, models, path, next(iter(models.types)), 0)
         layer_seconds = small.target_step_seconds / weights.layers
-        types, busy_cores = {}, []
-        for done, name in enumerate(models.types):
-            if progress and not progress(f"measuring {name} weights", done / len(models.types)):
+        measured: dict[str, list[TypeSpeed]] = {name: [] for name in models.types}
+        busy_cores = []
+        for done, name in enumerate(_ROUNDS * tuple(models.types)):
+            if progress and not progress(f"measuring {name} weights", done / (_ROUNDS * len(measured))):
                 raise CancelledError("the measurement of this machine was cancelled")
             curve, weights, prompt_seconds = _measure(form, models, path, name, _BENCHMARK_BYTES)
             busy_cores.append(CPU_LOAD.busy_cores())
             size_bytes, fixed = weights.total_bytes, weights.layers * layer_seconds
             seconds = tuple((each - fixed) / size_bytes for each in curve.seconds)
-            types[name] = TypeSpeed(replace(curve, seconds=seconds), prompt_seconds / size_bytes)
+            measured[name].append(TypeSpeed(replace(curve, seconds=seconds), prompt_seconds / size_bytes))
+    types = {name: _mean_speed(speeds) for name, speeds in measured.items()}
+    store = _store(form)
     speed = MachineSpeed(types, layer_seconds, mean(busy_cores))
-    _store(form).save(_to_arrays(speed))
-    return speed
+    store.save(_to_arrays(speed))
+    return replace(speed, notice=store.notice)
+
+
+@contextmanager
+def _temporary_folder() -> Iterator[Path]:
+    """Create a temporary folder and delete it afterwards. Errors while writing to it say what to do."""
+    parent = tempfile.gettempdir()
+    try:
+        with tempfile.TemporaryDirectory(prefix="edgespec-") as folder:
+            yield Path(folder)
+    except OSError as error:
+        raise EdgespecError(
+            f"the speed of this machine cannot be measured, because {parent} is full or cannot be written:"
+            f" {error_reason(error)}",
+            f"free {format_bytes(2 * _BENCHMARK_BYTES)} there, or set TMPDIR to another folder",
+        ) from error
+
+
+def _mean_speed(speeds: Sequence[TypeSpeed]) -> TypeSpeed:
+    """Return the mean of several measurements of one quantisation type, at the widths in all of them."""
+    seconds = [dict(zip(each.curve.widths, each.curve.seconds, strict=True)) for each in speeds]
+    widths = sorted(set.intersection(*map(set, seconds)))
+    curve = CostCurve(tuple(widths), tuple(mean(each[width] for each in seconds) for width in widths))
+    return TypeSpeed(curve, mean(each.prompt_seconds for each in speeds))
 
 
 def _measure(
@@ -158,6 +192,10 @@ def _measure(
     weights = models.write(path, type_name, size_bytes)
     model = form.load(str(path), "the benchmark model", LoadOptions(context_tokens=512), None)
     try:
+        # Delete the file now, so that it does not remain if this process is killed. On POSIX systems, the
+        # loaded model can still read it.
+        with suppress(OSError):
+            path.unlink()
         curve = measure_costs(model, _MEASURED_WIDTHS, repeats=3, budget_seconds=_TYPE_SECONDS)
         began = now()
         model.prefill([0] * _PROMPT_TOKENS)
@@ -192,6 +230,19 @@ def _from_arrays(saved: Mapping[str, NDArray[Any]]) -> MachineSpeed | None:
             )
             for name in names
         }
-        return MachineSpeed(types, float(saved["layer"]), float(saved["busy"])) if types else None
-    except (KeyError, TypeError, ValueError, IndexError):
+        speed = MachineSpeed(types, float(saved["layer"]), float(saved["busy"]))
+    except (KeyError, TypeError, ValueError, IndexError, OverflowError):
         return None
+    return speed if types and _is_plausible(speed) else None
+
+
+def _is_plausible(speed: MachineSpeed) -> bool:
+    """Return whether all values of a saved speed are possible on a real machine."""
+    per_byte = [
+        seconds for each in speed.types.values() for seconds in (*each.curve.seconds, each.prompt_seconds)
+    ]
+    return (
+        all(_MIN_BYTE_SECONDS < seconds < _MAX_BYTE_SECONDS for seconds in per_byte)
+        and 0.0 <= speed.layer_seconds < 1.0
+        and 0.0 <= speed.busy_cores < 1e6
+    )

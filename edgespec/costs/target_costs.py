@@ -135,5 +135,5 @@ def _load_curve(saved: Mapping[str, NDArray[Any]]) -> CostCurve | None:
     try:
         widths = tuple(int(width) for width in saved["widths"])
         return CostCurve(widths, tuple(float(seconds) for seconds in saved["seconds"]))
-    except (KeyError, TypeError, ValueError):
+    except (KeyError, TypeError, ValueError, OverflowError):
         return None

@@ -115,5 +115,5 @@ def _measure(model: LanguageModel, counts: tuple[int, ...]) -> dict[int, float]:
 def _from_arrays(saved: Mapping[str, NDArray[Any]]) -> dict[int, float]:
     try:
         return {int(n): float(s) for n, s in zip(saved["threads"], saved["seconds"], strict=True) if s > 0}
-    except (KeyError, TypeError, ValueError):
+    except (KeyError, TypeError, ValueError, OverflowError):
         return {}

@@ -28,7 +28,7 @@ _MAX_WIDTH = 64
 # If a two-token pass takes at least 1.9 times as long as a single-token pass, `force_draft` drafts two tokens
 # instead of one.
 _STEEP_COST = 1.9
-# Assumed duration of a draft model pass until it is measured, relative to a single-token target pass.
+# Assumed duration of a draft model pass if it is unknown, relative to a single-token target pass.
 _ASSUMED_DRAFT_PASS_COST = 0.2
 
 
@@ -46,6 +46,8 @@ class AdaptiveTreeGrowth(TreeGrowth):
             target pass. The durations may change between drafts.
         siblings: Maximum number of children per node. If 1, the tree is a chain.
         clock: Returns the current time in seconds.
+        initial_pass_cost: Duration of a draft model pass, relative to a single-token target pass, until
+            drafts have been measured. 0 if unknown.
     """
 
     chooses_length = True
@@ -56,6 +58,7 @@ class AdaptiveTreeGrowth(TreeGrowth):
         v: CostFunction = assumed_cost,
         siblings: int = 4,
         clock: Callable[[], float] = perf_counter,
+        initial_pass_cost: float = 0.0,
     ) -> None:
         limits = limits or PassLimits()
         self.siblings = siblings if limits.max_branches > 1 else 1
@@ -64,6 +67,7 @@ class AdaptiveTreeGrowth(TreeGrowth):
         self._max_branches = limits.max_branches
         self._v = v
         self._acceptance = _ChildAcceptance(self.siblings)
+        self._initial_pass_cost = initial_pass_cost or _ASSUMED_DRAFT_PASS_COST
         self._clock = clock
         self._draft_pass_seconds, self._target_step_seconds = RunningMean(), RunningMean()
         self._is_forced = False
@@ -73,7 +77,7 @@ class AdaptiveTreeGrowth(TreeGrowth):
     def draft_pass_cost(self) -> float:
         """Average duration of a draft model pass, relative to a single-token target pass."""
         if not self._draft_pass_seconds.value or not self._target_step_seconds.value:
-            return _ASSUMED_DRAFT_PASS_COST
+            return self._initial_pass_cost
         return self._draft_pass_seconds.value / self._target_step_seconds.value
 
     def begin_round(self, draft_length: int) -> bool:

@@ -130,7 +130,14 @@ class BudgetedDrafter(Drafter):
 
     The `auto` controller limits how many tokens the model prefills, and occasionally forces a short draft to
     measure whether drafting saves time.
+
+    Attributes:
+        pass_seconds: Duration of a single-token pass of the model, measured by `warm_up`. 0 if unknown.
+        prefill_token_seconds: Time to prefill one token, measured by `warm_up`. 0 if unknown.
     """
+
+    pass_seconds = 0.0
+    prefill_token_seconds = 0.0
 
     @property
     @abstractmethod

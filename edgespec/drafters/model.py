@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from itertools import takewhile
+from time import perf_counter
 from typing import Any, Self
 
 import numpy as np
@@ -103,10 +104,17 @@ class ModelDrafter(BudgetedDrafter):
         self._growth.restore_statistics(saved)
 
     def warm_up(self) -> None:
-        if self._model.length == 0:
-            # Run one prefill and one decoding pass now, because a backend's first passes are slow.
-            self._model.prefill([0] * min(_WARM_UP_TOKENS, self._model.free_tokens - 1))
+        if self._model.length:
+            return
+        tokens = [0] * min(_WARM_UP_TOKENS, self._model.free_tokens - 1)
+        # Measure the second time, because a backend's first passes are slow.
+        for _ in range(2):
+            started = perf_counter()
+            self._model.prefill(tokens)
+            prefilled = perf_counter()
             self._model.verify(TokenTree.chain(0)).at(0, np.array([0]))
+            self.pass_seconds = perf_counter() - prefilled
+            self.prefill_token_seconds = (prefilled - started) / len(tokens)
             self._model.truncate(0)
 
     def force_draft(self) -> None:

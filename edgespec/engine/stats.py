@@ -34,6 +34,7 @@ class Stats:
         draft_other_bytes: Memory of drafters for other data, such as lookup tables and training state.
         peak_memory_bytes: Peak memory of the process.
         threads: Number of CPU threads of the target's last pass, or 0 if its library chooses it.
+        busy_passes: Target passes with fewer CPU threads than usual, because other programs used the CPU.
     """
 
     prompt_tokens: int = 0
@@ -60,6 +61,7 @@ class Stats:
     draft_other_bytes: int = 0
     peak_memory_bytes: int = 0
     threads: int = 0
+    busy_passes: int = 0
 
     def count_round(self, depths: Sequence[int], accepted: int, emitted: int) -> None:
         """Add the counts of one draft-and-verify round. `depths` holds the depth of each draft tree node."""

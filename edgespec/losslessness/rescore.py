@@ -110,8 +110,8 @@ def is_near_tie(
         params: Sampling settings.
         seed: Seed of the replies.
         history: Tokens of the prompt and the common part of the replies.
-        plain: Token of plain decoding.
-        other: Token of the other reply.
+        plain: First token of plain decoding that differs.
+        other: Token of the other reply at the same position.
     """
     if not rescored.error <= MAX_ROUNDING_ERROR:
         return False

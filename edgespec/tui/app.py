@@ -210,7 +210,7 @@ def run_chat(load: Load, **options: Any) -> ChatEnd:
         CancelledError: Loading was cancelled.
         ChatFileError: A chat could not be saved.
         ConfigurationError: An environment variable of Textual has an invalid value.
-        EdgespecError: Loading failed, or an error in the user interface ended the chat.
+        EdgespecError: Loading failed, or an internal error closed the chat.
     """
     check_textual_variables()
     app = ChatApp(load, **options)
@@ -235,7 +235,7 @@ def run_chat(load: Load, **options: Any) -> ChatEnd:
         raise app.load_error
     if app.return_code:
         raise EdgespecError(
-            "an error in the user interface ended the chat; the messages are saved",
+            "the chat was closed by an internal error; your messages are saved",
             "report the traceback above, and run `edgespec chat --resume` to continue",
         )
     return ChatEnd(watch.signalled, _resume_value(app))

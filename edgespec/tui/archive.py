@@ -61,10 +61,10 @@ class Archive:
                 saved = self._store.save_after(snapshot, chat.saved_at)
             except ChatFileError as error:
                 title = snapshot.title or title_of(snapshot.messages)
-                lost = f"the chat {title!r} was"
+                what = f"the chat {title!r} was not saved: {error.what}"
                 if chat.saved_at is not None:
-                    lost = f"the last messages in {title!r} were"
-                self.unsaved[chat.id] = ChatFileError(f"{lost} not saved: {error.what}", error.next_step)
+                    what = f"the last messages in {title!r} were not saved: {error.what}"
+                self.unsaved[chat.id] = ChatFileError(what, error.next_step)
                 raise
             self.unsaved.pop(snapshot.id, None)
             self.branched |= saved.id != snapshot.id
@@ -145,5 +145,6 @@ class Archive:
             edgespec.delete_data("prefix-cache")
         except EdgespecError as error:
             raise ChatFileError(
-                f"the chat was deleted, but cached data with its text was not: {error.what}", error.next_step
+                f"the chat was deleted, but cached data containing its text was not: {error.what}",
+                error.next_step,
             ) from error

@@ -47,17 +47,17 @@ class ChatScreen(TurnScreen):
         _key("f6,ctrl+s", "settings", "settings", _MAIN),
         _key("ctrl+q", "app.quit", "quit; the chat is saved", _MAIN),
         _key("f1", "help", "show this page", _OTHER),
-        _key("f4,ctrl+t", "origin", "colour the words that were guessed correctly", _OTHER),
+        _key("f4,ctrl+t", "origin", "colour words that came from accepted guesses", _OTHER),
         _key("f5", "system", "system prompt", _OTHER),
         _key("f7", "thoughts", "show or hide the model's reasoning", _OTHER),
         _key("f8", "theme", "switch between light and dark", _OTHER),
         _key("ctrl+p", "edit_last", "edit your last message", _OTHER),
         _key("ctrl+y", "copy_reply", "copy the last reply", _OTHER),
-        _key("ctrl+o", "copy_code", "copy its last code block", _OTHER),
+        _key("ctrl+o", "copy_code", "copy the last code block of the last reply", _OTHER),
         _key("ctrl+l", "clear", "new chat with the same settings", _OTHER),
-        _key("ctrl+home", "earlier", "go to the top; again for older messages", _OTHER),
+        _key("ctrl+home", "earlier", "go to the top; press again to load older messages", _OTHER),
         _key("ctrl+end", "to_end", "go to the end", _OTHER),
-        _key("ctrl+c", "interrupt", "copy the selection or stop; press twice to quit", _OTHER),
+        _key("ctrl+c", "interrupt", "copy the selection, or stop the reply; press twice to quit", _OTHER),
         Binding("question_mark", "help", show=False),
     ]
 
@@ -105,7 +105,10 @@ class ChatScreen(TurnScreen):
         elif self.editing:
             self.leave_edit()
         elif self._panels and (self._width_class == "-narrow" or not self.prompt.has_focus):
-            await self.show_panels(set() if self._width_class == "-narrow" else self._panels - {"sidebar"})
+            if self._width_class == "-narrow":
+                await self.show_panels(set())
+            elif "sidebar" in self._panels:
+                await self.toggle_panel("sidebar")
         self.clear_selection()
         self.prompt.focus()
 
@@ -231,7 +234,7 @@ class ChatScreen(TurnScreen):
         if not await self._open_found(wanted):
             missing = "there are no saved chats yet" if wanted == "last" else f"no saved chat {wanted!r}"
             await self.transcript.note(
-                f"There is {missing}. This is a new chat. Press F2 for the list of chats."
+                f"There is {missing}, so this is a new chat. Press F2 for the list of chats."
             )
 
     async def _open_found(self, wanted: str) -> bool:
@@ -248,7 +251,7 @@ class ChatScreen(TurnScreen):
     async def _chat_chosen(self, event: Sidebar.OptionSelected) -> None:
         assert isinstance(event.option, ChatOption)
         if self._width_class != "-wide" and not event.option.chat.problem:
-            await self.show_panels(self._panels - {"sidebar"})
+            await self.toggle_panel("sidebar")
         await self.open_chat(event.option.chat)
 
     async def open_chat(self, chat: StoredChat) -> None:
@@ -270,7 +273,8 @@ class ChatScreen(TurnScreen):
                 await self.transcript.note(sentences("One setting in this chat was ignored", problem))
             if (other := saved.target) and other != self.runtime.target.name:
                 await self.transcript.note(
-                    f"This chat used {other}. To use that model again, start edgespec with --target {other}."
+                    f"This chat used {other}, and now uses {self.runtime.target.name}. To use {other} again,"
+                    " quit and start edgespec with the same --target as before."
                 )
 
         await self.when_free(opened)
@@ -282,8 +286,9 @@ class ChatScreen(TurnScreen):
         if not isinstance(option, ChatOption):
             return
         question = (
-            f"Delete “{option.chat.title}”? This cannot be undone. Your other chats are kept, but the data"
-            " cached for faster replies is deleted too, because it may contain text from this chat."
+            f"Delete “{option.chat.title}”? This cannot be undone. Your other chats will be kept, but the"
+            " data cached to speed up replies will also be deleted, because it may contain text from this"
+            " chat."
         )
         if not await self.app.push_screen_wait(ConfirmScreen(question, "Delete")):
             return
@@ -359,12 +364,14 @@ class ChatScreen(TurnScreen):
         self.preferences.origin = not self.preferences.origin
         self.transcript.set_origin(self.preferences.origin)
         if self.preferences.origin and not any(entry.chunks for entry in self.current_chat.entries):
-            self.say("From the next reply on, colours show which words were guessed correctly.")
+            self.say(
+                "Starting with the next reply, colours will show which words came from accepted guesses."
+            )
         self.post_message(self.PreferencesChanged())
 
     def action_thoughts(self) -> None:
         if not self.transcript.toggle_thoughts():
-            self.say("No reply in this chat contains the model's thoughts.")
+            self.say("No reply in this chat includes the model's reasoning.")
 
     def action_theme(self) -> None:
         self.preferences.light = not self.preferences.light

@@ -128,14 +128,14 @@ class Command:
 
 
 COMMANDS = (
-    Command("help", "", "show all keys and commands", "help", ("?", "h")),
+    Command("help", "", "show all keyboard shortcuts and commands", "help", ("?", "h")),
     Command("show", "", "show the models, the speed-up and the settings", _show, ("info",)),
     Command("set", "[name value]", "show all settings, or change one of them", _set, ("settings",)),
     Command("system", "[text|none]", "show or change the system prompt", _system),
     Command("new", "", "start a new chat; this one stays saved", "new_chat"),
     Command("load", "[title]", "open a saved chat", _load, ("open", "chats", "list")),
     Command("regen", "", "regenerate the last reply", "regenerate", ("regenerate", "retry", "again")),
-    Command("continue", "", "finish an interrupted reply, in this chat or the last one", "continue_reply"),
+    Command("continue", "", "finish an interrupted reply in this chat or the previous one", "continue_reply"),
     Command("edit", "", "edit and resend your last message", "edit_last"),
     Command("copy", "[code|chat]", "copy the last reply, its last code block, or the whole chat", _copy),
     Command("quit", "", "quit; the chat is saved", "app.quit", ("exit", "bye", "q")),
@@ -143,7 +143,7 @@ COMMANDS = (
     Command("save", "[title]", "save the chat now, optionally under a new title", _save),
     Command("details", "", "show or hide details of the last reply", "details", ("stats",)),
     Command("memory", "", "show memory use", _memory),
-    Command("colours", "", "colour the words that were guessed correctly", "origin", ("colors", "origin")),
+    Command("colours", "", "colour words that came from accepted guesses", "origin", ("colors", "origin")),
     Command("theme", "[light|dark]", "switch between light and dark", _theme),
 )  # fmt: skip
 

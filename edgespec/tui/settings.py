@@ -26,20 +26,20 @@ class Description(NamedTuple):
 
 SETTINGS = {
     "temperature": Description("Temperature", "randomness of replies; 0 = none"),
-    "top_k": Description("Top k", "keep the k likeliest; 0 = off"),
-    "top_p": Description("Top p", "only the most likely tokens; 1 = off"),
+    "top_k": Description("Top k", "keep the k most likely; 0 = off"),
+    "top_p": Description("Top p", "cumulative probability; 1 = off"),
     "min_p": Description("Min p", "drop unlikely tokens; 0 = off"),
     "typical_p": Description("Typical p", "drop atypical tokens; 1 = off"),
     "repetition_penalty": Description("Repetition penalty", "above 1: less repetition; 1 = off"),
     "presence_penalty": Description("Presence penalty", "avoid tokens already used; 0 = off"),
-    "frequency_penalty": Description("Frequency penalty", "avoid tokens used often; 0 = off"),
+    "frequency_penalty": Description("Frequency penalty", "avoid frequent tokens; 0 = off"),
     "penalty_window": Description("Penalty window", "tokens to look back; -1 = all"),
     "max_tokens": Description("Maximum length", "maximum number of tokens in a reply"),
     "seed": Description("Seed", "the same seed gives the same reply"),
-    "stop": Description("Stop strings", "end the reply at any of these strings; comma-separated"),
+    "stop": Description("Stop strings", "strings that end the reply: a,b"),
     "method": Description("Speed-up method", "auto, none, or e.g. model+suffix"),
-    "draft_length": Description("Draft length", "tokens to guess at once, 1 to 64"),
-    "acceptance": Description("Acceptance", "invariant (same seed, same reply) or rejection"),
+    "draft_length": Description("Draft length", "tokens to draft at a time, 1 to 64"),
+    "acceptance": Description("Acceptance", "invariant or rejection; see --help"),
 }
 _ESCAPES = {"\n": "\\n", "\t": "\\t", ",": "\\c", " ": "\\s"}
 
@@ -75,7 +75,7 @@ def setting_named(name: str) -> str:
     wanted = FOREIGN_NAMES.get(wanted, wanted)
     if wanted == "context":
         raise OptionError(
-            "The context size cannot change while a model is loaded", "Quit and restart with --context N"
+            "The context size cannot be changed while a model is loaded", "Quit and restart with --context N"
         )
     if wanted in SETTINGS:
         return wanted

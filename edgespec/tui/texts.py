@@ -97,10 +97,15 @@ def welcome_rows(runtime: Runtime) -> list[tuple[str, str]]:
     )
     if target.name == "demo":
         explanation += (
-            " The demo model is so small that guessing words often costs more time than it saves. edgespec"
-            " then stops guessing; press F3 to see why."
+            " The demo model is so small that guessing words often costs more time than it saves. When"
+            " that happens, edgespec stops guessing; press F3 for details."
         )
     return [*rows, ("", ""), ("", explanation)]
+
+
+def was_cpu_busy(stats: Stats) -> bool:
+    """Return whether other programs slowed down most of a reply by using the CPU."""
+    return stats.busy_passes > stats.target_passes / 2
 
 
 def notices(runtime: Runtime) -> list[str]:
@@ -118,11 +123,11 @@ def _real_model(runtime: Runtime) -> list[str]:
         return []
     budget_bytes = plan.budget_bytes("memory")
     suggestion = suggest_model(budget_bytes, "mlx" if is_mlx else "gguf")
-    return (
-        [f"To chat with a larger model, run: {suggestion.describe(chat_command(), budget_bytes)}"]
-        if suggestion
-        else []
-    )
+    if suggestion is None:
+        return []
+    described = suggestion.describe(chat_command(), budget_bytes)
+    advice = "To see how fast each model would be on this machine, run `edgespec recommend`."
+    return [f"To chat with a larger model, run: {described}. {advice}"]
 
 
 def show_rows(

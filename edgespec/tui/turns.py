@@ -12,6 +12,7 @@ from edgespec.chat.message import Message
 from edgespec.errors import ChatFileError
 from edgespec.tui.chat_view import ChatView
 from edgespec.tui.open_chat import OpenChat
+from edgespec.tui.texts import was_cpu_busy
 from edgespec.tui.widgets.messages import ReplyMessage, UserMessage
 from edgespec.tui.worker import Act, Ask, ChatState
 
@@ -38,6 +39,7 @@ class TurnScreen(ChatView):
     _said_while_writing = False
     _failure_shown = False
     _ticks = 0
+    _is_cpu_busy = False
     _drawn_at = _spent_at = 0.0
 
     def on_mount(self) -> None:
@@ -222,8 +224,13 @@ class TurnScreen(ChatView):
             await self.transcript.prune()
             if ask.act == "continue" and not ended.text:
                 self.say("The reply was already complete.")
+            elif was_cpu_busy(ended.stats) and not self._is_cpu_busy:
+                await self.transcript.note(
+                    "This reply was slower than usual, because other programs use the processor."
+                )
             elif ended.finish_reason == "cancelled" and not self._leaving and self._after_reply is None:
                 self.say("Stopped. Type /continue to finish the reply.")
+            self._is_cpu_busy = was_cpu_busy(ended.stats)
             await self.save()
             return
         if state is None and chat.turn is not None and chat.turn.written:

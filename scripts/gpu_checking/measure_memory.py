@@ -26,7 +26,9 @@ def layers_to_offload(path: str, share: str) -> int | None:
 
 
 class PeakMemory:
-    """Polls the used memory in a thread: that of all NVIDIA cards, or that of this process.
+    """Polls memory use in a background thread.
+
+    Reads the memory used on all NVIDIA cards if `on_cards` is true, and the memory of this process otherwise.
 
     Attributes:
         before: Used bytes at the start.

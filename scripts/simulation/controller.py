@@ -30,7 +30,9 @@ def make_controller(
     The controller starts with `initial_curve`, or with the machine's own cost curve.
     """
     costs, loss_limit = LiveCosts(initial_curve or world.machine.curve), LossLimit(limits)
-    growth = AdaptiveTreeGrowth(PassLimits(), costs.v, siblings=1, clock=world.clock)
+    growth = AdaptiveTreeGrowth(
+        PassLimits(), costs.v, siblings=1, initial_pass_cost=world.draft_cost(), clock=world.clock
+    )
     drafters: list[Drafter] = [world.model(growth), *([world.lookup()] if lookup else [])]
     combined = CombinedDrafter(
         drafters,

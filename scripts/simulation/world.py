@@ -154,6 +154,8 @@ class _Model(BudgetedDrafter):
         self._reply = self._length = self._run = 0
         self._whole = True  # True if the model has processed the whole sequence, not only its end.
         self._drafted: list[int] = []
+        # As measured by `ModelDrafter.warm_up`. The simulated clock counts target steps.
+        self.pass_seconds, self.prefill_token_seconds = world.draft_cost(), world.prefill_cost()
 
     def begin(self, tokens: Sequence[int]) -> None:
         if self._reply != self._world.replies:

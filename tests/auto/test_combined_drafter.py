@@ -155,6 +155,19 @@ def test_drafts_of_all_drafters_are_verified_in_one_pass() -> None:
     assert tree.parents == (-1, 0, 1, 1)
 
 
+def test_a_model_that_drafted_nothing_is_asked_again_for_a_longer_draft() -> None:
+    """A new model may find that one token does not pay, but three do."""
+    model = Saying(lambda tokens, length: [1, 2, 3] if length >= 3 else [])
+    model.is_lookup, model.chooses_length = False, True
+    alone = CombinedDrafter([model], True)
+    alone.begin([0])
+
+    def drafted(length: int) -> int:
+        return alone.propose(Sampler(SamplingParams(), 0, [0]), Invariant(), length).drafted
+
+    assert [drafted(1), drafted(1), drafted(3)] == [0, 0, 3]
+
+
 def lookup_of(guess: list[int]) -> Saying:
     drafter = Saying(lambda tokens, length: guess[:length])
     drafter.is_lookup = True

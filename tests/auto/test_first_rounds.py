@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 
 from edgespec.auto.backoff import Backoff
+from edgespec.drafters.base import BudgetedDrafter
+from edgespec.drafters.tree_growth import TreeGrowth
 from edgespec.engine.acceptance import Acceptance
 from edgespec.engine.sampling import Sampler
 from edgespec.engine.tree import TokenTree
@@ -42,6 +44,26 @@ def test_a_rejected_first_draft_leaves_allowance_for_another(name: str) -> None:
     cost = (widths[0] - 1) * machine.draft_cost + machine.curve.v(widths[0]) - 1.0
     assert len(widths) >= 2
     assert 0.0 < cost <= 0.5 * might[0] + 1e-9
+
+
+def test_a_measured_draft_model_writes_more_of_the_first_reply() -> None:
+    machine = next(machine for machine in MACHINES if machine.name == "A100")
+    text = Text("right", Trace(np.ones(24, np.bool_), np.full(24, 0.99)))
+
+    def passes(world: World) -> int:
+        world.reply(make_controller(world), text)
+        return world.stats.target_passes
+
+    assert passes(World(machine)) < passes(UnmeasuredWorld(machine))
+
+
+class UnmeasuredWorld(World):
+    """A machine on which the draft model was not measured before the first reply."""
+
+    def model(self, growth: TreeGrowth) -> BudgetedDrafter:
+        drafter = super().model(growth)
+        drafter.pass_seconds = drafter.prefill_token_seconds = 0.0
+        return drafter
 
 
 def test_unaffordable_drafts_pause_drafting_if_looking_is_slow() -> None:

@@ -23,6 +23,13 @@ def _change(costs: LiveCosts, worst: WorstCaseCosts, now: Conditions) -> None:
     worst.change_conditions(previous, costs.target_step_seconds)
 
 
+def test_a_measured_draft_model_allows_longer_first_drafts() -> None:
+    costs, unknown = _costs()
+    measured = WorstCaseCosts(costs, pass_seconds=0.05)
+    assert measured.model_draft_length(8, ALLOWANCE_STEPS, draft_rounds=2) == 4
+    assert unknown.model_draft_length(8, ALLOWANCE_STEPS, draft_rounds=2) == 1
+
+
 @pytest.mark.parametrize(
     ("now", "is_affordable"), [(Conditions(1, 7), True), (Conditions(2, 8), False), (Conditions(2, 7), False)]
 )

@@ -95,7 +95,7 @@ def test_every_picture_is_drawn_in_the_terminal(made: Report) -> None:
     assert all(len(line) <= 72 for line in lines if "(" not in line)  # but for the legends
     text = "\n".join(lines)
     for temperature in ("temperature 0", "temperature 0.8"):
-        for title in ("speed-up over replies without", "accepted draft tokens", "time per token"):
+        for title in ("speed-up over plain decoding", "accepted draft tokens", "time per token"):
             assert any(line.startswith(title) and line.endswith(temperature) for line in lines)
     assert "2.00x" in text
     assert "50%" in text
@@ -123,7 +123,7 @@ def test_every_plot_is_a_picture_with_something_in_it(made: Report, tmp_path: Pa
 def test_a_report_with_nothing_in_it_is_drawn_too(made: Report, tmp_path: Path) -> None:
     empty = replace(made, figures=(), oracle_comparisons=(), rows=())
     assert len(save_plots(empty, tmp_path)) == 1
-    assert charts(empty, 72)[0].startswith("time to check several tokens")
+    assert charts(empty, 72)[0].startswith("time per pass, relative to a pass over one token")
 
 
 def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -94,7 +94,7 @@ def test_tables_and_pictures_in_the_terminal(run: Run, quick: tuple[str, ...]) -
         ["suffix", lines[at + 2].split()[1]],
         ["ngram", lines[at + 3].split()[1]],
     ]
-    assert any(line.startswith("speed-up over replies without drafting") for line in lines)
+    assert any(line.startswith("speed-up over plain decoding") for line in lines)
     assert any("Peak memory" in line for line in lines)
     assert "incomplete" not in result.stdout
 

@@ -26,7 +26,7 @@ def test_an_unforeseen_error_is_one_line(run: Run, monkeypatch: pytest.MonkeyPat
     assert result.stdout == ""
     assert len(result.stderr.splitlines()) == 1
     assert result.stderr.startswith("error: KeyError: ")
-    assert "traceback that EDGESPEC_DEBUG=1 prints" in result.stderr
+    assert "traceback that EDGESPEC_DEBUG=1 shows" in result.stderr
 
 
 def test_the_traceback_can_be_had(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -145,7 +145,7 @@ def test_ollama_commands_get_suggestions(run: Run) -> None:
     assert "did you mean 'remove llama3.2'?" in one_line_error(run("models", "rm", "llama3.2"), 2)
     assert "edgespec has no server" in one_line_error(run("serve"), 2)
     assert "did you mean --target?" in one_line_error(run("generate", "--model", "demo", "hi"), 2)
-    assert "the commands are chat, generate" in one_line_error(run("zzz"), 2)
+    assert "available commands: chat, generate" in one_line_error(run("zzz"), 2)
 
 
 @pytest.mark.parametrize("command", ["bench", "chat", "plan", "tune", "verify"])

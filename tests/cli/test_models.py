@@ -99,7 +99,7 @@ def test_show_a_model_that_is_here(run: Run) -> None:
         "11,540,736",
         "5.9 MiB per 1,000 tokens",
         "8,192 tokens (ID f688d3fd2a98)",
-        "yes, also with several candidates per position",
+        "yes, with one or more candidate tokens per position",
     ):
         assert word in text
 

@@ -56,6 +56,18 @@ def test_plan_shows_the_expected_speed(run: Run) -> None:
     assert prediction["tokens_per_second"] == pytest.approx(50e9 / 12.28e6, rel=0.01)
 
 
+def test_the_list_of_models_shows_the_expected_speed(run: Run) -> None:
+    report = json.loads(run("recommend", "--memory", "16GiB", "--json").stdout)
+    listed = json.loads(run("models", "list", "--json").stdout)["models"]
+    expected = next(each for each in report["models"] if each["model"] == "8b-q4")
+    entry = next(each for each in listed if "8b-q4" in each["aliases"])
+    assert entry["expected_speed"]["tokens_per_second"] == pytest.approx(expected["tokens_per_second"])
+    assert listed[0]["expected_speed"] is None
+    header, *rows = run("models", "list").stdout.splitlines()
+    assert "TOKENS/S" in header
+    assert any(line.startswith("llama-3.1-8b ") for line in rows)
+
+
 def test_plan_says_what_to_run_first(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("EDGESPEC_DATA_DIR", str(tmp_path / "empty"))
     assert "run `edgespec recommend`" in run("plan").stdout

@@ -209,7 +209,7 @@ def test_a_folder_or_a_pipe_in_place_of_the_file(run: Run, file: Path) -> None:
     file.mkdir()
     for command in (["generate", "hi"], ["config", "set", "seed", "1"]):
         error = one_line_error(run(*command), 1)
-        assert re.search(f"{file} cannot be read: .*; correct its permissions, or delete it", error)
+        assert re.search(f"{file} cannot be read: .*; fix its permissions or delete it", error)
     file.rmdir()
     os.mkfifo(file)
     assert "the path is not a regular file" in one_line_error(run("generate", "hi"), 1)
@@ -218,9 +218,17 @@ def test_a_folder_or_a_pipe_in_place_of_the_file(run: Run, file: Path) -> None:
 @pytest.mark.parametrize(
     ("variable", "value", "error"),
     [
-        ("EDGESPEC_TEMPRATURE", "1", "EDGESPEC_TEMPRATURE; did you mean EDGESPEC_TEMPERATURE?"),
-        ("EDGESPEC_DATADIR", "/x", "EDGESPEC_DATADIR; did you mean EDGESPEC_DATA_DIR?"),
-        ("EDGESPEC_Q", "1", "EDGESPEC_Q; `edgespec config` shows all settings"),
+        (
+            "EDGESPEC_TEMPRATURE",
+            "1",
+            "EDGESPEC_TEMPRATURE does not match any setting; did you mean EDGESPEC_TEMPERATURE?",
+        ),
+        (
+            "EDGESPEC_DATADIR",
+            "/x",
+            "EDGESPEC_DATADIR does not match any setting; did you mean EDGESPEC_DATA_DIR?",
+        ),
+        ("EDGESPEC_Q", "1", "EDGESPEC_Q does not match any setting; `edgespec config` shows all settings"),
         (
             "EDGESPEC_CONTEXT",
             "much",

@@ -129,5 +129,5 @@ def test_a_closed_stdout_is_an_error() -> None:
     done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (
         1,
-        "error: there is nowhere to print to, because stdout is closed\n",
+        "error: cannot write output because stdout is closed\n",
     )

@@ -181,4 +181,4 @@ def test_on_the_command_line(run: Run) -> None:
     assert {each["name"] for each in report["drafters"]} == {"suffix", "ngram"}
     assert report["verdict"]
     assert report["auto"] > 0.0
-    assert "The default method, auto, reached a speed-up of " in told.stdout
+    assert "The speed-up with the default method, auto, was " in told.stdout

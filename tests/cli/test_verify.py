@@ -50,9 +50,9 @@ def test_the_number_of_replies_is_printed_first(
     result = run("verify", *QUICK, "--prompts", prompts, "--acceptance", acceptance)
     plan = result.stderr.splitlines()[-1]
     assert plan.startswith(
-        f"plan: {replies:,} replies of up to 8 tokens (2 prompts x 2 temperatures x 1 draft"
+        f"plan: {replies:,} replies of up to 8 tokens: 2 prompts x 2 temperatures x 1 draft"
     )
-    assert f"4 methods: model, suffix, ngram, model+suffix{',' if replies == 20 else ';'} {rest})" in plan
+    assert f"4 methods (model, suffix, ngram, model+suffix){',' if replies == 20 else ';'} {rest}" in plan
 
 
 def test_to_the_last_bit(run: Run, prompts: str) -> None:
@@ -69,7 +69,7 @@ def test_table(run: Run, prompts: str) -> None:
     assert lines[0] == "model demo, draft model demo-draft, invariant acceptance"
     heads = ["METHOD", "PROMPTS", "IDENTICAL", "NEAR-TIE", "VIOLATIONS", "DRAFTED", "ACCEPTED", "P-VALUE"]
     assert lines[2].split() == " ".join(heads).split()
-    assert lines[-1].startswith("Passed: drafting did not change any token of these replies")
+    assert lines[-1].startswith("Passed: drafting did not change a single token of these replies")
     assert [line.split()[0] for line in lines[3:-2]] == ["ngram", "model"]
     for line in lines[3:-2]:
         drafted, accepted = map(int, line.split()[5:7])

@@ -20,7 +20,7 @@ from edgespec.costs.machine_speed import (
     measure_machine,
     saved_machine_speed,
 )
-from edgespec.errors import CancelledError, CapabilityError
+from edgespec.errors import CancelledError, CapabilityError, EdgespecError
 
 SPEED = MachineSpeed(
     {
@@ -90,6 +90,13 @@ def test_measuring_runs_real_models_and_saves_the_result(monkeypatch: pytest.Mon
     assert saved_machine_speed(form) == measured
 
 
+def test_several_measurements_of_a_type_are_averaged_at_their_common_widths() -> None:
+    first = TypeSpeed(CostCurve((1, 2, 4, 8), (1.0, 2.0, 3.0, 9.0)), 0.25)
+    second = TypeSpeed(CostCurve((1, 2, 8), (3.0, 4.0, 11.0)), 0.75)
+    average = machine_speed._mean_speed([first, second])
+    assert average == TypeSpeed(CostCurve((1, 2, 8), (2.0, 3.0, 10.0)), 0.5)
+
+
 def test_measuring_can_be_cancelled_and_then_saves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     form = small_form(monkeypatch)
     with pytest.raises(CancelledError):
@@ -109,6 +116,45 @@ def test_damaged_results_count_as_missing(damage: str) -> None:
     arrays[damage] = np.array(["damaged"])
     machine_speed._store(form).save(arrays)
     assert saved_machine_speed(form) is None
+
+
+@pytest.mark.parametrize("name", ["layer", "Q4_K", "F16 prompt", "busy"])
+@pytest.mark.parametrize("value", [np.inf, np.nan, -1.0, 1e308])
+def test_impossible_results_count_as_missing(name: str, value: float) -> None:
+    form = format_of("gguf")
+    arrays = machine_speed._to_arrays(SPEED)
+    arrays[name] = np.full_like(arrays[name], value)
+    machine_speed._store(form).save(arrays)
+    assert saved_machine_speed(form) is None
+
+
+def test_unusual_type_names_do_no_harm() -> None:
+    arrays = machine_speed._to_arrays(SPEED)
+    arrays["Q²"], arrays["Q² prompt"] = arrays["Q4_K"], arrays["Q4_K prompt"]
+    machine_speed._store(format_of("gguf")).save(arrays)
+    speed = saved_machine_speed(format_of("gguf"))
+    assert speed is not None
+    assert speed.pass_seconds(PassWeights({"Q5_K": 1000}, 1)) > 0
+
+
+def test_a_full_disk_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    def write(_path: Path, _type_name: str, _size_bytes: int) -> PassWeights:
+        raise OSError("131072 requested and 62048 written")  # As NumPy reports a full disk.
+
+    form = small_form(monkeypatch)
+    assert form.benchmark_models is not None
+    full = replace(form, benchmark_models=replace(form.benchmark_models, write=write))
+    with pytest.raises(EdgespecError, match="62048 written") as caught:
+        measure_machine(full)
+    assert "TMPDIR" in caught.value.next_step
+
+
+def test_a_result_that_cannot_be_saved_is_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    form = small_form(monkeypatch)
+    file = tmp_path / "file"
+    file.touch()
+    monkeypatch.setenv("EDGESPEC_DATA_DIR", str(file))
+    assert "cannot be saved" in measure_machine(form).notice
 
 
 def test_results_are_saved_and_restored() -> None:

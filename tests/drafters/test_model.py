@@ -116,6 +116,25 @@ class TestDrafts:
         assert propose(drafter, [0, 1, 2], 4).is_chain
 
 
+def test_warm_up_measures_the_draft_model() -> None:
+    model = table(3)
+    drafter = ModelDrafter(model, VOCAB)
+    assert (drafter.pass_seconds, drafter.prefill_token_seconds) == (0.0, 0.0)
+    drafter.warm_up()
+    assert drafter.pass_seconds > 0.0
+    assert drafter.prefill_token_seconds > 0.0
+    assert model.length == 0
+    drafter.begin([0, 1, 2])
+    assert propose(drafter, [0, 1, 2], 4).drafted == 4
+
+
+def test_warm_up_leaves_a_cache_in_use_alone() -> None:
+    model = table(3)
+    model.prefill([0, 1])
+    ModelDrafter(model, VOCAB).warm_up()
+    assert model.length == 2
+
+
 def test_a_similar_draft_model_has_a_high_acceptance_rate() -> None:
     with runtime(table(1), near(table(1), 2, noise=0.2)) as pair:
         reply = pair.generate("abcab", method="model", seed=1, max_tokens=60, temperature=0.8)

@@ -72,6 +72,7 @@ class Script:
     dropped: int = 0
     gate: threading.Event | None = None
     ignores_cancel: bool = False
+    busy_passes: int = 0
 
 
 def made_up_stats(chunks: int) -> Stats:
@@ -151,6 +152,7 @@ class ScriptedStream:
                 time.sleep(script.pause_seconds)
         cancelled = self._cancelled.is_set()
         self.stats = made_up_stats(len(words))
+        self.stats.busy_passes = script.busy_passes
         reasoning, answer = split_reasoning(said, self.reply_start)
         self._reply = Reply(
             said,

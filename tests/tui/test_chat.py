@@ -198,7 +198,7 @@ async def test_settings_are_checked_where_they_are_typed(demo: Load, tmp_path: P
         reply = d.chat.current_chat.entries[-1].reply
         assert reply is not None
         assert reply.finish_reason == "length"
-        assert "stopped at the maximum reply length" in d.transcript()
+        assert "stopped: the reply reached its maximum length" in d.transcript()
 
 
 async def test_invalid_option_is_shown_as_an_error_panel(demo: Load, tmp_path: Path) -> None:
@@ -280,7 +280,7 @@ async def test_list_of_chats_opens_deletes_and_explains_broken_files(demo: Load,
         options.focus()
         await d.press("delete")
         await d.sees("Delete “")
-        assert "Your other chats are kept" in str(d.app.screen.query(Static).first().render())
+        assert "Your other chats will be kept" in str(d.app.screen.query(Static).first().render())
         await d.press("escape")
         await until(d.pilot, lambda: d.app.screen is d.chat)
         assert good.exists()

@@ -104,7 +104,7 @@ async def test_long_reasoning_is_shown_in_part(tmp_path: Path) -> None:
     async with driving(loading(ScriptedRuntime()), tmp_path, resume="one") as driver:
         await driver.said("Yes.")
         await driver.press("f7")
-        await driver.said("(400,000 more characters are not shown; the chat file contains them)")
+        await driver.said("(400,000 more characters are not shown; the chat file contains the whole text)")
 
 
 async def test_messages_that_take_long_to_draw_wait_for_a_click(

@@ -287,7 +287,7 @@ class TestNothingHangs:
         monkeypatch.setattr(PromptInput, "render_line", fail)
         real_run = ChatApp.run
         monkeypatch.setattr(ChatApp, "run", lambda app: real_run(app, headless=True))
-        with pytest.raises(EdgespecError, match="an error in the user interface ended the chat"):
+        with pytest.raises(EdgespecError, match="the chat was closed by an internal error"):
             run_chat(loading(ScriptedRuntime()), store=ChatStore(tmp_path / "chats"))
 
 

@@ -149,7 +149,7 @@ async def test_f7_without_reasoning_says_so(tmp_path: Path) -> None:
         await driver.say("How do models think?")
         assert "Use <think> tags." in driver.transcript()
         await driver.press("f7")
-        await driver.sees("No reply in this chat contains the model's thoughts.")
+        await driver.sees("No reply in this chat includes the model's reasoning.")
 
 
 def test_a_running_turn_saves_the_reasoning_so_far() -> None:

@@ -237,6 +237,28 @@ async def test_failed_save_is_shown_and_the_chat_continues(
         assert len(d.saved()) == 1
 
 
+async def test_a_busy_processor_is_mentioned_once(tmp_path: Path) -> None:
+    note = "slower than usual, because other programs use the processor"
+    busy = Script(busy_passes=1000)
+    async with driving(loading(ScriptedRuntime([Script(), busy, busy])), tmp_path, size=(120, 40)) as d:
+        await d.say("one")
+        assert note not in d.transcript()
+        await d.say("two")
+        assert note in d.transcript()
+        await d.say("three")
+        assert note not in d.transcript()
+        await d.press("f3")
+        await d.sees("fewer than usual")
+
+
+async def test_a_list_of_chats_closed_with_escape_stays_closed(tmp_path: Path) -> None:
+    async with driving(loading(ScriptedRuntime()), tmp_path, size=(100, 30)) as d:
+        await d.press("f2")
+        assert (d.chat.sidebar.display, d.chat.preferences.sidebar) == (True, True)
+        await d.press("escape")
+        assert (d.chat.sidebar.display, d.chat.preferences.sidebar) == (False, False)
+
+
 async def test_chat_with_invalid_settings_still_opens(tmp_path: Path) -> None:
     store = ChatStore(tmp_path / "chats")
     chat = _odd_chat(store)
@@ -245,7 +267,7 @@ async def test_chat_with_invalid_settings_still_opens(tmp_path: Path) -> None:
         assert d.chat.current_chat.id == chat.id
         assert d.chat.current_chat.settings == {"top_k": 20}
         assert "temperature must be a number from 0 to 100, not 'hot'" in d.transcript()
-        assert "This chat used 8b-q4. To use that model again, start edgespec with" in d.transcript()
+        assert "This chat used 8b-q4, and now uses demo. To use 8b-q4 again" in d.transcript()
 
 
 def _odd_chat(store: ChatStore) -> SavedChat:

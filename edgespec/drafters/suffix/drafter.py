@@ -81,8 +81,8 @@ class SuffixDrafter(Drafter):
         self._indexed: IndexedSource | None = None
         self._chat = SuffixAutomaton(config.min_probability)
         self._other_chats = SuffixAutomaton(config.min_probability, capacity_tokens=_OTHER_CHATS_TOKENS)
-        # Longest match between the end of the current chat and other chats: automaton state and number of
-        # tokens.
+        # The automaton state and the length in tokens of the longest suffix of the current chat that also
+        # occurs in another chat.
         self._other_match = 0, 0
         self._prompt: Sequence[int] = ()
         self._reply: list[int] = []

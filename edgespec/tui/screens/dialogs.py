@@ -1,4 +1,4 @@
-"""The dialogs: a form with Save and Cancel, the editor of the system prompt, and a confirmation."""
+"""The chat's dialogs: a form with Save and Cancel buttons, a system prompt editor, and a confirmation."""
 
 from __future__ import annotations
 

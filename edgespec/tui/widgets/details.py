@@ -11,7 +11,7 @@ from textual.widgets import Static
 
 from edgespec.files import format_bytes
 from edgespec.tui.numbers import bar, count, percent, rate, seconds_text
-from edgespec.tui.texts import reason_text, sentences, speed_up_text, worst_case
+from edgespec.tui.texts import reason_text, sentences, speed_up_text, was_cpu_busy, worst_case
 
 if TYPE_CHECKING:
     from edgespec import MethodReport, Reply, Stats
@@ -87,6 +87,10 @@ def _speed(
         lines += [_row("Worst-case slowdown", share, width), Content(f"{why}\n").stylize("$muted")]
     if stats.threads:
         lines.append(_row("CPU threads", str(stats.threads), width))
+    if was_cpu_busy(stats):
+        lines.append(
+            Content("fewer than usual, because other programs use the processor\n").stylize("$muted")
+        )
     if reply is not None:
         lines.append(_row("Seed", str(reply.seed), width))
     return Content.assemble(_heading("This reply"), *lines)
@@ -98,7 +102,7 @@ def _positions(stats: Stats, width: int) -> Content:
     pairs = [(a, d) for a, d in zip(accepted, drafted, strict=False) if d]
     if not pairs:
         return Content("")
-    rows = [_heading("Accepted guesses by position")]
+    rows = [_heading("Acceptance by draft position")]
     for place, (right, guessed) in enumerate(pairs[:_MAX_POSITIONS], 1):
         share = right / guessed
         rows.append(_bar_row(f"{place:>2}", share, percent(share), "$success", width))

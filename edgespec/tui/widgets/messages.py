@@ -29,7 +29,7 @@ _COPY_CHAT = "type /copy chat to copy the whole chat"
 _COPY_REPLY = f"type /copy to copy the last reply, or {_COPY_CHAT.removeprefix('type ')}"
 _ENDINGS = {
     "cancelled": "stopped",
-    "length": "stopped at the maximum reply length, or because the context is full",
+    "length": "stopped: the reply reached its maximum length, or the context is full",
 }
 
 
@@ -193,7 +193,7 @@ class ReplyMessage(Widget):
         text = (
             _origin_content(chunks)
             if coloured
-            else Content(limited_text(self.reasoning, "the chat file contains them"))
+            else Content(limited_text(self.reasoning, "the chat file contains the whole text"))
         )
         if self.writing and not self.text:
             self.thoughts.show_growing(text, sum(chunk.token_count for chunk in chunks))

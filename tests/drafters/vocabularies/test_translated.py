@@ -23,9 +23,9 @@ from edgespec.errors import BackendError, CancelledError, CapabilityError, Close
 from edgespec.losslessness import verify
 from tests.backends.tiny_models import WORDS, write_llama
 from tests.drafters.vocabularies.pieces import Pieces, conditioned, speaking
+from tests.losslessness.test_verify import PROMPTS
 from tests.tables import runtime
 from tests.tabular import TabularModel
-from tests.test_losslessness import PROMPTS
 
 # The draft has the target's tokens in another order, without two of them, and some additional ones.
 TARGET = Pieces(["a", "b", "c", "d", "e", "f", "ab", "cde", "<end>"])

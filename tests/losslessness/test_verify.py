@@ -4,28 +4,21 @@ from __future__ import annotations
 
 import json
 import math
-from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from scipy import stats
 
 import edgespec
 from edgespec import Message, Runtime, idle
 from edgespec.engine import acceptance
 from edgespec.engine.acceptance import AcceptedPath, Invariant
-from edgespec.engine.distribution import Distribution
 from edgespec.engine.logits import HostLogits
-from edgespec.engine.sampling_params import SamplingParams
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import CancelledError, OptionError
 from edgespec.losslessness import Prompt, Report, count_replies, read_prompts, verify
-from edgespec.losslessness.rescore import MAX_ROUNDING_ERROR, Rescored, is_near_tie, rescore, score_gap
-from edgespec.losslessness.statistics import holm, p_value
 from tests.tables import Saying, near, runtime, table, with_drafter
 from tests.tabular import TabularModel
 
@@ -176,53 +169,6 @@ def _many(count: int) -> list[Prompt]:
     ]
 
 
-class TestNearTies:
-    """Two logits a gap apart, an error that does or does not decide between them."""
-
-    GREEDY = SamplingParams(temperature=0.0)
-
-    def rescored(self, row: list[float], error: float) -> Rescored:
-        return Rescored(np.array(row, np.float32), [], error)
-
-    @pytest.mark.parametrize(("error", "expected"), [(0.04, False), (0.06, True), (0.2, True), (1.5, False)])
-    def test_greedy(self, error: float, expected: bool) -> None:
-        rescored = self.rescored([1.0, 0.9, -5.0], error)
-        assert is_near_tie(rescored, self.GREEDY, 0, [0], 0, 1) is expected
-        assert score_gap(rescored.plain, self.GREEDY, 0, [0], 0, 1) == pytest.approx(0.1)
-
-    def test_a_third_token_is_no_near_tie(self) -> None:
-        assert not is_near_tie(self.rescored([1.0, 0.99, 1.5], 0.05), self.GREEDY, 0, [0], 0, 1)
-
-    def test_a_token_at_the_bound_of_a_filter(self) -> None:
-        """The second token is out by a hair of min-p, and in by a hair more; the noise prefers it."""
-        row = [1.0, 1.0 + math.log(0.5) - 0.01, -5.0]
-        params = SamplingParams(temperature=1.0, top_k=0, top_p=1.0, min_p=0.5)
-        opened = SamplingParams(temperature=1.0, top_k=0, top_p=1.0, min_p=0.4)
-        from edgespec.engine.sampling import Sampler
-
-        logits = HostLogits(np.array([row], np.float32))
-        seed = next(s for s in range(100) if Sampler(opened, s, [0]).token(logits, 0) == 1)
-        assert is_near_tie(self.rescored(row, 0.01), params, seed, [0], 0, 1)
-        assert not is_near_tie(self.rescored(row, 0.001), params, seed, [0], 0, 1)
-
-    def test_nan_is_no_near_tie(self) -> None:
-        assert not is_near_tie(self.rescored([1.0, 0.9, 0.0], math.inf), self.GREEDY, 0, [0], 0, 1)
-        assert not is_near_tie(self.rescored([1.0, 0.9, 0.0], math.nan), self.GREEDY, 0, [0], 0, 1)
-
-
-@pytest.mark.parametrize(("kv_type", "rounds"), [("auto", False), ("f16", True)])
-def test_rescore_with_other_batch_sizes(demo_target: Path, kv_type: str, rounds: bool) -> None:
-    """A cache with one kernel for all widths agrees to the bit, however a text came to be read."""
-    tokens = np.random.default_rng(0).integers(512, 4096, 700).tolist()
-    with edgespec.load(str(demo_target), "none", kv_type=kv_type, method="none") as plain:
-        stream = plain.stream_tokens(tokens, max_tokens=1)
-        list(stream)
-        with plain.borrowed_target() as target:
-            rescored = rescore(target, tokens[:680], tokens[680:], [4], batch_sizes=[48, 300])
-    assert (rescored.error > 0) is rounds
-    assert rescored.error < MAX_ROUNDING_ERROR
-
-
 class TestRejectionMode:
     def test_identical_replies_are_no_violation(self) -> None:
         with runtime(table(1), near(table(1), 2), branches=(2,)) as pair:
@@ -298,39 +244,6 @@ class TestDraftedTokens:
         assert report.methods["auto"].note == reason
 
 
-class TestStatistics:
-    LAW = Distribution(np.arange(30), np.array([0.3, 0.2, 0.1] + [0.4 / 27] * 27))
-
-    def draws(self, seed: int, count: int, law: Distribution) -> Counter[int]:
-        return Counter(np.random.default_rng(seed).choice(law.tokens, count, p=law.probs).tolist())
-
-    def test_p_values_are_uniform_under_the_null_hypothesis(self) -> None:
-        values = [p_value([(self.draws(seed, 80, self.LAW), self.LAW)]) or 0.0 for seed in range(200)]
-        assert stats.kstest(values, "uniform").pvalue > 1e-3
-
-    def test_another_distribution_is_detected(self) -> None:
-        other = Distribution(self.LAW.tokens, np.roll(self.LAW.probs, 1))
-        p = p_value([(self.draws(1, 80, other), self.LAW)])
-        assert p is not None
-        assert p < 1e-4
-
-    def test_impossible_tokens_are_detected(self) -> None:
-        law = Distribution(np.arange(3), np.array([0.5, 0.5, 0.0]))
-        p = p_value([(Counter({0: 50, 1: 49, 2: 1}), law)])
-        assert p is not None
-        assert p < 1e-4
-
-    def test_a_single_bin_gives_no_p_value(self) -> None:
-        certain = Distribution(np.array([7]), np.array([1.0]))
-        assert p_value([(Counter({7: 100}), certain)]) is None
-        assert p_value([]) is None
-
-    def test_holm(self) -> None:
-        assert holm([]) == []
-        assert holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
-        assert holm([0.5, 0.9]) == [1.0, 1.0]
-
-
 class TestOptions:
     @pytest.fixture
     def pair(self) -> Iterator[Runtime]:
@@ -396,54 +309,6 @@ class TestOptions:
         assert replies == {"invariant": 32, "rejection": 4 + 12 + 12 * 3}[acceptance]
         # All replies here have at most three tokens, so they take equal parts of the progress.
         assert sorted(set(fractions)) == pytest.approx([done / replies for done in range(replies + 1)])
-
-
-class TestPrompts:
-    def test_built_in_prompts(self) -> None:
-        prompts = read_prompts()
-        assert len(prompts) > 20
-        assert len({prompt.name for prompt in prompts}) == len(prompts)
-        assert all(prompt.messages[-1].role == "user" for prompt in prompts)
-
-    def test_prompt_and_messages_lines(self, tmp_path: Path) -> None:
-        file = tmp_path / "prompts.jsonl"
-        file.write_text(
-            '{"prompt": "Hello"}\n\n{"id": "b", "messages": [{"role": "user", "content": "Grüß dich 🙂"}]}\n',
-            encoding="utf-8",
-        )
-        assert read_prompts(file) == [
-            Prompt("line 1", (Message("user", "Hello"),)),
-            Prompt("b", (Message("user", "Grüß dich 🙂"),)),
-        ]
-
-    @pytest.mark.parametrize(
-        "line",
-        [
-            "Hello",
-            "[]",
-            "5",
-            '{"text": "Hello"}',
-            '{"prompt": ""}',
-            '{"prompt": 5}',
-            '{"messages": []}',
-            '{"messages": [{"role": "assistant", "content": "Hi"}]}',
-            '{"messages": [{"role": "robot", "content": "Hi"}]}',
-            '{"messages": [{"content": "Hi"}]}',
-            '{"messages": "Hi"}',
-        ],
-    )
-    def test_the_error_names_an_invalid_line(self, tmp_path: Path, line: str) -> None:
-        file = tmp_path / "prompts.jsonl"
-        file.write_text('{"prompt": "Hello"}\n' + line, encoding="utf-8")
-        with pytest.raises(OptionError, match=r"line 2 of .*prompts\.jsonl"):
-            read_prompts(file)
-
-    def test_files_without_prompts(self, tmp_path: Path) -> None:
-        (tmp_path / "empty.jsonl").touch()
-        (tmp_path / "binary.jsonl").write_bytes(b"\xff\xfe\x00")
-        for name, says in (("empty.jsonl", "no prompts"), ("binary.jsonl", "read"), ("gone.jsonl", "read")):
-            with pytest.raises(OptionError, match=says):
-                read_prompts(tmp_path / name)
 
 
 @pytest.mark.parametrize("acceptance", ["invariant", "rejection"])

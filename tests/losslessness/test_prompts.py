@@ -1,0 +1,59 @@
+"""Reading files of prompts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from edgespec import Message
+from edgespec.errors import OptionError
+from edgespec.losslessness import Prompt, read_prompts
+
+
+class TestPrompts:
+    def test_built_in_prompts(self) -> None:
+        prompts = read_prompts()
+        assert len(prompts) > 20
+        assert len({prompt.name for prompt in prompts}) == len(prompts)
+        assert all(prompt.messages[-1].role == "user" for prompt in prompts)
+
+    def test_prompt_and_messages_lines(self, tmp_path: Path) -> None:
+        file = tmp_path / "prompts.jsonl"
+        file.write_text(
+            '{"prompt": "Hello"}\n\n{"id": "b", "messages": [{"role": "user", "content": "Grüß dich 🙂"}]}\n',
+            encoding="utf-8",
+        )
+        assert read_prompts(file) == [
+            Prompt("line 1", (Message("user", "Hello"),)),
+            Prompt("b", (Message("user", "Grüß dich 🙂"),)),
+        ]
+
+    @pytest.mark.parametrize(
+        "line",
+        [
+            "Hello",
+            "[]",
+            "5",
+            '{"text": "Hello"}',
+            '{"prompt": ""}',
+            '{"prompt": 5}',
+            '{"messages": []}',
+            '{"messages": [{"role": "assistant", "content": "Hi"}]}',
+            '{"messages": [{"role": "robot", "content": "Hi"}]}',
+            '{"messages": [{"content": "Hi"}]}',
+            '{"messages": "Hi"}',
+        ],
+    )
+    def test_the_error_names_an_invalid_line(self, tmp_path: Path, line: str) -> None:
+        file = tmp_path / "prompts.jsonl"
+        file.write_text('{"prompt": "Hello"}\n' + line, encoding="utf-8")
+        with pytest.raises(OptionError, match=r"line 2 of .*prompts\.jsonl"):
+            read_prompts(file)
+
+    def test_files_without_prompts(self, tmp_path: Path) -> None:
+        (tmp_path / "empty.jsonl").touch()
+        (tmp_path / "binary.jsonl").write_bytes(b"\xff\xfe\x00")
+        for name, says in (("empty.jsonl", "no prompts"), ("binary.jsonl", "read"), ("gone.jsonl", "read")):
+            with pytest.raises(OptionError, match=says):
+                read_prompts(tmp_path / name)
