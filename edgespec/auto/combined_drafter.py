@@ -226,10 +226,11 @@ class CombinedDrafter(Drafter):
         token_seconds = stats.prefill_token_seconds(self._target_step_seconds.value)
         if allowance == inf or not all_pending:
             return all_pending
-        affordable = int(_PREFILL_SHARE * allowance / token_seconds) if token_seconds > 0.0 else 0
+        # An almost free prefill makes this infinite, so only a number of tokens is converted to an integer.
+        affordable = _PREFILL_SHARE * allowance / token_seconds if token_seconds > 0.0 else 0.0
         if affordable >= all_pending:
             return all_pending
-        return min(pending, affordable) if affordable >= min(pending, _MIN_PREFILL_TOKENS) else 0
+        return min(pending, int(affordable)) if affordable >= min(pending, _MIN_PREFILL_TOKENS) else 0
 
     @property
     def planned_prefill_seconds(self) -> float:

@@ -105,7 +105,7 @@ def test_an_open_pipe_that_nobody_writes_to_is_ignored(start: Start, kind: str) 
     os.close(writer)
     assert process.returncode == 0
     assert output.strip()
-    assert b"waiting up to 0 seconds for text" in errors
+    assert b"waiting up to 0 seconds for input on stdin" in errors
     assert b"to wait for the pipe, add - after the prompt" in errors
 
 
