@@ -186,7 +186,7 @@ def _first_recommended(target: Resolved) -> DraftChoice:
     for name in _recommended(target):
         with suppress(EdgespecError):
             return DraftChoice(resolve(name, allow_download=False), f"it is recommended for {target.name}")
-    return DraftChoice(None, _no_draft_known(target))
+    return DraftChoice(None, _no_draft_found(target))
 
 
 def _recommended(target: Resolved) -> tuple[str, ...]:
@@ -198,8 +198,8 @@ def _rank(target: Resolved, entry: ModelEntry | None) -> int:
     return recommended.index(entry.name) if entry and entry.name in recommended else len(recommended)
 
 
-def _no_draft_known(target: Resolved) -> str:
-    return f"no draft model is known for {target.name}; choose one with --draft"
+def _no_draft_found(target: Resolved) -> str:
+    return f"no suitable draft model was found for {target.name}; choose one with --draft"
 
 
 def _why_none(target: Resolved, usable: Sequence[DraftOption], fitting: Sequence[DraftOption]) -> str:
@@ -215,7 +215,7 @@ def _why_none(target: Resolved, usable: Sequence[DraftOption], fitting: Sequence
         )
     if names := _recommended(target):
         return f"the recommended draft model is not on this machine; download it with --draft {names[0]}"
-    return _no_draft_known(target)
+    return _no_draft_found(target)
 
 
 def _is_for_auto(option: DraftOption, target: Resolved, info: ModelInfo | None) -> bool:

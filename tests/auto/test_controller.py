@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from edgespec.auto.loss_limit import LossLimits
@@ -83,8 +83,13 @@ STEADY: Any = st.lists(st.just(1.0), min_size=1, max_size=1)
 WILD: Any = st.lists(st.floats(0.1, 8.0), min_size=1, max_size=7)
 
 
+ALMOST_FREE_PREFILL = 5e-324
+ONE_TEXT = Text("right", Trace(np.ones(24, np.bool_), np.full(24, 0.99)), None, 40)
+
+
 @settings(max_examples=150)
 @given(CURVES, st.floats(0.0, 0.3), st.floats(0.0, 0.03), st.lists(texts(), min_size=1, max_size=3), LIMITS)
+@example(MACHINES[0].curve, 0.1, ALMOST_FREE_PREFILL, [ONE_TEXT], LossLimits())
 def test_loss_limit_holds_after_every_token_with_true_costs(
     curve: CostCurve, draft_cost: float, reading_cost: float, said: list[Text], limits: LossLimits
 ) -> None:

@@ -117,7 +117,7 @@ def test_drafts_of_another_backend_are_offered_but_not_taken(lmstudio: Path) -> 
     choice = chosen("maker/Large-GGUF")
     assert (choice.draft, choice.reason) == (
         None,
-        "no draft model is known for maker/Large-GGUF; choose one with --draft",
+        "no suitable draft model was found for maker/Large-GGUF; choose one with --draft",
     )
 
 
