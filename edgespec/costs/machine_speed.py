@@ -38,7 +38,8 @@ _MEASURED_WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16)
 # caches of most processors.
 _BENCHMARK_BYTES = 192 * 2**20
 _PROMPT_TOKENS = 32
-# All types are measured this many times in turn, because the speed of a machine varies over a few seconds.
+# All types are measured this many times in turn, because other activity can slow a machine for a few seconds.
+# The shortest durations count.
 _ROUNDS = 2
 # Saved times per byte of weights outside this range, in seconds, are damaged.
 _MIN_BYTE_SECONDS, _MAX_BYTE_SECONDS = 1e-15, 1e-3
@@ -155,7 +156,7 @@ def measure_machine(form: FileFormat, progress: Progress | None = None) -> Machi
             size_bytes, fixed = weights.total_bytes, weights.layers * layer_seconds
             seconds = tuple((each - fixed) / size_bytes for each in curve.seconds)
             measured[name].append(TypeSpeed(replace(curve, seconds=seconds), prompt_seconds / size_bytes))
-    types = {name: _mean_speed(speeds) for name, speeds in measured.items()}
+    types = {name: _best_speed(speeds) for name, speeds in measured.items()}
     store = _store(form)
     speed = MachineSpeed(types, layer_seconds, mean(busy_cores))
     store.save(_to_arrays(speed))
@@ -177,12 +178,12 @@ def _temporary_folder() -> Iterator[Path]:
         ) from error
 
 
-def _mean_speed(speeds: Sequence[TypeSpeed]) -> TypeSpeed:
-    """Return the mean of several measurements of one quantisation type, at the widths in all of them."""
+def _best_speed(speeds: Sequence[TypeSpeed]) -> TypeSpeed:
+    """Return the shortest durations in several measurements of one type, at the widths in all of them."""
     seconds = [dict(zip(each.curve.widths, each.curve.seconds, strict=True)) for each in speeds]
     widths = sorted(set.intersection(*map(set, seconds)))
-    curve = CostCurve(tuple(widths), tuple(mean(each[width] for each in seconds) for width in widths))
-    return TypeSpeed(curve, mean(each.prompt_seconds for each in speeds))
+    curve = CostCurve(tuple(widths), tuple(min(each[width] for each in seconds) for width in widths))
+    return TypeSpeed(curve, min(each.prompt_seconds for each in speeds))
 
 
 def _measure(

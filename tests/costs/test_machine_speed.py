@@ -90,11 +90,11 @@ def test_measuring_runs_real_models_and_saves_the_result(monkeypatch: pytest.Mon
     assert saved_machine_speed(form) == measured
 
 
-def test_several_measurements_of_a_type_are_averaged_at_their_common_widths() -> None:
+def test_the_shortest_durations_count_at_widths_that_were_measured_every_time() -> None:
     first = TypeSpeed(CostCurve((1, 2, 4, 8), (1.0, 2.0, 3.0, 9.0)), 0.25)
     second = TypeSpeed(CostCurve((1, 2, 8), (3.0, 4.0, 11.0)), 0.75)
-    average = machine_speed._mean_speed([first, second])
-    assert average == TypeSpeed(CostCurve((1, 2, 8), (2.0, 3.0, 10.0)), 0.5)
+    best = machine_speed._best_speed([first, second])
+    assert best == TypeSpeed(CostCurve((1, 2, 8), (1.0, 2.0, 9.0)), 0.25)
 
 
 def test_measuring_can_be_cancelled_and_then_saves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
