@@ -8,12 +8,12 @@ from edgespec.spelling import nearest
 __all__ = ["DRAFTER_NAMES", "DRAFT_MODEL_USERS", "SELF_DRAFTS", "parse_method"]
 
 # The names of all drafters, in the order in which their drafts are merged.
-DRAFTER_NAMES = ("layerskip", "lowbit", "swift", "model", "lookahead", "suffix", "ngram")
+DRAFTER_NAMES = ("layerskip", "lowbit", "swift", "eagle", "model", "lookahead", "suffix", "ngram")
 # Drafters that use the target's own weights and KV cache. A method can include at most one of them.
 SELF_DRAFTS = ("layerskip", "lowbit", "swift")
 # Drafters that cannot work without the model passed as `--draft`.
 DRAFT_MODEL_USERS = frozenset({"model"})
-_AUTOMATIC = ("model", "suffix")
+_AUTOMATIC = ("eagle", "model", "suffix")
 
 
 def parse_method(method: str) -> tuple[str, ...]:

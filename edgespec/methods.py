@@ -24,7 +24,7 @@ from edgespec.reply import MethodReport
 __all__ = ["DrafterSet", "MissingDrafter"]
 
 # The method `auto` combines the first available drafter in this list with suffix lookup.
-_AUTO_MODELS = ("model", "layerskip", "lowbit")
+_AUTO_MODELS = ("eagle", "model", "layerskip", "lowbit")
 _AUTO_LOOKUP = "suffix"
 _CLASSIFIED_TOKENS = 512
 
@@ -73,7 +73,7 @@ class DrafterSet:
         self._missing: dict[str, MissingDrafter] = {
             "model": MissingDrafter(
                 f"it needs a draft model: {why_no_draft}", "use --draft REF or --method ngram"
-            )
+            ),
         }
         self._combinations: dict[tuple[str, ...], CombinedDrafter] = {}
         self._controllers: dict[tuple[str, ...], AutoController] = {}

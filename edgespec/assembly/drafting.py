@@ -11,6 +11,7 @@ from edgespec.auto.controller import AutoConfig
 from edgespec.auto.live_costs import LiveCosts
 from edgespec.auto.loss_limit import LossLimits
 from edgespec.backends.base import (
+    Eagle,
     EarlyExit,
     LanguageModel,
     LowBit,
@@ -18,7 +19,7 @@ from edgespec.backends.base import (
     SelfDraft,
     SkippedLayers,
 )
-from edgespec.backends.optional_features import Skippable, Trainable
+from edgespec.backends.optional_features import HeadModel, Skippable, Trainable
 from edgespec.corpus import suffix_drafter
 from edgespec.costs.curve import CostCurve, assumed_cost
 from edgespec.costs.pass_limits import PassLimits
@@ -26,6 +27,7 @@ from edgespec.costs.target_costs import PassCosts
 from edgespec.drafters.adaptive_tree import AdaptiveTreeGrowth
 from edgespec.drafters.base import Drafter
 from edgespec.drafters.draft_cache import DraftCache
+from edgespec.drafters.head_cache import HeadCache
 from edgespec.drafters.lookahead import LookaheadDrafter
 from edgespec.drafters.model import ModelDrafter
 from edgespec.drafters.tree_growth import TreeGrowth
@@ -104,6 +106,7 @@ class _DrafterFactory:
             ("layerskip", self._make_layerskip),
             ("lowbit", self._make_lowbit),
             ("swift", self._make_swift),
+            ("eagle", self._make_eagle),
         ):
             self.made[name] = make() if name in needed else _not_loaded(name)
         if draft:
@@ -126,7 +129,11 @@ class _DrafterFactory:
         return drafters, (corpus_notice, self._costs.notice if self._measured_curve else "")
 
     def _automatic_self_drafts(self, draft: LoadedDraft | None) -> set[str]:
-        if "auto" not in self._options.methods or draft is not None:
+        if "auto" not in self._options.methods:
+            return set()
+        if self._options.head is not None:
+            return {"eagle"}
+        if draft is not None:
             return set()
         if self._format.fixed_exit:
             return {"layerskip"}
@@ -178,13 +185,16 @@ class _DrafterFactory:
         limits = PassLimits.of(self._model.facts.capabilities, draft.facts.capabilities)
         return AdaptiveTreeGrowth(limits, self._curve.v)
 
-    def _model_drafter(self, draft: LanguageModel, name: str) -> ModelDrafter:
+    def _model_drafter(
+        self, draft: LanguageModel, name: str, cache: DraftCache | None = None
+    ) -> ModelDrafter:
         return ModelDrafter(
             draft,
             self._model.facts.vocab_size,
             branches=self._growth(draft),
             min_confidence=self._arguments["draft_confidence"],
             name=name,
+            cache=cache,
         )
 
     def _make_model(self, draft: LoadedDraft) -> Drafter:
@@ -264,6 +274,16 @@ class _DrafterFactory:
             copy = str(lowbit_file(prepared))
         low_bit = LowBit(copy, self._arguments["draft_sinks"], self._options.window_tokens or None)
         return self._model_drafter(self._model.self_draft(low_bit), "lowbit")
+
+    def _make_eagle(self) -> Drafter | MissingDrafter:
+        head = self._options.head
+        if head is None:
+            return MissingDrafter("it needs an EAGLE-3 head", "pass one with --head PATH")
+        method = Eagle(str(head))
+        if "eagle" not in self._model.facts.capabilities.self_draft_methods:
+            return self._missing_self_draft(method)
+        view = cast(HeadModel, self._model.self_draft(method))
+        return self._model_drafter(view, "eagle", HeadCache(view))
 
     def _checked_lowbit_copy(self) -> PreparedModel | None:
         from edgespec.prepare.lowbit import check_lowbit, find_lowbit

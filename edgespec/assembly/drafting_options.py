@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 
+from edgespec.errors import OptionError
 from edgespec.method_names import parse_method
 from edgespec.options import LoadArguments, check_load_arguments
 
@@ -52,6 +54,19 @@ class DraftingOptions:
     def named_drafters(self) -> frozenset[str]:
         """The names of the drafters that the user selected explicitly, without those that `auto` chooses."""
         return frozenset(name for names in self._named for name in names)
+
+    @cached_property
+    def head(self) -> Path | None:
+        """The file of the EAGLE head, or None. Raises OptionError if the file does not exist."""
+        if self.arguments["head"] is None:
+            return None
+        path = Path(self.arguments["head"]).expanduser()
+        if not path.is_file():
+            raise OptionError(
+                f"the head {path} does not exist",
+                "pass a GGUF file, which `edgespec prepare head` can make from a Hugging Face folder",
+            )
+        return path
 
     @property
     def combines_drafters(self) -> bool:

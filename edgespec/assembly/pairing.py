@@ -101,7 +101,8 @@ def find_pair(
 
     Args:
         target: Reference to the target.
-        draft: Reference to the draft model. `auto` chooses from the models on this machine.
+        draft: Reference to the draft model. `auto` chooses from the models on this machine, or none if there
+            is a head.
         drafting: The methods that replies can use.
         progress: Called during downloads. Returning False cancels them.
         options: Memory and context limits for `auto` to respect when it chooses a draft model.
@@ -115,11 +116,19 @@ def find_pair(
     find_model = find_model or partial(resolve, progress=progress)
     options = options or LoadOptions()
     found = find_model(target)
-    found_draft, why_none, why_draft = _find_draft(found, draft, find_model, options)
+    if drafting.head is not None and draft == "auto" and not DRAFT_MODEL_USERS & drafting.named_drafters:
+        found_draft, why_none, why_draft = None, "the head drafts instead", ""
+    else:
+        found_draft, why_none, why_draft = _find_draft(found, draft, find_model, options)
     if options.adapter is not None and not found.file_format.adapters:
         raise OptionError(
             f"an adapter needs an MLX model, but {found.name} is not one",
             "omit --adapter, or use an MLX version of the model, such as 8b-mlx",
+        )
+    if drafting.head is not None and found.file_format.estimate_head is None:
+        raise OptionError(
+            f"a head needs a GGUF model, but {found.name} is not one",
+            "omit --head, or use a GGUF version of the model",
         )
     found = _prepared_for_early_exit(found, drafting, found_draft is not None)
     if not found_draft and DRAFT_MODEL_USERS & drafting.named_drafters:

@@ -12,6 +12,7 @@ from edgespec.engine.tree import TokenTree
 __all__ = [
     "MAX_VOCAB_PADDING",
     "Capabilities",
+    "Eagle",
     "EarlyExit",
     "LanguageModel",
     "LoadOptions",
@@ -67,7 +68,18 @@ class SkippedLayers:
     layers: tuple[int, ...]
 
 
-SelfDraft: TypeAlias = EarlyExit | LowBit | SkippedLayers
+@dataclass(frozen=True, slots=True)
+class Eagle:
+    """Drafting with an EAGLE head, which reads the target's hidden states (arXiv 2503.01840).
+
+    Attributes:
+        head: Path to the head.
+    """
+
+    head: str
+
+
+SelfDraft: TypeAlias = EarlyExit | LowBit | SkippedLayers | Eagle
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,8 +142,8 @@ class Capabilities:
         reason: One-line explanation of a missing feature. Empty if nothing is missing.
         max_width: Maximum number of tokens in a verify pass.
         max_branches: Maximum number of leaves in a token tree.
-        self_draft_methods: Methods that `self_draft` supports: `layerskip` (EarlyExit), `lowbit` (LowBit) and
-            `swift` (SkippedLayers, for a `Skippable` model).
+        self_draft_methods: Methods that `self_draft` supports: `layerskip` (EarlyExit), `lowbit` (LowBit),
+            `eagle` (Eagle) and `swift` (SkippedLayers, for a `Skippable` model).
         trainable: Whether the model implements `Trainable`, for online training as a draft model.
         partial_truncate: Whether `truncate` and `snapshot` work at every token. If not, `truncate` may keep
             fewer tokens than requested.

@@ -23,7 +23,7 @@ from edgespec.backends.token_list import TokenList, tokens_of_folder, tokens_of_
 from edgespec.errors import CapabilityError
 
 if TYPE_CHECKING:
-    from edgespec.backends.memory_estimate import MemoryEstimator
+    from edgespec.backends.memory_estimate import MemoryEstimate, MemoryEstimator
 
 __all__ = ["BUILT_IN"]
 
@@ -54,6 +54,12 @@ def _write_gguf_benchmark(path: Path, type_name: str, size_bytes: int) -> PassWe
     from edgespec.backends.llamacpp.benchmark_model import write_benchmark_model
 
     return write_benchmark_model(path, type_name, size_bytes)
+
+
+def _estimate_gguf_head(path: Path, context_tokens: int) -> MemoryEstimate:
+    from edgespec.backends.llamacpp.eagle import estimate_eagle_head
+
+    return estimate_eagle_head(path, context_tokens)
 
 
 def _gguf_tokens(path: Path) -> TokenList | None:
@@ -165,6 +171,7 @@ _GGUF = FileFormat(
             "Q2_K": {"Q2_K": 0.6, "Q3_K": 0.3, "Q6_K": 0.1},
         },
     ),
+    estimate_head=_estimate_gguf_head,
 )
 _SPLIT_GGUF = FileFormat(
     name="layerskip",

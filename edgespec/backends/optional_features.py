@@ -11,7 +11,22 @@ from numpy.typing import NDArray
 
 from edgespec.backends.base import LanguageModel
 
-__all__ = ["Skippable", "Trainable", "Trainer", "TrainingExample"]
+__all__ = ["HeadModel", "Skippable", "Trainable", "Trainer", "TrainingExample"]
+
+
+class HeadModel(LanguageModel, Protocol):
+    """A head: a draft model that runs each token with the target's hidden state at the position before it."""
+
+    @property
+    def first_position(self) -> int:
+        """The first position at which a token can be run."""
+
+    @property
+    def last_position(self) -> int:
+        """The last position at which a token can be run."""
+
+    def start_at(self, position: int) -> None:
+        """Empty the KV cache, and let it begin at a position. Tokens before it are never run."""
 
 
 class Skippable(LanguageModel, Protocol):

@@ -122,6 +122,41 @@ def lowbit(reference: str, type_name: str | None, to: Path | None, as_json: bool
     )
 
 
+@command.command(
+    "head",
+    short_help="Convert an EAGLE-3 head to GGUF.",
+    examples=("edgespec prepare head ./Qwen3-8B_eagle3 ./qwen3-8b-q4.gguf --to eagle3-qwen3-8b.gguf",),
+)
+@click.argument("head", type=click.Path(path_type=Path, file_okay=False))
+@model_reference("reference")
+@click.option(
+    "--to",
+    metavar="FILE",
+    required=True,
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="GGUF file in which to save the head.",
+)
+@json_option
+def head(head: Path, reference: str, to: Path, as_json: bool) -> None:
+    """Convert the EAGLE-3 head in the folder HEAD, as published on Hugging Face, for `--method eagle`.
+
+    REF is the GGUF model that the head was trained for.
+    """
+    from edgespec.catalog import resolve
+    from edgespec.prepare.head import prepare_head
+
+    def work(stop: Stop) -> int:
+        with ProgressLine(stop) as progress:
+            return prepare_head(head, resolve(reference, progress=progress).path, to)
+
+    size_bytes = interruptible(work)
+    if as_json:
+        print_json({"kind": "head", "file": str(to), "file_bytes": size_bytes})
+        return
+    click.echo(printable(f"{to}  {format_bytes(size_bytes)}"))
+    note(printable(f"Use it with: edgespec chat --target {reference} --head {to}"))
+
+
 def _exit(text: str) -> int | None:
     if text == "auto":
         return None

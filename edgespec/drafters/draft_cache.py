@@ -52,6 +52,10 @@ class DraftCache:
         """Number of tokens to prefill so that the draft model sees the whole sequence."""
         return self.pending_tokens if len(self.visible_tokens) == len(self._tokens) else len(self._tokens)
 
+    def can_draft(self, max_width: int) -> bool:
+        """Return whether a pass of up to `max_width` tokens could run all tokens that the model lacks."""
+        return self.lag_tokens <= min(2, max_width)
+
     def begin(self, tokens: Sequence[int]) -> None:
         """Switch to another token sequence, keeping the part of the KV cache that both sequences share."""
         self._tokens = list(tokens)

@@ -126,7 +126,7 @@ class ModelDrafter(BudgetedDrafter):
             cache.prefill()
         last = cache.visible_tokens[-1]
         max_width = min(self._model.free_tokens, self._model.facts.capabilities.max_width)
-        if cache.lag_tokens > min(2, max_width):
+        if not cache.can_draft(max_width):
             return TokenTree.chain(last)
         if not self._growth.begin_round(draft_length):
             return TokenTree.chain(last)

@@ -186,7 +186,7 @@ def binary_features(binary: Path) -> str:
     The server logs them before it loads the model, so it is started with a model path that does not exist.
     """
     with tempfile.TemporaryDirectory() as empty:
-        command = [binary, "--log-verbosity", "4", "--offline", "--port", str(_free_port())]
+        command: list[str | Path] = [binary, "--log-verbosity", "4", "--offline", "--port", str(_free_port())]
         command += ["--model", f"{empty}/none.gguf"]
         completed = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     lines = (completed.stdout + completed.stderr).splitlines()

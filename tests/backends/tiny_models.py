@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TypeAlias
 
@@ -152,6 +153,43 @@ def write_llama(
         writer.add_rope_scaling_orig_ctx_len(long_from)
         for name, factor in (("short", 1.0), ("long", 4.0)):
             tensors[f"rope_factors_{name}.weight"] = np.full(_HEAD // 2, factor, np.float32)
+    _finish(writer, tensors)
+    return path
+
+
+def write_eagle(
+    path: Path, *, layers: Sequence[int] = (0, 0, 0), vocab: int = 259 + len(WORDS), size: int = _SIZE
+) -> Path:
+    """An EAGLE-3 head for the model that `write_llama` writes. It drafts three quarters of the tokens."""
+    random = np.random.default_rng(7)
+    writer = _open(path, "eagle3", layers=1)
+    writer.add_head_count(2)
+    writer.add_head_count_kv(1)
+    writer.add_key_length(_HEAD)
+    writer.add_value_length(_HEAD)
+    writer.add_rope_dimension_count(_HEAD)
+    writer.add_vocab_size(vocab)
+    writer.add_tokenizer_model("none")
+    writer.add_array("eagle3.target_layers", list(layers))
+    writer.add_uint32("eagle3.target_hidden_size", size)
+    writer.add_bool("eagle3.norm_before_residual", False)
+    writer.add_bool("eagle3.norm_before_fc", False)
+    drafted = np.sort(random.permutation(vocab)[: vocab * 3 // 4])
+    block = "blk.0."
+    tensors = {
+        "fc.weight": _weights(random, _SIZE, len(layers) * size),
+        "output_norm.weight": _ones(_SIZE),
+        "output.weight": _weights(random, len(drafted), _SIZE),
+        **{f"{block}{norm}.weight": _ones(_SIZE) for norm in ("attn_norm", "attn_norm_2", "ffn_norm")},
+        f"{block}attn_q.weight": _weights(random, 2 * _HEAD, 2 * _SIZE),
+        f"{block}attn_k.weight": _weights(random, _HEAD, 2 * _SIZE),
+        f"{block}attn_v.weight": _weights(random, _HEAD, 2 * _SIZE),
+        f"{block}attn_output.weight": _weights(random, _SIZE, 2 * _HEAD),
+        f"{block}ffn_gate.weight": _weights(random, _FEED_FORWARD, _SIZE),
+        f"{block}ffn_up.weight": _weights(random, _FEED_FORWARD, _SIZE),
+        f"{block}ffn_down.weight": _weights(random, _SIZE, _FEED_FORWARD),
+    }
+    writer.add_tensor("d2t", drafted.astype(np.int64))
     _finish(writer, tensors)
     return path
 

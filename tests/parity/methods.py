@@ -24,6 +24,7 @@ from edgespec.method_names import SELF_DRAFTS, parse_method
 from edgespec.methods import DrafterSet
 from edgespec.prepare.layerskip import prepare_layerskip
 from edgespec.prepare.lowbit import prepare_lowbit
+from tests.backends.tiny_models import write_eagle
 from tests.parity.models import ASKED, CONTEXT, IN_HALVES, KINDS, Column, Tiny, Voice, Zoo, reply_to
 
 
@@ -32,7 +33,8 @@ class Row(NamedTuple):
 
     draft: `near` has the target's tokens, `renamed` others; with `text` they are compared by their text
     alone. window: tokens that the draft sees. learn: it is trained between replies. beside: methods that the
-    model is loaded for as well. every: proved on all models of a kind, not the first alone.
+    model is loaded for as well. every: proved on all models of a kind, not the first alone. head: it needs a
+    head.
     """
 
     title: str
@@ -44,6 +46,7 @@ class Row(NamedTuple):
     learn: bool = False
     beside: tuple[str, ...] = ()
     every: bool = False
+    head: bool = False
 
     @property
     def drafters(self) -> tuple[str, ...]:
@@ -63,7 +66,7 @@ class Row(NamedTuple):
     @property
     def loaded(self) -> Row:
         """What rows have in common that one loading is enough for."""
-        own = (name for name in self.drafters if name in SELF_DRAFTS)
+        own = (name for name in self.drafters if name in (*SELF_DRAFTS, "eagle"))
         method = "none" if self.method == "none" else "+".join(own)
         return self._replace(title="", method=method, every=False)
 
@@ -81,6 +84,9 @@ ROWS = (
     Row("`lowbit`", "lowbit", every=True),
     Row("`lowbit`, loaded with `layerskip`", "lowbit", beside=("layerskip",), every=True),
     Row("`swift`", "swift", every=True),
+    Row("`eagle`, chains", "eagle", head=True, every=True),
+    Row("`eagle`, trees (`--draft-branches 2,2`)", "eagle", branches=(2, 2), head=True),
+    Row("`eagle+suffix`", "eagle+suffix", head=True),
     Row("`lookahead`", "lookahead"),
     Row("`suffix`", "suffix"),
     Row("`ngram`", "ngram", every=True),
@@ -177,9 +183,11 @@ def load(tiny: Tiny, rows: Sequence[Row]) -> Runtime:
         options |= {"draft_window": how.window, "draft_sinks": _SINKS}
     if "layerskip" in names and tiny.backend == "MLX":
         options["exit_layer"] = 1
+    if how.head:
+        options["head"] = write_eagle(tiny.path.parent / "eagle.gguf")
     return edgespec.load(
         str(tiny.path),
-        "none" if how.itself else str(getattr(tiny, how.draft)),
+        "none" if how.itself or how.head else str(getattr(tiny, how.draft)),
         context=CONTEXT,
         method=how.method,
         methods=[*(row.method for row in rows), *how.beside],

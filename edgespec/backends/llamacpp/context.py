@@ -17,6 +17,7 @@ from edgespec.backends.llamacpp.hidden_state_hook import HiddenStateHook
 from edgespec.backends.llamacpp.kv_types import KvTypes
 from edgespec.backends.llamacpp.metadata import vocabulary_size
 from edgespec.backends.llamacpp.native import Interrupt, library, recent_errors
+from edgespec.backends.llamacpp.staging_api import staging_api
 from edgespec.backends.llamacpp.thread_count import ThreadCount, adapts_threads
 from edgespec.errors import (
     BackendError,
@@ -27,7 +28,7 @@ from edgespec.errors import (
     OutOfMemoryError,
 )
 
-__all__ = ["MAX_WIDTH", "ContextPlan", "LlamaContext"]
+__all__ = ["MAX_WIDTH", "ContextPlan", "LlamaContext", "copied_rows"]
 
 # Maps values of `LoadOptions.flash_attention` to llama.cpp's LLAMA_FLASH_ATTN_TYPE_* constants.
 _FLASH_ATTENTION = {"auto": -1, "off": 0, "on": 1}
@@ -80,6 +81,9 @@ class LlamaContext:
     others hold checkpoints or branches of the draft tree. If `allocate` fails, the context has no KV cache
     (see `is_lost`).
 
+    The context of an EAGLE head borrows the token embeddings of `target`, and must be allocated again after
+    the target's context was.
+
     Raises:
         MemoryBudgetError: The context cannot be allocated.
         OptionError: The KV types require flash attention, which is off.
@@ -94,6 +98,7 @@ class LlamaContext:
         *,
         hook: HiddenStateHook | None = None,
         takes_hidden: bool = False,
+        target: LlamaContext | None = None,
     ) -> None:
         lib = self._lib = library()
         self.interrupt = Interrupt()
@@ -117,9 +122,11 @@ class LlamaContext:
         self._hook = hook
         if hook is not None:
             params.cb_eval = hook.callback
-        self._model = model
+        self._model, self._target = model, target
         self._vocab_size = vocabulary_size(model)
         self._context: Any = None
+        # The layers whose inputs are copied in every pass.
+        self._tapped_layers: Sequence[int] = ()
         self.allocate(plan)
         self.max_width: int = params.n_outputs_max
         # The size of the sliding attention window in tokens, or 0 if all layers use full attention.
@@ -146,6 +153,8 @@ class LlamaContext:
         self._free()
         recent_errors(clear=True)
         self._params.n_ctx = plan.tokens
+        if self._target is not None:
+            self._params.ctx_other = self._target._context
         self._context = self._lib.llama_init_from_model(self._model, self._params)
         if not self._context:
             detail = (recent_errors() or ["llama.cpp reported no reason"])[-1]
@@ -162,6 +171,32 @@ class LlamaContext:
         self.interrupt.attach(self._context)
         self.batch_tokens: int = self._lib.llama_n_batch(self._context)
         self.plan, self.tokens = plan, int(self._lib.llama_n_ctx(self._context))
+        self.tap_layers(self._tapped_layers)
+
+    def tap_layers(self, layers: Sequence[int]) -> None:
+        """Copy the inputs of these layers, and of no others, in every pass, for `tapped_rows`.
+
+        The architecture must be one of `TAPPED_ARCHITECTURES`, and the layers must exist.
+        """
+        api = staging_api()
+        for layer in (*self._tapped_layers, *layers):
+            assert api is not None
+            api.set_embeddings_layer_inp(self._context, layer, layer in layers)
+        self._tapped_layers = layers
+
+    def tapped_rows(self, count: int) -> NDArray[np.float32]:
+        """Return the inputs of the tapped layers for the `count` tokens of the last pass.
+
+        Returns:
+            A float32 array [tokens, layers * embedding size].
+        """
+        api, size = staging_api(), self._lib.llama_model_n_embd(self._model)
+        assert api is not None
+        inputs = [
+            copied_rows(api.get_embeddings_layer_inp(self._context, layer), count, size)
+            for layer in self._tapped_layers
+        ]
+        return np.concatenate(inputs, axis=1)
 
     def _free(self) -> None:
         context, self._context, self._memory = self._context, None, None
@@ -215,6 +250,9 @@ class LlamaContext:
         batch = self._batch_for(inputs)
         batch.put(inputs, positions, sequences, logits=True)
         self._decode(batch)
+        return self._last_logits(len(inputs))
+
+    def _last_logits(self, count: int) -> NDArray[np.float32]:
         pointer = self._lib.llama_get_logits(self._context)
         address = ctypes.cast(pointer, ctypes.c_void_p).value
         if not address:
@@ -222,7 +260,7 @@ class LlamaContext:
         if address != self._logits_address:
             self._logits_address = address
             self._logits = np.ctypeslib.as_array(pointer, (self.max_width, self._vocab_size))
-        return self._logits[: len(inputs)]
+        return self._logits[:count]
 
     def run_to_hook(
         self, tokens: Sequence[int], positions: Sequence[int], sequences: Sequence[Sequence[int]]
@@ -246,14 +284,15 @@ class LlamaContext:
         assert self._hidden is not None
         return self._hidden
 
-    def _decode(self, batch: Batch) -> None:
+    def _decode(self, batch: Batch, *, encode: bool = False) -> None:
         if self.interrupt.requested:
             raise CancelledError("the model's computation was cancelled")
         self._check_allocated()
         self._adapt_threads()
         count = batch.native.n_tokens
         recent_errors(clear=True)
-        status = self._lib.llama_decode(self._context, batch.native)
+        run = self._lib.llama_encode if encode else self._lib.llama_decode
+        status = run(self._context, batch.native)
         if status == 0:
             return
         if status == _ABORTED or self.interrupt.requested:
@@ -434,3 +473,9 @@ class LlamaContext:
         self._batch.free()
         if self._hidden is not None:
             self._hidden.free()
+
+
+def copied_rows(address: int, count: int, size: int) -> NDArray[np.float32]:
+    """Return a copy of the float32 array [count, size] at an address."""
+    pointer = ctypes.cast(address, ctypes.POINTER(ctypes.c_float))
+    return np.ctypeslib.as_array(pointer, (count, size)).copy()

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgespec.backends.base import (
+    Eagle,
     EarlyExit,
     LanguageModel,
     LoadOptions,
@@ -228,7 +229,9 @@ class GgufModel(BaseModel):
                 "choose another method or load an MLX version of the model",
             )
         view: SelfDraftView[Any]
-        if isinstance(method, EarlyExit):
+        if isinstance(method, Eagle):
+            view = self._eagle_head(method)
+        elif isinstance(method, EarlyExit):
             view = self._early_exit_view(method.exit_layer)
         else:
             view = load_low_bit_view(self, method)
@@ -240,6 +243,12 @@ class GgufModel(BaseModel):
             f"{self.facts.name} cannot draft by early exit after layer {exit_layer}, because it was not"
             " prepared for that",
             f"run `edgespec prepare layerskip --exit {exit_layer}` for this model",
+        )
+
+    def _eagle_head(self, method: Eagle) -> SelfDraftView[Any]:  # noqa: ARG002
+        raise CapabilityError(
+            f"{self.facts.name} does not support heads, because it was prepared for early exit",
+            "choose another method",
         )
 
     def export_cells(self, start: int, end: int) -> Sequence[bytes | memoryview]:

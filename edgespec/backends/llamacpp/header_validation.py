@@ -46,7 +46,7 @@ _F32 = 0
 # Name suffixes of tensors that llama.cpp reads as F32 without checking their type.
 _ALWAYS_F32 = (".ssm_a", ".ssm_d", ".ssm_conv1d.weight")
 # Name suffixes of tensors that may have an integer type, because they do not contain weights.
-_TABLES = ("tid2eid",)
+_TABLES = ("tid2eid", "d2t")
 _ROPE_SCALINGS = ("none", "linear", "yarn", "longrope")
 # Architectures whose `ssm.inner_size` must be twice the `embedding_length`.
 _DOUBLE_WIDTH_SSM = ("jamba", "granitehybrid")

@@ -9,10 +9,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.backends.base import LanguageModel, LoadOptions, ModelFacts, Progress
+from edgespec.backends.base import Eagle, LanguageModel, LoadOptions, ModelFacts, Progress
+from edgespec.backends.hidden_state_log import HiddenStateLog
 from edgespec.backends.llamacpp.checkpoints import StateCheckpoint, StateCheckpoints
 from edgespec.backends.llamacpp.context import LlamaContext
 from edgespec.backends.llamacpp.context_planning import plan_context
+from edgespec.backends.llamacpp.eagle import EagleHead, load_eagle_head
 from edgespec.backends.llamacpp.gguf_model import GgufModel
 from edgespec.backends.llamacpp.kv_cells import KvCells
 from edgespec.backends.llamacpp.kv_types import parse_kv_types
@@ -82,12 +84,17 @@ class LlamaCppModel(GgufModel):
             context.close()
             raise
         self._checkpoints = StateCheckpoints(context, range(1, plan.sequences))
+        self._hidden_states: HiddenStateLog | None = None
+        # Hidden states of the nodes of the tree that is being verified.
+        self._tree_states: list[NDArray[np.float32]] = []
         # Whether llama.cpp will roll back the recurrent state at the start of the next forward pass.
         self._rollback_pending = False
 
     def _append(self, tokens: Sequence[int]) -> None:
         self._rollback_pending = False
         self._context.append(tokens, self.length)
+        if self._hidden_states is not None:
+            self._hidden_states.append(self.length, self._context.tapped_rows(len(tokens)))
 
     def verify(self, tree: TokenTree, first: int = 0) -> HostLogits:
         return self._run(tree, first, self._logits)
@@ -95,7 +102,10 @@ class LlamaCppModel(GgufModel):
     def _logits(self, tree: TokenTree, first: int) -> NDArray[np.float32]:
         positions, sequences = self.cells.place_tree(tree, first)
         self._rollback_pending = False
-        return self._context.run(tree.tokens[first:], positions, sequences)
+        logits = self._context.run(tree.tokens[first:], positions, sequences)
+        if self._hidden_states is not None:
+            self._tree_states[first:] = self._context.tapped_rows(len(positions))
+        return logits
 
     def _check_shape(self, tree: TokenTree) -> None:
         capabilities = self.facts.capabilities
@@ -106,13 +116,43 @@ class LlamaCppModel(GgufModel):
 
     def commit(self, path: tuple[int, ...]) -> None:
         self._check(0)
+        if self._hidden_states is not None:
+            self._hidden_states.append(
+                self.length, np.array([self._tree_states[node] for node in (0, *path)])
+            )
         kept_all = self.cells.commit(path)
         self._rollback_pending = self.probe_result.replays and not kept_all
 
     def _cut(self, length: int) -> None:
         self._checkpoints.release_dropped()
         super()._cut(length)
+        if self._hidden_states is not None:
+            self._hidden_states.truncate(self.length)
         self._rollback_pending = self._rollback_pending and self.length > 0
+
+    def remove_range(self, start: int, end: int) -> None:
+        super().remove_range(start, end)
+        if self._hidden_states is not None:
+            self._hidden_states.clear()
+
+    @property
+    def context(self) -> LlamaContext:
+        return self._context
+
+    def log_hidden_states(self, layers: Sequence[int]) -> HiddenStateLog:
+        """Keep the inputs of these layers for committed tokens from now on, until `stop_logging`."""
+        self._context.tap_layers(layers)
+        size = library().llama_model_n_embd(self.weights[0])
+        self._hidden_states = HiddenStateLog(len(layers) * size)
+        return self._hidden_states
+
+    def stop_logging(self) -> None:
+        """Stop keeping hidden states."""
+        self._context.tap_layers(())
+        self._hidden_states = None
+
+    def _eagle_head(self, method: Eagle) -> EagleHead:
+        return load_eagle_head(self, method)
 
     def checkpoint(self) -> StateCheckpoint:
         """Save the state after the committed tokens, and return a checkpoint for `rewind`."""

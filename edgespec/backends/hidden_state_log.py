@@ -1,0 +1,65 @@
+"""Keep the hidden states of a target's most recent committed tokens, which EAGLE heads read."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["MAX_LOGGED_TOKENS", "HiddenStateLog"]
+
+# Number of most recent tokens whose hidden states are kept. A head that is further behind starts later.
+MAX_LOGGED_TOKENS = 2048
+
+
+class HiddenStateLog:
+    """The hidden states of consecutive committed tokens, of which the last ones are kept.
+
+    Args:
+        row_size: Number of values per token.
+        max_tokens: Number of tokens to keep.
+
+    Attributes:
+        start: Position of the first token whose hidden states are known.
+        end: Position after the last one.
+    """
+
+    def __init__(self, row_size: int, max_tokens: int = MAX_LOGGED_TOKENS) -> None:
+        self.start = self.end = 0
+        # A ring buffer. It is allocated page by page as it fills.
+        self._rows: NDArray[np.float32] = np.empty((max_tokens, row_size), np.float32)
+
+    @property
+    def row_size(self) -> int:
+        return int(self._rows.shape[1])
+
+    def append(self, position: int, rows: NDArray[Any]) -> None:
+        """Append the hidden states [tokens, row size] of the tokens from `position` on.
+
+        Forgets all earlier tokens if `position` does not follow the last one.
+        """
+        if position != self.end:
+            self.start = self.end = position
+        size = len(self._rows)
+        kept = rows[-size:]
+        at = np.arange(position + len(rows) - len(kept), position + len(rows)) % size
+        self._rows[at] = kept
+        self.end = position + len(rows)
+        self.start = max(self.start, self.end - size)
+
+    def truncate(self, length: int) -> None:
+        """Forget the hidden states from position `length` on."""
+        self.end = min(self.end, length)
+        self.start = min(self.start, self.end)
+
+    def clear(self) -> None:
+        self.start = self.end = 0
+
+    def rows(self, start: int, end: int) -> NDArray[np.float32]:
+        """Return the hidden states [tokens, row size] of positions [start, end). Unknown ones are zeros."""
+        result = np.zeros((end - start, self.row_size), np.float32)
+        known = range(max(start, self.start), min(end, self.end))
+        if known:
+            result[known.start - start : known.stop - start] = self._rows[np.array(known) % len(self._rows)]
+        return result

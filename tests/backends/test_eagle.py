@@ -1,0 +1,294 @@
+"""EAGLE-3 heads follow the target through any history, and no head changes a reply."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.numpy import save_file
+
+import edgespec
+from edgespec.assembly.loading import always_draft
+from edgespec.backends import llamacpp
+from edgespec.backends.base import Eagle, LoadOptions
+from edgespec.backends.hidden_state_log import HiddenStateLog
+from edgespec.backends.llamacpp.eagle import EagleHead
+from edgespec.backends.llamacpp.model import LlamaCppModel
+from edgespec.drafters.head_cache import HeadCache
+from edgespec.engine.tree import TokenTree
+from edgespec.errors import CapabilityError, EdgespecError, ModelFileError, OptionError
+from edgespec.prepare.head import prepare_head
+from tests.backends.tiny_models import WORDS, write_eagle, write_gemma2, write_llama
+
+CONTEXT = 512
+VOCAB = 259 + len(WORDS)
+
+
+class Files:
+    """A target with three layers and its head."""
+
+    def __init__(self, folder: Path) -> None:
+        self.target = write_llama(folder / "target.gguf", layers=3)
+        self.head = write_eagle(folder / "head.gguf", layers=(0, 1, 2))
+
+    def load(self, context: int = CONTEXT) -> LlamaCppModel:
+        model = llamacpp.load(str(self.target), "target", LoadOptions(context_tokens=context))
+        assert isinstance(model, LlamaCppModel)
+        return model
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
+    return Files(tmp_path_factory.mktemp("eagle"))
+
+
+@pytest.fixture
+def target(files: Files) -> Iterator[LlamaCppModel]:
+    model = files.load()
+    yield model
+    model.close()
+
+
+def head_of(target: LlamaCppModel, path: Path) -> EagleHead:
+    head = target.self_draft(Eagle(str(path)))
+    assert isinstance(head, EagleHead)
+    return head
+
+
+def first_logits(head: EagleHead, cache: HeadCache, tokens: list[int]) -> np.ndarray:
+    """The head's logits for the first token of a draft."""
+    cache.begin(tokens)
+    cache.prefill()
+    assert cache.can_draft(8)
+    lag = tokens[head.length :]
+    row = np.array(head.verify(TokenTree.chain(lag[0], lag[1:])).at(len(lag) - 1, np.arange(VOCAB)))
+    head.truncate(head.length)
+    return row
+
+
+ROUNDS = st.tuples(
+    st.sampled_from(["say", "say", "say", "cut", "resize", "read"]), st.integers(0, 40), st.booleans()
+)
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(ROUNDS, min_size=1, max_size=8), st.integers(0, 1 << 16))
+def test_a_draft_after_any_history_equals_that_of_a_fresh_head(
+    files: Files, rounds: list[tuple[str, int, bool]], seed: int
+) -> None:
+    random = np.random.default_rng(seed)
+    tokens: list[int] = random.integers(3, VOCAB, 12).tolist()
+    target = files.load()
+    head = head_of(target, files.head)
+    cache = HeadCache(head)
+    target.prefill(tokens[:-1])
+    cache.begin(tokens)
+    for what, number, drafts in rounds:
+        if drafts:
+            first_logits(head, cache, tokens)
+        if what == "read":
+            more = random.integers(3, VOCAB, number).tolist()
+            target.prefill(tokens[target.length :] + more[:-1] if more else [])
+            tokens += more
+        elif what == "say":
+            draft = random.integers(3, VOCAB, 3).tolist()
+            target.verify(TokenTree.chain(tokens[-1], draft))
+            kept = number % 4
+            target.commit(tuple(range(1, kept + 1)))
+            tokens += [*draft[:kept], int(random.integers(3, VOCAB))]
+        elif what == "cut" and target.length > 4:
+            length = 2 + number % (target.length - 2)
+            target.truncate(length)
+            tokens = [*tokens[:length], int(random.integers(3, VOCAB))]
+        elif what == "resize" and target.length < 256:
+            target.resize(256 + 256 * (number % 2))
+    drafted = first_logits(head, cache, tokens)
+    fresh_target = files.load()
+    fresh = head_of(fresh_target, files.head)
+    fresh_target.prefill(tokens[:-1])
+    expected = first_logits(fresh, HeadCache(fresh), tokens)
+    for each in (head, fresh, target, fresh_target):
+        each.close()
+    known = np.isfinite(expected)
+    assert (known == np.isfinite(drafted)).all()
+    assert np.abs(drafted[known] - expected[known]).max() < 5e-3
+
+
+def test_a_restored_prefix_has_no_hidden_states_so_the_head_starts_after_it(
+    files: Files, target: LlamaCppModel
+) -> None:
+    tokens = list(range(10, 40))
+    target.prefill(tokens)
+    snapshot = target.snapshot()
+    other = files.load()
+    head = head_of(other, files.head)
+    cache = HeadCache(head)
+    other.restore(snapshot)
+    cache.begin([*tokens, 50])
+    assert not cache.can_draft(8)
+    cache.prefill()
+    assert not cache.can_draft(8)
+    other.verify(TokenTree.chain(50, [51]))
+    other.commit((1,))
+    assert np.isfinite(first_logits(head, cache, [*tokens, 50, 51, 52])).any()
+    head.close()
+    other.close()
+
+
+def test_the_log_keeps_the_last_rows() -> None:
+    log = HiddenStateLog(2, max_tokens=4)
+    rows = np.arange(20, dtype=np.float32).reshape(10, 2)
+    log.append(0, rows[:3])
+    log.append(3, rows[3:9])
+    assert (log.start, log.end) == (5, 9)
+    assert np.array_equal(log.rows(5, 9), rows[5:9])
+    assert not log.rows(4, 5).any()
+    log.truncate(7)
+    log.append(7, rows[9:])
+    assert np.array_equal(log.rows(6, 8), rows[[6, 9]])
+    log.append(20, rows[:1])
+    assert (log.start, log.end) == (20, 21)
+
+
+def test_closing_a_head_stops_reading_hidden_states(target: LlamaCppModel, files: Files) -> None:
+    head_of(target, files.head).close()
+    target.prefill([1, 2, 3])
+    assert target.verify(TokenTree.chain(4)).at(0, np.arange(VOCAB)).any()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"size": 16}, "hidden states of size 16"),
+        ({"vocab": VOCAB + 1}, "vocabularies of size"),
+        ({"layers": (0, 1, 3)}, "reads the layers"),
+    ],
+)
+def test_a_head_for_another_target_is_refused(
+    target: LlamaCppModel, tmp_path: Path, options: dict[str, object], message: str
+) -> None:
+    path = write_eagle(tmp_path / "head.gguf", **options)  # type: ignore[arg-type]
+    with pytest.raises(CapabilityError, match="made for another target") as caught:
+        target.self_draft(Eagle(str(path)))
+    assert message in caught.value.what
+
+
+def test_a_model_is_no_head(target: LlamaCppModel, files: Files) -> None:
+    with pytest.raises(CapabilityError, match="not an EAGLE-3 head"):
+        target.self_draft(Eagle(str(files.target)))
+
+
+def test_a_target_whose_hidden_states_cannot_be_read_takes_no_head(tmp_path: Path, files: Files) -> None:
+    path = write_gemma2(tmp_path / "gemma2.gguf")
+    with pytest.raises(OptionError, match="hidden states cannot be read"):
+        edgespec.load(str(path), "none", method="eagle", head=files.head, context=256)
+
+
+def test_a_truncated_head_is_refused(target: LlamaCppModel, files: Files, tmp_path: Path) -> None:
+    path = tmp_path / "head.gguf"
+    path.write_bytes(files.head.read_bytes()[:-100])
+    with pytest.raises(ModelFileError, match="damaged|incomplete"):
+        target.self_draft(Eagle(str(path)))
+
+
+def test_a_missing_head_is_an_error() -> None:
+    with pytest.raises(OptionError, match="does not exist"):
+        edgespec.load("demo", "none", method="eagle", head="missing.gguf")
+    with pytest.raises(OptionError, match="needs an EAGLE-3 head"):
+        edgespec.load("demo", "none", method="eagle")
+
+
+def damaged(path: Path, value: float) -> Path:
+    """Write this value to all weights of a head's last matrix."""
+    reader = gguf.GGUFReader(path, "r+")
+    tensor = next(tensor for tensor in reader.tensors if tensor.name == "blk.0.ffn_down.weight")
+    tensor.data[:] = value
+    return path
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_a_head_whose_logits_are_not_finite_is_refused(
+    target: LlamaCppModel, tmp_path: Path, value: float
+) -> None:
+    head = damaged(write_eagle(tmp_path / "head.gguf", layers=(0, 1, 2)), value)
+    with pytest.raises(ModelFileError, match="not finite"):
+        target.self_draft(Eagle(str(head)))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_a_head_with_huge_weights_changes_no_reply(files: Files, tmp_path: Path, temperature: float) -> None:
+    head = damaged(write_eagle(tmp_path / "head.gguf", layers=(0, 1, 2)), 1e30)
+    asked: dict[str, Any] = {"max_tokens": 24, "temperature": temperature, "seed": 3}
+    with (
+        always_draft(),
+        edgespec.load(str(files.target), "none", method="none", context=256) as plain,
+        edgespec.load(str(files.target), "none", method="eagle", head=head, context=256) as drafting,
+    ):
+        assert drafting.generate("the file", **asked).tokens == plain.generate("the file", **asked).tokens
+
+
+def write_published(folder: Path, *, prefix: str = "midlayer", **changes: object) -> Path:
+    """A random head for the tiny target in the layout of published heads."""
+    random = np.random.default_rng(1)
+    folder.mkdir()
+    config = {
+        "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1,
+        "head_dim": 16, "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "vocab_size": VOCAB,
+        "max_position_embeddings": 512, "eagle_aux_hidden_state_layer_ids": [0, 1, 2],
+    } | changes  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(config))
+    shapes = {
+        "fc.weight": (32, 96), "lm_head.weight": (100, 32), "norm.weight": (32,),
+        **{f"{prefix}.{norm}.weight": (32,) for norm in (
+            "input_layernorm", "hidden_norm", "post_attention_layernorm")},
+        f"{prefix}.self_attn.q_proj.weight": (32, 64), f"{prefix}.self_attn.k_proj.weight": (16, 64),
+        f"{prefix}.self_attn.v_proj.weight": (16, 64), f"{prefix}.self_attn.o_proj.weight": (32, 32),
+        f"{prefix}.mlp.gate_proj.weight": (64, 32), f"{prefix}.mlp.up_proj.weight": (64, 32),
+        f"{prefix}.mlp.down_proj.weight": (32, 64),
+    }  # fmt: skip
+    tensors: dict[str, Any] = {
+        name: random.normal(size=shape).astype(np.float16) for name, shape in shapes.items()
+    }
+    tensors["d2t"] = np.full(100, 7, np.int64)
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+@pytest.mark.parametrize("prefix", ["midlayer", "layers.0"])
+def test_a_published_head_is_converted(
+    files: Files, target: LlamaCppModel, tmp_path: Path, prefix: str
+) -> None:
+    output = tmp_path / "head.gguf"
+    folder = write_published(tmp_path / "published", prefix=prefix)
+    assert prepare_head(folder, files.target, output) == output.stat().st_size
+    tokens = list(range(10, 30))
+    head = head_of(target, output)
+    target.prefill(tokens[:-1])
+    logits = first_logits(head, HeadCache(head), tokens)
+    head.close()
+    # It drafts the tokens of its own vocabulary.
+    assert np.flatnonzero(np.isfinite(logits)).tolist() == list(range(7, 107))
+
+
+def test_a_folder_that_is_no_head_is_not_converted(files: Files, tmp_path: Path) -> None:
+    folder = write_published(tmp_path / "published")
+    output = tmp_path / "head.gguf"
+    (folder / "pytorch_model.bin").write_bytes(b"pickle")
+    (folder / "model.safetensors").rename(folder / "moved")
+    with pytest.raises(EdgespecError):
+        prepare_head(folder, files.target, output)
+    save_file({"fc.weight": np.zeros((2, 2), np.float32)}, folder / "model.safetensors")
+    with pytest.raises(ModelFileError, match="it lacks"):
+        prepare_head(folder, files.target, output)
+    (folder / "config.json").write_text("{}")
+    with pytest.raises(ModelFileError):
+        prepare_head(folder, files.target, output)
+    assert not output.exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["published"]
