@@ -15,9 +15,9 @@ from edgespec.backends.base import LoadOptions
 from edgespec.backends.llamacpp.batch import Batch, Inputs
 from edgespec.backends.llamacpp.hidden_state_hook import HiddenStateHook
 from edgespec.backends.llamacpp.kv_types import KvTypes
+from edgespec.backends.llamacpp.layer_taps import LayerTaps
 from edgespec.backends.llamacpp.metadata import vocabulary_size
 from edgespec.backends.llamacpp.native import Interrupt, library, recent_errors
-from edgespec.backends.llamacpp.staging_api import staging_api
 from edgespec.backends.llamacpp.thread_count import ThreadCount, adapts_threads
 from edgespec.errors import (
     BackendError,
@@ -28,7 +28,7 @@ from edgespec.errors import (
     OutOfMemoryError,
 )
 
-__all__ = ["MAX_WIDTH", "ContextPlan", "LlamaContext", "copied_rows"]
+__all__ = ["MAX_WIDTH", "ContextPlan", "LlamaContext"]
 
 # Maps values of `LoadOptions.flash_attention` to llama.cpp's LLAMA_FLASH_ATTN_TYPE_* constants.
 _FLASH_ATTENTION = {"auto": -1, "off": 0, "on": 1}
@@ -125,8 +125,7 @@ class LlamaContext:
         self._model, self._target = model, target
         self._vocab_size = vocabulary_size(model)
         self._context: Any = None
-        # The layers whose inputs are copied in every pass.
-        self._tapped_layers: Sequence[int] = ()
+        self._taps = LayerTaps(lib.llama_model_n_embd(model))
         self.allocate(plan)
         self.max_width: int = params.n_outputs_max
         # The size of the sliding attention window in tokens, or 0 if all layers use full attention.
@@ -171,32 +170,15 @@ class LlamaContext:
         self.interrupt.attach(self._context)
         self.batch_tokens: int = self._lib.llama_n_batch(self._context)
         self.plan, self.tokens = plan, int(self._lib.llama_n_ctx(self._context))
-        self.tap_layers(self._tapped_layers)
+        self._taps.apply(self._context)
 
     def tap_layers(self, layers: Sequence[int]) -> None:
-        """Copy the inputs of these layers, and of no others, in every pass, for `tapped_rows`.
-
-        The architecture must be one of `TAPPED_ARCHITECTURES`, and the layers must exist.
-        """
-        api = staging_api()
-        for layer in (*self._tapped_layers, *layers):
-            assert api is not None
-            api.set_embeddings_layer_inp(self._context, layer, layer in layers)
-        self._tapped_layers = layers
+        """Copy the inputs of these layers, and of no others, in every pass, for `tapped_rows`."""
+        self._taps.set(self._context, layers)
 
     def tapped_rows(self, count: int) -> NDArray[np.float32]:
-        """Return the inputs of the tapped layers for the `count` tokens of the last pass.
-
-        Returns:
-            A float32 array [tokens, layers * embedding size].
-        """
-        api, size = staging_api(), self._lib.llama_model_n_embd(self._model)
-        assert api is not None
-        inputs = [
-            copied_rows(api.get_embeddings_layer_inp(self._context, layer), count, size)
-            for layer in self._tapped_layers
-        ]
-        return np.concatenate(inputs, axis=1)
+        """Return the inputs of the tapped layers for the `count` tokens of the last pass. See `LayerTaps`."""
+        return self._taps.rows(self._context, count)
 
     def _free(self) -> None:
         context, self._context, self._memory = self._context, None, None
@@ -473,9 +455,3 @@ class LlamaContext:
         self._batch.free()
         if self._hidden is not None:
             self._hidden.free()
-
-
-def copied_rows(address: int, count: int, size: int) -> NDArray[np.float32]:
-    """Return a copy of the float32 array [count, size] at an address."""
-    pointer = ctypes.cast(address, ctypes.POINTER(ctypes.c_float))
-    return np.ctypeslib.as_array(pointer, (count, size)).copy()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,9 +15,8 @@ from edgespec.backends.base_model import in_batches
 from edgespec.backends.gguf_header import read_header
 from edgespec.backends.gguf_metadata import read_gguf_info
 from edgespec.backends.hidden_state_log import MAX_LOGGED_TOKENS, HiddenStateLog
-from edgespec.backends.llamacpp.batch import Batch
-from edgespec.backends.llamacpp.context import ContextPlan, LlamaContext, copied_rows
 from edgespec.backends.llamacpp.context_planning import plan_context
+from edgespec.backends.llamacpp.eagle_context import HeadContext
 from edgespec.backends.llamacpp.kv_cells import KvCells
 from edgespec.backends.llamacpp.loading import check_file, describe, load_weights, threads_for
 from edgespec.backends.llamacpp.metadata import architecture_metadata, metadata, vocabulary_size
@@ -164,87 +162,6 @@ def _check_made_for(target: LlamaCppModel, head: Any, path: str, api: StagingApi
     return layers
 
 
-class _HeadContext(LlamaContext):
-    """A context that runs an EAGLE-3 head, whose inputs are tokens and hidden states.
-
-    The head's encoder first reduces the inputs of the target's tapped layers to one hidden state per token.
-    """
-
-    def __init__(
-        self,
-        head: Any,
-        options: LoadOptions,
-        plan: ContextPlan,
-        threads: int,
-        target: LlamaContext,
-        size: int,
-    ) -> None:
-        super().__init__(head, options, plan, threads, target=target)
-        self._state_size: int = library().llama_model_n_embd(head)
-        self._features = Batch(options.batch_tokens, plan.sequences, size)
-        self._pairs = _PairBatch(options.batch_tokens, plan.sequences, self._state_size)
-
-    def allocate(self, plan: ContextPlan) -> None:
-        super().allocate(plan)
-        api = staging_api()
-        assert api is not None
-        api.set_embeddings_nextn(self._context, True, True)
-
-    def encode(self, features: NDArray[np.float32], position: int) -> NDArray[np.float32]:
-        """Return the hidden states [tokens, embedding size] for features of at most one batch of tokens.
-
-        `position` must be that of the next token in the KV cache, which encoding leaves unchanged.
-        """
-        count = len(features)
-        self._features.put(features, range(position, position + count), [(0,)] * count, logits=True)
-        self._decode(self._features, encode=True)
-        return self._states(count)
-
-    def run_pairs(
-        self,
-        tokens: Sequence[int],
-        states: NDArray[np.float32],
-        positions: Sequence[int],
-        sequences: Sequence[Sequence[int]],
-        *,
-        logits: bool = True,
-    ) -> NDArray[np.float32]:
-        """Run tokens with the hidden states before them. See `run`. Without `logits`, returns no rows."""
-        # llama.cpp returns the first rows of an EAGLE-3 head, not the requested ones. Request all or none.
-        self._pairs.put(tokens, positions, sequences, logits)
-        self._pairs.states[: len(tokens)] = states
-        self._decode(self._pairs)
-        return self._last_logits(len(tokens)) if logits else np.empty((0, 0), np.float32)
-
-    def last_states(self, count: int) -> NDArray[np.float32]:
-        """Return the head's own hidden states after the `count` tokens of the last pass with logits."""
-        return self._states(count)
-
-    def _states(self, count: int) -> NDArray[np.float32]:
-        api = staging_api()
-        assert api is not None
-        return copied_rows(api.get_embeddings_nextn(self._context), count, self._state_size)
-
-    def close(self) -> None:
-        super().close()
-        self._features.free()
-        self._pairs.free()
-
-
-class _PairBatch(Batch):
-    """A batch of tokens, each with a hidden state."""
-
-    def __init__(self, size: int, sequences: int, state_size: int) -> None:
-        super().__init__(size, sequences)
-        self.states: NDArray[np.float32] = np.zeros((size, state_size), np.float32)
-        self.native.embd = self.states.ctypes.data_as(ctypes.POINTER(ctypes.c_float))
-
-    def free(self) -> None:
-        # llama.cpp must not free NumPy's memory.
-        self.native.embd = None
-        super().free()
-
-
 class EagleHead(SelfDraftView["LlamaCppModel"]):
     """A draft model with its own KV cache, which predicts from the target's hidden states.
 
@@ -268,7 +185,7 @@ class EagleHead(SelfDraftView["LlamaCppModel"]):
         max_plan = plan_context(weights, options)
         plan = max_plan.with_tokens(target.facts.context_tokens)
         self._log: HiddenStateLog = target.log_hidden_states(layers)
-        self._context = _HeadContext(
+        self._context = HeadContext(
             weights, options, plan, threads_for(weights, options), target.context, self._log.row_size
         )
         self._cells = KvCells(self._context, options.max_branches)

@@ -1,0 +1,62 @@
+"""Copy the inputs of layers out of every pass of a llama.cpp context."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgespec.backends.llamacpp.staging_api import staging_api
+
+__all__ = ["LayerTaps", "copied_rows"]
+
+
+class LayerTaps:
+    """The layers whose inputs a context copies in every pass.
+
+    The model's architecture must be one of `TAPPED_ARCHITECTURES`, and the layers must exist. Otherwise,
+    llama.cpp ends the process.
+
+    Args:
+        size: The model's embedding size.
+    """
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._layers: Sequence[int] = ()
+
+    def set(self, context: Any, layers: Sequence[int]) -> None:
+        """Copy the inputs of these layers, and of no others, from the next pass on."""
+        before, self._layers = self._layers, layers
+        for layer in (*before, *layers):
+            self._switch(context, layer)
+
+    def apply(self, context: Any) -> None:
+        """Copy the inputs of the same layers in another context."""
+        for layer in self._layers:
+            self._switch(context, layer)
+
+    def _switch(self, context: Any, layer: int) -> None:
+        api = staging_api()
+        assert api is not None
+        api.set_embeddings_layer_inp(context, layer, layer in self._layers)
+
+    def rows(self, context: Any, count: int) -> NDArray[np.float32]:
+        """Return the inputs of the layers for the `count` tokens of the last pass.
+
+        Returns:
+            A float32 array [tokens, layers * embedding size].
+        """
+        api = staging_api()
+        assert api is not None
+        addresses = [api.get_embeddings_layer_inp(context, layer) for layer in self._layers]
+        return np.concatenate([copied_rows(each, count, self._size) for each in addresses], axis=1)
+
+
+def copied_rows(address: int, count: int, size: int) -> NDArray[np.float32]:
+    """Return a copy of the float32 array [count, size] at an address."""
+    pointer = ctypes.cast(address, ctypes.POINTER(ctypes.c_float))
+    return np.ctypeslib.as_array(pointer, (count, size)).copy()
