@@ -30,6 +30,7 @@ __all__ = [
 ]
 
 _SOURCES = {
+    "eagle": "EAGLE-3 head",
     "layerskip": "first layers of the model",
     "lookahead": "parallel guesses",
     "lowbit": "a low-precision copy of the model",
@@ -83,7 +84,7 @@ def welcome_rows(runtime: Runtime) -> list[tuple[str, str]]:
     rows = [("Model", facts_line(target))]
     if runtime.draft is not None:
         rows.append(("Draft model", facts_line(runtime.draft)))
-    elif method.requested == "auto" and method.effective != "none":
+    elif method.requested == "auto" and _sources(method.effective) == _SOURCES["suffix"]:
         rows.append(("Draft model", f"none: {method.reason}"))
     rows.append(("Speed-up", speed_up_text(method)))
     if method.effective == "none":
