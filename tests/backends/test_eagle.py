@@ -180,6 +180,19 @@ def test_a_head_for_another_target_is_refused(
     assert message in caught.value.what
 
 
+@pytest.mark.parametrize("token", [-1, VOCAB, 1 << 40])
+def test_a_head_that_drafts_unknown_tokens_is_refused(
+    target: LlamaCppModel, tmp_path: Path, token: int
+) -> None:
+    """They would make llama.cpp end the process."""
+    path = write_eagle(tmp_path / "head.gguf", layers=(0, 1, 2))
+    reader = gguf.GGUFReader(path, "r+")
+    next(tensor for tensor in reader.tensors if tensor.name == "d2t").data[5] = token
+    reader.data.flush()
+    with pytest.raises(ModelFileError, match="outside the target's vocabulary"):
+        target.self_draft(Eagle(str(path)))
+
+
 def test_a_model_is_no_head(target: LlamaCppModel, files: Files) -> None:
     with pytest.raises(CapabilityError, match="not an EAGLE-3 head"):
         target.self_draft(Eagle(str(files.target)))
@@ -275,6 +288,23 @@ def test_a_published_head_is_converted(
     head.close()
     # It drafts the tokens of its own vocabulary.
     assert np.flatnonzero(np.isfinite(logits)).tolist() == list(range(7, 107))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"num_attention_heads": 0, "head_dim": None},
+        {"hidden_size": 1e400},
+        {"vocab_size": 50},
+        {"eagle_aux_hidden_state_layer_ids": "abc"},
+        {"rms_norm_eps": "x"},
+        {"head_dim": 15},
+    ],
+)
+def test_an_impossible_config_is_not_converted(files: Files, tmp_path: Path, changes: dict[str, Any]) -> None:
+    folder = write_published(tmp_path / "published", **changes)
+    with pytest.raises(ModelFileError, match="not an EAGLE-3 head that edgespec can convert"):
+        prepare_head(folder, files.target, tmp_path / "head.gguf")
 
 
 def test_a_folder_that_is_no_head_is_not_converted(files: Files, tmp_path: Path) -> None:

@@ -73,6 +73,7 @@ def load_eagle_head(target: LlamaCppModel, method: Eagle) -> EagleHead:
     weights = load_weights(method.head, name, options, None)
     try:
         layers = _check_made_for(target, weights, method.head, api)
+        _check_token_ids(Path(method.head), vocabulary_size(target.weights[0]))
         head = EagleHead(target, weights, method.head, layers, options, name)
     except BaseException:
         library().llama_model_free(weights)
@@ -83,6 +84,26 @@ def load_eagle_head(target: LlamaCppModel, method: Eagle) -> EagleHead:
         head.close()
         raise
     return head
+
+
+def _check_token_ids(path: Path, vocab_size: int) -> None:
+    """Raise ModelFileError if a head's `d2t` maps a draft token to none of the target's tokens.
+
+    llama.cpp would end the process.
+    """
+    header = read_header(path)
+    found = next((tensor for tensor in header.tensors if tensor.name == "d2t"), None)
+    if found is None:
+        return
+    import gguf  # Imported lazily because importing gguf takes 0.2 seconds.
+
+    ids = next(tensor.data for tensor in gguf.GGUFReader(path).tensors if tensor.name == "d2t")
+    if ids.dtype != np.int64 or not (ids.size and 0 <= ids.min() <= ids.max() < vocab_size):
+        raise ModelFileError(
+            f"the head {path} is damaged, or was made for another target: its d2t contains token ids outside"
+            f" the target's vocabulary of {vocab_size:,} tokens",
+            "download it again, or choose the head that was published for this target",
+        )
 
 
 def _check_finite(head: EagleHead, path: str) -> None:

@@ -57,10 +57,10 @@ def convert_eagle_head(folder: Path, target_layers: int, output: Path) -> None:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         config = {**config, **config.get("transformer_layer_config", {})}
         tensors = SafetensorsLocal(folder / "model.safetensors").tensors
-        arrays = _arrays(folder, tensors, _head_size(config))
+        arrays = _arrays(folder, tensors, _head_size(config), int(config["vocab_size"]))
         writer = gguf.GGUFWriter(output, "eagle3")
         _add_metadata(writer, config, target_layers)
-    except (ValueError, KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError) as error:
         raise ModelFileError(
             f"{folder} is not an EAGLE-3 head that edgespec can convert: {error}",
             "choose a folder with config.json and model.safetensors of an EAGLE-3 head",
@@ -75,7 +75,9 @@ def convert_eagle_head(folder: Path, target_layers: int, output: Path) -> None:
         writer.close()
 
 
-def _arrays(folder: Path, tensors: Mapping[str, LocalTensor], head_size: int) -> dict[str, NDArray[Any]]:
+def _arrays(
+    folder: Path, tensors: Mapping[str, LocalTensor], head_size: int, vocab_size: int
+) -> dict[str, NDArray[Any]]:
     """Return the head's tensors by their names in GGUF: matrices in F16, and vectors in F32."""
     named = {name.replace("layers.0.", "midlayer."): tensor for name, tensor in tensors.items()}
     missing = _TENSORS.keys() - _OPTIONAL - named.keys()
@@ -90,13 +92,17 @@ def _arrays(folder: Path, tensors: Mapping[str, LocalTensor], head_size: int) ->
     for name, tensor in named.items():
         if name in _TENSORS:
             data = _array(tensor)
+            if data.dtype.kind != "f":
+                raise ValueError(f"its {name} has the type {tensor.dtype}, which is no weight type")
             if name.endswith(("q_proj.weight", "k_proj.weight")):
                 data = _interleaved(data, head_size)
             arrays[_TENSORS[name]] = data.astype(np.float16 if data.ndim > 1 else np.float32)
     if "d2t" in named:
         # Published heads store the difference between a token's ids in the two vocabularies.
         offsets = _array(named["d2t"]).astype(np.int64)
-        arrays["d2t"] = np.arange(len(offsets), dtype=np.int64) + offsets
+        ids = arrays["d2t"] = np.arange(len(offsets), dtype=np.int64) + offsets
+        if len(ids) and not 0 <= ids.min() <= ids.max() < vocab_size:
+            raise ValueError(f"its d2t contains token ids outside the vocabulary of {vocab_size:,} tokens")
     return arrays
 
 
