@@ -193,6 +193,15 @@ def test_a_head_that_drafts_unknown_tokens_is_refused(
         target.self_draft(Eagle(str(path)))
 
 
+@pytest.mark.parametrize("rotated", [0, 1, 18])
+def test_a_head_with_impossible_rotations_is_refused(
+    target: LlamaCppModel, tmp_path: Path, rotated: int
+) -> None:
+    path = write_eagle(tmp_path / "head.gguf", layers=(0, 1, 2), rotated=rotated)
+    with pytest.raises(ModelFileError, match="rope"):
+        target.self_draft(Eagle(str(path)))
+
+
 def test_a_model_is_no_head(target: LlamaCppModel, files: Files) -> None:
     with pytest.raises(CapabilityError, match="not an EAGLE-3 head"):
         target.self_draft(Eagle(str(files.target)))

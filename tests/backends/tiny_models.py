@@ -158,7 +158,12 @@ def write_llama(
 
 
 def write_eagle(
-    path: Path, *, layers: Sequence[int] = (0, 0, 0), vocab: int = 259 + len(WORDS), size: int = _SIZE
+    path: Path,
+    *,
+    layers: Sequence[int] = (0, 0, 0),
+    vocab: int = 259 + len(WORDS),
+    size: int = _SIZE,
+    rotated: int = _HEAD,
 ) -> Path:
     """An EAGLE-3 head for the model that `write_llama` writes. It drafts three quarters of the tokens."""
     random = np.random.default_rng(7)
@@ -167,7 +172,7 @@ def write_eagle(
     writer.add_head_count_kv(1)
     writer.add_key_length(_HEAD)
     writer.add_value_length(_HEAD)
-    writer.add_rope_dimension_count(_HEAD)
+    writer.add_rope_dimension_count(rotated)
     writer.add_vocab_size(vocab)
     writer.add_tokenizer_model("none")
     writer.add_array("eagle3.target_layers", list(layers))

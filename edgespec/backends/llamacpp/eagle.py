@@ -153,7 +153,12 @@ def _head_options(options: LoadOptions) -> LoadOptions:
 
 
 def _check_made_for(target: LlamaCppModel, head: Any, path: str, api: StagingApi) -> list[int]:
-    """Return the target's layers whose inputs the head reads. Raise CapabilityError if it does not fit."""
+    """Return the target's layers whose inputs the head reads.
+
+    Raises:
+        CapabilityError: The file is no head, or was made for another target.
+        ModelFileError: The file is damaged.
+    """
     lib, (weights,) = library(), target.weights
     architecture = metadata(head, "general.architecture")
     if architecture != _ARCHITECTURE:
@@ -174,6 +179,16 @@ def _check_made_for(target: LlamaCppModel, head: Any, path: str, api: StagingApi
                 f" of {target.facts.name} have {own:,}",
                 "choose the head that was published for this target",
             )
+    rotated, key_length = (
+        int(architecture_metadata(head, key) or 0) for key in ("rope.dimension_count", "attention.key_length")
+    )
+    # llama.cpp would end the process or hang.
+    if rotated % 2 or not 0 < rotated <= key_length:
+        raise ModelFileError(
+            f"the head {path} is damaged: its rope.dimension_count is {rotated:,}, but must be an even number"
+            f" up to the key length of {key_length:,}",
+            "download it again, or omit --head",
+        )
     if not layers or not all(0 <= layer < count for layer in layers):
         raise CapabilityError(
             f"the head {path} was made for another target: it reads the layers {layers}, but"
