@@ -79,6 +79,7 @@ def test_every_drafter_is_proved_and_documented() -> None:
     root = Path(__file__).parents[2]
     methods = {name for each in CONFIGURATIONS for method in each.methods for name in method.split("+")}
     for name in DRAFTER_NAMES:
-        assert name in methods
+        # There is no head among the demo models. The parity test proves `eagle` with random heads.
+        assert (name in methods) == (name != "eagle")
         for page in ("README.md", "docs/methods.md"):
             assert f"`{name}`" in (root / page).read_text("utf-8"), page
