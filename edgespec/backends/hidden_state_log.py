@@ -9,20 +9,20 @@ from numpy.typing import NDArray
 
 __all__ = ["MAX_LOGGED_TOKENS", "HiddenStateLog"]
 
-# Number of most recent tokens whose hidden states are kept. A head that is further behind starts later.
+# Keep the hidden states of this many tokens. A head that lags further behind skips the tokens before them.
 MAX_LOGGED_TOKENS = 2048
 
 
 class HiddenStateLog:
-    """The hidden states of consecutive committed tokens, of which the last ones are kept.
+    """A buffer with the hidden states of the last committed tokens.
 
     Args:
         row_size: Number of values per token.
         max_tokens: Number of tokens to keep.
 
     Attributes:
-        start: Position of the first token whose hidden states are known.
-        end: Position after the last one.
+        start: Position of the first token in the buffer.
+        end: Position after the last token in the buffer.
     """
 
     def __init__(self, row_size: int, max_tokens: int = MAX_LOGGED_TOKENS) -> None:

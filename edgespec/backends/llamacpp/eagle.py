@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 __all__ = ["EagleHead", "estimate_eagle_head", "load_eagle_head"]
 
 _ARCHITECTURE = "eagle3"
-# Maximum number of tokens per pass of a head. Its buffers grow with it and with the vocabulary.
+# Maximum number of tokens per pass of a head. Its buffers grow with this number and with the vocabulary.
 _BATCH_TOKENS = 64
 # Approximate size of a head's compute buffer, in bytes per token of a batch and per token of the vocabulary.
 _COMPUTE_BYTES_PER_LOGIT = 7
@@ -118,7 +118,7 @@ def _check_finite(head: EagleHead, path: str) -> None:
 
 
 def estimate_eagle_head(path: Path, context_tokens: int) -> MemoryEstimate:
-    """Return the memory that a head needs, together with the hidden states that are kept for it.
+    """Return the memory used by a head and by the hidden states that are kept for it.
 
     Raises:
         ModelFileError: The file is missing or damaged.
@@ -156,7 +156,7 @@ def _check_made_for(target: LlamaCppModel, head: Any, path: str, api: StagingApi
     """Return the target's layers whose inputs the head reads.
 
     Raises:
-        CapabilityError: The file is no head, or was made for another target.
+        CapabilityError: The file is not an EAGLE-3 head, or was made for another target.
         ModelFileError: The file is damaged.
     """
     lib, (weights,) = library(), target.weights
