@@ -5,6 +5,7 @@ from os import PathLike
 from types import MappingProxyType
 from typing import Annotated, Literal, TypedDict
 
+from edgespec.method_names import HEADS
 from edgespec.option import ACCEPTANCE, DRAFT_LENGTH, METHOD, Option, declared_options
 from edgespec.option_kinds import (
     Branches,
@@ -106,11 +107,11 @@ class LoadArguments(TypedDict, total=False):
         default_text="2% for auto, no limit for other methods")]
     draft_confidence: Annotated[float, Option(Number(0.0, 1.0, below_high=True, metavar="P"), "drafting",
         "Stop drafting when the draft model's confidence falls below P (0 to 1).",
-        default=0.0, read_by=("model", "layerskip", "lowbit", "swift", "eagle"))]
+        default=0.0, read_by=("model", "layerskip", "lowbit", "swift", *HEADS))]
     draft_branches: Annotated[tuple[int, ...] | Literal["auto"], Option(Branches(), "drafting",
         "Number of alternatives to draft at each position. For example, 3,2 drafts three for the first token"
         " and two for the second. `auto` adds alternatives as long as they make replies faster.",
-        default=(), default_text="none", read_by=("model", "layerskip", "lowbit", "eagle"))]
+        default=(), default_text="none", read_by=("model", "layerskip", "lowbit", *HEADS))]
     draft_window: Annotated[int | None, Option(Integer(0), "drafting",
         "Limit the draft model's context to the last N tokens; 0 means no limit.",
         default_text="the whole text, up to the draft model's trained context",
@@ -123,7 +124,7 @@ class LoadArguments(TypedDict, total=False):
         default_text="measured at load time", read_by=("layerskip",), per_run=True)]
     head: Annotated[str | PathLike[str] | None, Option(PathName(), "drafting",
         "EAGLE-3 head in GGUF format that was trained for the model, for the eagle method. GGUF models only.",
-        read_by=("eagle",), per_run=True)]
+        read_by=HEADS, per_run=True)]
     corpus: Annotated[str | PathLike[str] | None, Option(PathName(), "drafting",
         "Text file or folder where the suffix method looks up likely continuations, such as the code you are"
         " editing.",

@@ -5,15 +5,18 @@ from __future__ import annotations
 from edgespec.errors import OptionError
 from edgespec.spelling import nearest
 
-__all__ = ["DRAFTER_NAMES", "DRAFT_MODEL_USERS", "SELF_DRAFTS", "parse_method"]
+__all__ = ["DRAFTER_NAMES", "DRAFT_MODEL_USERS", "HEADS", "SELF_DRAFTS", "parse_method"]
+
+# Drafters that run a head, a small network that reads the target's hidden states.
+HEADS = ("eagle",)
 
 # The names of all drafters, in the order in which their drafts are merged.
-DRAFTER_NAMES = ("layerskip", "lowbit", "swift", "eagle", "model", "lookahead", "suffix", "ngram")
+DRAFTER_NAMES = ("layerskip", "lowbit", "swift", *HEADS, "model", "lookahead", "suffix", "ngram")
 # Drafters that use the target's own weights and KV cache. A method can include at most one of them.
 SELF_DRAFTS = ("layerskip", "lowbit", "swift")
 # Drafters that cannot work without the model passed as `--draft`.
 DRAFT_MODEL_USERS = frozenset({"model"})
-_AUTOMATIC = ("eagle", "model", "suffix")
+_AUTOMATIC = (*HEADS, "model", "suffix")
 
 
 def parse_method(method: str) -> tuple[str, ...]:

@@ -18,13 +18,13 @@ from edgespec.drafters.base import BudgetedDrafter, Drafter
 from edgespec.drafters.ngram import NgramDrafter
 from edgespec.drafters.tree_growth import TreeGrowth
 from edgespec.errors import OptionError
-from edgespec.method_names import DRAFTER_NAMES, parse_method
+from edgespec.method_names import DRAFTER_NAMES, HEADS, parse_method
 from edgespec.reply import MethodReport
 
 __all__ = ["DrafterSet", "MissingDrafter"]
 
 # The method `auto` combines the first available drafter in this list with suffix lookup.
-_AUTO_MODELS = ("eagle", "model", "layerskip", "lowbit")
+_AUTO_MODELS = (*HEADS, "model", "layerskip", "lowbit")
 _AUTO_LOOKUP = "suffix"
 _CLASSIFIED_TOKENS = 512
 

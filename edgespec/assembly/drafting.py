@@ -11,7 +11,6 @@ from edgespec.auto.controller import AutoConfig
 from edgespec.auto.live_costs import LiveCosts
 from edgespec.auto.loss_limit import LossLimits
 from edgespec.backends.base import (
-    Eagle,
     EarlyExit,
     LanguageModel,
     LowBit,
@@ -32,6 +31,7 @@ from edgespec.drafters.lookahead import LookaheadDrafter
 from edgespec.drafters.model import ModelDrafter
 from edgespec.drafters.tree_growth import TreeGrowth
 from edgespec.errors import CapabilityError, OptionError
+from edgespec.method_names import HEADS
 from edgespec.methods import DrafterSet, MissingDrafter
 from edgespec.prepare.calibration import calibration_prompt, greedy_reply
 from edgespec.prepare.exit_table import exit_table
@@ -106,9 +106,10 @@ class _DrafterFactory:
             ("layerskip", self._make_layerskip),
             ("lowbit", self._make_lowbit),
             ("swift", self._make_swift),
-            ("eagle", self._make_eagle),
         ):
             self.made[name] = make() if name in needed else _not_loaded(name)
+        for name in HEADS:
+            self.made[name] = self._make_head(name) if name in needed else _not_loaded(name)
         if draft:
             self.made["model"] = self._make_model(draft)
         elif self._arguments["learn"]:
@@ -132,7 +133,7 @@ class _DrafterFactory:
         if "auto" not in self._options.methods:
             return set()
         if self._options.head is not None:
-            return {"eagle"}
+            return {self._options.head.method}
         if draft is not None:
             return set()
         if self._format.fixed_exit:
@@ -275,15 +276,20 @@ class _DrafterFactory:
         low_bit = LowBit(copy, self._arguments["draft_sinks"], self._options.window_tokens or None)
         return self._model_drafter(self._model.self_draft(low_bit), "lowbit")
 
-    def _make_eagle(self) -> Drafter | MissingDrafter:
+    def _make_head(self, name: str) -> Drafter | MissingDrafter:
         head = self._options.head
         if head is None:
-            return MissingDrafter("it needs an EAGLE-3 head", "pass one with --head PATH")
-        method = Eagle(str(head))
-        if "eagle" not in self._model.facts.capabilities.self_draft_methods:
-            return self._missing_self_draft(method)
-        view = cast(HeadModel, self._model.self_draft(method))
-        return self._model_drafter(view, "eagle", HeadCache(view))
+            return MissingDrafter(
+                f"it needs a head that was trained for {self._model.facts.name}", "pass one with --head PATH"
+            )
+        if head.method != name:
+            return MissingDrafter(
+                f"{head.path} is a head for the method {head.method}", f"use --method {head.method}"
+            )
+        if name not in self._model.facts.capabilities.self_draft_methods:
+            return self._missing_self_draft(head)
+        view = cast(HeadModel, self._model.self_draft(head))
+        return self._model_drafter(view, name, HeadCache(view))
 
     def _checked_lowbit_copy(self) -> PreparedModel | None:
         from edgespec.prepare.lowbit import check_lowbit, find_lowbit

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
+from edgespec.backends.base import Head
+from edgespec.backends.head_files import head_at
 from edgespec.errors import OptionError
 from edgespec.method_names import parse_method
 from edgespec.options import LoadArguments, check_load_arguments
@@ -56,17 +58,22 @@ class DraftingOptions:
         return frozenset(name for names in self._named for name in names)
 
     @cached_property
-    def head(self) -> Path | None:
-        """The file of the EAGLE head, or None. Raises OptionError if the file does not exist."""
+    def head(self) -> Head | None:
+        """The head passed with `--head`, or None.
+
+        Raises:
+            OptionError: The file or folder does not exist.
+            ModelFileError: It contains no head, or is damaged.
+        """
         if self.arguments["head"] is None:
             return None
         path = Path(self.arguments["head"]).expanduser()
-        if not path.is_file():
+        if not path.exists():
             raise OptionError(
                 f"the head {path} does not exist",
                 "pass a GGUF file, which `edgespec prepare head` can make from a Hugging Face folder",
             )
-        return path
+        return head_at(path)
 
     @property
     def combines_drafters(self) -> bool:

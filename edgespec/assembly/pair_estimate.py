@@ -116,7 +116,7 @@ class PairEstimator:
         if self._head is not None:
             estimate = pair.target.file_format.estimate_head
             assert estimate is not None
-            items += create_items("head", estimate(self._head, target.context_tokens))
+            items += create_items("head", estimate(self._head, pair.target.path, target.context_tokens))
         items += shared_items(sum(item.bytes for item in items), self._process_bytes, self._headroom_bytes)
         return MemoryPlan(self._budget, target.context_tokens, target.kv_type, tuple(items))
 

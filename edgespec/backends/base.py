@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Protocol, TypeAlias
 
 from edgespec.engine.logits import Logits
@@ -12,8 +13,8 @@ from edgespec.engine.tree import TokenTree
 __all__ = [
     "MAX_VOCAB_PADDING",
     "Capabilities",
-    "Eagle",
     "EarlyExit",
+    "Head",
     "LanguageModel",
     "LoadOptions",
     "LowBit",
@@ -69,17 +70,19 @@ class SkippedLayers:
 
 
 @dataclass(frozen=True, slots=True)
-class Eagle:
-    """Drafting with an EAGLE head, which reads the target's hidden states (arXiv 2503.01840).
+class Head:
+    """Drafting with a head, a small network that reads the target's hidden states.
 
     Attributes:
-        head: Path to the head.
+        method: Name of the method that drafts with the head, one of `HEADS` in `method_names.py`.
+        path: Path to the head's file or folder. None means the head in the target's own files.
     """
 
-    head: str
+    method: str
+    path: Path | None = None
 
 
-SelfDraft: TypeAlias = EarlyExit | LowBit | SkippedLayers | Eagle
+SelfDraft: TypeAlias = EarlyExit | LowBit | SkippedLayers | Head
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +146,7 @@ class Capabilities:
         max_width: Maximum number of tokens in a verify pass.
         max_branches: Maximum number of leaves in a token tree.
         self_draft_methods: Methods that `self_draft` supports: `layerskip` (EarlyExit), `lowbit` (LowBit),
-            `eagle` (Eagle) and `swift` (SkippedLayers, for a `Skippable` model).
+            `swift` (SkippedLayers, for a `Skippable` model), and the methods of heads (Head).
         trainable: Whether the model implements `Trainable`, for online training as a draft model.
         partial_truncate: Whether `truncate` and `snapshot` work at every token. If not, `truncate` may keep
             fewer tokens than requested.

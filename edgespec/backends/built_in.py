@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from edgespec.backends.base import LanguageModel, LoadOptions, Progress
+from edgespec.backends.base import Head, LanguageModel, LoadOptions, Progress
 from edgespec.backends.gguf_files import gguf_files
 from edgespec.backends.gguf_header import read_header
 from edgespec.backends.gguf_metadata import (
@@ -56,10 +56,11 @@ def _write_gguf_benchmark(path: Path, type_name: str, size_bytes: int) -> PassWe
     return write_benchmark_model(path, type_name, size_bytes)
 
 
-def _estimate_gguf_head(path: Path, context_tokens: int) -> MemoryEstimate:
+def _estimate_gguf_head(head: Head, _target: Path, context_tokens: int) -> MemoryEstimate:
     from edgespec.backends.llamacpp.eagle import estimate_eagle_head
 
-    return estimate_eagle_head(path, context_tokens)
+    assert head.path is not None
+    return estimate_eagle_head(head.path, context_tokens)
 
 
 def _gguf_tokens(path: Path) -> TokenList | None:

@@ -12,7 +12,7 @@ from functools import cache
 from pathlib import Path
 from typing import TypeAlias
 
-from edgespec.backends.base import LanguageModel, LoadOptions, Progress
+from edgespec.backends.base import Head, LanguageModel, LoadOptions, Progress
 from edgespec.backends.memory_estimate import MemoryEstimate, MemoryEstimator
 from edgespec.backends.model_info import ModelInfo
 from edgespec.backends.pass_weights import PassWeights
@@ -103,8 +103,8 @@ class FileFormat:
         read_pass_weights: Returns the weights that a pass of the model at a path reads. Raises
             ModelFileError.
         benchmark_models: Models for measuring this machine. None if there are none.
-        estimate_head: Returns the memory that an EAGLE head at a path needs for a context size in tokens.
-            Raises ModelFileError. None if the format has no heads.
+        estimate_head: Returns the memory that a head needs, given the path of its target and the context size
+            in tokens. Raises ModelFileError. None if the format has no heads.
     """
 
     name: str
@@ -129,7 +129,7 @@ class FileFormat:
     trial: Callable[[str, str, bool, Progress | None], None] | None = None
     read_pass_weights: Callable[[Path], PassWeights] | None = None
     benchmark_models: BenchmarkModels | None = None
-    estimate_head: Callable[[Path, int], MemoryEstimate] | None = None
+    estimate_head: Callable[[Head, Path, int], MemoryEstimate] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,7 +17,7 @@ from safetensors.numpy import save_file
 import edgespec
 from edgespec.assembly.loading import always_draft
 from edgespec.backends import llamacpp
-from edgespec.backends.base import Eagle, LoadOptions
+from edgespec.backends.base import Head, LoadOptions
 from edgespec.backends.hidden_state_log import HiddenStateLog
 from edgespec.backends.llamacpp.eagle import EagleHead
 from edgespec.backends.llamacpp.model import LlamaCppModel
@@ -57,7 +57,7 @@ def target(files: Files) -> Iterator[LlamaCppModel]:
 
 
 def head_of(target: LlamaCppModel, path: Path) -> EagleHead:
-    head = target.self_draft(Eagle(str(path)))
+    head = target.self_draft(Head("eagle", path))
     assert isinstance(head, EagleHead)
     return head
 
@@ -176,7 +176,7 @@ def test_a_head_for_another_target_is_refused(
 ) -> None:
     path = write_eagle(tmp_path / "head.gguf", **options)  # type: ignore[arg-type]
     with pytest.raises(CapabilityError, match="made for another target") as caught:
-        target.self_draft(Eagle(str(path)))
+        target.self_draft(Head("eagle", path))
     assert message in caught.value.what
 
 
@@ -190,7 +190,7 @@ def test_a_head_that_drafts_unknown_tokens_is_refused(
     next(tensor for tensor in reader.tensors if tensor.name == "d2t").data[5] = token
     reader.data.flush()
     with pytest.raises(ModelFileError, match="outside the target's vocabulary"):
-        target.self_draft(Eagle(str(path)))
+        target.self_draft(Head("eagle", path))
 
 
 @pytest.mark.parametrize("rotated", [0, 1, 18])
@@ -199,12 +199,12 @@ def test_a_head_with_impossible_rotations_is_refused(
 ) -> None:
     path = write_eagle(tmp_path / "head.gguf", layers=(0, 1, 2), rotated=rotated)
     with pytest.raises(ModelFileError, match="rope"):
-        target.self_draft(Eagle(str(path)))
+        target.self_draft(Head("eagle", path))
 
 
 def test_a_model_is_no_head(target: LlamaCppModel, files: Files) -> None:
     with pytest.raises(CapabilityError, match="not an EAGLE-3 head"):
-        target.self_draft(Eagle(str(files.target)))
+        target.self_draft(Head("eagle", files.target))
 
 
 def test_a_target_whose_hidden_states_cannot_be_read_takes_no_head(tmp_path: Path, files: Files) -> None:
@@ -217,13 +217,13 @@ def test_a_truncated_head_is_refused(target: LlamaCppModel, files: Files, tmp_pa
     path = tmp_path / "head.gguf"
     path.write_bytes(files.head.read_bytes()[:-100])
     with pytest.raises(ModelFileError, match="damaged|incomplete"):
-        target.self_draft(Eagle(str(path)))
+        target.self_draft(Head("eagle", path))
 
 
 def test_a_missing_head_is_an_error() -> None:
     with pytest.raises(OptionError, match="does not exist"):
         edgespec.load("demo", "none", method="eagle", head="missing.gguf")
-    with pytest.raises(OptionError, match="needs an EAGLE-3 head"):
+    with pytest.raises(OptionError, match="needs a head that was trained for demo"):
         edgespec.load("demo", "none", method="eagle")
 
 
@@ -241,7 +241,7 @@ def test_a_head_whose_logits_are_not_finite_is_refused(
 ) -> None:
     head = damaged(write_eagle(tmp_path / "head.gguf", layers=(0, 1, 2)), value)
     with pytest.raises(ModelFileError, match="not finite"):
-        target.self_draft(Eagle(str(head)))
+        target.self_draft(Head("eagle", head))
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])

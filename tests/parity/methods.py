@@ -20,7 +20,7 @@ from edgespec.costs.target_costs import TargetCosts
 from edgespec.drafters.adaptive_tree import AdaptiveTreeGrowth
 from edgespec.engine.sampling import Sampler
 from edgespec.engine.tree import TokenTree
-from edgespec.method_names import SELF_DRAFTS, parse_method
+from edgespec.method_names import HEADS, SELF_DRAFTS, parse_method
 from edgespec.methods import DrafterSet
 from edgespec.prepare.layerskip import prepare_layerskip
 from edgespec.prepare.lowbit import prepare_lowbit
@@ -66,7 +66,7 @@ class Row(NamedTuple):
     @property
     def loaded(self) -> Row:
         """What rows have in common that one loading is enough for."""
-        own = (name for name in self.drafters if name in (*SELF_DRAFTS, "eagle"))
+        own = (name for name in self.drafters if name in (*SELF_DRAFTS, *HEADS))
         method = "none" if self.method == "none" else "+".join(own)
         return self._replace(title="", method=method, every=False)
 

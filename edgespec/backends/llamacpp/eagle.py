@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.backends.base import Capabilities, Eagle, LoadOptions, Progress
+from edgespec.backends.base import Capabilities, LoadOptions, Progress
 from edgespec.backends.base_model import in_batches
 from edgespec.backends.gguf_header import read_header
 from edgespec.backends.gguf_metadata import read_gguf_info
@@ -50,7 +50,7 @@ _BATCH_TOKENS = 64
 _COMPUTE_BYTES_PER_LOGIT = 7
 
 
-def load_eagle_head(target: LlamaCppModel, method: Eagle) -> EagleHead:
+def load_eagle_head(target: LlamaCppModel, path: Path) -> EagleHead:
     """Load an EAGLE-3 head for a target.
 
     Raises:
@@ -69,17 +69,17 @@ def load_eagle_head(target: LlamaCppModel, method: Eagle) -> EagleHead:
         left = options.memory_bytes - target.facts.weight_bytes - target.facts.max_kv_bytes
         options = replace(options, memory_bytes=max(0, left))
     options = replace(options, context_tokens=target.max_plan.tokens)
-    check_weights_fit(name, check_file(method.head), options)
-    weights = load_weights(method.head, name, options, None)
+    check_weights_fit(name, check_file(str(path)), options)
+    weights = load_weights(str(path), name, options, None)
     try:
-        layers = _check_made_for(target, weights, method.head, api)
-        _check_token_ids(Path(method.head), vocabulary_size(target.weights[0]))
-        head = EagleHead(target, weights, method.head, layers, options, name)
+        layers = _check_made_for(target, weights, path, api)
+        _check_token_ids(path, vocabulary_size(target.weights[0]))
+        head = EagleHead(target, weights, str(path), layers, options, name)
     except BaseException:
         library().llama_model_free(weights)
         raise
     try:
-        _check_finite(head, method.head)
+        _check_finite(head, path)
     except BaseException:
         head.close()
         raise
@@ -106,7 +106,7 @@ def _check_token_ids(path: Path, vocab_size: int) -> None:
         )
 
 
-def _check_finite(head: EagleHead, path: str) -> None:
+def _check_finite(head: EagleHead, path: Path) -> None:
     """Run a token. Raise ModelFileError if its logits are not numbers."""
     logits = head.verify(TokenTree.chain(0)).at(0, np.arange(head.facts.vocab_size))
     head.truncate(0)
@@ -152,7 +152,7 @@ def _head_options(options: LoadOptions) -> LoadOptions:
     )
 
 
-def _check_made_for(target: LlamaCppModel, head: Any, path: str, api: StagingApi) -> list[int]:
+def _check_made_for(target: LlamaCppModel, head: Any, path: Path, api: StagingApi) -> list[int]:
     """Return the target's layers whose inputs the head reads.
 
     Raises:

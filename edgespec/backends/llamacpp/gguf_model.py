@@ -13,8 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgespec.backends.base import (
-    Eagle,
     EarlyExit,
+    Head,
     LanguageModel,
     LoadOptions,
     Progress,
@@ -229,8 +229,8 @@ class GgufModel(BaseModel):
                 "choose another method or load an MLX version of the model",
             )
         view: SelfDraftView[Any]
-        if isinstance(method, Eagle):
-            view = self._eagle_head(method)
+        if isinstance(method, Head):
+            view = self._head(method)
         elif isinstance(method, EarlyExit):
             view = self._early_exit_view(method.exit_layer)
         else:
@@ -245,7 +245,7 @@ class GgufModel(BaseModel):
             f"run `edgespec prepare layerskip --exit {exit_layer}` for this model",
         )
 
-    def _eagle_head(self, method: Eagle) -> SelfDraftView[Any]:  # noqa: ARG002
+    def _head(self, method: Head) -> SelfDraftView[Any]:  # noqa: ARG002
         raise CapabilityError(
             f"{self.facts.name} does not support heads, because it was prepared for early exit",
             "choose another method",

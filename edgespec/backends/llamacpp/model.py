@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.backends.base import Eagle, LanguageModel, LoadOptions, ModelFacts, Progress
+from edgespec.backends.base import Head, LanguageModel, LoadOptions, ModelFacts, Progress
 from edgespec.backends.hidden_state_log import HiddenStateLog
 from edgespec.backends.llamacpp.checkpoints import StateCheckpoint, StateCheckpoints
 from edgespec.backends.llamacpp.context import LlamaContext
@@ -151,8 +151,9 @@ class LlamaCppModel(GgufModel):
         self._context.tap_layers(())
         self._hidden_states = None
 
-    def _eagle_head(self, method: Eagle) -> EagleHead:
-        return load_eagle_head(self, method)
+    def _head(self, method: Head) -> EagleHead:
+        assert method.path is not None
+        return load_eagle_head(self, method.path)
 
     def checkpoint(self) -> StateCheckpoint:
         """Save the state after the committed tokens, and return a checkpoint for `rewind`."""

@@ -13,7 +13,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from edgespec.backends.base import Eagle, EarlyExit, LowBit, ModelFacts, SelfDraft, SkippedLayers
+from edgespec.backends.base import EarlyExit, Head, LowBit, ModelFacts, SelfDraft, SkippedLayers
 from edgespec.backends.mlx.layers import LayerList, SkippedLayer
 from edgespec.backends.mlx.low_bit_weights import LowBitWeights
 from edgespec.backends.mlx.model_skeleton import parameter_bytes
@@ -164,7 +164,7 @@ class PartialModelFactory:
                 separate low-bit copy.
             OptionError: `method` specifies layers that do not exist or cannot be skipped.
         """
-        if isinstance(method, Eagle):
+        if isinstance(method, Head):
             raise CapabilityError(
                 f"{name} does not support heads, because it is an MLX model",
                 "choose another method, or use a GGUF version of the model",
