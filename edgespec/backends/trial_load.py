@@ -263,8 +263,8 @@ class _Child:
             # Do not report the timeout as a crash, because the processor may just be slow.
             raise BackendError(
                 f"{model.tested_path} seems to be damaged or not supported: loading it and generating a few"
-                f" tokens took {backend_of(model.form.name).name} more than {self._cpu_seconds} seconds of CPU"
-                " time",
+                f" tokens took {backend_of(model.form.name).name} more than {self._cpu_seconds} seconds of"
+                " CPU time",
                 "download it again or choose another model; if you trust this file, `edgespec chat --trust`"
                 " skips this check",
             )
