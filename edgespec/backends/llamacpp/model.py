@@ -14,12 +14,14 @@ from edgespec.backends.hidden_state_log import HiddenStateLog
 from edgespec.backends.llamacpp.checkpoints import StateCheckpoint, StateCheckpoints
 from edgespec.backends.llamacpp.context import LlamaContext
 from edgespec.backends.llamacpp.context_planning import plan_context
-from edgespec.backends.llamacpp.eagle import EagleHead, load_eagle_head
+from edgespec.backends.llamacpp.eagle import load_eagle_head
 from edgespec.backends.llamacpp.gguf_model import GgufModel
+from edgespec.backends.llamacpp.head import PairHead
 from edgespec.backends.llamacpp.kv_cells import KvCells
 from edgespec.backends.llamacpp.kv_types import parse_kv_types
 from edgespec.backends.llamacpp.loading import describe, load_weights, threads_for
 from edgespec.backends.llamacpp.metadata import vocabulary_size
+from edgespec.backends.llamacpp.mtp import load_mtp_head
 from edgespec.backends.llamacpp.native import library
 from edgespec.backends.llamacpp.probe import probe
 from edgespec.backends.llamacpp.resizing import cache_variant, initial_plan
@@ -151,7 +153,9 @@ class LlamaCppModel(GgufModel):
         self._context.tap_layers(())
         self._hidden_states = None
 
-    def _head(self, method: Head) -> EagleHead:
+    def _head(self, method: Head) -> PairHead:
+        if method.method == "mtp":
+            return load_mtp_head(self, method.path)
         assert method.path is not None
         return load_eagle_head(self, method.path)
 
