@@ -44,7 +44,8 @@ def load_eagle_head(target: LlamaCppModel, path: Path) -> EagleHead:
     api = staging_api()
     if api is None or "eagle" not in target.facts.capabilities.self_draft_methods:
         raise CapabilityError(
-            f"{target.facts.name} does not support heads, because its hidden states cannot be read",
+            f"{target.facts.name} does not support EAGLE-3 heads, because it has recurrent layers or this"
+            " version of llama.cpp cannot run them",
             "choose another method, such as model or suffix",
         )
     options, name = head_options(target), f"the head of {target.facts.name}"
@@ -164,9 +165,14 @@ class EagleHead(PairHead):
         max_plan = plan_context(weights, options)
         plan = max_plan.with_tokens(target.facts.context_tokens)
         log = target.log_hidden_states(layers)
-        self._encoder = context = EagleContext(
-            weights, options, plan, threads_for(weights, options), target.context, log.row_size
-        )
+        try:
+            context = EagleContext(
+                weights, options, plan, threads_for(weights, options), target.context, log.row_size
+            )
+        except BaseException:
+            target.stop_logging(log)
+            raise
+        self._encoder = context
         super().__init__(target, weights, path, options, name, context, log, max_plan)
 
     def _target_states(self, start: int, count: int) -> NDArray[np.float32]:

@@ -297,7 +297,7 @@ class PairHead(SelfDraftView["LlamaCppModel"]):
         if self._closed:
             return
         self._closed = True
-        self._target.stop_logging()
+        self._target.stop_logging(self._log)
         self._context.close()
         self._free_weights()
 
