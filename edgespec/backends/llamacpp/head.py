@@ -160,7 +160,7 @@ class PairHead(SelfDraftView["LlamaCppModel"]):
         self._known_nodes = 0
         capabilities = Capabilities(
             rollback=True,
-            tree=options.max_branches > 1,
+            tree=target.facts.capabilities.tree,
             max_width=context.max_width,
             max_branches=options.max_branches,
         )

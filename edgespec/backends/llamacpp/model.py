@@ -120,6 +120,7 @@ class LlamaCppModel(GgufModel):
         self._check(0)
         if self._logs.states:
             self._logs.append(self.length, np.array([self._tree_states[node] for node in (0, *path)]))
+            self._tree_states = []
         kept_all = self.cells.commit(path)
         self._rollback_pending = self.probe_result.replays and not kept_all
 
@@ -133,6 +134,11 @@ class LlamaCppModel(GgufModel):
         super().remove_range(start, end)
         self._logs.clear()
 
+    def log_until(self, length: int) -> None:
+        if accepted := self._tree_states[: max(0, length - self.length)]:
+            self._logs.append(self.length, np.array(accepted))
+        self._logs.truncate(length)
+
     @property
     def context(self) -> LlamaContext:
         return self._context
@@ -145,7 +151,8 @@ class LlamaCppModel(GgufModel):
         try:
             self._context.tap_states(self._logs.states)
             if self._context.is_stale:
-                rebuild_context(self._context, self._context.plan, self.length)
+                plan, recurrent = self._context.plan, self._recurrent
+                rebuild_context(self._context, plan, self.length, recurrent=recurrent)
                 self._now_sized(self.facts.context_tokens, self.facts.kv_bytes)
             self._check_states_readable()
         except BaseException:
@@ -193,6 +200,7 @@ class LlamaCppModel(GgufModel):
         self._checkpoints.restore(checkpoint)
         self.cells.length, self._rollback_pending = checkpoint.length, False
         self.cells.clear_round()
+        self._tree_states = []
 
     def resize(self, context_tokens: int) -> None:
         self._check(0)

@@ -1,0 +1,80 @@
+"""MTP heads follow the target through any history, and no head changes a reply."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+import gguf
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+import edgespec
+from edgespec.assembly.loading import always_draft
+from edgespec.backends import llamacpp
+from edgespec.backends.base import Head, LanguageModel, LoadOptions
+from edgespec.backends.llamacpp.model import LlamaCppModel
+from edgespec.backends.llamacpp.mtp_files import read_mtp_layers
+from edgespec.backends.llamacpp.staging_api import staging_api
+from edgespec.backends.optional_features import HeadModel, HiddenStateSource
+from edgespec.drafters.head_cache import HeadCache
+from edgespec.engine.tree import TokenTree
+from edgespec.errors import CapabilityError, EdgespecError, ModelFileError, OptionError
+from tests.backends.head_histories import ROUNDS, Round, check_history, first_logits
+from tests.backends.tiny_models import write_glm4moe, write_llama, write_mtp_sidecar, write_qwen35
+
+CONTEXT = 512
+WRITERS: dict[str, Callable[[Path], Path]] = {"glm4moe": write_glm4moe, "qwen35": write_qwen35}
+
+
+class Files:
+    """A target with MTP layers, and another file with these layers alone."""
+
+    def __init__(self, folder: Path, architecture: str) -> None:
+        self.target = WRITERS[architecture](folder / "target.gguf")
+        self.sidecar = write_mtp_sidecar(folder / "mtp-target.gguf", self.target)
+
+    def load(self, mtp: bool = True, context: int = CONTEXT) -> LanguageModel:
+        return llamacpp.load(str(self.target), "target", LoadOptions(context_tokens=context, mtp=mtp))
+
+
+@pytest.fixture(scope="module", params=WRITERS)
+def files(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Files:
+    return Files(tmp_path_factory.mktemp("mtp"), request.param)
+
+
+@pytest.fixture(scope="module")
+def glm(tmp_path_factory: pytest.TempPathFactory) -> Files:
+    return Files(tmp_path_factory.mktemp("glm"), "glm4moe")
+
+
+def head_of(target: LanguageModel, path: Path | None = None) -> HeadModel:
+    return cast(HeadModel, target.self_draft(Head("mtp", path)))
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(ROUNDS, min_size=1, max_size=8), st.integers(0, 1 << 16))
+def test_a_draft_after_any_history_equals_that_of_a_fresh_head(
+    files: Files, rounds: list[Round], seed: int
+) -> None:
+    check_history(files.load, head_of, rounds, seed)
+
+
+def test_a_file_with_the_layers_alone_drafts_the_same(files: Files) -> None:
+    tokens = list(range(10, 40))
+    found = []
+    for path in (None, files.sidecar):
+        target = files.load(mtp=path is None)
+        head = head_of(target, path)
+        target.prefill(tokens[:-1])
+        found.append(first_logits(head, HeadCache(head), tokens))
+        head.close()
+        target.close()
+    assert np.array_equal(found[0], found[1])
+    assert np.isfinite(found[0]).all()
