@@ -19,10 +19,13 @@ import edgespec
 from edgespec.assembly.loading import always_draft
 from edgespec.backends import llamacpp
 from edgespec.backends.base import Head, LanguageModel, LoadOptions
+from edgespec.backends.llamacpp import context_planning, state_taps
 from edgespec.backends.llamacpp.model import LlamaCppModel
 from edgespec.backends.llamacpp.mtp_files import read_mtp_layers
+from edgespec.backends.llamacpp.native import library
 from edgespec.backends.llamacpp.staging_api import staging_api
 from edgespec.backends.optional_features import HeadModel, HiddenStateSource
+from edgespec.backends.replay import ReplayModel
 from edgespec.drafters.head_cache import HeadCache
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import CapabilityError, EdgespecError, ModelFileError, OptionError
@@ -78,3 +81,75 @@ def test_a_file_with_the_layers_alone_drafts_the_same(files: Files) -> None:
         target.close()
     assert np.array_equal(found[0], found[1])
     assert np.isfinite(found[0]).all()
+
+
+def test_the_log_keeps_the_states_that_llama_cpp_gives_its_own_mtp_layers(
+    files: Files, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The log reads them through llama.cpp's MTP interface, or else from the named tensors of a pass."""
+    tokens = list(range(10, 110))
+    found = []
+    for api in (staging_api(), None):
+        monkeypatch.setattr(state_taps, "staging_api", lambda api=api: api)
+        target = files.load()
+        inner = target._inner if isinstance(target, ReplayModel) else target
+        assert isinstance(inner, LlamaCppModel)
+        layers = library().llama_model_n_layer(inner.weights[0])
+        state = read_mtp_layers(files.target).graph.state_before(layers)
+        log = inner.log_hidden_states((state,))
+        target.prefill(tokens[:-4])
+        target.verify(TokenTree.chain(tokens[-4], tokens[-3:]))
+        target.commit((1, 2, 3))
+        found.append(log.rows(0, len(tokens)))
+        target.close()
+    assert np.abs(found[0]).min(axis=1).max() > 0
+    np.testing.assert_allclose(found[0], found[1], rtol=0, atol=1e-4)
+
+
+@pytest.fixture(params=["own", "sidecar"])
+def head(request: pytest.FixtureRequest, files: Files) -> Path | None:
+    return files.sidecar if request.param == "sidecar" else None
+
+
+def test_a_rejected_draft_does_not_keep_the_head_from_drafting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Targets with a large recurrent state return to a checkpoint, but the accepted states stay known."""
+    monkeypatch.setattr(context_planning, "_SMALL_STATES_BYTES", 0)
+    files = Files(tmp_path, "qwen35")
+    target = files.load()
+    assert "in place" not in target.facts.rollback
+    head = head_of(target)
+    cache = HeadCache(head)
+    tokens = list(range(10, 40))
+    target.prefill(tokens[:-1])
+    for kept in (1, 0, 2, 0):
+        first_logits(head, cache, tokens)
+        target.verify(TokenTree.chain(tokens[-1], [50, 51, 52]))
+        target.commit(tuple(range(1, kept + 1)))
+        tokens += [*[50, 51, 52][:kept], 60 + kept]
+        assert head.last_position == len(tokens) - 1 == target.length
+    drafted = first_logits(head, cache, tokens)
+    head.close()
+    fresh = head_of(target)
+    target.truncate(0)
+    target.prefill(tokens[:-1])
+    expected = first_logits(fresh, HeadCache(fresh), tokens)
+    assert np.abs(drafted - expected).max() < 5e-3
+    fresh.close()
+    target.close()
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.lists(ROUNDS, min_size=1, max_size=8), st.integers(0, 1 << 16))
+def test_any_history_with_checkpoints_alone(
+    checkpointed: Files, rounds: list[Round], seed: int
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(context_planning, "_SMALL_STATES_BYTES", 0)
+        check_history(checkpointed.load, head_of, rounds, seed)
+
+
+@pytest.fixture(scope="module")
+def checkpointed(tmp_path_factory: pytest.TempPathFactory) -> Files:
+    return Files(tmp_path_factory.mktemp("checkpointed"), "qwen35")

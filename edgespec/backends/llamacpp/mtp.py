@@ -10,7 +10,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgespec.backends.base import Head, LoadOptions
-from edgespec.backends.hidden_state_log import POST_NORM
 from edgespec.backends.llamacpp.context import ContextPlan
 from edgespec.backends.llamacpp.context_planning import check_contexts_fit
 from edgespec.backends.llamacpp.head import PairHead, check_finite, check_sizes, estimate_head, head_options
@@ -136,7 +135,7 @@ class MtpHead(PairHead):
         check_contexts_fit([max_plan], check_file(str(path)) if owns_weights else 0, options)
         plan = max_plan.with_tokens(target.facts.context_tokens)
         context = HeadContext(weights, options, plan, threads_for(weights, options), mtp=True)
-        state = POST_NORM if layers.graph.reads_normed else library().llama_model_n_layer(target.weights[0])
+        state = layers.graph.state_before(library().llama_model_n_layer(target.weights[0]))
         try:
             log = target.log_hidden_states((state,))
         except BaseException:

@@ -14,6 +14,7 @@ import numpy as np
 from edgespec.backends.gguf_files import gguf_files
 from edgespec.backends.gguf_header import GgufHeader, read_header
 from edgespec.backends.gguf_metadata import tensor_bytes
+from edgespec.backends.hidden_state_log import POST_NORM
 from edgespec.errors import CapabilityError, ModelFileError
 
 __all__ = ["MTP_GRAPHS", "MtpGraph", "MtpLayers", "check_same_model", "read_mtp_layers"]
@@ -33,6 +34,10 @@ class MtpGraph(NamedTuple):
     reads_normed: bool = True
     has_experts: bool | None = True
     max_layers: int = 1
+
+    def state_before(self, layer_count: int) -> int:
+        """Return the target's hidden state that the layers read, numbered as in `HiddenStateSource`."""
+        return POST_NORM if self.reads_normed else layer_count
 
 
 # The architectures whose MTP layers llama.cpp can run. It ends the process for others. `deepseek4` is
