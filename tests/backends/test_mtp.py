@@ -19,10 +19,10 @@ import edgespec
 from edgespec.assembly.loading import always_draft
 from edgespec.backends import llamacpp
 from edgespec.backends.base import Head, LanguageModel, LoadOptions
+from edgespec.backends.hidden_state_log import POST_NORM
 from edgespec.backends.llamacpp import context_planning, state_taps
 from edgespec.backends.llamacpp.model import LlamaCppModel
 from edgespec.backends.llamacpp.mtp_files import read_mtp_layers
-from edgespec.backends.llamacpp.native import library
 from edgespec.backends.llamacpp.staging_api import staging_api
 from edgespec.backends.optional_features import HeadModel, HiddenStateSource
 from edgespec.backends.replay import ReplayModel
@@ -30,24 +30,24 @@ from edgespec.drafters.head_cache import HeadCache
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import CapabilityError, EdgespecError, ModelFileError, OptionError
 from tests.backends.head_histories import ROUNDS, Round, check_history, first_logits
-from tests.backends.tiny_models import write_glm4moe, write_llama, write_mtp_sidecar, write_qwen35
+from tests.backends.tiny_models import write_llama
+from tests.backends.tiny_mtp_models import SHAPES, write_mtp_model, write_mtp_sidecar
 
 CONTEXT = 512
-WRITERS: dict[str, Callable[[Path], Path]] = {"glm4moe": write_glm4moe, "qwen35": write_qwen35}
 
 
 class Files:
     """A target with MTP layers, and another file with these layers alone."""
 
     def __init__(self, folder: Path, architecture: str) -> None:
-        self.target = WRITERS[architecture](folder / "target.gguf")
+        self.target = write_mtp_model(folder / "target.gguf", architecture)
         self.sidecar = write_mtp_sidecar(folder / "mtp-target.gguf", self.target)
 
     def load(self, mtp: bool = True, context: int = CONTEXT) -> LanguageModel:
         return llamacpp.load(str(self.target), "target", LoadOptions(context_tokens=context, mtp=mtp))
 
 
-@pytest.fixture(scope="module", params=WRITERS)
+@pytest.fixture(scope="module", params=SHAPES)
 def files(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Files:
     return Files(tmp_path_factory.mktemp("mtp"), request.param)
 
@@ -61,7 +61,7 @@ def head_of(target: LanguageModel, path: Path | None = None) -> HeadModel:
     return cast(HeadModel, target.self_draft(Head("mtp", path)))
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(ROUNDS, min_size=1, max_size=8), st.integers(0, 1 << 16))
 def test_a_draft_after_any_history_equals_that_of_a_fresh_head(
     files: Files, rounds: list[Round], seed: int
@@ -83,32 +83,33 @@ def test_a_file_with_the_layers_alone_drafts_the_same(files: Files) -> None:
     assert np.isfinite(found[0]).all()
 
 
-def test_the_log_keeps_the_states_that_llama_cpp_gives_its_own_mtp_layers(
+def logged(files: Files, state: int) -> NDArray[np.float32]:
+    """A hidden state of 100 tokens."""
+    tokens = list(range(10, 110))
+    target = files.load()
+    inner = target._inner if isinstance(target, ReplayModel) else target
+    assert isinstance(inner, LlamaCppModel)
+    log = inner.log_hidden_states((state,))
+    target.prefill(tokens[:-4])
+    target.verify(TokenTree.chain(tokens[-4], tokens[-3:]))
+    target.commit((1, 2, 3))
+    target.close()
+    return log.rows(0, len(tokens))
+
+
+def test_heads_read_the_states_that_llama_cpp_defines(
     files: Files, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The log reads them through llama.cpp's MTP interface, or else from the named tensors of a pass."""
-    tokens = list(range(10, 110))
-    found = []
-    for api in (staging_api(), None):
-        monkeypatch.setattr(state_taps, "staging_api", lambda api=api: api)
-        target = files.load()
-        inner = target._inner if isinstance(target, ReplayModel) else target
-        assert isinstance(inner, LlamaCppModel)
-        layers = library().llama_model_n_layer(inner.weights[0])
-        state = read_mtp_layers(files.target).graph.state_before(layers)
-        log = inner.log_hidden_states((state,))
-        target.prefill(tokens[:-4])
-        target.verify(TokenTree.chain(tokens[-4], tokens[-3:]))
-        target.commit((1, 2, 3))
-        found.append(log.rows(0, len(tokens)))
-        target.close()
-    assert np.abs(found[0]).min(axis=1).max() > 0
-    np.testing.assert_allclose(found[0], found[1], rtol=0, atol=1e-4)
-
-
-@pytest.fixture(params=["own", "sidecar"])
-def head(request: pytest.FixtureRequest, files: Files) -> Path | None:
-    return files.sidecar if request.param == "sidecar" else None
+    """They equal the named tensor of a pass after the final norm, or do after the norm is applied."""
+    graph = read_mtp_layers(files.target).graph
+    read = logged(files, graph.state_before(2))
+    monkeypatch.setattr(state_taps, "staging_api", lambda: None)
+    normed = logged(files, POST_NORM)
+    assert np.abs(normed).min(axis=1).all()
+    if not graph.reads_normed:
+        assert np.abs(read - normed).max() > 0.1
+        read = read / np.sqrt((read**2).mean(axis=1, keepdims=True) + 1e-5)
+    np.testing.assert_allclose(read, normed, rtol=0, atol=1e-4)
 
 
 def test_a_rejected_draft_does_not_keep_the_head_from_drafting(
