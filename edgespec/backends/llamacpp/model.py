@@ -14,8 +14,9 @@ from edgespec.backends.hidden_state_log import HiddenStateLog
 from edgespec.backends.llamacpp.checkpoints import StateCheckpoint, StateCheckpoints
 from edgespec.backends.llamacpp.context import LlamaContext
 from edgespec.backends.llamacpp.context_planning import plan_context
-from edgespec.backends.llamacpp.eagle import EagleHead, load_eagle_head
+from edgespec.backends.llamacpp.eagle import load_eagle_head
 from edgespec.backends.llamacpp.gguf_model import GgufModel
+from edgespec.backends.llamacpp.head import CachedHead
 from edgespec.backends.llamacpp.kv_cells import KvCells
 from edgespec.backends.llamacpp.kv_types import parse_kv_types
 from edgespec.backends.llamacpp.loading import describe, load_weights, threads_for
@@ -29,6 +30,8 @@ from edgespec.engine.tree import TokenTree
 from edgespec.errors import CapabilityError, ModelFileError
 
 __all__ = ["LlamaCppModel", "load"]
+
+_HEAD_LOADERS = {"eagle": load_eagle_head}
 
 
 def load(path: str, name: str, options: LoadOptions, progress: Progress | None = None) -> LanguageModel:
@@ -151,9 +154,14 @@ class LlamaCppModel(GgufModel):
         self._context.tap_layers(())
         self._hidden_states = None
 
-    def _head(self, method: Head) -> EagleHead:
+    def _head(self, method: Head) -> CachedHead:
+        if method.method not in self.facts.capabilities.self_draft_methods:
+            raise CapabilityError(
+                f"{self.facts.name} does not support heads, because its hidden states cannot be read",
+                "choose another method, such as model or suffix",
+            )
         assert method.path is not None
-        return load_eagle_head(self, method.path)
+        return _HEAD_LOADERS[method.method](self, method.path)
 
     def checkpoint(self) -> StateCheckpoint:
         """Save the state after the committed tokens, and return a checkpoint for `rewind`."""
