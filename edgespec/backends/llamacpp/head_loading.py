@@ -88,7 +88,9 @@ def load_head_file(
                 f"{path} is not {kind}, but a model with the architecture {found!r}",
                 "pass a head with --head, and draft models with --draft",
             )
-        _check_token_ids(path, vocabulary_size(target.weights[0]))
+        own_size = vocabulary_size(target.weights[0])
+        check_sizes(target, path, [("vocabularies", own_size, vocabulary_size(weights))])
+        _check_token_ids(path, own_size)
         head = make(weights, options, name)
     except BaseException:
         library().llama_model_free(weights)
@@ -134,14 +136,7 @@ def target_layers(target: LlamaCppModel, head: Any, path: Path, state_size: int)
         CapabilityError: The head was made for another target, or hidden states cannot be read.
     """
     lib, (weights,) = library(), target.weights
-    check_sizes(
-        target,
-        path,
-        [
-            ("hidden states", lib.llama_model_n_embd(weights), state_size),
-            ("vocabularies", vocabulary_size(weights), vocabulary_size(head)),
-        ],
-    )
+    check_sizes(target, path, [("hidden states", lib.llama_model_n_embd(weights), state_size)])
     api, count = staging_api(), lib.llama_model_n_layer(weights)
     assert api is not None
     layers = list(api.model_target_layer_ids(head)[: api.model_target_layer_ids_n(head)])
