@@ -63,10 +63,12 @@ def _write_gguf_benchmark(path: Path, type_name: str, size_bytes: int) -> PassWe
 
 
 def _estimate_gguf_head(head: Head, _target: Path, context_tokens: int) -> MemoryEstimate:
+    from edgespec.backends.llamacpp.dflash import estimate_dflash_head
     from edgespec.backends.llamacpp.eagle import estimate_eagle_head
 
     assert head.path is not None
-    return estimate_eagle_head(head.path, context_tokens)
+    estimate = estimate_dflash_head if head.method == "dflash" else estimate_eagle_head
+    return estimate(head.path, context_tokens)
 
 
 def _gguf_tokens(path: Path) -> TokenList | None:

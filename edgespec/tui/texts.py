@@ -30,6 +30,7 @@ __all__ = [
 ]
 
 _SOURCES = {
+    "dflash": "DFlash head",
     "eagle": "EAGLE-3 head",
     "layerskip": "first layers of the model",
     "lookahead": "parallel guesses",

@@ -199,6 +199,75 @@ def write_eagle(
     return path
 
 
+def write_dflash(
+    path: Path,
+    *,
+    layers: Sequence[int] = (0, 0, 0),
+    depth: int = 2,
+    block: int = 6,
+    vocab: int = 259 + len(WORDS),
+    mask: int | None = 0,
+    drafted: int | None = None,
+    size: int = _SIZE,
+    rank: int = 0,
+    sections: Sequence[int] = (),
+    window: int = 0,
+    **metadata: int | bool | str,
+) -> Path:
+    """A DFlash head for the model that `write_llama` writes.
+
+    depth: the number of its layers. drafted: it drafts so many of the tokens. rank: the rank of the Markov
+    head, which makes it a DSpark head. sections: it has M-RoPE. window: all layers but the first have a
+    sliding window. metadata: further values of its architecture, such as `sample_from_anchor`.
+    """
+    random = np.random.default_rng(9)
+    writer = _open(path, "dflash", layers=depth)
+    writer.add_head_count(2)
+    writer.add_head_count_kv(1)
+    writer.add_key_length(_HEAD)
+    writer.add_value_length(_HEAD)
+    writer.add_vocab_size(vocab)
+    writer.add_tokenizer_model("none")
+    writer.add_array("dflash.target_layers", list(layers))
+    writer.add_uint32("dflash.block_size", block)
+    if mask is not None:
+        writer.add_mask_token_id(mask)
+    if sections:
+        writer.add_rope_dimension_sections(sections)
+    if window:
+        writer.add_sliding_window(window)
+        writer.add_sliding_window_pattern([False, *[True] * (depth - 1)])
+    for key, value in metadata.items():
+        name = f"dflash.{key.replace('__', '.')}"
+        if isinstance(value, bool):
+            writer.add_bool(name, value)
+        elif isinstance(value, int):
+            writer.add_uint32(name, value)
+        else:
+            writer.add_string(name, value)
+    tensors = {
+        "fc.weight": _weights(random, _SIZE, len(layers) * size),
+        "enc.output_norm.weight": _ones(_SIZE),
+        "output_norm.weight": _ones(_SIZE),
+    }
+    for layer in range(depth):
+        tensors |= _attention(random, layer) | _norms_and_feed_forward(random, layer)
+        norms = (f"blk.{layer}.attn_{part}_norm.weight" for part in "qk")
+        tensors |= dict.fromkeys(norms, _ones(_HEAD))
+    if rank:
+        tensors |= {
+            "markov_w1.weight": _weights(random, vocab, rank),
+            "markov_w2.weight": 8 * _weights(random, drafted or vocab, rank),
+            "conf_proj.weight": _weights(random, 1, _SIZE + rank),
+        }
+    if drafted:
+        tensors["output.weight"] = 4 * _weights(random, drafted, _SIZE)
+        ids = np.sort(random.permutation(vocab)[:drafted])
+        writer.add_tensor("d2t", ids.astype(np.int64))
+    _finish(writer, tensors)
+    return path
+
+
 def write_moe(path: Path, *, template: str | None = CHATML, seed: int = 0) -> Path:
     """Write a mixture of experts: two of four experts per token, and two heads that share their keys."""
     random = np.random.default_rng(seed)
@@ -323,4 +392,148 @@ def write_lfm2(path: Path, *, template: str | None = CHATML, seed: int = 0) -> P
     for layer in range(2):
         tensors |= _norms_and_feed_forward(random, layer)
     _finish(writer, tensors)
+    return path
+
+
+def _mtp_layer(random: np.random.Generator, layer: int) -> Tensors:
+    """Return the tensors that make a layer predict one more token from an embedding and a hidden state.
+
+    The embedding passes through, so that a random model's predictions are sometimes right.
+    """
+    block = f"blk.{layer}.nextn."
+    return {
+        f"{block}eh_proj.weight": np.concatenate(
+            [np.eye(_SIZE, dtype=np.float32), _weights(random, _SIZE, _SIZE) * 0.1], axis=1
+        ),
+        f"{block}enorm.weight": _ones(_SIZE),
+        f"{block}hnorm.weight": _ones(_SIZE),
+    }
+
+
+def _experts(random: np.random.Generator, layer: int) -> Tensors:
+    """Return the experts of a layer, and one that all tokens share."""
+    block = f"blk.{layer}.ffn_"
+    up, down = (_FEED_FORWARD, _SIZE), (_SIZE, _FEED_FORWARD)
+    tensors = {f"{block}gate_inp.weight": _weights(random, _EXPERTS, _SIZE)}
+    for name, shape in (("gate", up), ("up", up), ("down", down)):
+        tensors[f"{block}{name}_exps.weight"] = _weights(random, _EXPERTS, *shape) * 0.3
+        tensors[f"{block}{name}_shexp.weight"] = _weights(random, *shape) * 0.3
+    return tensors
+
+
+def _quiet(tensors: Tensors) -> Tensors:
+    """Make layers add little to their input, so that the next token depends mostly on the last one."""
+    loud = ("attn_output.weight", "ffn_down.weight", "ssm_out.weight")
+    return {name: tensor * (0.3 if name.endswith(loud) else 1) for name, tensor in tensors.items()}
+
+
+def write_glm4moe(path: Path, *, template: str | None = CHATML, seed: int = 0, mtp_layers: int = 1) -> Path:
+    """Write a mixture of experts with a layer for multi-token prediction, which has no experts at first."""
+    random = np.random.default_rng(seed)
+    layers = 2
+    writer = _open(path, "glm4moe", layers=layers + mtp_layers)
+    writer.add_head_count(2)
+    writer.add_head_count_kv(1)
+    writer.add_key_length(_HEAD)
+    writer.add_value_length(_HEAD)
+    writer.add_rope_dimension_count(_HEAD)
+    _add_experts(writer)
+    writer.add_leading_dense_block_count(1)
+    if mtp_layers:
+        writer.add_nextn_predict_layers(mtp_layers)
+    vocab = _vocabulary(writer, WORDS, template)
+    tensors = _ends(random, vocab)
+    for layer in range(layers + mtp_layers):
+        tensors |= _attention(random, layer)
+        tensors |= {
+            f"blk.{layer}.attn_norm.weight": _ones(_SIZE),
+            f"blk.{layer}.post_attention_norm.weight": _ones(_SIZE),
+        }
+        if layer:
+            tensors |= _experts(random, layer)
+            tensors[f"blk.{layer}.exp_probs_b.bias"] = np.zeros(_EXPERTS, np.float32)
+        else:
+            tensors |= _dense(random, layer)
+        if layer >= layers:
+            tensors |= _mtp_layer(random, layer)
+    _finish(writer, _quiet(tensors))
+    return path
+
+
+def _add_experts(writer: gguf.GGUFWriter) -> None:
+    writer.add_expert_count(_EXPERTS)
+    writer.add_expert_used_count(2)
+    writer.add_expert_shared_count(1)
+    writer.add_expert_feed_forward_length(_FEED_FORWARD)
+
+
+def _dense(random: np.random.Generator, layer: int) -> Tensors:
+    """Return the gated feed-forward block of a layer, without the norm."""
+    return {
+        name: tensor
+        for name, tensor in _norms_and_feed_forward(random, layer).items()
+        if not name.endswith("norm.weight")
+    }
+
+
+def write_qwen35(path: Path, *, template: str | None = CHATML, seed: int = 0) -> Path:
+    """Write a hybrid of a gated delta net and attention, with a layer for multi-token prediction."""
+    random = np.random.default_rng(seed)
+    layers, state, groups, heads = 2, 16, 2, 4
+    writer = _open(path, "qwen35", layers=layers + 1)
+    writer.add_head_count(2)
+    writer.add_head_count_kv(1)
+    writer.add_key_length(_HEAD)
+    writer.add_value_length(_HEAD)
+    writer.add_rope_dimension_count(_HEAD)
+    writer.add_rope_dimension_sections([4, 2, 2, 0])
+    writer.add_ssm_conv_kernel(_KERNEL)
+    writer.add_ssm_state_size(state)
+    writer.add_ssm_group_count(groups)
+    writer.add_ssm_time_step_rank(heads)
+    writer.add_ssm_inner_size(state * heads)
+    writer.add_full_attention_interval(2)
+    writer.add_nextn_predict_layers(1)
+    vocab = _vocabulary(writer, WORDS, template)
+    tensors = _ends(random, vocab)
+    keys, values = state * groups, state * heads
+    for layer in range(layers + 1):
+        block = f"blk.{layer}."
+        if layer == 0:
+            tensors |= {
+                f"{block}attn_qkv.weight": _weights(random, 2 * keys + values, _SIZE),
+                f"{block}attn_gate.weight": _weights(random, values, _SIZE),
+                f"{block}ssm_conv1d.weight": _weights(random, 2 * keys + values, _KERNEL),
+                f"{block}ssm_dt.bias": _ones(heads),
+                f"{block}ssm_a": -_ones(heads),
+                f"{block}ssm_beta.weight": _weights(random, heads, _SIZE),
+                f"{block}ssm_alpha.weight": _weights(random, heads, _SIZE),
+                f"{block}ssm_norm.weight": _ones(state),
+                f"{block}ssm_out.weight": _weights(random, _SIZE, values),
+            }
+        else:
+            tensors |= _attention(random, layer)
+            # The queries are followed by a gate.
+            tensors[f"{block}attn_q.weight"] = _weights(random, 4 * _HEAD, _SIZE)
+            tensors |= {f"{block}attn_{part}_norm.weight": _ones(_HEAD) for part in "qk"}
+        tensors |= _dense(random, layer)
+        tensors |= {f"{block}{norm}.weight": _ones(_SIZE) for norm in ("attn_norm", "post_attention_norm")}
+    _finish(writer, _quiet(tensors | _mtp_layer(random, layers)))
+    return path
+
+
+def write_mtp_sidecar(path: Path, model: Path, **changes: int) -> Path:
+    """Write the MTP layer of a model to a file of its own. `changes`: other values of the metadata."""
+    reader = gguf.GGUFReader(model)
+    architecture = reader.fields["general.architecture"].contents()
+    last = reader.fields[f"{architecture}.block_count"].contents() - 1
+    writer = gguf.GGUFWriter(path, architecture)
+    for name, field in reader.fields.items():
+        if name.startswith((f"{architecture}.", "tokenizer.")):
+            value = changes.get(name.rpartition(".")[2], field.contents())
+            writer.add_key_value(name, value, field.types[0], field.types[-1])
+    for tensor in reader.tensors:
+        if not tensor.name.startswith("blk.") or tensor.name.startswith(f"blk.{last}."):
+            writer.add_tensor(tensor.name, np.array(tensor.data))
+    _finish(writer, {})
     return path

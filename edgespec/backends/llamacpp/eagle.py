@@ -91,9 +91,14 @@ class EagleHead(PairHead):
         max_plan = plan_context(weights, options)
         plan = max_plan.with_tokens(target.facts.context_tokens)
         log = target.log_hidden_states(layers)
-        self._encoder = context = EagleContext(
-            weights, options, plan, threads_for(weights, options), target.context, log.row_size
-        )
+        try:
+            context = EagleContext(
+                weights, options, plan, threads_for(weights, options), target.context, log.row_size
+            )
+        except BaseException:
+            target.stop_logging(log)
+            raise
+        self._encoder = context
         super().__init__(target, weights, path, options, name, context, log, max_plan)
 
     def _target_states(self, start: int, count: int) -> NDArray[np.float32]:

@@ -136,7 +136,7 @@ class CachedHead(SelfDraftView["LlamaCppModel"]):
         if self._closed:
             return
         self._closed = True
-        self._target.stop_logging()
+        self._target.stop_logging(self._log)
         self._context.close()
         self._free_weights()
 

@@ -140,7 +140,8 @@ def target_layers(target: LlamaCppModel, head: Any, path: Path, state_size: int)
     api, count = staging_api(), lib.llama_model_n_layer(weights)
     assert api is not None
     layers = list(api.model_target_layer_ids(head)[: api.model_target_layer_ids_n(head)])
-    if not layers or not all(0 <= layer < count for layer in layers):
+    # The input of the layer after the last one is the last layer's output.
+    if not layers or not all(0 <= layer <= count for layer in layers):
         raise CapabilityError(
             f"the head {path} was made for another target: it reads the layers {layers}, but"
             f" {target.facts.name} has {count}",
@@ -185,6 +186,7 @@ def estimate_head(
     vocabulary: int,
     state_size: int,
     bytes_per_logit: int,
+    batch_tokens: int = BATCH_TOKENS,
 ) -> MemoryEstimate:
     """Return the memory used by a head and by the hidden states that are kept for it.
 
@@ -196,6 +198,7 @@ def estimate_head(
         state_size: The number of values that are kept per token of the target.
         bytes_per_logit: Approximate size of the compute buffer, per token of a batch and per token of the
             vocabulary.
+        batch_tokens: The maximum number of tokens per pass.
     """
     hidden_bytes = MAX_LOGGED_TOKENS * state_size * 4
     return MemoryEstimate(
@@ -204,7 +207,7 @@ def estimate_head(
         (
             MemoryPart("weights", weight_bytes),
             MemoryPart("cache", token_bytes * context_tokens),
-            MemoryPart("compute", BATCH_TOKENS * vocabulary * bytes_per_logit + hidden_bytes),
-            MemoryPart("output", BATCH_TOKENS * vocabulary * 4),
+            MemoryPart("compute", batch_tokens * vocabulary * bytes_per_logit + hidden_bytes),
+            MemoryPart("output", batch_tokens * vocabulary * 4),
         ),
     )

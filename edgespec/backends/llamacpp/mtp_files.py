@@ -44,7 +44,7 @@ MTP_GRAPHS = {
     "deepseek32": MtpGraph(),
     "glm-dsa": MtpGraph(),
     "glm4moe": MtpGraph(),
-    "hy-v3": MtpGraph(has_experts=None, max_layers=8),
+    "hy_v3": MtpGraph(has_experts=None, max_layers=8),
     "mimo2": MtpGraph(reads_normed=False, has_experts=False, max_layers=8),
     "nemotron_h_moe": MtpGraph(),
     "qwen3next": MtpGraph(),
