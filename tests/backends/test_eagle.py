@@ -119,7 +119,7 @@ def test_closing_a_head_stops_reading_hidden_states(target: LlamaCppModel, files
     [
         ({"size": 16}, "hidden states of size 16"),
         ({"vocab": VOCAB + 1}, "vocabularies of size"),
-        ({"layers": (0, 1, 3)}, "reads the layers"),
+        ({"layers": (0, 1, 4)}, "reads the layers"),
     ],
 )
 def test_a_head_for_another_target_is_refused(

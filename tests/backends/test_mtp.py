@@ -97,9 +97,7 @@ def logged(files: Files, state: int) -> NDArray[np.float32]:
     return log.rows(0, len(tokens))
 
 
-def test_heads_read_the_states_that_llama_cpp_defines(
-    files: Files, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_heads_read_the_states_that_llama_cpp_defines(files: Files, monkeypatch: pytest.MonkeyPatch) -> None:
     """They equal the named tensor of a pass after the final norm, or do after the norm is applied."""
     graph = read_mtp_layers(files.target).graph
     read = logged(files, graph.state_before(2))
@@ -143,9 +141,7 @@ def test_a_rejected_draft_does_not_keep_the_head_from_drafting(
 
 @settings(max_examples=15, deadline=None)
 @given(st.lists(ROUNDS, min_size=1, max_size=8), st.integers(0, 1 << 16))
-def test_any_history_with_checkpoints_alone(
-    checkpointed: Files, rounds: list[Round], seed: int
-) -> None:
+def test_any_history_with_checkpoints_alone(checkpointed: Files, rounds: list[Round], seed: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(context_planning, "_SMALL_STATES_BYTES", 0)
         check_history(checkpointed.load, head_of, rounds, seed)

@@ -14,9 +14,10 @@ from edgespec.backends.hidden_state_log import HiddenStateLog, OpenLogs
 from edgespec.backends.llamacpp.checkpoints import StateCheckpoint, StateCheckpoints
 from edgespec.backends.llamacpp.context import LlamaContext
 from edgespec.backends.llamacpp.context_planning import plan_context
+from edgespec.backends.llamacpp.dflash import load_dflash_head
 from edgespec.backends.llamacpp.eagle import load_eagle_head
 from edgespec.backends.llamacpp.gguf_model import GgufModel
-from edgespec.backends.llamacpp.head import PairHead
+from edgespec.backends.llamacpp.head import CachedHead
 from edgespec.backends.llamacpp.kv_cells import KvCells
 from edgespec.backends.llamacpp.kv_types import parse_kv_types
 from edgespec.backends.llamacpp.loading import describe, load_weights, threads_for
@@ -31,6 +32,8 @@ from edgespec.engine.tree import TokenTree
 from edgespec.errors import BackendError, CapabilityError, ModelFileError
 
 __all__ = ["LlamaCppModel", "load"]
+
+_HEAD_LOADERS = {"eagle": load_eagle_head, "dflash": load_dflash_head}
 
 
 def load(path: str, name: str, options: LoadOptions, progress: Progress | None = None) -> LanguageModel:
@@ -177,11 +180,17 @@ class LlamaCppModel(GgufModel):
         self._logs.close(log)
         self._context.tap_states(self._logs.states)
 
-    def _head(self, method: Head) -> PairHead:
+    def _head(self, method: Head) -> CachedHead:
+        if method.method not in self.facts.capabilities.self_draft_methods:
+            raise CapabilityError(
+                f"{self.facts.name} does not support heads for the method {method.method}, because of its"
+                f" architecture {self.facts.architecture!r}, its recurrent layers or the version of llama.cpp",
+                "choose another method, such as model or suffix",
+            )
         if method.method == "mtp":
             return load_mtp_head(self, method.path)
         assert method.path is not None
-        return load_eagle_head(self, method.path)
+        return _HEAD_LOADERS[method.method](self, method.path)
 
     def checkpoint(self) -> StateCheckpoint:
         """Save the state after the committed tokens, and return a checkpoint for `rewind`."""

@@ -122,7 +122,9 @@ def read_mtp_layers(path: Path) -> MtpLayers:
         )
     for layer in layers:
         _check_complete(path, {name for name in sizes if name.startswith(f"blk.{layer}.")}, layer, graph)
-    embedding = next((t for each in headers.values() for t in each.tensors if t.name == "token_embd.weight"), None)
+    embedding = next(
+        (t for each in headers.values() for t in each.tensors if t.name == "token_embd.weight"), None
+    )
     return MtpLayers(
         count,
         sum(size for name, size in sizes.items() if any(name.startswith(f"blk.{i}.") for i in layers)),

@@ -69,7 +69,7 @@ def _head_methods(weights: Any, result: ProbeResult) -> frozenset[str]:
     if staging_api() is None or not (result.capabilities.rollback or result.replays):
         return frozenset()
     has_mtp = metadata(weights, "general.architecture") in MTP_GRAPHS
-    works = {"mtp": has_mtp, "eagle": not result.replays}
+    works = {"mtp": has_mtp, "eagle": not result.replays, "dflash": not result.replays}
     return frozenset(name for name in works if works[name])
 
 
