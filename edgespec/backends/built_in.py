@@ -57,9 +57,11 @@ def _write_gguf_benchmark(path: Path, type_name: str, size_bytes: int) -> PassWe
 
 
 def _estimate_gguf_head(head: Head, _target: Path, context_tokens: int) -> MemoryEstimate:
-    from edgespec.backends.llamacpp.eagle import estimate_eagle_head
+    from edgespec.backends.llamacpp.eagle import estimate_eagle_head, estimate_unconverted_head
 
     assert head.path is not None
+    if head.path.is_dir():
+        return estimate_unconverted_head(head.path, context_tokens)
     return estimate_eagle_head(head.path, context_tokens)
 
 
@@ -158,7 +160,7 @@ _GGUF = FileFormat(
     files=gguf_files,
     one_file_per_quantisation=True,
     mapped=True,
-    preparations=frozenset({"layerskip", "lowbit"}),
+    preparations=frozenset({"layerskip", "lowbit", "head"}),
     low_bit_copy_format="gguf",
     trial=_try_gguf,
     read_pass_weights=read_pass_weights,
@@ -172,6 +174,7 @@ _GGUF = FileFormat(
             "Q2_K": {"Q2_K": 0.6, "Q3_K": 0.3, "Q6_K": 0.1},
         },
     ),
+    head_methods=frozenset({"eagle"}),
     estimate_head=_estimate_gguf_head,
 )
 _SPLIT_GGUF = FileFormat(

@@ -26,6 +26,7 @@ from edgespec.backends.llamacpp.resizing import check_resize_fits, rebuild_conte
 from edgespec.backends.llamacpp.staging_api import StagingApi, staging_api
 from edgespec.backends.memory_check import check_tokens_fit, check_weights_fit
 from edgespec.backends.memory_estimate import MemoryEstimate, MemoryPart
+from edgespec.backends.mlx_metadata import read_mlx_info
 from edgespec.backends.self_draft_view import SelfDraftView
 from edgespec.engine.logits import HostLogits
 from edgespec.engine.tree import TokenTree
@@ -41,7 +42,7 @@ from edgespec.errors import (
 if TYPE_CHECKING:
     from edgespec.backends.llamacpp.model import LlamaCppModel
 
-__all__ = ["EagleHead", "estimate_eagle_head", "load_eagle_head"]
+__all__ = ["EagleHead", "estimate_eagle_head", "estimate_unconverted_head", "load_eagle_head"]
 
 _ARCHITECTURE = "eagle3"
 # Maximum number of tokens per pass of a head. Its buffers grow with this number and with the vocabulary.
@@ -137,6 +138,21 @@ def estimate_eagle_head(path: Path, context_tokens: int) -> MemoryEstimate:
             MemoryPart("cache", read_gguf_info(path).kv_bytes * context_tokens),
             MemoryPart("compute", _BATCH_TOKENS * vocabulary * _COMPUTE_BYTES_PER_LOGIT + hidden_bytes),
             MemoryPart("output", _BATCH_TOKENS * vocabulary * 4),
+        ),
+    )
+
+
+def estimate_unconverted_head(folder: Path, context_tokens: int) -> MemoryEstimate:
+    """Return approximately the memory that a head will use once it is converted to GGUF. Raises ModelFileError."""
+    info = read_mlx_info(folder)
+    return MemoryEstimate(
+        context_tokens,
+        "f16",
+        (
+            MemoryPart("weights", info.size_bytes),
+            MemoryPart("cache", info.kv_bytes * context_tokens),
+            MemoryPart("compute", _BATCH_TOKENS * info.vocab_size * _COMPUTE_BYTES_PER_LOGIT),
+            MemoryPart("output", _BATCH_TOKENS * info.vocab_size * 4),
         ),
     )
 
