@@ -82,11 +82,10 @@ class ModelName(Text):
     """A model reference: a path, `user/repo:quant` or a name."""
 
 
-@dataclass(frozen=True)
 class HeadName(Kind):
     """A reference to a head: a path, `user/repo` or a name, or `auto` or `none`."""
 
-    metavar: str = "REF|auto|none"
+    metavar = "REF|auto|none"
 
     def check(self, name: str, value: Any) -> str:
         return "none" if value is None else check_path(name, value)

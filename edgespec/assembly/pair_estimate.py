@@ -61,7 +61,6 @@ class PairEstimator:
         if copy := _find_low_bit_copy(pair, drafting):
             self._copy = open_estimator(copy, replace(options, adapter=None))
             undo.callback(self._copy.close)
-        self._head = drafting.head
         self._process_bytes = max(backend.process_bytes for backend in pair.backends)
 
     def _open_draft(self, draft: Resolved) -> MemoryEstimator:
@@ -113,10 +112,12 @@ class PairEstimator:
             tokens = self._copy_context_tokens(choice, target.context_tokens)
             copy_options = replace(options, adapter=None, context_tokens=tokens)
             items += create_items("low-bit copy", self._copy.estimate(copy_options))
-        if self._head is not None:
+        for option in pair.heads if choice.head else ():
             estimate = pair.target.file_format.estimate_head
             assert estimate is not None
-            items += create_items("head", estimate(self._head, pair.target.path, target.context_tokens))
+            assert option.head is not None
+            role = "head" if len(pair.heads) == 1 else f"{option.method} head"
+            items += create_items(role, estimate(option.head, pair.target.path, target.context_tokens))
         items += shared_items(sum(item.bytes for item in items), self._process_bytes, self._headroom_bytes)
         return MemoryPlan(self._budget, target.context_tokens, target.kv_type, tuple(items))
 

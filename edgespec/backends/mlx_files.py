@@ -15,11 +15,11 @@ from edgespec.files import read_regular_file
 from edgespec.installation import setup_command
 
 __all__ = [
+    "HEAD_WEIGHTS",
     "MAX_JSON_BYTES",
     "TOKENIZERS",
     "WEIGHTS",
     "WEIGHTS_INDEX",
-    "HEAD_WEIGHTS",
     "StoredTensor",
     "is_weights",
     "missing_among",

@@ -19,7 +19,9 @@ from edgespec.errors import ModelFileError, ModelNotFoundError
 __all__ = ["cached_head", "refused_model", "resolve_head", "resolve_head_with"]
 
 
-def resolve_head(reference: str, *, allow_download: bool = True, progress: Progress | None = None) -> Resolved:
+def resolve_head(
+    reference: str, *, allow_download: bool = True, progress: Progress | None = None
+) -> Resolved:
     """Return the head that a reference names: a path, `user/repo[:file]`, or a name from the catalogue.
 
     Args:

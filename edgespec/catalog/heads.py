@@ -1,7 +1,7 @@
 """Find the heads that can draft for a target, and choose the ones to use.
 
-Heads are looked for in the target's own files, beside them, and in the catalogue. Nothing is downloaded or loaded:
-whether a head was made for the target is judged by the sizes in their metadata.
+Heads are looked for in the target's own files, beside them, and in the catalogue. Nothing is downloaded or
+loaded: whether a head was made for the target is judged by the sizes in their metadata.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ class HeadOption:
         reference: A reference to the head. Empty for a head in the target's own files.
         kind: What kind of head it is, such as `EAGLE-3`.
         head: The head to load. None if it is not on this machine.
-        source: Where it was found: `named` by the user, in the folder `beside` the target, in the `catalogue`, or
-            in the files of the `target`.
+        source: Where it was found: `named` by the user, `beside` the target, in the `catalogue`, or in the
+            files of the `target`.
         size_bytes: Size of its files. 0 for a head in the target's own files.
         speedup: Expected speed-up over plain decoding, estimated from its size. 0 if unknown.
         problem: Why edgespec cannot draft with it. Empty if it can.
@@ -96,8 +96,8 @@ class HeadOption:
 def head_options(target: Resolved, metadata: MetadataCache) -> list[HeadOption]:
     """Return the heads that could draft for a target, the ones to prefer first.
 
-    Heads that edgespec cannot use come last, with the reason. Heads beside the target that were made for another
-    model are left out.
+    Heads that edgespec cannot use come last, with the reason. Heads beside the target that were made for
+    another model are left out.
     """
     info = model_info_or_none(target, metadata)
     if info is None:
@@ -108,8 +108,8 @@ def head_options(target: Resolved, metadata: MetadataCache) -> list[HeadOption]:
         option = _installed(path, str(path), "beside", target, info, metadata)
         if option and option.fits:
             options.append(option)
-    for entry in load_catalogue().heads_for(target.entry):
-        options.append(_published(entry, target, info, metadata))
+    published = load_catalogue().heads_for(target.entry)
+    options += [_published(entry, target, info, metadata) for entry in published]
     metadata.save()
     return sorted(options, key=lambda option: _preference(option, target, info))
 
@@ -201,7 +201,9 @@ def _installed(
     if not kind:
         return None
     head = Head(method_of(kind), _converted(path, target) or path)
-    option = HeadOption(reference, kind, head, source, head_info.size_bytes, _speedup(head_info.size_bytes, info))
+    option = HeadOption(
+        reference, kind, head, source, head_info.size_bytes, _speedup(head_info.size_bytes, info)
+    )
     return _checked(option, target, info, head_info)
 
 
@@ -215,7 +217,9 @@ def _published(entry: HeadEntry, target: Resolved, info: ModelInfo, metadata: Me
     option = _installed(path, entry.name, "catalogue", target, info, metadata) if path else None
     if option is None:
         size = entry.approximate_file_bytes
-        option = HeadOption(entry.name, entry.kind, None, "catalogue", size, _speedup(size, info), entry.problem)
+        option = HeadOption(
+            entry.name, entry.kind, None, "catalogue", size, _speedup(size, info), entry.problem
+        )
         option = _checked(option, target, info, None)
     return replace(option, published=published)
 
@@ -276,7 +280,9 @@ def _converted(path: Path, target: Resolved) -> Path | None:
     return None
 
 
-def _preference(option: HeadOption, target: Resolved, info: ModelInfo) -> tuple[bool, int, int, int, int, str]:
+def _preference(
+    option: HeadOption, target: Resolved, info: ModelInfo
+) -> tuple[bool, int, int, int, int, str]:
     """Return the sort key of a head: smaller for the ones to prefer."""
     shared = _words(option.reference) & (_words(target.path.stem) | _words(info.family))
     return (

@@ -11,8 +11,8 @@ __all__ = ["estimate_acceptance_rate", "estimate_head_speedup", "estimate_speedu
 # 10 in size. The estimate for the demo models is 0.80 and their measured rate 0.75.
 _RATE_AT_EQUAL_SIZE, _RATE_PER_DECADE = 0.86, 0.08
 _MIN_RATE, _MAX_RATE = 0.3, 0.95
-# Assumed acceptance rate of heads. AngelSlim's EAGLE-3 heads for Qwen 3 reach 1.99 tokens per pass of the target
-# with drafts of two tokens (their published benchmarks), which is a rate of 0.62.
+# Assumed acceptance rate of heads. AngelSlim's EAGLE-3 head for Qwen 3 8B reaches 1.99 tokens per pass of the
+# target with drafts of two tokens (its published benchmark), which is a rate of 0.62.
 _HEAD_RATE = 0.62
 # Cost of verifying one more token in the same pass, as a multiple of a single-token pass of the target.
 # Measured with F16 weights on a 2-core CPU.

@@ -16,7 +16,7 @@ __all__ = ["convert_once", "converted_path", "prepare_head"]
 def converted_path(folder: Path, target: Path) -> Path:
     """Return where the GGUF version of a head is saved, whether or not it exists.
 
-    It is used until a file in the folder of the head changes. Raises ModelFileError if the folder is unreadable.
+    The path changes with the files in the folder. Raises ModelFileError if the folder cannot be read.
     """
     try:
         stamps = [

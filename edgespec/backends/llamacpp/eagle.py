@@ -143,7 +143,7 @@ def estimate_eagle_head(path: Path, context_tokens: int) -> MemoryEstimate:
 
 
 def estimate_unconverted_head(folder: Path, context_tokens: int) -> MemoryEstimate:
-    """Return approximately the memory that a head will use once it is converted to GGUF. Raises ModelFileError."""
+    """Estimate the memory that a head will use once it is converted to GGUF. Raises ModelFileError."""
     info = read_mlx_info(folder)
     return MemoryEstimate(
         context_tokens,
