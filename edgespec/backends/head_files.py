@@ -9,15 +9,26 @@ from edgespec.backends.model_info import ModelInfo
 from edgespec.backends.registry import format_at
 from edgespec.errors import ModelFileError
 
-__all__ = ["head_at", "method_of", "why_not_made_for"]
+__all__ = ["drafts_in_one_pass", "head_at", "method_of", "why_not_made_for"]
 
 # The methods by the first word of the names in `ModelInfo.heads`.
 _METHODS = {"MTP": "mtp", "EAGLE": "eagle", "DFlash": "dflash", "Medusa": "medusa", "Hydra": "hydra"}
+# The same for heads that draft several tokens in one pass.
+_ONE_PASS = ("DFlash", "Medusa")
 
 
 def method_of(kind: str) -> str:
     """Return the method that drafts with a kind of head, such as `EAGLE-3`. Empty if there is none."""
-    return _METHODS.get(kind.replace("-", " ").replace(",", " ").split()[0], "")
+    return _METHODS.get(_first_word(kind), "")
+
+
+def drafts_in_one_pass(kind: str) -> bool:
+    """Return whether a kind of head drafts several tokens in one pass, instead of one token in each."""
+    return _first_word(kind) in _ONE_PASS
+
+
+def _first_word(kind: str) -> str:
+    return kind.replace("-", " ").replace(",", " ").split()[0]
 
 
 def head_at(path: Path) -> Head:

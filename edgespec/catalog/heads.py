@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Literal, TypeAlias
 
 from edgespec.backends.base import Head
-from edgespec.backends.head_files import method_of, why_not_made_for
+from edgespec.backends.head_files import drafts_in_one_pass, method_of, why_not_made_for
 from edgespec.backends.model_info import ModelInfo
-from edgespec.backends.registry import format_at, same_backend
-from edgespec.catalog.catalogue import HeadEntry, load_catalogue
+from edgespec.backends.registry import FileFormat, format_at, same_backend
+from edgespec.catalog.catalogue import HeadEntry, ModelEntry, load_catalogue
 from edgespec.catalog.head_reference import cached_head, refused_model
 from edgespec.catalog.installed import model_info_or_none
 from edgespec.catalog.metadata_cache import MetadataCache
@@ -30,7 +30,14 @@ from edgespec.files import format_bytes
 from edgespec.method_names import HEADS
 from edgespec.prepare.head import convert_once, converted_path
 
-__all__ = ["HeadOption", "choose_heads", "describe_choice", "head_options", "named_head"]
+__all__ = [
+    "HeadOption",
+    "choose_heads",
+    "describe_choice",
+    "head_options",
+    "named_head",
+    "published_heads",
+]
 
 Source: TypeAlias = Literal["named", "beside", "catalogue", "target"]
 
@@ -86,11 +93,13 @@ class HeadOption:
 
     @property
     def expectation(self) -> str:
-        """The size and the expected speed-up, as text for messages."""
-        size = [format_bytes(self.size_bytes)] if self.size_bytes else []
-        speedup = [f"expected speed-up {self.speedup:.1f}x, estimated from its size"] if self.speedup else []
-        published = [self.published] if self.published else []
-        return "; ".join([*size, *speedup, *published, "not measured on this machine"])
+        """The size and the expected speed-up, as text for messages. Empty if both are unknown."""
+        size = format_bytes(self.size_bytes) if self.size_bytes else ""
+        if not self.speedup:
+            return size
+        basis = "estimated from its size, not measured on this machine"
+        published = f"; {self.published}" if self.published else ""
+        return f"{size}, expected speed-up {self.speedup:.1f}x ({basis}{published})"
 
 
 def head_options(target: Resolved, metadata: MetadataCache) -> list[HeadOption]:
@@ -112,6 +121,14 @@ def head_options(target: Resolved, metadata: MetadataCache) -> list[HeadOption]:
     options += [_published(entry, target, info, metadata) for entry in published]
     metadata.save()
     return sorted(options, key=lambda option: _preference(option, target, info))
+
+
+def published_heads(entry: ModelEntry) -> list[HeadOption]:
+    """Return the published heads for a catalogue model that is not on this machine."""
+    return [
+        _not_downloaded(head, entry.file_format, entry.approximate_file_bytes)
+        for head in load_catalogue().heads_for(entry)
+    ]
 
 
 def named_head(
@@ -139,7 +156,7 @@ def named_head(
     head = Head(method_of(kind), None if is_own else found.path)
     option = HeadOption(found.name, kind, head, "named", 0 if is_own else info.size_bytes)
     convertible = not is_own and _is_convertible(found.path, target)
-    checked = _checked(option, target, target_info, info, is_converted=convertible)
+    checked = _checked(option, target, target_info, info, will_convert=convertible)
     if checked.problem:
         raise CapabilityError(
             f"the head {found.name} cannot draft for {target.name}: {checked.problem}",
@@ -202,30 +219,48 @@ def _installed(
         return None
     head = Head(method_of(kind), _converted(path, target) or path)
     option = HeadOption(
-        reference, kind, head, source, head_info.size_bytes, _speedup(head_info.size_bytes, info)
+        reference,
+        kind,
+        head,
+        source,
+        head_info.size_bytes,
+        _speedup(kind, head_info.size_bytes, info.pass_bytes),
     )
     return _checked(option, target, info, head_info)
 
 
 def _published(entry: HeadEntry, target: Resolved, info: ModelInfo, metadata: MetadataCache) -> HeadOption:
-    published = (
-        f"{entry.published_speedup:.1f}x according to its publisher, on {entry.published_on}"
-        if entry.published_speedup
-        else ""
-    )
+    """Return a head of the catalogue, with details from its files if it is on this machine."""
     path = cached_head(entry)
     option = _installed(path, entry.name, "catalogue", target, info, metadata) if path else None
     if option is None:
-        size = entry.approximate_file_bytes
-        option = HeadOption(
-            entry.name, entry.kind, None, "catalogue", size, _speedup(size, info), entry.problem
-        )
-        option = _checked(option, target, info, None)
-    return replace(option, published=published)
+        return _not_downloaded(entry, target.file_format, info.pass_bytes)
+    return replace(option, published=_published_speedup(entry))
 
 
-def _speedup(size_bytes: int, target: ModelInfo) -> float:
-    return estimate_head_speedup(size_bytes / target.pass_bytes) if target.pass_bytes else 0.0
+def _not_downloaded(entry: HeadEntry, form: FileFormat, target_bytes: int) -> HeadOption:
+    return HeadOption(
+        entry.name,
+        entry.kind,
+        None,
+        "catalogue",
+        entry.approximate_file_bytes,
+        _speedup(entry.kind, entry.approximate_file_bytes, target_bytes),
+        entry.problem or _why_not_yet(entry.kind, form),
+        _published_speedup(entry),
+    )
+
+
+def _published_speedup(entry: HeadEntry) -> str:
+    if not entry.published_speedup:
+        return ""
+    return f"its publisher measured {entry.published_speedup:.1f}x on {entry.published_on}"
+
+
+def _speedup(kind: str, head_bytes: int, target_bytes: int) -> float:
+    if not target_bytes:
+        return 0.0
+    return estimate_head_speedup(head_bytes / target_bytes, one_pass=drafts_in_one_pass(kind))
 
 
 def _checked(
@@ -234,7 +269,7 @@ def _checked(
     info: ModelInfo,
     head: ModelInfo | None,
     *,
-    is_converted: bool = False,
+    will_convert: bool = False,
 ) -> HeadOption:
     """Return the option with the reason why edgespec cannot draft with the head, if there is one.
 
@@ -243,26 +278,32 @@ def _checked(
         target: The target.
         info: The target's metadata.
         head: The head's metadata, or None if they are not known.
-        is_converted: Whether the head will be converted to the target's format.
+        will_convert: Whether the head will be converted to the target's format.
     """
     mismatch = why_not_made_for(head, info) if head else ""
     if mismatch:
         return replace(option, fits=False, problem=f"it was made for another model: {mismatch}")
-    return replace(option, problem=option.problem or _why_not_yet(option, target, is_converted=is_converted))
+    problem = _why_not_yet(option.kind, target.file_format)
+    return replace(option, problem=problem or ("" if will_convert else _why_unreadable(option, target)))
 
 
-def _why_not_yet(option: HeadOption, target: Resolved, *, is_converted: bool) -> str:
-    form = target.file_format
-    if option.method not in HEADS:
-        return f"edgespec does not support {option.kind} heads yet"
-    if option.method not in form.head_methods:
-        return f"edgespec does not support {option.kind} heads with this model's format ({form.label}) yet"
+def _why_not_yet(kind: str, form: FileFormat) -> str:
+    """Return why edgespec cannot draft with a kind of head for a target, judging by the target's format."""
+    if method_of(kind) not in HEADS:
+        return f"edgespec does not support {kind} heads yet"
+    if method_of(kind) not in form.head_methods:
+        return f"edgespec does not support {kind} heads with this model's format ({form.label}) yet"
+    return ""
+
+
+def _why_unreadable(option: HeadOption, target: Resolved) -> str:
+    """Return why the target's backend cannot read the head's files, or an empty string."""
     path = option.head.path if option.head else None
-    if path is None or is_converted or same_backend(format_at(path).name, target.format):
+    if path is None or same_backend(format_at(path).name, target.format):
         return ""
     if _is_convertible(path, target):
         return f"it has not been converted to GGUF yet; --head {shlex.quote(option.reference)} converts it"
-    return f"its files are in a format that does not work with {form.label}"
+    return f"its files are in a format that does not work with {target.file_format.label}"
 
 
 def _is_convertible(path: Path, target: Resolved) -> bool:

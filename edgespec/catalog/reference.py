@@ -6,7 +6,6 @@ import difflib
 import os
 import stat
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -300,9 +299,8 @@ def _check_folder(folder: Path, missing_from_folder: Callable[[Path], list[str]]
     missing = missing_from_folder(folder)
     if not missing:
         return
-    with suppress(ModelFileError):
-        if format_at(folder).read_info(folder).kind == "head":
-            raise refused_head(str(folder))
+    if _is_head(folder):
+        raise refused_head(str(folder))
     shown = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
     if "config.json" not in missing or any(folder.glob("*.safetensors")):
         what = "a folder with an incomplete MLX model"
@@ -313,6 +311,13 @@ def _check_folder(folder: Path, missing_from_folder: Callable[[Path], list[str]]
     if models := _models_in(folder):
         hint = f"use the path of {'the' if len(models) == 1 else 'a'} GGUF file in it: {folder / models[0]}"
     raise ModelFileError(f"{folder} is {what}: it lacks {shown}", hint)
+
+
+def _is_head(folder: Path) -> bool:
+    try:
+        return format_at(folder).read_info(folder).kind == "head"
+    except ModelFileError:
+        return False
 
 
 def _models_in(folder: Path) -> list[str]:

@@ -63,10 +63,18 @@ def estimate_speedup(
     return best
 
 
-def estimate_head_speedup(step_cost: float) -> float:
+def estimate_head_speedup(step_cost: float, *, one_pass: bool) -> float:
     """Return the expected speed-up of a head over plain decoding, with an assumed acceptance rate.
 
     Args:
         step_cost: Time for one pass of the head, as a fraction of a single-token pass of the target.
+        one_pass: Whether the head drafts all tokens in one pass.
     """
+    if one_pass:
+        return estimate_speedup(
+            0.0,
+            0.0,
+            acceptance_rate=_HEAD_RATE,
+            pass_cost=lambda width: step_cost + _assumed_pass_cost(width),
+        )
     return estimate_speedup(0.0, step_cost, acceptance_rate=_HEAD_RATE)
