@@ -33,6 +33,7 @@ from importlib.metadata import PackageNotFoundError, version
 from itertools import product
 from pathlib import Path
 from time import monotonic
+from typing import Literal
 
 import psutil
 
@@ -42,6 +43,7 @@ from edgespec.assembly.pairing import ModelPair, find_pair
 from edgespec.errors import EdgespecError, OptionError
 from edgespec.files import replace_when_written
 from edgespec.losslessness import Prompt, prompt_tokens, read_prompts
+from edgespec.method_names import HEADS
 from scripts.bench_busy import other_program
 from scripts.peers.configurations import GRID, Configuration, parse, rotated_order, server_flags
 from scripts.peers.figures import MeasuredReply
@@ -51,6 +53,7 @@ from scripts.peers.replies import GenerationOptions
 from scripts.peers.report import EDGESPEC, report
 from scripts.peers.worker import EdgespecProgram, MlxLmProgram, Worker
 
+TREES = "/trees"
 MLX_GRID = "none,draft:1,draft:2,draft:3,draft:4,draft:6,draft:8"
 
 
@@ -127,6 +130,9 @@ def _arguments() -> argparse.Namespace:
     )
     parser.add_argument("--target", default="demo", help="a GGUF file or an MLX folder (default: demo)")
     parser.add_argument("--draft", default="auto", help="the draft model, or none (default: auto)")
+    parser.add_argument(
+        "--head", help="a GGUF head for the configurations mtp, eagle and dflash, and for auto"
+    )
     parser.add_argument("--llama-server", type=Path, help="the llama-server binary, for a GGUF target")
     parser.add_argument(
         "--grid",
@@ -135,7 +141,8 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument(
         "--methods",
         default="none,model:2,model:4,model:8,suffix,auto",
-        help="edgespec methods, each with an optional draft length (default: %(default)s)",
+        help="edgespec methods, each with an optional draft length, and with /trees for drafts that branch,"
+        " such as eagle/trees (default: %(default)s)",
     )
     parser.add_argument("--acceptance", default="invariant")
     parser.add_argument("--temperatures", default="0,0.8")
@@ -196,7 +203,7 @@ def _mlx_lm_contestants(args: argparse.Namespace, target: str, draft: str | None
 def _server_contestants(args: argparse.Namespace, target: str, draft: str | None) -> Iterator[Contestant]:
     default_grid = ",".join(name for name in GRID.split(",") if draft or "draft:" not in name)
     for name in (args.grid or default_grid).split(","):
-        flags = server_flags(name, draft)
+        flags = server_flags(name, draft, args.head)
         make = partial(LlamaServer, args.llama_server, [*_common_flags(args, target), *flags])
         yield Contestant(Configuration("llama-server", name), make, " ".join(flags))
 
@@ -214,12 +221,25 @@ def _common_flags(args: argparse.Namespace, target: str) -> list[str]:
 
 def _edgespec_contestants(args: argparse.Namespace, target: str, draft: str | None) -> Iterator[Contestant]:
     for name in args.methods.split(","):
-        method, length = parse(name)
-        # Pass the draft model only to methods that use it, because the others would load it too.
-        used_draft = draft if method == "auto" or "model" in method.split("+") else None
+        method, length = parse(name.removesuffix(TREES))
+        # Pass the draft model and the head only to methods that use them, because the others would load them
+        # too.
+        drafters = {*method.split("+")}
+        used_draft = draft if drafters & {"auto", "model"} else None
+        head = args.head if drafters & {"auto", *HEADS} else None
+        branches: Literal["auto"] | tuple[()] = "auto" if name.endswith(TREES) else ()
         kv_type = args.kv_type or "auto"
         program = EdgespecProgram(
-            target, used_draft or "none", method, length, args.acceptance, args.context, args.threads, kv_type
+            target,
+            used_draft or "none",
+            head,
+            method,
+            length,
+            branches,
+            args.acceptance,
+            args.context,
+            args.threads,
+            kv_type,
         )
         settings = ", ".join(f"{key}={value}" for key, value in vars(program).items() if value)
         yield Contestant(Configuration(EDGESPEC, name), partial(Worker, program), settings)

@@ -196,22 +196,39 @@ def _find_draft(
     )
 
 
-def try_pair(pair: ModelPair, options: LoadOptions, progress: Progress | None) -> str:
-    """Check in a child process that the models can be loaded, because damaged files can crash a process.
+def try_pair(pair: ModelPair, options: LoadOptions, progress: Progress | None) -> tuple[ModelPair, str]:
+    """Check in a child process that the models and heads can be loaded, because damaged files can crash it.
 
     Reads only the metadata of models larger than the memory limit in `options`. Raises the same errors as
-    `check_loadable`.
+    `check_loadable`, except for heads that the user did not name.
 
     Returns:
-        A notice for the user if the check could not be made, or an empty string.
+        The pair, without heads that crash the process, and notices for the user.
     """
     models = []
+    target_runs = False
     for found in filter(None, (pair.target, pair.draft)):
         with suppress(OSError, ModelFileError):
             size_bytes = sum(file.stat().st_size for file in found.file_format.files(found.path))
             runs = options.memory_bytes is None or size_bytes <= options.memory_bytes
+            target_runs = target_runs or (runs and found is pair.target)
             models.append(TrialModel(found.name, found.path, found.file_format, runs))
-    return check_loadable(models, progress)
+    notice = check_loadable(models, progress)
+    if not target_runs:
+        return pair, notice
+    target, heads, failures = pair.target, [], []
+    for option in pair.heads:
+        trial = TrialModel(target.name, target.path, target.file_format, True, option.head)
+        try:
+            notice = check_loadable([trial], progress) or notice
+            heads.append(option)
+        except ModelFileError as error:
+            if option.source == "named":
+                raise
+            failures.append(error.what)
+    if failures:
+        pair = replace(pair, heads=tuple(heads), why_no_head="; ".join(failures), why_heads="")
+    return pair, " · ".join(filter(None, (notice, *failures)))
 
 
 def load_target(pair: ModelPair, options: LoadOptions, progress: Progress | None) -> LanguageModel:

@@ -20,10 +20,12 @@ GRID = (
     "ngram-simple:3:8,ngram-map-k:3:8,ngram-map-k4v:3:8,ngram-mod:4:8,ngram-simple:3:8+draft:4"
 )
 
+# Methods with a model of their own, and the names that llama-server has for them.
+_MODELS = {"draft": "draft-simple", "mtp": "draft-mtp", "eagle": "draft-eagle3", "dflash": "draft-dflash"}
 _MAPS = ("ngram-simple", "ngram-map-k", "ngram-map-k4v")
 _HINT = (
-    "give none, draft:LENGTH, ngram-cache, or one of ngram-simple, ngram-map-k, ngram-map-k4v and ngram-mod"
-    " with or without :LOOKUP:LENGTH"
+    "give none, draft:LENGTH, mtp:LENGTH, eagle:LENGTH, dflash:LENGTH, ngram-cache, or one of ngram-simple,"
+    " ngram-map-k, ngram-map-k4v and ngram-mod with or without :LOOKUP:LENGTH"
 )
 
 T = TypeVar("T")
@@ -64,33 +66,40 @@ def rotated_order(items: Sequence[T], index: int) -> list[T]:
     return rotated if index % 2 == 0 else rotated[::-1]
 
 
-def server_flags(name: str, draft: str | None) -> list[str]:
+def server_flags(name: str, draft: str | None, head: str | None = None) -> list[str]:
     """Return the flags of llama-server for a configuration.
 
     Args:
         name: Name of the configuration. `+` combines several methods.
         draft: Path of the draft model, or None.
+        head: Path of the head, or None. `mtp` then uses the head in the target's own file.
 
     Raises:
-        OptionError: llama-server has no such configuration, or a draft model is missing.
+        OptionError: llama-server has no such configuration, or the draft model or head is missing.
     """
     if name == "none":
         return []
     kinds, flags = [], []
     for part in name.split("+"):
         kind, *sizes = part.split(":")
-        kinds.append("draft-simple" if kind == "draft" else kind)
-        flags += _part_flags(part, kind, sizes, draft)
+        kinds.append(_MODELS.get(kind, kind))
+        flags += _part_flags(part, kind, sizes, draft if kind == "draft" else head)
     return ["--spec-type", ",".join(kinds), *flags]
 
 
-def _part_flags(part: str, kind: str, sizes: list[str], draft: str | None) -> list[str]:
+def _part_flags(part: str, kind: str, sizes: list[str], model: str | None) -> list[str]:
     if not all(re.fullmatch(r"[1-9]\d*", size) for size in sizes):
         raise OptionError(f"{part!r} has an invalid size", _HINT)
-    if kind == "draft" and len(sizes) == 1:
-        if draft is None:
-            raise OptionError(f"{part!r} needs a draft model", "give --draft FILE")
-        return ["--spec-draft-model", draft, "--spec-draft-n-max", *sizes]
+    if kind in _MODELS and len(sizes) == 1:
+        length = ["--spec-draft-n-max", *sizes]
+        if model is None and kind == "mtp":
+            return length
+        if model is None:
+            raise OptionError(
+                f"{part!r} needs a {'draft model' if kind == 'draft' else 'head'}",
+                "give --draft FILE or --head FILE",
+            )
+        return ["--spec-draft-model", model, *length]
     if (kind == "ngram-cache" or kind == "ngram-mod" or kind in _MAPS) and not sizes:
         return []
     if kind in _MAPS and len(sizes) == 2:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Literal, Protocol, TypeAlias
 
 from edgespec.errors import EdgespecError
 from scripts.peers.replies import GenerationOptions, Run
@@ -32,8 +32,10 @@ class EdgespecProgram:
 
     target: str
     draft: str
+    head: str | None
     method: str
     draft_length: int | None
+    draft_branches: Literal["auto"] | tuple[()]
     acceptance: str
     context: int
     threads: int | None

@@ -69,6 +69,10 @@ def test_server_flags_follow_from_the_name_of_the_configuration() -> None:
     assert server_flags("ngram-mod:4:8", None)[2:] == [
         *("--spec-ngram-mod-n-match", "4", "--spec-ngram-mod-n-min", "1", "--spec-ngram-mod-n-max", "8")
     ]
+    assert server_flags("eagle:4", "d.gguf", "h.gguf") == [
+        *("--spec-type", "draft-eagle3", "--spec-draft-model", "h.gguf", "--spec-draft-n-max", "4"),
+    ]
+    assert server_flags("mtp:2", None) == ["--spec-type", "draft-mtp", "--spec-draft-n-max", "2"]
     flags = [tuple(server_flags(name, "d.gguf")) for name in GRID.split(",")]
     assert len(set(flags)) == len(flags)
 
@@ -100,6 +104,8 @@ def test_parse_splits_a_method_and_its_draft_length() -> None:
             parse(wrong)
     with pytest.raises(OptionError, match="draft model"):
         server_flags("draft:4", None)
+    with pytest.raises(OptionError, match="needs a head"):
+        server_flags("eagle:4", "d.gguf")
 
 
 def test_the_request_holds_the_tokens_and_turns_the_prompt_cache_off() -> None:

@@ -1,0 +1,261 @@
+"""Read the tensors in files that `torch.save` wrote (.bin, .pt and .pth) without executing them.
+
+These files are zip archives that contain a pickle, which is a program: Python's unpickler calls any function
+that the pickle names, and allocates as much memory as it asks for. This module interprets only the few
+instructions with which tensors are saved, calls no function by name, and rejects everything else.
+"""
+
+from __future__ import annotations
+
+import math
+import pickletools
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+from zipfile import ZIP_STORED, BadZipFile, ZipFile
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgespec.errors import ModelFileError
+from edgespec.files import error_reason, regular_file_bytes
+from edgespec.heads.stored_tensor import ITEM_BYTES, StoredTensor, decode_elements
+
+__all__ = ["read_pickled_tensors"]
+
+_STORAGES = {
+    "torch DoubleStorage": "F64", "torch FloatStorage": "F32", "torch HalfStorage": "F16",
+    "torch BFloat16Storage": "BF16", "torch LongStorage": "I64", "torch IntStorage": "I32",
+    "torch ShortStorage": "I16", "torch CharStorage": "I8", "torch ByteStorage": "U8",
+    "torch BoolStorage": "BOOL",
+}  # fmt: skip
+# Maximum size in bytes of the pickle, which does not include the data of the tensors. Published heads need a
+# few kilobytes.
+_MAX_PICKLE_BYTES = 2**20
+_MAX_DIMENSIONS = 8
+_DAMAGE = (
+    BadZipFile, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RuntimeError, EOFError,
+)  # fmt: skip
+
+
+class _Global(NamedTuple):
+    """A function or class that the pickle names, as `module name`. It is never imported."""
+
+    name: str
+
+
+class _Storage(NamedTuple):
+    """The data of one or several tensors.
+
+    Attributes:
+        entry: Name of the zip entry that holds the data.
+        elements: Number of elements.
+    """
+
+    entry: str
+    dtype: str
+    elements: int
+
+
+def read_pickled_tensors(path: Path) -> dict[str, StoredTensor]:
+    """Return the tensors in a file that `torch.save` wrote, by name.
+
+    The file must contain a dictionary. Its values that are not tensors are ignored.
+
+    Raises:
+        ModelFileError: The file is missing or damaged, or it contains anything but tensors and plain values.
+    """
+    try:
+        regular_file_bytes(path)
+        with ZipFile(path) as archive:
+            # Compressed entries could fill the memory. PyTorch does not compress any.
+            stored = {one.filename: one for one in archive.infolist() if one.compress_type == ZIP_STORED}
+            pickles = [name for name in stored if name.rpartition("/")[2] == "data.pkl"]
+            if len(pickles) != 1 or stored[pickles[0]].file_size > _MAX_PICKLE_BYTES:
+                raise ValueError("it has no data.pkl, or a very large one")
+            root = pickles[0].removesuffix("data.pkl")
+            order = stored.get(f"{root}byteorder")
+            if order and (order.file_size != len("little") or archive.read(order) != b"little"):
+                raise ValueError("its byte order is not little-endian")
+            sizes = {name: entry.file_size for name, entry in stored.items()}
+            value = _Interpreter(path, root, sizes).run(archive.read(pickles[0]))
+        if not isinstance(value, dict):
+            raise ValueError("it contains no dictionary of tensors")
+        return {name: one for name, one in value.items() if isinstance(one, StoredTensor)}
+    except OSError as error:
+        raise ModelFileError(f"{path} cannot be read: {error_reason(error)}", "download it again") from error
+    except _DAMAGE as error:
+        raise _damaged(path, error) from error
+
+
+def _damaged(path: Path, error: Exception) -> ModelFileError:
+    return ModelFileError(
+        f"{path} is damaged, or was not written by PyTorch 1.6 or later: {error}",
+        "download it again, or use a version in safetensors format",
+    )
+
+
+class _Interpreter:
+    """Interprets the instructions of a pickle that contains tensors.
+
+    Args:
+        path: The zip archive, for errors and for reading data.
+        root: Prefix of the archive's entries.
+        sizes: Sizes in bytes of the archive's uncompressed entries.
+    """
+
+    def __init__(self, path: Path, root: str, sizes: dict[str, int]) -> None:
+        self._path, self._root, self._sizes = path, root, sizes
+        self._stack: list[Any] = []
+        # Lengths of the stack at each MARK instruction.
+        self._marks: list[int] = []
+        self._memo: dict[int, Any] = {}
+
+    def run(self, program: bytes) -> Any:
+        argument: Any
+        for opcode, argument, _ in pickletools.genops(program):
+            match opcode.name:
+                case "PROTO" | "FRAME" | "STOP":
+                    pass
+                case "MARK":
+                    self._marks.append(len(self._stack))
+                case "EMPTY_DICT":
+                    self._stack.append({})
+                case "EMPTY_LIST":
+                    self._stack.append([])
+                case "EMPTY_TUPLE":
+                    self._stack.append(())
+                case "NONE":
+                    self._stack.append(None)
+                case "NEWTRUE" | "NEWFALSE":
+                    self._stack.append(opcode.name == "NEWTRUE")
+                case (
+                    "BININT"
+                    | "BININT1"
+                    | "BININT2"
+                    | "LONG1"
+                    | "BINFLOAT"
+                    | "BINUNICODE"
+                    | "SHORT_BINUNICODE"
+                ):
+                    self._stack.append(argument)
+                case "BINPUT" | "LONG_BINPUT":
+                    self._memo[argument] = self._stack[-1]
+                case "MEMOIZE":
+                    self._memo[len(self._memo)] = self._stack[-1]
+                case "BINGET" | "LONG_BINGET":
+                    self._stack.append(self._memo[argument])
+                case "TUPLE":
+                    self._stack.append(tuple(self._since_mark()))
+                case "TUPLE1" | "TUPLE2" | "TUPLE3":
+                    self._stack.append(tuple(self._pop_many(int(opcode.name[-1]))))
+                case "APPEND":
+                    self._append(self._pop_many(1))
+                case "APPENDS":
+                    self._append(self._since_mark())
+                case "SETITEM":
+                    self._set_items(self._pop_many(2))
+                case "SETITEMS":
+                    self._set_items(self._since_mark())
+                case "GLOBAL":
+                    self._stack.append(_Global(argument))
+                case "STACK_GLOBAL":
+                    self._stack.append(_Global(" ".join(self._pop_many(2))))
+                case "BINPERSID":
+                    self._stack.append(self._storage(self._stack.pop()))
+                case "REDUCE":
+                    function, arguments = self._pop_many(2)
+                    self._stack.append(self._call(function, arguments))
+                case "BUILD":
+                    # The attributes of a dictionary of tensors, such as the version of each module.
+                    self._stack.pop()
+                case _:
+                    raise self._refused(f"the instruction {opcode.name}")
+        (value,) = self._stack
+        return value
+
+    def _pop_many(self, count: int) -> list[Any]:
+        values = self._stack[len(self._stack) - count :]
+        if len(values) != count:
+            raise ValueError("an instruction lacks its operands")
+        del self._stack[len(self._stack) - count :]
+        return values
+
+    def _since_mark(self) -> list[Any]:
+        return self._pop_many(len(self._stack) - self._marks.pop())
+
+    def _append(self, values: list[Any]) -> None:
+        if type(container := self._stack[-1]) is not list:
+            raise ValueError("it appends values to something other than a list")
+        container.extend(values)
+
+    def _set_items(self, values: list[Any]) -> None:
+        if type(container := self._stack[-1]) is not dict:
+            raise ValueError("it sets items of something other than a dictionary")
+        # Other keys could take forever to hash, such as tuples that contain the same tuple many times.
+        if not all(isinstance(key, str) for key in values[::2]):
+            raise ValueError("a key of a dictionary is not a string")
+        container.update(zip(values[::2], values[1::2], strict=True))
+
+    def _storage(self, identity: Any) -> _Storage:
+        kind, storage, key, _, count = identity
+        if kind != "storage" or not isinstance(storage, _Global) or not isinstance(key, str):
+            raise self._refused("a reference to something other than the data of a tensor")
+        if storage.name not in _STORAGES:
+            raise self._refused(f"the type {storage.name.replace(' ', '.')}")
+        dtype, entry = _STORAGES[storage.name], f"{self._root}data/{key}"
+        if self._sizes[entry] != count * ITEM_BYTES[dtype]:
+            raise ValueError(f"{entry} has {self._sizes[entry]:,} bytes instead of {count:,} elements")
+        return _Storage(entry, dtype, count)
+
+    def _call(self, function: Any, arguments: Any) -> Any:
+        """Return what the function that the pickle names would return for these arguments."""
+        match function:
+            case _Global("collections OrderedDict") if arguments == ():
+                return {}
+            case _Global("torch._utils _rebuild_parameter"):
+                return arguments[0]
+            case _Global("torch._utils _rebuild_tensor_v2"):
+                storage, offset, shape, strides, *_ = arguments
+                return self._tensor(storage, offset, tuple(shape), tuple(strides))
+            case _Global(name):
+                raise self._refused(f"a call of {name.replace(' ', '.')}")
+        raise self._refused("a call of an object")
+
+    def _tensor(
+        self, storage: Any, offset: Any, shape: tuple[Any, ...], strides: tuple[Any, ...]
+    ) -> StoredTensor:
+        numbers = (offset, *shape, *strides)
+        if not isinstance(storage, _Storage) or not all(type(number) is int for number in numbers):
+            raise ValueError("a tensor has no data or shape")
+        if len(shape) > _MAX_DIMENSIONS or min(numbers) < 0 or math.prod(shape) > storage.elements:
+            raise ValueError("a tensor is larger than its data")
+        last = offset + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+        if 0 not in shape and last >= storage.elements:
+            raise ValueError("a tensor is larger than its data")
+        read = partial(self._read, storage, offset, shape, strides)
+        return StoredTensor(storage.dtype, shape, read)
+
+    def _read(
+        self, storage: _Storage, offset: int, shape: Sequence[int], strides: Sequence[int]
+    ) -> NDArray[Any]:
+        try:
+            with ZipFile(self._path) as archive:
+                elements = decode_elements(archive.read(storage.entry), storage.dtype)
+            size = elements.itemsize
+            return np.lib.stride_tricks.as_strided(
+                elements[offset:], shape, [stride * size for stride in strides], writeable=False
+            )
+        except OSError as error:
+            raise ModelFileError(
+                f"{self._path} cannot be read: {error_reason(error)}", "download it again"
+            ) from error
+        except _DAMAGE as error:
+            raise _damaged(self._path, error) from error
+
+    def _refused(self, what: str) -> ModelFileError:
+        return ModelFileError(
+            f"{self._path} contains more than tensors: {what}. edgespec does not execute files that it loads",
+            "use a version in safetensors format",
+        )

@@ -1,0 +1,51 @@
+"""A tensor in a file, whose data is read on request."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["ITEM_BYTES", "StoredTensor", "decode_elements"]
+
+_DTYPES = {
+    "F64": np.float64, "F32": np.float32, "F16": np.float16, "I64": np.int64, "I32": np.int32,
+    "I16": np.int16, "I8": np.int8, "U8": np.uint8, "BOOL": np.bool_,
+}  # fmt: skip
+# Size of an element in bytes, by the names that safetensors uses for data types.
+ITEM_BYTES = {**{name: np.dtype(kind).itemsize for name, kind in _DTYPES.items()}, "BF16": 2}
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """The data type and shape of a tensor in a file, and a function that reads it.
+
+    Attributes:
+        dtype: Name of the data type in safetensors files, such as `BF16`.
+        read: Returns the tensor, with BF16 elements widened to float32. Raises ModelFileError if the file is
+            damaged.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    read: Callable[[], NDArray[Any]] = field(repr=False, compare=False)
+
+    @property
+    def size_bytes(self) -> int:
+        return math.prod(self.shape) * ITEM_BYTES[self.dtype]
+
+    @property
+    def is_floating(self) -> bool:
+        return "F" in self.dtype
+
+
+def decode_elements(data: bytes | memoryview | NDArray[np.uint8], dtype: str) -> NDArray[Any]:
+    """Return the elements [n] that `data` holds in little-endian order. BF16 is widened to float32."""
+    if dtype == "BF16":
+        # BF16 is the upper half of float32.
+        return (np.frombuffer(data, "<u2").astype(np.uint32) << 16).view(np.float32)
+    return np.frombuffer(data, np.dtype(_DTYPES[dtype]).newbyteorder("<"))
