@@ -17,7 +17,7 @@ from safetensors.numpy import save_file
 import edgespec
 from edgespec.assembly.loading import always_draft
 from edgespec.backends import llamacpp
-from edgespec.backends.base import Head, LoadOptions
+from edgespec.backends.base import Head, LanguageModel, LoadOptions
 from edgespec.backends.hidden_state_log import HiddenStateLog
 from edgespec.backends.llamacpp import state_taps
 from edgespec.backends.llamacpp.eagle import EagleHead
@@ -64,7 +64,7 @@ def target(files: Files) -> Iterator[LlamaCppModel]:
     model.close()
 
 
-def head_of(target: LlamaCppModel, path: Path) -> EagleHead:
+def head_of(target: LanguageModel, path: Path) -> EagleHead:
     head = target.self_draft(Head("eagle", path))
     assert isinstance(head, EagleHead)
     return head

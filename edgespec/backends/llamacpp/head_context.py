@@ -63,6 +63,12 @@ class HeadContext(LlamaContext):
         assert api is not None
         api.set_embeddings_nextn(self._context, True, True)
 
+    def select_mtp_layer(self, layer: int) -> None:
+        """Run this MTP layer from the next pass on, counted from 0."""
+        api = staging_api()
+        assert api is not None
+        api.set_nextn_layer_offset(self._context, layer)
+
     def run_pairs(
         self,
         tokens: Sequence[int],

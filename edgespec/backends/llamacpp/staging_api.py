@@ -36,6 +36,7 @@ class StagingApi:
         get_embeddings_layer_inp: Returns the address of these inputs, float32 [tokens, embedding size].
         set_embeddings_nextn: Makes the context of a head copy its hidden states in every pass.
         get_embeddings_nextn: Returns the address of these hidden states, float32 [tokens, embedding size].
+        set_nextn_layer_offset: Chooses which layer for multi-token prediction a context runs.
         model_target_layer_ids: Returns the target's layers whose inputs a head reads.
         model_target_layer_ids_n: Returns the number of these layers.
     """
@@ -44,6 +45,7 @@ class StagingApi:
     get_embeddings_layer_inp: Callable[[Any, int], int]
     set_embeddings_nextn: Callable[[Any, bool, bool], None]
     get_embeddings_nextn: Callable[[Any], int]
+    set_nextn_layer_offset: Callable[[Any, int], None]
     model_target_layer_ids: Callable[[Any], Any]
     model_target_layer_ids_n: Callable[[Any], int]
 
@@ -59,6 +61,7 @@ def staging_api() -> StagingApi | None:
         ("_Z30llama_get_embeddings_layer_inpP13llama_contextj", pointer, pointer, number),
         ("_Z26llama_set_embeddings_nextnP13llama_contextbb", None, pointer, flag, flag),
         ("_Z26llama_get_embeddings_nextnP13llama_context", pointer, pointer),
+        ("_Z28llama_set_nextn_layer_offsetP13llama_contexti", None, pointer, ctypes.c_int32),
         ("_Z28llama_model_target_layer_idsPK11llama_model", ctypes.POINTER(ctypes.c_int32), pointer),
         ("_Z30llama_model_target_layer_ids_nPK11llama_model", number, pointer),
     ):
