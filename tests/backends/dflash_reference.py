@@ -21,10 +21,11 @@ def tensors_of(path: Path) -> dict[str, Array]:
 
 
 def norm(states: Array, weight: Array) -> Array:
-    return states / np.sqrt((states**2).mean(axis=-1, keepdims=True) + EPSILON) * weight
+    scales: Array = 1 / np.sqrt((states**2).mean(axis=-1, keepdims=True) + EPSILON)
+    return states * scales * weight
 
 
-def rotated(states: Array, positions: Sequence[int], base: float) -> Array:
+def rotated(states: Array, positions: NDArray[np.int64], base: float) -> Array:
     """Rotate each value together with that half a head further on."""
     half = HEAD_SIZE // 2
     angles = np.outer(positions, base ** (-np.arange(half) / half))[:, None]
@@ -62,7 +63,7 @@ def block_logits(
     """
     context = norm(states @ head["fc.weight"].T, head["enc.output_norm.weight"])
     hidden = embeddings[list(block)]
-    positions = np.arange(start, start + len(states) + len(block))
+    positions = np.arange(start, start + len(states) + len(block), dtype=np.int64)
     own = positions[len(states) :]
     layers = sum(name.endswith("attn_q.weight") for name in head)
     for layer in range(layers):
