@@ -31,7 +31,7 @@ from edgespec.engine.sampling import Sampler
 from edgespec.engine.sampling_params import SamplingParams
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import CapabilityError, EdgespecError, ModelFileError
-from tests.backends.dflash_reference import block_logits, markov_logits, tensors_of
+from tests.backends.dflash_reference import block_logits, markov_logits, published_tensors, tensors_of
 from tests.backends.head_histories import ROUNDS, Round, check_history, first_logits
 from tests.backends.tiny_models import WORDS, write_dflash, write_llama
 
@@ -104,7 +104,7 @@ def rows_of(head: DFlashHead, tree: TokenTree, tokens: list[int]) -> NDArray[np.
 @pytest.mark.parametrize("prompt", [5, 40])
 def test_drafts_equal_those_of_numpy(files: Files, target: LlamaCppModel, kind: str, prompt: int) -> None:
     tokens = [*range(10, 10 + prompt), TREE.tokens[0]]
-    options, tensors, own = KINDS[kind], tensors_of(files.heads[kind]), tensors_of(files.target)
+    options, tensors, own = KINDS[kind], published_tensors(files.heads[kind]), tensors_of(files.target)
     log = target.log_hidden_states(LAYERS)
     head = head_of(target, files.heads[kind])
     target.prefill(tokens[:-1])
@@ -112,7 +112,7 @@ def test_drafts_equal_those_of_numpy(files: Files, target: LlamaCppModel, kind: 
     block = block_logits(
         tensors,
         own["token_embd.weight"],
-        tensors.get("output.weight", own["output.weight"]),
+        tensors.get("lm_head.weight", own["output.weight"]),
         log.rows(0, prompt).astype(np.float64),
         [tokens[-1], *[MASK] * (BLOCK - 1)],
         causal="attention__causal" in options,
@@ -123,7 +123,7 @@ def test_drafts_equal_those_of_numpy(files: Files, target: LlamaCppModel, kind: 
     if "rank" in options:
         expected += [markov_logits(tensors, token) for token in TREE.tokens]
     if "drafted" in options:
-        drafted = tensors["d2t"].astype(np.int64)
+        drafted = tensors["d2t.weight"].astype(np.int64)
         assert not np.isfinite(np.delete(rows, drafted, axis=1)).any()
         rows = rows[:, drafted]
     assert np.abs(rows - expected).max() < 0.05
