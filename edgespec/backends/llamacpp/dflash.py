@@ -81,7 +81,9 @@ class DFlashHead(CachedHead):
         except BaseException:
             target.stop_logging(log)
             raise
-        capabilities = Capabilities(rollback=True, tree=True, max_draft_length=shape.draft_length)
+        capabilities = Capabilities(
+            rollback=True, tree=True, max_draft_length=shape.draft_length, drafts_in_one_pass=True
+        )
         super().__init__(target, weights, path, options, name, context, log, max_plan, capabilities)
         self._markov = MarkovHead(Path(path), self.vocabulary.size) if shape.has_markov else None
         # The logits of the last block, from the row on that predicts the token after the block's first.
