@@ -36,6 +36,7 @@ _SOURCES = {
     "lookahead": "parallel guesses",
     "lowbit": "a low-precision copy of the model",
     "model": "draft model",
+    "mtp": "the model's own layers for several tokens at once",
     "ngram": "repeated text",
     "suffix": "repeated text",
     "swift": "some layers of the model",

@@ -70,6 +70,9 @@ def check_history(
         elif what == "cut" and target.length > 4:
             target.truncate(2 + number % (target.length - 2))
             tokens = [*tokens[: target.length], *some(1)]
+            if not target.length:  # A recurrent target may have no earlier state.
+                tokens += some(2)
+                target.prefill(tokens[:-1])
         elif what == "resize" and target.length < 256:
             target.resize(256 + 256 * (number % 2))
     drafted = first_logits(head, cache, tokens)

@@ -168,7 +168,7 @@ class PairHead(CachedHead):
     ) -> None:
         capabilities = Capabilities(
             rollback=True,
-            tree=options.max_branches > 1,
+            tree=target.facts.capabilities.tree,
             max_width=context.max_width,
             max_branches=options.max_branches,
         )

@@ -54,6 +54,7 @@ def head_options(target: LlamaCppModel) -> LoadOptions:
         batch_tokens=BATCH_TOKENS,
         max_logit_rows=BATCH_TOKENS,
         kv_type="auto",
+        mtp=True,
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,7 @@ from edgespec.backends.llamacpp.kv_types import parse_kv_types
 from edgespec.backends.llamacpp.loading import describe, load_weights, threads_for
 from edgespec.backends.llamacpp.metadata import vocabulary_size
 from edgespec.backends.llamacpp.mtp import load_mtp_head
+from edgespec.backends.llamacpp.mtp_files import unloaded_bytes
 from edgespec.backends.llamacpp.native import library
 from edgespec.backends.llamacpp.probe import probe
 from edgespec.backends.llamacpp.resizing import cache_variant, initial_plan, rebuild_context
@@ -79,8 +81,10 @@ class LlamaCppModel(GgufModel):
             self.probe_result = result = probe(context, weights, options)
             cells = KvCells(context, options.max_branches, replays=result.replays)
             super().__init__([weights], [cells], max_plan, options)
+            facts = describe(weights, path, name, max_plan, self.vocabulary, result)
             self.facts: ModelFacts = replace(
-                describe(weights, path, name, max_plan, self.vocabulary, result),
+                facts,
+                weight_bytes=facts.weight_bytes - (0 if options.mtp else unloaded_bytes(Path(path))),
                 context_tokens=plan.tokens,
                 kv_bytes=plan.kv_bytes,
                 cache_variant=cache_variant(weights, max_plan),
@@ -123,6 +127,7 @@ class LlamaCppModel(GgufModel):
         self._check(0)
         if self._logs.states:
             self._logs.append(self.length, np.array([self._tree_states[node] for node in (0, *path)]))
+            self._tree_states = []
         kept_all = self.cells.commit(path)
         self._rollback_pending = self.probe_result.replays and not kept_all
 
@@ -136,6 +141,11 @@ class LlamaCppModel(GgufModel):
         super().remove_range(start, end)
         self._logs.clear()
 
+    def log_until(self, length: int) -> None:
+        if accepted := self._tree_states[: max(0, length - self.length)]:
+            self._logs.append(self.length, np.array(accepted))
+        self._logs.truncate(length)
+
     @property
     def context(self) -> LlamaContext:
         return self._context
@@ -148,7 +158,8 @@ class LlamaCppModel(GgufModel):
         try:
             self._context.tap_states(self._logs.states)
             if self._context.is_stale:
-                rebuild_context(self._context, self._context.plan, self.length)
+                plan, recurrent = self._context.plan, self._recurrent
+                rebuild_context(self._context, plan, self.length, recurrent=recurrent)
                 self._now_sized(self.facts.context_tokens, self.facts.kv_bytes)
             self._check_states_readable()
         except BaseException:
@@ -174,14 +185,14 @@ class LlamaCppModel(GgufModel):
         self._context.tap_states(self._logs.states)
 
     def _head(self, method: Head) -> CachedHead:
-        if method.method == "mtp":
-            return load_mtp_head(self, method.path)
         if method.method not in self.facts.capabilities.self_draft_methods:
             raise CapabilityError(
-                f"{self.facts.name} does not support heads for the method {method.method}, because it has"
-                " recurrent layers or this version of llama.cpp cannot run them",
+                f"{self.facts.name} does not support heads for the method {method.method}, because of its"
+                f" architecture {self.facts.architecture!r} or this version of llama.cpp",
                 "choose another method, such as model or suffix",
             )
+        if method.method == "mtp":
+            return load_mtp_head(self, method.path)
         assert method.path is not None
         return _HEAD_LOADERS[method.method](self, method.path)
 
@@ -202,6 +213,7 @@ class LlamaCppModel(GgufModel):
         self._checkpoints.restore(checkpoint)
         self.cells.length, self._rollback_pending = checkpoint.length, False
         self.cells.clear_round()
+        self._tree_states = []
 
     def resize(self, context_tokens: int) -> None:
         self._check(0)

@@ -1,4 +1,4 @@
-"""Draft with the multi-token prediction (MTP) layers that many models were trained with (arXiv 2412.19437)."""
+"""Draft with the multi-token prediction (MTP) layers that many models contain (arXiv 2412.19437)."""
 
 from __future__ import annotations
 
@@ -9,20 +9,23 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.backends.base import Head, LoadOptions
-from edgespec.backends.hidden_state_log import POST_NORM
+from edgespec.backends.base import LoadOptions
 from edgespec.backends.llamacpp.context import ContextPlan
 from edgespec.backends.llamacpp.context_planning import check_contexts_fit
 from edgespec.backends.llamacpp.head import PairHead
 from edgespec.backends.llamacpp.head_context import HeadContext
-from edgespec.backends.llamacpp.head_loading import check_finite, check_sizes, estimate_head, head_options
+from edgespec.backends.llamacpp.head_loading import (
+    check_finite,
+    check_sizes,
+    estimate_head,
+    head_options,
+    load_head_file,
+)
 from edgespec.backends.llamacpp.kv_types import KvTypes
-from edgespec.backends.llamacpp.loading import check_file, load_weights, threads_for
-from edgespec.backends.llamacpp.metadata import vocabulary_size
+from edgespec.backends.llamacpp.loading import check_file, threads_for
 from edgespec.backends.llamacpp.mtp_files import MtpLayers, check_same_model, read_mtp_layers
 from edgespec.backends.llamacpp.native import library
 from edgespec.backends.llamacpp.staging_api import staging_api
-from edgespec.backends.memory_check import check_weights_fit
 from edgespec.backends.memory_estimate import MemoryEstimate
 from edgespec.errors import CapabilityError
 
@@ -44,70 +47,58 @@ def load_mtp_head(target: LlamaCppModel, path: Path | None) -> MtpHead:
         ModelFileError: The file is damaged, or its logits are not finite.
         MemoryBudgetError: The head does not fit in memory.
     """
-    file, options = path or Path(target.facts.path), head_options(target)
+    file = path or Path(target.facts.path)
     layers = read_mtp_layers(file)
     if staging_api() is None:
         raise CapabilityError(
             "this version of llama.cpp cannot run MTP layers apart from the model",
             "install the version of llama-cpp-python that edgespec was tested with, or choose another method",
         )
-    if path is None and not target.options.mtp:
+    if path is None:
+        return _own_head(target, file, layers)
+    check_same_model(path, Path(target.facts.path), target.facts.name)
+
+    def make(weights: Any, options: LoadOptions, name: str) -> MtpHead:
+        n_embd = library().llama_model_n_embd
+        check_sizes(target, file, [("hidden states", n_embd(target.weights[0]), n_embd(weights))])
+        return MtpHead(target, weights, file, layers, options, name, owns_weights=True)
+
+    return load_head_file(target, path, target.facts.architecture, "a file with MTP layers", make)
+
+
+def _own_head(target: LlamaCppModel, path: Path, layers: MtpLayers) -> MtpHead:
+    """Return the head in the target's own file, whose weights are already loaded."""
+    if not target.options.mtp:
         raise CapabilityError(
             f"{target.facts.name} was loaded without its MTP layers",
             "load the model with --method mtp (in Python, use the option `method` or `methods`)",
         )
-    weights = target.weights[0] if path is None else _load_file(target, path, options)
+    options, name = head_options(target), f"the MTP layers of {target.facts.name}"
+    head = MtpHead(target, target.weights[0], path, layers, options, name, owns_weights=False)
     try:
-        head = MtpHead(target, weights, file, layers, options, owns_weights=path is not None)
-    except BaseException:
-        if path is not None:
-            library().llama_model_free(weights)
-        raise
-    try:
-        check_finite(head, file)
+        check_finite(head, path)
     except BaseException:
         head.close()
         raise
     return head
 
 
-def _load_file(target: LlamaCppModel, path: Path, options: LoadOptions) -> Any:
-    """Load a file that contains only MTP layers, the embeddings and the LM head. Return its llama_model."""
-    name = _name(target)
-    check_same_model(path, Path(target.facts.path), target.facts.name)
-    check_weights_fit(name, check_file(str(path)), options)
-    weights, own = load_weights(str(path), name, replace(options, mtp=True), None), target.weights[0]
-    try:
-        n_embd = library().llama_model_n_embd
-        check_sizes(
-            target,
-            path,
-            [
-                ("hidden states", n_embd(own), n_embd(weights)),
-                ("vocabularies", vocabulary_size(own), vocabulary_size(weights)),
-            ],
-        )
-    except BaseException:
-        library().llama_model_free(weights)
-        raise
-    return weights
-
-
-def _name(target: LlamaCppModel) -> str:
-    return f"the MTP head of {target.facts.name}"
-
-
-def estimate_mtp_head(head: Head, target: Path, context_tokens: int) -> MemoryEstimate:
+def estimate_mtp_head(path: Path | None, target: Path, context_tokens: int) -> MemoryEstimate:
     """Return the memory used by MTP layers and by the hidden states that are kept for them.
+
+    Args:
+        path: The file with the MTP layers, or None for those in the target's own file.
+        target: The target's file.
+        context_tokens: The size of the KV cache.
 
     Raises:
         CapabilityError: The file has no MTP layers that llama.cpp can run.
         ModelFileError: The file is missing or damaged.
     """
-    layers = read_mtp_layers(head.path or target)
+    layers = read_mtp_layers(path or target)
     return estimate_head(
         context_tokens,
-        weight_bytes=check_file(str(head.path)) if head.path else layers.weight_bytes,
+        weight_bytes=check_file(str(path)) if path else layers.weight_bytes,
         token_bytes=layers.token_bytes,
         vocabulary=layers.vocabulary,
         state_size=layers.state_size,
@@ -129,6 +120,7 @@ class MtpHead(PairHead):
         path: Path,
         layers: MtpLayers,
         options: LoadOptions,
+        name: str,
         *,
         owns_weights: bool,
     ) -> None:
@@ -137,13 +129,13 @@ class MtpHead(PairHead):
         check_contexts_fit([max_plan], check_file(str(path)) if owns_weights else 0, options)
         plan = max_plan.with_tokens(target.facts.context_tokens)
         context = HeadContext(weights, options, plan, threads_for(weights, options), mtp=True)
-        state = POST_NORM if layers.graph.reads_normed else library().llama_model_n_layer(target.weights[0])
+        state = layers.graph.state_before(library().llama_model_n_layer(target.weights[0]))
         try:
             log = target.log_hidden_states((state,))
         except BaseException:
             context.close()
             raise
-        super().__init__(target, weights, str(path), options, _name(target), context, log, max_plan)
+        super().__init__(target, weights, str(path), options, name, context, log, max_plan)
         if not owns_weights:
             self.facts = replace(self.facts, weight_bytes=layers.weight_bytes)
 
