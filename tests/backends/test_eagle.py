@@ -185,7 +185,7 @@ def test_a_head_drafts_the_same_without_llama_cpps_layer_taps(
         found.append(first_logits(head, HeadCache(head), tokens))
         head.close()
         target.close()
-        monkeypatch.setattr(state_taps, "staging_api", lambda: None)
+        monkeypatch.setattr(state_taps, "layer_input_api", lambda: None)
     assert np.array_equal(found[0], found[1])
 
 

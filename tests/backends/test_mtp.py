@@ -19,7 +19,7 @@ from edgespec.backends import llamacpp
 from edgespec.backends.base import Head, LanguageModel, LoadOptions
 from edgespec.backends.gguf_header import read_header
 from edgespec.backends.hidden_state_log import POST_NORM
-from edgespec.backends.llamacpp import context_planning, mtp, state_taps
+from edgespec.backends.llamacpp import context_planning, mtp, probe, state_taps
 from edgespec.backends.llamacpp.model import LlamaCppModel
 from edgespec.backends.llamacpp.mtp_files import read_mtp_layers
 from edgespec.backends.llamacpp.mtp_head import ChainedMtpHead
@@ -101,7 +101,7 @@ def test_heads_read_the_states_that_llama_cpp_defines(files: Files, monkeypatch:
     """They equal the named tensor of a pass after the final norm, or do after the norm is applied."""
     graph = read_mtp_layers(files.target).graph
     read = logged(files, graph.state_before(2))
-    monkeypatch.setattr(state_taps, "staging_api", lambda: None)
+    monkeypatch.setattr(state_taps, "nextn_api", lambda: None)
     normed = logged(files, POST_NORM)
     assert np.abs(normed).min(axis=1).all()
     if not graph.reads_normed:
@@ -365,8 +365,12 @@ def test_the_plan_counts_the_layers_once(files: Files) -> None:
 def test_llama_cpp_without_these_functions_does_not_draft(
     glm: Files, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(mtp, "staging_api", lambda: None)
+    for module in (mtp, probe):
+        monkeypatch.setattr(module, "nextn_api", lambda: None)
     target = glm.load()
-    with pytest.raises(CapabilityError, match="this version of llama.cpp cannot run MTP layers"):
+    assert "dflash" in target.facts.capabilities.self_draft_methods
+    with pytest.raises(CapabilityError, match="this version of llama.cpp"):
         head_of(target)
+    with pytest.raises(CapabilityError, match="this version of llama.cpp cannot run MTP layers"):
+        mtp.load_mtp_head(cast(LlamaCppModel, target), None)
     target.close()

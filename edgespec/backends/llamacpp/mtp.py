@@ -17,7 +17,7 @@ from edgespec.backends.llamacpp.loading import check_file
 from edgespec.backends.llamacpp.mtp_files import MtpLayers, check_same_model, read_mtp_layers
 from edgespec.backends.llamacpp.mtp_head import ChainedMtpHead, MtpHead
 from edgespec.backends.llamacpp.native import library
-from edgespec.backends.llamacpp.staging_api import staging_api
+from edgespec.backends.llamacpp.staging_api import nextn_api
 from edgespec.backends.memory_estimate import MemoryEstimate
 from edgespec.errors import CapabilityError
 
@@ -40,7 +40,7 @@ def load_mtp_head(target: LlamaCppModel, path: Path | None) -> MtpHead:
     """
     file = path or Path(target.facts.path)
     layers = read_mtp_layers(file)
-    if staging_api() is None:
+    if nextn_api() is None:
         raise CapabilityError(
             "this version of llama.cpp cannot run MTP layers apart from the model",
             "install the version of llama-cpp-python that edgespec was tested with, or choose another method",
