@@ -146,7 +146,7 @@ def find_pair(
             f"an adapter needs an MLX model, but {found.name} is not one",
             "omit --adapter, or use an MLX version of the model, such as 8b-mlx",
         )
-    found = _prepared_for_early_exit(found, drafting, found_draft is not None)
+    found = _prepared_for_early_exit(found, drafting, found_draft is not None or bool(heads.chosen))
     if not found_draft and DRAFT_MODEL_USERS & drafting.named_drafters:
         method = next(method for method in drafting.methods if DRAFT_MODEL_USERS & {*method.split("+")})
         raise OptionError(
@@ -162,11 +162,11 @@ def _check_is_model(found: Resolved, metadata: MetadataCache) -> None:
         raise refused_head(found.name)
 
 
-def _prepared_for_early_exit(found: Resolved, drafting: DraftingOptions, has_draft: bool) -> Resolved:
+def _prepared_for_early_exit(found: Resolved, drafting: DraftingOptions, has_drafter: bool) -> Resolved:
     if "layerskip" not in found.file_format.preparations:
         return found
     named = "layerskip" in drafting.named_drafters
-    automatic = "auto" in drafting.methods and not has_draft and find_valid_lowbit(found.path) is None
+    automatic = "auto" in drafting.methods and not has_drafter and find_valid_lowbit(found.path) is None
     prepared = find_prepared("layerskip", found.path) if named or automatic else None
     if prepared is None:
         return found
