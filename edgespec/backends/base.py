@@ -145,6 +145,7 @@ class Capabilities:
         reason: One-line explanation of a missing feature. Empty if nothing is missing.
         max_width: Maximum number of tokens in a verify pass.
         max_branches: Maximum number of leaves in a token tree.
+        max_draft_length: Maximum draft length. Limited for heads that predict a fixed number of tokens.
         self_draft_methods: Methods that `self_draft` supports: `layerskip` (EarlyExit), `lowbit` (LowBit),
             `swift` (SkippedLayers, for a `Skippable` model), and the methods of heads (Head).
         trainable: Whether the model implements `Trainable`, for online training as a draft model.
@@ -162,6 +163,7 @@ class Capabilities:
     reason: str = ""
     max_width: int = 1 << 20
     max_branches: int = 1 << 20
+    max_draft_length: int = 1 << 20
     self_draft_methods: frozenset[str] = frozenset()
     trainable: bool = False
     partial_truncate: bool = True
