@@ -53,7 +53,7 @@ def cannot(row: Row, column: Column, name: str) -> bool:
     if column.memory == "chunked":
         return row.method != "none"
     if row.head and column.memory != "recurrent":
-        return column != ("llama.cpp", "full")
+        return column.backend == "MLX" or (column.memory == "window" and "eagle" in row.drafters)
     if column.memory == "recurrent":
         return bool(row.head or row.branches or row.itself or row.learn)
     if column.backend == "llama.cpp":

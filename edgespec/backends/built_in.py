@@ -21,6 +21,7 @@ from edgespec.backends.pass_weights import PassWeights
 from edgespec.backends.registry import Backend, BenchmarkModels, ExitMeasurement, FileFormat
 from edgespec.backends.token_list import TokenList, tokens_of_folder, tokens_of_header
 from edgespec.errors import CapabilityError
+from edgespec.heads.residual_layout import RESIDUAL_METHODS
 
 if TYPE_CHECKING:
     from edgespec.backends.memory_estimate import MemoryEstimate, MemoryEstimator
@@ -62,10 +63,13 @@ def _write_gguf_benchmark(path: Path, type_name: str, size_bytes: int) -> PassWe
     return write_benchmark_model(path, type_name, size_bytes)
 
 
-def _estimate_gguf_head(head: Head, _target: Path, context_tokens: int) -> MemoryEstimate:
+def _estimate_gguf_head(head: Head, target: Path, context_tokens: int) -> MemoryEstimate:
     from edgespec.backends.llamacpp.eagle import estimate_eagle_head
+    from edgespec.backends.llamacpp.residual_target import estimate_gguf_residual_heads
 
     assert head.path is not None
+    if head.method in RESIDUAL_METHODS:
+        return estimate_gguf_residual_heads(head.path, target, context_tokens)
     return estimate_eagle_head(head.path, context_tokens)
 
 

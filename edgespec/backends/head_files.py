@@ -7,6 +7,7 @@ from pathlib import Path
 from edgespec.backends.base import Head
 from edgespec.backends.registry import format_at
 from edgespec.errors import ModelFileError
+from edgespec.heads.residual_layout import residual_head_method
 
 __all__ = ["head_at"]
 
@@ -16,6 +17,8 @@ _METHODS = {"MTP": "mtp", "EAGLE": "eagle", "DFlash": "dflash", "Medusa": "medus
 
 def head_at(path: Path) -> Head:
     """Return the head at a path. Raises ModelFileError if it contains no head, or is damaged."""
+    if method := residual_head_method(path):
+        return Head(method, path)
     info = format_at(path).read_info(path)
     for name in info.heads:
         if method := _METHODS.get(name.replace("-", " ").replace(",", " ").split()[0]):

@@ -31,9 +31,11 @@ __all__ = [
 
 _SOURCES = {
     "eagle": "EAGLE-3 head",
+    "hydra": "Hydra heads",
     "layerskip": "first layers of the model",
     "lookahead": "parallel guesses",
     "lowbit": "a low-precision copy of the model",
+    "medusa": "Medusa heads",
     "model": "draft model",
     "ngram": "repeated text",
     "suffix": "repeated text",

@@ -25,6 +25,7 @@ from edgespec.methods import DrafterSet
 from edgespec.prepare.layerskip import prepare_layerskip
 from edgespec.prepare.lowbit import prepare_lowbit
 from tests.backends.tiny_models import write_eagle
+from tests.heads.residual_files import Layout, random_arrays, write_heads
 from tests.parity.models import ASKED, CONTEXT, IN_HALVES, KINDS, Column, Tiny, Voice, Zoo, reply_to
 
 
@@ -87,6 +88,12 @@ ROWS = (
     Row("`eagle`, chains", "eagle", head=True, every=True),
     Row("`eagle`, trees (`--draft-branches 2,2`)", "eagle", branches=(2, 2), head=True),
     Row("`eagle+suffix`", "eagle+suffix", head=True),
+    Row("`medusa`, chains", "medusa", head=True, every=True),
+    Row("`medusa`, trees (`--draft-branches 2,2`)", "medusa", branches=(2, 2), head=True),
+    Row("`medusa+suffix`", "medusa+suffix", head=True),
+    Row("`hydra`, chains", "hydra", head=True, every=True),
+    Row("`hydra`, trees (`--draft-branches 2,2`)", "hydra", branches=(2, 2), head=True),
+    Row("`hydra+suffix`", "hydra+suffix", head=True),
     Row("`lookahead`", "lookahead"),
     Row("`suffix`", "suffix"),
     Row("`ngram`", "ngram", every=True),
@@ -96,6 +103,9 @@ ROWS = (
     Row("`lowbit+suffix`", "lowbit+suffix"),
 )
 
+_RESIDUAL_LAYOUTS = {"medusa": Layout("medusa"), "hydra": Layout("hydra", grounded=True)}
+# The size of a hidden state of the tiny models of a backend.
+_STATE_SIZES = {"llama.cpp": 32, "MLX": 64}
 # Where a GGUF model of some layers comes apart: Gemma 3's differ by their number, and these do not.
 _EXITS = {"gemma3": 6}
 _SINKS = 2
@@ -184,7 +194,7 @@ def load(tiny: Tiny, rows: Sequence[Row]) -> Runtime:
     if "layerskip" in names and tiny.backend == "MLX":
         options["exit_layer"] = 1
     if how.head:
-        options["head"] = write_eagle(tiny.path.parent / "eagle.gguf")
+        options["head"] = write_head(tiny, how.method)
     return edgespec.load(
         str(tiny.path),
         "none" if how.itself or how.head else str(getattr(tiny, how.draft)),
@@ -195,6 +205,15 @@ def load(tiny: Tiny, rows: Sequence[Row]) -> Runtime:
         learn=how.learn,
         **options,
     )
+
+
+def write_head(tiny: Tiny, method: str) -> Path:
+    """A random head for a tiny model."""
+    if method == "eagle":
+        return write_eagle(tiny.path.parent / "eagle.gguf")
+    layout = _RESIDUAL_LAYOUTS[method]
+    arrays = random_arrays(layout, _STATE_SIZES[tiny.backend], tiny.target.facts.vocab_size)
+    return write_heads(tiny.path.parent / method, layout, arrays)
 
 
 _METHOD = re.compile(r"^method '.*' cannot be used: ")

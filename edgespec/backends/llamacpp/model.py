@@ -22,11 +22,15 @@ from edgespec.backends.llamacpp.loading import describe, load_weights, threads_f
 from edgespec.backends.llamacpp.metadata import vocabulary_size
 from edgespec.backends.llamacpp.native import library
 from edgespec.backends.llamacpp.probe import probe
+from edgespec.backends.llamacpp.residual_target import residual_head_target
 from edgespec.backends.llamacpp.resizing import cache_variant, initial_plan, rebuild_context
 from edgespec.backends.replay import ReplayModel
+from edgespec.backends.residual_head_view import ResidualHeadView
+from edgespec.backends.residual_heads import load_residual_heads
 from edgespec.engine.logits import HostLogits
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import BackendError, CapabilityError, ModelFileError
+from edgespec.heads.residual_layout import RESIDUAL_METHODS
 
 __all__ = ["LlamaCppModel", "load"]
 
@@ -168,8 +172,10 @@ class LlamaCppModel(GgufModel):
         self._logs.close(log)
         self._context.tap_states(self._logs.states)
 
-    def _head(self, method: Head) -> EagleHead:
+    def _head(self, method: Head) -> EagleHead | ResidualHeadView:
         assert method.path is not None
+        if method.method in RESIDUAL_METHODS:
+            return load_residual_heads(residual_head_target(self), method.path)
         return load_eagle_head(self, method.path)
 
     def checkpoint(self) -> StateCheckpoint:

@@ -15,6 +15,7 @@ from edgespec.backends.llamacpp.kv_types import SMALL_KERNEL_MAX_ROWS, prefill_k
 from edgespec.backends.llamacpp.native import library
 from edgespec.backends.llamacpp.staging_api import staging_api
 from edgespec.errors import BackendError, ModelFileError
+from edgespec.heads.residual_layout import RESIDUAL_METHODS
 
 __all__ = ["ProbeResult", "probe"]
 
@@ -69,6 +70,7 @@ def _probe_cells(context: LlamaContext, options: LoadOptions) -> ProbeResult:
     context.clear()
     copyable = context.import_cells(parts, 0, 1) and context.export_cells(0, 0, 1) == parts
     methods = {name for name, works in (("lowbit", copyable), ("eagle", staging_api() is not None)) if works}
+    methods.update(RESIDUAL_METHODS)
     tree = options.max_branches > 1
     reason = "" if tree else "it was loaded with --draft-branches 1"
     prefix_reuse_exact = not prefill_kernel_differs(context.plan.kv_types, options, context.max_threads)
