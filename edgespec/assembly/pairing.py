@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from edgespec.assembly.drafting_options import DraftingOptions
-from edgespec.backends.base import LanguageModel, LoadOptions, ModelFacts, Progress
+from edgespec.backends.base import Head, LanguageModel, LoadOptions, ModelFacts, Progress
 from edgespec.backends.registry import Backend, same_backend
 from edgespec.backends.trial_load import TrialModel, check_loadable
 from edgespec.catalog import Resolved, choose_draft, resolve
@@ -173,8 +173,10 @@ def _find_draft(
     )
 
 
-def try_pair(pair: ModelPair, options: LoadOptions, progress: Progress | None) -> str:
-    """Check in a child process that the models can be loaded, because damaged files can crash a process.
+def try_pair(pair: ModelPair, head: Head | None, options: LoadOptions, progress: Progress | None) -> str:
+    """Check in a child process that the models and the head can be loaded.
+
+    Damaged files can crash a process.
 
     Reads only the metadata of models larger than the memory limit in `options`. Raises the same errors as
     `check_loadable`.
@@ -188,6 +190,8 @@ def try_pair(pair: ModelPair, options: LoadOptions, progress: Progress | None) -
             size_bytes = sum(file.stat().st_size for file in found.file_format.files(found.path))
             runs = options.memory_bytes is None or size_bytes <= options.memory_bytes
             models.append(TrialModel(found.name, found.path, found.file_format, runs))
+            if head and runs and found is pair.target:
+                models.append(TrialModel(found.name, found.path, found.file_format, runs, head))
     return check_loadable(models, progress)
 
 

@@ -84,7 +84,7 @@ def plan(
         pair = find_pair(request.target, request.draft, request.drafting, progress, request.options, find)
         if not request.trust:
             # With a limit of 0 bytes, the trial reads only the metadata.
-            try_pair(pair, replace(request.options, memory_bytes=0), progress)
+            try_pair(pair, None, replace(request.options, memory_bytes=0), progress)
         if address_space_is_limited():
             # Import the modules that `load` uses before measuring the free address space.
             import_module("edgespec.assembly.loading")

@@ -50,6 +50,12 @@ def _try_gguf(path: str, name: str, runs: bool, progress: Progress | None) -> No
     try_model(path, name, runs, progress)
 
 
+def _try_gguf_head(path: str, name: str, head: Head, progress: Progress | None) -> None:
+    from edgespec.backends.llamacpp.trial import try_head
+
+    try_head(path, name, head, progress)
+
+
 def _write_gguf_benchmark(path: Path, type_name: str, size_bytes: int) -> PassWeights:
     from edgespec.backends.llamacpp.benchmark_model import write_benchmark_model
 
@@ -161,6 +167,7 @@ _GGUF = FileFormat(
     preparations=frozenset({"layerskip", "lowbit"}),
     low_bit_copy_format="gguf",
     trial=_try_gguf,
+    try_head=_try_gguf_head,
     read_pass_weights=read_pass_weights,
     benchmark_models=BenchmarkModels(
         types=_BITS_PER_WEIGHT,

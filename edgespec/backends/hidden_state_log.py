@@ -1,13 +1,18 @@
-"""Keep the hidden states of a target's most recent committed tokens, which EAGLE heads read."""
+"""Keep the hidden states of a target's most recent committed tokens, which heads read."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["MAX_LOGGED_TOKENS", "HiddenStateLog"]
+__all__ = ["MAX_LOGGED_TOKENS", "POST_NORM", "HiddenStateLog", "OpenLogs"]
+
+# Names the hidden state after the final norm, which the LM head reads. The number k >= 0 names the input of
+# layer k. The input of the layer after the last one is the last layer's output, before the final norm.
+POST_NORM = -1
 
 # Keep the hidden states of this many tokens. A head that lags further behind skips the tokens before them.
 MAX_LOGGED_TOKENS = 2048
@@ -63,3 +68,51 @@ class HiddenStateLog:
         if known:
             result[known.start - start : known.stop - start] = self._rows[np.array(known) % len(self._rows)]
         return result
+
+
+class OpenLogs:
+    """The logs that a model keeps for its heads.
+
+    Args:
+        size: Number of values per hidden state.
+
+    Attributes:
+        states: The hidden states that the logs need, each once. `append` expects them in this order.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.states: tuple[int, ...] = ()
+        self._size = size
+        # Each log with the hidden states that its rows consist of.
+        self._logs: list[tuple[HiddenStateLog, Sequence[int]]] = []
+
+    def open(self, states: Sequence[int]) -> HiddenStateLog:
+        """Return a new log, whose rows are the concatenated hidden states `states`."""
+        log = HiddenStateLog(len(states) * self._size)
+        self._logs.append((log, tuple(states)))
+        self._update_states()
+        return log
+
+    def close(self, log: HiddenStateLog) -> None:
+        """Stop adding tokens to a log."""
+        self._logs = [each for each in self._logs if each[0] is not log]
+        self._update_states()
+
+    def _update_states(self) -> None:
+        self.states = tuple(sorted({state for _, states in self._logs for state in states}))
+
+    def append(self, position: int, rows: NDArray[Any]) -> None:
+        """Append the hidden states [tokens, states, size] of the tokens from `position` on to all logs."""
+        for log, states in self._logs:
+            columns = [self.states.index(state) for state in states]
+            log.append(position, rows[:, columns].reshape(len(rows), -1))
+
+    def truncate(self, length: int) -> None:
+        """Forget the hidden states from position `length` on."""
+        for log, _ in self._logs:
+            log.truncate(length)
+
+    def clear(self) -> None:
+        """Forget all hidden states."""
+        for log, _ in self._logs:
+            log.clear()

@@ -1,4 +1,4 @@
-"""Protocols for optional model features: layer skipping (SWIFT) and online training of draft models."""
+"""Protocols for optional model features: hidden states for heads, layer skipping, and online training."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgespec.backends.base import LanguageModel
+from edgespec.backends.hidden_state_log import HiddenStateLog
 
-__all__ = ["HeadModel", "Skippable", "Trainable", "Trainer", "TrainingExample"]
+__all__ = ["HeadModel", "HiddenStateSource", "Skippable", "Trainable", "Trainer", "TrainingExample"]
 
 
 class HeadModel(LanguageModel, Protocol):
@@ -27,6 +28,28 @@ class HeadModel(LanguageModel, Protocol):
 
     def start_at(self, position: int) -> None:
         """Empty the KV cache, and let it begin at a position. Tokens before it are never run."""
+
+
+class HiddenStateSource(LanguageModel, Protocol):
+    """A target that keeps the hidden states of its committed tokens for heads."""
+
+    def log_hidden_states(self, states: Sequence[int]) -> HiddenStateLog:
+        """Keep the hidden states of all tokens that are committed from now on, prompts included.
+
+        Several logs can be open at once. The logits of the model do not change.
+
+        Args:
+            states: The hidden states that make up a row of the log, in this order. The number k names the
+                input of layer k, the number of layers names the output of the last layer before the final
+                norm, and `POST_NORM` names the state after the norm.
+
+        Raises:
+            CapabilityError: The model does not have these hidden states, or they cannot be read.
+            MemoryBudgetError: There is not enough memory.
+        """
+
+    def stop_logging(self, log: HiddenStateLog) -> None:
+        """Stop keeping hidden states in a log that `log_hidden_states` returned."""
 
 
 class Skippable(LanguageModel, Protocol):

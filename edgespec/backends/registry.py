@@ -24,6 +24,7 @@ __all__ = [
     "BenchmarkModels",
     "ExitMeasurement",
     "FileFormat",
+    "all_files",
     "backend_of",
     "backends",
     "format_at",
@@ -43,7 +44,8 @@ ExitMeasurement: TypeAlias = tuple[dict[int, float], list[int], int]
 """
 
 
-def _all_files(path: Path) -> list[Path]:
+def all_files(path: Path) -> list[Path]:
+    """Return the files in a folder, or the path of a single file. Raises OSError."""
     return sorted(file for file in path.iterdir() if file.is_file()) if path.is_dir() else [path]
 
 
@@ -100,6 +102,8 @@ class FileFormat:
             a separate copy.
         trial: Loads the model at a path, given its name, whether to run a few tokens, and a progress callback
             (see `trial_load`). None if no file can crash the process.
+        try_head: Loads the model at a path and a head, given the model's name, and runs a few tokens. None if
+            no head can crash the process.
         read_pass_weights: Returns the weights that a pass of the model at a path reads. Raises
             ModelFileError.
         benchmark_models: Models for measuring this machine. None if there are none.
@@ -114,7 +118,7 @@ class FileFormat:
     open_estimator: Callable[[str, str, LoadOptions], MemoryEstimator]
     read_info: Callable[[Path], ModelInfo] = _no_info
     read_tokens: Callable[[Path], TokenList | None] = lambda _path: None
-    files: Callable[[Path], list[Path]] = _all_files
+    files: Callable[[Path], list[Path]] = all_files
     missing_files: Callable[[Path], list[str]] = lambda _path: []
     one_file_per_quantisation: bool = False
     mapped: bool = False
@@ -127,6 +131,7 @@ class FileFormat:
     low_bit_copy_format: str = ""
     low_bit_weights: bool = False
     trial: Callable[[str, str, bool, Progress | None], None] | None = None
+    try_head: Callable[[str, str, Head, Progress | None], None] | None = None
     read_pass_weights: Callable[[Path], PassWeights] | None = None
     benchmark_models: BenchmarkModels | None = None
     estimate_head: Callable[[Head, Path, int], MemoryEstimate] | None = None

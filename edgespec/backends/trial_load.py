@@ -20,8 +20,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-from edgespec.backends.base import Progress
-from edgespec.backends.registry import FileFormat, backend_of, format_of
+from edgespec.backends.base import Head, Progress
+from edgespec.backends.registry import FileFormat, all_files, backend_of, format_of
 from edgespec.errors import BackendError, CancelledError, EdgespecError, ModelFileError
 from edgespec.files import cache_folder, file_state, read_regular_file, regular_file_bytes, write_private_file
 from edgespec.heap import limit_malloc_arenas
@@ -56,19 +56,32 @@ _MAX_MEMORY_BYTES = 4 * 2**30
 
 
 class TrialModel(NamedTuple):
-    """A model to test in a child process, because loading a damaged file can cause a crash.
+    """A model, or a head with its target, to test in a child process, because a damaged file can crash it.
 
     Attributes:
         name: The model's name, for messages.
         path: Path of the model.
         form: The model's file format.
         runs: Whether to load the weights and run a few tokens, rather than only read the metadata.
+        head: The head to load and run together with the model, which has been tested before.
     """
 
     name: str
     path: Path
     form: FileFormat
     runs: bool
+    head: Head | None = None
+
+    @property
+    def tested_path(self) -> Path:
+        """The path of the files whose damage a crash would show."""
+        return self.head.path if self.head and self.head.path else self.path
+
+    @property
+    def files(self) -> list[Path]:
+        """The files that are loaded. Raises OSError or ModelFileError."""
+        head = self.head.path if self.head else None
+        return [*self.form.files(self.path), *(all_files(head) if head else ())]
 
 
 def check_loadable(models: Sequence[TrialModel], progress: Progress | None = None) -> str:
@@ -93,7 +106,7 @@ def check_loadable(models: Sequence[TrialModel], progress: Progress | None = Non
     results = _Results()
     untried = {}
     for model in models:
-        if model.form.trial is None:
+        if model.form.trial is None or (model.head and model.form.try_head is None):
             continue
         backend_of(model.form.name).require(model.name)
         key = _key(model)
@@ -135,7 +148,7 @@ def _not_tried(models: Sequence[TrialModel], why: str) -> str:
 
 def _failure(model: TrialModel, reason: str) -> ModelFileError:
     return ModelFileError(
-        f"{model.path} is damaged or not supported:"
+        f"{model.tested_path} is damaged or not supported:"
         f" {backend_of(model.form.name).name} crashed while loading it ({reason})",
         "download it again or choose another model (`edgespec chat --trust` skips this check, but the crash"
         " would then end edgespec)",
@@ -145,14 +158,15 @@ def _failure(model: TrialModel, reason: str) -> ModelFileError:
 def _key(model: TrialModel) -> str | None:
     """Return a digest of a model's files and backend version, or None if a file cannot be read."""
     try:
-        states = [file_state(file) for file in model.form.files(model.path)]
+        states = [file_state(file) for file in model.files]
     except (OSError, ModelFileError):
         return None
     versions = []
     for package in backend_of(model.form.name).packages:
         with suppress(PackageNotFoundError):
             versions.append(version(package))
-    parts = (os.path.abspath(model.path), states, versions)
+    head = (model.head.method, str(model.head.path)) if model.head else ()
+    parts = (os.path.abspath(model.path), states, versions, *head)
     return hashlib.sha256(repr(parts).encode("utf-8", "surrogatepass")).hexdigest()[:32]
 
 
@@ -248,8 +262,9 @@ class _Child:
         if name == "SIGXCPU":
             # Do not report the timeout as a crash, because the processor may just be slow.
             raise BackendError(
-                f"{model.path} seems to be damaged or not supported: loading it and generating a few tokens"
-                f" took {backend_of(model.form.name).name} more than {self._cpu_seconds} seconds of CPU time",
+                f"{model.tested_path} seems to be damaged or not supported: loading it and generating a few"
+                f" tokens took {backend_of(model.form.name).name} more than {self._cpu_seconds} seconds of"
+                " CPU time",
                 "download it again or choose another model; if you trust this file, `edgespec chat --trust`"
                 " skips this check",
             )
@@ -275,11 +290,14 @@ def _start_child(models: Sequence[TrialModel]) -> Iterator[_Child]:
     """Run a child process that tries to load models, until the `with` block exits. Raises OSError."""
     if not sys.executable:
         raise OSError("no Python interpreter was found (sys.executable is not set)")
-    size_bytes = sum(file.stat().st_size for model in models for file in model.form.files(model.path))
+    size_bytes = sum(file.stat().st_size for model in models for file in model.files)
     cpu_seconds = int(_MAX_CPU_SECONDS + _MAX_CPU_SECONDS_PER_GIB * size_bytes / 2**30)
     request = {
         "path": [str(Path(__file__).parents[2]), *filter(os.path.isabs, sys.path)],
-        "models": [(model.form.name, str(model.path), model.name, model.runs) for model in models],
+        "models": [
+            (model.form.name, str(model.path), model.name, model.runs, _encoded(model.head))
+            for model in models
+        ],
         "cpu_seconds": cpu_seconds,
     }
     with (
@@ -302,9 +320,19 @@ def _start_child(models: Sequence[TrialModel]) -> Iterator[_Child]:
             child.end()
 
 
+def _encoded(head: Head | None) -> list[str | None] | None:
+    return None if head is None else [head.method, None if head.path is None else str(head.path)]
+
+
+def _decoded(head: Sequence[str | None]) -> Head:
+    method, path = head
+    assert method is not None
+    return Head(method, None if path is None else Path(path))
+
+
 def _stopped(model: TrialModel, why: str) -> BackendError:
     return BackendError(
-        f"the trial of {model.path} in a separate process failed: {why}",
+        f"the trial of {model.tested_path} in a separate process failed: {why}",
         "close other programs and try again; if you trust this file, `edgespec chat --trust` skips the trial",
     )
 
@@ -326,11 +354,13 @@ def main(request: dict[str, Any]) -> None:
     """Try to load each model in the request and print the outcome. Runs in the child process."""
     _limit_process(request["cpu_seconds"])
     threading.Thread(target=_exit_with_parent, daemon=True).start()
-    for form, path, name, runs in request["models"]:
-        trial = format_of(form).trial
+    for form_name, path, name, runs, head in request["models"]:
+        form = format_of(form_name)
         try:
-            if trial is not None:
-                trial(path, name, runs, _print_fraction)
+            if head and form.try_head is not None:
+                form.try_head(path, name, _decoded(head), _print_fraction)
+            elif form.trial is not None:
+                form.trial(path, name, runs, _print_fraction)
             _print(_PASSED)
         except EdgespecError:
             _print(_REFUSED)

@@ -19,6 +19,7 @@ from edgespec.assembly.loading import always_draft
 from edgespec.backends import llamacpp
 from edgespec.backends.base import Head, LoadOptions
 from edgespec.backends.hidden_state_log import HiddenStateLog
+from edgespec.backends.llamacpp import state_taps
 from edgespec.backends.llamacpp.eagle import EagleHead
 from edgespec.backends.llamacpp.model import LlamaCppModel
 from edgespec.drafters.head_cache import HeadCache
@@ -208,10 +209,43 @@ def test_a_model_is_no_head(target: LlamaCppModel, files: Files) -> None:
         target.self_draft(Head("eagle", files.target))
 
 
-def test_a_target_whose_hidden_states_cannot_be_read_takes_no_head(tmp_path: Path, files: Files) -> None:
+def test_a_target_whose_hidden_states_cannot_be_read_takes_no_head(tmp_path: Path) -> None:
     path = write_gemma2(tmp_path / "gemma2.gguf")
-    with pytest.raises(OptionError, match="hidden states cannot be read"):
-        edgespec.load(str(path), "none", method="eagle", head=files.head, context=256)
+    head = write_eagle(tmp_path / "head.gguf", layers=(0, 1, 1))
+    with pytest.raises(CapabilityError, match="input of the first layer cannot be read"):
+        edgespec.load(str(path), "none", method="eagle", head=head, context=256)
+
+
+def test_a_head_drafts_the_same_without_llama_cpps_layer_taps(
+    files: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_eagle(tmp_path / "head.gguf", layers=(1, 1, 2))
+    tokens = list(range(10, 40))
+    found = []
+    for _ in range(2):
+        target = files.load()
+        head = head_of(target, path)
+        target.prefill(tokens[:-1])
+        found.append(first_logits(head, HeadCache(head), tokens))
+        head.close()
+        target.close()
+        monkeypatch.setattr(state_taps, "staging_api", lambda: None)
+    assert np.array_equal(found[0], found[1])
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_targets_without_layer_taps_reply_the_same_with_a_head(tmp_path: Path, temperature: float) -> None:
+    target = write_llama(tmp_path / "target.gguf", architecture="qwen2", layers=3)
+    head = write_eagle(tmp_path / "head.gguf", layers=(1, 1, 2))
+    asked: dict[str, Any] = {"max_tokens": 40, "temperature": temperature, "seed": 3}
+    with (
+        always_draft(),
+        edgespec.load(str(target), "none", method="none", context=256) as plain,
+        edgespec.load(str(target), "none", method="eagle", head=head, context=256) as drafting,
+    ):
+        reply = drafting.generate("the file", **asked)
+        assert reply.tokens == plain.generate("the file", **asked).tokens
+        assert reply.stats.drafted_tokens
 
 
 def test_a_truncated_head_is_refused(target: LlamaCppModel, files: Files, tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import gguf
 import psutil
 import pytest
 
@@ -24,7 +25,7 @@ from edgespec.files import cache_folder
 from edgespec.prepare.layerskip import prepare_layerskip
 from edgespec.prepare.lowbit import prepare_lowbit
 from tests.backends.test_header_validation import altered
-from tests.backends.tiny_models import write_jamba, write_llama, write_mamba, write_moe
+from tests.backends.tiny_models import write_eagle, write_jamba, write_llama, write_mamba, write_moe
 
 
 @pytest.fixture(autouse=True)
@@ -304,3 +305,28 @@ def test_an_ended_command_leaves_no_process(sent: signal.Signals, status: int, t
         assert process.wait(60) == status
         psutil.wait_procs(found, timeout=60)
         assert not any(child.is_running() for child in found)
+
+
+def test_a_head_that_crashes_llama_cpp_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, children: list[subprocess.Popen[bytes]]
+) -> None:
+    target = write_llama(tmp_path / "target.gguf", layers=3)
+    head = write_eagle(tmp_path / "head.gguf", layers=(0, 1, 2))
+    load(target, method="eagle", head=head)
+    assert len(children) == 1
+    load(target, method="eagle", head=head)
+    assert len(children) == 1  # The results are saved.
+    # A head with its own vocabulary must have an output matrix of its own.
+    add_tensor = gguf.GGUFWriter.add_tensor
+    monkeypatch.setattr(
+        gguf.GGUFWriter,
+        "add_tensor",
+        lambda writer, name, data: None if name == "output.weight" else add_tensor(writer, name, data),
+    )
+    write_eagle(head, layers=(0, 1, 2))
+    for _ in range(2):
+        with pytest.raises(
+            ModelFileError, match=r"head\.gguf is damaged or not supported: llama\.cpp crashed"
+        ):
+            load(target, method="eagle", head=head)
+        assert len(children) == 2

@@ -15,9 +15,9 @@ from edgespec.backends.base import LoadOptions
 from edgespec.backends.llamacpp.batch import Batch, Inputs
 from edgespec.backends.llamacpp.hidden_state_hook import HiddenStateHook
 from edgespec.backends.llamacpp.kv_types import KvTypes
-from edgespec.backends.llamacpp.layer_taps import LayerTaps
 from edgespec.backends.llamacpp.metadata import vocabulary_size
 from edgespec.backends.llamacpp.native import Interrupt, library, recent_errors
+from edgespec.backends.llamacpp.state_taps import StateTaps
 from edgespec.backends.llamacpp.thread_count import ThreadCount, adapts_threads
 from edgespec.errors import (
     BackendError,
@@ -109,7 +109,7 @@ class LlamaContext:
         self._scratch = plan.sequences - 1
         # The ids of all llama.cpp sequences, except sequence 0, that may contain KV cells.
         self._others: set[int] = set()
-        params.n_outputs_max = min(plan.rows, options.batch_tokens)
+        self.max_width: int = min(plan.rows, options.batch_tokens)
         self._thread_count = ThreadCount(threads) if adapts_threads(options, plan.kv_types) else None
         params.n_threads = params.n_threads_batch = self.threads = threads
         params.type_k, params.type_v = plan.kv_types.ggml_types
@@ -119,15 +119,15 @@ class LlamaContext:
         params.swa_full = True
         params.kv_unified = True
         params.no_perf = True
-        self._hook = hook
-        if hook is not None:
-            params.cb_eval = hook.callback
         self._model, self._target = model, target
         self._vocab_size = vocabulary_size(model)
         self._context: Any = None
-        self._taps = LayerTaps(lib.llama_model_n_embd(model))
+        self._taps = StateTaps(model)
+        self._hook, self._always_hooked = hook or self._taps.hook, hook is not None
+        # The number of times that `allocate` was called, and what the llama_context was created with.
+        self._generation = 0
+        self._is_hooked, self._max_outputs, self._target_generation = False, 0, 0
         self.allocate(plan)
-        self.max_width: int = params.n_outputs_max
         # The size of the sliding attention window in tokens, or 0 if all layers use full attention.
         self.window: int = lib.llama_model_n_swa(model)
         # Ask llama.cpp how many tokens it can undo, because some architectures ignore the requested number.
@@ -151,10 +151,17 @@ class LlamaContext:
         """
         self._free()
         recent_errors(clear=True)
-        self._params.n_ctx = plan.tokens
+        params = self._params
+        params.n_ctx = plan.tokens
+        self._is_hooked = self._needs_hook
+        params.cb_eval = (
+            self._hook.callback if self._is_hooked else self._lib.ggml_backend_sched_eval_callback()
+        )
+        self._max_outputs = params.n_outputs_max = self._needed_outputs
         if self._target is not None:
-            self._params.ctx_other = self._target._context
-        self._context = self._lib.llama_init_from_model(self._model, self._params)
+            params.ctx_other, self._target_generation = self._target._context, self._target._generation
+        self._generation += 1
+        self._context = self._lib.llama_init_from_model(self._model, params)
         if not self._context:
             detail = (recent_errors() or ["llama.cpp reported no reason"])[-1]
             if "requires flash_attn" in detail:
@@ -168,16 +175,38 @@ class LlamaContext:
             )
         self._memory = self._lib.llama_get_memory(self._context)
         self.interrupt.attach(self._context)
-        self.batch_tokens: int = self._lib.llama_n_batch(self._context)
         self.plan, self.tokens = plan, int(self._lib.llama_n_ctx(self._context))
         self._taps.apply(self._context)
 
-    def tap_layers(self, layers: Sequence[int]) -> None:
-        """Copy the inputs of these layers, and of no others, in every pass, for `tapped_rows`."""
-        self._taps.set(self._context, layers)
+    @property
+    def _needs_hook(self) -> bool:
+        return self._always_hooked or self._taps.uses_hook
+
+    @property
+    def _needed_outputs(self) -> int:
+        """The number of tokens in a pass for which llama.cpp must be able to compute logits."""
+        if not self._taps.needs_all_rows:
+            return self.max_width
+        return min(max(self.max_width, MAX_WIDTH), int(self._params.n_batch))
+
+    @property
+    def batch_tokens(self) -> int:
+        """The maximum number of tokens that `append` can run at once."""
+        batch_tokens = int(self._params.n_batch)
+        return min(batch_tokens, self._max_outputs) if self._taps.needs_all_rows else batch_tokens
+
+    def tap_states(self, states: Sequence[int]) -> None:
+        """Copy these hidden states, and no others, in every pass, for `tapped_rows`.
+
+        If `is_stale` is True afterwards, the context must be allocated again before the next pass.
+
+        Raises:
+            CapabilityError: The model does not have these hidden states, or they cannot be read.
+        """
+        self._taps.set(self._context, states)
 
     def tapped_rows(self, count: int) -> NDArray[np.float32]:
-        """Return the inputs of the tapped layers for the `count` tokens of the last pass. See `LayerTaps`."""
+        """Return the hidden states of the `count` tokens of the last pass. See `StateTaps.rows`."""
         return self._taps.rows(self._context, count)
 
     def _free(self) -> None:
@@ -195,6 +224,16 @@ class LlamaContext:
         """Whether the context has no KV cache because the last call to `allocate` failed."""
         return not self._context
 
+    @property
+    def is_stale(self) -> bool:
+        """Whether the context must be allocated again before the next pass, even if its size is right."""
+        return (
+            self.is_lost
+            or (self._needs_hook and not self._is_hooked)
+            or self._needed_outputs > self._max_outputs
+            or (self._target is not None and self._target._generation != self._target_generation)
+        )
+
     def _check_allocated(self) -> None:
         if self.is_lost:
             raise ContextFullError(
@@ -209,9 +248,13 @@ class LlamaContext:
 
     def append(self, inputs: Inputs, position: int) -> None:
         """Append tokens or hidden states to sequence 0, starting at `position`, without computing logits."""
-        batch = self._batch_for(inputs)
         count = len(inputs)
-        batch.put(inputs, range(position, position + count), [(0,)] * count, logits=False)
+        positions, sequences = range(position, position + count), [(0,)] * count
+        if self._taps.needs_all_rows:
+            self.run_to_hook(inputs, positions, sequences)
+            return
+        batch = self._batch_for(inputs)
+        batch.put(inputs, positions, sequences, logits=False)
         self._decode(batch)
 
     def run(
@@ -245,18 +288,19 @@ class LlamaContext:
         return self._logits[:count]
 
     def run_to_hook(
-        self, tokens: Sequence[int], positions: Sequence[int], sequences: Sequence[Sequence[int]]
+        self, inputs: Inputs, positions: Sequence[int], sequences: Sequence[Sequence[int]]
     ) -> None:
         """Run a forward pass, and stop it when the `HiddenStateHook` has copied the hidden states.
 
-        The pass can have at most `max_width` tokens.
+        The pass can have at most `max_width` tokens, or `batch_tokens` if `tap_states` chose the states.
         """
-        assert self._hook is not None
         # Request logits for all tokens. Otherwise, llama.cpp does not compute all of their hidden states.
-        self._batch.put(tokens, positions, sequences, logits=True)
+        batch = self._batch_for(inputs)
+        batch.put(inputs, positions, sequences, logits=True)
+        self._hook.clear()
         self._hook.stop_after = True
         try:
-            self._decode(self._batch)
+            self._decode(batch)
         finally:
             self._hook.stop_after = False
 

@@ -61,7 +61,8 @@ def load_eagle_head(target: LlamaCppModel, path: Path) -> EagleHead:
     api = staging_api()
     if api is None or "eagle" not in target.facts.capabilities.self_draft_methods:
         raise CapabilityError(
-            f"{target.facts.name} does not support heads, because its hidden states cannot be read",
+            f"{target.facts.name} does not support EAGLE-3 heads, because it has recurrent layers or this"
+            " version of llama.cpp cannot run them",
             "choose another method, such as model or suffix",
         )
     options, name = _head_options(target.options), f"the head of {target.facts.name}"
@@ -221,9 +222,13 @@ class EagleHead(SelfDraftView["LlamaCppModel"]):
         max_plan = plan_context(weights, options)
         plan = max_plan.with_tokens(target.facts.context_tokens)
         self._log: HiddenStateLog = target.log_hidden_states(layers)
-        self._context = HeadContext(
-            weights, options, plan, threads_for(weights, options), target.context, self._log.row_size
-        )
+        try:
+            self._context = HeadContext(
+                weights, options, plan, threads_for(weights, options), target.context, self._log.row_size
+            )
+        except BaseException:
+            target.stop_logging(self._log)
+            raise
         self._cells = KvCells(self._context, options.max_branches)
         # The head's own hidden states after each node of the tree that is being run.
         self._own_states: list[NDArray[np.float32]] = []
@@ -347,7 +352,6 @@ class EagleHead(SelfDraftView["LlamaCppModel"]):
         except MemoryBudgetError:
             plan = before
         try:
-            # Allocate the context even if its size is the same, because it refers to the target's old one.
             length = min(self.length, plan.tokens)
             self._cells.truncate(length)
             rebuild_context(self._context, plan, length)
@@ -364,6 +368,6 @@ class EagleHead(SelfDraftView["LlamaCppModel"]):
         if self._closed:
             return
         self._closed = True
-        self._target.stop_logging()
+        self._target.stop_logging(self._log)
         self._context.close()
         library().llama_model_free(self._weights)

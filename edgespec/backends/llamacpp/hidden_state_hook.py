@@ -20,18 +20,26 @@ class HiddenStateHook:
     calls the hook for every node in the computation graph, which takes about a microsecond per node.
 
     Attributes:
-        stop_after: Whether to stop a forward pass after one of the tensors has been copied.
+        stop_after: Whether to stop a forward pass after all of the tensors have been copied.
         callback: The C callback for `llama_context_params.cb_eval`.
     """
 
     def __init__(self, names: Sequence[str], row_size: int) -> None:
         self.stop_after = False
-        self._names = frozenset(name.encode() for name in names)
+        self.set_names(names)
         self._row_size = row_size
         self._rows: dict[bytes, NDArray[np.float32]] = {}
         self._ggml = ggml()
         # Keep a reference to the callback, because C code may still call it and ctypes does not keep one.
         self.callback = library().ggml_backend_sched_eval_callback(self._on_node)
+
+    def set_names(self, names: Sequence[str]) -> None:
+        """Copy the tensors with these names, and no others."""
+        self._names = frozenset(name.encode() for name in names)
+
+    def clear(self) -> None:
+        """Forget the tensors that an earlier, interrupted pass has left."""
+        self._rows.clear()
 
     def _on_node(self, tensor: int, is_query: bool, _user_data: object) -> bool:
         name = self._ggml.ggml_get_name(tensor)
@@ -40,22 +48,22 @@ class HiddenStateHook:
         size = self._ggml.ggml_nbytes(tensor)
         rows = np.empty(size // 4, np.float32)
         self._ggml.ggml_backend_tensor_get(tensor, rows.ctypes.data, 0, size)
-        self._rows[name] = rows.reshape(-1, self._row_size)
-        return not self.stop_after
+        self._rows[name] = rows
+        return not (self.stop_after and len(self._rows) == len(self._names))
 
     def take(self, name: str, count: int) -> NDArray[np.float32]:
         """Remove and return a tensor copied from the last forward pass, as a float32 array [count, row_size].
 
         Raises:
-            BackendError: The tensor was not copied, or does not have `count` rows.
+            BackendError: The tensor was not copied, or has another size.
         """
-        rows = self._rows.pop(name.encode(), None)
-        if rows is None or len(rows) != count:
+        rows = self._rows.pop(name.encode(), np.empty(0, np.float32))
+        if rows.size != count * self._row_size:
             raise BackendError(
-                f"llama.cpp returned {0 if rows is None else len(rows)} rows of {name} for {count} tokens",
+                f"llama.cpp returned {rows.size:,} values of {name} for {count} tokens",
                 "choose another model, because hidden states cannot be read from this architecture",
             )
-        return rows
+        return rows.reshape(count, self._row_size)
 
 
 def layer_output(layer: int) -> str:

@@ -44,16 +44,14 @@ class LayerTaps:
         assert api is not None
         api.set_embeddings_layer_inp(context, layer, layer in self._layers)
 
-    def rows(self, context: Any, count: int) -> NDArray[np.float32]:
-        """Return the inputs of the layers for the `count` tokens of the last pass.
-
-        Returns:
-            A float32 array [tokens, layers * embedding size].
-        """
+    def rows(self, context: Any, count: int) -> list[NDArray[np.float32]]:
+        """Return the input of each layer for the `count` tokens of the last pass, float32 [tokens, size]."""
+        if not self._layers:
+            return []
         api = staging_api()
         assert api is not None
         addresses = [api.get_embeddings_layer_inp(context, layer) for layer in self._layers]
-        return np.concatenate([copied_rows(each, count, self._size) for each in addresses], axis=1)
+        return [copied_rows(each, count, self._size) for each in addresses]
 
 
 def copied_rows(address: int, count: int, size: int) -> NDArray[np.float32]:

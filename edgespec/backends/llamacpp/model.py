@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edgespec.backends.base import Head, LanguageModel, LoadOptions, ModelFacts, Progress
-from edgespec.backends.hidden_state_log import HiddenStateLog
+from edgespec.backends.hidden_state_log import HiddenStateLog, OpenLogs
 from edgespec.backends.llamacpp.checkpoints import StateCheckpoint, StateCheckpoints
 from edgespec.backends.llamacpp.context import LlamaContext
 from edgespec.backends.llamacpp.context_planning import plan_context
@@ -22,11 +22,11 @@ from edgespec.backends.llamacpp.loading import describe, load_weights, threads_f
 from edgespec.backends.llamacpp.metadata import vocabulary_size
 from edgespec.backends.llamacpp.native import library
 from edgespec.backends.llamacpp.probe import probe
-from edgespec.backends.llamacpp.resizing import cache_variant, initial_plan
+from edgespec.backends.llamacpp.resizing import cache_variant, initial_plan, rebuild_context
 from edgespec.backends.replay import ReplayModel
 from edgespec.engine.logits import HostLogits
 from edgespec.engine.tree import TokenTree
-from edgespec.errors import CapabilityError, ModelFileError
+from edgespec.errors import BackendError, CapabilityError, ModelFileError
 
 __all__ = ["LlamaCppModel", "load"]
 
@@ -84,7 +84,7 @@ class LlamaCppModel(GgufModel):
             context.close()
             raise
         self._checkpoints = StateCheckpoints(context, range(1, plan.sequences))
-        self._hidden_states: HiddenStateLog | None = None
+        self._logs = OpenLogs(library().llama_model_n_embd(weights))
         # Hidden states of the nodes of the tree that is being verified.
         self._tree_states: list[NDArray[np.float32]] = []
         # Whether llama.cpp will roll back the recurrent state at the start of the next forward pass.
@@ -93,8 +93,8 @@ class LlamaCppModel(GgufModel):
     def _append(self, tokens: Sequence[int]) -> None:
         self._rollback_pending = False
         self._context.append(tokens, self.length)
-        if self._hidden_states is not None:
-            self._hidden_states.append(self.length, self._context.tapped_rows(len(tokens)))
+        if self._logs.states:
+            self._logs.append(self.length, self._context.tapped_rows(len(tokens)))
 
     def verify(self, tree: TokenTree, first: int = 0) -> HostLogits:
         return self._run(tree, first, self._logits)
@@ -103,7 +103,7 @@ class LlamaCppModel(GgufModel):
         positions, sequences = self.cells.place_tree(tree, first)
         self._rollback_pending = False
         logits = self._context.run(tree.tokens[first:], positions, sequences)
-        if self._hidden_states is not None:
+        if self._logs.states:
             self._tree_states[first:] = self._context.tapped_rows(len(positions))
         return logits
 
@@ -116,40 +116,57 @@ class LlamaCppModel(GgufModel):
 
     def commit(self, path: tuple[int, ...]) -> None:
         self._check(0)
-        if self._hidden_states is not None:
-            self._hidden_states.append(
-                self.length, np.array([self._tree_states[node] for node in (0, *path)])
-            )
+        if self._logs.states:
+            self._logs.append(self.length, np.array([self._tree_states[node] for node in (0, *path)]))
         kept_all = self.cells.commit(path)
         self._rollback_pending = self.probe_result.replays and not kept_all
 
     def _cut(self, length: int) -> None:
         self._checkpoints.release_dropped()
         super()._cut(length)
-        if self._hidden_states is not None:
-            self._hidden_states.truncate(self.length)
+        self._logs.truncate(self.length)
         self._rollback_pending = self._rollback_pending and self.length > 0
 
     def remove_range(self, start: int, end: int) -> None:
         super().remove_range(start, end)
-        if self._hidden_states is not None:
-            self._hidden_states.clear()
+        self._logs.clear()
 
     @property
     def context(self) -> LlamaContext:
         return self._context
 
-    def log_hidden_states(self, layers: Sequence[int]) -> HiddenStateLog:
-        """Keep the inputs of these layers for committed tokens from now on, until `stop_logging`."""
-        self._context.tap_layers(layers)
-        size = library().llama_model_n_embd(self.weights[0])
-        self._hidden_states = HiddenStateLog(len(layers) * size)
-        return self._hidden_states
+    def log_hidden_states(self, states: Sequence[int]) -> HiddenStateLog:
+        """See `HiddenStateSource`."""
+        self._check(0)
+        self._end_round()
+        log = self._logs.open(states)
+        try:
+            self._context.tap_states(self._logs.states)
+            if self._context.is_stale:
+                rebuild_context(self._context, self._context.plan, self.length)
+                self._now_sized(self.facts.context_tokens, self.facts.kv_bytes)
+            self._check_states_readable()
+        except BaseException:
+            self.stop_logging(log)
+            raise
+        return log
 
-    def stop_logging(self) -> None:
-        """Stop keeping hidden states."""
-        self._context.tap_layers(())
-        self._hidden_states = None
+    def _check_states_readable(self) -> None:
+        """Run a token, because it depends on the architecture which hidden states llama.cpp computes."""
+        if not self.free_tokens:
+            return
+        try:
+            self.verify(TokenTree.chain(0))
+        except BackendError as error:
+            raise CapabilityError(
+                f"the hidden states of {self.facts.name} cannot be read: {error.what}", error.next_step
+            ) from error
+        self.truncate(self.length)
+
+    def stop_logging(self, log: HiddenStateLog) -> None:
+        """See `HiddenStateSource`."""
+        self._logs.close(log)
+        self._context.tap_states(self._logs.states)
 
     def _head(self, method: Head) -> EagleHead:
         assert method.path is not None

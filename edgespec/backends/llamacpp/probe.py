@@ -12,9 +12,8 @@ from edgespec.backends.base import Capabilities, LoadOptions
 from edgespec.backends.llamacpp.checkpoints import StateCheckpoints
 from edgespec.backends.llamacpp.context import LlamaContext
 from edgespec.backends.llamacpp.kv_types import SMALL_KERNEL_MAX_ROWS, prefill_kernel_differs
-from edgespec.backends.llamacpp.metadata import metadata
 from edgespec.backends.llamacpp.native import library
-from edgespec.backends.llamacpp.staging_api import TAPPED_ARCHITECTURES, staging_api
+from edgespec.backends.llamacpp.staging_api import staging_api
 from edgespec.errors import BackendError, ModelFileError
 
 __all__ = ["ProbeResult", "probe"]
@@ -56,12 +55,12 @@ def probe(context: LlamaContext, weights: Any, options: LoadOptions) -> ProbeRes
             "choose a decoder-only language model",
         )
     try:
-        return _probe_replay(context) if context.plan.recurrent else _probe_cells(context, weights, options)
+        return _probe_replay(context) if context.plan.recurrent else _probe_cells(context, options)
     finally:
         context.clear()
 
 
-def _probe_cells(context: LlamaContext, weights: Any, options: LoadOptions) -> ProbeResult:
+def _probe_cells(context: LlamaContext, options: LoadOptions) -> ProbeResult:
     """Check whether tokens can be removed from the KV cache and whether cells can be copied."""
     context.append([0, 0], 0)
     if not context.drop(0, 1):
@@ -69,9 +68,7 @@ def _probe_cells(context: LlamaContext, weights: Any, options: LoadOptions) -> P
     parts = context.export_cells(0, 0, 1)
     context.clear()
     copyable = context.import_cells(parts, 0, 1) and context.export_cells(0, 0, 1) == parts
-    architecture = metadata(weights, "general.architecture")
-    taps = staging_api() is not None and architecture in TAPPED_ARCHITECTURES
-    methods = {name for name, works in (("lowbit", copyable), ("eagle", taps)) if works}
+    methods = {name for name, works in (("lowbit", copyable), ("eagle", staging_api() is not None)) if works}
     tree = options.max_branches > 1
     reason = "" if tree else "it was loaded with --draft-branches 1"
     prefix_reuse_exact = not prefill_kernel_differs(context.plan.kv_types, options, context.max_threads)

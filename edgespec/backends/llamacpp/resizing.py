@@ -69,7 +69,9 @@ def check_resize_fits(
 def rebuild_context(
     context: LlamaContext, plan: ContextPlan, length: int, *, recurrent: bool = False
 ) -> None:
-    """Resize a context. Its sequence 0 is kept, and all other llama.cpp sequences are removed.
+    """Resize a context, or allocate it again if it is stale.
+
+    Its sequence 0 is kept, and all other llama.cpp sequences are removed.
 
     After an error, the old size and contents are restored. If this also fails, the context has no KV cache
     (`LlamaContext.is_lost`).
@@ -78,7 +80,7 @@ def rebuild_context(
         MemoryBudgetError: The new context or the copy of the KV cells cannot be allocated.
     """
     old_plan = context.plan
-    if plan == old_plan and not context.is_lost:
+    if plan == old_plan and not context.is_stale:
         return
     saved: Sequence[memoryview] = ()
     if length:

@@ -1,25 +1,28 @@
-"""Load a GGUF model and run a few tokens, to see whether its files make llama.cpp crash."""
+"""Load a GGUF model or a head and run a few tokens, to see whether its files make llama.cpp crash."""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from typing import Any
+from typing import Any, cast
 
-from edgespec.backends.base import LoadOptions, Progress
+from edgespec.backends.base import Head, LoadOptions, Progress
 from edgespec.backends.llamacpp.context import LlamaContext
 from edgespec.backends.llamacpp.context_planning import plan_context
 from edgespec.backends.llamacpp.loading import load_files
 from edgespec.backends.llamacpp.memory_estimate import GgufMemoryEstimator
 from edgespec.backends.llamacpp.metadata import vocabulary_size
+from edgespec.backends.llamacpp.model import load
 from edgespec.backends.llamacpp.native import library
 from edgespec.backends.llamacpp.probe import probe
 from edgespec.backends.llamacpp.vocabulary import LlamaVocabulary
+from edgespec.backends.optional_features import HeadModel
+from edgespec.engine.tree import TokenTree
 from edgespec.errors import CancelledError
 
-__all__ = ["try_model", "try_split_model"]
+__all__ = ["try_head", "try_model", "try_split_model"]
 
 # Load the model on the CPU with a small context, which takes little time and memory.
 _OPTIONS = LoadOptions(context_tokens=256, gpu_layers=0, batch_tokens=64)
@@ -32,6 +35,9 @@ _PASS_CPU_SECONDS = 0.3
 _POLL_SECONDS = 0.02
 _TEXT = "".join(map(chr, range(1, 0x250))) + " The quick brown fox. \u4f60\u597d \U0001f642"
 _PIECES = 256
+# The number of tokens that a head reads, and the draft tree that it then runs.
+_HEAD_TOKENS = 40
+_TREE = TokenTree((0, 1, 2, 3), (-1, 0, 0, 1), (None,) * 4)
 
 
 def try_model(path: str, name: str, runs: bool, progress: Progress | None = None) -> None:
@@ -50,6 +56,28 @@ def try_model(path: str, name: str, runs: bool, progress: Progress | None = None
         undo.callback(context.close)
         _run_passes(context, weights)
         _use_vocabulary(weights)
+
+
+def try_head(path: str, name: str, head: Head, progress: Progress | None = None) -> None:
+    """Load a GGUF model with a head, and run a few tokens and a draft tree with the head.
+
+    Raises:
+        EdgespecError: The model or the head cannot be loaded.
+    """
+    target = load(path, name, _OPTIONS, progress)
+    try:
+        view = cast(HeadModel, target.self_draft(head))
+        tokens = [target.facts.vocab_size * i // _HEAD_TOKENS for i in range(_HEAD_TOKENS)]
+        with suppress(CancelledError), _interrupted_after(view.interrupt, _PASS_CPU_SECONDS):
+            target.prefill(tokens)
+            # The first token has no hidden state before it.
+            view.start_at(view.first_position)
+            view.prefill(tokens[view.first_position :])
+            for end in range(1, len(_TREE.tokens) + 1):
+                view.verify(_TREE.pruned(1 << 30, 1 << 30, end), end - 1)
+        view.close()
+    finally:
+        target.close()
 
 
 def try_split_model(folder: str, name: str, _runs: bool, _progress: Progress | None = None) -> None:
@@ -73,7 +101,11 @@ def _plan(path: str, name: str, *, split: bool) -> None:
 
 def _run_passes(context: LlamaContext, weights: Any) -> None:
     size = vocabulary_size(weights)
-    with suppress(CancelledError), _interrupted_after(context, _PASS_CPU_SECONDS):
+
+    def interrupt(requested: bool) -> None:
+        context.interrupt.requested = requested
+
+    with suppress(CancelledError), _interrupted_after(interrupt, _PASS_CPU_SECONDS):
         probe(context, weights, _OPTIONS)
         start = 0
         for width in _WIDTHS:
@@ -84,16 +116,16 @@ def _run_passes(context: LlamaContext, weights: Any) -> None:
 
 
 @contextmanager
-def _interrupted_after(context: LlamaContext, cpu_seconds: float) -> Iterator[None]:
-    """Abort forward passes of the context once `cpu_seconds` of CPU time have been used."""
+def _interrupted_after(interrupt: Callable[[bool], None], cpu_seconds: float) -> Iterator[None]:
+    """Call `interrupt(True)` once `cpu_seconds` of CPU time have been used."""
     finished, began = threading.Event(), time.process_time()
 
-    def interrupt() -> None:
+    def watch() -> None:
         while not finished.wait(_POLL_SECONDS):
             if time.process_time() > began + cpu_seconds:
-                context.interrupt.requested = True
+                interrupt(True)
 
-    watcher = threading.Thread(target=interrupt, daemon=True)
+    watcher = threading.Thread(target=watch, daemon=True)
     watcher.start()
     try:
         yield

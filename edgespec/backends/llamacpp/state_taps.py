@@ -1,0 +1,91 @@
+"""Copy hidden states out of every pass of a llama.cpp context."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edgespec.backends.hidden_state_log import POST_NORM
+from edgespec.backends.llamacpp.hidden_state_hook import HiddenStateHook, layer_output
+from edgespec.backends.llamacpp.layer_taps import LayerTaps
+from edgespec.backends.llamacpp.metadata import metadata
+from edgespec.backends.llamacpp.native import library
+from edgespec.backends.llamacpp.staging_api import TAPPED_ARCHITECTURES, staging_api
+from edgespec.errors import CapabilityError
+
+__all__ = ["StateTaps"]
+
+
+class StateTaps:
+    """The hidden states that a context copies in every pass, numbered as in `HiddenStateSource`.
+
+    For some architectures, llama.cpp can copy the inputs of layers itself (`LayerTaps`). All other hidden
+    states are copied by a hook, which llama.cpp must know when it creates the context.
+
+    Attributes:
+        hook: The hook.
+        uses_hook: Whether the hook copies any hidden states.
+        needs_all_rows: Whether the hook copies hidden states that llama.cpp computes only for the tokens of
+            a batch whose logits are requested.
+    """
+
+    def __init__(self, model: Any) -> None:
+        lib = library()
+        size: int = lib.llama_model_n_embd(model)
+        self._layer_count: int = lib.llama_model_n_layer(model)
+        self._architecture = metadata(model, "general.architecture")
+        self._has_layer_taps = staging_api() is not None and self._architecture in TAPPED_ARCHITECTURES
+        self._layers = LayerTaps(size)
+        self.hook = HiddenStateHook((), size)
+        self._select(())
+
+    def _select(self, states: Sequence[int]) -> None:
+        layers = range(self._layer_count) if self._has_layer_taps else range(0)
+        self._states = states
+        self._tapped = [state for state in states if state in layers]
+        self._hooked = {state: _tensor(state) for state in states if state not in layers}
+        self.uses_hook = bool(self._hooked)
+        self.needs_all_rows = not self._hooked.keys().isdisjoint((POST_NORM, self._layer_count))
+        self.hook.set_names(list(self._hooked.values()))
+
+    def set(self, context: Any, states: Sequence[int]) -> None:
+        """Copy these hidden states, and no others, from the next pass on.
+
+        Raises:
+            CapabilityError: The model does not have these hidden states, or they cannot be read.
+        """
+        for state in states:
+            if not POST_NORM <= state <= self._layer_count:
+                raise CapabilityError(
+                    f"hidden state {state} does not exist in a model with {self._layer_count} layers",
+                    "choose the head that was published for this target",
+                )
+        if 0 in states and not self._has_layer_taps:
+            raise CapabilityError(
+                f"the input of the first layer cannot be read from the architecture {self._architecture!r}",
+                "choose another head, or another method, such as suffix",
+            )
+        self._select(states)
+        self._layers.set(context, self._tapped)
+
+    def apply(self, context: Any) -> None:
+        """Copy the same hidden states in another context."""
+        self._layers.apply(context)
+
+    def rows(self, context: Any, count: int) -> NDArray[np.float32]:
+        """Return the hidden states of the `count` tokens of the last pass, float32 [tokens, states, size].
+
+        Raises:
+            BackendError: llama.cpp does not compute one of the hidden states, or not for all tokens.
+        """
+        found = dict(zip(self._tapped, self._layers.rows(context, count), strict=True))
+        found |= {state: self.hook.take(name, count) for state, name in self._hooked.items()}
+        return np.stack([found[state] for state in self._states], axis=1)
+
+
+def _tensor(state: int) -> str:
+    """Return the name of the llama.cpp tensor that contains a hidden state."""
+    return "result_norm" if state == POST_NORM else layer_output(state - 1)
