@@ -115,6 +115,14 @@ def _try_mlx(path: str, name: str, _runs: bool, _progress: Progress | None) -> N
     try_model(path, name)
 
 
+def _estimate_mlx_head(head: Head, target: Path, context_tokens: int) -> MemoryEstimate:
+    require_mlx(target.name)
+    from edgespec.backends.mlx.eagle_loading import estimate_eagle_head
+
+    assert head.path is not None
+    return estimate_eagle_head(head.path, context_tokens)
+
+
 def _measure_mlx_exits(model: LanguageModel, tokens: Sequence[int], first: int) -> ExitMeasurement:
     from edgespec.backends.mlx.model import MlxModel
 
@@ -210,6 +218,7 @@ _MLX = FileFormat(
     measure_exits=_measure_mlx_exits,
     low_bit_weights=True,
     trial=_try_mlx,
+    estimate_head=_estimate_mlx_head,
 )
 
 BUILT_IN = (
