@@ -24,7 +24,7 @@ from edgespec.method_names import HEADS, SELF_DRAFTS, parse_method
 from edgespec.methods import DrafterSet
 from edgespec.prepare.layerskip import prepare_layerskip
 from edgespec.prepare.lowbit import prepare_lowbit
-from tests.backends.tiny_models import write_eagle
+from tests.backends.tiny_models import write_dflash, write_eagle
 from tests.parity.models import ASKED, CONTEXT, IN_HALVES, KINDS, Column, Tiny, Voice, Zoo, reply_to
 
 
@@ -87,6 +87,9 @@ ROWS = (
     Row("`eagle`, chains", "eagle", head=True, every=True),
     Row("`eagle`, trees (`--draft-branches 2,2`)", "eagle", branches=(2, 2), head=True),
     Row("`eagle+suffix`", "eagle+suffix", head=True),
+    Row("`dflash`, chains", "dflash", head=True, every=True),
+    Row("`dflash`, trees (`--draft-branches 2,2`)", "dflash", branches=(2, 2), head=True),
+    Row("`dflash+suffix`", "dflash+suffix", head=True),
     Row("`lookahead`", "lookahead"),
     Row("`suffix`", "suffix"),
     Row("`ngram`", "ngram", every=True),
@@ -99,6 +102,8 @@ ROWS = (
 # Where a GGUF model of some layers comes apart: Gemma 3's differ by their number, and these do not.
 _EXITS = {"gemma3": 6}
 _SINKS = 2
+# Write a random head for any of the tiny models.
+_WRITE_HEAD: dict[str, Callable[[Path], Path]] = {"eagle": write_eagle, "dflash": write_dflash}
 
 
 class Cell(NamedTuple):
@@ -184,7 +189,8 @@ def load(tiny: Tiny, rows: Sequence[Row]) -> Runtime:
     if "layerskip" in names and tiny.backend == "MLX":
         options["exit_layer"] = 1
     if how.head:
-        options["head"] = write_eagle(tiny.path.parent / "eagle.gguf")
+        name = next(name for name in how.drafters if name in HEADS)
+        options["head"] = _WRITE_HEAD[name](tiny.path.parent / f"{name}.gguf")
     return edgespec.load(
         str(tiny.path),
         "none" if how.itself or how.head else str(getattr(tiny, how.draft)),
