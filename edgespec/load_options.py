@@ -123,8 +123,8 @@ class LoadArguments(TypedDict, total=False):
         "Number of layers the layerskip method drafts with. MLX models only.",
         default_text="measured at load time", read_by=("layerskip",), per_run=True)]
     head: Annotated[str | PathLike[str] | None, Option(PathName(), "drafting",
-        "Head that was trained for the model: an EAGLE-3 head in GGUF format, or the folder of Medusa or"
-        " Hydra heads as published. GGUF models only.",
+        "Head that was trained for the model: an EAGLE-3, DFlash or DSpark head in GGUF format, or the folder"
+        " of Medusa or Hydra heads as published. GGUF models only.",
         read_by=HEADS, per_run=True)]
     corpus: Annotated[str | PathLike[str] | None, Option(PathName(), "drafting",
         "Text file or folder where the suffix method looks up likely continuations, such as the code you are"

@@ -110,6 +110,8 @@ class LoadOptions:
             pass, even if they are slower.
         low_bits: Whether to load the weights in a format that can also be read at lower precision, so that
             `LowBit` self-drafting needs no separate copy. Plain decoding uses this format too.
+        mtp: Whether to load the multi-token prediction layers in the model's own files, which a `Head` of the
+            method `mtp` without a path needs.
     """
 
     context_tokens: int | None = None
@@ -129,10 +131,11 @@ class LoadOptions:
     adapter: str | None = None
     exact: bool = False
     low_bits: bool = False
+    mtp: bool = False
 
     def for_draft(self) -> LoadOptions:
         """Return these options for a draft model, without those that apply only to the target."""
-        return replace(self, is_draft=True, adapter=None, exact=False, low_bits=False)
+        return replace(self, is_draft=True, adapter=None, exact=False, low_bits=False, mtp=False)
 
 
 @dataclass(frozen=True, slots=True)

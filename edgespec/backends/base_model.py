@@ -70,6 +70,12 @@ class BaseModel(ABC):
     def pipeline_with(self, draft: LanguageModel | None) -> None:  # noqa: B027
         pass
 
+    def log_until(self, length: int) -> None:  # noqa: B027
+        """Make the logs of hidden states end at position `length`.
+
+        They then include accepted tokens of a verified tree that `rewind` is about to remove from the cache.
+        """
+
     def self_draft(self, method: SelfDraft) -> LanguageModel:  # noqa: ARG002
         reason = self.facts.capabilities.reason
         raise CapabilityError(f"{self.facts.name} cannot draft for itself{reason and f': {reason}'}")

@@ -64,13 +64,18 @@ def _write_gguf_benchmark(path: Path, type_name: str, size_bytes: int) -> PassWe
 
 
 def _estimate_gguf_head(head: Head, target: Path, context_tokens: int) -> MemoryEstimate:
+    from edgespec.backends.llamacpp.dflash import estimate_dflash_head
     from edgespec.backends.llamacpp.eagle import estimate_eagle_head
+    from edgespec.backends.llamacpp.mtp import estimate_mtp_head
     from edgespec.backends.llamacpp.residual_target import estimate_gguf_residual_heads
 
+    if head.method == "mtp":
+        return estimate_mtp_head(head.path, target, context_tokens)
     assert head.path is not None
     if head.method in RESIDUAL_METHODS:
         return estimate_gguf_residual_heads(head.path, target, context_tokens)
-    return estimate_eagle_head(head.path, context_tokens)
+    estimate = estimate_dflash_head if head.method == "dflash" else estimate_eagle_head
+    return estimate(head.path, context_tokens)
 
 
 def _gguf_tokens(path: Path) -> TokenList | None:
@@ -117,6 +122,14 @@ def _try_mlx(path: str, name: str, _runs: bool, _progress: Progress | None) -> N
     from edgespec.backends.mlx.trial import try_model
 
     try_model(path, name)
+
+
+def _estimate_mlx_head(head: Head, target: Path, context_tokens: int) -> MemoryEstimate:
+    require_mlx(target.name)
+    from edgespec.backends.mlx.eagle_loading import estimate_eagle_head
+
+    assert head.path is not None
+    return estimate_eagle_head(head.path, context_tokens)
 
 
 def _measure_mlx_exits(model: LanguageModel, tokens: Sequence[int], first: int) -> ExitMeasurement:
@@ -214,6 +227,7 @@ _MLX = FileFormat(
     measure_exits=_measure_mlx_exits,
     low_bit_weights=True,
     trial=_try_mlx,
+    estimate_head=_estimate_mlx_head,
 )
 
 BUILT_IN = (

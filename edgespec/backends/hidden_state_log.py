@@ -42,8 +42,9 @@ class HiddenStateLog:
     def append(self, position: int, rows: NDArray[Any]) -> None:
         """Append the hidden states [tokens, row size] of the tokens from `position` on.
 
-        Forgets all earlier tokens if `position` does not follow the last one.
+        Forgets the old hidden states from `position` on, and all of them if there would be a gap.
         """
+        self.truncate(position)
         if position != self.end:
             self.start = self.end = position
         size = len(self._rows)

@@ -13,7 +13,15 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from edgespec.backends.base import LanguageModel, ModelFacts, Progress, Snapshot, Vocabulary
+from edgespec.backends.base import (
+    Head,
+    LanguageModel,
+    ModelFacts,
+    Progress,
+    SelfDraft,
+    Snapshot,
+    Vocabulary,
+)
 from edgespec.backends.base_model import BaseModel, scaled_progress
 from edgespec.engine.logits import Logits, Noise
 from edgespec.engine.processors import Candidates, LogitsProcessor
@@ -52,6 +60,9 @@ class Rewindable(LanguageModel, Protocol):
         Raises:
             CapabilityError: The tokens before the checkpoint are no longer in the cache.
         """
+
+    def log_until(self, length: int) -> None:
+        """See `BaseModel.log_until`."""
 
 
 class _Checkpoint(NamedTuple):
@@ -182,6 +193,7 @@ class ReplayModel(BaseModel):
         if dropped <= min(self._undo_tokens, self._open - 1):
             self._commit_inner(self._open - dropped)
         else:
+            self._inner.log_until(length)
             self._go_back(length)
             if self.length < length:
                 raise BackendError(
@@ -198,6 +210,7 @@ class ReplayModel(BaseModel):
             self._go_back(length)
             length = self._inner.length
         del self._known[length - self._first_known :]
+        self._inner.log_until(self.length)
 
     def remove_range(self, start: int, end: int) -> None:
         raise CapabilityError(f"{self.facts.name} is recurrent and cannot remove tokens {start} to {end}")
@@ -233,6 +246,17 @@ class ReplayModel(BaseModel):
     def run_ahead(self, enabled: bool) -> None:
         self._inner.run_ahead(enabled)
 
+    def self_draft(self, method: SelfDraft) -> LanguageModel:
+        if not isinstance(method, Head):
+            return super().self_draft(method)
+        self._check(0)
+        self._end_round()
+        view = self._inner.self_draft(method)
+        # Run all tokens again, because reading hidden states can replace the context and its checkpoints.
+        self._checkpoints = []
+        self._go_back(0)
+        return view
+
     def interrupt(self, enabled: bool) -> None:
         self._inner.interrupt(enabled)
 
@@ -253,6 +277,7 @@ class ReplayModel(BaseModel):
         if self._round:
             self._round = []
             self._go_back(self.length)
+            self._inner.log_until(self.length)
 
     def _go_back(self, limit: int) -> None:
         """Rewind the recurrent model to its latest checkpoint with at most `limit` tokens."""

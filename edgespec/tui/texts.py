@@ -30,6 +30,7 @@ __all__ = [
 ]
 
 _SOURCES = {
+    "dflash": "DFlash head",
     "eagle": "EAGLE-3 head",
     "hydra": "Hydra heads",
     "layerskip": "first layers of the model",
@@ -37,6 +38,7 @@ _SOURCES = {
     "lowbit": "a low-precision copy of the model",
     "medusa": "Medusa heads",
     "model": "draft model",
+    "mtp": "the model's own layers for several tokens at once",
     "ngram": "repeated text",
     "suffix": "repeated text",
     "swift": "some layers of the model",

@@ -24,7 +24,7 @@ from edgespec.method_names import HEADS, SELF_DRAFTS, parse_method
 from edgespec.methods import DrafterSet
 from edgespec.prepare.layerskip import prepare_layerskip
 from edgespec.prepare.lowbit import prepare_lowbit
-from tests.backends.tiny_models import write_eagle
+from tests.backends.tiny_models import write_dflash, write_eagle
 from tests.heads.residual_files import Layout, random_arrays, write_heads
 from tests.parity.models import ASKED, CONTEXT, IN_HALVES, KINDS, Column, Tiny, Voice, Zoo, reply_to
 
@@ -88,6 +88,9 @@ ROWS = (
     Row("`eagle`, chains", "eagle", head=True, every=True),
     Row("`eagle`, trees (`--draft-branches 2,2`)", "eagle", branches=(2, 2), head=True),
     Row("`eagle+suffix`", "eagle+suffix", head=True),
+    Row("`dflash`, chains", "dflash", head=True, every=True),
+    Row("`dflash`, trees (`--draft-branches 2,2`)", "dflash", branches=(2, 2), head=True),
+    Row("`dflash+suffix`", "dflash+suffix", head=True),
     Row("`medusa`, chains", "medusa", head=True, every=True),
     Row("`medusa`, trees (`--draft-branches 2,2`)", "medusa", branches=(2, 2), head=True),
     Row("`medusa+suffix`", "medusa+suffix", head=True),
@@ -109,6 +112,8 @@ _STATE_SIZES = {"llama.cpp": 32, "MLX": 64}
 # Where a GGUF model of some layers comes apart: Gemma 3's differ by their number, and these do not.
 _EXITS = {"gemma3": 6}
 _SINKS = 2
+# Write a random head for any of the tiny models.
+_WRITE_HEAD: dict[str, Callable[[Path], Path]] = {"eagle": write_eagle, "dflash": write_dflash}
 
 
 class Cell(NamedTuple):
@@ -194,7 +199,7 @@ def load(tiny: Tiny, rows: Sequence[Row]) -> Runtime:
     if "layerskip" in names and tiny.backend == "MLX":
         options["exit_layer"] = 1
     if how.head:
-        options["head"] = write_head(tiny, how.method)
+        options["head"] = write_head(tiny, next(name for name in how.drafters if name in HEADS))
     return edgespec.load(
         str(tiny.path),
         "none" if how.itself or how.head else str(getattr(tiny, how.draft)),
@@ -209,8 +214,8 @@ def load(tiny: Tiny, rows: Sequence[Row]) -> Runtime:
 
 def write_head(tiny: Tiny, method: str) -> Path:
     """A random head for a tiny model."""
-    if method == "eagle":
-        return write_eagle(tiny.path.parent / "eagle.gguf")
+    if write := _WRITE_HEAD.get(method):
+        return write(tiny.path.parent / f"{method}.gguf")
     layout = _RESIDUAL_LAYOUTS[method]
     arrays = random_arrays(layout, _STATE_SIZES[tiny.backend], tiny.target.facts.vocab_size)
     return write_heads(tiny.path.parent / method, layout, arrays)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,25 +15,33 @@ from edgespec.backends.hidden_state_log import HiddenStateLog, OpenLogs
 from edgespec.backends.llamacpp.checkpoints import StateCheckpoint, StateCheckpoints
 from edgespec.backends.llamacpp.context import LlamaContext
 from edgespec.backends.llamacpp.context_planning import plan_context
-from edgespec.backends.llamacpp.eagle import EagleHead, load_eagle_head
+from edgespec.backends.llamacpp.dflash import load_dflash_head
+from edgespec.backends.llamacpp.eagle import load_eagle_head
 from edgespec.backends.llamacpp.gguf_model import GgufModel
 from edgespec.backends.llamacpp.kv_cells import KvCells
 from edgespec.backends.llamacpp.kv_types import parse_kv_types
 from edgespec.backends.llamacpp.loading import describe, load_weights, threads_for
 from edgespec.backends.llamacpp.metadata import vocabulary_size
+from edgespec.backends.llamacpp.mtp import load_mtp_head
 from edgespec.backends.llamacpp.native import library
 from edgespec.backends.llamacpp.probe import probe
-from edgespec.backends.llamacpp.residual_target import residual_head_target
+from edgespec.backends.llamacpp.residual_target import load_gguf_residual_heads
 from edgespec.backends.llamacpp.resizing import cache_variant, initial_plan, rebuild_context
 from edgespec.backends.replay import ReplayModel
-from edgespec.backends.residual_head_view import ResidualHeadView
-from edgespec.backends.residual_heads import load_residual_heads
+from edgespec.backends.self_draft_view import SelfDraftView
 from edgespec.engine.logits import HostLogits
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import BackendError, CapabilityError, ModelFileError
-from edgespec.heads.residual_layout import RESIDUAL_METHODS
 
 __all__ = ["LlamaCppModel", "load"]
+
+# The functions that load the heads of each method, given the target and the path of the head.
+_HEAD_LOADERS: dict[str, Callable[[LlamaCppModel, Path], SelfDraftView[Any]]] = {
+    "eagle": load_eagle_head,
+    "dflash": load_dflash_head,
+    "medusa": load_gguf_residual_heads,
+    "hydra": load_gguf_residual_heads,
+}
 
 
 def load(path: str, name: str, options: LoadOptions, progress: Progress | None = None) -> LanguageModel:
@@ -122,6 +131,7 @@ class LlamaCppModel(GgufModel):
         self._check(0)
         if self._logs.states:
             self._logs.append(self.length, np.array([self._tree_states[node] for node in (0, *path)]))
+            self._tree_states = []
         kept_all = self.cells.commit(path)
         self._rollback_pending = self.probe_result.replays and not kept_all
 
@@ -135,6 +145,11 @@ class LlamaCppModel(GgufModel):
         super().remove_range(start, end)
         self._logs.clear()
 
+    def log_until(self, length: int) -> None:
+        if accepted := self._tree_states[: max(0, length - self.length)]:
+            self._logs.append(self.length, np.array(accepted))
+        self._logs.truncate(length)
+
     @property
     def context(self) -> LlamaContext:
         return self._context
@@ -147,7 +162,8 @@ class LlamaCppModel(GgufModel):
         try:
             self._context.tap_states(self._logs.states)
             if self._context.is_stale:
-                rebuild_context(self._context, self._context.plan, self.length)
+                plan, recurrent = self._context.plan, self._recurrent
+                rebuild_context(self._context, plan, self.length, recurrent=recurrent)
                 self._now_sized(self.facts.context_tokens, self.facts.kv_bytes)
             self._check_states_readable()
         except BaseException:
@@ -172,11 +188,17 @@ class LlamaCppModel(GgufModel):
         self._logs.close(log)
         self._context.tap_states(self._logs.states)
 
-    def _head(self, method: Head) -> EagleHead | ResidualHeadView:
+    def _head(self, method: Head) -> SelfDraftView[Any]:
+        if method.method not in self.facts.capabilities.self_draft_methods:
+            raise CapabilityError(
+                f"{self.facts.name} does not support heads for the method {method.method}, because of its"
+                f" architecture {self.facts.architecture!r}, its recurrent layers or the version of llama.cpp",
+                "choose another method, such as model or suffix",
+            )
+        if method.method == "mtp":
+            return load_mtp_head(self, method.path)
         assert method.path is not None
-        if method.method in RESIDUAL_METHODS:
-            return load_residual_heads(residual_head_target(self), method.path)
-        return load_eagle_head(self, method.path)
+        return _HEAD_LOADERS[method.method](self, method.path)
 
     def checkpoint(self) -> StateCheckpoint:
         """Save the state after the committed tokens, and return a checkpoint for `rewind`."""
@@ -195,6 +217,7 @@ class LlamaCppModel(GgufModel):
         self._checkpoints.restore(checkpoint)
         self.cells.length, self._rollback_pending = checkpoint.length, False
         self.cells.clear_round()
+        self._tree_states = []
 
     def resize(self, context_tokens: int) -> None:
         self._check(0)

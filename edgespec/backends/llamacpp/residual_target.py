@@ -10,7 +10,8 @@ from edgespec.backends.llamacpp.file_matrix import FileMatrix
 from edgespec.backends.llamacpp.metadata import architecture_metadata
 from edgespec.backends.llamacpp.native import library
 from edgespec.backends.memory_estimate import MemoryEstimate
-from edgespec.backends.residual_heads import ResidualHeadTarget, estimate_residual_heads
+from edgespec.backends.residual_head_view import ResidualHeadView
+from edgespec.backends.residual_heads import ResidualHeadTarget, estimate_residual_heads, load_residual_heads
 from edgespec.heads.prefix_layer import AttentionShape
 from edgespec.heads.products import NUMPY_BYTES_PER_WEIGHT, numpy_product
 from edgespec.heads.residual_layout import ResidualHeads
@@ -18,12 +19,17 @@ from edgespec.heads.residual_layout import ResidualHeads
 if TYPE_CHECKING:
     from edgespec.backends.llamacpp.model import LlamaCppModel
 
-__all__ = ["estimate_gguf_residual_heads", "residual_head_target"]
+__all__ = ["estimate_gguf_residual_heads", "load_gguf_residual_heads"]
 
 _EMBEDDINGS = "token_embd.weight"
 
 
-def residual_head_target(model: LlamaCppModel) -> ResidualHeadTarget:
+def load_gguf_residual_heads(model: LlamaCppModel, path: Path) -> ResidualHeadView:
+    """Load the Medusa or Hydra heads at a path for a GGUF target. See `load_residual_heads`."""
+    return load_residual_heads(_target(model), path)
+
+
+def _target(model: LlamaCppModel) -> ResidualHeadTarget:
     """Return what Medusa and Hydra heads need from a model.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Run an EAGLE-3 head in a llama.cpp context."""
+"""Run a head that drafts from tokens and hidden states in a llama.cpp context."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from edgespec.backends.llamacpp.layer_taps import copied_rows
 from edgespec.backends.llamacpp.native import library
 from edgespec.backends.llamacpp.staging_api import staging_api
 
-__all__ = ["HeadContext"]
+__all__ = ["EagleContext", "HeadContext"]
 
 
 class _PairBatch(Batch):
@@ -34,23 +34,27 @@ class _PairBatch(Batch):
 
 
 class HeadContext(LlamaContext):
-    """A context that runs an EAGLE-3 head, whose inputs are tokens and hidden states.
+    """A context that runs a head, whose inputs are tokens and the hidden states before them.
 
-    The head's encoder first reduces the inputs of the target's tapped layers to one hidden state per token.
+    Args:
+        weights: The head's llama_model handle.
+        target: The context of the target, if the head borrows its token embeddings.
+        mtp: Whether to run the multi-token prediction layers of `weights`, and no others. The weights must
+            have been loaded with these layers. Otherwise, llama.cpp ends the process.
     """
 
     def __init__(
         self,
-        head: Any,
+        weights: Any,
         options: LoadOptions,
         plan: ContextPlan,
         threads: int,
-        target: LlamaContext,
-        size: int,
+        *,
+        target: LlamaContext | None = None,
+        mtp: bool = False,
     ) -> None:
-        super().__init__(head, options, plan, threads, target=target)
-        self._state_size: int = library().llama_model_n_embd(head)
-        self._features = Batch(options.batch_tokens, plan.sequences, size)
+        super().__init__(weights, options, plan, threads, target=target, mtp=mtp)
+        self._state_size: int = library().llama_model_n_embd(weights)
         self._pairs = _PairBatch(options.batch_tokens, plan.sequences, self._state_size)
 
     def allocate(self, plan: ContextPlan) -> None:
@@ -58,16 +62,6 @@ class HeadContext(LlamaContext):
         api = staging_api()
         assert api is not None
         api.set_embeddings_nextn(self._context, True, True)
-
-    def encode(self, features: NDArray[np.float32], position: int) -> NDArray[np.float32]:
-        """Return the hidden states [tokens, embedding size] for features of at most one batch of tokens.
-
-        `position` must be that of the next token in the KV cache, which encoding leaves unchanged.
-        """
-        count = len(features)
-        self._features.put(features, range(position, position + count), [(0,)] * count, logits=True)
-        self._decode(self._features, encode=True)
-        return self._states(count)
 
     def run_pairs(
         self,
@@ -79,7 +73,8 @@ class HeadContext(LlamaContext):
         logits: bool = True,
     ) -> NDArray[np.float32]:
         """Run tokens with the hidden states before them. See `run`. Without `logits`, returns no rows."""
-        # llama.cpp returns the first rows of an EAGLE-3 head, not the requested ones. Request all or none.
+        # Request the rows of all tokens or of none. For many heads, llama.cpp would return the hidden states
+        # of the first tokens instead of those of the requested tokens.
         self._pairs.put(tokens, positions, sequences, logits)
         self._pairs.states[: len(tokens)] = states
         self._decode(self._pairs)
@@ -96,5 +91,37 @@ class HeadContext(LlamaContext):
 
     def close(self) -> None:
         super().close()
-        self._features.free()
         self._pairs.free()
+
+
+class EagleContext(HeadContext):
+    """A context that runs an EAGLE-3 head.
+
+    The head's encoder first reduces the inputs of the target's tapped layers to one hidden state per token.
+    """
+
+    def __init__(
+        self,
+        head: Any,
+        options: LoadOptions,
+        plan: ContextPlan,
+        threads: int,
+        target: LlamaContext,
+        size: int,
+    ) -> None:
+        super().__init__(head, options, plan, threads, target=target)
+        self._features = Batch(options.batch_tokens, plan.sequences, size)
+
+    def encode(self, features: NDArray[np.float32], position: int) -> NDArray[np.float32]:
+        """Return the hidden states [tokens, embedding size] for features of at most one batch of tokens.
+
+        `position` must be that of the next token in the KV cache, which encoding leaves unchanged.
+        """
+        count = len(features)
+        self._features.put(features, range(position, position + count), [(0,)] * count, logits=True)
+        self._decode(self._features, encode=True)
+        return self._states(count)
+
+    def close(self) -> None:
+        super().close()
+        self._features.free()
