@@ -52,8 +52,10 @@ def cannot(row: Row, column: Column, name: str) -> bool:
     """Where a method is known to be impossible."""
     if column.memory == "chunked":
         return row.method != "none"
+    if {"medusa", "hydra"} & {*row.drafters}:
+        return column.backend == "MLX" or (column.memory == "recurrent" and bool(row.branches))
     if row.head and column.memory != "recurrent":
-        return column.backend == "MLX" or (column.memory == "window" and "eagle" in row.drafters)
+        return column != ("llama.cpp", "full")
     if column.memory == "recurrent":
         return bool(row.head or row.branches or row.itself or row.learn)
     if column.backend == "llama.cpp":

@@ -114,17 +114,14 @@ def _check_attention(
     target: ResidualHeadTarget, heads: ResidualHeads, prefix: AttentionLayer, path: Path
 ) -> None:
     """Raise CapabilityError if the layer of Hydra++ heads does not have attention heads like the target's."""
-    shape = target.attention
-    head_size = heads.state_size // shape.heads if shape.heads else 0
-    if head_size % 2 or head_size * shape.heads != heads.state_size or shape.heads % (shape.kv_heads or 1):
+    size, heads_of_target, keys = heads.state_size, target.attention.heads, prefix.k_proj.shape[0]
+    head_size = size // heads_of_target if heads_of_target else 0
+    if not head_size or head_size % 2 or size % head_size or keys % head_size or size % keys:
         raise CapabilityError(
-            f"the head {path} cannot be used with {target.model.facts.name}, whose {shape.heads} attention"
-            f" heads do not divide hidden states of size {heads.state_size:,} into equal parts",
-            "choose another method, such as suffix",
+            f"the head {path} was made for another target: its keys of size {keys:,} cannot be divided among the"
+            f" {heads_of_target} attention heads of {target.model.facts.name}",
+            "choose the head that was published for this target",
         )
-    keys, own = prefix.k_proj.shape[0], shape.kv_heads * head_size
-    if keys != own:
-        raise target.made_for_another(path, "keys", keys, own)
 
 
 def _facts(target: ResidualHeadTarget, heads: ResidualHeads, path: Path) -> ModelFacts:

@@ -19,14 +19,12 @@ class AttentionShape(NamedTuple):
     """The settings of an attention layer that its weights do not tell. Hydra++ heads use their target's.
 
     Attributes:
-        heads: Number of query heads.
-        kv_heads: Number of key heads, each shared by several query heads.
+        heads: Number of query heads. Several of them can share a key head.
         rope_theta: Base of the rotary position embedding.
         norm_epsilon: Added to the mean square in norms.
     """
 
     heads: int
-    kv_heads: int
     rope_theta: float
     norm_epsilon: float
 
@@ -60,11 +58,11 @@ class PrefixLayer:
         self._input_norm, self._inner_norm, self._norm = map(
             loader.vector, (weights.input_norm, weights.post_attention_norm, weights.norm)
         )
-        head_size = weights.q_proj.shape[0] // shape.heads
-        self._head_size = head_size
+        self._head_size = head_size = weights.q_proj.shape[0] // shape.heads
+        self._kv_heads = weights.k_proj.shape[0] // head_size
         self._frequencies = shape.rope_theta ** (-np.arange(0, head_size, 2) / head_size)
         # Keys and values [2, kv heads, tokens, head size].
-        self._cache: Array = np.empty((2, shape.kv_heads, 0, head_size), np.float32)
+        self._cache: Array = np.empty((2, self._kv_heads, 0, head_size), np.float32)
 
     def restart(self, position: int) -> None:
         """Empty the KV cache, and let it begin at a position."""
@@ -118,7 +116,7 @@ class PrefixLayer:
         keys, values = self._cache[:, :, :used]
         queries = self._rotated(self._heads(queries), self.end - count)
         # The queries of all heads that share a key head are stacked as its rows.
-        stacked = queries.reshape(self._shape.kv_heads, -1, self._head_size)
+        stacked = queries.reshape(self._kv_heads, -1, self._head_size)
         scores = stacked @ keys.swapaxes(1, 2) / np.float32(np.sqrt(self._head_size))
         hidden = np.arange(used) > np.arange(used - count, used)[:, None]
         scores = np.where(np.tile(hidden, (stacked.shape[1] // count, 1)), np.float32(-np.inf), scores)

@@ -24,14 +24,17 @@ _FIRST_TOKEN = 3
 
 
 def first_logits(head: HeadModel, cache: HeadCache, tokens: list[int]) -> NDArray[np.float64]:
-    """The head's logits for the first token of a draft."""
+    """The head's logits for the first token of a draft, which is then committed or discarded."""
     cache.begin(tokens)
     cache.prefill()
     assert cache.can_draft(8)
     lag = tokens[head.length :]
     logits = head.verify(TokenTree.chain(lag[0], lag[1:]))
     row = np.array(logits.at(len(lag) - 1, np.arange(head.facts.vocab_size)))
-    head.truncate(head.length)
+    if len(tokens) % 2:
+        head.commit(tuple(range(1, len(lag))))
+    else:
+        head.truncate(head.length)
     return row
 
 

@@ -56,7 +56,9 @@ def test_heads_compute_what_a_plain_reading_of_the_papers_does(layout: Layout, t
     network = ResidualNetwork(heads, loader, numpy_product(LM_HEAD))
     x = STATES[-1:]
     if heads.prefix:
-        layer = PrefixLayer(heads.prefix, AttentionShape(*attention), loader)
+        layer = PrefixLayer(
+            heads.prefix, AttentionShape(attention.heads, attention.theta, attention.epsilon), loader
+        )
         layer.append(STATES[:11])
         layer.append(STATES[11:25])
         x = layer.run(STATES[25:])[-1:]
@@ -73,7 +75,7 @@ def test_the_layer_of_hydra_heads_can_be_rolled_back(tmp_path: Path) -> None:
     heads = read_residual_heads(write_heads(tmp_path / "head", layout, arrays_of(layout)))
     assert heads.prefix
     loader = WeightLoader(heads.file, numpy_product)
-    layer, fresh = (PrefixLayer(heads.prefix, AttentionShape(2, 2, 1e4, 1e-5), loader) for _ in range(2))
+    layer, fresh = (PrefixLayer(heads.prefix, AttentionShape(2, 1e4, 1e-5), loader) for _ in range(2))
     layer.run(STATES)
     layer.truncate(12)
     layer.append(STATES[12:20])
@@ -162,7 +164,7 @@ def test_weights_that_are_not_finite_are_refused(layout: Layout, value: float, t
 def load(heads: ResidualHeads) -> ResidualNetwork:
     loader = WeightLoader(heads.file, numpy_product)
     if heads.prefix:
-        PrefixLayer(heads.prefix, AttentionShape(2, 2, 1e4, 1e-5), loader)
+        PrefixLayer(heads.prefix, AttentionShape(2, 1e4, 1e-5), loader)
     return ResidualNetwork(heads, loader)
 
 

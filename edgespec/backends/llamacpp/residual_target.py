@@ -47,7 +47,6 @@ def _target(model: LlamaCppModel) -> ResidualHeadTarget:
         layers=lib.llama_model_n_layer(weights),
         attention=AttentionShape(
             lib.llama_model_n_head(weights),
-            lib.llama_model_n_head_kv(weights),
             number("rope.freq_base", 10000.0),
             number("attention.layer_norm_rms_epsilon", 1e-5),
         ),
