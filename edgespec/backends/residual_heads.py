@@ -118,8 +118,8 @@ def _check_attention(
     head_size = size // heads_of_target if heads_of_target else 0
     if not head_size or head_size % 2 or size % head_size or keys % head_size or size % keys:
         raise CapabilityError(
-            f"the head {path} was made for another target: its keys of size {keys:,} cannot be divided among the"
-            f" {heads_of_target} attention heads of {target.model.facts.name}",
+            f"the head {path} was made for another target: its keys of size {keys:,} cannot be divided among"
+            f" the {heads_of_target} attention heads of {target.model.facts.name}",
             "choose the head that was published for this target",
         )
 
