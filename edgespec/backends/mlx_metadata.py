@@ -11,8 +11,9 @@ from typing import Any
 from edgespec.backends.mlx_files import MAX_JSON_BYTES, WEIGHTS, StoredTensor, read_json_object, read_tensors
 from edgespec.backends.model_info import Kind, ModelInfo
 from edgespec.backends.token_list import tokens_of_folder
-from edgespec.errors import ModelFileError
 from edgespec.files import read_regular_file, regular_file_bytes
+from edgespec.heads.eagle_files import is_eagle
+from edgespec.heads.tensor_files import read_folder_tensors
 
 __all__ = ["language_config", "read_mlx_info", "trained_context"]
 
@@ -42,17 +43,22 @@ def read_mlx_info(folder: Path) -> ModelInfo:
     for file in files:
         tensors |= read_tensors(file)
     if not tensors:
-        raise ModelFileError(f"{folder} contains no weights", "download the model again")
+        # Heads can have other file names and formats than models.
+        tensors = {
+            name: StoredTensor(one.shape, one.dtype, one.size_bytes)
+            for name, one in read_folder_tensors(folder).items()
+        }
     tokens = tokens_of_folder(folder)
     experts, used = _first(config, _EXPERTS), _first(config, _EXPERTS_USED)
     settings = config.get("quantization") or whole.get("quantization")
     return ModelInfo(
-        kind=_kind(whole),
+        kind="head" if is_eagle(tensors) else _kind(whole),
         family=_name(whole, folder),
         architecture=str(whole.get("model_type", "")),
         parameters=_parameters(tensors, settings if isinstance(settings, dict) else {}),
         quantisation=_quantisation(whole, settings, tensors),
-        size_bytes=sum(file.stat().st_size for file in files),
+        size_bytes=sum(file.stat().st_size for file in files)
+        or sum(tensor.size_bytes for tensor in tensors.values()),
         pass_bytes=_pass_bytes(tensors, used / experts if experts and used else 1.0),
         kv_bytes=_kv_bytes(config),
         context_tokens=trained_context(whole),
@@ -100,6 +106,8 @@ def _heads(
         for head, label in _HEAD_NAMES.items():
             if head in name.lower():
                 return [label]
+    if is_eagle(tensors):
+        return ["EAGLE"]
     layers = _first(config, ("num_nextn_predict_layers", "mtp_num_hidden_layers"))
     if any(re.search(r"(?:^|\.)(?:mtp|nextn)\.", name) for name in tensors):
         return [f"MTP, {layers} layer{'s' if layers > 1 else ''}" if layers else "MTP"]

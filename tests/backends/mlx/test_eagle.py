@@ -51,7 +51,7 @@ class Files:
         if path.exists():
             return path
         draft_vocab = None if layout == "EAGLE-1" else 200
-        defaults = {"size": SIZE, "vocab": ROWS, "draft_vocab": draft_vocab}
+        defaults: dict[str, Any] = {"size": SIZE, "vocab": ROWS, "draft_vocab": draft_vocab}
         if layout != "EAGLE-1":
             defaults["eagle_aux_hidden_state_layer_ids"] = STATES
         return write_head(path, layout, **{**defaults, **options})
@@ -272,20 +272,31 @@ def test_every_variant_is_computed(
     assert np.abs(second_guess(path) - second_guess(files.head())).max() > 1e-3
 
 
-def test_the_hidden_states_that_a_head_reads_are_found_by_a_trial(
-    files: Files, target: MlxModel, tmp_path: Path
-) -> None:
-    """A head that copies the last hidden state into the LM head of the target predicts like the target."""
-    zeros = {
-        "fc.weight": np.concatenate([np.zeros((SIZE, SIZE)), np.eye(SIZE)], axis=1).astype(np.float32),
-        "fc.bias": np.zeros(SIZE, np.float32),
-        "layer.self_attn.o_proj.weight": np.zeros((SIZE, 32), np.float32),
-        "layer.mlp.down_proj.weight": np.zeros((SIZE, 64), np.float32),
-    }
-    path = write_head(tmp_path / "post", "EAGLE-1", size=SIZE, vocab=ROWS, changes=dict(zeros))
-    head = head_of(target, path)
-    assert f"[{POST_NORM}]" in head.facts.description
-    head.close()
+def test_the_hidden_states_that_a_head_reads_are_found_by_a_trial(tmp_path: Path) -> None:
+    """A target that repeats every token, and a head that does so unless the state it reads is large."""
+    target_path = write_checkpoint(tmp_path / "target", "llama", config={"tie_word_embeddings": True})
+    weights = mx.load(str(target_path / "model.safetensors"))
+    assert isinstance(weights, dict)
+    for name in weights:
+        if "o_proj" in name or "down_proj" in name:
+            weights[name] *= 0
+    for norm, expected in ((100.0, "[2]"), (0.001, f"[{POST_NORM}]")):
+        weights["model.norm.weight"] = mx.full(SIZE, norm)
+        mx.save_safetensors(str(target_path / "model.safetensors"), weights, {"format": "mlx"})
+        scale = 0.3 if norm > 1 else 3.0
+        noise = np.random.default_rng(0).normal(size=(SIZE, SIZE)) * scale / SIZE**0.5
+        silent = {"layer.self_attn.o_proj.weight": (SIZE, 32), "layer.mlp.down_proj.weight": (SIZE, 64)}
+        changes: dict[str, Any] = {
+            "fc.weight": np.concatenate([np.eye(SIZE), noise], axis=1).astype(np.float32),
+            "fc.bias": None,
+            "embed_tokens.weight": None,
+            **{name: np.zeros(shape, np.float32) for name, shape in silent.items()},
+        }
+        path = write_head(tmp_path / f"head{norm}", "EAGLE-1", size=SIZE, vocab=ROWS, changes=changes)
+        target = mlx.load(str(target_path), "target", LoadOptions(context_tokens=CONTEXT))
+        assert expected in head_of(target, path).facts.description
+        assert target.length == 0
+        target.close()
 
 
 @pytest.mark.parametrize(
@@ -360,13 +371,14 @@ def test_a_head_with_huge_weights_changes_no_reply(files: Files, tmp_path: Path)
         changes=dict(changes),
         eagle_aux_hidden_state_layer_ids=STATES,
     )
-    path, asked = str(files.target("llama")), {"max_tokens": 24, "temperature": 0.8, "seed": 3}
+    path = str(files.target("llama"))
+    asked: dict[str, Any] = {"max_tokens": 24, "temperature": 0.8, "seed": 3}
     with (
         always_draft(),
         edgespec.load(path, "none", method="none", context=256) as plain,
         edgespec.load(path, "none", method="eagle", head=head, context=256) as drafting,
     ):
-        assert drafting.generate("the file", **asked).tokens == plain.generate("the file", **asked).tokens  # type: ignore[arg-type]
+        assert drafting.generate("the file", **asked).tokens == plain.generate("the file", **asked).tokens
 
 
 def test_a_quantised_target_takes_heads(files: Files) -> None:
