@@ -7,7 +7,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import gguf
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -18,15 +17,13 @@ import edgespec
 from edgespec.assembly.loading import always_draft
 from edgespec.backends import llamacpp
 from edgespec.backends.base import Head, LanguageModel, LoadOptions
-from edgespec.backends.llamacpp.block_shape import MAX_BLOCK_TOKENS
-from edgespec.backends.llamacpp.dflash import DFlashHead, estimate_dflash_head
+from edgespec.backends.llamacpp.dflash import DFlashHead
 from edgespec.backends.llamacpp.model import LlamaCppModel
-from edgespec.backends.llamacpp.native import captured_log
 from edgespec.drafters.head_cache import HeadCache
 from edgespec.engine.tree import TokenTree
-from edgespec.errors import CapabilityError, EdgespecError, ModelFileError
+from edgespec.errors import CapabilityError
 from tests.backends.dflash_reference import block_logits, markov_logits, tensors_of
-from tests.backends.head_histories import ROUNDS, Round, check_history, first_logits
+from tests.backends.head_histories import ROUNDS, Round, check_history
 from tests.backends.tiny_models import WORDS, write_dflash, write_llama
 
 CONTEXT = 512
