@@ -11,6 +11,7 @@ from edgespec.option_kinds import (
     Branches,
     Choice,
     Flag,
+    HeadName,
     Integer,
     MethodList,
     Number,
@@ -122,10 +123,10 @@ class LoadArguments(TypedDict, total=False):
     exit_layer: Annotated[int | None, Option(Integer(1, metavar="E"), "drafting",
         "Number of layers the layerskip method drafts with. MLX models only.",
         default_text="measured at load time", read_by=("layerskip",), per_run=True)]
-    head: Annotated[str | PathLike[str] | None, Option(PathName(), "drafting",
-        "Head that was trained for the model: an EAGLE-3, DFlash or DSpark head in GGUF format, or the folder"
-        " of Medusa or Hydra heads as published. GGUF models only.",
-        read_by=HEADS, per_run=True)]
+    head: Annotated[str | PathLike[str] | None, Option(HeadName(), "drafting",
+        "A head: a small network that was trained to draft for this model. `auto` uses one from the model's"
+        " files or folder (see `edgespec models show`); `none` uses none.",
+        default="auto", read_by=HEADS)]
     corpus: Annotated[str | PathLike[str] | None, Option(PathName(), "drafting",
         "Text file or folder where the suffix method looks up likely continuations, such as the code you are"
         " editing.",

@@ -52,7 +52,7 @@ def cannot(row: Row, column: Column, name: str) -> bool:
     """Where a method is known to be impossible."""
     if column.memory == "chunked":
         return row.method != "none"
-    if {"medusa", "hydra"} & {*row.drafters}:
+    if {"mtp", "medusa", "hydra"} & {*row.drafters}:
         return column.backend == "MLX" or (column.memory == "recurrent" and bool(row.branches))
     if row.head and column.memory != "recurrent":
         return column != ("llama.cpp", "full")

@@ -65,7 +65,7 @@ def _write_gguf_benchmark(path: Path, type_name: str, size_bytes: int) -> PassWe
 
 def _estimate_gguf_head(head: Head, target: Path, context_tokens: int) -> MemoryEstimate:
     from edgespec.backends.llamacpp.dflash import estimate_dflash_head
-    from edgespec.backends.llamacpp.eagle import estimate_eagle_head
+    from edgespec.backends.llamacpp.eagle import estimate_eagle_head, estimate_unconverted_head
     from edgespec.backends.llamacpp.mtp import estimate_mtp_head
     from edgespec.backends.llamacpp.residual_target import estimate_gguf_residual_heads
 
@@ -74,6 +74,8 @@ def _estimate_gguf_head(head: Head, target: Path, context_tokens: int) -> Memory
     assert head.path is not None
     if head.method in RESIDUAL_METHODS:
         return estimate_gguf_residual_heads(head.path, target, context_tokens)
+    if head.path.is_dir():
+        return estimate_unconverted_head(head.path, context_tokens)
     estimate = estimate_dflash_head if head.method == "dflash" else estimate_eagle_head
     return estimate(head.path, context_tokens)
 
@@ -181,7 +183,7 @@ _GGUF = FileFormat(
     files=gguf_files,
     one_file_per_quantisation=True,
     mapped=True,
-    preparations=frozenset({"layerskip", "lowbit"}),
+    preparations=frozenset({"layerskip", "lowbit", "head"}),
     low_bit_copy_format="gguf",
     trial=_try_gguf,
     try_head=_try_gguf_head,
@@ -196,6 +198,7 @@ _GGUF = FileFormat(
             "Q2_K": {"Q2_K": 0.6, "Q3_K": 0.3, "Q6_K": 0.1},
         },
     ),
+    head_methods=frozenset({"mtp", "eagle", "dflash"}),
     estimate_head=_estimate_gguf_head,
 )
 _SPLIT_GGUF = FileFormat(

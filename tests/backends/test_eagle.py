@@ -24,7 +24,13 @@ from edgespec.backends.llamacpp.eagle import EagleHead
 from edgespec.backends.llamacpp.model import LlamaCppModel
 from edgespec.drafters.head_cache import HeadCache
 from edgespec.engine.tree import TokenTree
-from edgespec.errors import CapabilityError, EdgespecError, ModelFileError, OptionError
+from edgespec.errors import (
+    CapabilityError,
+    EdgespecError,
+    ModelFileError,
+    ModelNotFoundError,
+    OptionError,
+)
 from edgespec.prepare.head import prepare_head
 from tests.backends.head_histories import ROUNDS, Round, check_history, first_logits
 from tests.backends.tiny_models import WORDS, write_eagle, write_gemma2, write_llama
@@ -206,7 +212,7 @@ def test_a_truncated_head_is_refused(target: LlamaCppModel, files: Files, tmp_pa
 
 
 def test_a_missing_head_is_an_error() -> None:
-    with pytest.raises(OptionError, match="does not exist"):
+    with pytest.raises(ModelNotFoundError, match="there is no file missing.gguf"):
         edgespec.load("demo", "none", method="eagle", head="missing.gguf")
     with pytest.raises(OptionError, match="needs a head that was trained for demo"):
         edgespec.load("demo", "none", method="eagle")

@@ -2,26 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
+import gguf
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+import edgespec
+from edgespec.assembly.loading import always_draft
 from edgespec.backends import llamacpp
 from edgespec.backends.base import Head, LanguageModel, LoadOptions
+from edgespec.backends.gguf_header import read_header
 from edgespec.backends.hidden_state_log import POST_NORM
-from edgespec.backends.llamacpp import context_planning, state_taps
+from edgespec.backends.llamacpp import context_planning, mtp, state_taps
 from edgespec.backends.llamacpp.model import LlamaCppModel
 from edgespec.backends.llamacpp.mtp_files import read_mtp_layers
 from edgespec.backends.optional_features import HeadModel
 from edgespec.backends.replay import ReplayModel
 from edgespec.drafters.head_cache import HeadCache
 from edgespec.engine.tree import TokenTree
+from edgespec.errors import CapabilityError, EdgespecError, ModelFileError, OptionError
 from tests.backends.head_histories import ROUNDS, Round, check_history, first_logits
+from tests.backends.tiny_models import write_llama
 from tests.backends.tiny_mtp_models import SHAPES, write_mtp_model, write_mtp_sidecar
 
 CONTEXT = 512
@@ -32,7 +39,8 @@ class Files:
 
     def __init__(self, folder: Path, architecture: str) -> None:
         self.target = write_mtp_model(folder / "target.gguf", architecture)
-        self.sidecar = write_mtp_sidecar(folder / "mtp-target.gguf", self.target)
+        # It would be found by itself if it lay beside the target and were called `mtp-target.gguf`.
+        self.sidecar = write_mtp_sidecar(folder / "layers.gguf", self.target)
 
     def load(self, mtp: bool = True, context: int = CONTEXT) -> LanguageModel:
         return llamacpp.load(str(self.target), "target", LoadOptions(context_tokens=context, mtp=mtp))
@@ -141,3 +149,187 @@ def test_any_history_with_checkpoints_alone(checkpointed: Files, rounds: list[Ro
 @pytest.fixture(scope="module")
 def checkpointed(tmp_path_factory: pytest.TempPathFactory) -> Files:
     return Files(tmp_path_factory.mktemp("checkpointed"), "qwen35")
+
+
+@pytest.fixture
+def target(glm: Files) -> Iterator[LanguageModel]:
+    model = glm.load()
+    yield model
+    model.close()
+
+
+def test_a_target_loaded_without_its_layers_does_not_draft_with_them(glm: Files) -> None:
+    """llama.cpp would end the process."""
+    target = glm.load(mtp=False)
+    with pytest.raises(CapabilityError, match="was loaded without its MTP layers"):
+        head_of(target)
+    target.close()
+
+
+def without(path: Path, model: Path, *names: str) -> Path:
+    """A copy of a GGUF file without the tensors whose names end like this."""
+    reader = gguf.GGUFReader(model)
+    writer = gguf.GGUFWriter(path, reader.fields["general.architecture"].contents())
+    for name, field in reader.fields.items():
+        if not name.startswith(("GGUF.", "general.architecture")):
+            writer.add_key_value(name, field.contents(), field.types[0], field.types[-1])
+    for tensor in reader.tensors:
+        if not tensor.name.endswith(names):
+            writer.add_tensor(tensor.name, np.array(tensor.data))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def test_metadata_that_claim_missing_layers_are_not_believed(tmp_path: Path, files: Files) -> None:
+    """Many converters remove the layers, but leave their number in the metadata."""
+    layer = tuple(name for name in tensor_names(files.target) if name.startswith("blk.2."))
+    path = without(tmp_path / "target.gguf", files.target, *layer)
+    with pytest.raises(CapabilityError, match="contains no layers for multi-token prediction"):
+        read_mtp_layers(path)
+    if "qwen3" in read_header(path).architecture:  # llama.cpp does not load such files at all.
+        return
+    with pytest.raises(OptionError, match="no head was found"):
+        edgespec.load(str(path), "none", method="mtp", context=256)
+    with edgespec.load(str(path), "none", method="auto", context=256) as runtime:
+        assert "mtp" not in runtime.method.effective
+
+
+def tensor_names(path: Path) -> list[str]:
+    return [tensor.name for tensor in gguf.GGUFReader(path).tensors]
+
+
+@pytest.mark.parametrize(
+    "name", ["nextn.enorm.weight", "blk.2.ffn_gate_inp.weight", "blk.2.attn_norm.weight"]
+)
+def test_incomplete_layers_are_refused(target: LanguageModel, glm: Files, tmp_path: Path, name: str) -> None:
+    """llama.cpp would end the process for some of them."""
+    path = without(tmp_path / "mtp.gguf", glm.sidecar, name)
+    with pytest.raises(ModelFileError, match=f"lacks {name.removeprefix('blk.2.')}"):
+        head_of(target, path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"head_count_kv": 1}, "head_count_kv is 1, but that of target is 2"),
+        ({"embedding_length": 64}, "embedding_length"),
+        ({"dimension_count": 18}, "dimension_count"),
+        ({"expert_used_count": 0}, "expert_used_count"),
+        ({"leading_dense_block_count": 9}, "leading_dense_block_count"),
+    ],
+)
+def test_layers_of_another_model_are_refused(
+    target: LanguageModel, glm: Files, tmp_path: Path, changes: dict[str, int], message: str
+) -> None:
+    path = write_mtp_sidecar(tmp_path / "mtp.gguf", glm.target, **changes)
+    with pytest.raises(CapabilityError, match="made for another target") as caught:
+        head_of(target, path)
+    assert message in caught.value.what
+
+
+@pytest.mark.parametrize("key", ["block_count", "nextn_predict_layers", "context_length", "vocab_size"])
+@pytest.mark.parametrize("value", [0, 1, 2, 4, 500, (1 << 31) - 1])
+def test_other_numbers_of_layers_and_tokens_are_refused_or_harmless(
+    target: LanguageModel, glm: Files, tmp_path: Path, key: str, value: int
+) -> None:
+    path = write_mtp_sidecar(tmp_path / "mtp.gguf", glm.target, **{key: value})
+    try:
+        head = head_of(target, path)
+    except EdgespecError:
+        assert key != "context_length"
+        return
+    target.prefill([1, 2, 3])
+    assert np.isfinite(first_logits(head, HeadCache(head), [1, 2, 3, 4])).all()
+    head.close()
+
+
+def test_a_model_without_such_layers_is_no_head(target: LanguageModel, tmp_path: Path) -> None:
+    path = write_llama(tmp_path / "llama.gguf")
+    with pytest.raises(CapabilityError, match="contains no layers for multi-token prediction"):
+        head_of(target, path)
+
+
+def test_a_truncated_file_is_refused(target: LanguageModel, glm: Files, tmp_path: Path) -> None:
+    path = tmp_path / "mtp.gguf"
+    path.write_bytes(glm.sidecar.read_bytes()[:-100])
+    with pytest.raises(ModelFileError, match="damaged|incomplete|truncated"):
+        head_of(target, path)
+
+
+def damaged(path: Path, value: float) -> Path:
+    """Write this value to all weights of the matrix that joins embeddings and hidden states."""
+    reader = gguf.GGUFReader(path, "r+")
+    next(tensor for tensor in reader.tensors if "eh_proj" in tensor.name).data[:] = value
+    reader.data.flush()
+    return path
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_layers_whose_logits_are_not_finite_are_refused(
+    target: LanguageModel, glm: Files, tmp_path: Path, value: float
+) -> None:
+    with pytest.raises(ModelFileError, match="not finite"):
+        head_of(target, damaged(write_mtp_sidecar(tmp_path / "mtp.gguf", glm.target), value))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_useless_layers_change_no_reply(glm: Files, tmp_path: Path, temperature: float) -> None:
+    head = damaged(write_mtp_sidecar(tmp_path / "mtp.gguf", glm.target), 1e30)
+    asked: dict[str, Any] = {"max_tokens": 24, "temperature": temperature, "seed": 3}
+    with (
+        always_draft(),
+        edgespec.load(str(glm.target), "none", method="none", context=256) as plain,
+        edgespec.load(str(glm.target), "none", method="mtp", head=head, context=256) as drafting,
+    ):
+        assert drafting.generate("the file", **asked).tokens == plain.generate("the file", **asked).tokens
+
+
+@pytest.mark.parametrize(("architecture", "count"), [("hy_v3", 3), ("step35", 2), ("mimo2", 2)])
+def test_models_with_several_layers_draft(tmp_path: Path, architecture: str, count: int) -> None:
+    path = write_mtp_model(tmp_path / "target.gguf", architecture, mtp_layers=count)
+    assert read_mtp_layers(path).count == count
+    asked: dict[str, Any] = {"max_tokens": 40, "temperature": 0.8, "seed": 3}
+    with always_draft(), edgespec.load(str(path), "none", methods=["none", "mtp"], context=256) as runtime:
+        reply = runtime.generate("the file", method="mtp", **asked)
+        assert reply.tokens == runtime.generate("the file", method="none", **asked).tokens
+        assert 0 < reply.stats.accepted_tokens < reply.stats.drafted_tokens
+
+
+def test_more_layers_than_llama_cpp_can_run_are_refused(tmp_path: Path) -> None:
+    path = write_mtp_model(tmp_path / "target.gguf", "glm4moe", mtp_layers=2)
+    with pytest.raises(CapabilityError, match="cannot draft with the 2 MTP layers"):
+        read_mtp_layers(path)
+
+
+def test_the_plan_counts_the_layers_once(files: Files) -> None:
+    def planned(method: str, **options: Any) -> dict[str, int]:
+        plan = edgespec.plan(str(files.target), "none", method=method, context=256, **options).plan
+        return {item.name: item.bytes for item in plan.items}
+
+    plain, own, sidecar = planned("none"), planned("mtp"), planned("mtp", head=files.sidecar)
+    assert own["target weights"] == sidecar["target weights"] == plain["target weights"]
+    assert not any(name.startswith("head ") for name in plain)
+    for planned_bytes in (own, sidecar):
+        assert {name for name in planned_bytes if name.startswith("head ")} == {
+            f"head {part}" for part in ("weights", "cache", "compute buffers", "logits")
+        }
+    sizes = []
+    for loads in (False, True):
+        target = files.load(mtp=loads)
+        sizes.append(target.facts.weight_bytes)
+        target.close()
+    assert own["head weights"] == pytest.approx(sizes[1] - sizes[0], rel=0.02)
+    assert sidecar["head weights"] == files.sidecar.stat().st_size
+
+
+def test_llama_cpp_without_these_functions_does_not_draft(
+    glm: Files, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mtp, "staging_api", lambda: None)
+    target = glm.load()
+    with pytest.raises(CapabilityError, match="this version of llama.cpp cannot run MTP layers"):
+        head_of(target)
+    target.close()

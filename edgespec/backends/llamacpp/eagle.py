@@ -20,12 +20,13 @@ from edgespec.backends.llamacpp.loading import check_file, threads_for
 from edgespec.backends.llamacpp.metadata import architecture_metadata
 from edgespec.backends.llamacpp.native import library
 from edgespec.backends.memory_estimate import MemoryEstimate
+from edgespec.backends.mlx_metadata import read_mlx_info
 from edgespec.errors import ModelFileError
 
 if TYPE_CHECKING:
     from edgespec.backends.llamacpp.model import LlamaCppModel
 
-__all__ = ["EagleHead", "estimate_eagle_head", "load_eagle_head"]
+__all__ = ["EagleHead", "estimate_eagle_head", "estimate_unconverted_head", "load_eagle_head"]
 
 # Approximate size of a head's compute buffer, in bytes per token of a batch and per token of the vocabulary.
 _COMPUTE_BYTES_PER_LOGIT = 7
@@ -58,6 +59,19 @@ def estimate_eagle_head(path: Path, context_tokens: int) -> MemoryEstimate:
         token_bytes=read_gguf_info(path).kv_bytes,
         vocabulary=int(header.architecture_value("vocab_size", 0)),
         state_size=len(header.architecture_value("target_layers", ())) * state_size,
+        bytes_per_logit=_COMPUTE_BYTES_PER_LOGIT,
+    )
+
+
+def estimate_unconverted_head(folder: Path, context_tokens: int) -> MemoryEstimate:
+    """Estimate the memory that a head will use once it is converted to GGUF. Raises ModelFileError."""
+    info = read_mlx_info(folder)
+    return estimate_head(
+        context_tokens,
+        weight_bytes=info.size_bytes,
+        token_bytes=info.kv_bytes,
+        vocabulary=info.vocab_size,
+        state_size=len(info.read_layers) * info.hidden_size,
         bytes_per_logit=_COMPUTE_BYTES_PER_LOGIT,
     )
 

@@ -23,6 +23,7 @@ from edgespec.backends.llamacpp.kv_types import parse_kv_types
 from edgespec.backends.llamacpp.loading import describe, load_weights, threads_for
 from edgespec.backends.llamacpp.metadata import vocabulary_size
 from edgespec.backends.llamacpp.mtp import load_mtp_head
+from edgespec.backends.llamacpp.mtp_files import unloaded_bytes
 from edgespec.backends.llamacpp.native import library
 from edgespec.backends.llamacpp.probe import probe
 from edgespec.backends.llamacpp.residual_target import load_gguf_residual_heads
@@ -87,8 +88,10 @@ class LlamaCppModel(GgufModel):
             self.probe_result = result = probe(context, weights, options)
             cells = KvCells(context, options.max_branches, replays=result.replays)
             super().__init__([weights], [cells], max_plan, options)
+            facts = describe(weights, path, name, max_plan, self.vocabulary, result)
             self.facts: ModelFacts = replace(
-                describe(weights, path, name, max_plan, self.vocabulary, result),
+                facts,
+                weight_bytes=facts.weight_bytes - (0 if options.mtp else unloaded_bytes(Path(path))),
                 context_tokens=plan.tokens,
                 kv_bytes=plan.kv_bytes,
                 cache_variant=cache_variant(weights, max_plan),
@@ -192,7 +195,7 @@ class LlamaCppModel(GgufModel):
         if method.method not in self.facts.capabilities.self_draft_methods:
             raise CapabilityError(
                 f"{self.facts.name} does not support heads for the method {method.method}, because of its"
-                f" architecture {self.facts.architecture!r}, its recurrent layers or the version of llama.cpp",
+                f" architecture {self.facts.architecture!r} or this version of llama.cpp",
                 "choose another method, such as model or suffix",
             )
         if method.method == "mtp":

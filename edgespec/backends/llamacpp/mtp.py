@@ -1,4 +1,4 @@
-"""Draft with the multi-token prediction (MTP) layers that many models were trained with (arXiv 2412.19437)."""
+"""Draft with the multi-token prediction (MTP) layers that many models contain (arXiv 2412.19437)."""
 
 from __future__ import annotations
 

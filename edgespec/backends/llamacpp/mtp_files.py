@@ -17,7 +17,14 @@ from edgespec.backends.gguf_metadata import tensor_bytes
 from edgespec.backends.hidden_state_log import POST_NORM
 from edgespec.errors import CapabilityError, ModelFileError
 
-__all__ = ["MTP_GRAPHS", "MtpGraph", "MtpLayers", "check_same_model", "read_mtp_layers"]
+__all__ = [
+    "MTP_GRAPHS",
+    "MtpGraph",
+    "MtpLayers",
+    "check_same_model",
+    "read_mtp_layers",
+    "unloaded_bytes",
+]
 
 
 class MtpGraph(NamedTuple):
@@ -102,7 +109,7 @@ def read_mtp_layers(path: Path) -> MtpLayers:
     header = next(iter(headers.values()))
     sizes = {name: size for part, each in headers.items() for name, size in tensor_bytes(part, each)}
     blocks, count = (_count(header, key) for key in ("block_count", "nextn_predict_layers"))
-    # The metadata of many files mentions MTP layers that a converter has removed.
+    # The metadata of many files mention MTP layers that a converter has removed.
     if not count or f"blk.{blocks - 1}.{_PROJECTION}" not in sizes:
         raise CapabilityError(
             f"{path.name} contains no layers for multi-token prediction (MTP)",
@@ -133,6 +140,17 @@ def read_mtp_layers(path: Path) -> MtpLayers:
         _count(header, "embedding_length"),
         graph,
     )
+
+
+def unloaded_bytes(path: Path) -> int:
+    """Return the size of the MTP layers in a GGUF file, which llama.cpp loads only on request.
+
+    `llama_model_size` counts them even if they are not loaded.
+    """
+    try:
+        return read_mtp_layers(path).weight_bytes
+    except (CapabilityError, ModelFileError):
+        return 0
 
 
 def _check_complete(path: Path, names: set[str], layer: int, graph: MtpGraph) -> None:

@@ -23,9 +23,9 @@ __all__ = ["StateTaps"]
 class StateTaps:
     """The hidden states that a context copies in every pass, numbered as in `HiddenStateSource`.
 
-    For some architectures, llama.cpp can copy the inputs of layers itself (`LayerTaps`). For those with layers
-    for multi-token prediction (MTP), it can copy the final hidden state that these read. All other hidden
-    states are copied by a hook, which llama.cpp must know when it creates the context.
+    For some architectures, llama.cpp can copy the inputs of layers itself (`LayerTaps`). For those with
+    layers for multi-token prediction (MTP), it can copy the final hidden state that these read. All other
+    hidden states are copied by a hook, which llama.cpp must know when it creates the context.
 
     Attributes:
         hook: The hook.

@@ -66,7 +66,9 @@ class EagleHead(SelfDraftView["MlxModel"]):
         self.facts = replace(
             facts,
             capabilities=Capabilities(
-                rollback=True, tree=True, max_width=min(BATCH_TOKENS, target.facts.capabilities.max_width)
+                rollback=True,
+                tree=target.facts.capabilities.tree,
+                max_width=min(BATCH_TOKENS, target.facts.capabilities.max_width),
             ),
         )
         self._layout = PassLayout()

@@ -150,6 +150,9 @@ class MlxModel(BaseModel):
         if not self._closed:
             self._recorder().close(log)
 
+    def log_until(self, length: int) -> None:
+        self._runner.log_until(length)
+
     def _recorder(self) -> StateRecorder:
         self.end_round()
         runner = self._runner

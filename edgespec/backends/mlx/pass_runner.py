@@ -247,11 +247,15 @@ class PassRunner:
         self._round, self._round_states = TreeBuilder(), []
 
     def rewind(self, checkpoint: CacheCheckpoint) -> None:
-        """Return to a checkpoint, whose tokens must still be in the caches."""
+        """Return to a checkpoint, whose tokens must still be in the caches. Logs of hidden states stay."""
         self.end_round()
         self.caches.restore(checkpoint)
         self.committed = checkpoint
-        self._forget_states(checkpoint.length)
+
+    def log_until(self, length: int) -> None:
+        """See `BaseModel.log_until`."""
+        self._log(self._round_states, range(max(0, length - self.length)))
+        self._forget_states(length)
 
     def _add_states(self, states: mx.array | None) -> None:
         if states is not None:

@@ -74,7 +74,7 @@ def probe(model: MlxModel) -> ProbeResult:
     if problem or recurrent:
         tree_problem = problem or "the model's recurrent state supports only chains"
         reason = problem or "a recurrent state cannot be shared with a draft model"
-        unavailable = dict.fromkeys(_METHODS, reason)
+        unavailable = dict.fromkeys(SELF_DRAFT_NAMES.values(), reason)
         rollback = "not possible" if problem else "checkpoints of the recurrent state, and replay"
     else:
         tree_problem = checks.find_problem(checks.tree)
@@ -83,11 +83,12 @@ def probe(model: MlxModel) -> ProbeResult:
             "layerskip": checks.find_problem(checks.early_exit),
             "swift": checks.find_problem(checks.skipped_layers),
             "lowbit": checks.find_problem(checks.low_bits),
-            **dict.fromkeys(_HEADS, checks.find_problem(checks.hidden_states)),
         }
         unavailable = {name: reason for name, reason in problems.items() if reason}
         extra = f"; sliding windows keep {AttentionCache.slack} extra tokens" if caches.windowed else ""
         rollback = f"by offset{extra}"
+    if why_no_heads := problem or checks.find_problem(checks.hidden_states):
+        unavailable |= dict.fromkeys(_HEADS, why_no_heads)
     capabilities = Capabilities(
         rollback=not problem,
         tree=not tree_problem,

@@ -103,7 +103,9 @@ class StateRecorder:
             passes: The hidden states of the passes that ran the tokens.
             rows: The rows of the committed tokens in these passes together.
         """
-        self._logs.append(position, np.concatenate([np.array(states) for states in passes])[list(rows)])
+        if len(rows):
+            recorded = np.concatenate([np.array(states) for states in passes])
+            self._logs.append(position, recorded[list(rows)])
 
     def truncate(self, length: int) -> None:
         """Forget the hidden states from position `length` on."""
