@@ -129,8 +129,11 @@ def _try_mlx(path: str, name: str, _runs: bool, _progress: Progress | None) -> N
 def _estimate_mlx_head(head: Head, target: Path, context_tokens: int) -> MemoryEstimate:
     require_mlx(target.name)
     from edgespec.backends.mlx.eagle_loading import estimate_eagle_head
+    from edgespec.backends.mlx.residual_target import estimate_mlx_residual_heads
 
     assert head.path is not None
+    if head.method in RESIDUAL_METHODS:
+        return estimate_mlx_residual_heads(head.path, target, context_tokens)
     return estimate_eagle_head(head.path, context_tokens)
 
 

@@ -37,7 +37,7 @@ class ResidualHeadTarget:
     Attributes:
         model: The target.
         states: The same model, as the source of hidden states.
-        options: The options that it was loaded with.
+        memory_bytes: Memory limit of the target, its KV cache and its heads. None if there is no limit.
         layers: Number of its layers.
         attention: The settings of its attention layers.
         embed: Returns the token embeddings [tokens, size] of token ids.
@@ -48,7 +48,7 @@ class ResidualHeadTarget:
 
     model: BaseModel
     states: HiddenStateSource
-    options: LoadOptions
+    memory_bytes: int | None
     layers: int
     attention: AttentionShape
     embed: Callable[[Sequence[int]], Array]
@@ -78,11 +78,9 @@ def load_residual_heads(target: ResidualHeadTarget, path: Path) -> ResidualHeadV
     if heads.layers_before_last >= target.layers:
         raise target.made_for_another(path, "layers", heads.layers_before_last, target.layers)
     facts = _facts(target, heads, path)
-    options = target.options
-    if options.memory_bytes is not None:
-        left = options.memory_bytes - model.weight_bytes - model.max_kv_bytes
-        options = replace(options, memory_bytes=max(0, left))
-    check_weights_fit(facts.name, facts.weight_bytes, options)
+    if target.memory_bytes is not None:
+        left = target.memory_bytes - model.weight_bytes - model.max_kv_bytes
+        check_weights_fit(facts.name, facts.weight_bytes, LoadOptions(memory_bytes=max(0, left)))
     log = target.states.log_hidden_states(
         [target.layers - heads.layers_before_last if heads.layers_before_last else POST_NORM]
     )

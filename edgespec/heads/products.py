@@ -26,15 +26,16 @@ __all__ = [
 Array: TypeAlias = NDArray[np.float32]
 # Function that multiplies rows [rows, inputs] by a matrix, and returns rows [rows, outputs].
 Product: TypeAlias = Callable[[Array], Array]
-# Function that returns the product with a matrix [outputs, inputs], given as float16 or float32.
-MakeProduct: TypeAlias = Callable[[NDArray[np.floating]], Product]
+# Function that returns the product with a float16 or float32 matrix [outputs, inputs], given also the name of
+# its data type in the file (see `StoredTensor`), which can be BF16.
+MakeProduct: TypeAlias = Callable[[NDArray[np.floating], str], Product]
 
 
 # Memory of a weight of `numpy_product`, in bytes.
 NUMPY_BYTES_PER_WEIGHT = 4
 
 
-def numpy_product(matrix: NDArray[np.floating]) -> Product:
+def numpy_product(matrix: NDArray[np.floating], _dtype: str = "") -> Product:
     """Return the product with a matrix, computed by NumPy in float32.
 
     The matrix is copied, because it may be mapped from a file that could change. NumPy has no fast product of
@@ -57,7 +58,7 @@ class WeightLoader:
 
     def matrix(self, tensor: StoredTensor) -> Product:
         """Return the product with a matrix. Raises ModelFileError if a weight is not a finite number."""
-        return self._make_product(self._finite(tensor))
+        return self._make_product(self._finite(tensor), tensor.dtype)
 
     def vector(self, tensor: StoredTensor) -> Array:
         """Return a vector. Raises ModelFileError if a weight is not a finite number."""

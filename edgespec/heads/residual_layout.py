@@ -107,9 +107,10 @@ class ResidualHeads:
     @property
     def parameters(self) -> int:
         """Number of weights."""
-        return sum(math.prod(tensor.shape) for tensor in self._tensors())
+        return sum(math.prod(tensor.shape) for tensor in self.tensors())
 
-    def _tensors(self) -> Iterator[StoredTensor]:
+    def tensors(self) -> Iterator[StoredTensor]:
+        """Iterate over all weights."""
         for head in self.heads:
             linears = [head.output, *(linear for block in head.blocks for linear in block)]
             yield from (tensor for linear in linears for tensor in linear or () if tensor is not None)

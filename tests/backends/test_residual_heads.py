@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
@@ -12,10 +13,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
+from safetensors.numpy import load_file
 
 import edgespec
 from edgespec.assembly.loading import always_draft
-from edgespec.backends import llamacpp
+from edgespec.backends import llamacpp, mlx
 from edgespec.backends.base import LanguageModel, LoadOptions
 from edgespec.backends.head_files import head_at
 from edgespec.backends.hidden_state_log import POST_NORM
@@ -26,6 +28,7 @@ from edgespec.drafters.head_cache import HeadCache
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import CancelledError, CapabilityError, EdgespecError, MemoryBudgetError, ModelFileError
 from tests.backends.head_histories import ROUNDS, Round, check_history, first_logits
+from tests.backends.mlx.tiny_checkpoints import ROWS, write_checkpoint
 from tests.backends.tiny_models import WORDS, write_jamba, write_llama
 from tests.heads.residual_files import (
     LAYOUTS,
@@ -44,16 +47,45 @@ PREFIX = Layout("hydra", grounded=True, prefix=True, dropouts=True)
 TREE = TokenTree((20, 5, 9, 14, 5, 30), (-1, 0, 0, 1, 2, 2), (None,) * 6)
 
 
-class Target:
-    """A target, and heads for it."""
+class Target(ABC):
+    """A target of a backend, another one with recurrent layers, and heads for both."""
 
-    size = 32
-    attention = Attention()
-    vocab = 259 + len(WORDS)
+    size: int
+    vocab: int
+    layers = 3
+    attention: Attention
+    # Embeddings and LM head of the first target.
+    table: NDArray[Any]
+    lm_head: NDArray[Any]
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.path = write_llama(folder / "target.gguf", layers=3)
+        self.path = folder / "target"
+
+    @abstractmethod
+    def load(self, name: str = "target", **options: Any) -> LanguageModel: ...
+
+    def arrays(self, layout: Layout) -> Arrays:
+        return random_arrays(layout, self.size, self.vocab, self.attention)
+
+    def head(self, layout: Layout) -> Path:
+        folder = self.folder / "-".join(str(layout).split(", "))
+        return folder if folder.exists() else write_heads(folder, layout, self.arrays(layout))
+
+    def plain_logits(self, layout: Layout, states: NDArray[Any], path: list[int]) -> NDArray[np.float64]:
+        """What the heads of a layout say after a path that follows tokens with these hidden states."""
+        arrays, embed = self.arrays(layout), self.table.__getitem__
+        return plain_logits(layout, arrays, self.attention, states, embed, path, self.lm_head)
+
+
+class GgufTarget(Target):
+    size = 32
+    vocab = 259 + len(WORDS)
+    attention = Attention(heads=2, kv_heads=2)
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.path = write_llama(folder / "target.gguf", layers=self.layers)
         write_jamba(folder / "recurrent.gguf")
         tensors = {tensor.name: tensor.data for tensor in gguf.GGUFReader(self.path).tensors}
         self.table, self.lm_head = (np.array(tensors[f"{name}.weight"]) for name in ("token_embd", "output"))
@@ -62,24 +94,33 @@ class Target:
         options = {"context_tokens": CONTEXT} | options
         return llamacpp.load(str(self.folder / f"{name}.gguf"), name, LoadOptions(**options))
 
-    def arrays(self, layout: Layout) -> Arrays:
-        return random_arrays(layout, self.size, self.vocab, self.attention)
 
-    def head(self, layout: Layout) -> Path:
-        folder = self.folder / str(layout).replace(" ", "")
-        return folder if folder.exists() else write_heads(folder, layout, self.arrays(layout))
+class MlxTarget(Target):
+    size = 64
+    vocab = ROWS
+    attention = Attention(heads=4, kv_heads=2)
 
-    def plain_logits(self, layout: Layout, states: NDArray[Any], path: list[int]) -> NDArray[np.float64]:
-        """What the heads of a layout say after a path that follows tokens with these hidden states."""
-        arrays = self.arrays(layout)
-        return plain_logits(
-            layout, arrays, self.attention, states, self.table.__getitem__, path, self.lm_head
-        )
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        write_checkpoint(self.path, "llama", config={"num_hidden_layers": self.layers})
+        write_checkpoint(folder / "recurrent", "lfm2")
+        tensors = load_file(self.path / "model.safetensors")
+        self.table, self.lm_head = tensors["model.embed_tokens.weight"], tensors["lm_head.weight"]
+
+    def load(self, name: str = "target", **options: Any) -> LanguageModel:
+        options = {"context_tokens": CONTEXT} | options
+        return mlx.load(str(self.folder / name), name, LoadOptions(**options))
+
+
+@pytest.fixture(scope="module", params=[GgufTarget, MlxTarget], ids=["llama.cpp", "MLX"])
+def target(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Target:
+    found: Target = request.param(tmp_path_factory.mktemp("residual"))
+    return found
 
 
 @pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Target:
-    return Target(tmp_path_factory.mktemp("residual"))
+def gguf_target(tmp_path_factory: pytest.TempPathFactory) -> GgufTarget:
+    return GgufTarget(tmp_path_factory.mktemp("residual"))
 
 
 @pytest.fixture
@@ -143,7 +184,7 @@ def test_heads_can_read_the_hidden_state_before_the_last_layers(
         with pytest.raises(CapabilityError, match="made for another target"):
             view_of(model, write_heads(tmp_path, HYDRA, target.arrays(HYDRA), hidden_state_offset=3))
         return
-    log = cast(HiddenStateSource, model).log_hidden_states([3 - offset])
+    log = cast(HiddenStateSource, model).log_hidden_states([target.layers - offset])
     view = view_of(model, write_heads(tmp_path, HYDRA, target.arrays(HYDRA), hidden_state_offset=offset))
     model.prefill([*range(40, 60)])
     rows = rows_of(view, TokenTree.chain(7))
@@ -223,12 +264,12 @@ def test_several_heads_can_be_open_at_once(target: Target, model: LanguageModel)
 
 
 @pytest.mark.parametrize(
-    ("size", "vocab", "message"), [(16, 0, "hidden states of size 16"), (32, 1, "vocabularies of size 270")]
+    ("size", "vocab", "message"), [(16, 0, "hidden states of size 16"), (0, 1, "vocabularies of size")]
 )
 def test_heads_for_another_target_are_refused(
     target: Target, model: LanguageModel, tmp_path: Path, size: int, vocab: int, message: str
 ) -> None:
-    arrays = random_arrays(MEDUSA, size, target.vocab + vocab, target.attention)
+    arrays = random_arrays(MEDUSA, size or target.size, target.vocab + vocab)
     with pytest.raises(CapabilityError, match="made for another target") as caught:
         view_of(model, write_heads(tmp_path, MEDUSA, arrays))
     assert message in caught.value.what
@@ -240,7 +281,7 @@ def test_hydra_heads_with_other_attention_heads_are_refused(
     target: Target, model: LanguageModel, tmp_path: Path
 ) -> None:
     # The keys of a head are smaller than those of a head of the target.
-    arrays = random_arrays(PREFIX, target.size, target.vocab, Attention(heads=4, kv_heads=1))
+    arrays = random_arrays(PREFIX, target.size, target.vocab, Attention(heads=8, kv_heads=1))
     with pytest.raises(CapabilityError, match="made for another target"):
         view_of(model, write_heads(tmp_path, PREFIX, arrays))
 
@@ -332,9 +373,9 @@ def test_a_head_for_another_method_is_refused(target: Target) -> None:
 
 
 @pytest.mark.parametrize("kind", ["F32", "F16", "Q8_0", "Q4_0"])
-def test_matrices_are_read_from_the_file(target: Target, tmp_path: Path, kind: str) -> None:
+def test_matrices_are_read_from_the_file(gguf_target: GgufTarget, tmp_path: Path, kind: str) -> None:
     of_kind = gguf.GGMLQuantizationType[kind]
-    table = np.tile(target.table, (5, 1))
+    table = np.tile(gguf_target.table, (5, 1))
     quantised = gguf.quants.quantize(table, of_kind)
     path = write_matrix(tmp_path / "model.gguf", "token_embd.weight", quantised, of_kind)
     matrix = FileMatrix(path, "output.weight", "token_embd.weight")

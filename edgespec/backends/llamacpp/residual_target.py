@@ -43,7 +43,7 @@ def _target(model: LlamaCppModel) -> ResidualHeadTarget:
     return ResidualHeadTarget(
         model=model,
         states=model,
-        options=model.options,
+        memory_bytes=model.options.memory_bytes,
         layers=lib.llama_model_n_layer(weights),
         attention=AttentionShape(
             lib.llama_model_n_head(weights),

@@ -46,6 +46,7 @@ from edgespec.backends.optional_features import Trainer
 from edgespec.backends.self_draft_view import SelfDraftView
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import BackendError, CancelledError, CapabilityError, ContextFullError
+from edgespec.heads.residual_layout import RESIDUAL_METHODS
 
 __all__ = ["MlxModel"]
 
@@ -226,7 +227,7 @@ class MlxModel(BaseModel):
 
     def self_draft(self, method: SelfDraft) -> LanguageModel:
         self._check(0)
-        view: SelfDraftView[MlxModel]
+        view: SelfDraftView[Any]
         if isinstance(method, Head):
             view = self._head(method)
         else:
@@ -234,12 +235,14 @@ class MlxModel(BaseModel):
         self._views.add(view)
         return view
 
-    def _head(self, method: Head) -> SelfDraftView[MlxModel]:
+    def _head(self, method: Head) -> SelfDraftView[Any]:
         from edgespec.backends.mlx.eagle_loading import load_eagle_head
+        from edgespec.backends.mlx.residual_target import load_mlx_residual_heads
 
         self.partial_models.check(method.method, self.facts)
         assert method.path is not None
-        return load_eagle_head(self, self._net, method.path)
+        load = load_mlx_residual_heads if method.method in RESIDUAL_METHODS else load_eagle_head
+        return load(self, self._net, method.path)
 
     def _partial_model(self, method: PartialDraft) -> PartialModel:
         self.partial_models.check(SELF_DRAFT_NAMES[type(method)], self.facts)

@@ -20,6 +20,7 @@ from edgespec.backends.mlx.model import MlxModel
 from edgespec.backends.mlx.partial_models import SELF_DRAFT_NAMES, PartialDraft
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import EdgespecError, ModelFileError
+from edgespec.heads.residual_layout import RESIDUAL_METHODS
 
 __all__ = ["PROBE_TOKENS", "ProbeResult", "probe"]
 
@@ -29,7 +30,7 @@ PROBE_TOKENS = 8
 _MAX_EPSILONS, _MAX_LOGIT_SHARE = 32, 1e-3
 
 # The methods that draft with heads, which read the model's hidden states.
-_HEADS = ("eagle",)
+_HEADS = ("eagle", *RESIDUAL_METHODS)
 _METHODS = frozenset({*SELF_DRAFT_NAMES.values(), *_HEADS})
 
 
