@@ -226,6 +226,7 @@ _MLX = FileFormat(
     measure_exits=_measure_mlx_exits,
     low_bit_weights=True,
     trial=_try_mlx,
+    head_methods=frozenset({"eagle"}),
     estimate_head=_estimate_mlx_head,
 )
 
