@@ -26,7 +26,7 @@ from edgespec.backends.llamacpp.resizing import check_resize_fits, rebuild_conte
 from edgespec.backends.llamacpp.staging_api import StagingApi, staging_api
 from edgespec.backends.memory_check import check_tokens_fit, check_weights_fit
 from edgespec.backends.memory_estimate import MemoryEstimate, MemoryPart
-from edgespec.backends.mlx_metadata import read_mlx_info
+from edgespec.backends.mlx_metadata import read_head_info
 from edgespec.backends.self_draft_view import SelfDraftView
 from edgespec.engine.logits import HostLogits
 from edgespec.engine.tree import TokenTree
@@ -145,7 +145,7 @@ def estimate_eagle_head(path: Path, context_tokens: int) -> MemoryEstimate:
 
 def estimate_unconverted_head(folder: Path, context_tokens: int) -> MemoryEstimate:
     """Estimate the memory that a head will use once it is converted to GGUF. Raises ModelFileError."""
-    info = read_mlx_info(folder)
+    info = read_head_info(folder)
     return MemoryEstimate(
         context_tokens,
         "f16",
