@@ -57,7 +57,7 @@ def prepare_head(folder: Path, target: Path, output: Path) -> int:
     """
     from edgespec.backends.llamacpp.eagle_conversion import convert_eagle_head
 
-    if "head" not in format_at(target).preparations:
+    if not format_at(target).converted_heads:
         raise OptionError(
             f"{target} is not a GGUF model", "pass the GGUF model that the head was trained for"
         )
