@@ -122,6 +122,14 @@ def _try_mlx(path: str, name: str, _runs: bool, _progress: Progress | None) -> N
     try_model(path, name)
 
 
+def _estimate_mlx_head(head: Head, target: Path, context_tokens: int) -> MemoryEstimate:
+    require_mlx(target.name)
+    from edgespec.backends.mlx.eagle_loading import estimate_eagle_head
+
+    assert head.path is not None
+    return estimate_eagle_head(head.path, context_tokens)
+
+
 def _measure_mlx_exits(model: LanguageModel, tokens: Sequence[int], first: int) -> ExitMeasurement:
     from edgespec.backends.mlx.model import MlxModel
 
@@ -171,7 +179,7 @@ _GGUF = FileFormat(
     files=gguf_files,
     one_file_per_quantisation=True,
     mapped=True,
-    preparations=frozenset({"layerskip", "lowbit", "head"}),
+    preparations=frozenset({"layerskip", "lowbit"}),
     low_bit_copy_format="gguf",
     trial=_try_gguf,
     try_head=_try_gguf_head,
@@ -186,7 +194,8 @@ _GGUF = FileFormat(
             "Q2_K": {"Q2_K": 0.6, "Q3_K": 0.3, "Q6_K": 0.1},
         },
     ),
-    head_methods=frozenset({"mtp", "eagle", "dflash"}),
+    head_formats=dict.fromkeys(("mtp", "eagle", "dflash"), frozenset({"gguf"})),
+    converted_heads=frozenset({"eagle"}),
     estimate_head=_estimate_gguf_head,
 )
 _SPLIT_GGUF = FileFormat(
@@ -218,6 +227,8 @@ _MLX = FileFormat(
     measure_exits=_measure_mlx_exits,
     low_bit_weights=True,
     trial=_try_mlx,
+    head_formats={"eagle": frozenset({"mlx"})},
+    estimate_head=_estimate_mlx_head,
 )
 
 BUILT_IN = (

@@ -11,7 +11,6 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from edgespec.errors import ModelFileError
-from edgespec.heads.eagle_config import POST_NORM
 from edgespec.heads.eagle_files import read_eagle
 from tests.heads.published import LAYOUTS, Layout, write_head
 
@@ -52,14 +51,13 @@ def test_settings_are_found_where_each_publisher_writes_them(tmp_path: Path, lay
 def test_layers_may_be_listed_by_their_inputs_or_outputs(tmp_path: Path) -> None:
     def choices(name: str, layout: Layout, layers: list[int] | None) -> list[tuple[int, ...]]:
         folder = write_head(tmp_path / name, layout, vocab=VOCAB, eagle_aux_hidden_state_layer_ids=layers)
-        return read_eagle(folder).config.state_choices(36)
+        return read_eagle(folder).config.layer_choices(36)
 
     assert choices("default", "SafeAILab", None) == [(2, 18, 33)]
     assert choices("inputs", "speculators", [2, 18, 33]) == [(2, 18, 33), (3, 19, 34)]
     assert choices("outputs", "NVIDIA", [1, 17, 32]) == [(2, 18, 33), (1, 17, 32)]
     assert choices("last", "NVIDIA", [24, 30, 36]) == [(24, 30, 36)]
     assert choices("too high", "NVIDIA", [24, 30, 37]) == []
-    assert choices("first", "EAGLE-1", None) == [(POST_NORM,), (36,)]
 
 
 def test_weights_can_be_split_over_several_files(tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ from edgespec.methods import DrafterSet
 from edgespec.prepare.layerskip import prepare_layerskip
 from edgespec.prepare.lowbit import prepare_lowbit
 from tests.backends.tiny_models import write_dflash, write_eagle
+from tests.heads.published import write_head
 from tests.parity.models import (
     ASKED,
     CONTEXT,
@@ -36,6 +37,7 @@ from tests.parity.models import (
     Voice,
     Zoo,
     reply_to,
+    tiny_checkpoints,
 )
 
 
@@ -204,7 +206,7 @@ def load(tiny: Tiny, rows: Sequence[Row]) -> Runtime:
         options["exit_layer"] = 1
     if how.head and "mtp" not in how.drafters:
         name = next(name for name in how.drafters if name in HEADS)
-        options["head"] = _WRITE_HEAD[name](tiny.path.parent / f"{name}.gguf")
+        options["head"] = write_head_for(tiny, name)
     return edgespec.load(
         str(tiny.path),
         "none" if how.itself or how.head else str(getattr(tiny, how.draft)),
@@ -215,6 +217,17 @@ def load(tiny: Tiny, rows: Sequence[Row]) -> Runtime:
         learn=how.learn,
         **options,
     )
+
+
+def write_head_for(tiny: Tiny, method: str) -> Path:
+    """A random head for a tiny model."""
+    if tiny.backend == "MLX" and method == "eagle":
+        size, vocab = tiny_checkpoints.configuration(tiny.name)["hidden_size"], tiny.target.facts.vocab_size
+        layers = [0, 1, 2]
+        return write_head(
+            tiny.path.parent / "eagle", size=size, vocab=vocab, eagle_aux_hidden_state_layer_ids=layers
+        )
+    return _WRITE_HEAD[method](tiny.path.parent / f"{method}.gguf")
 
 
 _METHOD = re.compile(r"^method '.*' cannot be used: ")
