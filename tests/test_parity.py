@@ -54,6 +54,8 @@ def cannot(row: Row, column: Column, name: str) -> bool:
         return row.method != "none"
     if {"mtp", "medusa", "hydra"} & {*row.drafters}:
         return column.backend == "MLX" or (column.memory == "recurrent" and bool(row.branches))
+    if row.head and column.backend == "MLX":
+        return row.drafters[0] != "eagle" or (column.memory == "recurrent" and bool(row.branches))
     if row.head and column.memory != "recurrent":
         return column != ("llama.cpp", "full")
     if column.memory == "recurrent":

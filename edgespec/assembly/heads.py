@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple, TypeAlias
@@ -12,11 +12,11 @@ from edgespec.backends.base import Progress
 from edgespec.backends.memory_check import BLOCK_TOKENS
 from edgespec.catalog import MetadataCache, Resolved
 from edgespec.catalog.head_reference import resolve_head
-from edgespec.catalog.heads import HeadOption, choose_heads, describe_choice, head_options, named_head
+from edgespec.catalog.heads import HeadOption, head_options, named_head
 from edgespec.errors import EdgespecError, OptionError
 from edgespec.method_names import HEADS
 
-__all__ = ["FindHead", "FoundHeads", "find_heads"]
+__all__ = ["FindHead", "FoundHeads", "choose_heads", "describe_choice", "find_heads"]
 
 FindHead: TypeAlias = Callable[[str], Resolved]
 
@@ -62,7 +62,7 @@ def find_heads(
     if drafting.head == "none":
         return FoundHeads(why_none="--head none was given")
     if drafting.head != "auto":
-        if target.file_format.estimate_head is None:
+        if not target.file_format.head_formats:
             raise OptionError(
                 f"a head needs a GGUF model, but {target.name} is not one",
                 "omit --head, or use a GGUF version of the model",
@@ -73,11 +73,41 @@ def find_heads(
     if not named and not automatic:
         return FoundHeads()
     options = [_checked_estimate(option, target) for option in head_options(target, metadata)]
-    chosen = choose_heads(options, named, automatic)
+    chosen = choose_heads(options, named, automatic=automatic)
     published = next((each for each in options if each.head is None and not each.problem), None)
     suggestion = f", or a head with --head {published.name} ({published.expectation})" if published else ""
     why_none = f"no head was found in the files of {target.name} or beside them{suggestion}"
     return FoundHeads(chosen, "" if chosen else why_none, describe_choice(chosen, options), suggestion)
+
+
+def choose_heads(
+    options: Sequence[HeadOption], named_methods: Collection[str], *, automatic: bool
+) -> tuple[HeadOption, ...]:
+    """Return the heads to load: one for each method that the user named, and the best one for `auto`.
+
+    Args:
+        options: The heads for the target, the ones to prefer first.
+        named_methods: The methods that the user named.
+        automatic: Whether `auto` can be used.
+    """
+    usable = [option for option in options if option.is_usable]
+    chosen = {option.method: option for option in reversed(usable) if option.method in named_methods}
+    if automatic and usable:
+        chosen.setdefault(usable[0].method, usable[0])
+    return tuple(chosen[method] for method in HEADS if method in chosen)
+
+
+def describe_choice(chosen: Sequence[HeadOption], options: Sequence[HeadOption]) -> str:
+    """Return a line that tells the user which heads were chosen, or an empty string if there are none."""
+    if not chosen:
+        blocked = next((each for each in options if each.source == "beside" and each.problem), None)
+        return f"not drafting with the head {blocked.name}: {blocked.problem}" if blocked else ""
+    names = " and ".join(option.name for option in chosen)
+    others = [option.name for option in options if option.is_usable and option not in chosen]
+    if not others:
+        return f"drafting with the head {names}"
+    count = f"{len(others)} other heads fit" if len(others) > 1 else "another head fits"
+    return f"drafting with the head {names}; {count}: {', '.join(others)} (choose with --head)"
 
 
 def _checked_estimate(option: HeadOption, target: Resolved) -> HeadOption:

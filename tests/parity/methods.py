@@ -25,6 +25,7 @@ from edgespec.methods import DrafterSet
 from edgespec.prepare.layerskip import prepare_layerskip
 from edgespec.prepare.lowbit import prepare_lowbit
 from tests.backends.tiny_models import write_dflash, write_eagle
+from tests.heads.published import write_head
 from tests.heads.residual_files import Layout, random_arrays, write_heads
 from tests.parity.models import (
     ASKED,
@@ -37,6 +38,7 @@ from tests.parity.models import (
     Voice,
     Zoo,
     reply_to,
+    tiny_checkpoints,
 )
 
 
@@ -213,7 +215,8 @@ def load(tiny: Tiny, rows: Sequence[Row]) -> Runtime:
     if "layerskip" in names and tiny.backend == "MLX":
         options["exit_layer"] = 1
     if how.head and "mtp" not in how.drafters:
-        options["head"] = write_head(tiny, next(name for name in how.drafters if name in HEADS))
+        name = next(name for name in how.drafters if name in HEADS)
+        options["head"] = write_head_for(tiny, name)
     return edgespec.load(
         str(tiny.path),
         "none" if how.itself or how.head else str(getattr(tiny, how.draft)),
@@ -226,13 +229,19 @@ def load(tiny: Tiny, rows: Sequence[Row]) -> Runtime:
     )
 
 
-def write_head(tiny: Tiny, method: str) -> Path:
+def write_head_for(tiny: Tiny, method: str) -> Path:
     """A random head for a tiny model."""
-    if write := _WRITE_HEAD.get(method):
-        return write(tiny.path.parent / f"{method}.gguf")
-    layout = _RESIDUAL_LAYOUTS[method]
-    arrays = random_arrays(layout, _STATE_SIZES[tiny.backend], tiny.target.facts.vocab_size)
-    return write_heads(tiny.path.parent / method, layout, arrays)
+    if tiny.backend == "MLX" and method == "eagle":
+        size, vocab = tiny_checkpoints.configuration(tiny.name)["hidden_size"], tiny.target.facts.vocab_size
+        layers = [0, 1, 2]
+        return write_head(
+            tiny.path.parent / "eagle", size=size, vocab=vocab, eagle_aux_hidden_state_layer_ids=layers
+        )
+    if layout := _RESIDUAL_LAYOUTS.get(method):
+        size = _STATE_SIZES[tiny.backend]
+        arrays = random_arrays(layout, size, tiny.target.facts.vocab_size)
+        return write_heads(tiny.path.parent / method, layout, arrays)
+    return _WRITE_HEAD[method](tiny.path.parent / f"{method}.gguf")
 
 
 _METHOD = re.compile(r"^method '.*' cannot be used: ")

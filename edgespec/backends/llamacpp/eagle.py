@@ -20,7 +20,7 @@ from edgespec.backends.llamacpp.loading import check_file, threads_for
 from edgespec.backends.llamacpp.metadata import architecture_metadata
 from edgespec.backends.llamacpp.native import library
 from edgespec.backends.memory_estimate import MemoryEstimate
-from edgespec.backends.mlx_metadata import read_mlx_info
+from edgespec.backends.mlx_metadata import read_head_info
 from edgespec.errors import ModelFileError
 
 if TYPE_CHECKING:
@@ -51,21 +51,22 @@ def estimate_eagle_head(path: Path, context_tokens: int) -> MemoryEstimate:
         ModelFileError: The file is missing or damaged.
     """
     header = read_header(path)
-    size = int(header.architecture_value("embedding_length", 0))
-    state_size = int(header.architecture_value("target_hidden_size", size))
+    state_size = header.architecture_number("target_hidden_size") or header.architecture_number(
+        "embedding_length"
+    )
     return estimate_head(
         context_tokens,
         weight_bytes=check_file(str(path)),
         token_bytes=read_gguf_info(path).kv_bytes,
-        vocabulary=int(header.architecture_value("vocab_size", 0)),
-        state_size=len(header.architecture_value("target_layers", ())) * state_size,
+        vocabulary=header.architecture_number("vocab_size"),
+        state_size=np.size(header.architecture_value("target_layers", ())) * state_size,
         bytes_per_logit=_COMPUTE_BYTES_PER_LOGIT,
     )
 
 
 def estimate_unconverted_head(folder: Path, context_tokens: int) -> MemoryEstimate:
     """Estimate the memory that a head will use once it is converted to GGUF. Raises ModelFileError."""
-    info = read_mlx_info(folder)
+    info = read_head_info(folder)
     return estimate_head(
         context_tokens,
         weight_bytes=info.size_bytes,

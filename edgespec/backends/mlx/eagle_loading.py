@@ -43,9 +43,10 @@ def estimate_eagle_head(folder: Path, context_tokens: int) -> MemoryEstimate:
     """Return the memory used by a head and by the hidden states that are kept for it.
 
     Raises:
+        CapabilityError: The head is a GGUF file.
         ModelFileError: The folder contains no EAGLE head, or one that is damaged.
     """
-    files = read_eagle(folder)
+    files = _read(folder)
     config, fused = files.config, files.tensors["fc.weight"].shape[1]
     weight_bytes = sum(_loaded_bytes(tensor) for tensor in files.tensors.values())
     row = 2 * config.vocab_size + 8 * config.hidden_size + 2 * config.feed_forward_size + fused
@@ -58,6 +59,15 @@ def estimate_eagle_head(folder: Path, context_tokens: int) -> MemoryEstimate:
             MemoryPart("compute", 4 * (BATCH_TOKENS * row + MAX_LOGGED_TOKENS * fused)),
         ),
     )
+
+
+def _read(folder: Path) -> EagleFiles:
+    if not folder.is_dir():
+        raise CapabilityError(
+            f"{folder} is not a folder, but MLX models need heads as they are published on Hugging Face",
+            "pass the folder of the head with --head, or use a GGUF version of the model",
+        )
+    return read_eagle(folder)
 
 
 def _loaded_bytes(tensor: StoredTensor) -> int:
@@ -74,16 +84,11 @@ def load_eagle_head(target: MlxModel, net: Any, folder: Path) -> EagleHead:
         folder: Folder of the head, in the layout in which it was published.
 
     Raises:
-        CapabilityError: The head was made for another target.
+        CapabilityError: The head was made for another target, or is a GGUF file.
         ModelFileError: The folder contains no EAGLE head, or one that is damaged or not supported.
         MemoryBudgetError: The head does not fit in memory.
     """
-    if not folder.is_dir():
-        raise CapabilityError(
-            f"{folder} is not a folder, but MLX models need heads as they are published on Hugging Face",
-            "pass the folder of the head with --head, or use a GGUF version of the model",
-        )
-    files = read_eagle(folder)
+    files = _read(folder)
     name = f"the head of {target.facts.name}"
     _check_made_for(target, files, folder)
     if target.memory_bytes is not None:

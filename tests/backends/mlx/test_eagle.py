@@ -32,7 +32,7 @@ from tests.heads.published import LAYOUTS, Layout, write_head
 CONTEXT = 512
 SIZE = 64
 KINDS = ("llama", "llama_sliding", "gemma3", "qwen3_next", "lfm2")
-# Layers of every tiny model whose inputs can be read, and the output of the last but one layer of the smallest.
+# These exist in all tiny models.
 STATES = [0, 1, 2]
 
 
@@ -250,7 +250,7 @@ _VARIANTS: list[dict[str, Any]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("variant", _VARIANTS, ids=lambda variant: "-".join(variant))
+@pytest.mark.parametrize("variant", _VARIANTS, ids="-".join)
 def test_every_variant_is_computed(
     files: Files, target: MlxModel, tmp_path: Path, variant: dict[str, Any]
 ) -> None:
@@ -340,7 +340,8 @@ def test_a_head_whose_logits_are_not_finite_is_refused(
     with pytest.raises(ModelFileError, match="not finite"):
         target.self_draft(Head("eagle", path))
     # Nothing is left open.
-    assert not target._runner.recorder.states  # type: ignore[union-attr]
+    assert target._runner.recorder is not None
+    assert not target._runner.recorder.states
 
 
 @pytest.mark.parametrize(
@@ -384,7 +385,7 @@ def test_a_head_with_huge_weights_changes_no_reply(files: Files, tmp_path: Path)
 def test_a_quantised_target_takes_heads(files: Files) -> None:
     for layout in ("SafeAILab", "EAGLE-1"):
         model = files.load("llama", quantisation=("affine", 4, 32))
-        head = head_of(model, files.head(layout))  # type: ignore[arg-type]
+        head = head_of(model, files.head(layout))
         model.prefill([5, 6, 7])
         assert np.isfinite(first_logits(head, HeadCache(head), [5, 6, 7, 8])).any()
         model.close()
