@@ -52,7 +52,9 @@ def cannot(row: Row, column: Column, name: str) -> bool:
     """Where a method is known to be impossible."""
     if column.memory == "chunked":
         return row.method != "none"
-    if {"mtp", "medusa", "hydra"} & {*row.drafters}:
+    if {"medusa", "hydra"} & {*row.drafters}:
+        return column.memory == "recurrent" and bool(row.branches)
+    if "mtp" in row.drafters:
         return column.backend == "MLX" or (column.memory == "recurrent" and bool(row.branches))
     if row.head and column.backend == "MLX":
         return row.drafters[0] != "eagle" or (column.memory == "recurrent" and bool(row.branches))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from pathlib import Path
@@ -39,6 +40,7 @@ from tests.heads.residual_files import (
     random_arrays,
     write_heads,
 )
+from tests.heads.torch_files import Call, Named, pickled, write_archive
 
 CONTEXT = 512
 MEDUSA, HYDRA = Layout("medusa"), Layout("hydra", ".pt", grounded=True)
@@ -356,6 +358,40 @@ def test_heads_with_huge_weights_change_no_reply(target: Target, tmp_path: Path,
         for temperature in (0.0, 0.8):
             asked: dict[str, Any] = {"max_tokens": 24, "temperature": temperature, "seed": 3}
             assert drafting.generate("the file", **asked).tokens == plain.generate("the file", **asked).tokens
+
+
+def test_the_file_with_the_weights_can_be_named(target: Target) -> None:
+    file = target.head(HYDRA) / "hydra_lm_head.pt"
+    with edgespec.load(str(target.path), "none", method="hydra", head=str(file), context=256) as runtime:
+        assert runtime.generate("the file", max_tokens=8).stats.drafted_tokens
+
+
+def test_a_pickle_that_calls_functions_is_one_clear_error(target: Target, tmp_path: Path) -> None:
+    folder = write_heads(tmp_path / "head", HYDRA, target.arrays(HYDRA))
+    touched = tmp_path / "touched"
+    program = pickled({"hydra_mlp.0.0.linear.weight": Call(Named("os", "system"), f"touch {touched}")})
+    write_archive(folder / "hydra_lm_head.pt", program)
+    with pytest.raises(ModelFileError, match="more than tensors"):
+        edgespec.load(str(target.path), "none", method="hydra", head=str(folder), context=256)
+    assert not touched.exists()
+
+
+def test_heads_can_draft_in_another_thread(target: Target, model: LanguageModel) -> None:
+    """As in `edgespec chat`, which loads models in one thread and replies in another."""
+    view = view_of(model, target.head(PREFIX))
+    tokens = list(range(10, 40))
+    rows = []
+
+    def draft() -> None:
+        model.prefill(tokens[:-1])
+        catch_up(view, tokens)
+        rows.append(rows_of(view, TokenTree.chain(tokens[-1], [4, 5])))
+
+    thread = threading.Thread(target=draft)
+    thread.start()
+    thread.join()
+    assert np.isfinite(rows[0]).all()
+    view.close()
 
 
 def test_auto_drafts_with_the_head(target: Target) -> None:
