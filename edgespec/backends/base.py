@@ -149,6 +149,8 @@ class Capabilities:
         max_width: Maximum number of tokens in a verify pass.
         max_branches: Maximum number of leaves in a token tree.
         max_draft_length: Maximum draft length. Limited for heads that predict a fixed number of tokens.
+        drafts_in_one_pass: Whether a single pass predicts all tokens of a draft, so that a longer draft takes
+            no more time. True for block-diffusion heads.
         self_draft_methods: Methods that `self_draft` supports: `layerskip` (EarlyExit), `lowbit` (LowBit),
             `swift` (SkippedLayers, for a `Skippable` model), and the methods of heads (Head).
         trainable: Whether the model implements `Trainable`, for online training as a draft model.
@@ -167,6 +169,7 @@ class Capabilities:
     max_width: int = 1 << 20
     max_branches: int = 1 << 20
     max_draft_length: int = 1 << 20
+    drafts_in_one_pass: bool = False
     self_draft_methods: frozenset[str] = frozenset()
     trainable: bool = False
     partial_truncate: bool = True

@@ -70,9 +70,9 @@ def _estimate_gguf_head(head: Head, target: Path, context_tokens: int) -> Memory
     if head.method == "mtp":
         return estimate_mtp_head(head.path, target, context_tokens)
     assert head.path is not None
-    if head.path.is_dir():
-        return estimate_unconverted_head(head.path, context_tokens)
-    estimate = estimate_dflash_head if head.method == "dflash" else estimate_eagle_head
+    if head.method == "dflash":
+        return estimate_dflash_head(head.path, context_tokens)
+    estimate = estimate_unconverted_head if head.path.is_dir() else estimate_eagle_head
     return estimate(head.path, context_tokens)
 
 
@@ -195,7 +195,7 @@ _GGUF = FileFormat(
         },
     ),
     head_formats=dict.fromkeys(("mtp", "eagle", "dflash"), frozenset({"gguf"})),
-    converted_heads=frozenset({"eagle"}),
+    converted_heads=frozenset({"eagle", "dflash"}),
     estimate_head=_estimate_gguf_head,
 )
 _SPLIT_GGUF = FileFormat(

@@ -15,8 +15,8 @@ __all__ = ["EagleConfig", "parse_config", "read_config"]
 
 _MAX_CONFIG_BYTES = 2**24
 # Objects in config.json that contain settings which other publishers write at the top level. speculators uses
-# the first, and NVIDIA the second.
-_NESTED = ("transformer_layer_config", "eagle_config")
+# the first, NVIDIA the second, and z-lab the third.
+_NESTED = ("transformer_layer_config", "eagle_config", "dflash_config")
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from edgespec.heads.eagle_config import EagleConfig, parse_config, read_config
 from edgespec.heads.stored_tensor import StoredTensor
 from edgespec.heads.tensor_files import read_folder_tensors
 
-__all__ = ["EagleFiles", "is_eagle", "read_eagle"]
+__all__ = ["EagleFiles", "is_eagle", "read_eagle", "target_ids"]
 
 # Parts of names in which layouts differ.
 _PREFIX = re.compile(r"^(?:model\.)?(?:midlayer|layers\.0)\.|^model\.")
@@ -76,7 +76,7 @@ def read_eagle(folder: Path) -> EagleFiles:
     try:
         offsets = tensors.pop("d2t", None)
         config = parse_config(settings, 3 if "layer.hidden_norm.weight" in tensors else 1)
-        ids = None if offsets is None else _target_ids(offsets, config.vocab_size)
+        ids = None if offsets is None else target_ids(offsets, config.vocab_size)
         _check_tensors(config, tensors, config.vocab_size if ids is None else len(ids))
     except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError) as error:
         what = f"it lacks the setting {error}" if isinstance(error, KeyError) else str(error)
@@ -91,7 +91,7 @@ def _canonical(name: str) -> str:
     return _PREFIX.sub(lambda match: "" if match[0] == "model." else "layer.", name)
 
 
-def _target_ids(offsets: StoredTensor, vocab_size: int) -> NDArray[np.int64]:
+def target_ids(offsets: StoredTensor, vocab_size: int) -> NDArray[np.int64]:
     """Return the target's token for each draft token, from the published difference between both ids."""
     if offsets.is_floating or len(offsets.shape) != 1:
         raise ValueError("its d2t contains no token ids")

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
+import gguf
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -17,13 +19,20 @@ import edgespec
 from edgespec.assembly.loading import always_draft
 from edgespec.backends import llamacpp
 from edgespec.backends.base import Head, LanguageModel, LoadOptions
-from edgespec.backends.llamacpp.dflash import DFlashHead
+from edgespec.backends.hidden_state_log import MAX_LOGGED_TOKENS
+from edgespec.backends.llamacpp.block_shape import MAX_BLOCK_TOKENS
+from edgespec.backends.llamacpp.dflash import DFlashHead, estimate_dflash_head
 from edgespec.backends.llamacpp.model import LlamaCppModel
+from edgespec.backends.llamacpp.native import captured_log
 from edgespec.drafters.head_cache import HeadCache
+from edgespec.drafters.model import ModelDrafter
+from edgespec.engine.acceptance import Invariant
+from edgespec.engine.sampling import Sampler
+from edgespec.engine.sampling_params import SamplingParams
 from edgespec.engine.tree import TokenTree
-from edgespec.errors import CapabilityError
-from tests.backends.dflash_reference import block_logits, markov_logits, tensors_of
-from tests.backends.head_histories import ROUNDS, Round, check_history
+from edgespec.errors import CapabilityError, EdgespecError, ModelFileError
+from tests.backends.dflash_reference import block_logits, markov_logits, published_tensors, tensors_of
+from tests.backends.head_histories import ROUNDS, Round, check_history, first_logits
 from tests.backends.tiny_models import WORDS, write_dflash, write_llama
 
 CONTEXT = 512
@@ -85,7 +94,7 @@ def rows_of(head: DFlashHead, tree: TokenTree, tokens: list[int]) -> NDArray[np.
     cache.prefill()
     assert tokens[head.length :] == [tree.tokens[0]]
     levels = [0, *(node for node in range(1, tree.width) if tree.depths[node] > tree.depths[node - 1])]
-    rows = []
+    rows: list[NDArray[np.float32]] = []
     for first, end in zip(levels, [*levels[1:], tree.width], strict=True):
         rows.extend(np.array(head.verify(tree.pruned(VOCAB, 99, end), first).rows))
     return np.array(rows, np.float64)
@@ -95,7 +104,7 @@ def rows_of(head: DFlashHead, tree: TokenTree, tokens: list[int]) -> NDArray[np.
 @pytest.mark.parametrize("prompt", [5, 40])
 def test_drafts_equal_those_of_numpy(files: Files, target: LlamaCppModel, kind: str, prompt: int) -> None:
     tokens = [*range(10, 10 + prompt), TREE.tokens[0]]
-    options, tensors, own = KINDS[kind], tensors_of(files.heads[kind]), tensors_of(files.target)
+    options, tensors, own = KINDS[kind], published_tensors(files.heads[kind]), tensors_of(files.target)
     log = target.log_hidden_states(LAYERS)
     head = head_of(target, files.heads[kind])
     target.prefill(tokens[:-1])
@@ -103,7 +112,7 @@ def test_drafts_equal_those_of_numpy(files: Files, target: LlamaCppModel, kind: 
     block = block_logits(
         tensors,
         own["token_embd.weight"],
-        tensors.get("output.weight", own["output.weight"]),
+        tensors.get("lm_head.weight", own["output.weight"]),
         log.rows(0, prompt).astype(np.float64),
         [tokens[-1], *[MASK] * (BLOCK - 1)],
         causal="attention__causal" in options,
@@ -114,7 +123,7 @@ def test_drafts_equal_those_of_numpy(files: Files, target: LlamaCppModel, kind: 
     if "rank" in options:
         expected += [markov_logits(tensors, token) for token in TREE.tokens]
     if "drafted" in options:
-        drafted = tensors["d2t"].astype(np.int64)
+        drafted = tensors["d2t.weight"].astype(np.int64)
         assert not np.isfinite(np.delete(rows, drafted, axis=1)).any()
         rows = rows[:, drafted]
     assert np.abs(rows - expected).max() < 0.05
@@ -178,5 +187,190 @@ def test_a_draft_is_no_longer_than_a_block(files: Files, target: LlamaCppModel) 
 
 
 @pytest.mark.parametrize("kind", ["dflash", "dspark"])
-def test_a_head_drafts_up_to_the_last_token_of_the_context(files: Files, kind: str) -> None:
-    asked: dict[str, Any] = {"max_tokens": 300, "temperature": 1.2, "seed": 5, "ignore_eos": True}
+def test_a_head_drafts_up_to_the_last_token_of_the_context(
+    files: Files, target: LlamaCppModel, kind: str
+) -> None:
+    head = head_of(target, files.heads[kind])
+    cache = HeadCache(head)
+    drafter = ModelDrafter(head, VOCAB, cache=cache)
+    tokens = [10 + i % 100 for i in range(CONTEXT - 12)]
+    target.prefill(tokens[:-1])
+    drafter.begin(tokens)
+    sampler = Sampler(SamplingParams(temperature=0.0), 0, tokens)
+    lengths = []
+    while target.free_tokens > 1:
+        tree = drafter.propose(sampler, Invariant(), 16).pruned(VOCAB, target.free_tokens - 1)
+        lengths.append(tree.drafted)
+        target.verify(tree)
+        target.commit(())
+        sampler.push(11)
+        drafter.commit((11,))
+    assert lengths[0] == head.facts.capabilities.max_draft_length
+    assert lengths[-1] == 1
+    assert lengths == sorted(lengths, reverse=True)
+    head.close()
+
+
+def test_a_restored_prefix_has_no_hidden_states_so_the_head_starts_after_it(
+    files: Files, target: LlamaCppModel
+) -> None:
+    tokens = list(range(10, 40))
+    target.prefill(tokens)
+    snapshot = target.snapshot()
+    other = files.load()
+    head = head_of(other, files.heads["dflash"])
+    cache = HeadCache(head)
+    other.restore(snapshot)
+    cache.begin([*tokens, 50])
+    cache.prefill()
+    other.verify(TokenTree.chain(50, [51]))
+    other.commit((1,))
+    assert np.isfinite(first_logits(head, cache, [*tokens, 50, 51, 52])).all()
+    assert head.length == len(tokens) + 2
+    head.close()
+    other.close()
+
+
+def changed(path: Path, name: str, value: float | np.generic) -> Path:
+    """Write this value to all elements of a tensor."""
+    reader = gguf.GGUFReader(path, "r+")
+    next(tensor for tensor in reader.tensors if tensor.name == name).data[:] = value
+    reader.data.flush()
+    return path
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"size": 16}, "could not be loaded"),
+        ({"vocab": VOCAB + 1}, "vocabularies of size"),
+        ({"layers": (0, 1, 4)}, "reads the layers"),
+        ({"layers": (0, -1)}, "reads the layers"),
+        ({"mask": None}, "mask token has the id -1"),
+        ({"mask": VOCAB}, f"mask token has the id {VOCAB}"),
+        ({"block": 1}, "block_size is 1"),
+        ({"block": MAX_BLOCK_TOKENS + 1}, "block_size is 33"),
+        ({"rank": 8, "block": 1 << 31}, "block_size is 2147483648"),
+        ({"block_size": "6"}, "could not be loaded|block_size"),
+        ({"sections": (-1, 0, 0, 0)}, "dimension_sections"),
+        ({"sections": (1 << 30, 1 << 30, 1 << 30, 1 << 30)}, "dimension_sections"),
+        ({"rope__dimension_count": 3}, "rope.dimension_count is 3"),
+        ({"rope__dimension_count": 0}, "rope.dimension_count is 0"),
+        ({"hyper_connection_count": 4}, "DeepSeek-V4 DSpark"),
+    ],
+)
+def test_an_unsuitable_head_is_refused(
+    target: LlamaCppModel, tmp_path: Path, options: dict[str, Any], message: str
+) -> None:
+    path = write_head(tmp_path / "head.gguf", **options)
+    with pytest.raises((CapabilityError, ModelFileError), match=message):
+        target.self_draft(Head("dflash", path))
+    # The target still works, without the overhead of hidden states.
+    target.prefill([1, 2, 3])
+    assert target.verify(TokenTree.chain(4)).at(0, np.arange(VOCAB)).any()
+
+
+@pytest.mark.parametrize(("kv_heads", "value_size"), [(1, 8), (3, 16)])
+def test_keys_and_values_that_do_not_fit_the_queries_are_refused(
+    target: LlamaCppModel, tmp_path: Path, kv_heads: int, value_size: int
+) -> None:
+    """They would make llama.cpp end the process."""
+    path = write_head(tmp_path / "head.gguf", kv_heads=kv_heads, value_size=value_size)
+    with pytest.raises(ModelFileError, match="its keys have the length|attention heads cannot share"):
+        target.self_draft(Head("dflash", path))
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_a_head_whose_logits_are_not_finite_is_refused(
+    target: LlamaCppModel, tmp_path: Path, value: float
+) -> None:
+    path = changed(write_head(tmp_path / "head.gguf"), "blk.0.ffn_down.weight", value)
+    with pytest.raises(ModelFileError, match="not finite"):
+        target.self_draft(Head("dflash", path))
+
+
+@pytest.mark.parametrize("token", [-1, VOCAB, 1 << 40])
+def test_a_head_that_drafts_unknown_tokens_is_refused(
+    target: LlamaCppModel, tmp_path: Path, token: int
+) -> None:
+    path = changed(write_head(tmp_path / "head.gguf", drafted=100), "d2t", np.int64(token))
+    with pytest.raises(ModelFileError, match="outside the target's vocabulary"):
+        target.self_draft(Head("dflash", path))
+
+
+def test_a_truncated_head_is_refused(target: LlamaCppModel, files: Files, tmp_path: Path) -> None:
+    path = tmp_path / "head.gguf"
+    path.write_bytes(files.heads["dspark"].read_bytes()[:-100])
+    with pytest.raises(ModelFileError, match="damaged|incomplete"):
+        target.self_draft(Head("dflash", path))
+
+
+def test_a_model_is_no_head(target: LlamaCppModel, files: Files) -> None:
+    with pytest.raises(CapabilityError, match="not a DFlash head"):
+        target.self_draft(Head("dflash", files.target))
+
+
+@pytest.mark.parametrize("kind", ["dflash", "dspark"])
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_a_head_with_huge_weights_changes_no_reply(
+    files: Files, replies: Callable[..., Any], tmp_path: Path, kind: str, temperature: float
+) -> None:
+    head = changed(write_head(tmp_path / "head.gguf", **KINDS[kind]), "blk.0.ffn_down.weight", 1e30)
+    plain = replies(temperature, method="none")
+    assert replies(temperature, method="dflash", head=head).tokens == plain.tokens
+
+
+@settings(max_examples=10, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 1 << 16), st.integers(0, 255)), min_size=1, max_size=4))
+def test_random_bytes_in_a_head_give_an_error_or_the_same_reply(
+    files: Files, replies: Callable[..., Any], changes: list[tuple[int, int]]
+) -> None:
+    """A damaged head may crash llama.cpp, but only in the process that tries it first."""
+    data = bytearray(files.heads["dspark"].read_bytes())
+    for position, value in changes:
+        data[position % 3000] = value
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "head.gguf"
+        path.write_bytes(data)
+        try:
+            reply = replies(0.0, method="dflash", head=path)
+        except EdgespecError:
+            return
+        assert reply.tokens == replies(0.0, method="none").tokens
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"rank": 8}, {"rank": 8, "block": 16}, {"drafted": 20_000}, {"window": 8}]
+)
+def test_the_estimate_covers_what_llama_cpp_allocates(tmp_path: Path, options: dict[str, Any]) -> None:
+    # A vocabulary that is large enough to matter.
+    words = tuple(f"w{i}" for i in range(20_000))
+    path = write_llama(tmp_path / "target.gguf", layers=3, words=words)
+    head_path = write_head(tmp_path / "head.gguf", vocab=259 + len(words), **options)
+    target = llamacpp.load(str(path), "target", LoadOptions(context_tokens=CONTEXT))
+    with captured_log() as lines:
+        head = head_of(target, head_path)
+    # The last ones are those of the head. Before, the target is allocated again to read its hidden states.
+    sizes = {
+        kind: [float(line.split()[-2]) * 2**20 for line in lines if f"{kind} buffer size" in line]
+        for kind in ("KV", "compute", "output")
+    }
+    estimate = estimate_dflash_head(head_path, CONTEXT)
+    assert estimate.bytes_of("cache") == head.facts.kv_bytes
+    caches = 2 if "window" in options else 1
+    assert sum(sizes["KV"][-caches:]) == pytest.approx(estimate.bytes_of("cache"), abs=6000 * caches)
+    log_bytes = MAX_LOGGED_TOKENS * len(LAYERS) * 32 * 4
+    assert estimate.bytes_of("compute") - log_bytes == pytest.approx(sizes["compute"][-1], rel=0.1)
+    assert sizes["output"][-1] <= estimate.bytes_of("output")
+    head.close()
+    target.close()
+
+
+@pytest.mark.parametrize("options", [{"block": 2}, {"block": 2, "rank": 8}, {"block": MAX_BLOCK_TOKENS}])
+def test_heads_with_small_and_large_blocks_draft(
+    files: Files, replies: Callable[..., Any], tmp_path: Path, options: dict[str, Any]
+) -> None:
+    path = write_head(tmp_path / "head.gguf", **options)
+    reply = replies(0.0, method="dflash", head=path, draft_length=16)
+    assert reply.tokens == replies(0.0, method="none").tokens
+    assert reply.stats.drafted_tokens

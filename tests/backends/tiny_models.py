@@ -212,6 +212,8 @@ def write_dflash(
     rank: int = 0,
     sections: Sequence[int] = (),
     window: int = 0,
+    kv_heads: int = 1,
+    value_size: int = _HEAD,
     **metadata: int | bool | str,
 ) -> Path:
     """A DFlash head for the model that `write_llama` writes.
@@ -223,9 +225,9 @@ def write_dflash(
     random = np.random.default_rng(9)
     writer = _open(path, "dflash", layers=depth)
     writer.add_head_count(2)
-    writer.add_head_count_kv(1)
+    writer.add_head_count_kv(kv_heads)
     writer.add_key_length(_HEAD)
-    writer.add_value_length(_HEAD)
+    writer.add_value_length(value_size)
     writer.add_vocab_size(vocab)
     writer.add_tokenizer_model("none")
     writer.add_array("dflash.target_layers", list(layers))
@@ -251,7 +253,9 @@ def write_dflash(
         "output_norm.weight": _ones(_SIZE),
     }
     for layer in range(depth):
-        tensors |= _attention(random, layer) | _norms_and_feed_forward(random, layer)
+        tensors |= _attention(random, layer, kv_heads) | _norms_and_feed_forward(random, layer)
+        if value_size != _HEAD:
+            tensors[f"blk.{layer}.attn_v.weight"] = _weights(random, kv_heads * value_size, _SIZE)
         norms = (f"blk.{layer}.attn_{part}_norm.weight" for part in "qk")
         tensors |= dict.fromkeys(norms, _ones(_HEAD))
     if rank:

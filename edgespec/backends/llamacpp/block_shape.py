@@ -76,7 +76,7 @@ def read_block_shape(path: Path, vocab_size: int) -> BlockShape:
     shape = BlockShape(
         tokens=header.architecture_value("block_size", _DEFAULT_BLOCK_TOKENS),
         mask_token=header.metadata.get("tokenizer.ggml.mask_token_id", -1),
-        first_row=0 if has_markov and header.architecture_value("sample_from_anchor", True) is True else 1,
+        first_row=0 if header.architecture_value("sample_from_anchor", has_markov) is True else 1,
         causal=header.architecture_value("attention.causal", False) is True,
         has_markov=has_markov,
     )

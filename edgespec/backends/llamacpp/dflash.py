@@ -28,6 +28,7 @@ from edgespec.backends.memory_estimate import MemoryEstimate
 from edgespec.engine.logits import HostLogits
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import BackendError, CancelledError, CapabilityError, ContextFullError
+from edgespec.heads.dflash_files import read_dflash
 
 if TYPE_CHECKING:
     from edgespec.backends.llamacpp.model import LlamaCppModel
@@ -36,8 +37,9 @@ __all__ = ["DFlashHead", "estimate_dflash_head", "load_dflash_head"]
 
 # Maximum number of tokens per pass. The head's buffers grow with this number and with the vocabulary.
 _BATCH_TOKENS = MAX_BLOCK_TOKENS
-# Approximate size of the compute buffer, in bytes per token of a batch and per token of the vocabulary.
-_COMPUTE_BYTES_PER_LOGIT = 4
+# Approximate size of the compute buffer in bytes, per token of a batch and per token of the vocabulary. Heads
+# need more if they draft only some of the tokens, or have a Markov head and large blocks.
+_COMPUTE_BYTES, _REDUCED_COMPUTE_BYTES, _MARKOV_COMPUTE_BYTES = 4, 8, 17
 
 
 class DFlashHead(CachedHead):
@@ -80,12 +82,14 @@ class DFlashHead(CachedHead):
         except BaseException:
             target.stop_logging(log)
             raise
-        capabilities = Capabilities(rollback=True, tree=True, max_draft_length=shape.draft_length)
+        capabilities = Capabilities(
+            rollback=True, tree=True, max_draft_length=shape.draft_length, drafts_in_one_pass=True
+        )
         super().__init__(target, weights, path, options, name, context, log, max_plan, capabilities)
         self._markov = MarkovHead(Path(path), self.vocabulary.size) if shape.has_markov else None
         # The logits of the last block, from the row on that predicts the token after the block's first.
         self._rows: NDArray[np.float32] = np.empty((0, self.vocabulary.size), np.float32)
-        # The tokens that llama.cpp assumed before each of these rows.
+        # The token for which llama.cpp computed the Markov head's logits in each of these rows.
         self._assumed: list[int] = []
         # Number of the tree's nodes before the block, whose hidden states are known.
         self._known_nodes = 0
@@ -150,18 +154,19 @@ class DFlashHead(CachedHead):
     def _rows_after(self, tokens: Sequence[int], depths: NDArray[np.int64]) -> NDArray[np.float32]:
         """Return the logits after tokens at these depths of the draft."""
         if self._markov:
-            rows = [self._corrected(depth, token) for token, depth in zip(tokens, depths, strict=True)]
-            return np.stack(rows)
+            return np.stack([self._corrected(*node) for node in zip(tokens, depths, strict=True)])
         if (depths == depths[0]).all():
-            # Large vocabularies make copies slow.
+            # Do not copy the row for each token, which is slow for large vocabularies.
             return np.broadcast_to(self._rows[depths[0]], (len(depths), self._rows.shape[1]))
         rows: NDArray[np.float32] = self._rows[depths]
         return rows
 
-    def _corrected(self, depth: int, token: int) -> NDArray[np.float32]:
+    def _corrected(self, token: int, depth: int) -> NDArray[np.float32]:
+        """Return the logits after a token with the Markov head's logits for this token."""
         assert self._markov is not None
-        row, assumed = self._rows[depth], self._assumed[depth]
-        if depth == 0 or token == assumed:
+        row: NDArray[np.float32] = self._rows[depth]
+        assumed = self._assumed[depth]
+        if token == assumed:
             return row
         return row + (self._markov.logits(token) - self._markov.logits(assumed))
 
@@ -195,20 +200,63 @@ def load_dflash_head(target: LlamaCppModel, path: Path) -> DFlashHead:
 def estimate_dflash_head(path: Path, context_tokens: int) -> MemoryEstimate:
     """Return the memory used by a head and by the hidden states that are kept for it.
 
+    Args:
+        path: A GGUF file, or a folder with a head that will be converted to GGUF.
+        context_tokens: The size of the head's KV cache.
+
     Raises:
         ModelFileError: The file is missing or damaged.
     """
+    if path.is_dir():
+        files = read_dflash(path)
+        config, elements = files.config, {name: math.prod(t.shape) for name, t in files.tensors.items()}
+        return _estimate(
+            context_tokens,
+            weight_bytes=2 * sum(elements.values()),
+            token_bytes=2 * 2 * config.layers * config.kv_heads * config.head_size,
+            vocabulary=config.vocab_size,
+            state_size=len(config.states) * config.size,
+            is_reduced=files.target_ids is not None,
+            markov_elements=elements.get("markov_head.markov_w2.weight", 0),
+            block_tokens=config.block_tokens,
+        )
     header, info = read_header(path), read_gguf_info(path)
     shapes = {tensor.name: tensor.shape for tensor in header.tensors}
-    state_size = len(header.architecture_value("target_layers", ())) * int(
-        header.architecture_value("embedding_length", 0)
+    layers = np.size(header.architecture_value("target_layers", ()))
+    return _estimate(
+        context_tokens,
+        weight_bytes=check_file(str(path)),
+        token_bytes=info.kv_bytes,
+        vocabulary=info.vocab_size,
+        state_size=layers * header.architecture_number("embedding_length"),
+        is_reduced="d2t" in shapes,
+        markov_elements=math.prod(shapes.get("markov_w2.weight", (0,))),
+        block_tokens=header.architecture_number("block_size"),
     )
+
+
+def _estimate(
+    context_tokens: int,
+    *,
+    weight_bytes: int,
+    token_bytes: int,
+    vocabulary: int,
+    state_size: int,
+    is_reduced: bool,
+    markov_elements: int,
+    block_tokens: int,
+) -> MemoryEstimate:
+    compute_bytes = _REDUCED_COMPUTE_BYTES if is_reduced else _COMPUTE_BYTES
+    # llama.cpp reserves memory for a batch of two blocks. The Markov head runs only if they fill the batch.
+    if markov_elements and 2 * block_tokens >= _BATCH_TOKENS:
+        compute_bytes = _MARKOV_COMPUTE_BYTES
     return estimate_head(
         context_tokens,
-        weight_bytes=check_file(str(path)) + math.prod(shapes.get("markov_w2.weight", (0,))) * 4,
-        token_bytes=info.kv_bytes,
-        vocabulary=int(header.architecture_value("vocab_size", 0)) or info.vocab_size,
+        # `MarkovHead` has a copy of the second matrix in float32.
+        weight_bytes=weight_bytes + 4 * markov_elements,
+        token_bytes=token_bytes,
+        vocabulary=vocabulary,
         state_size=state_size,
-        bytes_per_logit=_COMPUTE_BYTES_PER_LOGIT,
+        bytes_per_logit=compute_bytes,
         batch_tokens=_BATCH_TOKENS,
     )

@@ -51,14 +51,15 @@ def estimate_eagle_head(path: Path, context_tokens: int) -> MemoryEstimate:
         ModelFileError: The file is missing or damaged.
     """
     header = read_header(path)
-    size = int(header.architecture_value("embedding_length", 0))
-    state_size = int(header.architecture_value("target_hidden_size", size))
+    state_size = header.architecture_number("target_hidden_size") or header.architecture_number(
+        "embedding_length"
+    )
     return estimate_head(
         context_tokens,
         weight_bytes=check_file(str(path)),
         token_bytes=read_gguf_info(path).kv_bytes,
-        vocabulary=int(header.architecture_value("vocab_size", 0)),
-        state_size=len(header.architecture_value("target_layers", ())) * state_size,
+        vocabulary=header.architecture_number("vocab_size"),
+        state_size=np.size(header.architecture_value("target_layers", ())) * state_size,
         bytes_per_logit=_COMPUTE_BYTES_PER_LOGIT,
     )
 

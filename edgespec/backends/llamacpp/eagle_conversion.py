@@ -9,6 +9,7 @@ import gguf
 import numpy as np
 from numpy.typing import NDArray
 
+from edgespec.backends.llamacpp.rope_conversion import ROPE_TYPES, add_rope
 from edgespec.errors import ModelFileError
 from edgespec.heads.eagle_config import EagleConfig
 from edgespec.heads.eagle_files import EagleFiles, read_eagle
@@ -54,7 +55,7 @@ def convert_eagle_head(folder: Path, target_layers: int, output: Path) -> None:
     writer = gguf.GGUFWriter(output, "eagle3")
     try:
         _add_metadata(writer, head.config, layers)
-        _add_rope(writer, head.config)
+        add_rope(writer, head.config)
     except (KeyError, ValueError, TypeError, ArithmeticError) as error:
         raise ModelFileError(
             f"the config.json of the head in {folder} has invalid settings: {error}", "download it again"
@@ -86,7 +87,7 @@ def _layers(folder: Path, head: EagleFiles, target_layers: int) -> tuple[int, ..
         problem = "it is an EAGLE-1 or EAGLE-2 head, which only MLX models can use"
     elif unknown:
         problem = f"llama.cpp does not support its {unknown[0]}"
-    elif config.norm_output or config.rope_type not in ("default", "llama3", "linear", "yarn"):
+    elif config.norm_output or config.rope_type not in ROPE_TYPES:
         what = "norm_output" if config.norm_output else f"rope_scaling of type {config.rope_type!r}"
         problem = f"llama.cpp does not support its {what}"
     elif not choices or len(choices[0]) != _STATES or max(choices[0]) >= target_layers:
@@ -120,31 +121,3 @@ def _add_metadata(writer: gguf.GGUFWriter, config: EagleConfig, layers: tuple[in
     writer.add_uint32("eagle3.target_hidden_size", config.target_size)
     writer.add_bool("eagle3.norm_before_residual", config.norm_before_residual)
     writer.add_bool("eagle3.norm_before_fc", config.norm_before_fc)
-
-
-def _add_rope(writer: gguf.GGUFWriter, config: EagleConfig) -> None:
-    writer.add_rope_dimension_count(config.head_size)
-    writer.add_rope_freq_base(config.rope_theta)
-    if config.rope_type == "llama3":
-        writer.add_tensor("rope_freqs.weight", _llama3_factors(config))
-    elif config.rope is not None and config.rope_type != "default":
-        writer.add_rope_scaling_type(gguf.RopeScalingType(config.rope_type))
-        writer.add_rope_scaling_factor(float(config.rope["factor"]))
-        if original := config.rope.get("original_max_position_embeddings"):
-            writer.add_rope_scaling_orig_ctx_len(int(original))
-
-
-def _llama3_factors(config: EagleConfig) -> NDArray[np.float32]:
-    """Return the numbers by which Llama 3 divides the frequencies of the rotary embedding.
-
-    High frequencies stay as they are, low ones are divided by `factor`, and those between are interpolated.
-    """
-    assert config.rope is not None
-    factor, low, high, original = (
-        float(config.rope[key])
-        for key in ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-    )
-    frequencies = config.rope_theta ** -(np.arange(0, config.head_size, 2) / config.head_size)
-    turns = original * frequencies / (2 * np.pi)
-    share = np.clip((turns - low) / (high - low), 0, 1)
-    return (1 / ((1 - share) / factor + share)).astype(np.float32)

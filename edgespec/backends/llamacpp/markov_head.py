@@ -1,4 +1,4 @@
-"""Compute the logits with which a DSpark head corrects its drafts for the token before."""
+"""Compute the logits with which a DSpark head corrects its drafts for the token before (arXiv 2607.05147)."""
 
 from __future__ import annotations
 

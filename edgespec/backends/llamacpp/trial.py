@@ -74,8 +74,9 @@ def try_head(path: str, name: str, head: Head, progress: Progress | None = None)
             # The first token has no hidden state before it.
             view.start_at(view.first_position)
             view.prefill(tokens[view.first_position :])
-            for end in range(1, len(_TREE.tokens) + 1):
-                view.verify(_TREE.pruned(1 << 30, 1 << 30, end), end - 1)
+            tree = _TREE.pruned(1 << 30, view.facts.capabilities.max_draft_length - 1)
+            for end in range(1, tree.width + 1):
+                view.verify(tree.pruned(1 << 30, 1 << 30, end), end - 1)
         view.close()
     finally:
         target.close()
