@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from edgespec.assembly.drafting_options import DraftingOptions
-from edgespec.assembly.heads import FindHead, find_heads
+from edgespec.assembly.heads import FindHead, find_heads, without_heads
 from edgespec.backends.base import LanguageModel, LoadOptions, ModelFacts, Progress
 from edgespec.backends.registry import Backend, same_backend
 from edgespec.backends.trial_load import TrialModel, check_loadable
@@ -146,7 +146,9 @@ def find_pair(
             f"an adapter needs an MLX model, but {found.name} is not one",
             "omit --adapter, or use an MLX version of the model, such as 8b-mlx",
         )
-    found = _prepared_for_early_exit(found, drafting, found_draft is not None)
+    found = _prepared_for_early_exit(found, drafting, found_draft is not None or bool(heads.chosen))
+    if heads.chosen and not found.file_format.head_formats:
+        heads = without_heads(heads, f"{found.name} is used as prepared for early exit")
     if not found_draft and DRAFT_MODEL_USERS & drafting.named_drafters:
         method = next(method for method in drafting.methods if DRAFT_MODEL_USERS & {*method.split("+")})
         raise OptionError(
