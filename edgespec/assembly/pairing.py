@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -207,30 +207,37 @@ def try_pair(pair: ModelPair, options: LoadOptions, progress: Progress | None) -
     Returns:
         The pair, without heads that crash the process, and notices for the user.
     """
-    models = []
-    target_runs = False
+    models, trials = [], []
     for found in filter(None, (pair.target, pair.draft)):
         with suppress(OSError, ModelFileError):
             size_bytes = sum(file.stat().st_size for file in found.file_format.files(found.path))
             runs = options.memory_bytes is None or size_bytes <= options.memory_bytes
-            target_runs = target_runs or (runs and found is pair.target)
-            models.append(TrialModel(found.name, found.path, found.file_format, runs))
-    notice = check_loadable(models, progress)
-    if not target_runs:
-        return pair, notice
-    target, heads, failures = pair.target, [], []
-    for option in pair.heads:
-        trial = TrialModel(target.name, target.path, target.file_format, True, option.head)
+            model = TrialModel(found.name, found.path, found.file_format, runs)
+            models.append(model)
+            if runs and found is pair.target:
+                trials = [model._replace(head=option.head) for option in pair.heads]
+    try:
+        return pair, check_loadable([*models, *trials], progress)
+    except ModelFileError:
+        if not any(option.source != "named" for option in pair.heads):
+            raise
+    # The result of each trial is saved, so only those that have not been made yet take time.
+    check_loadable(models, progress)
+    return _without_crashing_heads(pair, trials, progress)
+
+
+def _without_crashing_heads(
+    pair: ModelPair, trials: Sequence[TrialModel], progress: Progress | None
+) -> tuple[ModelPair, str]:
+    heads, failures = [], []
+    for option, trial in zip(pair.heads, trials, strict=True):
         try:
-            notice = check_loadable([trial], progress) or notice
+            check_loadable([trial], progress)
             heads.append(option)
         except ModelFileError as error:
-            if option.source == "named":
-                raise
             failures.append(error.what)
-    if failures:
-        pair = replace(pair, heads=tuple(heads), why_no_head="; ".join(failures), why_heads="")
-    return pair, " · ".join(filter(None, (notice, *failures)))
+    reason = "; ".join(failures)
+    return replace(pair, heads=tuple(heads), why_no_head=reason, why_heads=""), reason
 
 
 def load_target(pair: ModelPair, options: LoadOptions, progress: Progress | None) -> LanguageModel:
