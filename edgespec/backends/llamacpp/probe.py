@@ -15,7 +15,7 @@ from edgespec.backends.llamacpp.kv_types import SMALL_KERNEL_MAX_ROWS, prefill_k
 from edgespec.backends.llamacpp.metadata import metadata
 from edgespec.backends.llamacpp.mtp_files import MTP_GRAPHS
 from edgespec.backends.llamacpp.native import library
-from edgespec.backends.llamacpp.staging_api import staging_api
+from edgespec.backends.llamacpp.staging_api import nextn_api, target_layers_api
 from edgespec.errors import BackendError, ModelFileError
 
 __all__ = ["ProbeResult", "probe"]
@@ -66,10 +66,11 @@ def probe(context: LlamaContext, weights: Any, options: LoadOptions) -> ProbeRes
 
 def _head_methods(weights: Any, result: ProbeResult) -> frozenset[str]:
     """Return the methods that can draft with a head for this model."""
-    if staging_api() is None or not (result.capabilities.rollback or result.replays):
+    if not (result.capabilities.rollback or result.replays):
         return frozenset()
     has_mtp = metadata(weights, "general.architecture") in MTP_GRAPHS
-    works = {"mtp": has_mtp, "eagle": not result.replays, "dflash": not result.replays}
+    layers, nextn = target_layers_api() is not None, nextn_api() is not None
+    works = {"mtp": has_mtp and nextn, "eagle": layers and nextn, "dflash": layers}
     return frozenset(name for name in works if works[name])
 
 
