@@ -124,10 +124,12 @@ def _try_mlx(path: str, name: str, _runs: bool, _progress: Progress | None) -> N
 
 def _estimate_mlx_head(head: Head, target: Path, context_tokens: int) -> MemoryEstimate:
     require_mlx(target.name)
+    from edgespec.backends.mlx.dflash_loading import estimate_dflash_head
     from edgespec.backends.mlx.eagle_loading import estimate_eagle_head
 
     assert head.path is not None
-    return estimate_eagle_head(head.path, context_tokens)
+    estimate = estimate_dflash_head if head.method == "dflash" else estimate_eagle_head
+    return estimate(head.path, context_tokens)
 
 
 def _measure_mlx_exits(model: LanguageModel, tokens: Sequence[int], first: int) -> ExitMeasurement:
@@ -227,7 +229,7 @@ _MLX = FileFormat(
     measure_exits=_measure_mlx_exits,
     low_bit_weights=True,
     trial=_try_mlx,
-    head_formats={"eagle": frozenset({"mlx"})},
+    head_formats=dict.fromkeys(("eagle", "dflash"), frozenset({"mlx"})),
     estimate_head=_estimate_mlx_head,
 )
 

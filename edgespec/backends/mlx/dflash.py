@@ -19,6 +19,7 @@ from edgespec.backends.mlx.dflash_network import DFlashNetwork
 from edgespec.backends.mlx.evaluation import evaluate, start_evaluation, translate_errors
 from edgespec.backends.mlx.logits import DeviceLogits
 from edgespec.backends.mlx.pass_layout import PassLayout
+from edgespec.backends.mlx.target_ends import DraftVocabulary
 from edgespec.backends.self_draft_view import SelfDraftView
 from edgespec.engine.tree import TokenTree
 from edgespec.errors import CancelledError, CapabilityError
@@ -51,8 +52,7 @@ class DFlashHead(SelfDraftView["MlxModel"]):
         config: Its configuration.
         embed: Returns the embeddings of tokens.
         lm_head: Returns the logits [tokens, draft vocabulary] for normalised hidden states.
-        columns: For each of the target's tokens, its column in these logits, or their number if there is
-            none. None if both vocabularies are equal.
+        target_ids: For each token of the draft vocabulary, the token of the target. None if they are equal.
         facts: The head's name and sizes.
     """
 
@@ -64,12 +64,13 @@ class DFlashHead(SelfDraftView["MlxModel"]):
         config: DFlashConfig,
         embed: Callable[[mx.array], mx.array],
         lm_head: Callable[[mx.array], mx.array],
-        columns: mx.array | None,
+        target_ids: NDArray[np.int64] | None,
         facts: ModelFacts,
     ) -> None:
         super().__init__(target)
         self._log, self._network, self._config = log, network, config
-        self._embed, self._lm_head, self._columns = embed, lm_head, columns
+        self._embed, self._lm_head = embed, lm_head
+        self._draft_vocabulary = DraftVocabulary(target_ids, target.facts.vocab_size)
         self._dtype = network.fc.weight.dtype
         self._first_row = 0 if config.predicts_next else 1
         self.vocabulary = target.vocabulary
@@ -198,10 +199,7 @@ class DFlashHead(SelfDraftView["MlxModel"]):
             rows = self._rows[mx.array(depths)]
             if self._config.markov_rank:
                 rows = rows + self._network.markov_head(mx.array(list(tokens))).astype(mx.float32)
-            if self._columns is None:
-                return rows
-            rows = mx.concatenate([rows, mx.full((rows.shape[0], 1), -mx.inf)], axis=1)
-            return mx.take(rows, self._columns, axis=1)
+            return self._draft_vocabulary.spread(rows)
 
     def commit(self, path: tuple[int, ...]) -> None:  # noqa: ARG002
         """Keep the entries of tokens whose hidden states were known."""
@@ -228,4 +226,4 @@ class DFlashHead(SelfDraftView["MlxModel"]):
         self._closed = True
         self._target.stop_logging(self._log)
         self._rows = mx.zeros((0, 0))
-        del self._network, self._caches, self._embed, self._lm_head, self._columns
+        del self._network, self._caches, self._embed, self._lm_head, self._draft_vocabulary

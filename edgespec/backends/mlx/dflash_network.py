@@ -1,4 +1,4 @@
-"""The layers of a DFlash or DSpark head, which predict a block of tokens (arXiv 2602.06036 and 2607.05147)."""
+"""The layers of a DFlash or DSpark head, which predict a block (arXiv 2602.06036 and 2607.05147)."""
 
 from __future__ import annotations
 

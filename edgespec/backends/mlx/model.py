@@ -235,11 +235,13 @@ class MlxModel(BaseModel):
         return view
 
     def _head(self, method: Head) -> SelfDraftView[MlxModel]:
+        from edgespec.backends.mlx.dflash_loading import load_dflash_head
         from edgespec.backends.mlx.eagle_loading import load_eagle_head
 
         self.partial_models.check(method.method, self.facts)
         assert method.path is not None
-        return load_eagle_head(self, self._net, method.path)
+        load = load_dflash_head if method.method == "dflash" else load_eagle_head
+        return load(self, self._net, method.path)
 
     def _partial_model(self, method: PartialDraft) -> PartialModel:
         self.partial_models.check(SELF_DRAFT_NAMES[type(method)], self.facts)

@@ -29,7 +29,7 @@ PROBE_TOKENS = 8
 _MAX_EPSILONS, _MAX_LOGIT_SHARE = 32, 1e-3
 
 # The methods that draft with heads, which read the model's hidden states.
-_HEADS = ("eagle",)
+_HEADS = ("eagle", "dflash")
 _METHODS = frozenset({*SELF_DRAFT_NAMES.values(), *_HEADS})
 
 
